@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+# Trains the model of CONFIG_FILE on NGPU ranks; sets up .venv first where it has to.
+# With no arguments: the main job, train_configs/debug_cola.toml on 4 ranks. --help says more.
+#   NGPU=8 CONFIG_FILE=train_configs/cola_60m.toml ./run_llama_train.sh --training.steps=100
+#   COMM_MODE=fake_backend NGPU=64 ./run_llama_train.sh   # dry run of one step, no GPU
+set -euo pipefail
+
+# A path given from elsewhere means a file there.
+if [ -n "${CONFIG_FILE:-}" ] && [ -f "$CONFIG_FILE" ]; then
+    CONFIG_FILE=$(cd "$(dirname "$CONFIG_FILE")" && pwd)/$(basename "$CONFIG_FILE")
+fi
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+export NGPU=${NGPU:-4}
+export CONFIG_FILE=${CONFIG_FILE:-./train_configs/debug_cola.toml}
+export LOG_RANK=${LOG_RANK:-0}
+export COMM_MODE=${COMM_MODE:-}
+
+. scripts/setup_env.sh
+setup_env
+exec "$RUN_PYTHON" -m torchtitan_lr.launch "$@"

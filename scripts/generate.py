@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Sample text from a training checkpoint.
+
+For example::
+
+    python scripts/generate.py --checkpoint outputs/checkpoint/step-100 --prompt "def main("
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lr.cli import OneLineParser
+from torchtitan_lr.errors import ConfigError
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line.
+
+    Args:
+        argv: The arguments; those of the process by default.
+
+    Returns:
+        The options by name.
+    """
+    parser = OneLineParser(description="Sample text from a training checkpoint.")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="a step's folder")
+    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument("--max_new_tokens", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
+    parser.add_argument("--top_k", type=int, default=50, help="0 samples among all tokens")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
+    parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
+    return parser.parse_args(argv)
+
+
+def check_args(args: argparse.Namespace) -> None:
+    """Refuse numbers that mean nothing.
+
+    Args:
+        args: What ``parse_args`` returned.
+
+    Raises:
+        ConfigError: For the first of them.
+    """
+    if args.max_new_tokens < 1:
+        raise ConfigError("--max_new_tokens", args.max_new_tokens, "a positive integer")
+    if not 0 <= args.temperature < float("inf"):
+        raise ConfigError("--temperature", args.temperature, "0 (greedy) or a positive number")
+    if args.top_k < 0:
+        raise ConfigError("--top_k", args.top_k, "0 (all tokens) or a positive integer")
+
+
+def run(args: argparse.Namespace) -> str:
+    """Load the model and its tokenizer, and continue the prompt.
+
+    Args:
+        args: What ``parse_args`` returned.
+
+    Returns:
+        The prompt and its continuation.
+
+    Raises:
+        ConfigError: For anything that cannot be read or used.
+    """
+    # Late, because torchtitan takes seconds to import: --help and a wrong argument do not wait.
+    import torch
+
+    from torchtitan_lr.data.tokenizer import build_tokenizer, check_tokenizer
+    from torchtitan_lr.models.generate import generate
+    from torchtitan_lr.models.loading import build_model_args, load_model, read_run_config
+
+    config = read_run_config(args.checkpoint, args.config)
+    model_args = build_model_args(config)
+    tokenizer: Any = build_tokenizer(config)
+    if check_tokenizer(config) > model_args.vocab_size:
+        want = f"a tokenizer within the model's vocabulary of {model_args.vocab_size}"
+        raise ConfigError("model.hf_assets_path", config.model.hf_assets_path, want)
+    prompt = tokenizer.encode(args.prompt, add_bos=True, add_eos=False)
+    if not prompt:
+        raise ConfigError("--prompt", args.prompt, "a text of at least one token")
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        model = load_model(args.checkpoint, model_args).to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError("--device", device, "a device of this machine, such as cpu") from error
+    tokens = generate(
+        model,
+        torch.tensor([prompt], device=device),
+        args.max_new_tokens,
+        args.temperature,
+        args.top_k,
+        args.seed,
+        stop_id=tokenizer.eos_id,
+    )
+    return str(tokenizer.decode(tokens[0].tolist(), skip_special_tokens=True))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: The arguments; those of the process by default.
+
+    Returns:
+        The exit status: 0, or 2 with one line on stderr.
+    """
+    args = parse_args(argv)
+    try:
+        check_args(args)
+        text = run(args)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A pool of rank processes kept alive for many tests.
+
+Importing torchtitan takes seconds and a gloo launch more, so tests send functions to processes that
+already form a process group. A function that fails on any rank fails the test with that rank's
+traceback; the pool is rebuilt after a failure or a time-out, since collectives may be out of step.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+
+class RankPool:
+    """`world_size` processes joined by gloo.
+
+    Args:
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
+        """Call ``function(*args)`` on every rank; return their results in rank order.
+
+        Args:
+            function: A module-level function.
+            *args: Picklable arguments, equal on all ranks.
+            timeout: Seconds for all ranks together.
+
+        Raises:
+            RuntimeError: With the traceback of the first rank that failed.
+        """
+        if not self._ranks:
+            self._start()
+        for _, pipe in self._ranks:
+            pipe.send((function, args))
+        results: dict[int, Any] = {}
+        pending = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        while pending:
+            ready = wait(list(pending), timeout)
+            if not ready:
+                self.close()
+                raise RuntimeError(f"ranks {sorted(pending.values())} gave no answer in time")
+            for pipe in ready:
+                rank = pending.pop(pipe)
+                try:
+                    failed, value = pipe.recv()
+                except EOFError:
+                    failed, value = True, "the process died"
+                if failed:
+                    self.close()
+                    raise RuntimeError(f"rank {rank}:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """End all processes."""
+        for process, pipe in self._ranks:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._ranks = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        rendezvous = os.path.join(tempfile.mkdtemp(), "store")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.world_size, rendezvous, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+
+def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), CUDA_VISIBLE_DEVICES=""
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
+    )
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (False, function(*args))
+        except BaseException:
+            answer = (True, traceback.format_exc())
+        pipe.send(answer)

@@ -1,0 +1,316 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import os
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
+MAIN = ROOT / "train_configs" / "debug_cola.toml"
+SHIPPED = "torchtitan_lr/data/assets/bpe4k"
+
+
+def check(*argv, world=4, device="cpu", config_file=MAIN):
+    config = build_job_config([f"--job.config_file={config_file}", *argv])
+    check_job_config(config, world, device)
+    return config
+
+
+def refusal(*argv, **kwargs):
+    with pytest.raises(ConfigError) as info:
+        check(*argv, **kwargs)
+    text = str(info.value)
+    assert "\n" not in text
+    return text
+
+
+REFUSALS = [
+    # option, value as told, what would work
+    ("training.seq_len=0", "0", "a positive"),
+    ("training.steps=0", "0", "a positive"),
+    ("training.steps=-5", "-5", "a positive"),
+    ("training.local_batch_size=0", "0", "a positive"),
+    ("training.gc_freq=0", "0", "a positive"),
+    ("training.max_norm=0", "0.0", "a positive"),
+    ("training.max_norm=nan", "nan", "a positive"),
+    ("training.max_skipped_steps=-1", "-1", "0 or a positive integer"),
+    ("training.global_batch_size=33", "33", "a multiple of 32 (training.local_batch_size 8 x 4"),
+    ("training.global_batch_size=0", "0", "such as 32, or -1"),
+    ("training.global_batch_size=16", "16", "such as 32, or -1"),
+    ("training.dtype=float16", "'float16'", "one of 'bfloat16', 'float32'"),
+    ("training.dataset=wikipedia", "'wikipedia'", "one of python_stdlib"),
+    ("training.dataset=local", "None", "a file, folder or pattern"),
+    ("training.dataloader.num_workers=2", "2", "0"),
+    ("validation.dataset=nothing", "'nothing'", "one of python_stdlib"),
+    ("validation.steps=0", "0", "a positive integer, or -1"),
+    ("validation.steps=-2", "-2", "a positive integer, or -1"),
+    ("validation.freq=0", "0", "a positive"),
+    ("validation.local_batch_size=0", "0", "a positive"),
+    ("validation.seq_len=512", "512", "at most training.seq_len (256)"),
+    ("optimizer.name=SGD", "'SGD'", "'AdamW' or 'Adam'"),
+    ("optimizer.lr=0", "0.0", "a positive number"),
+    ("optimizer.lr=-1", "-1.0", "a positive number"),
+    ("optimizer.lr=nan", "nan", "a positive number"),
+    ("optimizer.lr=inf", "inf", "a positive number"),
+    ("optimizer.beta1=1", "1.0", "a number in [0, 1)"),
+    ("optimizer.beta2=-0.1", "-0.1", "a number in [0, 1)"),
+    ("optimizer.eps=0", "0.0", "a number such as 1e-8"),
+    ("optimizer.weight_decay=-1", "-1.0", "a number of at least 0"),
+    ("optimizer.early_step_in_backward", "True", "false"),
+    ("optimizer.implementation=slow", "'slow'", "one of 'for-loop', 'foreach', 'fused'"),
+    ("lr_scheduler.warmup_steps=-1", "-1", "0 or a positive integer"),
+    ("lr_scheduler.warmup_steps=100000", "100000", "at most training.steps ("),
+    ("lr_scheduler.total_steps=31", "31", "at least training.steps ("),
+    ("lr_scheduler.total_steps=0", "0", "a positive integer"),
+    ("lr_scheduler.decay_ratio=1.5", "1.5", "a number from 0 to 1"),
+    ("lr_scheduler.min_lr_factor=-0.1", "-0.1", "a number from 0 to 1"),
+    ("metrics.log_freq=0", "0", "a positive"),
+    ("metrics.wandb_mode=cloud", "'cloud'", "'auto', 'online', 'offline', 'disabled'"),
+    ("comm.train_timeout_seconds=0", "0", "a positive"),
+    ("comm.mode=local_tensor", "'local_tensor'", "'default' or 'fake_backend'"),
+    ("debug.seed=-1", "-1", "an integer from 0"),
+    ("debug.seed=None", "'None'", "an integer such as 0"),
+    ("checkpoint.interval=0", "0", "a positive"),
+    ("checkpoint.keep_latest_k=1", "1", "0 (keep all) or at least 2"),
+    ("checkpoint.keep_latest_k=-1", "-1", "0 (keep all) or at least 2"),
+    ("checkpoint.async_mode=later", "'later'", "one of 'disabled', 'async'"),
+    ("checkpoint.load_step=-2", "-2", "a step, or -1"),
+    ("checkpoint.load_step=7", "7", "-1: "),
+    ("checkpoint.initial_load_path=/no/such", "'/no/such'", "the folder of one checkpoint"),
+    ("checkpoint.last_save_in_hf", "True", "checkpoint.last_save_model_only = true"),
+    ("checkpoint.exclude_from_loading=optimiser", "'optimiser'", "optimizer, lr_scheduler"),
+    ("checkpoint.create_seed_checkpoint", "True", "one rank (NGPU=1), not 4"),
+    ("checkpoint.initial_load_in_hf_quantized", "True", "not supported"),
+    ("parallelism.tensor_parallel_degree=2", "2", "only data parallelism"),
+    ("parallelism.pipeline_parallel_degree=2", "2", "only data parallelism"),
+    ("parallelism.context_parallel_degree=2", "2", "only data parallelism"),
+    ("parallelism.expert_parallel_degree=2", "2", "only data parallelism"),
+    ("parallelism.tensor_parallel_degree=0", "0", "only data parallelism"),
+    ("parallelism.enable_async_tensor_parallel", "True", "false"),
+    ("parallelism.context_parallel_load_balancer=", "''", "'headtail'"),
+    ("parallelism.data_parallel_replicate_degree=3", "3", "a divisor of the 4 ranks: 1, 2, 4"),
+    ("parallelism.data_parallel_replicate_degree=0", "0", "a divisor of the 4 ranks: 1, 2, 4"),
+    ("parallelism.data_parallel_shard_degree=2", "2", "-1 or 4"),
+    ("parallelism.data_parallel_shard_degree=0", "0", "-1 or 4"),
+    ("activation_checkpoint.mode=memory_budget", "'memory_budget'", "unless compile.enable"),
+    ("activation_checkpoint.mode=some", "'some'", "one of 'selective', 'full'"),
+    ("activation_checkpoint.selective_ac_option=0", "'0'", "'op', or every how many"),
+    ("activation_checkpoint.selective_ac_option=ops", "'ops'", "'op', or every how many"),
+    ("activation_checkpoint.determinism_check=x", "'x'", "'default' or 'none'"),
+    ("compile.components=model,optimizer", "'optimizer'", "'model' and/or 'loss'"),
+    ("model.name=llama3", "'llama3'", "one of llama_cola, llama_full, llama_lax, llama_svd"),
+    ("model.flavor=2B", "'2B'", "one of debug, 60M"),
+    ("model.converters=float8", "['float8']", "no float8"),
+    ("model.hf_assets_path=/no/such", "'/no/such'", "a folder that holds tokenizer.json"),
+    ("model.tokenizer_path=x", "'x'", "model.hf_assets_path"),
+    ("low_rank.rank=-1", "-1", "a rank from 1 to 128"),
+    ("low_rank.rank_ffn=-1", "-1", "a rank from 1 to 256"),
+    ("low_rank.rank_attention=129", "129", "a rank from 1 to 128"),
+    ("low_rank.rank_ffn=257", "257", "a rank from 1 to 256"),
+    ("low_rank.activation=relu", "'relu'", "one of 'flavor', 'both'"),
+    ("low_rank.lax_gate=scalar", "'scalar'", "'identity' unless llama_lax"),
+    ("fault_tolerance.enable", "True", "not supported"),
+    ("memory_estimation.enable", "True", "not supported"),
+    ("job.custom_config_module=other", "'other'", "torchtitan_lr.job_config"),
+    ("experimental.custom_args_module=other", "'other'", "leave it out"),
+    # What has no meaning on a CPU.
+    ("profiling.enable_profiling", "True", "false on a CPU"),
+    ("profiling.enable_memory_snapshot", "True", "false on a CPU"),
+    ("checkpoint.async_mode=async_with_pinned_mem", "'async_with_pinned_mem'", "on a CPU"),
+    ("training.enable_cpu_offload", "True", "false on a CPU"),
+]
+
+
+@pytest.mark.parametrize(("option", "got", "want"), REFUSALS)
+def test_refusals_name_key_value_and_what_works(option, got, want, tmp_path):
+    text = refusal(f"--{option}", f"--job.dump_folder={tmp_path}")
+    key = option.partition("=")[0]
+    blamed = {"training.dataset=local": "training.dataset_path"}.get(option, key)
+    assert text.startswith(f"{blamed}: got {got}, expected ")
+    assert want in text
+
+
+ACCEPTED = [
+    ["--training.max_norm=inf"],
+    ["--training.max_norm=1"],
+    ["--training.global_batch_size=32"],
+    ["--training.global_batch_size=64"],
+    ["--training.global_batch_size=-1"],
+    ["--training.dtype=bfloat16"],
+    ["--training.max_skipped_steps=3"],
+    ["--training.steps=30"],
+    ["--training.steps=5", "--comm.mode=fake_backend"],
+    ["--lr_scheduler.warmup_steps=0"],
+    ["--lr_scheduler.total_steps=100000"],
+    ["--lr_scheduler.decay_ratio=0.5"],
+    ["--validation.steps=-1"],
+    ["--validation.no_enable", "--validation.seq_len=4096"],
+    ["--optimizer.name=Adam"],
+    ["--optimizer.beta1=0"],
+    ["--checkpoint.keep_latest_k=0"],
+    ["--checkpoint.keep_latest_k=2"],
+    ["--checkpoint.async_mode=async"],
+    ["--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"],
+    ["--checkpoint.exclude_from_loading=optimizer,lr_scheduler"],
+    ["--checkpoint.no_enable", "--checkpoint.load_step=7"],
+    ["--parallelism.data_parallel_replicate_degree=2"],
+    [
+        "--parallelism.data_parallel_replicate_degree=4",
+        "--parallelism.data_parallel_shard_degree=1",
+    ],
+    [
+        "--parallelism.data_parallel_replicate_degree=2",
+        "--parallelism.data_parallel_shard_degree=2",
+    ],
+    ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
+    ["--activation_checkpoint.mode=full"],
+    ["--low_rank.rank=128"],
+    ["--low_rank.rank_attention=1", "--low_rank.rank_ffn=256"],
+    ["--model.name=llama_lax", "--low_rank.lax_gate=scalar"],
+    ["--model.name=llama_full"],
+    ["--debug.seed=9223372036854775807"],
+]
+
+
+@pytest.mark.parametrize("argv", ACCEPTED, ids=" ".join)
+def test_no_false_refusals(argv, tmp_path):
+    check(*argv, f"--job.dump_folder={tmp_path}")
+
+
+GPU_ONLY = [
+    ["--profiling.enable_profiling"],
+    ["--profiling.enable_memory_snapshot"],
+    ["--checkpoint.async_mode=async_with_pinned_mem"],
+    ["--training.enable_cpu_offload"],
+]
+
+
+@pytest.mark.parametrize("argv", GPU_ONLY, ids=" ".join)
+def test_what_a_cpu_refuses_a_gpu_takes(argv, tmp_path):
+    check(*argv, f"--job.dump_folder={tmp_path}", device="cuda")
+
+
+def test_profiling_frequency_too_short(tmp_path):
+    argv = ["--profiling.enable_profiling", "--profiling.profile_freq=3"]
+    text = refusal(*argv, f"--job.dump_folder={tmp_path}", device="cuda")
+    assert text == (
+        "profiling.profile_freq: got 3, expected at least profiler_active + profiler_warmup (4)"
+    )
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_train_config_passes(path, tmp_path):
+    """Their tokenizers are not shipped, so ours stands in: it is smaller than every vocabulary."""
+    overrides = [f"--job.dump_folder={tmp_path}", f"--model.hf_assets_path={SHIPPED}"]
+    config = check(*overrides, world=8, device="cuda", config_file=path)
+    assert config.job.dump_folder == str(tmp_path)
+    assert config.lr_scheduler.warmup_steps * 10 in range(
+        config.training.steps - 10, config.training.steps + 1
+    )
+
+
+def test_there_are_train_configs():
+    names = {path.stem for path in CONFIGS}
+    assert {"debug_cola", "debug_full", "debug_svd", "debug_lax", "cola_60m", "full_1b"} <= names
+
+
+def test_sections_have_one_order_everywhere():
+    main = [line for line in MAIN.read_text().splitlines() if line.startswith("[")]
+    order = [*main[: main.index("[validation]")], "[compile]", *main[main.index("[validation]") :]]
+    for path in CONFIGS:
+        sections = [line for line in path.read_text().splitlines() if line.startswith("[")]
+        assert sections == [section for section in order if section in sections], path.name
+
+
+def test_vocabulary_smaller_than_the_tokenizers(tmp_path):
+    from torchtitan_lr.models.flavors import FLAVORS
+
+    assert FLAVORS["cola"]["debug"].vocab_size == 4096
+    folder = tmp_path / "big"
+    folder.mkdir()
+    import tokenizers
+
+    words = {f"w{i}": i for i in range(5000)}
+    model = tokenizers.models.WordLevel(words, unk_token="w0")
+    tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
+    text = refusal(f"--model.hf_assets_path={folder}", f"--job.dump_folder={tmp_path}")
+    assert text.startswith("model.hf_assets_path: got ")
+    assert "at most 4096 tokens for llama_cola debug; this one has 5000" in text
+
+
+def test_local_corpus_that_is_not_there(tmp_path):
+    argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}/*.txt"]
+    text = refusal(*argv, f"--job.dump_folder={tmp_path}")
+    assert text.startswith("training.dataset_path: got ")
+    (tmp_path / "a.txt").write_text("some text to train on\n" * 50)
+    check(*argv, f"--job.dump_folder={tmp_path}")
+
+
+def test_load_step_lists_what_there_is(tmp_path):
+    for step in (10, 9, 100):
+        (tmp_path / "checkpoint" / f"step-{step}").mkdir(parents=True)
+    text = refusal("--checkpoint.load_step=11", f"--job.dump_folder={tmp_path}")
+    assert text == "checkpoint.load_step: got 11, expected one of 9, 10, 100"
+    check("--checkpoint.load_step=10", f"--job.dump_folder={tmp_path}")
+
+
+def test_seed_checkpoint(tmp_path):
+    argv = ["--checkpoint.create_seed_checkpoint", f"--job.dump_folder={tmp_path}"]
+    check(*argv, world=1)
+    text = refusal(*argv, "--checkpoint.no_enable", world=1)
+    assert "checkpoint.enable = true" in text
+
+
+def test_memory_budget_with_compile(tmp_path):
+    argv = ["--activation_checkpoint.mode=memory_budget", "--compile.enable"]
+    argv.append(f"--job.dump_folder={tmp_path}")
+    check(*argv, device="cuda")
+    assert "unless compile.enable" in refusal(*argv, "--compile.components=loss", device="cuda")
+    text = refusal(*argv, "--activation_checkpoint.memory_budget=2", device="cuda")
+    assert text == "activation_checkpoint.memory_budget: got 2.0, expected a number from 0 to 1"
+
+
+def test_compile_backend(tmp_path, monkeypatch):
+    argv = ["--compile.enable", f"--job.dump_folder={tmp_path}"]
+    text = refusal(*argv, "--compile.backend=inducktor")
+    assert text.startswith("compile.backend: got 'inducktor', expected one of ")
+    assert "inductor" in text
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert refusal(*argv).startswith("compile.enable: got True, expected false on a CPU without")
+    check(*argv, "--compile.backend=eager")
+    check(*argv, device="cuda")
+
+
+def test_dump_folder_that_is_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    text = refusal(f"--job.dump_folder={tmp_path}/file/below")
+    assert text.startswith(f"job.dump_folder: got '{tmp_path}/file/below', expected a folder")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_dump_folder_without_permission(tmp_path):
+    tmp_path.chmod(0o500)
+    assert refusal(f"--job.dump_folder={tmp_path}/out").startswith("job.dump_folder: got ")
+
+
+def test_toml_types_reach_the_user(tmp_path):
+    path = tmp_path / "wrong.toml"
+    path.write_text("[training]\nsteps = 'ten'\n")
+    assert refusal(config_file=path) == (
+        "training.steps: got 'ten', expected an integer such as 10000"
+    )
+
+
+def test_missing_config_file(tmp_path):
+    assert refusal(config_file=tmp_path / "none.toml").startswith("job.config_file: got ")
+
+
+def test_checks_leave_the_configuration_alone(tmp_path):
+    config = check(f"--job.dump_folder={tmp_path}/new")
+    before = config.to_dict()
+    check_job_config(config, 4, "cpu")
+    assert config.to_dict() == before
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,235 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from torchtitan_lr.config_types import (
+    Override,
+    apply_overrides,
+    check_toml,
+    load_toml,
+    split_arguments,
+)
+from torchtitan_lr.errors import ConfigError
+
+
+@dataclass
+class Loader:
+    num_workers: int = 0
+    pin_memory: bool = False
+    factor: int | None = None
+
+
+@dataclass
+class Section:
+    steps: int = 100
+    lr: float = 0.1
+    norm: float | int = 1.0
+    enable: bool = False
+    no_color: bool = False
+    name: str = "a"
+    path: str | None = None
+    mode: Literal["sync", "async"] = "sync"
+    ratio: float | None = None
+    tags: list[str] = field(default_factory=list)
+    parts: list[list[str]] | None = None
+    fqns: list[str] | str = field(default_factory=list)
+    loader: Loader = field(default_factory=Loader)
+
+
+@dataclass
+class Config:
+    train: Section = field(default_factory=Section)
+    model: Loader = field(default_factory=Loader)
+
+
+def from_cli(*argv):
+    return apply_overrides({}, split_arguments(list(argv)), Config)
+
+
+def message(call, *args):
+    with pytest.raises(ConfigError) as info:
+        call(*args)
+    text = str(info.value)
+    assert "\n" not in text
+    return text
+
+
+GOOD_TOML = [
+    ("steps", 5, 5),
+    ("lr", 1, 1.0),
+    ("lr", 1e-3, 1e-3),
+    ("norm", 2, 2.0),
+    ("norm", math.inf, math.inf),
+    ("enable", True, True),
+    ("path", "x", "x"),
+    ("mode", "async", "async"),
+    ("ratio", 0, 0.0),
+    ("tags", [], []),
+    ("tags", ["a", "b"], ["a", "b"]),
+    ("parts", [["a"], ["b", "c"]], [["a"], ["b", "c"]]),
+    ("fqns", "a", "a"),
+    ("fqns", ["a"], ["a"]),
+    ("loader", {"num_workers": 2, "pin_memory": True}, {"num_workers": 2, "pin_memory": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), GOOD_TOML)
+def test_toml_values_that_fit(name, value, expected):
+    checked = check_toml({"train": {name: value}}, Config)["train"][name]
+    assert checked == expected
+    assert type(checked) is type(expected)
+
+
+BAD_TOML = [
+    ("steps", "ten", "an integer such as 100"),
+    ("steps", True, "an integer"),
+    ("steps", 5.0, "an integer"),
+    ("steps", [5], "an integer"),
+    ("lr", "1e-3", "a number such as 0.1"),
+    ("lr", False, "a number"),
+    ("norm", True, "a number"),
+    ("enable", 1, "true or false"),
+    ("enable", "true", "true or false"),
+    ("name", 3, "a string such as 'a'"),
+    ("path", 3, "a string"),
+    ("mode", "later", "one of 'sync', 'async'"),
+    ("mode", True, "one of 'sync', 'async'"),
+    ("ratio", "x", "a number"),
+    ("tags", "a,b", "a list of strings"),
+    ("tags", ["a", 1], "a list of strings"),
+    ("parts", ["a"], "a list of lists of strings"),
+    ("steps", {"a": 1}, "an integer"),
+    ("loader", 3, "a table: [train.loader]"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "want"), BAD_TOML)
+def test_toml_values_that_do_not_fit(name, value, want):
+    text = message(check_toml, {"train": {name: value}}, Config)
+    assert text.startswith(f"train.{name}: got {value!r}, expected ")
+    assert want in text
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "want"),
+    [
+        ({"train": {"stepz": 1}}, "train.stepz", "did you mean train.steps?"),
+        ({"train": {"loader": {"num_worker": 1}}}, "train.loader.num_worker", "num_workers?"),
+        ({"trains": {"steps": 1}}, "trains", "did you mean [train]?"),
+        ({"steps": 1}, "steps", "did you mean train.steps?"),
+        ({"model": {"steps": 1}}, "model.steps", "did you mean train.steps?"),
+        ({"model": {"zzz": 1}}, "model.zzz", "num_workers, pin_memory, factor"),
+        ({"qqq": 1}, "qqq", "train, model"),
+        ({"train": 3}, "train", "a table: [train]"),
+    ],
+)
+def test_unknown_keys_name_the_closest(values, key, want):
+    text = message(check_toml, values, Config)
+    assert text.startswith(f"{key}: got ")
+    assert want in text
+
+
+GOOD_CLI = [
+    (["--train.steps=5"], {"steps": 5}),
+    (["--train.steps", "5"], {"steps": 5}),
+    (["--train.steps", "-1"], {"steps": -1}),
+    (["--train.steps=1", "--train.steps=2"], {"steps": 2}),
+    (["--train.lr=1"], {"lr": 1.0}),
+    (["--train.lr", "1e-3"], {"lr": 1e-3}),
+    (["--train.norm=inf"], {"norm": math.inf}),
+    (["--train.enable"], {"enable": True}),
+    (["--train.no_enable"], {"enable": False}),
+    (["--train.no-enable"], {"enable": False}),
+    (["--train.enable=false"], {"enable": False}),
+    (["--train.enable", "True"], {"enable": True}),
+    (["--train.no_color"], {"no_color": True}),
+    (["--train.no_no_color"], {"no_color": False}),
+    (["--train.name=a=b"], {"name": "a=b"}),
+    (["--train.name=--odd"], {"name": "--odd"}),
+    (["--train.name=None"], {"name": "None"}),
+    (["--train.name="], {"name": ""}),
+    (["--train.path=None"], {"path": None}),
+    (["--train.path", "some/where"], {"path": "some/where"}),
+    (["--train.ratio=None"], {"ratio": None}),
+    (["--train.ratio=.5"], {"ratio": 0.5}),
+    (["--train.mode=async"], {"mode": "async"}),
+    (["--train.tags=a, b"], {"tags": ["a", "b"]}),
+    (["--train.tags="], {"tags": []}),
+    (["--train.fqns=a,b"], {"fqns": ["a", "b"]}),
+    (["--train.loader.num-workers=3"], {"loader": {"num_workers": 3}}),
+    (["--train.loader.no-pin-memory"], {"loader": {"pin_memory": False}}),
+    (["--train.enable", "--train.steps=3"], {"enable": True, "steps": 3}),
+]
+
+
+@pytest.mark.parametrize(("argv", "expected"), GOOD_CLI)
+def test_command_lines_that_fit(argv, expected):
+    assert from_cli(*argv) == {"train": expected}
+
+
+BAD_CLI = [
+    (["--train.steps=ten"], "train.steps", "'ten'", "an integer such as 100"),
+    (["--train.steps=1.5"], "train.steps", "'1.5'", "an integer"),
+    (["--train.steps=true"], "train.steps", "'true'", "an integer"),
+    (["--train.steps"], "train.steps", "''", "an integer"),
+    (["--train.steps", "--train.enable"], "train.steps", "''", "an integer"),
+    (["--train.steps=None"], "train.steps", "'None'", "an integer"),
+    (["--train.lr=fast"], "train.lr", "'fast'", "a number such as 0.1"),
+    (["--train.enable=7"], "train.enable", "'7'", "true or false"),
+    (["--train.no_enable=true"], "train.no_enable", "'true'", "no value"),
+    (["--train.no_steps"], "train.no_steps", "''", "did you mean train.steps?"),
+    (["--train.mode=later"], "train.mode", "'later'", "one of 'sync', 'async'"),
+    (["--train.parts=a"], "train.parts", "'a'", "in the TOML file"),
+    (["--train.stepz=3"], "train.stepz", "'3'", "did you mean train.steps?"),
+    (["--trian.steps=3"], "trian.steps", "'3'", "did you mean train.steps?"),
+    (["--steps=3"], "steps", "'3'", "did you mean train.steps?"),
+    (["--train=3"], "train", "'3'", "a key of this section, such as train.steps"),
+    (["--train.steps.more=3"], "train.steps.more", "'3'", "did you mean train.steps?"),
+    (["train.steps=3"], "command line", "'train.steps=3'", "--training.steps=100"),
+    (["-n", "3"], "command line", "'-n'", "--section.key=value"),
+    (["--"], "command line", "'--'", "--section.key=value"),
+    (["--train.steps", "3", "4"], "command line", "'4'", "--section.key=value"),
+]
+
+
+@pytest.mark.parametrize(("argv", "key", "got", "want"), BAD_CLI)
+def test_command_lines_that_do_not_fit(argv, key, got, want):
+    text = message(from_cli, *argv)
+    assert text.startswith(f"{key}: got {got}, expected ")
+    assert want in text
+
+
+def test_command_line_wins_over_toml():
+    values = check_toml({"train": {"steps": 1, "name": "kept"}}, Config)
+    merged = apply_overrides(values, [Override("train.steps", "2")], Config)
+    assert merged == {"train": {"steps": 2, "name": "kept"}}
+
+
+def test_toml_syntax_error_names_file_and_line(tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text("[train]\nsteps = \n")
+    text = message(load_toml, str(path))
+    assert text.startswith("job.config_file: got ")
+    assert "bad.toml:2'" in text
+    assert "valid TOML" in text
+
+
+@pytest.mark.parametrize("name", ["none.toml", "."])
+def test_unreadable_file(tmp_path, name):
+    text = message(load_toml, str(tmp_path / name))
+    assert "a TOML file such as train_configs/debug_cola.toml" in text
+
+
+def test_file_that_is_not_text(tmp_path):
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "UTF-8" in message(load_toml, str(path))
+
+
+def test_good_file_is_read(tmp_path):
+    path = tmp_path / "good.toml"
+    path.write_text("[train]\nsteps = 3\n")
+    assert load_toml(str(path)) == {"train": {"steps": 3}}

@@ -1,0 +1,159 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The embedded corpus, the names, and the refusals."""
+
+import hashlib
+import sysconfig
+from pathlib import Path
+
+import pytest
+from torchtitan.config import JobConfig
+
+from torchtitan_lr.data.corpora import PythonStdlib, build_corpus, check_corpus
+from torchtitan_lr.errors import ConfigError
+
+
+def config(dataset="python_stdlib", path=None, validation="python_stdlib", validation_path=None):
+    job = JobConfig()
+    job.training.dataset, job.training.dataset_path = dataset, path
+    job.validation.enable = True
+    job.validation.dataset, job.validation.dataset_path = validation, validation_path
+    return job
+
+
+def one_line(error, *parts):
+    text = str(error.value)
+    assert "\n" not in text
+    for part in parts:
+        assert part in text, (part, text)
+
+
+def write(root, relative, text="x = 1\n"):
+    path = root / relative
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_stdlib_splits_are_the_sources_without_tests_and_packages():
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    expected = {"train": [], "validation": []}
+    for path in root.rglob("*.py"):
+        relative = path.relative_to(root)
+        if skipped & set(relative.parts[:-1]) or not path.is_file() or not path.stat().st_size:
+            continue
+        held_out = int(hashlib.sha256(relative.as_posix().encode()).hexdigest(), 16) % 20 == 0
+        expected["validation" if held_out else "train"].append(relative.as_posix())
+    for split, names in expected.items():
+        corpus = PythonStdlib(split, "training.dataset")
+        assert [name for name, _ in corpus._files] == sorted(names)
+        assert corpus.num_blocks == len(names) > 10
+        texts = list(corpus)
+        assert len(texts) == len(names)
+        assert texts[0] == (root / sorted(names)[0]).read_text("utf-8", errors="replace")
+
+
+def test_stdlib_leaves_out_tests_packages_and_empty_files(tmp_path):
+    for name in ("b.py", "a/z.py", "a.py", "notes.txt", "site-packages/p.py", "a/tests/t.py"):
+        write(tmp_path, name)
+    for name in ("test/t.py", "lib2to3/tests/t.py", "idlelib/idle_test/t.py", "testing/kept.py"):
+        write(tmp_path, name)
+    write(tmp_path, "empty.py", "")
+    (tmp_path / "broken.py").symlink_to(tmp_path / "nowhere.py")
+    held_out = next(f"v{i}.py" for i in range(999) if PythonStdlib.is_validation(f"v{i}.py"))
+    write(tmp_path, held_out)
+    splits = {
+        split: [name for name, _ in PythonStdlib(split, "k", tmp_path)._files]
+        for split in ("train", "validation")
+    }
+    assert splits["validation"] == [held_out]
+    assert splits["train"] == ["a.py", "a/z.py", "b.py", "testing/kept.py"]
+
+
+def test_stdlib_replaces_what_is_no_utf8(tmp_path):
+    for name in ("a.py", "b.py", "c.py"):
+        (tmp_path / name).write_bytes(b"# \xff caf\xc3\xa9\n")
+    texts = list(PythonStdlib("train", "k", tmp_path))
+    assert texts and set(texts) == {"# \ufffd café\n"}
+
+
+def test_fingerprint_follows_the_files(tmp_path):
+    for name in ("a.py", "b.py", "c.py"):
+        write(tmp_path, name)
+    first = PythonStdlib("train", "k", tmp_path).fingerprint()
+    assert first == PythonStdlib("train", "k", tmp_path).fingerprint()
+    write(tmp_path, "b.py", "x = 12\n")
+    assert first != PythonStdlib("train", "k", tmp_path).fingerprint()
+    assert "\n" not in first
+
+
+def test_sources_missing_is_refused(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        PythonStdlib("train", "training.dataset", tmp_path)
+    one_line(error, "training.dataset", "python_stdlib", "local")
+
+
+def test_good_corpora_pass(tmp_path):
+    (tmp_path / "a.txt").write_text("some text\n")
+    check_corpus(config())
+    check_corpus(config("local", str(tmp_path), "local", str(tmp_path / "*.txt")))
+
+
+def test_c4_is_checked_without_opening_it(monkeypatch):
+    import torchtitan_lr.data.hub_corpus as hub
+
+    def opened(*args):
+        raise AssertionError("the check went to the network")
+
+    monkeypatch.setattr(hub.HubCorpus, "__init__", opened)
+    check_corpus(config("c4", None, "c4_validation"))
+    with pytest.raises(AssertionError):  # the trap itself works
+        build_corpus("c4", None, "train", "training")
+
+
+@pytest.mark.parametrize(
+    ("job", "parts"),
+    [
+        (config("c5"), ["training.dataset", "'c5'", "python_stdlib, local, c4"]),
+        (config(validation="c4"), ["validation.dataset", "'c4'", "c4_validation"]),
+        (config("local"), ["training.dataset_path", "None", ".jsonl"]),
+        (config("local", "/no/such"), ["training.dataset_path", "'/no/such'", "existing"]),
+        (config("local", "/no/such/*.txt"), ["training.dataset_path", "pattern that matches"]),
+        (config(path="/tmp"), ["training.dataset_path", "'/tmp'", "training.dataset = 'local'"]),
+        (config("c4", "/no/such"), ["training.dataset_path", "'/no/such'", "local copy"]),
+        (
+            config(validation="local", validation_path="/no/such"),
+            ["validation.dataset_path", "'/no/such'"],
+        ),
+    ],
+)
+def test_refusals(job, parts):
+    with pytest.raises(ConfigError) as error:
+        check_corpus(job)
+    one_line(error, *parts)
+
+
+def test_validation_is_not_checked_when_off():
+    job = config(validation="c5")
+    with pytest.raises(ConfigError):
+        check_corpus(job)
+    job.validation.enable = False
+    check_corpus(job)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_workers", 2), ("persistent_workers", True), ("prefetch_factor", 2)]
+)
+def test_worker_processes_are_refused(name, value):
+    for section in ("training", "validation"):
+        job = config()
+        setattr(getattr(job, section).dataloader, name, value)
+        with pytest.raises(ConfigError) as error:
+            check_corpus(job)
+        one_line(error, f"{section}.dataloader.{name}", repr(value), "tokenised in the training")
+
+
+def test_local_without_text_is_refused(tmp_path):
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    with pytest.raises(ConfigError) as error:
+        check_corpus(config("local", str(tmp_path)))
+    one_line(error, "training.dataset", "'local'", "with text")

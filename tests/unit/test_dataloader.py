@@ -1,0 +1,245 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The training loader: the same global batches for every split, across checkpoints too."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torchtitan.config import JobConfig
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
+
+from torchtitan_lr.data.dataloader import build_dataloader
+from torchtitan_lr.data.lanes import lane_block
+from torchtitan_lr.data.tokenizer import build_tokenizer
+from torchtitan_lr.errors import ConfigError
+
+ROWS, SEQ = 8, 32
+# (dp size, local batch): every split of eight rows over ranks and micro-batches that divides.
+SPLITS = [(d, b) for d in (1, 2, 4, 8) for b in (1, 2, 4, 8) if ROWS % (d * b) == 0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    job = JobConfig()
+    job.model.hf_assets_path = "torchtitan_lr/data/assets/bpe4k"
+    return build_tokenizer(job)
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A corpus of many small documents, a fraction of a window to several windows long."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(19):
+        lines = "".join(f"file {i} line {n} {'word ' * (n * i % 13)}\n" for n in range(5 + i * 3))
+        (folder / f"{i:02}.txt").write_text(lines)
+    return str(folder)
+
+
+def config(local_batch, path=None, rows=ROWS):
+    job = JobConfig()
+    job.training.dataset = "local" if path else "python_stdlib"
+    job.training.dataset_path = path
+    job.training.seq_len = SEQ
+    job.training.local_batch_size = local_batch
+    job.training.global_batch_size = rows
+    return job
+
+
+def build(tokenizer, dp, local_batch, path=None, rows=ROWS, infinite=True):
+    job = config(local_batch, path, rows)
+    return [
+        build_dataloader(
+            dp_world_size=dp, dp_rank=rank, tokenizer=tokenizer, job_config=job, infinite=infinite
+        )
+        for rank in range(dp)
+    ]
+
+
+def steps(loaders, local_batch, n, rows=ROWS):
+    """Return n global batches (n, rows, seq) of inputs and of labels, rows in global order."""
+    readers = [iter(loader) for loader in loaders]
+    batches = []
+    for _ in range(n):
+        for _ in range(rows // (local_batch * len(loaders))):
+            for reader in readers:
+                inputs, labels = next(reader)
+                assert inputs["input"].shape == labels.shape == (local_batch, SEQ)
+                assert inputs["input"].dtype == labels.dtype == torch.int64
+                batches.append(torch.stack([inputs["input"], labels]))
+    return torch.cat(batches, 1).unflatten(1, (n, rows))
+
+
+def union(loaders):
+    state = {}
+    for loader in loaders:
+        state |= loader.state_dict()
+    return state
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_batches_do_not_depend_on_the_split(tokenizer, text, split):
+    reference = steps(build(tokenizer, 1, ROWS, text), ROWS, 30)
+    assert torch.equal(steps(build(tokenizer, *split, text), split[1], 30), reference)
+
+
+def test_batches_do_depend_on_the_global_batch_size(tokenizer, text):
+    """Negative control: the comparison above tells batches apart."""
+    reference = steps(build(tokenizer, 1, ROWS, text), ROWS, 4)
+    other = steps(build(tokenizer, 1, 4, text, rows=4), 4, 8, rows=4)
+    assert not torch.equal(other.flatten(1, 2), reference.flatten(1, 2))
+
+
+def test_stdlib_rows_are_packed_as_torchtitan_packs(tokenizer, monkeypatch):
+    """Row j equals torchtitan's own dataset run over the files of lane j."""
+    loader = build(tokenizer, 1, ROWS)[0]
+    corpus = loader._corpus
+    batches = steps([loader], ROWS, 20)
+    for row in (0, 5):
+        blocks = (lane_block(row, ROWS, corpus.num_blocks, k) for k in itertools.count())
+        documents = ({"text": t} for block in blocks for t in corpus.documents(block))
+        theirs = object.__new__(HuggingFaceTextDataset)
+        theirs.seq_len, theirs.infinite, theirs._tokenizer = SEQ, False, tokenizer
+        theirs._token_buffer, theirs._sample_idx, theirs._data = [], 0, documents
+        theirs._text_processor = lambda sample: sample["text"]
+        for step, (inputs, labels) in zip(range(20), theirs, strict=False):
+            assert torch.equal(batches[0, step, row], inputs["input"])
+            assert torch.equal(batches[1, step, row], labels)
+
+
+def test_labels_are_the_next_tokens_and_ids_fit(tokenizer):
+    inputs, labels = steps(build(tokenizer, 1, ROWS), ROWS, 10)
+    assert torch.equal(inputs[..., 1:], labels[..., :-1])
+    assert int(inputs.min()) >= 0 and int(inputs.max()) < tokenizer.get_vocab_size()
+    assert (inputs[0, :, 0] == tokenizer.bos_id).all()
+
+
+def test_every_document_comes_again_after_the_corpus_ends(tokenizer, text):
+    """Endless: far more tokens than the corpus has, and each lane meets all of it."""
+    loaders = build(tokenizer, 1, ROWS, text)
+    inputs, labels = steps(loaders, ROWS, 400)
+    windows = torch.cat([inputs, labels[..., -1:]], -1)
+    for row in (0, 3, 7):
+        seen = tokenizer.decode(windows[:, row].flatten().tolist())
+        # Whatever the blocks, a line stays in one piece; the corpus is smaller than the rows read.
+        for i in range(19):
+            assert f"file {i} line 4 " in seen
+
+
+@pytest.mark.parametrize("path", ["text", None])
+@pytest.mark.parametrize("done", [0, 3])
+def test_resume_at_any_split_through_a_real_checkpoint(tokenizer, text, tmp_path, path, done):
+    path = text if path else None
+    saved = build(tokenizer, 4, 1, path)
+    if done:
+        steps(saved, 1, done)
+    # Each of four ranks writes its own lanes; here one process writes the union of their keys.
+    dcp.save({"dataloader": union(saved)}, checkpoint_id=str(tmp_path / "ckpt"))
+    expected = steps(saved, 1, 30)
+    for dp, local_batch in [(4, 1), (4, 2), (2, 1), (2, 4), (1, 8), (1, 2), (8, 1)]:
+        loaders = build(tokenizer, dp, local_batch, path)
+        for loader in loaders:
+            loader.check_checkpoint(str(tmp_path / "ckpt"))
+            dcp.load({"dataloader": loader}, checkpoint_id=str(tmp_path / "ckpt"))
+            assert loader.state_dict()["sample_index"] == done * ROWS
+        assert torch.equal(steps(loaders, local_batch, 30), expected)
+
+
+def test_chained_reshards_continue(tokenizer, text):
+    expected = steps(build(tokenizer, 1, ROWS, text), ROWS, 30)
+    parts, state = [], {}
+    for dp, local_batch in [(4, 2), (2, 2), (1, 4)]:
+        loaders = build(tokenizer, dp, local_batch, text)
+        for loader in loaders:
+            loader.load_state_dict(state)
+        parts.append(steps(loaders, local_batch, 10))
+        state = union(loaders)
+    assert torch.equal(torch.cat(parts, 1), expected)
+    assert state["sample_index"] == 30 * ROWS
+
+
+def test_resume_between_micro_batches(tokenizer, text):
+    loader = build(tokenizer, 1, 2, text)[0]
+    reader = iter(loader)
+    for _ in range(5):
+        next(reader)
+    state = loader.state_dict()
+    assert state["sample_index"] == 10
+    expected = [next(reader)[1] for _ in range(9)]
+    again = build(tokenizer, 1, 2, text)[0]
+    again.load_state_dict(state)
+    assert all(torch.equal(a, b[1]) for a, b in zip(expected, again, strict=False))
+    with pytest.raises(ConfigError, match="micro-batch border at row 2"):
+        build(tokenizer, 1, 4, text)[0].load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [('"offset": ', '"offset": 1'), ('"document": [', '"document": [1')]
+)
+def test_a_tampered_position_gives_other_batches(tokenizer, old, new):
+    """Negative control: both parts of a lane's position are used on resume."""
+    loader = build(tokenizer, 1, ROWS)[0]
+    steps([loader], ROWS, 3)
+    state = loader.state_dict()
+    expected = steps([loader], ROWS, 1)
+    assert old in state["lane_2"]
+    state["lane_2"] = state["lane_2"].replace(old, new)
+    resumed = build(tokenizer, 1, ROWS)[0]
+    resumed.load_state_dict(state)
+    got = steps([resumed], ROWS, 1)
+    assert not torch.equal(got[:, :, 2], expected[:, :, 2])
+    others = [row for row in range(ROWS) if row != 2]
+    assert torch.equal(got[:, :, others], expected[:, :, others])
+
+
+def test_a_rank_stores_only_its_lanes(tokenizer):
+    for rank, loader in enumerate(build(tokenizer, 4, 1)):
+        lanes = {key for key in loader.state_dict() if key.startswith("lane_")}
+        assert lanes == {f"lane_{rank}", f"lane_{rank + 4}"}
+
+
+def test_one_pass_ends(tokenizer, text):
+    loader = build(tokenizer, 1, ROWS, text, infinite=False)[0]
+    inputs = [batch[0]["input"] for batch in loader]
+    assert 0 < len(inputs) < 100
+
+
+def test_default_global_batch_size(tokenizer):
+    loader = build(tokenizer, 2, 3, rows=-1)[0]
+    assert loader.state_dict()["global_batch_size"] == 6
+
+
+@pytest.mark.parametrize("rows", [4, 16])
+def test_another_global_batch_size_is_refused(tokenizer, text, tmp_path, rows):
+    dcp.save({"dataloader": build(tokenizer, 1, 8, text)[0]}, checkpoint_id=str(tmp_path / "c"))
+    loader = build(tokenizer, 1, 4, text, rows=rows)[0]
+    with pytest.raises(ConfigError) as error:
+        loader.check_checkpoint(str(tmp_path / "c"))
+    text = str(error.value)
+    assert f"training.global_batch_size: got {rows}, expected 8 " in text and "\n" not in text
+    with pytest.raises(ConfigError, match="global_batch_size"):
+        loader.load_state_dict(build(tokenizer, 1, 8)[0].state_dict())
+
+
+def test_another_corpus_is_refused(tokenizer, text, tmp_path):
+    dcp.save({"dataloader": build(tokenizer, 1, 8, text)[0]}, checkpoint_id=str(tmp_path / "c"))
+    loader = build(tokenizer, 1, 8)[0]
+    for act in (
+        lambda: loader.check_checkpoint(str(tmp_path / "c")),
+        lambda: loader.load_state_dict(build(tokenizer, 1, 8, text)[0].state_dict()),
+    ):
+        with pytest.raises(ConfigError) as error:
+            act()
+        message = str(error.value)
+        assert "training.dataset" in message and "\n" not in message
+        assert "python_stdlib blocks=" in message and "local blocks=" in message
+
+
+def test_sizes_that_do_not_divide_and_workers_are_refused(tokenizer):
+    with pytest.raises(ConfigError, match=r"training\.global_batch_size: got 8, expected a multi"):
+        build(tokenizer, 1, 3)
+    job = config(8)
+    job.training.dataloader.num_workers = 4
+    with pytest.raises(ConfigError, match=r"training\.dataloader\.num_workers: got 4, expected 0"):
+        build_dataloader(dp_world_size=1, dp_rank=0, tokenizer=tokenizer, job_config=job)

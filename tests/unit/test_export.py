@@ -1,0 +1,228 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+from tests.unit.tiny import tokens
+from torchtitan_lr.models import FLAVORS, LlamaArgs, LlamaModel
+from torchtitan_lr.models.loading import build_model_args, load_model, read_run_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+export = load_script("export")
+
+
+def run_record(family, seq_len=64, **low_rank):
+    """What a run writes about itself, as far as a model is concerned."""
+    section = {"rank": 0, "rank_attention": 0, "rank_ffn": 0}
+    section |= {"activation": "flavor", "lax_gate": "identity"}
+    return {
+        "model": {
+            "name": f"llama_{family}",
+            "flavor": "debug",
+            "hf_assets_path": "torchtitan_lr/data/assets/bpe4k",
+        },
+        "training": {"seq_len": seq_len},
+        "debug": {"seed": 3},
+        "low_rank": {**section, **low_rank},
+    }
+
+
+def write_run(folder, family, dtype=torch.float32, **low_rank):
+    """A dump folder with one checkpoint, laid out as torchtitan's CheckpointManager does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job_config.json").write_text(json.dumps(run_record(family, **low_rank)))
+    step = folder / "checkpoint" / "step-20"
+    args = build_model_args(read_run_config(step))
+    model = LlamaModel(args)
+    model.init_weights()
+    model.to(dtype)
+    state = dict(model.state_dict())
+    state["optimizer"] = {"state": {"output.weight": {"exp_avg": torch.ones(3)}}}
+    state["train_state"] = {"step": torch.tensor(20)}
+    state["lr_scheduler"] = {"last_epoch": 20}
+    state["dataloader"] = {"sample": 1280}
+    dcp.save(state, checkpoint_id=str(step), no_dist=True)
+    return step, model
+
+
+def refusal(capsys, *argv):
+    """The one line on stderr that a refused command prints."""
+    try:
+        status = export.main([str(a) for a in argv])
+    except SystemExit as end:
+        status = end.code
+    out, err = capsys.readouterr()
+    assert status == 2
+    assert out == ""
+    assert err.count("\n") == 1, err
+    return err
+
+
+# DCP says so when it saves without a process group, which is the point here.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.mark.parametrize(
+    ("family", "low_rank"),
+    [
+        ("full", {}),
+        ("svd", {}),
+        ("cola", {"rank_attention": 32, "activation": "lowrank"}),
+        ("lax", {"lax_gate": "scalar"}),
+    ],
+)
+def test_factored_goes_round(tmp_path, family, low_rank):
+    step, model = write_run(tmp_path / "run", family, **low_rank)
+    out = tmp_path / "out"
+    assert export.main([str(step), str(out)]) == 0
+    weights = load_file(out / "model.safetensors")
+    expected = model.state_dict()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    # The file says all that is needed to rebuild the model.
+    args = LlamaArgs(**json.loads((out / "model_args.json").read_text()))
+    assert args == model.model_args
+    again = LlamaModel(args)
+    again.load_state_dict(weights)
+    ids = tokens(args)
+    assert torch.equal(again(ids), model(ids))
+
+
+@pytest.mark.parametrize("family", ["full", "svd"])
+def test_transformers_loads_the_hf_export(tmp_path, family):
+    step, model = write_run(tmp_path / "run", family)
+    out = tmp_path / "out"
+    assert export.main([str(step), str(out), "--format", "hf"]) == 0
+    theirs = LlamaForCausalLM.from_pretrained(out).eval()
+    ids = tokens(model.model_args, s=48)
+    with torch.no_grad():
+        expected, logits = model(ids), theirs(ids).logits
+    assert (logits - expected).abs().max() / expected.abs().max() < 1e-5
+    # Negative control: the same architecture with other weights is not as close.
+    with torch.no_grad():
+        other = LlamaForCausalLM(theirs.config)(ids).logits
+    assert (other - expected).abs().max() / expected.abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("option", "dtype"), [([], "bfloat16"), (["--dtype", "float32"], "float32")]
+)
+def test_precision_of_the_export(tmp_path, option, dtype):
+    step, _ = write_run(tmp_path / "run", "svd", torch.bfloat16)
+    assert export.main([str(step), str(tmp_path / "out"), "--format", "hf", *option]) == 0
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert {str(v.dtype) for v in weights.values()} == {f"torch.{dtype}"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == dtype
+
+
+def test_a_toml_can_stand_in_for_the_record(tmp_path):
+    step, model = write_run(tmp_path / "run", "cola", rank=32)
+    (tmp_path / "run" / "job_config.json").unlink()
+    toml = tmp_path / "run.toml"
+    toml.write_text(
+        '[model]\nname = "llama_cola"\nflavor = "debug"\n[low_rank]\nrank = 32\n'
+        "[training]\nseq_len = 64\n[debug]\nseed = 3\n"
+    )
+    assert export.main([str(step), str(tmp_path / "out"), "--config", str(toml)]) == 0
+    args = LlamaArgs(**json.loads((tmp_path / "out" / "model_args.json").read_text()))
+    assert args == model.model_args
+
+
+@pytest.mark.parametrize("family", ["cola", "lax"])
+def test_what_has_no_full_rank_form_is_refused(tmp_path, capsys, family):
+    step, _ = write_run(tmp_path / "run", family)
+    line = refusal(capsys, step, tmp_path / "out", "--format", "hf")
+    assert line.startswith("--format: got 'hf', expected 'factored'")
+    assert not (tmp_path / "out").exists()
+
+
+def test_svd_without_swiglus_silu_is_refused(tmp_path, capsys):
+    step, _ = write_run(tmp_path / "run", "svd", activation="none")
+    assert "fullrank" in refusal(capsys, step, tmp_path / "out", "--format", "hf")
+
+
+def test_another_models_record_is_refused(tmp_path, capsys):
+    step, _ = write_run(tmp_path / "run", "cola")
+    record = tmp_path / "run" / "job_config.json"
+    record.write_text(json.dumps(run_record("cola", rank=32)))
+    assert "wk.A.weight" in refusal(capsys, step, tmp_path / "out")
+    record.write_text(json.dumps(run_record("full")))
+    assert "llama_full" in refusal(capsys, step, tmp_path / "out")
+
+
+def test_a_checkpoint_with_more_layers_than_the_model_is_refused(tmp_path, monkeypatch):
+    step, _ = write_run(tmp_path / "run", "cola")
+    args = FLAVORS["cola"]["debug"]
+    assert load_model(step, args)
+    args.n_layers = 3
+    with pytest.raises(ValueError, match=r"layers\.3"):
+        load_model(step, args)
+
+
+def test_damage_is_refused(tmp_path, capsys):
+    step, _ = write_run(tmp_path / "run", "cola")
+    for shard in step.glob("*.distcp"):
+        shard.write_bytes(shard.read_bytes()[:1000])
+    assert "damaged files" in refusal(capsys, step, tmp_path / "out")
+    (step / ".metadata").write_bytes(b"not a pickle")
+    assert "damaged .metadata" in refusal(capsys, step, tmp_path / "out")
+    (step / ".metadata").unlink()
+    assert "no .metadata" in refusal(capsys, step, tmp_path / "out")
+    (tmp_path / "run" / "job_config.json").write_text("{")
+    assert "job_config.json" in refusal(capsys, step, tmp_path / "out")
+    (tmp_path / "run" / "job_config.json").write_text('{"model": {}}')
+    assert "job_config.json" in refusal(capsys, step, tmp_path / "out")
+
+
+def test_wrong_arguments_are_refused(tmp_path, capsys):
+    step, _ = write_run(tmp_path / "run", "cola")
+    assert "job_config.json" in refusal(capsys, tmp_path / "nowhere" / "a" / "b", tmp_path / "out")
+    assert "empty" in refusal(capsys, step, tmp_path / "run")
+    (tmp_path / "file").write_text("")
+    assert "OUT_DIR" in refusal(capsys, step, tmp_path / "file")
+    assert "--format" in refusal(capsys, step, tmp_path / "out", "--format", "gguf")
+    assert "missing.toml" in refusal(capsys, step, tmp_path / "out", "--config", "missing.toml")
+    assert "out_dir" in refusal(capsys, step)
+
+
+def test_unknown_models_are_refused(tmp_path, capsys):
+    step, _ = write_run(tmp_path / "run", "cola")
+    record = run_record("cola")
+    for key, value in (("name", "llama_lora"), ("name", "cola"), ("flavor", "2B")):
+        changed = {**record, "model": {**record["model"], key: value}}
+        (tmp_path / "run" / "job_config.json").write_text(json.dumps(changed))
+        assert refusal(capsys, step, tmp_path / "out").startswith(f"model.{key}: got '{value}'")
+
+
+def test_as_a_command(tmp_path):
+    """The file itself runs, and its refusal ends with status 2 and no traceback."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "scripts" / "export.py")]
+    done = subprocess.run(
+        [*command, str(tmp_path / "a" / "b" / "step-1"), str(tmp_path / "out")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("CHECKPOINT: got")
+    assert "Traceback" not in done.stderr

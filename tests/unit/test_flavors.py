@@ -1,0 +1,75 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import pytest
+
+from torchtitan_lr.models import FAMILIES, FLAVORS, model_name, model_table
+
+NAMES = ["debug", "60M", "130M", "350M", "1B", "1B_boost", "3B", "7B", "8B", "13B", "30B"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_every_flavor(family):
+    table = model_table(family)
+    assert sorted(table) == sorted(NAMES)
+    assert {args.family for args in table.values()} == {family}
+    assert model_name(family) == f"llama_{family}"
+    for args in table.values():
+        args.check()
+
+
+def test_a_look_up_gives_a_fresh_copy():
+    first = FLAVORS["cola"]["8B"]
+    first.dim = 1
+    first.rope_scaling.scaling_factor = 99.0
+    again = FLAVORS["cola"]["8B"]
+    assert again.dim == 4096
+    assert again.rope_scaling.scaling_factor == 8.0
+    # Two look-ups are equal unless changed: the control of the lines above.
+    assert again == FLAVORS["cola"]["8B"]
+    assert again != first
+
+
+def test_an_unknown_flavor_is_a_key_error():
+    with pytest.raises(KeyError):
+        FLAVORS["cola"]["2B"]
+    assert "2B" not in FLAVORS["cola"]
+
+
+@pytest.mark.parametrize(
+    ("flavor", "shape"),
+    [
+        ("60M", (512, 1376, 8, 8, 128, 32000)),
+        ("130M", (768, 2048, 12, 12, 256, 32000)),
+        ("350M", (1024, 2736, 16, 24, 256, 32000)),
+        ("1B", (2048, 5461, 32, 24, 512, 32000)),
+        ("1B_boost", (2048, 5472, 32, 24, 512, 32000)),
+        ("3B", (3072, 8192, 24, 28, 768, 32000)),
+        ("7B", (4096, 11008, 32, 32, 1024, 32000)),
+        ("13B", (5120, 13824, 40, 40, 1280, 32000)),
+        ("30B", (8192, 22016, 64, 36, 2048, 32000)),
+        ("8B", (4096, 14336, 32, 32, 1024, 128256)),
+        ("debug", (256, 688, 8, 4, 64, 4096)),
+    ],
+)
+def test_published_shapes(flavor, shape):
+    a = FLAVORS["cola"][flavor]
+    assert (a.dim, a.ffn_dim, a.n_heads, a.n_layers, a.rank_ffn, a.vocab_size) == shape
+    assert a.rank_attention == a.rank_ffn
+
+
+def test_grouped_queries_and_rope_of_8b():
+    args = FLAVORS["full"]["8B"]
+    assert (args.n_kv_heads, args.kv_dim, args.rope_theta, args.norm_eps) == (8, 1024, 5e5, 1e-5)
+    assert args.rope_scaling is not None
+    assert FLAVORS["full"]["7B"].rope_scaling is None
+
+
+@pytest.mark.parametrize("family", ["cola", "lax"])
+def test_placement_by_size(family):
+    both = {name for name, args in FLAVORS[family].items() if args.activation == "both"}
+    assert both == {"debug", "60M", "130M"}
+    others = {args.activation for name, args in FLAVORS[family].items() if name not in both}
+    assert others == {"lowrank"}
+
+
+def test_svd_keeps_the_swiglu_of_llama():
+    assert {args.activation for args in FLAVORS["svd"].values()} == {"fullrank"}

@@ -1,0 +1,64 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.unit.tiny import FAMILIES, build_tiny, tiny_args, tokens
+from torchtitan_lr.analysis.flops import (
+    flops_per_sequence,
+    flops_per_token,
+    head_flops,
+    layer_flops,
+)
+from torchtitan_lr.models import FLAVORS
+
+CASES = [("full", "fullrank"), ("svd", "fullrank"), ("svd", "none")]
+CASES += [("cola", placement) for placement in ("both", "lowrank", "reduced", "fullrank", "none")]
+CASES += [("lax", "both"), ("lax", "lowrank")]
+
+
+def count(model, b, s):
+    counter = FlopCounterMode(display=False)
+    with sdpa_kernel(SDPBackend.MATH), counter:
+        model(tokens(model.model_args, b, s)).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("n_kv_heads", [None, 2, 1])
+@pytest.mark.parametrize(("family", "activation"), CASES)
+def test_formula_equals_the_counter(family, activation, n_kv_heads):
+    model = build_tiny(family, activation=activation, n_kv_heads=n_kv_heads)
+    b, s = 2, 24
+    assert count(model, b, s) == b * flops_per_sequence(model.model_args, s)
+
+
+def test_gates_cost_nothing_that_is_counted():
+    model = build_tiny("lax", lax_gate="scalar")
+    assert count(model, 1, 16) == flops_per_sequence(model.model_args, 16)
+
+
+def test_a_formula_for_another_shape_differs():
+    # Negative control: the counter sees what grouped queries, ranks and attention cost.
+    grouped = build_tiny("cola", n_kv_heads=2)
+    measured = count(grouped, 1, 24)
+    assert measured != flops_per_sequence(tiny_args("cola"), 24)
+    assert measured != flops_per_sequence(tiny_args("cola", n_kv_heads=2, rank_ffn=12), 24)
+    assert measured / 24 != flops_per_token(grouped.model_args, 16)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_are_those_of_the_papers(family):
+    """DESIGN's formulas for multi-head attention and one rank (CoLA, Tables 2 and 3)."""
+    args = FLAVORS[family]["350M"]
+    n, d, f, r = 256, 1024, 2736, 256
+    flops = layer_flops(args, n)
+    assert flops.attention_scores == 12 * n * n * d
+    if family == "full":
+        assert flops.attention_linears == 24 * n * d * d
+        assert flops.feed_forward == 18 * n * d * f
+    else:
+        assert flops.attention_linears == 48 * n * d * r
+        assert flops.feed_forward == 18 * n * r * (d + f)
+    assert head_flops(args, n) == 6 * n * d * 32000
+    assert flops_per_token(args, n) * n == flops_per_sequence(args, n)

@@ -1,0 +1,150 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""c4 through Hugging Face streaming, on a local copy of the same form."""
+
+import json
+
+import pytest
+import torch
+from torchtitan.config import JobConfig
+
+from torchtitan_lr.data.dataloader import build_dataloader
+from torchtitan_lr.data.hub_corpus import HubCorpus
+from torchtitan_lr.data.tokenizer import build_tokenizer
+from torchtitan_lr.data.validation import build_validation_set
+from torchtitan_lr.errors import ConfigError
+
+SHARDS, DOCUMENTS, SEQ = 6, 11, 32
+README = """---
+configs:
+- config_name: en
+  data_files:
+  - split: train
+    path: train-*.json
+  - split: validation
+    path: validation.json
+---
+"""
+
+
+def document(shard, i):
+    return f"shard {shard} document {i} " + "some text " * ((shard * 5 + i * 3) % 17)
+
+
+@pytest.fixture(scope="module")
+def c4(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("c4")
+    (folder / "README.md").write_text(README)
+    for shard in range(SHARDS):
+        lines = (json.dumps({"text": document(shard, i), "url": "u"}) for i in range(DOCUMENTS))
+        (folder / f"train-{shard:05}.json").write_text("\n".join(lines))
+    held = (json.dumps({"text": f"held out {i} " * 20, "url": "u"}) for i in range(30))
+    (folder / "validation.json").write_text("\n".join(held))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    job = JobConfig()
+    job.model.hf_assets_path = "torchtitan_lr/data/assets/bpe4k"
+    return build_tokenizer(job)
+
+
+def build(c4, tokenizer, dp, local_batch, rows, infinite=True):
+    job = JobConfig()
+    job.training.dataset, job.training.dataset_path = "c4", c4
+    job.training.seq_len, job.training.local_batch_size = SEQ, local_batch
+    job.training.global_batch_size = rows
+    return [
+        build_dataloader(
+            dp_world_size=dp, dp_rank=rank, tokenizer=tokenizer, job_config=job, infinite=infinite
+        )
+        for rank in range(dp)
+    ]
+
+
+def steps(loaders, local_batch, rows, n):
+    readers = [iter(loader) for loader in loaders]
+    labels = [
+        next(reader)[1]
+        for _ in range(n * rows // (local_batch * len(loaders)))
+        for reader in readers
+    ]
+    return torch.cat(labels).unflatten(0, (n, rows))
+
+
+def test_documents_and_lanes(c4):
+    corpus = HubCorpus("c4", c4, "training")
+    everything = [document(s, i) for s in range(SHARDS) for i in range(DOCUMENTS)]
+    assert list(corpus) == everything
+    assert [corpus.num_lanes(rows) for rows in (1, 4, 5, 6, 8, 12, 7)] == [1, 4, 5, 6, 4, 6, 1]
+    seen = []
+    for lane in range(4):  # six shards over four lanes: uneven, nothing lost
+        stream = corpus.stream(lane, 4, infinite=False)
+        while (found := stream.next_document()) is not None:
+            seen.append(found[1])
+    assert seen == everything
+
+
+def test_every_document_position_resumes(c4):
+    corpus = HubCorpus("c4", c4, "training")
+    stream = corpus.stream(1, 3, infinite=True)
+    found = [stream.next_document() for _ in range(60)]  # almost three passes
+    texts = [text for _, text in found]
+    assert texts[22:44] == texts[:22]
+    for i in range(0, 50, 3):
+        again = corpus.stream(1, 3, infinite=True)
+        again.seek(json.loads(json.dumps(found[i][0])))
+        resumed = [again.next_document() for _ in range(10)]
+        assert [text for _, text in resumed] == texts[i : i + 10]
+        # A stream that was resumed can be resumed again.
+        chained = corpus.stream(1, 3, infinite=True)
+        chained.seek(json.loads(json.dumps(resumed[4][0])))
+        assert [chained.next_document()[1] for _ in range(6)] == texts[i + 4 : i + 10]
+    # Negative control: the position is used.
+    assert corpus.stream(1, 3, infinite=True).next_document()[1] != texts[3]
+
+
+@pytest.mark.parametrize("rows", [4, 12])
+def test_same_batches_at_any_split_and_after_resume(c4, tokenizer, rows):
+    """With 12 rows two of them share a shard, and stay on one rank."""
+    expected = steps(build(c4, tokenizer, 1, rows, rows), rows, rows, 60)
+    splits = {4: [(4, 1), (2, 1), (1, 2)], 12: [(6, 2), (3, 2), (2, 6), (1, 4)]}[rows]
+    for dp, local_batch in splits:
+        loaders = build(c4, tokenizer, dp, local_batch, rows)
+        assert torch.equal(steps(loaders, local_batch, rows, 45), expected[:45])
+        state = {}
+        for loader in loaders:
+            state |= loader.state_dict()
+        for other_dp, other_batch in splits:
+            resumed = build(c4, tokenizer, other_dp, other_batch, rows)
+            for loader in resumed:
+                loader.load_state_dict(state)
+            assert torch.equal(steps(resumed, other_batch, rows, 15), expected[45:])
+
+
+def test_a_split_that_tears_a_lane_apart_is_refused(c4, tokenizer):
+    with pytest.raises(ConfigError) as error:
+        build(c4, tokenizer, 4, 3, 12)
+    text = str(error.value)
+    assert "training.local_batch_size: got 3, expected 2 or 4" in text and "\n" not in text
+    with pytest.raises(ConfigError, match="got 1, expected 2: "):
+        build(c4, tokenizer, 4, 1, 12)
+
+
+def test_validation_split(c4, tokenizer):
+    job = JobConfig()
+    job.validation.dataset, job.validation.dataset_path = "c4_validation", c4
+    job.validation.seq_len, job.validation.local_batch_size = SEQ, 2
+    sets = [build_validation_set(job, 3, rank, tokenizer) for rank in range(3)]
+    held = (f"held out {i} " * 20 for i in range(30))
+    tokens = sum(len(tokenizer.encode(text, add_bos=True, add_eos=True)) for text in held)
+    assert sets[0].num_tokens == tokens // (SEQ + 1) * SEQ
+    assert len({len(list(one)) for one in sets}) == 1
+
+
+def test_what_does_not_open_is_refused(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        HubCorpus("c4", str(tmp_path), "training")
+    text = str(error.value)
+    assert text.startswith("training.dataset: got 'c4'") and "\n" not in text
+    assert "training.dataset_path" in text

@@ -1,0 +1,243 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import copy
+import math
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.unit.tiny import FAMILIES, build_tiny, tiny_args
+from torchtitan_lr.models import LlamaModel
+from torchtitan_lr.models.initialization import draw_parameter, factor_std, local_slice
+
+
+@contextmanager
+def rank_of(rank, world_size):
+    """One rank of a process group whose collectives do nothing, so that none can help."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def draw(shape, fqn="w", std=0.02, seed=0, dtype=torch.float32):
+    parameter = torch.empty(shape, dtype=dtype)
+    draw_parameter(parameter, fqn, std, seed)
+    return parameter
+
+
+def test_std_of_the_factors_and_of_their_product():
+    std = factor_std(768, 2048, 256)
+    assert std == pytest.approx(256**-0.25 * 2816**-0.25)
+    a, b = draw((256, 768), "a", std), draw((2048, 256), "b", std)
+    assert a.std().item() == pytest.approx(std, rel=0.01)
+    assert (b @ a).std().item() == pytest.approx(2816**-0.5, rel=0.01)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_gets_its_distribution(family):
+    wide = {"dim": 256, "ffn_dim": 512, "vocab_size": 512, "n_kv_heads": 2, "n_layers": 2}
+    ranks = {"rank_attention": 64, "rank_ffn": 96} if family != "full" else {}
+    gate = {"lax_gate": "scalar"} if family == "lax" else {}
+    model = build_tiny(family, **wide, **ranks, **gate)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith(".gate"):
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+            continue
+        std = 0.02
+        if name.endswith((".A.weight", ".B.weight")):
+            rank = 64 if "attention" in name else 96
+            d_out = (
+                512 if "feed_forward" in name else 128 if ".wk" in name or ".wv" in name else 256
+            )
+            std = rank**-0.25 * (256 + d_out) ** -0.25
+        assert abs(parameter.mean().item()) < 5 * std / math.sqrt(parameter.numel()), name
+        assert parameter.std().item() == pytest.approx(std, rel=0.03), name
+
+
+def test_an_unknown_parameter_is_refused():
+    model = build_tiny("cola")
+    model.init_weights()
+    model.layers["0"].bias = nn.Parameter(torch.zeros(3))
+    with pytest.raises(RuntimeError, match=r"layers\.0\.bias"):
+        model.init_weights()
+
+
+def test_draws_depend_on_seed_and_name_only():
+    torch.manual_seed(1)
+    first = draw((8, 4))
+    torch.manual_seed(2)
+    assert torch.equal(first, draw((8, 4)))
+    assert not torch.equal(first, draw((8, 4), seed=1))
+    assert not torch.equal(first, draw((8, 4), fqn="v"))
+
+
+def test_precisions_share_the_draw():
+    single = draw((64, 32))
+    assert torch.equal(draw((64, 32), dtype=torch.float64), single.double())
+    assert torch.equal(draw((64, 32), dtype=torch.bfloat16), single.bfloat16())
+
+
+def test_model_is_reproducible_whatever_was_drawn_before():
+    torch.manual_seed(5)
+    one = build_tiny("lax").state_dict()
+    torch.randn(100)
+    two = build_tiny("lax").state_dict()
+    other = build_tiny("lax", init_seed=1).state_dict()
+    assert all(torch.equal(one[k], two[k]) for k in one)
+    assert not any(torch.equal(one[k], other[k]) for k in one if "norm" not in k)
+
+
+def test_part_and_wrapped_model_get_the_whole_models_weights():
+    whole = build_tiny("cola").state_dict()
+    part = LlamaModel(tiny_args("cola"))
+    del part.layers["0"]
+    part.tok_embeddings = None
+    part.layers["1"] = checkpoint_wrapper(part.layers["1"])
+    part.layers["2"] = torch.compile(part.layers["2"], backend="eager")
+    names = {name for name, _ in part.named_parameters()}
+    assert any("_checkpoint_wrapped_module" in name for name in names)
+    assert any("_orig_mod" in name for name in names)
+    part.init_weights()
+    for name, value in part.state_dict().items():
+        clean = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+        assert torch.equal(value, whole[clean]), name
+
+
+def chunk(full, pieces, index, dim=0):
+    """What torch.chunk gives, with nothing for the ranks it has no piece for."""
+    parts = full.chunk(pieces, dim)
+    return parts[index] if index < len(parts) else full.narrow(dim, 0, 0)
+
+
+@pytest.mark.parametrize("rows", [8, 10, 7, 3])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_one_dimensional_shards(rows, dim):
+    shape = (rows, 5) if dim == 0 else (5, rows)
+    full = draw(shape)
+    for rank in range(4):
+        with rank_of(rank, 4):
+            mesh = init_device_mesh("cpu", (4,))
+            local = torch.empty_like(chunk(full, 4, rank, dim))
+            parameter = DTensor.from_local(
+                local, mesh, [Shard(dim)], run_check=False, shape=full.shape, stride=full.stride()
+            )
+            draw_parameter(parameter, "w", 0.02, 0)
+            assert torch.equal(parameter.to_local(), chunk(full, 4, rank, dim))
+
+
+# Ranks that do not divide by four, and gates of one element that most ranks hold nothing of.
+UNEVEN = {"lax_gate": "scalar", "n_layers": 2, "rank_attention": 10, "rank_ffn": 14}
+
+
+def sharded_parameters(rank, mesh_shape, parallelize):
+    """Local shards and layouts of a model that a plan has sharded before it was initialized."""
+    with rank_of(rank, math.prod(mesh_shape)):
+        with torch.device("meta"):
+            model = LlamaModel(tiny_args("lax", **UNEVEN))
+        # torch caches by mesh, and equal meshes of two ranks are one to it: so name them apart.
+        names = (f"dp{rank}", f"tp{rank}")[: len(mesh_shape)]
+        parallelize(model, init_device_mesh("cpu", mesh_shape, mesh_dim_names=names))
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            model.init_weights()
+        return {k: (p.to_local().clone(), p.placements) for k, p in model.named_parameters()}
+
+
+def apply_fsdp(model, mesh):
+    for block in model.layers.values():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def apply_tp_and_fsdp(model, mesh):
+    """B by rows, A by columns: both kinds of layout that FSDP2 then shards again along rows."""
+    plan = {f"layers.*.attention.w{c}.B": ColwiseParallel() for c in "qkvo"}
+    plan |= {f"layers.*.attention.w{c}.A": RowwiseParallel() for c in "qkvo"}
+    dp, tp = mesh.mesh_dim_names
+    parallelize_module(model, mesh[tp], plan)
+    apply_fsdp(model, mesh[dp])
+
+
+def test_fsdp2_shards_are_slices_of_the_whole():
+    whole = build_tiny("lax", **UNEVEN).state_dict()
+    uneven = 0
+    for rank in range(4):
+        for name, (local, placements) in sharded_parameters(rank, (4,), apply_fsdp).items():
+            assert placements == (Shard(0),)
+            assert torch.equal(local, chunk(whole[name], 4, rank)), name
+            uneven += whole[name].shape[0] % 4 != 0
+    assert uneven > 0
+
+
+def test_hsdp_replicas_are_equal():
+    whole = build_tiny("lax", **UNEVEN).state_dict()
+    for rank in range(4):
+        shards = sharded_parameters(rank, (2, 2), apply_fsdp)
+        for name, (local, placements) in shards.items():
+            assert placements == (Replicate(), Shard(0))
+            assert torch.equal(local, chunk(whole[name], 2, rank % 2)), name
+
+
+def test_fsdp2_over_tensor_parallel_shards_are_slices_of_the_whole():
+    whole = build_tiny("lax", **UNEVEN).state_dict()
+    kinds = set()
+    for rank in range(4):
+        dp, tp = divmod(rank, 2)
+        shards = sharded_parameters(rank, (2, 2), apply_tp_and_fsdp)
+        for name, (local, placements) in shards.items():
+            kinds.add(placements)
+            expected = whole[name]
+            if ".attention.w" in name and not name.endswith("gate"):
+                expected = chunk(expected, 2, tp, 0 if name.endswith("B.weight") else 1)
+            assert torch.equal(local, chunk(expected, 2, dp)), name
+    # Negative control for the slicing: both two-dimensional layouts did occur.
+    assert (_StridedShard(0, split_factor=2), Shard(0)) in kinds
+    assert (Shard(0), Shard(1)) in kinds
+
+
+@pytest.mark.parametrize("rows", [8, 9, 11, 13])
+def test_uneven_strided_slices_cover_the_tensor_once(rows):
+    full = torch.arange(rows * 3).view(rows, 3)
+    placements = (_StridedShard(0, split_factor=2), Shard(0))
+    parts = {
+        (dp, tp): local_slice(full, (4, 2), (dp, tp), placements)
+        for dp in range(4)
+        for tp in range(2)
+    }
+    for (dp, tp), part in parts.items():
+        assert torch.equal(part, chunk(chunk(full, 2, tp), 4, dp))
+    whole = torch.cat([parts[dp, tp] for tp in range(2) for dp in range(4)])
+    assert torch.equal(whole, full)
+    # Read as plain shards, the same layout would hand out other rows.
+    plain = local_slice(full, (4, 2), (0, 1), (Shard(0), Shard(0)))
+    assert not torch.equal(plain, parts[0, 1])
+
+
+def test_layouts_without_a_slice_are_refused():
+    full = torch.zeros(8, 8)
+    with pytest.raises(RuntimeError, match="cannot be initialized"):
+        local_slice(full, (2,), (0,), (Partial(),))
+    with pytest.raises(RuntimeError, match="cannot be initialized"):
+        local_slice(full, (2, 2), (0, 0), (_StridedShard(0, split_factor=4), Shard(0)))
+
+
+def test_buffers_go_where_they_are_told():
+    model = copy.deepcopy(build_tiny("cola"))
+    model.init_weights(buffer_device=torch.device("meta"))
+    assert model.freqs_cis.is_meta
+    assert not model.output.weight.is_meta

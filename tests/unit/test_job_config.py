@@ -1,0 +1,82 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+from dataclasses import fields, is_dataclass
+from typing import get_type_hints
+
+import pytest
+
+from torchtitan_lr import job_config
+from torchtitan_lr.config_checks import build_job_config
+
+
+@pytest.fixture(scope="module")
+def config():
+    return build_job_config([])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("debug.seed", 0),
+        ("low_rank.rank", 0),
+        ("low_rank.rank_attention", 0),
+        ("low_rank.rank_ffn", 0),
+        ("low_rank.activation", "flavor"),
+        ("low_rank.lax_gate", "identity"),
+        ("metrics.wandb_project", "torchtitan_lr"),
+        ("metrics.wandb_mode", "auto"),
+        ("metrics.wandb_tags", []),
+        ("training.max_skipped_steps", 0),
+        ("training.dataset", "python_stdlib"),
+        ("training.max_norm", 0.5),
+        ("validation.dataset", "python_stdlib"),
+        ("checkpoint.last_save_model_only", False),
+        ("optimizer.name", "AdamW"),
+        ("optimizer.beta2", 0.999),
+        ("optimizer.weight_decay", 0.01),
+        ("model.name", "llama_cola"),
+        ("model.flavor", "debug"),
+        ("model.hf_assets_path", "torchtitan_lr/data/assets/bpe4k"),
+        ("job.custom_config_module", "torchtitan_lr.job_config"),
+        ("experimental.custom_import", "torchtitan_lr"),
+        # Untouched by ours, so the merge must have kept torchtitan's.
+        ("optimizer.beta1", 0.9),
+        ("training.seq_len", 2048),
+    ],
+)
+def test_defaults_after_the_merge(config, key, value):
+    section, name = key.split(".")
+    assert getattr(getattr(config, section), name) == value
+
+
+def test_merge_is_torchtitans_class(config):
+    from torchtitan.config import JobConfig
+
+    assert isinstance(config, JobConfig)
+
+
+def test_upstream_defaults_differ_where_ours_change_them():
+    """The control: without our module the same keys have other values, or do not exist."""
+    from torchtitan.config import JobConfig
+
+    upstream = JobConfig()
+    assert upstream.debug.seed is None
+    assert upstream.checkpoint.last_save_model_only
+    assert not hasattr(upstream, "low_rank")
+    assert not hasattr(upstream.training, "max_skipped_steps")
+
+
+def test_annotations_are_real_classes():
+    """ConfigManager merges a section only where its annotation is a class, not a string."""
+    sections = fields(job_config.JobConfig)
+    assert all(is_dataclass(section.type) for section in sections)
+    assert all(
+        option.type == get_type_hints(section.type)[option.name]
+        for section in sections
+        for option in fields(section.type)
+    )
+
+
+def test_mutable_defaults_are_not_shared():
+    first, second = build_job_config([]), build_job_config([])
+    first.metrics.wandb_tags.append("x")
+    assert second.metrics.wandb_tags == []

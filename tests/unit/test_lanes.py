@@ -1,0 +1,163 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Lanes: which blocks they read, how they cut windows, how they resume."""
+
+import json
+from math import gcd
+
+import pytest
+from torchtitan.components.tokenizer import BaseTokenizer
+
+from torchtitan_lr.data.corpora import BlockCorpus
+from torchtitan_lr.data.lanes import BlockStream, Lane, lane_block
+from torchtitan_lr.errors import ConfigError
+
+
+class Bytes(BaseTokenizer):
+    """A token a byte, 256 before and 257 behind a document."""
+
+    def encode(self, text, add_bos=True, add_eos=True):
+        return [256] * add_bos + list(text.encode()) + [257] * add_eos
+
+    def decode(self, token_ids):
+        return bytes(i for i in token_ids if i < 256).decode()
+
+    def get_vocab_size(self):
+        return 258
+
+
+class Blocks(BlockCorpus):
+    """Blocks given as lists of documents."""
+
+    def __init__(self, blocks):
+        super().__init__("blocks", "training.dataset", [])
+        self.blocks = blocks
+
+    @property
+    def num_blocks(self):
+        return len(self.blocks)
+
+    def documents(self, block):
+        return iter(self.blocks[block])
+
+
+def corpus(num_blocks=6):
+    return Blocks(
+        [[f"b{i}d{d}" * (1 + (i * 3 + d) % 5) for d in range(i % 4)] for i in range(num_blocks)]
+    )
+
+
+def take(stream, n):
+    return [stream.next_document()[1] for _ in range(n)]
+
+
+@pytest.mark.parametrize(("lanes", "blocks"), [(1, 1), (4, 6), (6, 4), (8, 8), (3, 7), (16, 4)])
+def test_a_lane_reads_every_block_once_in_num_blocks(lanes, blocks):
+    for lane in range(lanes):
+        read = [lane_block(lane, lanes, blocks, k) for k in range(2 * blocks)]
+        assert sorted(read[:blocks]) == list(range(blocks))
+        assert read[0] == lane % blocks
+        # The plain rule, as long as the lane has not been through all it reaches.
+        turn = blocks // gcd(blocks, lanes)
+        assert read[:turn] == [(lane + k * lanes) % blocks for k in range(turn)]
+
+
+def test_lanes_together_read_the_corpus_evenly():
+    lanes, blocks = 4, 6
+    for turn in range(5):
+        counts = [0] * blocks
+        for lane in range(lanes):
+            for k in range(turn * 3, turn * 3 + 3):
+                counts[lane_block(lane, lanes, blocks, k)] += 1
+        assert counts == [2] * blocks
+
+
+def test_windows_are_the_joined_documents_cut():
+    source = corpus()
+    lane = Lane(BlockStream(source, 1, 2, infinite=True), Bytes(), seq_len=10)
+    windows = [lane.next_window() for _ in range(40)]
+    expected = []
+    for k in range(60):
+        for document in source.blocks[lane_block(1, 2, 6, k)]:
+            expected += [256, *document.encode(), 257]
+    assert [t for window in windows for t in window] == expected[: 40 * 11]
+
+
+def test_one_pass_covers_each_document_once_and_ends():
+    source = corpus(7)
+    seen = []
+    for lane in range(10):  # more lanes than blocks: some have nothing
+        stream = BlockStream(source, lane, 10, infinite=False)
+        while (found := stream.next_document()) is not None:
+            seen.append(found[1])
+        assert stream.next_document() is None
+    assert sorted(seen) == sorted(d for block in source.blocks for d in block)
+
+
+def test_an_unfilled_last_window_is_dropped():
+    lane = Lane(BlockStream(Blocks([["abcdefg"]]), 0, 1, infinite=False), Bytes(), seq_len=3)
+    assert lane.next_window() == [256, *b"abc"]
+    assert lane.next_window() == [*b"defg"]
+    assert lane.next_window() is None
+
+
+@pytest.mark.parametrize("stop", range(12))
+def test_resume_is_exact_wherever_it_stops(stop):
+    def fresh():
+        return Lane(BlockStream(corpus(), 1, 4, infinite=True), Bytes(), seq_len=6)
+
+    lane = fresh()
+    for _ in range(stop):
+        lane.next_window()
+    stored = json.dumps(lane.state())
+    expected = [lane.next_window() for _ in range(50)]
+
+    resumed = fresh()
+    resumed.load_state(json.loads(stored))
+    assert json.dumps(resumed.state()) == stored
+    assert [resumed.next_window() for _ in range(50)] == expected
+
+    used = fresh()  # a lane that stood elsewhere
+    for _ in range(7):
+        used.next_window()
+    used.load_state(json.loads(stored))
+    assert [used.next_window() for _ in range(50)] == expected
+
+
+def test_resume_without_the_offset_differs():
+    """Negative control: the offset is what makes a resume in mid-document exact."""
+
+    def fresh():
+        return Lane(BlockStream(corpus(), 3, 4, infinite=True), Bytes(), seq_len=4)
+
+    lane = fresh()
+    lane.next_window()
+    state = lane.state()
+    assert state["offset"] > 0
+    expected = lane.next_window()
+    resumed = fresh()
+    resumed.load_state(state | {"offset": 0})
+    assert resumed.next_window() != expected
+
+
+def test_positions_point_at_the_document():
+    stream = BlockStream(corpus(), 3, 4, infinite=True)
+    found = [stream.next_document() for _ in range(30)]
+    for i, (position, _) in enumerate(found):
+        again = BlockStream(corpus(), 3, 4, infinite=True)
+        again.seek(json.loads(json.dumps(position)))
+        assert [again.next_document() for _ in range(30 - i)] == found[i:]
+
+
+def test_an_offset_beyond_the_document_is_refused():
+    lane = Lane(BlockStream(corpus(), 3, 4, infinite=True), Bytes(), seq_len=4)
+    lane.next_window()
+    with pytest.raises(ConfigError, match=r"model\.hf_assets_path") as error:
+        lane.load_state(lane.state() | {"offset": 10_000})
+    assert "\n" not in str(error.value)
+
+
+def test_lanes_of_empty_blocks_move_on_and_an_empty_corpus_is_refused():
+    some = BlockStream(Blocks([["a"], [], [], []]), 2, 4, infinite=True)
+    assert take(some, 3) == ["a", "a", "a"]
+    with pytest.raises(ConfigError, match=r"training\.dataset"):
+        BlockStream(Blocks([[], []]), 0, 1, infinite=True).next_document()

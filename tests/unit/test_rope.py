@@ -1,0 +1,85 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import pytest
+import torch
+from torchtitan.models.llama3.model.args import RoPEScalingArgs
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from tests.unit.tiny import build_tiny
+from torchtitan_lr.models.rope import apply_rope, build_freqs_cis, rope_frequencies
+
+
+def rotate(x, freqs_cis):
+    """The definition: multiply each pair, as a complex number, by the table."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * freqs_cis[: x.shape[1], None]).flatten(-2)
+
+
+def test_rotation_is_complex_multiplication():
+    x = torch.randn(2, 7, 3, 8, dtype=torch.float64)
+    table = build_freqs_cis(8, 16, 10000.0, None, torch.float64)
+    torch.testing.assert_close(apply_rope(x, table), rotate(x, table), rtol=0, atol=1e-15)
+
+
+def test_scores_depend_on_the_distance_only():
+    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
+    table = build_freqs_cis(8, 32, 10000.0, None, torch.float64)
+
+    def score(i, j):
+        rotated_q = apply_rope(q.expand(1, 32, 1, 8), table)[0, i, 0]
+        return rotated_q @ apply_rope(k.expand(1, 32, 1, 8), table)[0, j, 0]
+
+    torch.testing.assert_close(score(9, 4), score(25, 20))
+    assert not torch.isclose(score(9, 4), score(9, 5))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_llama_3_scaling_is_hugging_faces(head_dim):
+    config = LlamaConfig(
+        hidden_size=head_dim * 4,
+        num_attention_heads=4,
+        rope_theta=500000.0,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    )
+    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](config, device="cpu")
+    ours = rope_frequencies(head_dim, 500000.0, RoPEScalingArgs())
+    torch.testing.assert_close(ours.float(), theirs, rtol=1e-6, atol=0)
+    unscaled = rope_frequencies(head_dim, 500000.0, None)
+    assert (ours / unscaled).min() == pytest.approx(1 / 8)
+    assert (ours / unscaled).max() == 1
+    assert not torch.allclose(unscaled.float(), theirs, rtol=1e-3)
+
+
+def test_bf16_is_rotated_in_fp32():
+    x = torch.randn(1, 16, 2, 8).bfloat16()
+    table = build_freqs_cis(8, 16, 10000.0, None)
+    out = apply_rope(x, table)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, rotate(x.float(), table).bfloat16(), rtol=0, atol=0)
+    rounded = torch.complex(table.real.bfloat16().float(), table.imag.bfloat16().float())
+    assert not torch.equal(out, apply_rope(x, rounded))
+
+
+def test_a_cast_of_the_model_does_not_round_the_table():
+    model = build_tiny("cola")
+    exact = build_freqs_cis(12, 32, 10000.0, None, torch.float64)
+    assert model.freqs_cis.dtype == torch.complex64
+    assert torch.equal(model.double().freqs_cis, exact)
+    # What a plain cast would have left behind is another table.
+    assert not torch.equal(build_freqs_cis(12, 32, 10000.0, None).to(torch.complex128), exact)
+    assert torch.equal(model.bfloat16().freqs_cis, exact.to(torch.complex64))
+    assert torch.equal(model.to(torch.bfloat16).freqs_cis, exact.to(torch.complex64))
+
+
+def test_the_table_is_filled_when_a_meta_model_is_materialized():
+    model = build_tiny("cola").to("meta")
+    assert model.freqs_cis.is_meta
+    model.to_empty(device="cpu")
+    assert torch.equal(model.freqs_cis, build_freqs_cis(12, 32, 10000.0, None))
+    assert "freqs_cis" not in model.state_dict()

@@ -1,0 +1,141 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import pytest
+import torch
+from torchtitan.models.llama3.model.args import RoPEScalingArgs
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.unit.tiny import build_tiny, tiny_args, tokens
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models import LlamaModel, LlamaStateDictAdapter
+from torchtitan_lr.models.export import build_hf_config
+from torchtitan_lr.models.state_dict_adapter import merge_factors
+
+# The original context is short, so that all three regimes of the scaling occur in 6 pairs.
+SCALING = RoPEScalingArgs(original_max_position_embeddings=64)
+SHAPES = {
+    "mha": {},
+    "gqa": {"n_kv_heads": 2},
+    "llama3": {"n_kv_heads": 2, "rope_theta": 500.0, "rope_scaling": SCALING},
+}
+
+
+def build_hf(args, seed=0):
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**build_hf_config(args, torch.float32))).eval()
+
+
+def hf_logits(model, ids):
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def max_error(a, b):
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_llama_full_gives_hugging_faces_logits(shape):
+    args = tiny_args("full", **SHAPES[shape])
+    theirs, ours = build_hf(args), LlamaModel(args)
+    weights = LlamaStateDictAdapter(args, None).from_hf(theirs.state_dict())
+    ours.load_state_dict(weights, strict=True)
+    ids = tokens(args, s=32)
+    assert max_error(ours(ids), hf_logits(theirs, ids)) < 1e-5
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_without_the_permutation_the_logits_differ(shape):
+    args = tiny_args("full", **SHAPES[shape])
+    theirs, ours = build_hf(args), LlamaModel(args)
+    adapter = LlamaStateDictAdapter(args, None)
+    adapter._reverse_permute = lambda weight, *_: weight
+    ours.load_state_dict(adapter.from_hf(theirs.state_dict()))
+    ids = tokens(args, s=32)
+    assert max_error(ours(ids), hf_logits(theirs, ids)) > 1e-3
+
+
+def test_without_the_scaling_the_logits_differ():
+    args = tiny_args("full", **SHAPES["llama3"])
+    theirs = build_hf(args)
+    weights = LlamaStateDictAdapter(args, None).from_hf(theirs.state_dict())
+    unscaled = LlamaModel(tiny_args("full", **{**SHAPES["llama3"], "rope_scaling": None}))
+    unscaled.load_state_dict(weights)
+    ids = tokens(args, s=32)
+    assert max_error(unscaled(ids), hf_logits(theirs, ids)) > 1e-4
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_full_goes_round(shape):
+    args = tiny_args("full", **SHAPES[shape])
+    adapter, theirs = LlamaStateDictAdapter(args, None), build_hf(args).state_dict()
+    again = adapter.to_hf(adapter.from_hf(theirs))
+    assert again.keys() == theirs.keys()
+    assert all(torch.equal(again[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_svd_merges_into_a_llama(shape):
+    ours = build_tiny("svd", **SHAPES[shape])
+    theirs = build_hf(ours.model_args)
+    merged = LlamaStateDictAdapter(ours.model_args, None).to_hf(ours.state_dict())
+    theirs.load_state_dict(merged, strict=True)
+    ids = tokens(ours.model_args, s=32)
+    assert max_error(ours(ids), hf_logits(theirs, ids)) < 1e-5
+
+
+def test_merging_a_cola_would_not_be_exact():
+    """Negative control: the nonlinearity in the bottleneck is why cola keeps its factors."""
+    ours = build_tiny("cola", activation="lowrank")
+    args = tiny_args("svd")
+    theirs = build_hf(args)
+    theirs.load_state_dict(LlamaStateDictAdapter(args, None).to_hf(ours.state_dict()))
+    ids = tokens(args, s=32)
+    assert max_error(ours(ids), hf_logits(theirs, ids)) > 1e-2
+
+
+def test_merged_bf16_is_rounded_once():
+    weights = build_tiny("svd").bfloat16().state_dict()
+    name = "layers.0.attention.wq."
+    merged = merge_factors(weights)[f"{name}weight"]
+    exact = weights[f"{name}B.weight"].double() @ weights[f"{name}A.weight"].double()
+    assert merged.dtype == torch.bfloat16
+    torch.testing.assert_close(merged, exact.bfloat16(), rtol=2**-8, atol=0)
+
+
+def test_svd_cannot_be_read_from_hugging_face():
+    with pytest.raises(ConfigError) as caught:
+        LlamaStateDictAdapter(tiny_args("svd"), None).from_hf({})
+    assert "llama_full" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("cola", {}), ("lax", {"lax_gate": "scalar"}), ("svd", {"activation": "none"})],
+)
+def test_others_keep_their_names(family, changes):
+    model = build_tiny(family, **changes)
+    adapter = LlamaStateDictAdapter(model.model_args, None)
+    weights = model.state_dict()
+    converted = adapter.to_hf(weights)
+    assert converted.keys() == weights.keys()
+    assert all(converted[name] is weights[name] for name in weights)
+
+
+def test_cola_goes_round():
+    model = build_tiny("cola")
+    adapter = LlamaStateDictAdapter(model.model_args, None)
+    weights = model.state_dict()
+    assert adapter.from_hf(adapter.to_hf(weights)).keys() == weights.keys()
+
+
+def test_an_assets_folder_without_weights_is_no_reason_to_warn(tmp_path, caplog):
+    adapter = LlamaStateDictAdapter(tiny_args("full"), str(tmp_path))
+    assert adapter.hf_assets_path == str(tmp_path)
+    assert adapter.fqn_to_index_mapping is None
+    assert not caplog.records
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}'
+    )
+    adapter = LlamaStateDictAdapter(tiny_args("full"), str(tmp_path))
+    assert adapter.fqn_to_index_mapping == {"lm_head.weight": 2}

@@ -1,0 +1,155 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Tokenizers: the shipped one, rank files, what is refused."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.config import JobConfig
+
+from torchtitan_lr.data.corpora import PythonStdlib
+from torchtitan_lr.data.tokenizer import (
+    TiktokenTokenizer,
+    build_tokenizer,
+    check_tokenizer,
+    llama3_specials,
+    resolve_assets_path,
+)
+from torchtitan_lr.errors import ConfigError
+
+SHIPPED = "torchtitan_lr/data/assets/bpe4k"
+TEXT = "def f(x):\n    return x ** 2  # caf\u00e9 漢字 \U0001f600\n\n\tDon't we'LL 12345"
+
+
+def config(path):
+    job = JobConfig()
+    job.model.hf_assets_path = str(path)
+    return job
+
+
+@pytest.fixture(scope="module")
+def rank_file(tmp_path_factory):
+    """A real rank file: the shipped merges, written by the training script's own writer."""
+    from scripts.train_tokenizer import save_tiktoken, train_bpe
+
+    out = tmp_path_factory.mktemp("ranks")
+    save_tiktoken(train_bpe(PythonStdlib("validation", "k"), 600, []), out)
+    return out / "tokenizer.model"
+
+
+@pytest.fixture(scope="module")
+def ranks(rank_file):
+    return TiktokenTokenizer(rank_file)
+
+
+def test_shipped_tokenizer():
+    tokenizer = build_tokenizer(config(SHIPPED))
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    assert tokenizer.get_vocab_size() == check_tokenizer(config(SHIPPED)) == 4096
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
+    ids = tokenizer.encode(TEXT, add_bos=True, add_eos=True)
+    assert (ids[0], ids[-1]) == (0, 1) and not {0, 1} & set(ids[1:-1])
+    assert tokenizer.decode(ids) == TEXT
+    size = sum(file.stat().st_size for file in resolve_assets_path(SHIPPED).iterdir())
+    assert size < 400_000
+
+
+def test_shipped_tokenizer_compresses_held_out_text():
+    tokenizer = build_tokenizer(config(SHIPPED))
+    texts = list(PythonStdlib("validation", "k"))
+    tokens = sum(len(tokenizer.encode(text, add_bos=False, add_eos=False)) for text in texts)
+    assert sum(len(text.encode()) for text in texts) / tokens > 3
+
+
+def test_assets_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert check_tokenizer(config(SHIPPED)) == 4096
+    shadow = tmp_path / SHIPPED  # a folder of that name here comes first
+    shadow.mkdir(parents=True)
+    assert resolve_assets_path(SHIPPED) == Path(SHIPPED)
+    assert resolve_assets_path("nowhere") == Path("nowhere")
+
+
+def test_llama3_specials():
+    specials = llama3_specials(128_000)
+    assert len(specials) == 256 and sorted(specials.values()) == list(range(128_000, 128_256))
+    # Llama 3.1's published ids.
+    assert specials["<|begin_of_text|>"] == 128_000
+    assert specials["<|end_of_text|>"] == 128_001
+    assert specials["<|reserved_special_token_0|>"] == 128_002
+    assert specials["<|finetune_right_pad_id|>"] == 128_004
+    assert specials["<|start_header_id|>"] == 128_006
+    assert specials["<|eot_id|>"] == 128_009
+    assert specials["<|python_tag|>"] == 128_010
+    assert specials["<|reserved_special_token_3|>"] == 128_011
+    assert specials["<|reserved_special_token_247|>"] == 128_255
+
+
+def test_rank_file_is_chosen_and_round_trips(rank_file, ranks):
+    built = build_tokenizer(config(rank_file.parent))
+    assert isinstance(built, TiktokenTokenizer)
+    assert check_tokenizer(config(rank_file.parent)) == ranks.get_vocab_size() == 600 + 256
+    ids = ranks.encode(TEXT, add_bos=True, add_eos=True)
+    assert ids[0] == ranks.bos_id == 600 and ids[-1] == ranks.eos_id == 601
+    assert ranks.decode(ids) == TEXT
+    assert ranks.decode(ids, skip_special_tokens=False) == (
+        "<|begin_of_text|>" + TEXT + "<|end_of_text|>"
+    )
+    assert ranks.encode(TEXT, add_bos=False, add_eos=False) == ids[1:-1]
+    assert ranks.encode("", add_bos=False, add_eos=False) == []
+
+
+def test_a_document_cannot_forge_a_special_token(ranks):
+    ids = ranks.encode("<|end_of_text|>", add_bos=False, add_eos=False)
+    assert max(ids) < ranks.bos_id and ranks.decode(ids) == "<|end_of_text|>"
+
+
+def test_tokenizer_json_comes_first(tmp_path, rank_file):
+    shutil.copytree(resolve_assets_path(SHIPPED), tmp_path / "both")
+    shutil.copy(rank_file, tmp_path / "both")
+    assert check_tokenizer(config(tmp_path / "both")) == 4096
+
+
+@pytest.mark.parametrize(
+    "text",
+    [" " * 1_200_000, "a" * 1_200_000, "\n" * 60_000, "\u00e9" * 60_000, "ab \n" * 300_000],
+    ids=["spaces", "letters", "line ends", "accents", "words"],
+)
+def test_long_text_survives(ranks, text):
+    assert ranks.decode(ranks.encode(text)) == text
+
+
+def test_only_what_must_be_cut_is_cut(ranks):
+    """Cutting changes tokens, so ordinary text up to the limit must stay whole."""
+    text = ("some words and\n\n    more of them; " * 12_000)[:399_999]
+    whole = ranks._encoding.encode(text, disallowed_special=())
+    assert ranks.encode(text, add_bos=False, add_eos=False) == whole
+    # Negative control: a cut in the middle of a word would have shown.
+    parts = [t for part in (text[:7], text[7:]) for t in ranks._encoding.encode(part)]
+    assert parts != whole
+
+
+def test_missing_and_broken_tokenizers_are_refused(tmp_path):
+    broken_json, broken_ranks, sentencepiece, gap = (tmp_path / name for name in "abcd")
+    for folder in (broken_json, broken_ranks, sentencepiece, gap):
+        folder.mkdir()
+    (broken_json / "tokenizer.json").write_text("{}")
+    (broken_ranks / "tokenizer.model").write_text("no base64 here\n")
+    (sentencepiece / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>\x15" + os.urandom(99))
+    (gap / "tokenizer.model").write_text("YQ== 0\nYg== 2\n")
+    cases = [
+        (tmp_path / "missing", "tokenizer.json or tokenizer.model"),
+        (tmp_path, "tokenizer.json or tokenizer.model"),
+        (broken_json, "a readable tokenizer.json"),
+        (broken_ranks, "a tiktoken rank file"),
+        (sentencepiece, "a tiktoken rank file"),
+        (gap, "a tiktoken rank file"),
+    ]
+    for folder, part in cases:
+        with pytest.raises(ConfigError) as error:
+            check_tokenizer(config(folder))
+        text = str(error.value)
+        assert text.startswith("model.hf_assets_path: got ") and "\n" not in text
+        assert str(folder) in text and part in text

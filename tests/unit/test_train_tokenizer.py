@@ -1,0 +1,90 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The tokenizer script: deterministic, the size asked for, both formats the same merges."""
+
+import json
+
+import pytest
+from tiktoken.load import load_tiktoken_bpe
+from torchtitan.config import JobConfig
+
+from scripts.train_tokenizer import main
+from torchtitan_lr.data.tokenizer import build_tokenizer, resolve_assets_path
+
+WORDS = "the low rank model reads what it is given, and writes what it has read; "
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    words = WORDS.split()
+    lines = (" ".join(words[(i * k) % len(words)] + str(i) for k in range(9)) for i in range(400))
+    path.write_text("\n".join(lines) + "\n    indented caf\u00e9\n")
+    return path
+
+
+def train(text, out, *more):
+    return main(["--corpus", "local", "--path", str(text), "--out", str(out), *more])
+
+
+def load(folder):
+    job = JobConfig()
+    job.model.hf_assets_path = str(folder)
+    return build_tokenizer(job)
+
+
+def test_size_special_tokens_and_round_trip(text, tmp_path):
+    assert train(text, tmp_path / "hf", "--vocab_size", "700") == 0
+    tokenizer = load(tmp_path / "hf")
+    assert tokenizer.get_vocab_size() == 700
+    assert tokenizer.id_to_token(tokenizer.bos_id) == "<|begin_of_text|>"
+    assert tokenizer.id_to_token(tokenizer.eos_id) == "<|end_of_text|>"
+    unseen = "\x00\x7f never seen: \u4e00 \U0001f680\r\n"
+    assert tokenizer.decode(tokenizer.encode(unseen)) == unseen
+    trained = len(tokenizer.encode(WORDS, add_bos=False, add_eos=False))
+    assert trained < len(WORDS) / 2  # negative control: bytes alone would give len(WORDS)
+
+
+def test_rerun_gives_the_same_files(text, tmp_path):
+    for name in ("a", "b"):
+        train(text, tmp_path / name, "--vocab_size", "600")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    train(text, tmp_path / "c", "--vocab_size", "601")
+    different = (tmp_path / "c" / "tokenizer.json").read_bytes()
+    assert different != (tmp_path / "a" / "tokenizer.json").read_bytes()
+
+
+def test_formats_agree(text, tmp_path):
+    """Both give the same pieces of text; ids differ by the place of the special tokens."""
+    train(text, tmp_path / "hf", "--vocab_size", str(600 + 2))
+    train(text, tmp_path / "ranks", "--vocab_size", str(600 + 256), "--format", "tiktoken")
+    hf, ranks = load(tmp_path / "hf"), load(tmp_path / "ranks")
+    assert ranks.get_vocab_size() == 856
+    document = text.read_text()
+    ids = hf.encode(document, add_bos=False, add_eos=False)
+    assert ranks.encode(document, add_bos=False, add_eos=False) == [i - 2 for i in ids]
+    assert ranks.decode(ranks.encode(document)) == document
+    # tiktoken's own reader of rank files takes it as well.
+    loaded = load_tiktoken_bpe(str(tmp_path / "ranks" / "tokenizer.model"))
+    assert len(loaded) == 600
+
+
+def test_shipped_settings():
+    data = json.loads(
+        (resolve_assets_path("torchtitan_lr/data/assets/bpe4k") / "tokenizer.json").read_text()
+    )
+    assert len(data["model"]["vocab"]) == 4096
+    assert [token["id"] for token in data["added_tokens"]] == [0, 1]
+
+
+@pytest.mark.parametrize(("size", "part"), [("200", "at least 259"), ("60000", "at most")])
+def test_sizes_that_cannot_be(text, tmp_path, capsys, size, part):
+    assert train(text, tmp_path / "out", "--vocab_size", size) == 1
+    message = capsys.readouterr().err
+    assert f"--vocab_size: got {size}, expected {part}" in message
+    assert message.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_missing_corpus(tmp_path, capsys):
+    assert train(tmp_path / "none.txt", tmp_path / "out") == 1
+    assert "none.txt" in capsys.readouterr().err

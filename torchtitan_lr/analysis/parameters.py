@@ -1,0 +1,124 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""How many parameters a model has, part by part, in closed form."""
+
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+
+class ModelShape(Protocol):
+    """The numbers that size and cost follow from; ``LlamaArgs`` has them."""
+
+    @property
+    def family(self) -> str:
+        """One of full, svd, cola, lax."""
+
+    @property
+    def dim(self) -> int:
+        """Width d of the residual stream."""
+
+    @property
+    def n_layers(self) -> int:
+        """Number L of blocks."""
+
+    @property
+    def kv_dim(self) -> int:
+        """Output width of wk and wv: d, or less under grouped-query attention."""
+
+    @property
+    def ffn_dim(self) -> int:
+        """Hidden width f of the feed-forward."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number V of tokens."""
+
+    @property
+    def rank_attention(self) -> int:
+        """Rank of wq, wk, wv, wo."""
+
+    @property
+    def rank_ffn(self) -> int:
+        """Rank of w1, w2, w3."""
+
+    @property
+    def lax_gate(self) -> str:
+        """One of identity, scalar."""
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters of a whole model by part."""
+
+    embedding: int
+    attention: int
+    feed_forward: int
+    norms: int
+    gates: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """Sum of the parts."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def linear_parameters(d_in: int, d_out: int, rank: int | None) -> int:
+    """Parameters of one linear map without bias.
+
+    Args:
+        d_in: Input width.
+        d_out: Output width.
+        rank: Rank r of the factors, or None for a full matrix.
+
+    Returns:
+        d_in · d_out, or r · (d_in + d_out) for B (d_out, r) and A (r, d_in).
+    """
+    return d_in * d_out if rank is None else rank * (d_in + d_out)
+
+
+def attention_sides(shape: ModelShape) -> list[tuple[int, int]]:
+    """(d_in, d_out) of wq, wk, wv, wo."""
+    d, d_kv = shape.dim, shape.kv_dim
+    return [(d, d), (d, d_kv), (d, d_kv), (d, d)]
+
+
+def feed_forward_sides(shape: ModelShape) -> list[tuple[int, int]]:
+    """(d_in, d_out) of w1 (gate), w3 (up), w2 (down)."""
+    d, f = shape.dim, shape.ffn_dim
+    return [(d, f), (d, f), (f, d)]
+
+
+def group_ranks(shape: ModelShape) -> tuple[int | None, int | None]:
+    """Ranks of the attention and the feed-forward group; None where they are full matrices."""
+    if shape.family == "full":
+        return None, None
+    return shape.rank_attention, shape.rank_ffn
+
+
+def count_parameters(shape: ModelShape) -> ParameterCount:
+    """Count the parameters of a model (CoLA, Tables 1 and 5, generalised).
+
+    With multi-head attention and one rank r the linears of a block have 4d² + 3df parameters at
+    full rank and 8dr + 3r(d + f) factorised. Grouped-query attention shortens k and v to d_kv,
+    and each group may have its own rank. The embedding and the head are dense and untied.
+
+    Args:
+        shape: Shape and family of the model.
+
+    Returns:
+        The counts by part.
+    """
+    d, layers = shape.dim, shape.n_layers
+    rank_attention, rank_ffn = group_ranks(shape)
+    attention = sum(linear_parameters(*side, rank_attention) for side in attention_sides(shape))
+    feed_forward = sum(linear_parameters(*side, rank_ffn) for side in feed_forward_sides(shape))
+    # The first block receives no latents, so it has nothing to gate.
+    gated = shape.family == "lax" and shape.lax_gate == "scalar"
+    return ParameterCount(
+        embedding=shape.vocab_size * d,
+        attention=layers * attention,
+        feed_forward=layers * feed_forward,
+        norms=(2 * layers + 1) * d,
+        gates=7 * (layers - 1) if gated else 0,
+        head=shape.vocab_size * d,
+    )

@@ -1,0 +1,112 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""torchtitan's checkpoint manager, made safe against a kill at any moment.
+
+A folder counts as a checkpoint once DCP has renamed its ``.metadata`` into place, the last act of
+a save. Two cases break that promise upstream: a step that is saved a second time (after a rewind)
+is written over files that an old ``.metadata`` still vouches for, and a purge may be killed with
+``.metadata`` alive and data gone. Here a folder loses its name before its contents.
+"""
+
+import os
+import re
+import shutil
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torchtitan.components.checkpoint import AsyncMode
+from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
+
+_STEP_FOLDER = re.compile(r"step-(\d+)")
+_DISCARDED = "discarded-"
+
+
+class CheckpointManager(TitanCheckpointManager):
+    """DCP checkpoints of model, optimizer, schedule, data position and train state."""
+
+    _last_saved: str | None = None
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Future | AsyncSaveResponse | None:
+        """Save into a folder that holds nothing yet; arguments as upstream's."""
+        if _is_first_rank():
+            _discard(checkpoint_id)
+        if dist.is_initialized():
+            dist.barrier()
+        self._last_saved = checkpoint_id
+        return super().dcp_save(
+            state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
+        )
+
+    def save_interrupted(self, step: int) -> str | None:
+        """Save everything needed to go on from ``step``, whatever the last save should contain.
+
+        Args:
+            step: The last finished step.
+
+        Returns:
+            The checkpoint's folder, None where checkpointing is off.
+        """
+        if not self.enable or self.load_only:
+            return None
+        folder = self._create_checkpoint_id(step)
+        self._async_wait()
+        # Every rank remembers what it saved: looking at the folder could differ between hosts.
+        if folder != self._last_saved:
+            states = self._flattened_model_states_sd()
+            self.dcp_save(states, folder, AsyncMode.DISABLED)
+        return folder
+
+    def last_good(self) -> str | None:
+        """Return the newest complete checkpoint's folder, None if there is none."""
+        if not self.enable:
+            return None
+        self._async_wait()
+        step = self._find_load_step()
+        return None if step == -1 else self._create_checkpoint_id(step)
+
+    def finish(self) -> None:
+        """Wait until a save in the background is on disk."""
+        if self.enable:
+            self._async_wait()
+
+    def _purge_stale_checkpoints(self) -> None:
+        if self.keep_latest_k <= 0 or not _is_first_rank() or not os.path.isdir(self.folder):
+            return
+        steps = sorted(
+            int(match.group(1))
+            for name in os.listdir(self.folder)
+            if (match := _STEP_FOLDER.fullmatch(name))
+        )
+        for step in steps[: -self.keep_latest_k]:
+            renamed = _rename_away(self._create_checkpoint_id(step))
+            if renamed is not None:
+                self.purge_queue.put(renamed)
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _rename_away(folder: str) -> str | None:
+    """Give a checkpoint folder a name that no resume looks for; one atomic step."""
+    if not os.path.isdir(folder):
+        return None
+    parent, name = os.path.split(folder.rstrip("/"))
+    target = os.path.join(parent, f"{_DISCARDED}{name.removeprefix('step-')}-{os.getpid()}")
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(folder, target)
+    return target
+
+
+def _discard(folder: str) -> None:
+    renamed = _rename_away(folder)
+    if renamed is not None:
+        shutil.rmtree(renamed, ignore_errors=True)

@@ -1,0 +1,90 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Builds the configuration of a run and refuses, in one line, what cannot work.
+
+:func:`build_job_config` reads and types; :func:`check_job_config` judges the values. Both are pure
+and need no process group: the launcher calls them before any rank starts, and every rank again.
+"""
+
+from typing import Any
+
+from torchtitan_lr.config_support import SUPPORT_CHECKS
+from torchtitan_lr.config_types import (
+    CONFIG_FILE_KEY,
+    apply_overrides,
+    check_toml,
+    load_toml,
+    split_arguments,
+)
+from torchtitan_lr.config_values import VALUE_CHECKS
+from torchtitan_lr.errors import ConfigError
+
+CONFIG_MODULE = "torchtitan_lr.job_config"
+
+
+def build_job_config(argv: list[str]) -> Any:
+    """Builds the configuration from ``--job.config_file`` and command-line overrides.
+
+    Args:
+        argv: Arguments without the program's name, e.g.
+            ``["--job.config_file", "train_configs/debug_cola.toml", "--training.steps=10"]``.
+
+    Returns:
+        torchtitan's JobConfig with the sections of ``torchtitan_lr.job_config`` merged in.
+
+    Raises:
+        ConfigError: The file is missing or not TOML, a key is unknown, a type is wrong.
+    """
+    overrides = split_arguments(argv)
+    paths = [override.value for override in overrides if override.key == CONFIG_FILE_KEY]
+    raw = load_toml(paths[-1]) if paths and paths[-1] else {}
+
+    # Late, because torchtitan imports torch: a wrong path is told before those seconds.
+    from torchtitan.config import ConfigManager, JobConfig
+
+    from torchtitan_lr import job_config as extension
+
+    class TypedConfigManager(ConfigManager):
+        """torchtitan's manager, given values that are typed already."""
+
+        def _maybe_load_toml(self, args: list[str]) -> dict[str, Any]:
+            return values
+
+        def _validate_config(self) -> None:
+            """Nothing left: `_check_before_merge` and the tokenizer's check refuse instead."""
+
+    config_cls = ConfigManager._merge_configs(JobConfig, extension.JobConfig)
+    values = apply_overrides(check_toml(raw, config_cls), overrides, config_cls)
+    _check_before_merge(values)
+    return TypedConfigManager().parse_args([f"--job.custom_config_module={CONFIG_MODULE}"])
+
+
+def check_job_config(config: Any, world_size: int, device_type: str) -> None:
+    """Refuses a configuration that cannot run.
+
+    Args:
+        config: What :func:`build_job_config` returned.
+        world_size: Number of ranks of the whole run.
+        device_type: ``cpu``, ``cuda`` or ``xpu``: where the ranks will compute.
+
+    Raises:
+        ConfigError: The first thing found that cannot work.
+    """
+    for check in (*SUPPORT_CHECKS, *VALUE_CHECKS):
+        check(config, world_size, device_type)
+
+
+def _check_before_merge(values: dict[str, Any]) -> None:
+    """Refuses what torchtitan's manager itself would answer with a traceback or a warning."""
+    job, model = values.get("job", {}), values.get("model", {})
+    if job.get("custom_config_module", CONFIG_MODULE) != CONFIG_MODULE:
+        raise ConfigError("job.custom_config_module", job["custom_config_module"], CONFIG_MODULE)
+    if module := values.get("experimental", {}).get("custom_args_module"):
+        raise ConfigError("experimental.custom_args_module", module, "nothing: leave it out")
+    if path := model.get("tokenizer_path"):
+        raise ConfigError("model.tokenizer_path", path, "nothing: use model.hf_assets_path")
+    if values.get("parallelism", {}).get("context_parallel_load_balancer") == "":
+        key = "parallelism.context_parallel_load_balancer"
+        raise ConfigError(key, "", "a name such as 'headtail'")
+    steps = values.get("validation", {}).get("steps", -1)
+    if steps != -1 and steps <= 0:
+        raise ConfigError("validation.steps", steps, "a positive integer, or -1 for the whole set")

@@ -1,0 +1,118 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Refuses what torchtitan offers and this version, or this device, does not support."""
+
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+from torchtitan_lr.errors import ConfigError
+
+
+def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
+    """Only data parallelism so far, and its degrees multiply to the world size."""
+    sections = config.parallelism
+    for name in ("tensor", "pipeline", "context", "expert", "expert_tensor"):
+        key = f"{name}_parallel_degree"
+        degree = getattr(sections, key)
+        if degree != 1:
+            want = "1: only data parallelism is supported in this version"
+            raise ConfigError(f"parallelism.{key}", degree, want)
+    if sections.enable_async_tensor_parallel:
+        want = "false: there is no tensor parallelism in this version"
+        raise ConfigError("parallelism.enable_async_tensor_parallel", True, want)
+    replicate, shard = (
+        sections.data_parallel_replicate_degree,
+        sections.data_parallel_shard_degree,
+    )
+    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    if replicate not in divisors:
+        want = f"a divisor of the {world_size} ranks: {', '.join(map(str, divisors))}"
+        raise ConfigError("parallelism.data_parallel_replicate_degree", replicate, want)
+    if shard not in (-1, world_size // replicate):
+        want = (
+            f"-1 or {world_size // replicate}, so that data_parallel_replicate_degree "
+            f"({replicate}) times it is the {world_size} ranks"
+        )
+        raise ConfigError("parallelism.data_parallel_shard_degree", shard, want)
+
+
+def check_unsupported(config: Any, world_size: int, device_type: str) -> None:
+    """Features of torchtitan that this package does not carry over."""
+    refused = (
+        ("model.converters", config.model.converters, "an empty list: no float8 or MX here"),
+        ("optimizer.early_step_in_backward", config.optimizer.early_step_in_backward, "false"),
+        ("fault_tolerance.enable", config.fault_tolerance.enable, "false: not supported"),
+        ("memory_estimation.enable", config.memory_estimation.enable, "false: not supported"),
+    )
+    for key, value, want in refused:
+        if value:
+            raise ConfigError(key, value, want)
+    if config.comm.mode == "local_tensor":
+        raise ConfigError("comm.mode", "local_tensor", "'default' or 'fake_backend'")
+
+
+def check_activation_checkpoint(config: Any, world_size: int, device_type: str) -> None:
+    """``[activation_checkpoint]`` says something torchtitan can apply."""
+    section = config.activation_checkpoint
+    option = section.selective_ac_option
+    if option != "op" and not (option.isdecimal() and int(option) > 0):
+        want = "'op', or every how many blocks, as text, such as '2'"
+        raise ConfigError("activation_checkpoint.selective_ac_option", option, want)
+    if section.determinism_check not in ("default", "none"):
+        want = "'default' or 'none'"
+        raise ConfigError(
+            "activation_checkpoint.determinism_check", section.determinism_check, want
+        )
+    if section.mode == "memory_budget":
+        if not (config.compile.enable and "model" in config.compile.components):
+            want = "'selective', 'full' or 'none' unless compile.enable with the component 'model'"
+            raise ConfigError("activation_checkpoint.mode", "memory_budget", want)
+        if not 0 <= section.memory_budget <= 1:
+            want = "a number from 0 to 1"
+            raise ConfigError("activation_checkpoint.memory_budget", section.memory_budget, want)
+
+
+def check_compile(config: Any, world_size: int, device_type: str) -> None:
+    """``[compile]`` names components and a backend that exist."""
+    section = config.compile
+    for component in section.components:
+        if component not in ("model", "loss"):
+            raise ConfigError("compile.components", component, "'model' and/or 'loss'")
+    if not section.enable:
+        return
+    import torch
+
+    backends = torch._dynamo.list_backends(exclude_tags=())
+    if section.backend not in backends:
+        want = f"one of {', '.join(backends)}"
+        raise ConfigError("compile.backend", section.backend, want)
+    compiler = os.environ.get("CXX", "g++").split()[0]
+    if device_type == "cpu" and section.backend == "inductor" and shutil.which(compiler) is None:
+        want = f"false on a CPU without the C++ compiler {compiler} (CXX names another)"
+        raise ConfigError("compile.enable", True, want)
+
+
+def check_cpu(config: Any, world_size: int, device_type: str) -> None:
+    """What needs an accelerator is refused on a CPU."""
+    if device_type != "cpu":
+        return
+    needs_accelerator = (
+        ("profiling", "enable_profiling", True, "false"),
+        ("profiling", "enable_memory_snapshot", True, "false"),
+        ("checkpoint", "async_mode", "async_with_pinned_mem", "'disabled' or 'async'"),
+        ("training", "enable_cpu_offload", True, "false"),
+    )
+    for section, name, refused, want in needs_accelerator:
+        if getattr(getattr(config, section), name) == refused:
+            raise ConfigError(f"{section}.{name}", refused, f"{want} on a CPU")
+
+
+SUPPORT_CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
+    check_unsupported,
+    check_parallelism,
+    check_activation_checkpoint,
+    check_compile,
+    check_cpu,
+)
+"""What ``check_job_config`` asks about features, in order."""

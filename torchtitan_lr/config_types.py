@@ -1,0 +1,303 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Strict typing of a TOML file and of command-line overrides against a dataclass tree.
+
+torchtitan only warns about a wrong type in a TOML file and answers a wrong command line with a
+page of usage. Here both become one :class:`ConfigError` naming the key, the value and what works.
+Nothing in this file imports torch, so that a wrong path or a typo is told at once.
+"""
+
+import difflib
+import types
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import tomli
+
+from torchtitan_lr.errors import ConfigError
+
+CONFIG_FILE_KEY = "job.config_file"
+
+
+@dataclass(frozen=True)
+class Override:
+    """One command-line argument: ``--key=value``, ``--key value`` or the flag ``--key``.
+
+    Args:
+        key: Dotted key with dashes turned into underscores, e.g. ``training.local_batch_size``.
+        value: The text after it; None for a flag.
+    """
+
+    key: str
+    value: str | None
+
+
+def split_arguments(argv: list[str]) -> list[Override]:
+    """Splits a command line into overrides, without knowing any key.
+
+    Args:
+        argv: Arguments without the program's name.
+
+    Returns:
+        The overrides in order; a later one wins over an earlier one.
+
+    Raises:
+        ConfigError: An argument that does not start with ``--``.
+    """
+    overrides = []
+    rest = iter(range(len(argv)))
+    for i in rest:
+        argument = argv[i]
+        if not argument.startswith("--") or argument == "--":
+            raise ConfigError(
+                "command line", argument, "--section.key=value such as --training.steps=100"
+            )
+        key, equals, value = argument[2:].partition("=")
+        key = key.replace("-", "_")
+        if equals:
+            overrides.append(Override(key, value))
+        elif i + 1 < len(argv) and not argv[i + 1].startswith("--"):
+            overrides.append(Override(key, argv[i + 1]))
+            next(rest)
+        else:
+            overrides.append(Override(key, None))
+    return overrides
+
+
+def load_toml(path: str) -> dict[str, Any]:
+    """Reads a TOML file.
+
+    Raises:
+        ConfigError: The file is missing, unreadable or not TOML; a syntax error is told as
+            ``file:line``.
+    """
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+        return tomli.loads(text)
+    except UnicodeDecodeError as error:
+        raise ConfigError(CONFIG_FILE_KEY, path, f"a UTF-8 text file ({error.reason})") from error
+    except OSError as error:
+        want = f"a TOML file such as train_configs/debug_cola.toml ({error.strerror})"
+        raise ConfigError(CONFIG_FILE_KEY, path, want) from error
+    except tomli.TOMLDecodeError as error:
+        # tomli >= 2.2 gives the line as an attribute, every version in its message.
+        line = getattr(error, "lineno", None)
+        where = f"{path}:{line}" if line is not None else path
+        raise ConfigError(CONFIG_FILE_KEY, where, f"valid TOML ({error})") from error
+
+
+def check_toml(
+    values: dict[str, Any], config_cls: type, section: Any = None, prefix: str = ""
+) -> dict[str, Any]:
+    """Checks a TOML table against a dataclass, section by section.
+
+    Args:
+        values: The table.
+        config_cls: The whole configuration's dataclass.
+        section: The dataclass of this table; ``config_cls`` itself at the top.
+        prefix: Dotted name of this table with a trailing dot; empty at the top.
+
+    Returns:
+        A copy in which integers have become floats where a float is declared.
+
+    Raises:
+        ConfigError: An unknown key or section, or a wrong type.
+    """
+    checked: dict[str, Any] = {}
+    known = {option.name: option for option in fields(section or config_cls)}
+    for name, value in values.items():
+        key = prefix + name
+        if name not in known:
+            raise unknown_key(key, "a table" if isinstance(value, dict) else value, config_cls)
+        option = known[name]
+        if _is_section(option.type):
+            if not isinstance(value, dict):
+                raise ConfigError(key, value, f"a table: [{key}] with its keys below it")
+            checked[name] = check_toml(value, config_cls, option.type, key + ".")
+        else:
+            checked[name] = _match(value, option.type)
+            if checked[name] is MISSING:
+                raise ConfigError(key, value, describe_type(option))
+    return checked
+
+
+def apply_overrides(
+    values: dict[str, Any], overrides: list[Override], config_cls: type
+) -> dict[str, Any]:
+    """Types command-line overrides and writes them over checked TOML values.
+
+    A boolean is set by ``--a.b``, ``--a.no_b`` or ``--a.b=true``; None is written ``None``; a list
+    is written with commas.
+
+    Args:
+        values: What :func:`check_toml` returned; changed in place.
+        overrides: What :func:`split_arguments` returned.
+        config_cls: The dataclass whose fields are the allowed keys.
+
+    Returns:
+        ``values``.
+
+    Raises:
+        ConfigError: An unknown key, a missing value or a wrong type.
+    """
+    for override in overrides:
+        path, option, negated = _find_field(override, config_cls)
+        table = values
+        for name in path[:-1]:
+            table = table.setdefault(name, {})
+        table[option.name] = _override_value(override, option, negated)
+    return values
+
+
+def describe_type(option: Field[Any]) -> str:
+    """Says in words what a field takes, with an example where that helps."""
+    kinds = [kind for kind in _alternatives(option.type) if kind is not type(None)]
+    if float in kinds:
+        kinds = [float]
+    return " or ".join(_describe_kind(kind, option.default) for kind in kinds)
+
+
+def unknown_key(key: str, value: object, config_cls: type) -> ConfigError:
+    """Builds the error for an unknown key: the closest known one, or what there is."""
+    section, _, name = key.rpartition(".")
+    leaves = list(_leaf_keys(config_cls))
+    siblings = [leaf.rpartition(".")[2] for leaf in leaves if leaf.rpartition(".")[0] == section]
+    namesakes = [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
+    sections = [option.name for option in fields(config_cls)]
+    below = [leaf for leaf in leaves if leaf.startswith(key + ".")]
+    if below:
+        want = f"a key of this section, such as {below[0]}"
+    elif section in leaves:
+        want = f"a known key: did you mean {section}?"
+    elif section and (close := difflib.get_close_matches(name, siblings, 1)):
+        want = f"a known key: did you mean {section}.{close[0]}?"
+    elif close := difflib.get_close_matches(key, leaves, 1, cutoff=0.85):
+        want = f"a known key: did you mean {close[0]}?"
+    elif not section and (close := difflib.get_close_matches(key, sections, 1)):
+        want = f"a known section: did you mean [{close[0]}]?"
+    elif namesakes:
+        want = f"a known key: did you mean {namesakes[0]}?"
+    elif siblings and section:
+        want = f"one of the keys of [{section}]: {', '.join(siblings)}"
+    else:
+        want = f"a key of one of the sections {', '.join(sections)}"
+    return ConfigError(key, value, want)
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and is_dataclass(annotation)
+
+
+def _leaf_keys(section: Any, prefix: str = "") -> Iterator[str]:
+    """Yields every dotted key below a section."""
+    for option in fields(section):
+        if _is_section(option.type):
+            yield from _leaf_keys(option.type, prefix + option.name + ".")
+        else:
+            yield prefix + option.name
+
+
+def _find_field(override: Override, config_cls: type) -> tuple[list[str], Field[Any], bool]:
+    """Finds the field an override names; the last entry says whether it was ``no_<flag>``."""
+    path = override.key.split(".")
+    section: Any = config_cls
+    for depth, name in enumerate(path):
+        known = {option.name: option for option in fields(section)}
+        last = depth == len(path) - 1
+        option = known.get(name)
+        if last and option is None and name.startswith("no_"):
+            positive = known.get(name.removeprefix("no_"))
+            if positive is not None and positive.type is bool:
+                return path, positive, True
+        if option is None or _is_section(option.type) == last:
+            break
+        if last:
+            return path, option, False
+        section = option.type
+    raise unknown_key(override.key, override.value or "", config_cls)
+
+
+def _override_value(override: Override, option: Field[Any], negated: bool) -> Any:
+    if negated:
+        if override.value is not None:
+            raise ConfigError(override.key, override.value, "no value: this flag means false")
+        return False
+    if override.value is None:
+        if option.type is bool:
+            return True
+        raise ConfigError(override.key, "", describe_type(option))
+    value = _parse_text(override.value, option.type)
+    if value is MISSING:
+        raise ConfigError(override.key, override.value, describe_type(option))
+    return value
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, or the annotation alone."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return get_args(annotation)
+    return (annotation,)
+
+
+def _match(value: Any, annotation: Any) -> Any:
+    """Returns a TOML value as the annotation has it, or MISSING where it does not fit."""
+    for kind in _alternatives(annotation):
+        if get_origin(kind) is Literal:
+            if any(value == choice and type(value) is type(choice) for choice in get_args(kind)):
+                return value
+        elif get_origin(kind) is list:
+            if isinstance(value, list):
+                items = [_match(item, get_args(kind)[0]) for item in value]
+                if not any(item is MISSING for item in items):
+                    return items
+        # type() rather than isinstance(): true is not an integer.
+        elif kind is float and type(value) in (int, float):
+            return float(value)
+        elif type(value) is kind:
+            return value
+    return MISSING
+
+
+def _parse_text(text: str, annotation: Any) -> Any:
+    """Returns a command-line text as the annotation has it, or MISSING where it does not fit."""
+    kinds = _alternatives(annotation)
+    # Before the loop: in `str | None` the text None would already be a string.
+    if type(None) in kinds and text in ("None", "none"):
+        return None
+    for kind in kinds:
+        value = _parse_kind(text, kind)
+        if value is not MISSING:
+            return value
+    return MISSING
+
+
+def _parse_kind(text: str, kind: Any) -> Any:
+    if kind is str or (get_origin(kind) is Literal and text in get_args(kind)):
+        return text
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), MISSING)
+    if kind == list[str]:
+        return [part.strip() for part in text.split(",")] if text.strip() else []
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            return MISSING
+    return MISSING
+
+
+def _describe_kind(kind: Any, default: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(repr(choice) for choice in get_args(kind))
+    if kind == list[str]:
+        return 'a list of strings such as ["a", "b"], or a,b on the command line'
+    if get_origin(kind) is list:
+        return "a list of lists of strings, in the TOML file"
+    if kind is bool:
+        return "true or false"
+    if kind is int:
+        return f"an integer such as {default if type(default) is int else 1}"
+    if kind is float:
+        return f"a number such as {default if type(default) is float else 0.5}"
+    return f"a string such as {default!r}" if default and type(default) is str else "a string"

@@ -1,0 +1,244 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The training loader: a rank's rows of the global batch, as lanes, resumable at any dp size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.tools.logging import logger
+
+from torchtitan_lr.data.corpora import BlockCorpus, Corpus, build_corpus, check_workers
+from torchtitan_lr.data.lanes import Lane
+from torchtitan_lr.errors import ConfigError
+
+
+class LaneDataLoader(BaseDataLoader):
+    """Yields this rank's micro-batches; the rows come from lanes (:mod:`torchtitan_lr.data.lanes`).
+
+    Micro-batch ``m`` of a step holds the global rows ``m * D * b + r * b + i`` with ``D`` ranks,
+    this rank ``r``, local batch ``b`` and ``0 <= i < b``. Where a corpus has fewer lanes than the
+    batch has rows (c4 has 1024 shards), a run of neighbouring rows shares a lane.
+
+    Iterating again continues; the position is the loader's, not the iterator's.
+
+    Args:
+        corpus: What to read.
+        tokenizer: How to tokenise it.
+        seq_len: Tokens of an input row.
+        local_batch_size: ``b``, rows of a micro-batch.
+        global_batch_size: ``B``, rows of a step on all ranks.
+        dp_world_size: ``D``.
+        dp_rank: ``r``.
+        infinite: Whether to start over at the end of the corpus. Otherwise a rank stops when the
+            first of its lanes has no full window left; ranks need not stop together.
+        pin_memory: Whether to put the batches in pinned memory (where there is CUDA).
+
+    Raises:
+        ConfigError: The batch sizes do not divide, or the corpus cannot be split that way.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        tokenizer: BaseTokenizer,
+        *,
+        seq_len: int,
+        local_batch_size: int,
+        global_batch_size: int,
+        dp_world_size: int,
+        dp_rank: int,
+        infinite: bool = True,
+        pin_memory: bool = False,
+    ) -> None:
+        self._corpus = corpus
+        self._batch = local_batch_size
+        self._rows = global_batch_size
+        self._stride = dp_world_size * local_batch_size
+        self._first = dp_rank * local_batch_size
+        self._pin_memory = pin_memory and torch.cuda.is_available()
+        self._sample_index = 0
+        _check_batch(self._rows, local_batch_size, dp_world_size)
+        num_lanes = corpus.num_lanes(self._rows)
+        self._rows_per_lane = _rows_per_lane(corpus, self._rows, num_lanes, local_batch_size)
+        owned = sorted(
+            {
+                self._lane_of(micro_batch + self._first + i)
+                for micro_batch in range(0, self._rows, self._stride)
+                for i in range(local_batch_size)
+            }
+        )
+        self._lanes = {
+            lane: Lane(corpus.stream(lane, num_lanes, infinite), tokenizer, seq_len)
+            for lane in owned
+        }
+
+    def _lane_of(self, row: int) -> int:
+        return row // self._rows_per_lane
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        """Yield ``({"input": (b, s)}, labels (b, s))``, int64, on the CPU."""
+        while True:
+            start = self._sample_index % self._rows + self._first
+            windows: list[list[int]] = []
+            for row in range(start, start + self._batch):
+                window = self._lanes[self._lane_of(row)].next_window()
+                if window is None:
+                    return
+                windows.append(window)
+            batch = torch.tensor(windows, dtype=torch.int64)
+            if self._pin_memory:
+                batch = batch.pin_memory()
+            # Before the yield: a checkpoint is taken while the generator waits there.
+            self._sample_index += self._stride
+            yield {"input": batch[:, :-1].contiguous()}, batch[:, 1:].contiguous()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: one entry a lane, so that any rank can ask for the lanes it owns.
+
+        Returns:
+            ``sample_index`` (samples consumed by all ranks together), ``global_batch_size``,
+            ``corpus`` (its fingerprint) and ``lane_<j>`` (JSON) for the lanes of this rank.
+        """
+        state = self._identity()
+        for lane, reader in self._lanes.items():
+            state[f"lane_{lane}"] = json.dumps(reader.state())
+        return state
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "sample_index": self._sample_index,
+            "global_batch_size": self._rows,
+            "corpus": self._corpus.fingerprint(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to a stored position.
+
+        Args:
+            state_dict: What :meth:`state_dict` returned, here or on the ranks that owned the lanes.
+
+        Raises:
+            ConfigError: Another global batch size or another corpus made that position.
+        """
+        if not state_dict:
+            return
+        self._check_identity(state_dict)
+        sample_index = int(state_dict["sample_index"])
+        if sample_index % self._rows % self._stride:
+            raise ConfigError(
+                "training.local_batch_size",
+                self._batch,
+                f"a split that has a micro-batch border at row {sample_index % self._rows}",
+            )
+        for lane, reader in self._lanes.items():
+            reader.load_state(json.loads(state_dict[f"lane_{lane}"]))
+        self._sample_index = sample_index
+
+    def check_checkpoint(self, checkpoint_id: str) -> None:
+        """Refuse a checkpoint of another batch size or corpus before it is loaded.
+
+        DCP stops at the first key it misses, and a larger batch has more lanes than were saved.
+        Call this first, so that the user reads what changed and not which key is missing.
+
+        Args:
+            checkpoint_id: A DCP folder in which this loader was saved as ``dataloader``.
+
+        Raises:
+            ConfigError: Another global batch size or another corpus made that checkpoint.
+        """
+        stored = {"dataloader": self._identity()}
+        # no_dist: each rank reads three small values; no collective, so any rank may raise.
+        dcp.load(stored, checkpoint_id=checkpoint_id, no_dist=True)
+        self._check_identity(stored["dataloader"])
+
+    def _check_identity(self, stored: dict[str, Any]) -> None:
+        here = self._identity()
+        if int(stored["global_batch_size"]) != self._rows:
+            raise ConfigError(
+                "training.global_batch_size",
+                self._rows,
+                f"{stored['global_batch_size']} as in the checkpoint: its data position counts "
+                "rows of that batch (-1 means local_batch_size * data-parallel size)",
+            )
+        if stored["corpus"] != here["corpus"]:
+            raise ConfigError(
+                "training.dataset", here["corpus"], f"{stored['corpus']} as in the checkpoint"
+            )
+
+
+def build_dataloader(
+    *,
+    dp_world_size: int,
+    dp_rank: int,
+    tokenizer: BaseTokenizer,
+    job_config: Any,
+    infinite: bool = True,
+) -> LaneDataLoader:
+    """Build the training loader of one data-parallel rank (a ``TrainSpec``'s hook).
+
+    Args:
+        dp_world_size: Data-parallel ranks.
+        dp_rank: This one.
+        tokenizer: The run's tokenizer.
+        job_config: The run's ``JobConfig``; section ``training`` is read.
+        infinite: Whether to start over at the end of the corpus.
+
+    Returns:
+        The loader. Building it lists files and opens the first block of each of the rank's lanes.
+
+    Raises:
+        ConfigError: As :class:`LaneDataLoader` and :func:`build_corpus`; worker processes.
+    """
+    training = job_config.training
+    check_workers(training.dataloader, "training")
+    rows = training.global_batch_size
+    if rows < 0:
+        rows = training.local_batch_size * dp_world_size
+    corpus = build_corpus(training.dataset, training.dataset_path, "train", "training", rows)
+    if isinstance(corpus, BlockCorpus) and corpus.num_blocks < rows and dp_rank == 0:
+        logger.warning(
+            f"{corpus.name} has {corpus.num_blocks} blocks for {rows} rows of a batch: "
+            "some rows will repeat each other"
+        )
+    return LaneDataLoader(
+        corpus,
+        tokenizer,
+        seq_len=training.seq_len,
+        local_batch_size=training.local_batch_size,
+        global_batch_size=rows,
+        dp_world_size=dp_world_size,
+        dp_rank=dp_rank,
+        infinite=infinite,
+        pin_memory=training.dataloader.pin_memory,
+    )
+
+
+def _check_batch(rows: int, local_batch_size: int, dp_world_size: int) -> None:
+    if rows <= 0 or rows % (local_batch_size * dp_world_size):
+        raise ConfigError(
+            "training.global_batch_size",
+            rows,
+            f"a multiple of {local_batch_size * dp_world_size} (local_batch_size "
+            f"{local_batch_size} * data-parallel size {dp_world_size})",
+        )
+
+
+def _rows_per_lane(corpus: Corpus, rows: int, num_lanes: int, local_batch_size: int) -> int:
+    """Rows that share a lane; they must lie in one micro-batch, or two ranks would need it."""
+    shared = rows // num_lanes
+    if local_batch_size % shared:
+        below, above = local_batch_size // shared * shared, -(-local_batch_size // shared) * shared
+        nearest = f"{below} or {above}" if below else str(above)
+        raise ConfigError(
+            "training.local_batch_size",
+            local_batch_size,
+            f"{nearest}: {corpus.name} splits into {num_lanes} streams, so {shared} rows of the "
+            f"global batch of {rows} share one and must stay on one rank",
+        )
+    return shared

@@ -1,0 +1,110 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""torchtitan's Hugging Face streams (c4) as lanes.
+
+Such a stream cannot be cut at will: it comes in shards (c4 has 1024). A lane gets whole shards, so
+a batch has as many lanes as its rows can be shared among without there being more of them than
+shards; its position is the state that ``datasets`` keeps of its stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torchtitan.hf_datasets.text_datasets import DATASETS
+
+from torchtitan_lr.data.lanes import DocumentStream
+from torchtitan_lr.errors import ConfigError
+
+
+class HubCorpus:
+    """A dataset from torchtitan's table, streamed.
+
+    Args:
+        name: Its name there.
+        path: Where to take it from instead of the Hub, e.g. a local copy.
+        key: The TOML section to name in errors.
+
+    Raises:
+        ConfigError: The dataset cannot be opened; most often there is no network.
+    """
+
+    def __init__(self, name: str, path: str | None, key: str) -> None:
+        entry = DATASETS[name]
+        self.name = name
+        self._path = path or entry.path
+        self._text = entry.sample_processor
+        try:
+            self._dataset = entry.loader(self._path)
+        except Exception as error:  # datasets, its HTTP layer and parsers raise what they like
+            raise ConfigError(
+                f"{key}.dataset",
+                name,
+                f"a dataset that opens at {self._path!r} ({type(error).__name__}: "
+                f"{str(error)[:200]}); without network set {key}.dataset_path to a local copy",
+            ) from error
+        self.num_shards: int = self._dataset.num_shards
+
+    def fingerprint(self) -> str:
+        """Return the name, the last part of the path and the number of shards."""
+        return f"{self.name} from={Path(self._path).name} shards={self.num_shards}"
+
+    def num_lanes(self, rows: int) -> int:
+        """Return the largest divisor of ``rows`` that is no larger than the number of shards."""
+        return max(n for n in range(1, min(rows, self.num_shards) + 1) if rows % n == 0)
+
+    def stream(self, lane: int, num_lanes: int, infinite: bool) -> DocumentStream:
+        """Open one lane: a contiguous run of shards."""
+        return _HubStream(self, lane, num_lanes, infinite)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield every document once, in the dataset's order."""
+        for sample in self._dataset:
+            yield self._text(sample)
+
+    def open_shards(self, lane: int, num_lanes: int) -> Any:
+        """Return a fresh ``IterableDataset`` over the shards of one lane."""
+        return self._dataset.shard(num_shards=num_lanes, index=lane)
+
+    def text_of(self, sample: dict[str, Any]) -> str:
+        """Return a sample's text."""
+        return self._text(sample)
+
+
+class _HubStream:
+    """One lane's documents; a position is the pass and the state before the document (JSON)."""
+
+    def __init__(self, corpus: HubCorpus, lane: int, num_lanes: int, infinite: bool) -> None:
+        self._corpus = corpus
+        self._lane = lane
+        self._num_lanes = num_lanes
+        self._infinite = infinite
+        self.seek(None)
+
+    def seek(self, position: Any) -> None:
+        """Make the document at ``position`` the next one."""
+        self._pass: int = 0 if position is None else position[0]
+        self._state: dict[str, Any] | None = None if position is None else position[1]
+        self._open()
+
+    def _open(self) -> None:
+        # Always a new object: a dataset that was resumed starts its next pass where it was resumed.
+        self._shards = self._corpus.open_shards(self._lane, self._num_lanes)
+        if self._state is not None:
+            self._shards.load_state_dict(self._state)
+        self._samples = iter(self._shards)
+
+    def next_document(self) -> tuple[Any, str] | None:
+        """Return the next document and its position, or None after the last one."""
+        for _ in range(2):
+            sample = next(self._samples, None)
+            if sample is not None:
+                position = [self._pass, self._state]
+                self._state = self._shards.state_dict()
+                return position, self._corpus.text_of(sample)
+            if not self._infinite:
+                return None
+            self._pass, self._state = self._pass + 1, None
+            self._open()
+        raise ConfigError("training.dataset", self._corpus.name, "a shard with documents in it")

@@ -1,0 +1,228 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Tokenizers: a Hugging Face ``tokenizer.json`` or a tiktoken rank file, whichever is there."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
+
+from torchtitan_lr.errors import ConfigError
+
+HF_FILE = "tokenizer.json"
+TIKTOKEN_FILE = "tokenizer.model"
+
+BOS = "<|begin_of_text|>"
+EOS = "<|end_of_text|>"
+
+# How llama-3 cuts text before BPE: contractions, words with one leading non-letter, numbers of up
+# to three digits, punctuation, line ends, spaces.
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# The names llama-3.1 gives to places among its 256 special tokens; all others are reserved.
+_NAMED_SPECIALS = {
+    0: BOS,
+    1: EOS,
+    4: "<|finetune_right_pad_id|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    8: "<|eom_id|>",
+    9: "<|eot_id|>",
+    10: "<|python_tag|>",
+}
+NUM_LLAMA3_SPECIALS = 256
+
+# tiktoken's regex engine recurses: it panics on very long strings and on long runs of one kind.
+_MAX_CHARS = 400_000
+_MAX_RUN = 25_000
+
+
+def llama3_specials(first_id: int) -> dict[str, int]:
+    """Return llama-3's special tokens and their ids.
+
+    Args:
+        first_id: The id behind the last ordinary token.
+
+    Returns:
+        256 names, with consecutive ids in order.
+    """
+    reserved = (f"<|reserved_special_token_{i}|>" for i in range(NUM_LLAMA3_SPECIALS))
+    names = (_NAMED_SPECIALS.get(i) or next(reserved) for i in range(NUM_LLAMA3_SPECIALS))
+    return {name: first_id + i for i, name in enumerate(names)}
+
+
+class TiktokenTokenizer(BaseTokenizer):
+    """A byte-level BPE read from a rank file, with llama-3's split and special tokens.
+
+    Args:
+        path: A ``tokenizer.model``: a base64 token and its rank on each line.
+
+    Raises:
+        ConfigError: The file is not a rank file (SentencePiece models bear the same name).
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__()
+        ranks = _read_ranks(Path(path))
+        specials = llama3_specials(len(ranks))
+        self._encoding = tiktoken.Encoding(
+            name=Path(path).name,
+            pat_str=LLAMA3_SPLIT,
+            mergeable_ranks=ranks,
+            special_tokens=specials,
+        )
+        self.bos_id: int = specials[BOS]
+        self.eos_id: int = specials[EOS]
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """Tokenise a document.
+
+        The names of special tokens are ordinary text here: a document cannot forge one.
+
+        Args:
+            text: Any text, however long.
+            add_bos: Whether to begin with ``<|begin_of_text|>``.
+            add_eos: Whether to end with ``<|end_of_text|>``.
+
+        Returns:
+            The token ids.
+        """
+        tokens = [self.bos_id] if add_bos else []
+        for piece in _pieces(text):
+            tokens += self._encoding.encode(piece, disallowed_special=())
+        if add_eos:
+            tokens.append(self.eos_id)
+        return tokens
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Turn token ids back into text.
+
+        Args:
+            token_ids: The ids.
+            skip_special_tokens: Whether to leave special tokens out.
+
+        Returns:
+            The text; bytes that are no UTF-8 become U+FFFD.
+        """
+        ids = list(token_ids)
+        if skip_special_tokens:
+            ids = [i for i in ids if i < self.bos_id]
+        return self._encoding.decode(ids)
+
+    def get_vocab_size(self) -> int:
+        """Return the number of ids, special tokens included."""
+        return self._encoding.n_vocab
+
+
+def resolve_assets_path(path: str) -> Path:
+    """Find an assets folder: the path itself, else relative to the folder that holds the package.
+
+    Args:
+        path: ``model.hf_assets_path``.
+
+    Returns:
+        The first of the two that is a folder, else ``path`` itself.
+    """
+    here = Path(path).expanduser()
+    shipped = Path(__file__).resolve().parents[2] / path
+    return shipped if not here.is_dir() and shipped.is_dir() else here
+
+
+def build_tokenizer(job_config: Any) -> BaseTokenizer:
+    """Build the tokenizer that the assets folder holds (a ``TrainSpec``'s hook).
+
+    Args:
+        job_config: The run's ``JobConfig``; ``model.hf_assets_path`` is read.
+
+    Returns:
+        torchtitan's ``HuggingFaceTokenizer`` for a ``tokenizer.json``, else
+        :class:`TiktokenTokenizer` for a ``tokenizer.model``.
+
+    Raises:
+        ConfigError: No such folder, no tokenizer in it, or a broken one.
+    """
+    key, path = "model.hf_assets_path", job_config.model.hf_assets_path
+    folder = resolve_assets_path(path)
+    if (folder / HF_FILE).is_file():
+        try:
+            return HuggingFaceTokenizer(str(folder))
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise ConfigError(
+                key, str(folder / HF_FILE), f"a readable {HF_FILE} ({error})"
+            ) from error
+    if (folder / TIKTOKEN_FILE).is_file():
+        return TiktokenTokenizer(folder / TIKTOKEN_FILE)
+    raise ConfigError(key, path, f"a folder that holds {HF_FILE} or {TIKTOKEN_FILE}")
+
+
+def check_tokenizer(job_config: Any) -> int:
+    """Check that the tokenizer is there and can be read.
+
+    Args:
+        job_config: The run's ``JobConfig``.
+
+    Returns:
+        The smallest vocabulary a model needs for it: the largest id plus one.
+
+    Raises:
+        ConfigError: As :func:`build_tokenizer`.
+    """
+    tokenizer = build_tokenizer(job_config)
+    size = tokenizer.get_vocab_size()
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        # Ids can have holes, so their number may be too small.
+        size = max(size, 1 + max(tokenizer.get_vocab().values(), default=-1))
+    return size
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    try:
+        lines = path.read_bytes().splitlines()
+        pairs = [line.split() for line in lines if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except (OSError, ValueError, binascii.Error):
+        ranks = {}
+    if sorted(ranks.values()) != list(range(len(ranks))) or not _covers_bytes(ranks):
+        raise ConfigError(
+            "model.hf_assets_path",
+            str(path),
+            f"a tiktoken rank file (base64 token and rank a line), or a {HF_FILE} next to it",
+        )
+    return ranks
+
+
+def _covers_bytes(ranks: dict[bytes, int]) -> bool:
+    return all(bytes([i]) in ranks for i in range(256))
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut text so that tiktoken survives it; ordinary documents stay whole."""
+    for start in range(0, len(text), _MAX_CHARS):
+        piece = text[start : start + _MAX_CHARS]
+        if len(piece) > _MAX_RUN and _longest_run(piece) > _MAX_RUN:
+            yield from _cut_runs(piece)
+        else:
+            yield piece
+
+
+def _longest_run(text: str) -> int:
+    words = max(map(len, text.split()), default=0)
+    return max(words, max(map(len, re.split(r"\S+", text))))
+
+
+def _cut_runs(text: str) -> Iterator[str]:
+    start = 0
+    for run in re.finditer(r"\s+|\S+", text):
+        for cut in range(run.start() + _MAX_RUN, run.end(), _MAX_RUN):
+            yield text[start:cut]
+            start = cut
+    yield text[start:]

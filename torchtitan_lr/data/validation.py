@@ -1,0 +1,155 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The validation set: fixed sequences, each on exactly one rank, the same number of batches on all.
+
+The held-out documents are tokenised once, in order, and packed into windows of ``seq_len + 1``
+tokens as in training. Sequence ``i`` belongs to data-parallel rank ``i mod D``. Ranks with fewer
+sequences fill up with rows whose labels are all ignored, so that no rank waits for another and a
+token-weighted mean is exact for any ``D``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.tokenizer import BaseTokenizer
+
+from torchtitan_lr.data.corpora import Corpus, build_corpus, check_workers
+from torchtitan_lr.errors import ConfigError
+
+
+class ValidationSet:
+    """One rank's share of the validation sequences, in memory.
+
+    Args:
+        windows: This rank's sequences, int32 ``(n_r, s + 1)``.
+        num_sequences: Sequences of all ranks together.
+        batch_size: Rows of a batch, ``b``.
+        dp_world_size: Ranks, ``D``.
+        unigram_entropy: See below.
+
+    Attributes:
+        unigram_entropy: Entropy in nats of the label tokens of all ranks together: the loss of
+            the best model that ignores context. A trained model must come out below it.
+        num_sequences: Sequences of all ranks together.
+        num_tokens: Label tokens of all ranks together, padding not counted.
+    """
+
+    def __init__(
+        self,
+        windows: torch.Tensor,
+        num_sequences: int,
+        batch_size: int,
+        dp_world_size: int,
+        unigram_entropy: float,
+    ) -> None:
+        self._windows = windows
+        self._batch_size = batch_size
+        self._num_batches = math.ceil(math.ceil(num_sequences / dp_world_size) / batch_size)
+        self.unigram_entropy = unigram_entropy
+        self.num_sequences = num_sequences
+        self.num_tokens = num_sequences * (windows.shape[1] - 1)
+
+    def __len__(self) -> int:
+        """Return the number of batches, the same on every rank."""
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        """Yield ``({"input": (b, s)}, labels (b, s))``, int64; padded rows have ignored labels."""
+        size = self._batch_size
+        for start in range(0, self._num_batches * size, size):
+            rows = self._windows[start : start + size].long()
+            inputs = rows.new_zeros(size, rows.shape[1] - 1)
+            labels = torch.full_like(inputs, IGNORE_INDEX)
+            inputs[: len(rows)] = rows[:, :-1]
+            labels[: len(rows)] = rows[:, 1:]
+            yield {"input": inputs}, labels
+
+
+def build_validation_set(
+    job_config: Any, dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer
+) -> ValidationSet:
+    """Tokenise the validation corpus and keep this rank's share.
+
+    Every rank walks through all of it, so that all know the entropy without communication.
+
+    Args:
+        job_config: The run's ``JobConfig``; section ``validation`` is read. ``steps = -1`` takes
+            every full window of the corpus, ``steps > 0`` at most that many batches a rank.
+        dp_world_size: Data-parallel ranks.
+        dp_rank: This one.
+        tokenizer: The run's tokenizer.
+
+    Returns:
+        The set.
+
+    Raises:
+        ConfigError: As :func:`build_corpus`, or the corpus is shorter than one window.
+    """
+    section = job_config.validation
+    check_workers(section.dataloader, "validation")
+    corpus = build_corpus(section.dataset, section.dataset_path, "validation", "validation")
+    limit = None
+    if section.steps > 0:
+        limit = section.steps * section.local_batch_size * dp_world_size
+    kept: list[torch.Tensor] = []
+    counts = torch.zeros(0, dtype=torch.int64)
+    num_sequences = 0
+    for window in _windows(corpus, tokenizer, section.seq_len, limit):
+        counts = _add_counts(counts, window[1:])
+        if num_sequences % dp_world_size == dp_rank:
+            kept.append(window)
+        num_sequences += 1
+    if num_sequences == 0:
+        raise ConfigError(
+            "validation.seq_len",
+            section.seq_len,
+            f"fewer tokens than all of the validation corpus {section.dataset!r} has",
+        )
+    empty = torch.empty(0, section.seq_len + 1, dtype=torch.int32)
+    return ValidationSet(
+        torch.stack(kept) if kept else empty,
+        num_sequences,
+        section.local_batch_size,
+        dp_world_size,
+        entropy(counts),
+    )
+
+
+def entropy(counts: torch.Tensor) -> float:
+    """Return the entropy of a distribution given by counts.
+
+    Args:
+        counts: How often each outcome was seen, ``(V,)``, not all zero.
+
+    Returns:
+        ``-sum p log p`` in nats.
+    """
+    p = counts[counts > 0].double() / counts.sum()
+    return float(-(p * p.log()).sum())
+
+
+def _windows(
+    corpus: Corpus, tokenizer: BaseTokenizer, seq_len: int, limit: int | None
+) -> Iterator[torch.Tensor]:
+    """Yield the first ``limit`` windows, int32 ``(seq_len + 1,)``; an unfilled last is dropped."""
+    size, found = seq_len + 1, 0
+    buffer: list[int] = []
+    for text in corpus:
+        buffer += tokenizer.encode(text, add_bos=True, add_eos=True)
+        full = len(buffer) // size * size
+        for start in range(0, full, size):
+            if found == limit:
+                return
+            yield torch.tensor(buffer[start : start + size], dtype=torch.int32)
+            found += 1
+        del buffer[:full]
+
+
+def _add_counts(counts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    more = torch.bincount(tokens, minlength=len(counts))
+    more[: len(counts)] += counts
+    return more

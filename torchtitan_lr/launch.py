@@ -1,0 +1,231 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Starts a training run: checks it, starts its ranks, stops them well, sums it up.
+
+``python -m torchtitan_lr.launch ARGUMENTS`` reads torchtitan's environment variables (see
+:data:`USAGE`). Refusals come before any rank starts, as one line and exit status 2.
+"""
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.config_types import CONFIG_FILE_KEY, split_arguments
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.processes import RankGroup
+from torchtitan_lr.report import describe_failure, read_summary, summary_lines
+
+DEFAULT_CONFIG_FILE = "./train_configs/debug_cola.toml"
+
+USAGE = """\
+usage: [VARIABLE=value ...] ./run_llama_train.sh [--section.key=value ...]
+
+Trains the model of a TOML file; arguments override it, e.g. --training.steps=100.
+  CONFIG_FILE   the TOML file (default ./train_configs/debug_cola.toml)
+  NGPU          ranks on this machine (default 4): GPUs, or processes where there is no GPU
+  LOG_RANK      ranks whose output is shown, e.g. 0,1 (default 0); all of it goes to the logs
+  COMM_MODE     fake_backend: a dry run of one step in one process, as rank 0 of NGPU
+  NNODES, RDZV_ENDPOINT, RDZV_ID   several machines: their number, host:port of one, a common name
+  PYTHON        the interpreter to use or to make .venv from
+The keys are described in torchtitan_lr/job_config.py and in torchtitan's config/job_config.py.
+SIGTERM or Ctrl-C finishes the step, saves a checkpoint and exits 0; a second one kills at once."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The environment variables of a launch, checked.
+
+    Args:
+        ranks: Ranks on this machine.
+        nodes: Number of machines.
+        log_ranks: Local ranks shown on the console, e.g. ``0,1``.
+        comm_mode: torchtitan's ``comm.mode``, empty for a real run.
+        train_module: The module every rank runs.
+    """
+
+    ranks: int
+    nodes: int
+    log_ranks: str
+    comm_mode: str
+    train_module: str
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole run."""
+        return self.ranks * self.nodes
+
+
+def read_environment() -> Environment:
+    """Reads and checks torchtitan's environment variables.
+
+    Raises:
+        ConfigError: A variable that is not what it should be.
+    """
+    ranks, nodes = _positive_variable("NGPU", "4"), _positive_variable("NNODES", "1")
+    log_ranks = os.environ.get("LOG_RANK") or "0"
+    shown = log_ranks.split(",")
+    if not all(rank.strip().isdecimal() and int(rank) < ranks for rank in shown):
+        raise ConfigError("LOG_RANK", log_ranks, f"ranks from 0 to {ranks - 1} such as 0,1")
+    comm_mode = os.environ.get("COMM_MODE", "")
+    if comm_mode not in ("", "default", "fake_backend"):
+        raise ConfigError("COMM_MODE", comm_mode, "'fake_backend', or leave it out")
+    if nodes > 1 and not os.environ.get("RDZV_ENDPOINT"):
+        raise ConfigError("RDZV_ENDPOINT", "", f"host:port of one of the {nodes} machines")
+    return Environment(
+        ranks=ranks,
+        nodes=nodes,
+        log_ranks=",".join(rank.strip() for rank in shown),
+        comm_mode="" if comm_mode == "default" else comm_mode,
+        train_module=os.environ.get("TRAIN_FILE") or "torchtitan_lr.train",
+    )
+
+
+def _positive_variable(name: str, default: str) -> int:
+    text = os.environ.get(name) or default
+    if not text.isdecimal() or int(text) == 0:
+        raise ConfigError(name, text, "a positive integer such as 4")
+    return int(text)
+
+
+def train_arguments(argv: list[str], environment: Environment) -> list[str]:
+    """Completes the command line: the configuration file, and what a dry run adds.
+
+    Args:
+        argv: The launcher's own arguments.
+        environment: What :func:`read_environment` returned.
+
+    Returns:
+        Arguments for :func:`build_job_config` and for every rank.
+    """
+    arguments = list(argv)
+    if all(override.key != CONFIG_FILE_KEY for override in split_arguments(argv)):
+        config_file = os.environ.get("CONFIG_FILE") or DEFAULT_CONFIG_FILE
+        arguments = [f"--job.config_file={config_file}", *arguments]
+    if environment.comm_mode:
+        # As torchtitan's run_train.sh: one step is all that a dry run shows.
+        arguments += [f"--comm.mode={environment.comm_mode}", "--training.steps=1"]
+    return arguments
+
+
+def find_device(environment: Environment) -> str:
+    """Says where the ranks will compute.
+
+    Raises:
+        ConfigError: There are GPUs, but fewer than ranks.
+    """
+    import torch
+
+    for name in ("cuda", "xpu"):
+        module = getattr(torch, name, None)
+        if module is None or not module.is_available():
+            continue
+        count = module.device_count()
+        if environment.ranks > count and not environment.comm_mode:
+            hide = "CUDA_VISIBLE_DEVICES=" if name == "cuda" else "ZE_AFFINITY_MASK="
+            want = f"at most {count}, the GPUs of this machine (or {hide} to train on the CPU)"
+            raise ConfigError("NGPU", environment.ranks, want)
+        return name
+    return "cpu"
+
+
+def build_command(
+    environment: Environment, arguments: list[str], log_folder: Path
+) -> tuple[list[str], dict[str, str]]:
+    """Builds the command that starts all ranks of this machine, and its environment.
+
+    Args:
+        environment: What :func:`read_environment` returned.
+        arguments: What :func:`train_arguments` returned.
+        log_folder: Where torchrun writes each rank's output.
+    """
+    variables = dict(os.environ)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    # torchrun would set 1; a single rank deserves all cores, and more than all only slows down.
+    if not variables.get("OMP_NUM_THREADS"):
+        variables["OMP_NUM_THREADS"] = str(max(1, (cores or 1) // environment.ranks))
+    variables["PYTHONUNBUFFERED"] = "1"
+    if environment.comm_mode:
+        variables |= {"NGPU": str(environment.ranks), "LOCAL_RANK": "0", "RANK": "0"}
+        return [sys.executable, "-m", environment.train_module, *arguments], variables
+    rendezvous = ["--standalone"]
+    if environment.nodes > 1:
+        rendezvous = [
+            f"--nnodes={environment.nodes}",
+            "--rdzv_backend=c10d",
+            f"--rdzv_endpoint={os.environ['RDZV_ENDPOINT']}",
+            f"--rdzv_id={os.environ.get('RDZV_ID') or 'torchtitan_lr'}",
+        ]
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", *rendezvous),
+        f"--nproc_per_node={environment.ranks}",
+        f"--local-ranks-filter={environment.log_ranks}",
+        *("--role", "rank", "--tee", "3", "--log-dir", str(log_folder)),
+        *("-m", environment.train_module, *arguments),
+    ]
+    return command, variables
+
+
+def run(environment: Environment, arguments: list[str], config: Any) -> int:
+    """Runs all ranks to their end and reports.
+
+    Args:
+        environment: What :func:`read_environment` returned.
+        arguments: What :func:`train_arguments` returned.
+        config: What :func:`build_job_config` returned for them.
+
+    Returns:
+        The exit status: 0 for a run that ended, or that a signal stopped and that saved.
+    """
+    dump_folder = Path(config.job.dump_folder)
+    log_folder = dump_folder / "logs" / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+    log_folder.mkdir(parents=True)
+    command, variables = build_command(environment, arguments, log_folder)
+    begin = time.time()
+    # A dry run is one process below no torchrun: its output is the console's.
+    expected = 0 if environment.comm_mode else environment.ranks
+    group = RankGroup(command, variables, log_folder / "launcher.log", expected)
+    status = group.wait()
+    if group.killed:
+        what = "killed" if group.was_ready else "stopped before training began"
+        print(f"error: {what} by {group.signal_name}; logs: {log_folder}", file=sys.stderr)
+        return 128 + group.signal_number
+    if status != 0:
+        if expected:
+            print(f"error: {describe_failure(log_folder, status)}", file=sys.stderr)
+        return status if 0 < status < 126 else 1
+    summary = read_summary(dump_folder, newer_than=begin)
+    if summary is not None:
+        print("\n".join(summary_lines(summary, dump_folder, log_folder)))
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point.
+
+    Args:
+        argv: Arguments without the program's name; those of the process by default.
+
+    Returns:
+        The exit status: 0 well, 2 refused, else failed.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if any(argument in ("-h", "--help") for argument in argv):
+        print(USAGE)
+        return 0
+    try:
+        environment = read_environment()
+        arguments = train_arguments(argv, environment)
+        config = build_job_config(arguments)
+        check_job_config(config, environment.world_size, find_device(environment))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return run(environment, arguments, config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The training and validation loss: cross entropy summed over tokens."""
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torchtitan.components.loss import IGNORE_INDEX, LossFunction
+from torchtitan.config import JobConfig
+from torchtitan.tools.logging import logger
+
+
+def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum of ``-log p(label)`` over the valid tokens of a batch, in nats.
+
+    Half-precision logits are raised to fp32; fp64 logits stay fp64, which upstream's loss
+    would round.
+
+    Args:
+        logits: `(b, s, V)`.
+        labels: `(b, s)`; positions equal to `IGNORE_INDEX` do not count.
+
+    Returns:
+        A scalar. The caller divides by the number of valid tokens of the global batch, so that
+        gradients add up over ranks and micro-batches without any averaging.
+    """
+    compute = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(
+        logits.flatten(0, 1).to(compute),
+        labels.flatten(0, 1),
+        reduction="sum",
+        ignore_index=IGNORE_INDEX,
+    )
+
+
+def build_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:  # noqa: ANN401
+    """Build the loss, compiled where ``compile.components`` names it.
+
+    Args:
+        job_config: The run's configuration.
+        **kwargs: What torchtitan also passes (``parallel_dims``); unused.
+    """
+    if job_config.compile.enable and "loss" in job_config.compile.components:
+        logger.info("Compiling the loss function with torch.compile")
+        return torch.compile(cross_entropy_sum, backend=job_config.compile.backend)
+    return cross_entropy_sum

@@ -1,0 +1,220 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What defines a model: one dataclass, checked as a whole, filled from the job's configuration."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torchtitan.models.llama3.model.args import RoPEScalingArgs
+from torchtitan.protocols.model import BaseModelArgs
+
+from torchtitan_lr.analysis.flops import flops_per_token
+from torchtitan_lr.analysis.parameters import count_parameters
+from torchtitan_lr.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Family = Literal["full", "svd", "cola", "lax"]
+Activation = Literal["both", "lowrank", "reduced", "fullrank", "none"]
+LaxGate = Literal["identity", "scalar"]
+
+FAMILIES: tuple[Family, ...] = ("full", "svd", "cola", "lax")
+ACTIVATIONS: tuple[Activation, ...] = ("both", "lowrank", "reduced", "fullrank", "none")
+LAX_GATES: tuple[LaxGate, ...] = ("identity", "scalar")
+
+
+@dataclass
+class LlamaArgs(BaseModelArgs):
+    """Shape and kind of a LLaMA, full-rank or factorised (DESIGN: one code path, four families).
+
+    Raises:
+        ConfigError: On creation and on ``update_from_config``, when the values do not fit together.
+    """
+
+    family: Family = "cola"
+    """What a linear becomes: W (full), BA (svd), B σ(A ·) (cola), the same with the previous
+    block's latent added in front of σ (lax)."""
+
+    dim: int = 256
+    """Width d of the residual stream."""
+
+    n_layers: int = 4
+    """Number L of decoder blocks."""
+
+    n_heads: int = 8
+    """Number of query heads; the head width is dim / n_heads."""
+
+    n_kv_heads: int | None = None
+    """Number of key/value heads (grouped-query attention); None means n_heads."""
+
+    ffn_dim: int = 688
+    """Hidden width f of the SwiGLU."""
+
+    vocab_size: int = 32000
+    """Rows of the embedding and of the head, which are never tied."""
+
+    norm_eps: float = 1e-6
+    """Added to the mean square in every RMSNorm."""
+
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+
+    rope_scaling: RoPEScalingArgs | None = None
+    """Frequency scaling of Llama 3.1; None leaves the frequencies alone."""
+
+    max_seq_len: int = 2048
+    """Positions in the rotary table; the job's training.seq_len replaces it."""
+
+    rank_attention: int = 64
+    """Rank r of wq, wk, wv, wo; 0 for the full-rank family."""
+
+    rank_ffn: int = 64
+    """Rank r of w1, w2, w3; 0 for the full-rank family."""
+
+    activation: Activation = "both"
+    """Where the nonlinearities sit (CoLA, Table 10): ``both``, only in the bottlenecks
+    (``lowrank``), only in the gate's bottleneck (``reduced``), only SwiGLU's own (``fullrank``),
+    or nowhere (``none``). Without meaning at full rank."""
+
+    lax_gate: LaxGate = "identity"
+    """Factor on the carried latent: 1, or a learned scalar per projection (shape (1,))."""
+
+    init_seed: int = 0
+    """Seed of the initial weights."""
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    @property
+    def low_rank(self) -> bool:
+        """Whether the linears are factorised."""
+        return self.family != "full"
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.dim // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads, with None resolved."""
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    @property
+    def kv_dim(self) -> int:
+        """Output width of wk and wv."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def outer_silu(self) -> bool:
+        """Whether SwiGLU keeps its own SiLU on the gate."""
+        return not self.low_rank or self.activation in ("both", "fullrank")
+
+    def latent_silu(self, projection: str) -> bool:
+        """Whether σ acts in the bottleneck of ``projection`` (one of q k v o gate up down)."""
+        if self.activation == "reduced":
+            return projection == "gate"
+        return self.activation in ("both", "lowrank")
+
+    def check(self) -> None:
+        """Check every value alone and against the others.
+
+        Raises:
+            ConfigError: With the first value that cannot work.
+        """
+        self._check_choices()
+        self._check_sizes()
+        if self.low_rank:
+            self._check_rank("rank_attention", self.rank_attention, min(self.dim, self.kv_dim))
+            self._check_rank("rank_ffn", self.rank_ffn, min(self.dim, self.ffn_dim))
+
+    def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
+        """Take over what the job says about the model; called once by the trainer.
+
+        Args:
+            job_config: Anything with the sections ``low_rank``, ``training`` and ``debug``.
+            **kwargs: Part of torchtitan's interface; unused.
+
+        Raises:
+            ConfigError: When an override does not fit the family or the shape.
+        """
+        section = job_config.low_rank
+        self._refuse_unused_overrides(section)
+        if self.low_rank:
+            for group in ("attention", "ffn"):
+                self._override_rank(section, group)
+        if section.activation != "flavor":
+            self.activation = section.activation
+        if self.family == "lax":
+            self.lax_gate = section.lax_gate
+        self.max_seq_len = job_config.training.seq_len
+        seed = job_config.debug.seed
+        self.init_seed = 0 if seed is None else seed
+        self.check()
+
+    def get_nparams_and_flops(self, model: "nn.Module", seq_len: int) -> tuple[int, int]:
+        """Size and cost of the model, from the closed forms of ``torchtitan_lr.analysis``.
+
+        Args:
+            model: Part of torchtitan's interface; unused, the shape says it all.
+            seq_len: Tokens in a sequence, on which attention's share depends.
+
+        Returns:
+            The number of parameters, and the FLOPs of forward and backward per token.
+        """
+        return count_parameters(self).total, flops_per_token(self, seq_len)
+
+    def _check_choices(self) -> None:
+        for key, value, choices in (
+            ("model.name", self.family, FAMILIES),
+            ("low_rank.activation", self.activation, ACTIVATIONS),
+            ("low_rank.lax_gate", self.lax_gate, LAX_GATES),
+        ):
+            if value not in choices:
+                raise ConfigError(key, value, "one of " + ", ".join(choices))
+        if self.family == "svd" and self.activation not in ("fullrank", "none"):
+            want = "'fullrank' or 'none' for llama_svd (with σ in the bottleneck it is llama_cola)"
+            raise ConfigError("low_rank.activation", self.activation, want)
+
+    def _check_sizes(self) -> None:
+        for name in ("dim", "n_layers", "n_heads", "kv_heads", "ffn_dim", "vocab_size"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"model.{name}", getattr(self, name), "a positive integer")
+        if self.max_seq_len <= 0:
+            raise ConfigError("training.seq_len", self.max_seq_len, "a positive integer")
+        if self.dim % self.n_heads or self.head_dim % 2:
+            want = f"a divisor of the model's width {self.dim} that leaves an even head width"
+            raise ConfigError("model.n_heads", self.n_heads, want)
+        if self.n_heads % self.kv_heads:
+            want = f"a divisor of the {self.n_heads} query heads"
+            raise ConfigError("model.n_kv_heads", self.n_kv_heads, want)
+
+    @staticmethod
+    def _check_rank(name: str, rank: int, smallest_side: int, key: str = "") -> None:
+        if not 0 < rank <= smallest_side:
+            want = f"a rank from 1 to {smallest_side}, the smallest side of these projections"
+            raise ConfigError(key or f"low_rank.{name}", rank, want)
+
+    def _override_rank(self, section: Any, group: str) -> None:
+        name = f"rank_{group}"
+        # The group's own key wins over the common one; blame the key that the user wrote.
+        key, rank = f"low_rank.{name}", getattr(section, name)
+        if rank == 0:
+            key, rank = "low_rank.rank", section.rank
+        if rank == 0:
+            return
+        side = min(self.dim, self.kv_dim if group == "attention" else self.ffn_dim)
+        self._check_rank(name, rank, side, key)
+        setattr(self, name, rank)
+
+    def _refuse_unused_overrides(self, section: Any) -> None:
+        """A setting that would be silently without effect is a mistake of the user's."""
+        for name in ("rank", "rank_attention", "rank_ffn"):
+            if self.family == "full" and getattr(section, name) != 0:
+                want = "0 for llama_full, which has no low-rank factors"
+                raise ConfigError(f"low_rank.{name}", getattr(section, name), want)
+        if self.family == "full" and section.activation not in ("flavor", "fullrank"):
+            want = "'flavor' for llama_full, which has no bottlenecks"
+            raise ConfigError("low_rank.activation", section.activation, want)
+        if self.family != "lax" and section.lax_gate != "identity":
+            raise ConfigError("low_rank.lax_gate", section.lax_gate, "'identity' unless llama_lax")

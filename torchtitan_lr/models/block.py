@@ -1,0 +1,208 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The LLaMA block, written as bottleneck chunks.
+
+No code here knows of ranks or meshes. Head counts and hidden widths are read off the tensors, so
+the same lines run on a shard of the heads or of the feed-forward.
+"""
+
+from typing import TypeAlias
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.layers import (
+    DenseEdge,
+    DownEdge,
+    MixEdge,
+    UpEdge,
+    activate,
+    build_linear,
+)
+from torchtitan_lr.models.rope import apply_rope
+
+Latents: TypeAlias = tuple[Tensor, ...]
+"""What LaX carries from block to block: the seven pre-activation latents A x of shape (b, s, r),
+in the order q, k, v, o, gate, up, down."""
+
+N_ATTENTION_LATENTS = 4
+"""How many of them attention owns."""
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and grouped queries.
+
+    The linears are full-rank (edges ``qkv`` and ``o``) or factorised (``down_qkv``, ``up_qkv``,
+    ``down_o``, ``up_o``, and ``mix`` for LaX).
+
+    Args:
+        args: The model's arguments.
+        first_block: Whether the block receives no latents.
+    """
+
+    def __init__(self, args: LlamaArgs, first_block: bool) -> None:
+        super().__init__()
+        d, d_kv, r = args.dim, args.kv_dim, args.rank_attention
+        self.head_dim = args.head_dim
+        self.low_rank = args.low_rank
+        self.wq = build_linear(args, d, d, r, first_block)
+        self.wk = build_linear(args, d, d_kv, r, first_block)
+        self.wv = build_linear(args, d, d_kv, r, first_block)
+        self.wo = build_linear(args, d, d, r, first_block)
+        if not args.low_rank:
+            self.qkv, self.o = DenseEdge(), DenseEdge()
+            return
+        self.down_qkv, self.up_qkv = DownEdge(), UpEdge()
+        self.down_o, self.up_o = DownEdge(), UpEdge()
+        self.mix = MixEdge() if args.family == "lax" else None
+        self.silu_qkv = [args.latent_silu(name) for name in ("q", "k", "v")]
+        self.silu_o = [args.latent_silu("o")]
+
+    def forward(
+        self, x: Tensor, norm: nn.Module, freqs_cis: Tensor, carried: Latents | None
+    ) -> tuple[Tensor, Latents]:
+        """Attend.
+
+        Args:
+            x: Residual stream (b, s, d).
+            norm: The block's attention norm.
+            freqs_cis: Rotary table (s', head_dim / 2).
+            carried: The previous block's q, k, v, o latents (b, s, r), or None.
+
+        Returns:
+            The update of the residual stream (b, s, d), and this block's q, k, v, o latents
+            (none at full rank).
+        """
+        qkv, o = [self.wq, self.wk, self.wv], [self.wo]
+        if not self.low_rank:
+            q, k, v = self.qkv(x, qkv, norm)
+            return self.o(self.attend(q, k, v, freqs_cis), o)[0], ()
+        latents = self.down_qkv(x, qkv, norm)
+        mixed = latents if self.mix is None else self.mix(latents, carried and carried[:3], qkv)
+        q, k, v = self.up_qkv(activate(mixed, self.silu_qkv), qkv)
+        latents_o = self.down_o(self.attend(q, k, v, freqs_cis), o)
+        mixed = latents_o if self.mix is None else self.mix(latents_o, carried and carried[3:], o)
+        (out,) = self.up_o(activate(mixed, self.silu_o), o)
+        return out, (*latents, *latents_o)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, freqs_cis: Tensor) -> Tensor:
+        """Rotate queries and keys, and mix the values of earlier tokens.
+
+        Args:
+            q: Queries (b, s, h · head_dim), for any number h of heads.
+            k: Keys (b, s, h_kv · head_dim).
+            v: Values (b, s, h_kv · head_dim).
+            freqs_cis: Rotary table.
+
+        Returns:
+            Tensor (b, s, h · head_dim).
+        """
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (b, s, h, head_dim)
+        q, k = apply_rope(q, freqs_cis), apply_rope(k, freqs_cis)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (b, h, s, head_dim)
+        grouped = q.shape[1] != k.shape[1]
+        # Called directly, so that a caller's ``sdpa_kernel`` context chooses the kernel.
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return out.transpose(1, 2).flatten(2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU feed-forward: down(gate * up), with SiLU on the gate where the family keeps it.
+
+    The linears are full-rank (edges ``gate_up`` and ``down``) or factorised (``down_gate_up``,
+    ``up_gate_up``, ``down_down``, ``up_down``, and ``mix`` for LaX).
+
+    Args:
+        args: The model's arguments.
+        first_block: Whether the block receives no latents.
+    """
+
+    def __init__(self, args: LlamaArgs, first_block: bool) -> None:
+        super().__init__()
+        d, f, r = args.dim, args.ffn_dim, args.rank_ffn
+        self.low_rank = args.low_rank
+        self.outer_silu = args.outer_silu
+        self.w1 = build_linear(args, d, f, r, first_block)  # gate
+        self.w2 = build_linear(args, f, d, r, first_block)  # down
+        self.w3 = build_linear(args, d, f, r, first_block)  # up
+        if not args.low_rank:
+            self.gate_up, self.down = DenseEdge(), DenseEdge()
+            return
+        self.down_gate_up, self.up_gate_up = DownEdge(), UpEdge()
+        self.down_down, self.up_down = DownEdge(), UpEdge()
+        self.mix = MixEdge() if args.family == "lax" else None
+        self.silu_gate_up = [args.latent_silu(name) for name in ("gate", "up")]
+        self.silu_down = [args.latent_silu("down")]
+
+    def forward(
+        self, x: Tensor, norm: nn.Module, carried: Latents | None
+    ) -> tuple[Tensor, Latents]:
+        """Transform every token.
+
+        Args:
+            x: Residual stream (b, s, d).
+            norm: The block's feed-forward norm.
+            carried: The previous block's gate, up, down latents (b, s, r), or None.
+
+        Returns:
+            The update of the residual stream (b, s, d), and this block's gate, up, down latents
+            (none at full rank).
+        """
+        gate_up, down = [self.w1, self.w3], [self.w2]
+        if not self.low_rank:
+            return self.down(self.glu(*self.gate_up(x, gate_up, norm)), down)[0], ()
+        latents = self.down_gate_up(x, gate_up, norm)
+        mixed = latents if self.mix is None else self.mix(latents, carried and carried[:2], gate_up)
+        hidden = self.glu(*self.up_gate_up(activate(mixed, self.silu_gate_up), gate_up))
+        latents_down = self.down_down(hidden, down)
+        mixed = (
+            latents_down
+            if self.mix is None
+            else self.mix(latents_down, carried and carried[2:], down)
+        )
+        (out,) = self.up_down(activate(mixed, self.silu_down), down)
+        return out, (*latents, *latents_down)
+
+    def glu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Gate the hidden units, both inputs (b, s, f) for any f."""
+        return (F.silu(gate) if self.outer_silu else gate) * up
+
+
+class TransformerBlock(nn.Module):
+    """One decoder block.
+
+    Args:
+        layer_id: Its place in the model, from 0.
+        args: The model's arguments.
+    """
+
+    def __init__(self, layer_id: int, args: LlamaArgs) -> None:
+        super().__init__()
+        self.carries_latents = args.family == "lax"
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention = Attention(args, first_block=layer_id == 0)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.feed_forward = FeedForward(args, first_block=layer_id == 0)
+
+    def forward(
+        self, x: Tensor, freqs_cis: Tensor, carried: Latents | None = None
+    ) -> tuple[Tensor, Latents | None]:
+        """Run the block.
+
+        Args:
+            x: Residual stream (b, s, d).
+            freqs_cis: Rotary table (s', head_dim / 2).
+            carried: The previous block's seven latents, or None in the first block and in
+                families without them.
+
+        Returns:
+            The residual stream (b, s, d), and this block's latents for LaX, else None.
+        """
+        n = N_ATTENTION_LATENTS
+        update, latents_attention = self.attention(
+            x, self.attention_norm, freqs_cis, carried and carried[:n]
+        )
+        x = x + update
+        update, latents_ffn = self.feed_forward(x, self.ffn_norm, carried and carried[n:])
+        x = x + update
+        return x, ((*latents_attention, *latents_ffn) if self.carries_latents else None)

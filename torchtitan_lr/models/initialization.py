@@ -1,0 +1,152 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Initial weights that depend on the seed and on the parameter's name, and on nothing else.
+
+The usual way, one random stream consumed parameter by parameter, makes the weights depend on the
+order of construction and on how the model is sharded (a sharded draw on a CPU mesh even gives
+every shard the same values). Here each parameter has a stream of its own, the full tensor is
+drawn on every rank, and a sharded parameter keeps its slice: any layout starts from the same
+weights, without communication.
+"""
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from torchtitan_lr.models.layers import LowRankLinear
+
+DENSE_STD = 0.02
+"""Embedding, head and full-rank linears: N(0, 0.02²), LLaMA's ``initializer_range``. CoLA takes
+its full-rank baselines over from GaLore unchanged (section 4.1), and those use this value."""
+
+# Wrappers that appear in a parameter's path without being part of its name.
+_WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
+
+
+def factor_std(d_in: int, d_out: int, rank: int) -> float:
+    """Standard deviation of both factors of a low-rank linear.
+
+    It is r^(-1/4) · (d_in + d_out)^(-1/4): an entry of BA is a sum of r products, so its standard
+    deviation is √r · std² = (d_in + d_out)^(-1/2), whatever the rank.
+    """
+    return float(rank**-0.25 * (d_in + d_out) ** -0.25)
+
+
+def init_parameters(model: nn.Module, seed: int) -> None:
+    """Draw every parameter of a model or of a part of one.
+
+    Args:
+        model: The model; its parameters may be DTensors in any layout.
+        seed: Seed of all draws.
+
+    Raises:
+        RuntimeError: If a parameter belongs to no known kind of module.
+    """
+    std = _standard_deviations(model)
+    for fqn, parameter in model.named_parameters():
+        if fqn not in std:
+            raise RuntimeError(f"no initialization is defined for parameter {fqn}")
+        draw_parameter(parameter, _WRAPPERS.sub("", fqn), std[fqn], seed)
+
+
+@torch.no_grad()
+def draw_parameter(parameter: Tensor, fqn: str, std: float | None, seed: int) -> None:
+    """Fill one parameter in place with its slice of a full draw.
+
+    Args:
+        parameter: Plain tensor or DTensor, in any dtype; drawn in fp32 on its device.
+        fqn: Its full name, which selects the random stream.
+        std: Standard deviation of the normal distribution around 0, or None for ones.
+        seed: Seed, together with the name.
+    """
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if std is None:
+        local.fill_(1.0)
+        return
+    digest = hashlib.sha256(f"{seed}:{fqn}".encode()).digest()
+    generator = torch.Generator(local.device).manual_seed(int.from_bytes(digest[:7], "big"))
+    full = torch.empty(parameter.shape, dtype=torch.float32, device=local.device)
+    full.normal_(0.0, std, generator=generator)
+    if isinstance(parameter, DTensor):
+        coordinate = parameter.device_mesh.get_coordinate()
+        if coordinate is None:  # this rank holds nothing of the parameter
+            return
+        mesh_shape = tuple(parameter.device_mesh.shape)
+        full = local_slice(full, mesh_shape, coordinate, parameter.placements)
+    local.copy_(full)
+
+
+def local_slice(
+    full: Tensor,
+    mesh_shape: tuple[int, ...],
+    coordinate: Sequence[int],
+    placements: tuple[Placement, ...],
+) -> Tensor:
+    """Cut the part of a tensor that one rank holds.
+
+    Args:
+        full: The whole tensor.
+        mesh_shape: Size of every mesh dimension.
+        coordinate: The rank's place along every mesh dimension.
+        placements: One placement per mesh dimension: Replicate, Shard or _StridedShard.
+
+    Returns:
+        A view of ``full``; uneven splits follow torch.chunk, later ranks get less or nothing.
+
+    Raises:
+        RuntimeError: For a placement without a slice (Partial, a stride of another order).
+    """
+    plain = [i for i, p in enumerate(placements) if isinstance(p, Shard) and not _is_strided(p)]
+    # FSDP2 over tensor parallelism splits what the mesh dimensions to its right have split
+    # already, and writes that as _StridedShard: such splits come last, right to left.
+    strided = [i for i, p in enumerate(placements) if _is_strided(p)]
+    for mesh_dim in (*plain, *reversed(strided)):
+        placement = placements[mesh_dim]
+        if mesh_dim in strided:
+            _check_stride(mesh_dim, mesh_shape, placements)
+        dim: int = placement.dim  # type: ignore[attr-defined]
+        chunk = -(-full.shape[dim] // mesh_shape[mesh_dim])
+        start = min(chunk * coordinate[mesh_dim], full.shape[dim])
+        full = full.narrow(dim, start, min(chunk, full.shape[dim] - start))
+    if any(p.is_partial() for p in placements):
+        raise RuntimeError(f"a parameter cannot be initialized as {placements}")
+    return full
+
+
+def _is_strided(placement: Placement) -> bool:
+    return isinstance(placement, _StridedShard)
+
+
+def _check_stride(
+    mesh_dim: int, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
+) -> None:
+    """Refuse a stride that does not come from the mesh dimensions to the right."""
+    placement = placements[mesh_dim]
+    splits = 1
+    for size, other in list(zip(mesh_shape, placements, strict=True))[mesh_dim + 1 :]:
+        if not other.is_replicate() and other.dim == placement.dim:  # type: ignore[attr-defined]
+            splits *= size
+    if splits != placement.split_factor:  # type: ignore[attr-defined]
+        raise RuntimeError(f"a parameter cannot be initialized as {placements} on {mesh_shape}")
+
+
+def _standard_deviations(model: nn.Module) -> dict[str, float | None]:
+    """Standard deviation by parameter name, None for ones."""
+    std: dict[str, float | None] = {}
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        if isinstance(module, LowRankLinear):
+            rank, d_in = module.A.weight.shape
+            factor = factor_std(d_in, module.B.weight.shape[0], rank)
+            std[f"{prefix}A.weight"] = std[f"{prefix}B.weight"] = factor
+            std[f"{prefix}gate"] = None
+        elif isinstance(module, nn.RMSNorm):
+            std[f"{prefix}weight"] = None
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            # The factors of a LowRankLinear come after their parent and keep its value.
+            std.setdefault(f"{prefix}weight", DENSE_STD)
+    return std

@@ -1,0 +1,190 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Low-rank linears and the edges of the bottleneck chunks.
+
+A factorised block is a chain of chunks: an up-projection B, whatever is d- or f-wide, the next
+down-projection A. What crosses from chunk to chunk is r-wide, so this is where a plan cuts. The
+borders are the *edges* below: modules without parameters that receive the linears they apply and
+act on a whole group (q, k, v at once; gate and up at once). A parallel plan replaces an edge by
+name; the block's code stays as it is.
+"""
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_lr.models.args import LlamaArgs
+
+
+class LowRankLinear(nn.Module):
+    """The factors of one linear map, W ≈ B A; applied by the edges, not by calling it.
+
+    Args:
+        d_in: Input width; A.weight is (r, d_in).
+        d_out: Output width; B.weight is (d_out, r).
+        rank: Rank r.
+        gated: Whether to hold a learned factor on the latent carried from the previous block.
+    """
+
+    def __init__(self, d_in: int, d_out: int, rank: int, gated: bool = False) -> None:
+        super().__init__()
+        self.A = nn.Linear(d_in, rank, bias=False)
+        self.B = nn.Linear(rank, d_out, bias=False)
+        # Of shape (1,): FSDP2 shards along dimension 0 and refuses scalars.
+        self.gate = nn.Parameter(self.A.weight.new_ones(1)) if gated else None
+
+
+def build_linear(
+    args: LlamaArgs, d_in: int, d_out: int, rank: int, first_block: bool
+) -> nn.Linear | LowRankLinear:
+    """Build one projection of a block in the family's form.
+
+    Args:
+        args: The model's arguments.
+        d_in: Input width.
+        d_out: Output width.
+        rank: Rank of the projection's group.
+        first_block: Whether it belongs to the first block, which receives no latents and so has
+            nothing to gate.
+
+    Returns:
+        A dense linear without bias, or a pair of factors.
+    """
+    if not args.low_rank:
+        return nn.Linear(d_in, d_out, bias=False)
+    gated = args.family == "lax" and args.lax_gate == "scalar" and not first_block
+    return LowRankLinear(d_in, d_out, rank, gated)
+
+
+class DenseEdge(nn.Module):
+    """Full-rank group: the norm, if any, then W of every linear."""
+
+    def forward(
+        self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
+    ) -> list[Tensor]:
+        """Apply a group of dense linears to one input.
+
+        Args:
+            x: Input (b, s, d_in).
+            linears: The group; all take the same input.
+            norm: Applied to x first.
+
+        Returns:
+            One output (b, s, d_out) per linear.
+        """
+        x = x if norm is None else norm(x)
+        return [linear(x) for linear in linears]
+
+
+class DownEdge(nn.Module):
+    """End of a chunk: the norm, if any, then A of every linear of the group."""
+
+    def forward(
+        self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.Module | None = None
+    ) -> list[Tensor]:
+        """Compress one input into the latents of a group.
+
+        Args:
+            x: Input (b, s, d_in).
+            linears: The group; all take the same input.
+            norm: Applied to x first.
+
+        Returns:
+            One pre-activation latent A x (b, s, r) per linear.
+        """
+        x = x if norm is None else norm(x)
+        return [linear.A(x) for linear in linears]
+
+
+class UpEdge(nn.Module):
+    """Start of a chunk: B of every linear of the group, each on its own latent."""
+
+    def forward(self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]) -> list[Tensor]:
+        """Expand the latents of a group.
+
+        Args:
+            latents: One (b, s, r) per linear, after mixing and activation.
+            linears: The group.
+
+        Returns:
+            One output (b, s, d_out) per linear.
+        """
+        return [linear.B(latent) for linear, latent in zip(linears, latents, strict=True)]
+
+
+class MixEdge(nn.Module):
+    """LaX: add the previous block's latents, projection by projection."""
+
+    def forward(
+        self,
+        latents: Sequence[Tensor],
+        carried: Sequence[Tensor] | None,
+        linears: Sequence[LowRankLinear],
+    ) -> list[Tensor]:
+        """Compute A_i x_i + g · A_(i-1) x_(i-1).
+
+        Args:
+            latents: This block's A_i x_i, one (b, s, r) per linear.
+            carried: The previous block's, in the same order; None in the first block.
+            linears: The group, which holds the gates g where they are learned (else g = 1).
+
+        Returns:
+            The mixed latents (b, s, r).
+        """
+        if carried is None:
+            return list(latents)
+        return [
+            latent + (previous if linear.gate is None else linear.gate * previous)
+            for latent, previous, linear in zip(latents, carried, linears, strict=True)
+        ]
+
+
+def activate(latents: Sequence[Tensor], use_silu: Sequence[bool]) -> list[Tensor]:
+    """Apply σ = SiLU to the latents (b, s, r) whose bottleneck has one (CoLA, Eq. 3)."""
+    return [F.silu(h) if silu else h for h, silu in zip(latents, use_silu, strict=True)]
+
+
+class EmbedEdge(nn.Module):
+    """The embedding look-up."""
+
+    def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
+        """Look tokens (b, s) up in embedding.weight (V, d); gives (b, s, d)."""
+        return F.embedding(tokens, embedding.weight)
+
+
+class HeadEdge(nn.Module):
+    """The final norm and the output projection."""
+
+    def forward(self, x: Tensor, norm: nn.Module | None, output: nn.Linear) -> Tensor:
+        """Map the residual stream (b, s, d) to logits (b, s, V) with output.weight (V, d)."""
+        return F.linear(x if norm is None else norm(x), output.weight)
+
+
+class TokenEmbedding(nn.Embedding):
+    """Token embedding whose look-up is an edge.
+
+    The edge is a child of the embedding, not of the model, so that it goes where the embedding
+    goes when a pipeline splits the model, and so that FSDP's hooks fire in front of it.
+    """
+
+    def __init__(self, vocab_size: int, dim: int) -> None:
+        super().__init__(vocab_size, dim)
+        self.embed = EmbedEdge()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Embed tokens (b, s) as (b, s, d)."""
+        out: Tensor = self.embed(input, self)
+        return out
+
+
+class OutputProjection(nn.Linear):
+    """Output projection that applies the final norm too, through one edge (see above)."""
+
+    def __init__(self, dim: int, vocab_size: int) -> None:
+        super().__init__(dim, vocab_size, bias=False)
+        self.head = HeadEdge()
+
+    def forward(self, input: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """Turn the residual stream (b, s, d) into logits (b, s, V)."""
+        out: Tensor = self.head(input, norm, self)
+        return out

@@ -1,0 +1,94 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The LLaMA model of every family, made of blocks; no code here knows of ranks or meshes."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torchtitan.protocols.model import ModelProtocol
+
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.block import Latents, TransformerBlock
+from torchtitan_lr.models.initialization import init_parameters
+from torchtitan_lr.models.layers import OutputProjection, TokenEmbedding
+from torchtitan_lr.models.rope import build_freqs_cis
+
+
+class LlamaModel(ModelProtocol):
+    """LLaMA of any family, or the part of one that a pipeline stage holds.
+
+    A stage has ``tok_embeddings``, ``norm`` or ``output`` set to None and layers removed, as
+    torchtitan's ``pipeline_llm`` leaves it.
+
+    Args:
+        model_args: The model's arguments.
+    """
+
+    freqs_cis: Tensor
+
+    def __init__(self, model_args: LlamaArgs) -> None:
+        super().__init__(model_args)
+        model_args.check()
+        self.model_args = model_args
+        self.tok_embeddings: nn.Module | None = TokenEmbedding(
+            model_args.vocab_size, model_args.dim
+        )
+        self.layers = nn.ModuleDict(
+            {str(i): TransformerBlock(i, model_args) for i in range(model_args.n_layers)}
+        )
+        self.norm: nn.Module | None = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
+        self.output: nn.Module | None = OutputProjection(model_args.dim, model_args.vocab_size)
+        self.register_buffer("freqs_cis", self._build_freqs_cis(), persistent=False)
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        """Draw the initial weights and fill the rotary table.
+
+        Args:
+            buffer_device: Where the table goes; by default where it is now.
+        """
+        with torch.device(buffer_device or self.freqs_cis.device):
+            self.freqs_cis = self._build_freqs_cis()
+        init_parameters(self, self.model_args.init_seed)
+
+    def forward(self, tokens: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Predict the next token at every position.
+
+        Args:
+            tokens: Token ids (b, s); in a later pipeline stage, the residual stream (b, s, d).
+            *carried: LaX in a later pipeline stage: the seven latents sent by the stage before.
+
+        Returns:
+            Logits (b, s, V); in an earlier pipeline stage, the residual stream (b, s, d), for LaX
+            followed by the last block's latents.
+        """
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        latents: Latents | None = carried or None
+        for block in self.layers.values():
+            x, latents = block(x, self.freqs_cis, latents)
+        if self.output is not None:
+            logits: Tensor = self.output(x, self.norm)
+            return logits
+        x = x if self.norm is None else self.norm(x)
+        return x if latents is None else (x, *latents)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LlamaModel":
+        # A cast would round the rotary table (or drop its imaginary part), and materializing a
+        # meta model would leave it unfilled: so it is not converted but built anew.
+        device = fn(torch.empty(0, device=self.freqs_cis.device)).device
+        self._buffers["freqs_cis"] = None
+        super()._apply(fn, recurse)
+        with torch.device(device):
+            self.freqs_cis = self._build_freqs_cis()
+        return self
+
+    def _build_freqs_cis(self) -> Tensor:
+        args = self.model_args
+        parameter = next(self.parameters(), None)
+        dtype = torch.float32 if parameter is None else parameter.dtype
+        return build_freqs_cis(
+            args.head_dim,
+            args.max_seq_len,
+            args.rope_theta,
+            args.rope_scaling,
+            torch.promote_types(dtype, torch.float32),
+        )

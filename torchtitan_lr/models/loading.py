@@ -1,0 +1,139 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""From a training checkpoint to a model in one process, without a process group."""
+
+import json
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models.args import FAMILIES, LlamaArgs
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.llama import LlamaModel
+
+RUN_CONFIG = "job_config.json"
+"""What a run writes into its dump folder, two levels above each step's folder."""
+
+# What a checkpoint holds beside the model's parameters.
+_TRAINING_STATE = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+
+
+def read_run_config(step_dir: Path, config_file: Path | None = None) -> Any:
+    """Read the configuration that a checkpoint was trained with.
+
+    Args:
+        step_dir: The checkpoint, ``<dump folder>/<checkpoint folder>/step-<n>``.
+        config_file: A TOML to read instead of the run's own record.
+
+    Returns:
+        The job's sections as attributes: ``config.model.flavor``.
+
+    Raises:
+        ConfigError: If there is no readable configuration.
+    """
+    if config_file is not None:
+        # Late: only this way in needs torchtitan's configuration machinery.
+        from torchtitan_lr.config_checks import build_job_config
+
+        return build_job_config([f"--job.config_file={config_file}"])
+    path = step_dir.resolve().parent.parent / RUN_CONFIG
+    try:
+        return json.loads(path.read_text(), object_hook=lambda items: SimpleNamespace(**items))
+    except FileNotFoundError:
+        want = f"a step's folder two levels below the run's {RUN_CONFIG}, or --config with its TOML"
+        raise ConfigError("CHECKPOINT", str(step_dir), want) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), str(error), "the JSON that the run wrote") from error
+
+
+def build_model_args(config: Any) -> LlamaArgs:
+    """Find the model's shape as the trainer did: the flavor, then the job's overrides.
+
+    Args:
+        config: The job's sections as attributes.
+
+    Returns:
+        The model's arguments.
+
+    Raises:
+        ConfigError: For an unknown model or flavor, a missing section, or an impossible override.
+    """
+    try:
+        name, flavor = config.model.name, config.model.flavor
+        family = str(name).removeprefix("llama_")
+        if family not in FAMILIES or not str(name).startswith("llama_"):
+            choices = ", ".join(f"llama_{family}" for family in FAMILIES)
+            raise ConfigError("model.name", name, f"one of {choices}")
+        if flavor not in FLAVORS[family]:
+            raise ConfigError("model.flavor", flavor, "one of " + ", ".join(FLAVORS[family]))
+        args = FLAVORS[family][flavor]
+        args.update_from_config(config)
+    except AttributeError as error:
+        raise ConfigError(RUN_CONFIG, str(error), "the complete record of a run") from error
+    return args
+
+
+def load_model(step_dir: Path, args: LlamaArgs) -> LlamaModel:
+    """Load the weights of a checkpoint, from any number of ranks, onto the CPU.
+
+    Args:
+        step_dir: Folder of a distributed checkpoint (DCP).
+        args: The shape of the model in it.
+
+    Returns:
+        The model in the checkpoint's precision, in evaluation mode.
+
+    Raises:
+        ConfigError: If the folder is no such checkpoint, or holds another model.
+    """
+    stored = _read_metadata(step_dir).state_dict_metadata
+    with torch.device("meta"):
+        model = LlamaModel(args)
+    model.to(_check_stored(step_dir, stored, model))
+    model.to_empty(device="cpu")
+    weights = model.state_dict()
+    try:
+        with warnings.catch_warnings():
+            # DCP warns that it runs without a process group, which is what we ask for.
+            warnings.simplefilter("ignore")
+            dcp.load(weights, checkpoint_id=str(step_dir), no_dist=True)
+    # A damaged file surfaces as whatever its reader stumbles over; DCP wraps some of it in an
+    # exception that is no Exception.
+    except (Exception, dcp.CheckpointException) as error:
+        raise _no_checkpoint(step_dir, "damaged files") from error
+    return model.eval()
+
+
+def _read_metadata(step_dir: Path) -> Metadata:
+    if not (step_dir / ".metadata").is_file():
+        raise _no_checkpoint(step_dir, "no .metadata in it")
+    try:
+        return dcp.FileSystemReader(str(step_dir)).read_metadata()
+    except Exception as error:
+        raise _no_checkpoint(step_dir, "a damaged .metadata") from error
+
+
+def _no_checkpoint(step_dir: Path, why: str) -> ConfigError:
+    want = f"a complete checkpoint such as outputs/checkpoint/step-100 (found {why})"
+    return ConfigError("CHECKPOINT", str(step_dir), want)
+
+
+def _check_stored(step_dir: Path, stored: dict[str, Any], model: LlamaModel) -> torch.dtype:
+    """Compare names and shapes, since DCP ignores what the model lacks; give the precision."""
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    found = {
+        name: tuple(value.size) if isinstance(value, TensorStorageMetadata) else None
+        for name, value in stored.items()
+        if name.split(".")[0] not in _TRAINING_STATE
+    }
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            what = f"{model.model_args.family} with {name} of shape {expected.get(name)}"
+            want = f"a checkpoint of llama_{what}, not {found.get(name)}; is --config the run's?"
+            raise ConfigError("CHECKPOINT", str(step_dir), want)
+    return stored["tok_embeddings.weight"].properties.dtype

@@ -1,0 +1,210 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Collectives over the tensor-parallel ranks, each told as "forward X, backward Y".
+
+Everything goes through torch's functional collectives: `torch.compile` traces them, and every
+call is a visible `torch.ops._c10d_functional` operator. Activations are plain local tensors;
+what a tensor means (a replica, a shard, one term of a sum) is said in the docstrings.
+
+The pairs to know: `copy_to_ranks` and `reduce_over_ranks` are f and g of Megatron-LM (section 3);
+`gather_partial` and `scatter_sum` are their sequence-parallel counterparts.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+functional = torch.ops._c10d_functional
+
+TOKENS = 1
+"""The token dimension of an activation (b, s, d)."""
+
+FEATURES = -1
+"""The feature dimension of an activation (b, s, d)."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that share a tensor, in a form that a compiled graph can hold.
+
+    Args:
+        group: Name of their process group.
+        size: Their number T.
+        rank: The place of this one.
+    """
+
+    group: str
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> "Ranks":
+        """Return the ranks of a one-dimensional mesh."""
+        return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+
+
+def start_all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
+    """Start summing equal-shaped tensors over the ranks; `wait` makes the result usable."""
+    started: Tensor = functional.all_reduce(x.contiguous(), "sum", ranks.group)
+    return started
+
+
+def start_reduce_scatter(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Start summing over the ranks, of which each keeps its slice of `dim`; see `wait`."""
+    dim %= x.ndim
+    # The operator cuts the first dimension, so the ranks' slices go there.
+    slices = x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0).contiguous().flatten(0, 1)
+    started: Tensor = functional.reduce_scatter_tensor(slices, "sum", ranks.size, ranks.group)
+    return started
+
+
+def wait(started: Tensor) -> Tensor:
+    """Wait for the result of `start_all_reduce` or `start_reduce_scatter`."""
+    result: Tensor = functional.wait_tensor(started)
+    return result
+
+
+def all_gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Concatenate the ranks' tensors along `dim`, without autograd."""
+    dim %= x.ndim
+    started = functional.all_gather_into_tensor(x.contiguous(), ranks.size, ranks.group)
+    gathered = wait(started).unflatten(0, (ranks.size, -1))  # the ranks come first
+    return gathered.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def own_slice(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Return this rank's part of `dim`, contiguous, without communication."""
+    return x.chunk(ranks.size, dim)[ranks.rank].contiguous()
+
+
+class _CopyToRanks(torch.autograd.Function):
+    """Forward identity, backward all-reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return wait(start_all_reduce(gradient, ctx.ranks)), None
+
+
+class _ReduceOverRanks(torch.autograd.Function):
+    """Forward all-reduce, backward identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        return wait(start_all_reduce(x, ranks))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _GatherPartial(torch.autograd.Function):
+    """Forward all-gather, backward reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        ctx.ranks, ctx.dim = ranks, dim
+        return all_gather(x, ranks, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return wait(start_reduce_scatter(gradient, ctx.ranks, ctx.dim)), None, None
+
+
+class _GatherReplicated(torch.autograd.Function):
+    """Forward all-gather, backward slice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        ctx.ranks, ctx.dim = ranks, dim
+        return all_gather(x, ranks, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return own_slice(gradient, ctx.ranks, ctx.dim), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    """Forward reduce-scatter, backward all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        ctx.ranks, ctx.dim = ranks, dim
+        return wait(start_reduce_scatter(x, ranks, dim))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(gradient, ctx.ranks, ctx.dim), None, None
+
+
+class _SplitReplicated(torch.autograd.Function):
+    """Forward slice, backward all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        ctx.ranks, ctx.dim = ranks, dim
+        return own_slice(x, ranks, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(gradient, ctx.ranks, ctx.dim), None, None
+
+
+def copy_to_ranks(x: Tensor, ranks: Ranks) -> Tensor:
+    """Hand a replicated tensor to computations that differ by rank (f of Megatron-LM).
+
+    Forward identity, backward all-reduce: every rank's computation contributes to the gradient.
+    """
+    out: Tensor = _CopyToRanks.apply(x, ranks)
+    return out
+
+
+def reduce_over_ranks(x: Tensor, ranks: Ranks) -> Tensor:
+    """Sum the ranks' terms into a replicated tensor (g of Megatron-LM).
+
+    Forward all-reduce, backward identity: the gradient of a sum is that of each term.
+    """
+    out: Tensor = _ReduceOverRanks.apply(x, ranks)
+    return out
+
+
+def gather_partial(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Gather shards for computations that differ by rank.
+
+    Forward all-gather, backward reduce-scatter: it is `copy_to_ranks` of the gathered tensor.
+    """
+    out: Tensor = _GatherPartial.apply(x, ranks, dim)
+    return out
+
+
+def gather_replicated(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Gather shards for computations that every rank repeats.
+
+    Forward all-gather, backward slice: the gradient is already complete on every rank.
+    """
+    out: Tensor = _GatherReplicated.apply(x, ranks, dim)
+    return out
+
+
+def scatter_sum(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Sum the ranks' terms, of which each rank keeps a shard.
+
+    Forward reduce-scatter, backward all-gather: each rank's term reached every shard.
+    """
+    out: Tensor = _ScatterSum.apply(x, ranks, dim)
+    return out
+
+
+def split_replicated(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Keep a shard of a replicated tensor whose gradient all ranks need whole.
+
+    Forward slice, backward all-gather.
+    """
+    out: Tensor = _SplitReplicated.apply(x, ranks, dim)
+    return out

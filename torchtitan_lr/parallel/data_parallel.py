@@ -1,0 +1,143 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Data parallelism: FSDP2, HSDP and replication, all with summed gradients.
+
+The trainer divides the loss by the valid tokens of the *global* batch, so the gradient of the
+run is the plain sum over ranks. Every wrapper here is therefore told to sum: no division by the
+world size, and no ``AVG`` or ``PREMUL_SUM``, which gloo computes wrongly or not at all.
+
+Replication uses torch's FSDP2-based ``replicate`` and not torchtitan's DDP path, which averages
+gradients of a loss that is already divided: it trains with gradients too small by the number of
+replicas.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
+
+
+def apply_data_parallel(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+) -> None:
+    """Wrap the model as the data-parallel degrees ask: FSDP2, HSDP, replication or nothing.
+
+    A single process whose parameters and compute dtype differ is wrapped too (a group of one),
+    so that mixed precision means the same at every world size: weights, activations and the
+    residual stream in ``mixed_precision_param``, masters and reductions in fp32.
+
+    Args:
+        model: The whole model or a pipeline stage of it, on the meta device.
+        parallel_dims: Degrees and meshes.
+        job_config: ``[training]`` gives the dtypes, ``[parallelism]`` the resharding policy.
+    """
+    policy = mixed_precision_policy(job_config)
+    if parallel_dims.fsdp_enabled:
+        names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+        mesh = parallel_dims.get_mesh(names)
+        offload = {}
+        if job_config.training.enable_cpu_offload:
+            offload["offload_policy"] = CPUOffloadPolicy()
+        shard = partial(fully_shard, mesh=mesh, mp_policy=policy, **offload)
+        reshard = reshard_after_forward(job_config, parallel_dims.pp_enabled)
+        _apply_by_block(model, partial(shard, reshard_after_forward=reshard), _last_unit(job_config, shard))
+        logger.info("Applied %s to the model", "HSDP" if len(names) == 2 else "FSDP")
+    elif parallel_dims.dp_replicate_enabled or needs_precision_wrapper(parallel_dims, job_config):
+        mesh = (
+            parallel_dims.get_mesh("dp_replicate")
+            if parallel_dims.dp_replicate_enabled
+            else parallel_dims.world_mesh
+        )
+        wrap = partial(replicate, mesh=mesh, mp_policy=policy)
+        _apply_by_block(model, wrap, wrap)
+        logger.info("Applied replication over %d ranks to the model", mesh.size())
+    sum_gradients(model)
+
+
+def mixed_precision_policy(job_config: JobConfig) -> MixedPrecisionPolicy:
+    """Return FSDP2's precision policy for ``[training]``."""
+    return MixedPrecisionPolicy(
+        param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
+    )
+
+
+def needs_precision_wrapper(parallel_dims: ParallelDims, job_config: JobConfig) -> bool:
+    """Return whether a single process needs a wrapper for its mixed precision."""
+    training = job_config.training
+    return parallel_dims.world_size == 1 and training.mixed_precision_param != training.dtype
+
+
+def reshard_after_forward(job_config: JobConfig, pp_enabled: bool) -> bool:
+    """Return FSDP2's resharding choice for ``parallelism.fsdp_reshard_after_forward``.
+
+    ``default`` keeps weights gathered under pipeline parallelism, where every micro-batch would
+    gather them again.
+    """
+    policy = job_config.parallelism.fsdp_reshard_after_forward
+    return policy == "always" or (policy == "default" and not pp_enabled)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Make every FSDP2 or replicated module reduce by a plain sum."""
+    for module in fsdp_modules([model]):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def synchronize_gradients(model_parts: Sequence[nn.Module], enabled: bool) -> None:
+    """Switch the part of the gradient exchange that accumulation can postpone.
+
+    Replicas keep whole gradients anyway and HSDP keeps shards, so micro-batches before the last
+    one need no exchange over the replicas. FSDP still reduce-scatters each micro-batch: keeping
+    its full gradients instead would cost the memory that sharding saves.
+
+    Args:
+        model_parts: The pipeline stages of this rank.
+        enabled: True for the last micro-batch of a step.
+    """
+    for module in fsdp_modules(model_parts):
+        if isinstance(module, ReplicateModule):
+            module.set_requires_gradient_sync(enabled, recurse=False)
+        else:
+            module.set_requires_all_reduce(enabled, recurse=False)
+
+
+def fsdp_modules(model_parts: Iterable[nn.Module]) -> list[FSDPModule]:
+    """Return every FSDP2-managed module, replicated ones included."""
+    return [m for part in model_parts for m in part.modules() if isinstance(m, FSDPModule)]
+
+
+def _last_unit(job_config: JobConfig, shard: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    # Backward needs the head first: resharding it after forward would only gather it again.
+    always = job_config.parallelism.fsdp_reshard_after_forward == "always"
+    return partial(shard, reshard_after_forward=always)
+
+
+def _apply_by_block(
+    model: nn.Module, wrap: Callable[..., nn.Module], wrap_last: Callable[..., nn.Module]
+) -> None:
+    """Wrap embedding, each block, norm with head, and the root, in this order."""
+    if model.tok_embeddings is not None:
+        wrap(model.tok_embeddings)
+    for block in model.get_submodule("layers").children():
+        wrap(block)
+    if model.norm is not None and model.output is not None:
+        wrap_last([model.norm, model.output])
+    wrap(model)
+
+
+def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
+    """Return the mesh a parameter is distributed over, None for a plain tensor."""
+    return getattr(parameter, "device_mesh", None)

@@ -1,0 +1,91 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Linears of one group in one matrix product, every linear keeping its own weight.
+
+Written as autograd Functions for one reason: they keep the weights themselves for backward, not
+the concatenated or stacked copy. A copy per block would outlive FSDP's freeing of gathered weights.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class _ConcatenatedLinear(torch.autograd.Function):
+    """One input, outputs side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        return F.linear(x, torch.cat(weights))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        x, *weights = ctx.saved_tensors
+        dx = gradient @ torch.cat(weights)
+        dw = gradient.flatten(0, 1).T @ x.flatten(0, 1)
+        return (dx, *dw.split([weight.shape[0] for weight in weights]))
+
+
+class _BatchedLinear(torch.autograd.Function):
+    """Inputs side by side, outputs stacked."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        out = torch.bmm(_batch(x, len(weights)), torch.stack(weights).mT)  # (n, b s, d_out)
+        return out.unflatten(1, x.shape[:2])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        x, *weights = ctx.saved_tensors
+        gradient = gradient.flatten(1, 2)
+        dx = torch.bmm(gradient, torch.stack(weights))  # (n, b s, r)
+        dw = torch.bmm(gradient.mT, _batch(x, len(weights)))  # (n, d_out, r)
+        return (dx.transpose(0, 1).reshape(x.shape), *dw.unbind())
+
+
+def _batch(x: Tensor, n: int) -> Tensor:
+    """View (b, s, n r) as a batch (n, b s, r)."""
+    return x.unflatten(-1, (n, -1)).flatten(0, 1).transpose(0, 1)
+
+
+def concatenated_linear(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Apply several linears to one input.
+
+    Args:
+        x: Input (b, s, d_in).
+        weights: One (d_out_i, d_in) per linear.
+
+    Returns:
+        The outputs side by side, (b, s, Σ d_out_i).
+    """
+    if len(weights) == 1:
+        return F.linear(x, weights[0])
+    out: Tensor = _ConcatenatedLinear.apply(x, *weights)
+    return out
+
+
+def batched_linear(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Apply several linears, each to its own input, neighbours of equal shape in one product.
+
+    Args:
+        x: The inputs side by side, (b, s, Σ r_i).
+        weights: One (d_out_i, r_i) per linear.
+
+    Returns:
+        One output (b, s, d_out_i) per linear. Under grouped-query attention q has a shape of its
+        own and is multiplied alone, k and v together.
+    """
+    runs = [list(run) for _, run in groupby(weights, key=lambda weight: weight.shape)]
+    inputs = x.split([len(run) * run[0].shape[1] for run in runs], dim=-1)
+    outputs: list[Tensor] = []
+    for part, run in zip(inputs, runs, strict=True):
+        if len(run) == 1:
+            outputs.append(F.linear(part, run[0]))
+        else:
+            outputs.extend(_BatchedLinear.apply(part, *run).unbind())
+    return outputs

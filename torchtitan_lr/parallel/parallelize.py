@@ -1,0 +1,44 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The one place that orders what is done to a model before it trains."""
+
+import torch
+from torch import nn
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
+
+from torchtitan_lr.parallel.activation_checkpoint import apply_activation_checkpoint, compiles_model
+from torchtitan_lr.parallel.data_parallel import apply_data_parallel
+
+
+def parallelize_llama(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+) -> nn.Module:
+    """Apply activation checkpointing, compilation and data parallelism, in this order.
+
+    Args:
+        model: On the meta device; the whole model or one pipeline stage.
+        parallel_dims: Degrees and meshes.
+        job_config: The run's configuration.
+
+    Returns:
+        The same module, wrapped in place.
+    """
+    apply_activation_checkpoint(model, job_config)
+    if compiles_model(job_config):
+        apply_compile(model, job_config.compile.backend)
+    apply_data_parallel(model, parallel_dims, job_config)
+    return model
+
+
+def apply_compile(model: nn.Module, backend: str) -> None:
+    """Compile each decoder block by itself: equal blocks share one compilation.
+
+    Args:
+        model: The model, already wrapped for checkpointing.
+        backend: A ``torch.compile`` backend.
+    """
+    layers = model.get_submodule("layers")
+    for name, block in layers.named_children():
+        layers.register_module(name, torch.compile(block, backend=backend, fullgraph=True))
+    logger.info("Compiling each decoder block with torch.compile")

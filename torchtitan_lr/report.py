@@ -1,0 +1,78 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What the launcher says at the end: the summary of a run, or why it failed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lr.summary import SUMMARY_FILE
+
+
+def read_summary(dump_folder: Path, newer_than: float) -> dict[str, Any] | None:
+    """Reads the summary a run wrote.
+
+    Args:
+        dump_folder: The run's ``job.dump_folder``.
+        newer_than: Seconds since the epoch; an older file is another run's.
+
+    Returns:
+        The keys of ``summary.json``, or None if this run wrote none.
+    """
+    path = dump_folder / SUMMARY_FILE
+    if not path.is_file() or path.stat().st_mtime < newer_than:
+        return None
+    summary: dict[str, Any] = json.loads(path.read_text())
+    return summary
+
+
+def summary_lines(summary: dict[str, Any], dump_folder: Path, log_folder: Path) -> list[str]:
+    """Formats a summary for the console.
+
+    Args:
+        summary: The keys of ``summary.json``; losses in nats a token, memory in GiB.
+        dump_folder: The run's ``job.dump_folder``.
+        log_folder: Where the output of all ranks is.
+    """
+
+    def number(key: str, form: str, unit: str = "") -> str:
+        value = summary.get(key)
+        return "-" if value is None else format(value, form) + unit
+
+    rows = (
+        ("steps", number("steps", "d")),
+        ("train loss", number("train_loss", ".4f", " nats/token")),
+        ("validation loss", number("val_loss", ".4f", " nats/token")),
+        ("unigram entropy", number("unigram_entropy", ".4f", " nats/token (validation tokens)")),
+        ("validation perplexity", number("val_ppl", ".2f")),
+        ("tokens/s", number("tokens_per_s", ",.0f", " (all ranks)")),
+        ("MFU", number("mfu", ".2f", " %") if summary.get("mfu") is not None else "unknown peak"),
+        ("peak memory", number("peak_memory_gib", ".2f", " GiB (largest rank)")),
+        ("checkpoint", summary.get("checkpoint") or "none"),
+        ("curve", summary.get("curve") or "none"),
+        ("summary", dump_folder / SUMMARY_FILE),
+        ("logs", log_folder),
+    )
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:<{width}}  {value}" for name, value in rows]
+
+
+def describe_failure(log_folder: Path, status: int) -> str:
+    """Says in one line which rank failed first, why, and where the logs are.
+
+    Args:
+        log_folder: Where torchrun wrote each rank's folder.
+        status: Exit status of the command.
+    """
+    failures = []
+    for path in log_folder.glob("*/attempt_*/*/error.json"):
+        try:
+            message = json.loads(path.read_text())["message"]
+            when = float(message["extraInfo"]["timestamp"])
+            failures.append((when, path.parent, str(message["message"])))
+        except (ValueError, KeyError, TypeError):
+            continue  # a rank killed while writing leaves half a file
+    if failures:
+        _, folder, reason = min(failures)
+        first_line = reason.strip().partition("\n")[0]
+        return f"rank {folder.name} failed: {first_line}; its output: {folder}"
+    return f"the ranks ended with status {status}; their output: {log_folder}"

@@ -1,0 +1,291 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""torchtitan's trainer with a guarded step, exact interruption and a summary at the end.
+
+Run by ``python -m torchtitan_lr.launch``, or directly: ``torchrun -m torchtitan_lr.train
+--job.config_file FILE``.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torchtitan.train as titan_train
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config import JobConfig
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.logging import init_logger, logger
+
+import torchtitan_lr.specs  # noqa: F401  (registers the models)
+from torchtitan_lr.checkpoint import CheckpointManager
+from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.device import bind_device
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.guard import NonFiniteError, StopSignal, agree
+from torchtitan_lr.metrics import LowRankMetricsProcessor, read_history
+from torchtitan_lr.parallel.data_parallel import synchronize_gradients
+from torchtitan_lr.parallel.grad_norm import clip_grad_norm
+from torchtitan_lr.summary import build_summary, write_summary
+from torchtitan_lr.validate import Validator
+
+MicroBatch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+class Trainer(titan_train.Trainer):
+    """torchtitan's Trainer; overrides the step, and what surrounds the loop.
+
+    Args:
+        job_config: A checked configuration (see `check_job_config`).
+
+    Attributes:
+        skipped_steps: Optimizer steps left out for a non-finite loss or gradient; checkpointed.
+        interrupted: Whether a signal ended the run early.
+    """
+
+    checkpointer: CheckpointManager
+    metrics_processor: LowRankMetricsProcessor
+    validator: Validator
+
+    def __init__(self, job_config: JobConfig) -> None:
+        bind_device()
+        self.skipped_steps = 0
+        self.interrupted = False
+        self._stop = StopSignal()
+        self._started = False
+        job_config.job.save_config_file = job_config.job.save_config_file or "job_config.json"
+        with _our_parts():
+            super().__init__(job_config)
+
+    def train(self) -> None:
+        """Train to ``training.steps`` or a stop signal, then leave a checkpoint and a summary."""
+        self._stop.install()
+        super().train()
+        self.checkpointer.finish()
+        if self.interrupted:
+            self._report_interruption()
+        else:
+            self._write_summary()
+
+    def should_continue_training(self) -> bool:
+        """Say whether another step follows; upstream asks after loading and after each step."""
+        if not self._started:
+            self._started = True
+            if self.metrics_processor.history is not None:
+                self.metrics_processor.history.rewind(self.step)
+        if self.interrupted:
+            self.checkpointer.save_interrupted(self.step)
+            return False
+        return super().should_continue_training()
+
+    def train_step(self, data_iterator: Iterator[MicroBatch]) -> None:
+        """Run one optimizer step over all micro-batches of this rank.
+
+        The loss of each micro-batch is its token sum over the valid tokens of the whole global
+        batch, so gradients add up to those of one process with the same batch.
+
+        Args:
+            data_iterator: Yields ``({"input": (b, s)}, labels (b, s))``.
+
+        Raises:
+            NonFiniteError: If the loss or gradient is not finite and
+                ``training.max_skipped_steps`` is used up.
+        """
+        self.metrics_processor.resume()
+        self.optimizers.zero_grad()
+        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        microbatches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
+        local_tokens = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in microbatches)
+        global_tokens = self._sum_over_batch(local_tokens)
+
+        loss = self._forward_backward(microbatches, global_tokens)
+        grad_norm = self._clip_gradients()
+        if self._may_step(loss, grad_norm):
+            self.checkpointer.maybe_wait_for_staging()
+            self.optimizers.step()
+        self.lr_schedulers.step()
+        if self.metrics_processor.should_log(self.step):
+            self._log_step(loss, local_tokens / global_tokens, grad_norm, lr)
+        # What follows until the next step, validation and saving, is not training time.
+        self.metrics_processor.pause()
+        self._maybe_stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the train state; tokens are counted over all ranks, so any dp size can go on."""
+        return {
+            "step": self.step,
+            "ntokens_seen": self.ntokens_seen * self._batch_degree,
+            "skipped_steps": self.skipped_steps,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a train state saved at any dp size."""
+        self.step = state_dict["step"]
+        self.ntokens_seen = state_dict["ntokens_seen"] // self._batch_degree
+        self.skipped_steps = state_dict["skipped_steps"]
+
+    @property
+    def _batch_degree(self) -> int:
+        return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
+
+    def _sum_over_batch(self, value: float) -> float:
+        mesh = self.parallel_dims.get_optional_mesh("batch")
+        return dist_utils.dist_sum(
+            torch.tensor(value, dtype=torch.float64, device=self.device), mesh
+        )
+
+    def _forward_backward(
+        self, microbatches: list[MicroBatch], global_tokens: float
+    ) -> torch.Tensor:
+        """Accumulate gradients; return this rank's share of the loss (detached scalar)."""
+        losses = []
+        for index, (input_dict, labels) in enumerate(microbatches):
+            synchronize_gradients(self.model_parts, index == len(microbatches) - 1)
+            loss = self.forward_backward_step(
+                input_dict={k: v.to(self.device) for k, v in input_dict.items()},
+                labels=labels.to(self.device),
+                global_valid_tokens=torch.tensor(global_tokens, device=self.device),
+            )
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def _clip_gradients(self) -> torch.Tensor:
+        return clip_grad_norm(
+            [p for part in self.model_parts for p in part.parameters()],
+            self.job_config.training.max_norm,
+            self.parallel_dims.get_optional_mesh("pp"),
+        )
+
+    def _may_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> bool:
+        """Agree with all ranks whether this step is finite, and whether to stop after it."""
+        verdict = agree(loss.item(), self._stop.name is not None, self.device)
+        self.interrupted = verdict.stop
+        norm = grad_norm.item()
+        if verdict.nonfinite_rank is None and math.isfinite(norm):
+            return True
+        what = (
+            f"loss of rank {verdict.nonfinite_rank} is not finite"
+            if verdict.nonfinite_rank is not None
+            else f"gradient norm is {norm}{self._first_nonfinite_gradient()}"
+        )
+        if self.skipped_steps >= self.job_config.training.max_skipped_steps:
+            raise NonFiniteError(
+                f"step {self.step}: {what}; last good checkpoint: "
+                f"{self.checkpointer.last_good() or 'none'}"
+            )
+        self.skipped_steps += 1
+        logger.warning("step %d: %s; optimizer step skipped", self.step, what)
+        return False
+
+    def _first_nonfinite_gradient(self) -> str:
+        rank = torch.distributed.get_rank()
+        for part in self.model_parts:
+            for name, parameter in part.named_parameters():
+                grad = parameter.grad
+                local = getattr(grad, "_local_tensor", grad)
+                if local is not None and not torch.isfinite(local).all():
+                    return f" (rank {rank}: {name})"
+        return f" (rank {rank}: all its gradients are finite, another rank's are not)"
+
+    def _log_step(
+        self, loss: torch.Tensor, token_share: float, grad_norm: torch.Tensor, lr: float
+    ) -> None:
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        self.metrics_processor.log(
+            self.step,
+            dist_utils.dist_sum(loss, mesh),
+            dist_utils.dist_max(loss / token_share, mesh),
+            grad_norm.item(),
+            extra_metrics={
+                "n_tokens_seen": self.ntokens_seen * self._batch_degree,
+                "lr": lr,
+                "skipped_steps": self.skipped_steps,
+            },
+        )
+
+    def _maybe_stop(self) -> None:
+        """Let nothing delay an agreed stop; a run that just ended is no interruption."""
+        if self.step >= self.job_config.training.steps:
+            self.interrupted = False
+        if self.interrupted and self.job_config.validation.enable:
+            self.validator.suspended = True
+
+    def _report_interruption(self) -> None:
+        saved = self.checkpointer.last_good()
+        if torch.distributed.get_rank() == 0:
+            how = "run the same command again to resume" if saved else "checkpointing is off"
+            logger.info(
+                "Stopped by %s after step %d of %d, checkpoint %s: %s",
+                self._stop.name or "a signal on another rank",
+                self.step,
+                self.job_config.training.steps,
+                saved,
+                how,
+            )
+
+    def _write_summary(self) -> None:
+        """Write summary and curve on the rank that has the history."""
+        memory = self.metrics_processor.device_memory_monitor.get_peak_stats().max_reserved_gib
+        peak = torch.tensor(memory, dtype=torch.float64, device=self.device)
+        if torch.distributed.get_world_size() > 1:
+            torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
+        if self.metrics_processor.history is not None:
+            history = read_history(self.metrics_processor.history.path)
+            summary = build_summary(
+                history, self.step, peak.item(), self.checkpointer.last_good()
+            )
+            path = write_summary(summary, history, Path(self.job_config.job.dump_folder))
+            logger.info("Summary written to %s", path)
+
+
+@contextmanager
+def _our_parts() -> Iterator[None]:
+    """Let upstream's constructor build our checkpoint manager and no autocast; it has no hooks.
+
+    Mixed precision is the wrapper's at every world size (see `apply_data_parallel`).
+    """
+    with (
+        patch.object(titan_train, "CheckpointManager", CheckpointManager),
+        patch.object(dist_utils, "maybe_enable_amp", lambda *_: nullcontext()),
+    ):
+        yield
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train as the command line says.
+
+    Args:
+        argv: Arguments after the program's name, as torchtitan's; the process's own by default.
+
+    Returns:
+        The exit status: 0 done or stopped and saved, 1 non-finite, 2 refused.
+    """
+    init_logger()
+    device_type = bind_device()
+    trainer: Trainer | None = None
+    try:
+        config = build_job_config(sys.argv[1:] if argv is None else argv)
+        fake = config.comm.mode == "fake_backend"
+        check_job_config(config, int(os.environ["NGPU" if fake else "WORLD_SIZE"]), device_type)
+        trainer = Trainer(config)
+        if config.checkpoint.create_seed_checkpoint:
+            trainer.checkpointer.save(curr_step=0, last_step=True)
+        else:
+            trainer.train()
+    except (ConfigError, NonFiniteError) as error:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, ConfigError) else 1
+    finally:
+        if trainer is not None:
+            trainer.close()
+    torch.distributed.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
