@@ -1,1 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Pre-training of low-rank LLaMA models at scale, as an extension of torchtitan 0.2.2.
+
+Importing the package registers ``llama_full``, ``llama_svd``, ``llama_cola`` and ``llama_lax`` with
+torchtitan, which is what ``experimental.custom_import = "torchtitan_lr"`` asks for.
+"""
+
+import torchtitan_lr.specs  # noqa: F401

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
-from torchtitan.components.checkpoint import AsyncMode
+from torchtitan.components.checkpoint import DATALOADER, AsyncMode
 from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
 
 _STEP_FOLDER = re.compile(r"step-(\d+)")
@@ -44,6 +44,22 @@ class CheckpointManager(TitanCheckpointManager):
         return super().dcp_save(
             state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
         )
+
+    def dcp_load(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        from_hf: bool,
+        from_quantized: bool,
+    ) -> None:
+        """Load; arguments as upstream's.
+
+        Raises:
+            ConfigError: A full checkpoint's data position belongs to another batch or corpus.
+        """
+        if not from_hf and DATALOADER in state_dict:
+            state_dict[DATALOADER].check_checkpoint(checkpoint_id)
+        super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
 
     def save_interrupted(self, step: int) -> str | None:
         """Save everything needed to go on from ``step``, whatever the last save should contain.

@@ -26,6 +26,9 @@ _DEVICE_HOLDERS = (
 )
 """The modules of torchtitan 0.2.2 that bind ``device_type`` or ``device_module`` at import."""
 
+_titan_utils = importlib.import_module("torchtitan.tools.utils")
+_titan_get_peak_flops = _titan_utils.get_peak_flops
+
 _A100_PEAK = 312e12
 """What torchtitan's `get_peak_flops` answers for a device it does not know (an A100's peak)."""
 
@@ -52,7 +55,9 @@ class CpuDevice:
 
     def get_device_properties(self, device: torch.device | int | None = None) -> SimpleNamespace:
         """Return an object whose ``total_memory`` is the machine's memory in bytes."""
-        return SimpleNamespace(total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        return SimpleNamespace(
+            total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        )
 
     def memory_stats(self, device: torch.device | int | None = None) -> dict[str, int]:
         """Return the peak resident set of this process under the keys torchtitan reads, in bytes.
@@ -99,8 +104,7 @@ def bind_device() -> str:
     Returns:
         The device type: ``cuda``, ``xpu`` or ``cpu``.
     """
-    titan_utils = importlib.import_module("torchtitan.tools.utils")
-    titan_utils.get_peak_flops = peak_flops
+    setattr(_titan_utils, "get_peak_flops", peak_flops)  # noqa: B010  (a module has no such type)
     if not has_accelerator():
         cpu = CpuDevice()
         for name in _DEVICE_HOLDERS:
@@ -108,7 +112,4 @@ def bind_device() -> str:
             for attribute, value in (("device_type", "cpu"), ("device_module", cpu)):
                 if hasattr(module, attribute):
                     setattr(module, attribute, value)
-    return str(titan_utils.device_type)
-
-
-_titan_get_peak_flops = importlib.import_module("torchtitan.tools.utils").get_peak_flops
+    return str(_titan_utils.device_type)

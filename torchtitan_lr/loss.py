@@ -33,7 +33,7 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
     )
 
 
-def build_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:  # noqa: ANN401
+def build_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:
     """Build the loss, compiled where ``compile.components`` names it.
 
     Args:

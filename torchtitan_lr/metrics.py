@@ -68,6 +68,8 @@ class LowRankMetricsProcessor(MetricsProcessor):
         tag: A prefix for TensorBoard and wandb keys.
     """
 
+    logger: BaseLogger
+
     def __init__(
         self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None
     ) -> None:
@@ -230,5 +232,5 @@ def _has_wandb_credentials() -> bool:
     return netrc.is_file() and "wandb" in netrc.read_text()
 
 
-def _finite_or_none(value: Any) -> Any:  # noqa: ANN401
+def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value

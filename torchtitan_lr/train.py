@@ -21,7 +21,6 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import init_logger, logger
 
-import torchtitan_lr.specs  # noqa: F401  (registers the models)
 from torchtitan_lr.checkpoint import CheckpointManager
 from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.device import bind_device
@@ -235,9 +234,7 @@ class Trainer(titan_train.Trainer):
             torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
         if self.metrics_processor.history is not None:
             history = read_history(self.metrics_processor.history.path)
-            summary = build_summary(
-                history, self.step, peak.item(), self.checkpointer.last_good()
-            )
+            summary = build_summary(history, self.step, peak.item(), self.checkpointer.last_good())
             path = write_summary(summary, history, Path(self.job_config.job.dump_folder))
             logger.info("Summary written to %s", path)
 

@@ -78,7 +78,10 @@ def test_averaged_gradients_are_noticed(four_ranks: RankPool, reference: Any) ->
     "options",
     [
         ["--activation_checkpoint.mode=full"],
-        ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
+        [
+            "--activation_checkpoint.mode=selective",
+            "--activation_checkpoint.selective_ac_option=op",
+        ],
         ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"],
         ["--compile.enable"],
     ],

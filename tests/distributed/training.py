@@ -2,6 +2,8 @@
 """Short real runs of the trainer on the ranks of a pool, for comparing layouts."""
 
 import gc
+import os
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -28,49 +30,56 @@ TINY = [
 """Arguments of a run that takes about a second; a test adds its layout."""
 
 
-def train(arguments: list[str], break_gradients: str = "") -> dict[str, Any]:
+def train(arguments: list[str], fault: str = "", dump_folder: str = "") -> dict[str, Any]:
     """Train on the calling process group; call it on every rank.
 
     Args:
         arguments: As on the command line.
-        break_gradients: A deliberate fault for negative controls: ``average`` divides gradients
-            by the ranks once more, as torchtitan's DDP path does.
+        fault: A deliberate fault. ``average`` divides gradients by the ranks once more, as
+            torchtitan's DDP path does; ``sigterm@3`` sends rank 1 a signal in step 3; ``nan@2``
+            makes rank 1's loss NaN in step 2.
+        dump_folder: Where to write; a new folder by default.
 
     Returns:
-        ``losses``, ``grad_norms`` (one a step) and ``parameters`` (full arrays by name).
+        ``losses``, ``grad_norms`` (one a step), ``val_losses``, ``skipped_steps``, ``step``, ``dump_folder`` and
+        ``parameters`` (full arrays by name).
     """
     import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
     from torchtitan.tools.logging import logger
 
     from torchtitan_lr.config_checks import build_job_config, check_job_config
     from torchtitan_lr.metrics import read_history
-    from torchtitan_lr.parallel.data_parallel import fsdp_modules
-    from torchtitan_lr.train import Trainer
 
     logger.setLevel("WARNING")
-    folders: list[Any] = [tempfile.mkdtemp()]
+    folders: list[Any] = [dump_folder or tempfile.mkdtemp()]
     dist.broadcast_object_list(folders)
-    config = build_job_config([f"--job.dump_folder={folders[0]}", *TINY, *arguments])
+    config = build_job_config([*TINY, f"--job.dump_folder={folders[0]}", *arguments])
     check_job_config(config, dist.get_world_size(), "cpu")
-    trainer = Trainer(config)
-    if break_gradients == "average":
-        for module in fsdp_modules(trainer.model_parts):
-            module.set_gradient_divide_factor(float(dist.get_world_size()))
-    trainer.train()
-    parameters = {}
-    for part in trainer.model_parts:
-        for name, parameter in part.named_parameters():
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            parameters[_clean(name)] = full.detach().float().numpy().copy()
-    trainer.close()
-    del trainer, part, parameter, full
-    gc.collect()  # torchtitan switches the collector off, and a trainer is full of cycles
+    trainer = _trainer_with(fault, config)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        trainer.train()
+        result = {
+            "step": trainer.step,
+            "skipped_steps": trainer.skipped_steps,
+            "dump_folder": folders[0],
+            "parameters": _full_parameters(trainer.model_parts),
+        }
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        trainer.close()
+        del trainer
+        gc.collect()  # torchtitan switches the collector off, and a trainer is full of cycles
+    dist.barrier()
     history = read_history(Path(folders[0]) / "metrics.jsonl")
-    return {
-        "losses": [record["loss_metrics/global_avg_loss"] for record in history],
-        "grad_norms": [record["grad_norm"] for record in history],
-        "parameters": parameters,
+    keys = {
+        "losses": "loss_metrics/global_avg_loss",
+        "grad_norms": "grad_norm",
+        "val_losses": "validation_metrics/loss",
+    }
+    return result | {
+        name: [record[key] for record in history if key in record] for name, key in keys.items()
     }
 
 
@@ -86,5 +95,38 @@ def largest_difference(run: dict[str, Any], reference: dict[str, Any]) -> float:
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
 
 
-def _clean(name: str) -> str:
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+def _trainer_with(fault: str, config: Any) -> Any:
+    import torch.distributed as dist
+
+    from torchtitan_lr.parallel.data_parallel import fsdp_modules
+    from torchtitan_lr.train import Trainer
+
+    kind, _, at = fault.partition("@")
+    guilty = dist.get_rank() == min(1, dist.get_world_size() - 1)
+
+    class FaultyTrainer(Trainer):
+        def forward_backward_step(self, **kwargs: Any) -> Any:
+            loss = super().forward_backward_step(**kwargs)
+            if guilty and kind == "sigterm" and self.step == int(at):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return (
+                loss * float("nan") if guilty and kind == "nan" and self.step == int(at) else loss
+            )
+
+    trainer = FaultyTrainer(config)
+    if kind == "average":
+        for module in fsdp_modules(trainer.model_parts):
+            module.set_gradient_divide_factor(float(dist.get_world_size()))
+    return trainer
+
+
+def _full_parameters(model_parts: list[Any]) -> dict[str, Any]:
+    from torch.distributed.tensor import DTensor
+
+    parameters = {}
+    for part in model_parts:
+        for name, parameter in part.named_parameters():
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            clean = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+            parameters[clean] = full.detach().float().numpy().copy()
+    return parameters

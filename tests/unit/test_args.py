@@ -92,7 +92,7 @@ def test_shapes_that_do_not_fit_are_refused(changes):
 
 
 def test_placement_table():
-    """CoLA, Table 10: which projections have σ in the bottleneck, and whether SwiGLU keeps its own."""
+    """CoLA, Table 10: the projections with σ in the bottleneck, and whether SwiGLU has its own."""
     names = ("q", "k", "v", "o", "gate", "up", "down")
     table = {}
     for placement in ("both", "lowrank", "reduced", "fullrank", "none"):

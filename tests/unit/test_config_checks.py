@@ -62,7 +62,6 @@ REFUSALS = [
     ("optimizer.early_step_in_backward", "True", "false"),
     ("optimizer.implementation=slow", "'slow'", "one of 'for-loop', 'foreach', 'fused'"),
     ("lr_scheduler.warmup_steps=-1", "-1", "0 or a positive integer"),
-    ("lr_scheduler.warmup_steps=100000", "100000", "at most training.steps ("),
     ("lr_scheduler.total_steps=31", "31", "at least training.steps ("),
     ("lr_scheduler.total_steps=0", "0", "a positive integer"),
     ("lr_scheduler.decay_ratio=1.5", "1.5", "a number from 0 to 1"),

@@ -12,9 +12,16 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from tests.unit.tiny import tokens
-from torchtitan_lr.models import FLAVORS, LlamaArgs, LlamaModel
-from torchtitan_lr.models.loading import build_model_args, load_model, read_run_config
+from tests.unit.tiny import tiny_args, tokens
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models import FLAVORS, LlamaModel
+from torchtitan_lr.models.export import export_factored
+from torchtitan_lr.models.loading import (
+    build_model_args,
+    load_model,
+    read_model_args,
+    read_run_config,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,12 +105,23 @@ def test_factored_goes_round(tmp_path, family, low_rank):
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     # The file says all that is needed to rebuild the model.
-    args = LlamaArgs(**json.loads((out / "model_args.json").read_text()))
+    args = read_model_args(out / "model_args.json")
     assert args == model.model_args
     again = LlamaModel(args)
     again.load_state_dict(weights)
     ids = tokens(args)
     assert torch.equal(again(ids), model(ids))
+
+
+def test_model_args_keep_the_rope_scaling(tmp_path):
+    args = tiny_args("cola", rope_scaling=FLAVORS["cola"]["8B"].rope_scaling, n_kv_heads=2)
+    export_factored(LlamaModel(args), tmp_path)
+    assert read_model_args(tmp_path / "model_args.json") == args
+    values = json.loads((tmp_path / "model_args.json").read_text())
+    for changed in ({**values, "rank_ffn": 999}, {**values, "experts": 8}, [1]):
+        (tmp_path / "model_args.json").write_text(json.dumps(changed))
+        with pytest.raises(ConfigError):
+            read_model_args(tmp_path / "model_args.json")
 
 
 @pytest.mark.parametrize("family", ["full", "svd"])
@@ -142,7 +160,7 @@ def test_a_toml_can_stand_in_for_the_record(tmp_path):
         "[training]\nseq_len = 64\n[debug]\nseed = 3\n"
     )
     assert export.main([str(step), str(tmp_path / "out"), "--config", str(toml)]) == 0
-    args = LlamaArgs(**json.loads((tmp_path / "out" / "model_args.json").read_text()))
+    args = read_model_args(tmp_path / "out" / "model_args.json")
     assert args == model.model_args
 
 

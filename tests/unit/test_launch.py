@@ -187,6 +187,10 @@ def test_dry_run_is_one_process(tmp_path):
     run = Launch(tmp_path, "end", ranks=1, COMM_MODE="fake_backend", OMP_NUM_THREADS="3")
     assert run.finish() == 0, run.err
     assert "threads 3\nready 0\n" in run.out
+    assert run.out.endswith("dry run passed: one step as rank 0 of 1\n")
+    # The stand-in takes the first dump folder, the trainer the last one.
+    assert (tmp_path / "dry_run" / "logs").is_dir()
+    assert not (tmp_path / "logs").exists()
     assert "a warning" in run.err
 
 
@@ -267,6 +271,7 @@ def test_arguments(variables):
         "--job.config_file=y.toml",
         "--comm.mode=fake_backend",
         "--training.steps=1",
+        "--checkpoint.no_enable",
     ]
 
 

@@ -13,21 +13,21 @@ elements times item size on one rank, not wire volume.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lr.comm.operations import identify
-from torchtitan_lr.comm.scopes import ScopeTracker, named_scopes
+from torchtitan_lr.comm.scopes import ScopeTracker
 
-TABLE_KEYS = ("scope", "pass", "op", "mesh_dim", "dtype", "calls", "elements", "bytes")
-"""The keys of a row, in the order in which they are printed."""
+_WRAPPERS = (DTensor, AsyncCollectiveTensor)
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ class CommLedger(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if any(issubclass(kind, _WRAPPERS) for kind in types):
+            return NotImplemented  # they first: this mode sees what they call on local tensors
         kwargs = kwargs or {}
         call = identify(func, args, kwargs)
         if call is not None:
@@ -128,7 +130,7 @@ class CommLedger(TorchDispatchMode):
             row["calls"] += calls
             row["elements"] += self._elements[entry]
             row["bytes"] += self._elements[entry] * entry.dtype.itemsize
-        return sorted(merged.values(), key=_reading_order)
+        return in_reading_order(merged.values())
 
     def bytes_by_mesh_dim(self) -> dict[str, int]:
         """Return the bytes of every mesh dimension, for the metrics."""
@@ -162,6 +164,11 @@ def mesh_dims_of(meshes: Mapping[str, Any]) -> dict[str, str]:
     if dist.is_initialized() and dist.group.WORLD is not None:
         names.setdefault(dist.group.WORLD.group_name, "world")
     return names
+
+
+def in_reading_order(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sort rows as a step passes through the model, then by pass and operation."""
+    return sorted(rows, key=_reading_order)
 
 
 def _reading_order(row: dict[str, Any]) -> tuple[Any, ...]:

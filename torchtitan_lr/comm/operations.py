@@ -13,8 +13,11 @@ from torch.utils._pytree import tree_leaves
 NAMESPACES = ("c10d", "_c10d_functional")
 """Of ``torch.distributed``'s own functions, and of the functional ones."""
 
-NO_PAYLOAD = frozenset({"wait_tensor", "barrier", "monitored_barrier_", "check_for_nan"})
-"""Operators of these namespaces that move nothing."""
+GROUP_ARGUMENTS = frozenset({"group_name", "process_group"})
+"""An operator without one of these moves nothing (it waits, or wraps a tensor)."""
+
+NO_PAYLOAD = frozenset({"barrier", "monitored_barrier_"})
+"""Operators that concern a group and move nothing."""
 
 OPERATIONS: dict[str, str] = {
     "all_reduce": "all_reduce",
@@ -83,18 +86,19 @@ def identify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collec
         The call, or None where the operator moves no data between ranks.
 
     Raises:
-        NotImplementedError: For an operator of these namespaces that the ledger does not know:
-            leaving it out silently would make every total wrong.
+        NotImplementedError: For an operator on a group that the ledger does not know: leaving it
+            out silently would make every total wrong.
     """
     if getattr(func, "namespace", None) not in NAMESPACES:
         return None
     name = func._schema.name.partition("::")[2]
-    if name in NO_PAYLOAD:
+    parameters = [argument.name for argument in func._schema.arguments]
+    if name in NO_PAYLOAD or GROUP_ARGUMENTS.isdisjoint(parameters):
         return None
     if name not in OPERATIONS:
         raise NotImplementedError(f"the ledger does not know the collective {func}")
     op = OPERATIONS[name]
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    named = dict(zip(parameters, args, strict=False)) | kwargs
     tensors = {key: _tensors(value) for key, value in named.items()}
     payload = next(found for found in tensors.values() if found)
     elements = max(sum(t.numel() for t in found) for found in tensors.values())

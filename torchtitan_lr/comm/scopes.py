@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from torchtitan_lr.parallel import low_rank_checkpoint
+from torchtitan_lr.parallel.recompute import is_recomputing
 
 STEP = "step"
 """Scope of everything outside the model and its loss: clipping, the optimizer, logging."""
@@ -61,7 +61,7 @@ class ScopeTracker:
     def here(self) -> tuple[str, str, bool]:
         """Return the scope, the pass (forward, backward, optimizer), and whether this repeats."""
         if torch._C._current_graph_task_id() != -1:
-            repeats = self._recomputing > 0 or low_rank_checkpoint.is_recomputing()
+            repeats = self._recomputing > 0 or is_recomputing()
             return self._owner or self._backward_scope(), "backward", repeats
         if self._owner or self._stack:
             return self._owner or self._stack[-1], "forward", False

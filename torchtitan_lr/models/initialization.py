@@ -20,8 +20,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torchtitan_lr.models.layers import LowRankLinear
 
 DENSE_STD = 0.02
-"""Embedding, head and full-rank linears: N(0, 0.02²), LLaMA's ``initializer_range``. CoLA takes
-its full-rank baselines over from GaLore unchanged (section 4.1), and those use this value."""
+"""Embedding, head and full-rank linears: N(0, 0.02²), LLaMA's ``initializer_range``. CoLA
+does not say how its full-rank baselines start."""
 
 # Wrappers that appear in a parameter's path without being part of its name.
 _WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")

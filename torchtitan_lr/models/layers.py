@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.marks import keep
 
 
 class LowRankLinear(nn.Module):
@@ -93,7 +94,7 @@ class DownEdge(nn.Module):
             One pre-activation latent A x (b, s, r) per linear.
         """
         x = x if norm is None else norm(x)
-        return [linear.A(x) for linear in linears]
+        return [keep(linear.A(x)) for linear in linears]
 
 
 class UpEdge(nn.Module):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import FAMILIES, LlamaArgs
@@ -76,6 +77,28 @@ def build_model_args(config: Any) -> LlamaArgs:
     except AttributeError as error:
         raise ConfigError(RUN_CONFIG, str(error), "the complete record of a run") from error
     return args
+
+
+def read_model_args(path: Path) -> LlamaArgs:
+    """Read the ``model_args.json`` that lies beside exported weights.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The model's arguments.
+
+    Raises:
+        ConfigError: If it is missing, unreadable, or describes no possible model.
+    """
+    try:
+        values = json.loads(path.read_text())
+        scaling = values.pop("rope_scaling", None)
+        return LlamaArgs(**values, rope_scaling=scaling and RoPEScalingArgs(**scaling))
+    except ConfigError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(str(path), str(error), "what scripts/export.py wrote") from error
 
 
 def load_model(step_dir: Path, args: LlamaArgs) -> LlamaModel:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lr.models.layers import LowRankLinear
+from torchtitan_lr.models.marks import keep
 from torchtitan_lr.parallel.collectives import (
     TOKENS,
     Ranks,
@@ -73,8 +74,8 @@ class BTPDownEdge(nn.Module):
 
     def _reduce(self, h: Tensor) -> Tensor:
         if self.exchange.sequence:
-            return scatter_sum(h, self.ranks, TOKENS)
-        return reduce_over_ranks(h, self.ranks)
+            return keep(scatter_sum(h, self.ranks, TOKENS))
+        return keep(reduce_over_ranks(h, self.ranks))
 
 
 class BTPUpEdge(nn.Module):
@@ -109,5 +110,5 @@ class BTPUpEdge(nn.Module):
 
     def _share(self, latent: Tensor) -> Tensor:
         if self.sequence:
-            return gather_partial(latent, self.ranks, TOKENS)
+            return keep(gather_partial(latent, self.ranks, TOKENS))
         return copy_to_ranks(latent, self.ranks)

@@ -13,10 +13,8 @@ replicas.
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -51,7 +49,9 @@ def apply_data_parallel(
             offload["offload_policy"] = CPUOffloadPolicy()
         shard = partial(fully_shard, mesh=mesh, mp_policy=policy, **offload)
         reshard = reshard_after_forward(job_config, parallel_dims.pp_enabled)
-        _apply_by_block(model, partial(shard, reshard_after_forward=reshard), _last_unit(job_config, shard))
+        _apply_by_block(
+            model, partial(shard, reshard_after_forward=reshard), _last_unit(job_config, shard)
+        )
         logger.info("Applied %s to the model", "HSDP" if len(names) == 2 else "FSDP")
     elif parallel_dims.dp_replicate_enabled or needs_precision_wrapper(parallel_dims, job_config):
         mesh = (
@@ -119,25 +119,24 @@ def fsdp_modules(model_parts: Iterable[nn.Module]) -> list[FSDPModule]:
     return [m for part in model_parts for m in part.modules() if isinstance(m, FSDPModule)]
 
 
-def _last_unit(job_config: JobConfig, shard: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+def _last_unit(job_config: JobConfig, shard: Callable[..., object]) -> Callable[..., object]:
     # Backward needs the head first: resharding it after forward would only gather it again.
     always = job_config.parallelism.fsdp_reshard_after_forward == "always"
     return partial(shard, reshard_after_forward=always)
 
 
 def _apply_by_block(
-    model: nn.Module, wrap: Callable[..., nn.Module], wrap_last: Callable[..., nn.Module]
+    model: nn.Module, wrap: Callable[..., object], wrap_last: Callable[..., object]
 ) -> None:
-    """Wrap embedding, each block, norm with head, and the root, in this order."""
+    """Wrap embedding, each block, the head, and the root, which keeps the final norm.
+
+    The norm is no unit with the head, as upstream has it: a head that does not call it as a module
+    (a tensor-parallel one) would leave the unit's forward unfinished and its weights stale.
+    """
     if model.tok_embeddings is not None:
         wrap(model.tok_embeddings)
     for block in model.get_submodule("layers").children():
         wrap(block)
-    if model.norm is not None and model.output is not None:
-        wrap_last([model.norm, model.output])
+    if model.output is not None:
+        wrap_last(model.output)
     wrap(model)
-
-
-def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
-    """Return the mesh a parameter is distributed over, None for a plain tensor."""
-    return getattr(parameter, "device_mesh", None)

@@ -138,7 +138,9 @@ class ScatterHead(VocabParallelHead):
         if norm is None:
             raise RuntimeError("tp_head = 'scatter' needs the final norm beside the output")
         dim, eps = norm.normalized_shape[0], norm.eps or 0.0
-        logits = _ScatterHead.apply(x, local(norm.weight), local(output.weight), dim, eps, self.ranks)
+        logits = _ScatterHead.apply(
+            x, local(norm.weight), local(output.weight), dim, eps, self.ranks
+        )
         return self.finish(logits)
 
 

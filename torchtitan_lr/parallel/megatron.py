@@ -35,9 +35,7 @@ class ColumnEdge(nn.Module):
         super().__init__()
         self.ranks, self.sequence = ranks, sequence
 
-    def forward(
-        self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm
-    ) -> list[Tensor]:
+    def forward(self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm) -> list[Tensor]:
         """Apply the group.
 
         Args:

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_lr.models.marks import keep
 from torchtitan_lr.parallel.collectives import (
     TOKENS,
     Ranks,
@@ -80,8 +81,8 @@ class _OnlineDown(torch.autograd.Function):
             products[0] = products[0][..., :width]
         else:
             statistic = wait(started)
-        rstd = torch.rsqrt(statistic / norm.dim + norm.eps)
-        ys = tuple((h * rstd.unsqueeze(-1)).to(x.dtype) for h in products)
+        rstd = keep(torch.rsqrt(statistic / norm.dim + norm.eps))
+        ys = tuple(keep((h * rstd.unsqueeze(-1)).to(x.dtype)) for h in products)
         ctx.save_for_backward(x, gamma, rstd, *ys, *weights)
         ctx.norm, ctx.n_payloads = norm, len(ys)
         return ys
@@ -113,11 +114,9 @@ class _SyncNorm(torch.autograd.Function):
     """Forward all-reduce of the statistic, backward all-reduce of its gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks) -> Tensor:
         statistic = wait(start_all_reduce(sum_of_squares(x), ranks))
-        rstd = torch.rsqrt(statistic / dim + eps).unsqueeze(-1)
+        rstd = keep(torch.rsqrt(statistic / dim + eps)).unsqueeze(-1)
         ctx.save_for_backward(x, gamma, rstd)
         ctx.dim, ctx.ranks = dim, ranks
         return (x * rstd * gamma).to(x.dtype)

@@ -1,6 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The one place that orders what is done to a model before it trains."""
 
+from typing import cast
+
 import torch
 from torch import nn
 from torchtitan.config import JobConfig
@@ -40,5 +42,6 @@ def apply_compile(model: nn.Module, backend: str) -> None:
     """
     layers = model.get_submodule("layers")
     for name, block in layers.named_children():
-        layers.register_module(name, torch.compile(block, backend=backend, fullgraph=True))
+        compiled = torch.compile(block, backend=backend, fullgraph=True)
+        layers.register_module(name, cast(nn.Module, compiled))
     logger.info("Compiling each decoder block with torch.compile")

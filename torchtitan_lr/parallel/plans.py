@@ -83,7 +83,7 @@ def build_tp_plan(model: nn.Module, settings: TPSettings) -> Plan:
         "vanilla_replicated": vanilla_plan,
         "megatron": megatron_plan,
     }
-    mixes = any(getattr(block, "carries_latents", False) for block in model.layers.values())  # type: ignore[operator, union-attr]
+    mixes = any(getattr(block, "carries_latents", False) for block in model.layers.values())  # type: ignore[operator]
     plan = builders[settings.plan](mixes, settings)
     stage = {name for name, child in model.named_children() if child is not None}
     return {name: style for name, style in plan.items() if name.split(".")[0] in stage}
@@ -139,9 +139,7 @@ def vanilla_plan(mixes: bool, settings: TPSettings) -> Plan:
             mix=_on_ranks(ShardedMixEdge, True) if mixes else None,
         )
     )
-    head = partial(
-        VocabParallelHead, stream="replicated", loss_parallel=settings.loss_parallel
-    )
+    head = partial(VocabParallelHead, stream="replicated", loss_parallel=settings.loss_parallel)
     plan.update(_ends(_on_ranks(GatheredEmbedEdge), head, Replicate()))
     return plan
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lr.models.layers import LowRankLinear
+from torchtitan_lr.models.marks import keep
 from torchtitan_lr.parallel.collectives import (
     FEATURES,
     Ranks,
@@ -58,8 +59,8 @@ class VanillaDownEdge(nn.Module):
         weights = [local(linear.A.weight) for linear in linears]
         x = x if norm is None else replicated_norm(x, norm)
         if not self.grouped:
-            return [F.linear(self._share(x), weight) for weight in weights]
-        latents = concatenated_linear(self._share(x), weights)
+            return [keep(F.linear(self._share(x), weight)) for weight in weights]
+        latents = keep(concatenated_linear(self._share(x), weights))
         return list(latents.split([weight.shape[0] for weight in weights], dim=-1))
 
     def _share(self, x: Tensor) -> Tensor:

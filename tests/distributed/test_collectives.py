@@ -1,0 +1,109 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Every collective is the derivative-true form of what all ranks compute together."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.pool import RankPool
+from tests.distributed.tp_cases import tp_mesh
+from torchtitan_lr.parallel import collectives
+from torchtitan_lr.parallel.collectives import Ranks
+
+SHAPE = (4, 8, 4)
+
+# Whether x is the same on every rank, and what all ranks' outputs are, given all ranks' inputs.
+MEANING: dict[str, tuple[bool, Callable[[list[Tensor], int], list[Tensor]]]] = {
+    "copy_to_ranks": (True, lambda xs, dim: xs),
+    "reduce_over_ranks": (False, lambda xs, dim: [sum(xs)]),  # type: ignore[list-item]
+    "gather_partial": (False, lambda xs, dim: [torch.cat(xs, dim)] * len(xs)),
+    "gather_replicated": (False, lambda xs, dim: [torch.cat(xs, dim)]),
+    "scatter_sum": (False, lambda xs, dim: list(sum(xs).chunk(len(xs), dim))),  # type: ignore
+    "split_replicated": (
+        True,
+        lambda xs, dim: [x.chunk(len(xs), dim)[rank] for rank, x in enumerate(xs)],
+    ),
+}
+
+
+def draws(n: int, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> list[Tensor]:
+    """Small integers: sums of them are exact in every dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(-4, 5, shape, generator=generator).to(dtype) for _ in range(n)]
+
+
+def derivative_error(name: str, meant: str, dim: int, size: int, dtype: torch.dtype) -> float:
+    """Run collective `name` and differentiate what `meant` means on one process; on a rank.
+
+    The outputs of `meant` are one tensor that all ranks hold (counted once) or one a rank.
+    """
+    ranks = Ranks.of(tp_mesh(size))
+    replicated, outputs_of = MEANING[meant]
+    xs = draws(size, SHAPE, 0, dtype)
+    xs = [x.clone().requires_grad_() for x in ([xs[0]] * size if replicated else xs)]
+    outputs = outputs_of(xs, dim)
+    weights = draws(len(outputs), tuple(outputs[0].shape), 1, dtype)
+    expected = torch.autograd.grad(
+        sum((out * w).sum() for out, w in zip(outputs, weights, strict=True)), xs
+    )
+    gradient = sum(expected) if replicated else expected[ranks.rank]
+
+    function = getattr(collectives, name)
+    if name not in ("copy_to_ranks", "reduce_over_ranks"):
+        function = partial(function, dim=dim)
+    # A transposed input: nothing may rely on contiguity.
+    x = xs[ranks.rank].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    y = function(x, ranks)
+    index = ranks.rank if len(outputs) > 1 else 0
+    if not torch.equal(y, outputs[index]):
+        return float("inf")
+    y.backward(weights[index])
+    return (x.grad - gradient).abs().max().item()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", MEANING)
+def test_forward_and_backward(name: str, four_ranks: RankPool) -> None:
+    errors = []
+    for dim, size, dtype in ((0, 4, torch.float64), (1, 4, torch.bfloat16), (-1, 2, torch.float32)):
+        errors += four_ranks.run(derivative_error, name, name, dim, size, dtype)
+    assert len(errors) == 12
+    assert max(errors) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("gather_replicated", "gather_partial"), ("gather_partial", "gather_replicated")],
+)
+def test_a_wrong_backward_is_noticed(name: str, meant: str, four_ranks: RankPool) -> None:
+    errors = four_ranks.run(derivative_error, name, meant, -1, 4, torch.float64)
+    assert min(errors) > 0.5
+
+
+def traced_error() -> float:
+    """Every collective in one compiled graph against eager, on a rank."""
+    ranks = Ranks.of(tp_mesh(4))
+
+    def chain(x: Tensor) -> Tensor:
+        y = collectives.copy_to_ranks(x, ranks) * (ranks.rank + 1)
+        y = collectives.reduce_over_ranks(y, ranks)
+        y = collectives.scatter_sum(y, ranks, 1)
+        y = collectives.gather_partial(y.sin(), ranks, 1)
+        y = collectives.split_replicated(y, ranks, -1)
+        return collectives.gather_replicated(y, ranks, -1)
+
+    (x,) = draws(1, SHAPE, 0, torch.float64)
+    results = []
+    torch._dynamo.reset()
+    for function in (chain, torch.compile(chain, backend="aot_eager", fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        out = function(leaf)
+        out.square().sum().backward()
+        results.append((out.detach(), leaf.grad))
+    return max((a - b).abs().max().item() for a, b in zip(*results, strict=True))  # type: ignore
+
+
+def test_one_graph(four_ranks: RankPool) -> None:
+    assert max(four_ranks.run(traced_error)) < 1e-12

@@ -1,0 +1,41 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A non-finite loss stops the run, naming step, rank and checkpoint, unless it may be skipped."""
+
+import pytest
+
+from tests.distributed.pool import RankPool
+from tests.distributed.training import train
+
+FSDP4 = ["--training.local_batch_size=2", "--checkpoint.enable", "--checkpoint.interval=2"]
+
+
+def test_nan_loss_stops_with_step_rank_and_checkpoint(four_ranks: RankPool) -> None:
+    with pytest.raises(
+        RuntimeError,
+        match=r"NonFiniteError: step 3: loss of rank 1 is not finite; "
+        r"last good checkpoint: .*/checkpoint/step-2",
+    ):
+        four_ranks.run(train, FSDP4, "nan@3")
+
+
+def test_nan_gradient_stops_and_names_the_parameter(four_ranks: RankPool) -> None:
+    options = [*FSDP4, "--optimizer.lr=1e30", "--lr_scheduler.warmup_steps=0"]
+    with pytest.raises(RuntimeError, match=r"NonFiniteError: step 2: gradient norm is nan \(rank \d: [\w.]+\)"):
+        four_ranks.run(train, options)
+
+
+def test_a_step_may_be_skipped(four_ranks: RankPool) -> None:
+    runs = four_ranks.run(train, [*FSDP4, "--training.max_skipped_steps=1"], "nan@3")
+    plain = four_ranks.run(train, FSDP4)[0]
+    assert [run["skipped_steps"] for run in runs] == [1, 1, 1, 1]
+    assert [run["step"] for run in runs] == [5, 5, 5, 5]
+    # Steps 1-3 see the same weights; the step that was left out changes those after it.
+    assert runs[0]["losses"][:2] == plain["losses"][:2]
+    assert runs[0]["losses"][2] is None
+    assert runs[0]["losses"][3] != plain["losses"][3]
+
+
+def test_more_bad_steps_than_allowed_stop(four_ranks: RankPool) -> None:
+    options = [*FSDP4, "--training.max_skipped_steps=1", "--optimizer.lr=1e30"]
+    with pytest.raises(RuntimeError, match="NonFiniteError: step 3"):
+        four_ranks.run(train, [*options, "--lr_scheduler.warmup_steps=0"])

@@ -1,0 +1,191 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What the ledger counts on four ranks is what the formulas say, row by row."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from tests.distributed.pool import RankPool
+from tests.distributed.tp_cases import (
+    BATCH,
+    TOKENS,
+    Case,
+    build_model,
+    compile_blocks,
+    fully_shard_blocks,
+    model_args,
+    shard_model,
+    tp_mesh,
+)
+from torchtitan_lr.analysis.communication import Traffic, model_traffic
+from torchtitan_lr.analysis.data_parallel import DataParallel, data_parallel_traffic
+from torchtitan_lr.comm.comparison import compare, differences
+from torchtitan_lr.comm.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.loss import cross_entropy_sum
+from torchtitan_lr.parallel.low_rank_checkpoint import apply_low_rank_checkpoint
+from torchtitan_lr.parallel.tensor_parallel import TPSettings
+
+N = BATCH * TOKENS
+
+
+def build(case: Case, *changes: str) -> Any:
+    """Build this rank's model with tensor parallelism and, in this order, some changes."""
+
+    def prepare(model: Any) -> None:
+        shard_model(case)(model)
+        for change in changes:
+            if change.startswith("low_rank"):
+                apply_low_rank_checkpoint(model, save_attention="attention" in change)
+            elif change == "compile":
+                compile_blocks(model, case)
+            elif change == "fsdp":
+                fully_shard_blocks(model, case)
+
+    return build_model(case, prepare)
+
+
+def measure(case: Case, *changes: str) -> list[dict[str, Any]]:
+    """Run forward and backward once on this rank under the ledger; call it on all four."""
+    model = build(case, *changes)
+    if "warm" in changes:
+        run(model)
+    meshes = {"tp": tp_mesh(case.degree)}
+    if case.degree < 4:
+        meshes["fsdp"] = tp_mesh(case.degree)._get_root_mesh()["dp"]
+    ledger = CommLedger([model], mesh_dims_of(meshes))
+    with ledger:
+        run(model)
+    return ledger.rows(split_recompute="split" in changes)
+
+
+def run(model: Any) -> None:
+    """Go forward and backward once."""
+    generator = torch.Generator().manual_seed(3)
+    size = (BATCH, TOKENS)
+    tokens, labels = torch.randint(model.model_args.vocab_size, (2, *size), generator=generator)
+    logits = model(tokens)
+    with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
+        cross_entropy_sum(logits, labels).backward()
+
+
+def expected(case: Case) -> list[Traffic]:
+    settings = case.settings
+    if settings.plan == "auto":
+        settings = replace(settings, plan="megatron" if case.family == "full" else "btp")
+    return model_traffic(model_args(case), settings, case.degree, N)
+
+
+def disagreements(rows: list[dict[str, Any]], traffic: list[Traffic], case: Case) -> list[Any]:
+    name = str(case.dtype).removeprefix("torch.")
+    wide = "float64" if case.dtype == torch.float64 else "float32"
+    roles = dict.fromkeys(("activation", "parameter", "gradient"), name)
+    table = compare(rows, traffic, roles | {"statistic": wide, "loss": wide})
+    assert any(row["calls"] for row in table)
+    return list(differences(table))
+
+
+BTP = [
+    TPSettings("btp", grouping, norm, stat, comm, head)
+    for grouping in (True, False)
+    for norm, stat in (("online", "async"), ("online", "column"), ("sync", "async"))
+    for comm in ("all_reduce", "sequence")
+    for head in ("plain", "scatter")
+]
+CASES = [
+    *[Case("cola", settings) for settings in BTP],
+    *[
+        Case(family, TPSettings(plan, grouping), gqa=gqa)
+        for plan in ("vanilla", "vanilla_replicated")
+        for grouping in (True, False)
+        for family, gqa in (("cola", False), ("svd", True))
+    ],
+    *[Case("full", TPSettings("megatron", comm=comm)) for comm in ("all_reduce", "sequence")],
+    *[
+        Case("lax", TPSettings(plan, comm=comm), gate="scalar", gqa=False)
+        for plan, comm in (("btp", "all_reduce"), ("btp", "sequence"), ("vanilla", "all_reduce"))
+    ],
+    Case("cola", TPSettings("btp", loss_parallel=False)),
+    Case("cola", TPSettings("btp"), degree=2),
+    Case("cola", TPSettings("btp"), dtype=torch.bfloat16),
+]
+
+
+def measure_all(cases: list[Case]) -> list[list[dict[str, Any]]]:
+    return [measure(case) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def measured(four_ranks: RankPool) -> dict[Case, list[list[dict[str, Any]]]]:
+    ranks = four_ranks.run(measure_all, CASES)
+    return {case: [rank[i] for rank in ranks] for i, case in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ledger_equals_formula(case: Case, measured: dict[Case, Any]) -> None:
+    first = measured[case][0]
+    assert disagreements(first, expected(case), case) == []
+    assert all(rank == first for rank in measured[case])
+
+
+def test_another_formula_is_noticed(measured: dict[Case, Any]) -> None:
+    case = Case("cola", BTP[0])
+    wrong = replace(case, settings=replace(case.settings, grouping=False))
+    rows = disagreements(measured[case][0], expected(wrong), case)
+    assert {row["scope"] for row in rows} == {"block 0", "block 1"}
+
+
+def measure_with_one_more_call(case: Case) -> list[dict[str, Any]]:
+    """As `measure`, with an all-reduce too many in every down edge."""
+    from torchtitan_lr.parallel import btp
+    from torchtitan_lr.parallel.collectives import Ranks
+
+    original = btp.reduce_over_ranks
+
+    def twice(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        return original(original(x, ranks) / ranks.size, ranks)
+
+    with patch.object(btp, "reduce_over_ranks", twice):
+        return measure(case)
+
+
+def test_one_call_more_is_noticed(four_ranks: RankPool) -> None:
+    case = Case("cola", TPSettings("btp"))
+    rows = four_ranks.run(measure_with_one_more_call, case)[0]
+    wrong = disagreements(rows, expected(case), case)
+    assert [(row["scope"], row["calls"] - row["expected_calls"]) for row in wrong] == [
+        ("block 0", 2),
+        ("block 1", 2),
+    ]
+
+
+@pytest.mark.parametrize("first", ["compile", "warm"])
+def test_compiled_blocks_are_counted(first: str, four_ranks: RankPool) -> None:
+    """Whether the ledger sees their compilation or a later call."""
+    case = Case("cola", TPSettings("btp"), dtype=torch.float32)
+    changes = ("compile",) if first == "compile" else ("compile", "warm")
+    rows = four_ranks.run(measure, case, *changes)[0]
+    assert disagreements(rows, expected(case), case) == []
+
+
+def fsdp_traffic(case: Case) -> list[Traffic]:
+    layout = DataParallel(replicate=1, shard=2)
+    args = model_args(case)
+    rows = data_parallel_traffic(args, case.settings, case.degree, layout)
+    # This harness lets FSDP choose for the last unit too.
+    head = next(r for r in rows if (r.scope, r.pass_) == ("head", "forward"))
+    return [*rows, replace(head, pass_="backward")]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("plan", ["btp", "vanilla"])
+def test_fsdp_belongs_to_its_parameters(plan: str, compiled: bool, four_ranks: RankPool) -> None:
+    case = Case("cola", TPSettings(plan), degree=2, dtype=torch.float32)
+    changes = ("compile", "fsdp") if compiled else ("fsdp",)
+    rows = four_ranks.run(measure, case, *changes)[0]
+    assert disagreements(rows, expected(case) + fsdp_traffic(case), case) == []

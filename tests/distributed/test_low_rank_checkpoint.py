@@ -1,0 +1,123 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Low-rank checkpointing under tensor parallelism: exact, and silent under BTP."""
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.pool import RankPool
+from tests.distributed.test_ledger import build, measure, run
+from tests.distributed.tp_cases import Case
+from torchtitan_lr.parallel.tensor_parallel import TPSettings
+
+BTP = [
+    TPSettings("btp", grouping, norm, stat, comm)
+    for grouping in (True, False)
+    for norm, stat in (("online", "async"), ("online", "column"), ("sync", "async"))
+    for comm in ("all_reduce", "sequence")
+]
+BTP_CASES = [
+    *[Case("cola", settings) for settings in BTP],
+    Case("svd", TPSettings("btp")),
+    Case("lax", TPSettings("btp"), gate="scalar"),
+    Case("lax", TPSettings("btp", comm="sequence"), gate="scalar"),
+]
+VANILLA = [Case("cola", TPSettings(plan)) for plan in ("vanilla", "vanilla_replicated")]
+
+
+def gradients(case: Case, *changes: str) -> dict[str, torch.Tensor]:
+    """This rank's parts of all gradients."""
+    model = build(case, *changes)
+    run(model)
+    parts = {}
+    for name, parameter in model.named_parameters():
+        clean = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+        gradient = parameter.grad
+        parts[clean] = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return parts
+
+
+def differences(cases: list[Case], *options: str) -> list[float]:
+    """The largest relative difference to a run that keeps everything, for each case and form."""
+    found = []
+    for case in cases:
+        plain = gradients(case, *[option for option in options if option != "compile"])
+        for form in ("low_rank", "low_rank_attention"):
+            checkpointed = gradients(case, form, *options)
+            assert checkpointed.keys() == plain.keys()
+            pairs = [(checkpointed[name], part) for name, part in plain.items()]
+            found.append(max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs))
+    return found
+
+
+def test_gradients_are_the_same(four_ranks: RankPool) -> None:
+    cases = [*BTP_CASES, *VANILLA]
+    for rank in four_ranks.run(differences, cases):
+        assert rank == [0.0] * (2 * len(cases))
+
+
+@pytest.mark.parametrize("options", [("compile",), ("fsdp",), ("compile", "fsdp")])
+def test_gradients_are_the_same_compiled_and_sharded(
+    options: tuple[str, ...], four_ranks: RankPool
+) -> None:
+    case = Case("cola", TPSettings("btp"), degree=2, dtype=torch.float32)
+    for rank in four_ranks.run(differences, [case], *options):
+        assert max(rank) < 1e-5
+
+
+def measure_pairs(cases: list[Case]) -> list[Any]:
+    return [
+        [measure(case, *changes) for changes in ((), ("low_rank",), ("low_rank_attention",))]
+        for case in cases
+    ]
+
+
+def test_btp_communicates_nothing_more(four_ranks: RankPool) -> None:
+    for without, *checkpointed in four_ranks.run(measure_pairs, BTP_CASES)[0]:
+        assert without
+        assert all(rows == without for rows in checkpointed)
+
+
+@pytest.mark.parametrize("plan", ["all_reduce", "sequence"])
+@pytest.mark.parametrize("change", ["low_rank", "low_rank_attention"])
+def test_btp_communicates_nothing_more_compiled(
+    plan: str, change: str, four_ranks: RankPool
+) -> None:
+    case = Case("cola", TPSettings("btp", comm=plan), dtype=torch.float32)
+    without = four_ranks.run(measure, case, "compile")[0]
+    assert four_ranks.run(measure, case, change, "compile")[0] == without
+
+
+def test_vanilla_repeats_its_collectives(four_ranks: RankPool) -> None:
+    """The negative control: there the tensors behind the collectives are d- or f-wide."""
+    for case in VANILLA:
+        rows = four_ranks.run(measure, case, "low_rank", "split")[0]
+        repeated = [row for row in rows if row["recompute"]]
+        # All but the last of the block, whose result is the next block's input.
+        calls = 7 if case.settings.plan == "vanilla" else 6
+        assert [sum(r["calls"] for r in repeated if r["scope"] == "block 1")] == [calls]
+        assert {row["pass"] for row in repeated} == {"backward"}
+        without = four_ranks.run(measure, case)[0]
+        assert [r for r in rows if not r["recompute"]] == [
+            r | {"recompute": False} for r in without
+        ]
+
+
+def measure_unmarked(case: Case) -> list[dict[str, Any]]:
+    """As `measure`, when the norm's statistic is not marked."""
+    from torchtitan_lr.parallel import online_norm
+
+    def forget(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    with patch.object(online_norm, "keep", forget):
+        return measure(case, "low_rank")
+
+
+def test_a_forgotten_mark_is_noticed(four_ranks: RankPool) -> None:
+    case = Case("cola", replace(BTP[0]))
+    assert four_ranks.run(measure_unmarked, case)[0] != four_ranks.run(measure, case)[0]

@@ -1,0 +1,33 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Megatron's two forms of the full-rank model equal one process."""
+
+import pytest
+
+from tests.distributed.pool import RankPool
+from tests.distributed.test_btp_parity import worst, wrapped_parity
+from tests.distributed.tp_cases import TOLERANCE, Case, faulty_parity, parity
+from tests.distributed.tp_matrix import all_cases
+from torchtitan_lr.parallel.tensor_parallel import TPSettings
+
+MATRIX = [case for case in all_cases() if case.settings.plan == "megatron"]
+SEQUENCE = Case("full", TPSettings("megatron", comm="sequence"))
+
+
+def test_the_matrix_is_run_whole() -> None:
+    assert len(MATRIX) == len(set(MATRIX)) == 16
+
+
+@pytest.mark.parametrize("case", MATRIX, ids=str)
+def test_parity(case: Case, four_ranks: RankPool) -> None:
+    assert worst(four_ranks.run(parity, case)) <= TOLERANCE[case.dtype]
+
+
+def test_compiled_parity(four_ranks: RankPool) -> None:
+    errors = four_ranks.run(wrapped_parity, SEQUENCE, ["compile_blocks"], "aot_eager")
+    assert worst(errors) <= TOLERANCE[SEQUENCE.dtype]
+
+
+def test_a_norm_gradient_of_one_token_shard_is_noticed(four_ranks: RankPool) -> None:
+    errors = four_ranks.run(faulty_parity, SEQUENCE, "own_tokens_norm_gradient")
+    assert max(error["dx"] for error in errors) <= 1e-12
+    assert max(error["layers.0.attention_norm.weight"] for error in errors) > 0.1

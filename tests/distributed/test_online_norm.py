@@ -1,0 +1,233 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The norms of a feature-sharded stream against RMSNorm on one process."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed.pool import RankPool
+from tests.distributed.tp_cases import relative, tp_mesh
+from torchtitan_lr.parallel.collectives import (
+    FEATURES,
+    TOKENS,
+    Ranks,
+    gather_replicated,
+    reduce_over_ranks,
+    split_replicated,
+)
+from torchtitan_lr.parallel.online_norm import OnlineNorm, online_down, sync_norm
+
+BATCH, SEQUENCE, DIM = 2, 4, 16
+RANKS_OF_LATENTS = (3, 5)
+
+FORMS = [
+    (grouped, column, sequence)
+    for grouped in (True, False)
+    for column in (True, False)
+    for sequence in (True, False)
+]
+
+
+def inputs(kind: str, dim: int = DIM) -> tuple[Tensor, Tensor, list[Tensor], float]:
+    """The whole x, γ and A's, equal on every rank, and ε."""
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    x, gamma, eps = draw(BATCH, SEQUENCE, dim), 1 + 0.5 * draw(dim), 1e-6
+    if kind == "tiny":
+        x, eps = 1e-4 * x, 1e-2
+    if kind == "unequal":
+        x = x * torch.logspace(-3, 3, 4, dtype=x.dtype).repeat_interleave(dim // 4)
+    if kind == "zero":
+        x[0, 1:3] = 0.0
+    return x, gamma, [draw(r, dim) for r in RANKS_OF_LATENTS], eps
+
+
+def shard(x: Tensor, ranks: Ranks) -> Tensor:
+    """Slice the last dimension so that every rank's leaf gets the whole gradient."""
+    return split_replicated(x, ranks, FEATURES)
+
+
+def online(
+    x: Tensor, gamma: Tensor, weights: list[Tensor], eps: float, ranks: Ranks, form: Any
+) -> list[Tensor]:
+    """Whole tensors in, whole latents out, through `online_down` on shards."""
+    norm = OnlineNorm(ranks, x.shape[-1], eps, *form)
+    shards = [shard(weight, ranks) for weight in weights]
+    latents = online_down(shard(x, ranks), shard(gamma, ranks), shards, norm)
+    if norm.sequence:
+        latents = [gather_replicated(latent, ranks, TOKENS) for latent in latents]
+    return latents
+
+
+def sync(x: Tensor, gamma: Tensor, weights: list[Tensor], eps: float, ranks: Ranks) -> list[Tensor]:
+    """The same through `sync_norm`."""
+    normed = sync_norm(shard(x, ranks), shard(gamma, ranks), x.shape[-1], eps, ranks)
+    return [reduce_over_ranks(F.linear(normed, shard(w, ranks)), ranks) for w in weights]
+
+
+def plain(x: Tensor, gamma: Tensor, weights: list[Tensor], eps: float) -> list[Tensor]:
+    normed = F.rms_norm(x, (x.shape[-1],), gamma, eps)
+    return [F.linear(normed, weight) for weight in weights]
+
+
+def leaves(
+    kind: str, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, list[Tensor], float]:
+    x, gamma, weights, eps = inputs(kind)
+    x, gamma, *weights = (t.to(dtype).requires_grad_() for t in (x, gamma, *weights))
+    return x, gamma, weights, eps
+
+
+def errors_against_plain(kind: str, form: Any) -> list[float]:
+    """Relative errors of latents and gradients, `form` None for the sync norm; on a rank."""
+    ranks = Ranks.of(tp_mesh(4))
+    runs = []
+    for distributed in (False, True):
+        x, gamma, weights, eps = leaves(kind)
+        if not distributed:
+            out = plain(x, gamma, weights, eps)
+        elif form is None:
+            out = sync(x, gamma, weights, eps, ranks)
+        else:
+            out = online(x, gamma, weights, eps, ranks, form)
+        sum(y.sin().sum() for y in out).backward()  # type: ignore[union-attr]
+        runs.append([*out, x.grad, gamma.grad, *(w.grad for w in weights)])
+    return [relative(b, a) for a, b in zip(*runs, strict=True)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["plain", "tiny", "unequal", "zero"])
+def test_every_form_equals_rms_norm(kind: str, four_ranks: RankPool) -> None:
+    for form in [*FORMS, None]:
+        for errors in four_ranks.run(errors_against_plain, kind, form):
+            assert len(errors) == 6
+            assert max(errors) < 1e-12, form
+
+
+def check_gradients(size: int, form: Any) -> bool:
+    """`gradcheck` with whole tensors, every rank perturbing the same number; on a rank."""
+    ranks = Ranks.of(tp_mesh(size))
+
+    def function(x: Tensor, gamma: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        if form is None:
+            return tuple(sync(x, gamma, list(weights), 1e-2, ranks))
+        return tuple(online(x, gamma, list(weights), 1e-2, ranks, form))
+
+    x, gamma, weights, _ = inputs("plain", dim=8)
+    arguments = [t.requires_grad_() for t in (x[:1], gamma, *(w[:2] for w in weights))]
+    return torch.autograd.gradcheck(function, arguments)
+
+
+@pytest.mark.parametrize("form", [(True, False, False), (False, True, True), None])
+def test_gradcheck(form: Any, one_rank: RankPool, four_ranks: RankPool) -> None:
+    assert all(one_rank.run(check_gradients, 1, form))
+    assert all(four_ranks.run(check_gradients, 4, form))
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Lists the collectives that start, with the elements of their input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if "_c10d_functional" in name and "wait" not in name:
+            self.calls.append((name.split(".")[1], args[0].numel()))
+        return func(*args, **(kwargs or {}))
+
+
+def count(form: Any) -> tuple[list[tuple[str, int]], list[tuple[str, int]], list[tuple[int, ...]]]:
+    """Collectives forward, collectives backward, shapes kept in between; on a rank."""
+    ranks = Ranks.of(tp_mesh(4))
+    x, gamma, weights, eps = inputs("plain")
+    x, gamma, *weights = (
+        t.chunk(4, -1)[ranks.rank].clone().requires_grad_() for t in (x, gamma, *weights)
+    )
+    kept: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        CollectiveCounter() as forward,
+    ):
+        latents = online_down(x, gamma, weights, OnlineNorm(ranks, DIM, eps, *form))
+    with CollectiveCounter() as backward:
+        torch.autograd.backward(latents, [torch.ones_like(y) for y in latents])
+    return forward.calls, backward.calls, kept
+
+
+def test_what_travels_and_what_is_kept(four_ranks: RankPool) -> None:
+    tokens, latents = BATCH * SEQUENCE, sum(RANKS_OF_LATENTS)
+    shapes = [(BATCH, SEQUENCE, DIM // 4), (DIM // 4,), (BATCH, SEQUENCE)]
+    weights = [(r, DIM // 4) for r in RANKS_OF_LATENTS]
+
+    forward, backward, kept = four_ranks.run(count, (True, False, False))[0]
+    assert forward == [("all_reduce", tokens), ("all_reduce", tokens * latents)]
+    assert backward == []  # the statistic needs none
+    assert kept == [*shapes, (BATCH, SEQUENCE, latents), *weights]
+
+    forward, backward, kept = four_ranks.run(count, (False, True, False))[0]
+    # The first payload takes the column: 3 + 1, padded to a multiple of 8.
+    assert forward == [("all_reduce", tokens * 8), ("all_reduce", tokens * 5)]
+    assert backward == []
+    assert kept == [*shapes, *((BATCH, SEQUENCE, r) for r in RANKS_OF_LATENTS), *weights]
+
+    forward, backward, _ = four_ranks.run(count, (True, False, True))[0]
+    names = [("reduce_scatter_tensor", tokens), ("reduce_scatter_tensor", tokens * latents)]
+    assert forward == names
+    shard_tokens = tokens // 4
+    assert [elements for _, elements in backward] == [shard_tokens, shard_tokens * latents]
+    assert {name for name, _ in backward} == {"all_gather_into_tensor"}
+
+
+def bf16_errors() -> dict[str, float]:
+    """Relative rms error of bf16 latents against fp64; on a rank."""
+    ranks = Ranks.of(tp_mesh(4))
+    generator = torch.Generator().manual_seed(7)
+    dim, rank = 512, 64
+    x = torch.randn(4, 32, dim, generator=generator).bfloat16()
+    gamma = (1 + 0.1 * torch.randn(dim, generator=generator)).bfloat16()
+    weights = [torch.randn(rank, dim, generator=generator).bfloat16() for _ in range(3)]
+    double = [t.double() for t in weights]
+    exact = torch.stack(plain(x.double(), gamma.double(), double, 1e-6))
+    runs = {
+        "async": online(x, gamma, weights, 1e-6, ranks, (True, False, False)),
+        "column": online(x, gamma, weights, 1e-6, ranks, (True, True, False)),
+        "sync": sync(x, gamma, weights, 1e-6, ranks),
+    }
+    return {
+        name: ((torch.stack(out).double() - exact).norm() / exact.norm()).item()
+        for name, out in runs.items()
+    }
+
+
+def test_bf16_is_as_accurate_as_the_sync_norm(four_ranks: RankPool) -> None:
+    errors = four_ranks.run(bf16_errors)[0]
+    assert 1e-4 < errors["sync"] < 1e-2
+    assert errors["async"] <= 1.25 * errors["sync"]
+    assert errors["column"] <= 2 * errors["sync"]  # its statistic is rounded to bf16
+
+
+def local_statistic_error(kind: str) -> float:
+    """Error of normalizing every shard by its own rms; on a rank."""
+    ranks = Ranks.of(tp_mesh(4))
+    x, gamma, weights, eps = leaves(kind)
+    normed = F.rms_norm(shard(x, ranks), (DIM // 4,), shard(gamma, ranks), eps)
+    wrong = reduce_over_ranks(F.linear(normed, shard(weights[0], ranks)), ranks)
+    return relative(wrong, plain(x, gamma, weights, eps)[0])
+
+
+def test_a_local_statistic_is_noticed(four_ranks: RankPool) -> None:
+    assert min(four_ranks.run(local_statistic_error, "plain")) > 1e-2
+    assert min(four_ranks.run(local_statistic_error, "unequal")) > 1e-1

@@ -1,0 +1,104 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""An interrupted run goes on as if nothing had happened, at any data-parallel size."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import RankPool
+from tests.distributed.training import largest_difference, train
+
+OPTIONS = [
+    "--model.name=llama_lax",
+    "--training.steps=6",
+    "--checkpoint.enable",
+    "--checkpoint.interval=2",
+    "--validation.enable",
+    "--validation.steps=1",
+    "--validation.seq_len=32",
+    "--validation.freq=100",
+]
+FSDP4 = [*OPTIONS, "--training.local_batch_size=2"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(four_ranks: RankPool) -> dict[str, Any]:
+    return four_ranks.run(train, FSDP4)[0]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_signal_saves_and_the_run_resumes_exactly(
+    mode: str, four_ranks: RankPool, undisturbed: dict[str, Any]
+) -> None:
+    options = [*FSDP4, f"--checkpoint.async_mode={mode}"]
+    stopped = four_ranks.run(train, options, "sigterm@3")
+    assert [run["step"] for run in stopped] == [3, 3, 3, 3]
+    folder = stopped[0]["dump_folder"]
+    assert (Path(folder) / "checkpoint/step-3/.metadata").is_file()
+    resumed = four_ranks.run(train, options, "", folder)[0]
+    assert resumed["losses"] == undisturbed["losses"]
+    assert resumed["grad_norms"] == undisturbed["grad_norms"]
+    assert resumed["val_losses"] == undisturbed["val_losses"]
+    assert largest_difference(resumed, undisturbed) == 0.0
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=2"],
+        [
+            "--parallelism.data_parallel_replicate_degree=4",
+            "--parallelism.data_parallel_shard_degree=1",
+            "--training.local_batch_size=1",
+        ],
+    ],
+    ids=["hsdp2x2", "replicate4_accumulate2"],
+)
+def test_another_layout_continues(
+    layout: list[str], four_ranks: RankPool, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = four_ranks.run(train, FSDP4, "sigterm@3")[0]["dump_folder"]
+    resumed = four_ranks.run(train, [*OPTIONS, *layout], "", folder)[0]
+    assert largest_difference(resumed, undisturbed) < 1e-5
+
+
+def test_another_number_of_ranks_continues(
+    four_ranks: RankPool, one_rank: RankPool, undisturbed: dict[str, Any]
+) -> None:
+    folder = four_ranks.run(train, FSDP4, "sigterm@3")[0]["dump_folder"]
+    resumed = one_rank.run(train, [*OPTIONS, "--training.local_batch_size=8"], "", folder)[0]
+    assert largest_difference(resumed, undisturbed) < 1e-5
+
+
+def test_forgetting_the_data_position_would_be_noticed(
+    four_ranks: RankPool, undisturbed: dict[str, Any]
+) -> None:
+    folder = four_ranks.run(train, FSDP4, "sigterm@3")[0]["dump_folder"]
+    options = [*FSDP4, "--checkpoint.exclude_from_loading=dataloader"]
+    resumed = four_ranks.run(train, options, "", folder)[0]
+    assert largest_difference(resumed, undisturbed) > 1e-3
+
+
+def test_a_half_written_checkpoint_is_not_trusted(
+    four_ranks: RankPool, undisturbed: dict[str, Any]
+) -> None:
+    folder = four_ranks.run(train, FSDP4, "sigterm@3")[0]["dump_folder"]
+    checkpoints = Path(folder) / "checkpoint"
+    # What a kill in the middle of the save of step 4 leaves: data of some ranks, no .metadata.
+    shutil.copytree(checkpoints / "step-3", checkpoints / "step-4")
+    (checkpoints / "step-4/.metadata").rename(checkpoints / "step-4/.metadata.tmp")
+    (checkpoints / "step-4/__2_0.distcp").write_bytes(b"torn")
+    resumed = four_ranks.run(train, FSDP4, "", folder)[0]
+    assert resumed["losses"] == undisturbed["losses"]
+    assert sorted(path.name for path in (checkpoints / "step-4").iterdir()) == sorted(
+        path.name for path in (checkpoints / "step-6").iterdir()
+    )
+
+
+def test_a_changed_global_batch_is_refused(four_ranks: RankPool) -> None:
+    folder = four_ranks.run(train, FSDP4, "sigterm@3")[0]["dump_folder"]
+    options = [*FSDP4, "--training.global_batch_size=16"]
+    with pytest.raises(RuntimeError, match=r"ConfigError: training.global_batch_size: got 16"):
+        four_ranks.run(train, options, "", folder)

@@ -1,0 +1,37 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Both vanilla plans equal one process; `scripts/parity_matrix.py` runs the whole matrix."""
+
+import pytest
+
+from tests.distributed.pool import RankPool
+from tests.distributed.test_btp_parity import worst, wrapped_parity
+from tests.distributed.tp_cases import TOLERANCE, Case, faulty_parity, parity
+from tests.distributed.tp_matrix import all_cases, covering, pairs
+from torchtitan_lr.parallel.tensor_parallel import TPSettings
+
+MATRIX = [case for case in all_cases() if case.settings.plan.startswith("vanilla")]
+
+
+def test_the_subset_covers_every_pair_of_values() -> None:
+    subset = covering(MATRIX)
+    assert set().union(*map(pairs, subset)) == set().union(*map(pairs, MATRIX))
+    assert {case.settings.plan for case in subset} == {"vanilla", "vanilla_replicated"}
+
+
+@pytest.mark.parametrize("case", covering(MATRIX), ids=str)
+def test_parity(case: Case, four_ranks: RankPool) -> None:
+    assert worst(four_ranks.run(parity, case)) <= TOLERANCE[case.dtype]
+
+
+def test_compiled_parity(four_ranks: RankPool) -> None:
+    case = Case("lax", TPSettings("vanilla"), gate="scalar")
+    errors = four_ranks.run(wrapped_parity, case, ["compile_blocks"], "aot_eager")
+    assert worst(errors) <= TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("family", ["svd", "cola", "lax"])
+def test_slicing_an_all_reduced_output_is_noticed(family: str, four_ranks: RankPool) -> None:
+    errors = four_ranks.run(faulty_parity, Case(family, TPSettings("vanilla")), "slice_the_sum")
+    # Forward is the same; the heads of the other ranks send no gradient.
+    assert max(error["logits"] for error in errors) <= 1e-12
+    assert max(error["layers.0.attention.wq.A.weight"] for error in errors) > 0.1

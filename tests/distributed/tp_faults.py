@@ -1,0 +1,124 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Deliberate mistakes for the negative controls, as context managers around a run on a rank."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan_lr.parallel import btp, online_norm, styles, vanilla
+from torchtitan_lr.parallel.collectives import Ranks, own_slice, reduce_over_ranks
+from torchtitan_lr.parallel.online_norm import OnlineNorm
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Exchange an attribute for a while."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def online_twin(
+    x: Tensor, gamma: Tensor, weights: Sequence[Tensor], norm: OnlineNorm, fault: str
+) -> list[Tensor]:
+    """`online_down` written with g alone and differentiated by autograd, with a fault or none."""
+    own = x.square().sum(-1, keepdim=True)
+    total = own if fault == "local" else reduce_over_ranks(own, norm.ranks)
+    width = x.shape[-1] if fault == "local" else norm.dim
+    if fault == "detached":
+        total = total.detach()
+    scaled = x * gamma
+    rstd = torch.rsqrt(total / width + norm.eps)
+    if fault == "eps_twice":  # normalized locally with ε, restored without, normalized globally
+        scaled = scaled * torch.rsqrt(own / width + norm.eps) * (own / width).sqrt()
+    if fault == "local":
+        scaled, rstd = scaled * rstd, torch.ones_like(rstd)
+    h = reduce_over_ranks(F.linear(scaled, torch.cat(list(weights))), norm.ranks)
+    return list((h * rstd).split([weight.shape[0] for weight in weights], dim=-1))
+
+
+def local_norm(x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks) -> Tensor:
+    """RMSNorm of a shard by its own rms."""
+    return F.rms_norm(x, x.shape[-1:], gamma, eps)
+
+
+@contextmanager
+def partial_latents_cross() -> Iterator[None]:
+    """LaX carries each rank's term of the latents, taken in front of the all-reduce."""
+    terms: dict[int, Tensor] = {}
+    alive: list[Tensor] = []  # ids stay unique while their tensors live
+    down, mix = btp.BTPDownEdge.forward, styles.ShardedMixEdge.forward
+
+    def keep_terms(self: Any, x: Tensor, linears: Any, norm: Any = None) -> list[Tensor]:
+        latents = down(self, x, linears, norm)
+        with replaced(btp, "reduce_over_ranks", lambda h, ranks: h):
+            own = down(self, x, linears, norm)
+        terms.update({id(latent): term for latent, term in zip(latents, own, strict=True)})
+        alive.extend(latents)
+        return latents
+
+    def mix_terms(self: Any, latents: Any, carried: Any, linears: Any) -> list[Tensor]:
+        return mix(self, latents, carried and [terms[id(latent)] for latent in carried], linears)
+
+    with (
+        replaced(btp.BTPDownEdge, "forward", keep_terms),
+        replaced(styles.ShardedMixEdge, "forward", mix_terms),
+    ):
+        yield
+
+
+def unsummed_copy(module: Any) -> AbstractContextManager[None]:
+    """f without its all-reduce."""
+    return replaced(module, "copy_to_ranks", lambda x, ranks: x)
+
+
+def twin(fault: str) -> AbstractContextManager[None]:
+    return replaced(btp, "online_down", partial(online_twin, fault=fault))
+
+
+def slice_the_sum(out: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """All-reduce and slice where a reduce-scatter belongs."""
+    return own_slice(reduce_over_ranks(out, ranks), ranks, dim)
+
+
+def own_gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Stand-in for gathering dS: this rank's token shard in its place, zeros elsewhere."""
+    parts = [torch.zeros_like(x)] * ranks.size
+    parts[ranks.rank] = x
+    return torch.cat(parts, dim)
+
+
+@contextmanager
+def own_tokens_statistic_gradient() -> Iterator[None]:
+    """Sequence form: dS of the own tokens only."""
+    gather = online_norm.all_gather
+
+    def faulty(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        return (own_gather if x.ndim == 2 else gather)(x, ranks, dim)
+
+    with replaced(online_norm, "all_gather", faulty):
+        yield
+
+
+FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "nothing": nullcontext,
+    "no_fault": lambda: twin(""),
+    "local_statistic": lambda: replaced(btp, "sync_norm", local_norm),
+    "local_statistic_online": lambda: twin("local"),
+    "detached_statistic": lambda: twin("detached"),
+    "eps_twice": lambda: twin("eps_twice"),
+    "partial_latents_cross": partial_latents_cross,
+    "gradient_of_own_heads": lambda: unsummed_copy(btp),
+    "own_tokens_gate_gradient": lambda: unsummed_copy(styles),
+    "own_tokens_norm_gradient": lambda: unsummed_copy(styles),
+    "own_tokens_statistic_gradient": own_tokens_statistic_gradient,
+    "slice_the_sum": lambda: replaced(vanilla, "scatter_sum", slice_the_sum),
+}

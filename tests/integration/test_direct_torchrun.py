@@ -1,0 +1,31 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""torchrun's own use of ``torchtitan_lr.train``, and what it refuses there."""
+
+import json
+import sys
+
+from tests.integration import runs
+
+
+def test_a_run_without_the_launcher(undisturbed):
+    summary = json.loads((undisturbed.folder / "summary.json").read_text())
+    assert summary["steps"] == 30
+    assert summary["checkpoint"] == str(undisturbed.folder / "checkpoint" / "step-30")
+    assert runs.complete_steps(undisturbed.folder) == {5, 10, 15, 20, 25, 30}
+    assert "Traceback" not in undisturbed.done.err
+    # The launcher's own part is not there.
+    assert not (undisturbed.folder / "logs").exists()
+
+
+def test_a_rank_refuses_in_one_line_too(tmp_path):
+    config = runs.write_config(tmp_path / "dump")
+    command = [sys.executable, "-m", "torchtitan_lr.train", f"--job.config_file={config}"]
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    done = runs.run([*command, "--training.seq_len=0"], **variables)
+    assert done.status == 2, done.everything
+    assert [line for line in done.err.splitlines() if line.startswith("error: ")] == [
+        done.err.splitlines()[-1]
+    ]
+    assert done.err.splitlines()[-1].startswith("error: training.seq_len: got 0, expected ")
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "dump").exists()

@@ -1,0 +1,47 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import math
+
+import pytest
+import torch
+
+from torchtitan_lr.device import CpuDevice, bind_device, has_accelerator, peak_flops
+
+cpu_only = pytest.mark.skipif(has_accelerator(), reason="needs a machine without an accelerator")
+
+
+@cpu_only
+def test_every_holder_of_the_device_name_is_rebound() -> None:
+    assert bind_device() == "cpu"
+    import torchtitan.components.metrics as metrics
+    import torchtitan.distributed.parallel_dims as parallel_dims
+    import torchtitan.distributed.utils as dist_utils
+    import torchtitan.tools.profiling as profiling
+    import torchtitan.tools.utils as utils
+
+    for module in (metrics, parallel_dims, dist_utils, utils):
+        assert module.device_type == "cpu"
+    for module in (metrics, dist_utils, profiling, utils):
+        assert isinstance(module.device_module, CpuDevice)
+
+
+def test_peak_memory_of_a_cpu_process_grows_with_what_it_touches() -> None:
+    device = CpuDevice()
+    before = device.memory_stats()["active_bytes.all.peak"]
+    block = torch.ones(64 * 2**20 // 4 + before // 4)  # larger than anything so far
+    after = device.memory_stats()["active_bytes.all.peak"]
+    assert after - before > 32 * 2**20
+    assert block.sum() > 0
+    assert device.get_device_properties().total_memory >= after
+
+
+def test_unknown_peaks_are_nan_and_known_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan_lr.device.has_accelerator", lambda: True)
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    # torchtitan's own answer for this one is an A100's peak.
+    assert math.isnan(peak_flops("Some Accelerator 9000"))
+
+
+@cpu_only
+def test_a_cpu_has_no_known_peak() -> None:
+    assert math.isnan(peak_flops("NVIDIA A100"))

@@ -1,0 +1,63 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lr.summary import build_summary, draw_curve, write_summary
+
+
+def history(with_mfu: bool = False) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = []
+    for step, (loss, tps) in enumerate([(8.0, 1.0), (6.0, 100.0), (5.0, 140.0), (4.5, 120.0)], 1):
+        record = {
+            "step": step,
+            "loss_metrics/global_avg_loss": loss,
+            "throughput/tokens_per_s": tps,
+        }
+        records.append(record | ({"mfu(%)": 10.0 * step} if with_mfu else {}))
+    records.append(
+        {
+            "step": 4,
+            "validation_metrics/loss": 4.6,
+            "validation_metrics/unigram_entropy": 5.7,
+        }
+    )
+    return records
+
+
+def test_takes_the_last_losses_and_the_median_speed_without_the_first_window() -> None:
+    summary = build_summary(history(), 4, 1.25, "run/checkpoint/step-4")
+    assert summary == {
+        "steps": 4,
+        "train_loss": 4.5,
+        "val_loss": 4.6,
+        "val_ppl": math.exp(4.6),
+        "unigram_entropy": 5.7,
+        "tokens_per_s": 120.0,
+        "mfu": None,
+        "peak_memory_gib": 1.25,
+        "checkpoint": "run/checkpoint/step-4",
+        "curve": None,
+    }
+
+
+def test_mfu_is_there_where_it_was_logged() -> None:
+    assert build_summary(history(with_mfu=True), 4, 1.0, None)["mfu"] == 30.0
+
+
+def test_a_run_without_validation_has_no_validation_numbers(tmp_path: Path) -> None:
+    train_only = history()[:-1]
+    summary = build_summary(train_only, 4, 1.0, None)
+    assert summary["val_loss"] is None
+    assert summary["val_ppl"] is None
+    draw_curve(train_only, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
+def test_files_are_written_together(tmp_path: Path) -> None:
+    path = write_summary(build_summary(history(), 4, 1.0, None), history(), tmp_path)
+    written = json.loads(path.read_text())
+    assert Path(written["curve"]).read_bytes().startswith(b"\x89PNG")
+    assert written["val_loss"] == 4.6
+    assert not list(tmp_path.glob("*.tmp"))
