@@ -10,31 +10,49 @@ from torchtitan_lr.errors import ConfigError
 
 
 def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
-    """Only data parallelism so far, and its degrees multiply to the world size."""
+    """Data and tensor parallelism, whose degrees multiply to the world size."""
     sections = config.parallelism
-    for name in ("tensor", "pipeline", "context", "expert", "expert_tensor"):
+    for name in ("pipeline", "context", "expert", "expert_tensor"):
         key = f"{name}_parallel_degree"
         degree = getattr(sections, key)
         if degree != 1:
-            want = "1: only data parallelism is supported in this version"
+            want = "1: only data and tensor parallelism are supported in this version"
             raise ConfigError(f"parallelism.{key}", degree, want)
     if sections.enable_async_tensor_parallel:
-        want = "false: there is no tensor parallelism in this version"
+        want = "false: the plans overlap what they can by themselves"
         raise ConfigError("parallelism.enable_async_tensor_parallel", True, want)
-    replicate, shard = (
+    replicate, shard, tensor = (
         sections.data_parallel_replicate_degree,
         sections.data_parallel_shard_degree,
+        sections.tensor_parallel_degree,
     )
-    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    if replicate not in divisors:
-        want = f"a divisor of the {world_size} ranks: {', '.join(map(str, divisors))}"
-        raise ConfigError("parallelism.data_parallel_replicate_degree", replicate, want)
-    if shard not in (-1, world_size // replicate):
+    _check_degree("tensor_parallel_degree", tensor, world_size)
+    _check_degree("data_parallel_replicate_degree", replicate, world_size // tensor)
+    rest = world_size // tensor // replicate
+    if shard not in (-1, rest):
         want = (
-            f"-1 or {world_size // replicate}, so that data_parallel_replicate_degree "
-            f"({replicate}) times it is the {world_size} ranks"
+            f"-1 or {rest}, so that data_parallel_replicate_degree ({replicate}) and "
+            f"tensor_parallel_degree ({tensor}) times it are the {world_size} ranks"
         )
         raise ConfigError("parallelism.data_parallel_shard_degree", shard, want)
+
+
+def check_tensor_parallel(config: Any, world_size: int, device_type: str) -> None:
+    """The tensor-parallel plan fits the model; at degree 1 its keys are checked all the same."""
+    from torchtitan_lr.models.flavors import FLAVORS
+    from torchtitan_lr.parallel.tensor_parallel import resolve_settings, settings_from_config
+
+    args = FLAVORS[config.model.name.removeprefix("llama_")][config.model.flavor]
+    args.update_from_config(config)
+    degree = config.parallelism.tensor_parallel_degree
+    resolve_settings(settings_from_config(config), args, degree, config.training.seq_len)
+
+
+def _check_degree(name: str, degree: int, ranks: int) -> None:
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    if degree not in divisors:
+        want = f"a divisor of the {ranks} ranks: {', '.join(map(str, divisors))}"
+        raise ConfigError(f"parallelism.{name}", degree, want)
 
 
 def check_unsupported(config: Any, world_size: int, device_type: str) -> None:
@@ -64,6 +82,9 @@ def check_activation_checkpoint(config: Any, world_size: int, device_type: str) 
         raise ConfigError(
             "activation_checkpoint.determinism_check", section.determinism_check, want
         )
+    if section.mode == "low_rank" and config.model.name == "llama_full":
+        want = "another mode for llama_full, which has no low-rank activations"
+        raise ConfigError("activation_checkpoint.mode", "low_rank", want)
     if section.mode == "memory_budget":
         if not (config.compile.enable and "model" in config.compile.components):
             want = "'selective', 'full' or 'none' unless compile.enable with the component 'model'"
@@ -111,6 +132,7 @@ def check_cpu(config: Any, world_size: int, device_type: str) -> None:
 SUPPORT_CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
     check_unsupported,
     check_parallelism,
+    check_tensor_parallel,
     check_activation_checkpoint,
     check_compile,
     check_cpu,

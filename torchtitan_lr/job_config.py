@@ -104,6 +104,65 @@ class Training:
 
 
 @dataclass
+class Parallelism:
+    """Additions to torchtitan's ``[parallelism]``: how tensor parallelism works."""
+
+    tp_plan: Literal["auto", "btp", "vanilla", "vanilla_replicated", "megatron"] = "auto"
+    """
+    The tensor-parallel plan:
+    - 'auto': 'btp' for the low-rank families, 'megatron' for llama_full
+    - 'btp': bottleneck-aware (BOOST): residual stream sharded, one r-wide reduction a chunk
+    - 'vanilla': every factor pair column- then row-parallel, heads sharded: the fair baseline
+    - 'vanilla_replicated': the same with every head on every rank, as BOOST's authors measured it
+    - 'megatron': column- and row-parallel full-rank linears
+    """
+
+    tp_grouping: bool = True
+    """
+    btp: q, k, v (and gate, up) share one product and one reduction. vanilla: they share the
+    backward reduction of their input.
+    """
+
+    tp_norm: Literal["online", "sync"] = "online"
+    """
+    btp: how RMSNorm gets the statistic of a sharded stream. 'online' divides after the
+    projection, so that the statistic travels beside the latents; 'sync' reduces it first.
+    """
+
+    tp_norm_stat: Literal["async", "column"] = "async"
+    """
+    btp with tp_norm = 'online': the statistic in an fp32 all-reduce of its own, started before the
+    projection, or as a column of the latents' payload (fewest calls; rounds it in bf16).
+    """
+
+    tp_comm: Literal["all_reduce", "sequence"] = "all_reduce"
+    """
+    btp and megatron: reductions leave every rank all tokens, or each rank a shard of them
+    (reduce-scatter, then all-gather in front of the next product).
+    """
+
+    tp_head: Literal["plain", "scatter"] = "plain"
+    """
+    btp: the head's backward as an all-reduce of d-wide gradients, or as the cheaper
+    reduce-scatter, with the final norm applied to the logits.
+    """
+
+
+@dataclass
+class ActivationCheckpoint:
+    """Additions to torchtitan's ``[activation_checkpoint]``."""
+
+    mode: Literal["selective", "full", "memory_budget", "none", "low_rank"] = "none"
+    """
+    What is recomputed in backward; torchtitan's modes, and 'low_rank': keep the r-wide latents
+    and recompute what is wider (CoLA-M; under tp_plan = 'btp' without communication).
+    """
+
+    low_rank_save_attention: bool = True
+    """'low_rank': keep attention's output and log-sum-exp too, instead of attending twice."""
+
+
+@dataclass
 class Validation:
     """Changed defaults of torchtitan's ``[validation]``."""
 
@@ -136,7 +195,13 @@ class Metrics:
     """Tags of the run."""
 
     wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """'auto' goes online when the server answers and writes offline when it does not."""
+    """'auto' goes online where credentials are found and writes offline where they are not."""
+
+    comm_ledger: bool = False
+    """
+    Count the collectives of every logged step and log bytes a step and mesh dimension. A counted
+    step is slower.
+    """
 
 
 @dataclass
@@ -164,6 +229,8 @@ class JobConfig:
     low_rank: LowRank = field(default_factory=LowRank)
     optimizer: Optimizer = field(default_factory=Optimizer)
     training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)

@@ -4,6 +4,7 @@
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction
 from torchtitan.config import JobConfig
@@ -17,7 +18,7 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
     would round.
 
     Args:
-        logits: `(b, s, V)`.
+        logits: `(b, s, V)`, a plain tensor, or a DTensor `Shard(-1)` in loss-parallel context.
         labels: `(b, s)`; positions equal to `IGNORE_INDEX` do not count.
 
     Returns:
@@ -25,12 +26,13 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
         gradients add up over ranks and micro-batches without any averaging.
     """
     compute = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(
+    loss = F.cross_entropy(
         logits.flatten(0, 1).to(compute),
         labels.flatten(0, 1),
         reduction="sum",
         ignore_index=IGNORE_INDEX,
     )
+    return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
 def build_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +22,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import init_logger, logger
 
 from torchtitan_lr.checkpoint import CheckpointManager
+from torchtitan_lr.comm.ledger import CommLedger, ledger_for
 from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.device import bind_device
 from torchtitan_lr.errors import ConfigError
@@ -56,6 +57,7 @@ class Trainer(titan_train.Trainer):
         self.interrupted = False
         self._stop = StopSignal()
         self._started = False
+        self._ledger: CommLedger | None = None
         job_config.job.save_config_file = job_config.job.save_config_file or "job_config.json"
         with _our_parts():
             super().__init__(job_config)
@@ -101,11 +103,12 @@ class Trainer(titan_train.Trainer):
         local_tokens = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in microbatches)
         global_tokens = self._sum_over_batch(local_tokens)
 
-        loss = self._forward_backward(microbatches, global_tokens)
-        grad_norm = self._clip_gradients()
-        if self._may_step(loss, grad_norm):
-            self.checkpointer.maybe_wait_for_staging()
-            self.optimizers.step()
+        with self._counted():
+            loss = self._forward_backward(microbatches, global_tokens)
+            grad_norm = self._clip_gradients()
+            if self._may_step(loss, grad_norm):
+                self.checkpointer.maybe_wait_for_staging()
+                self.optimizers.step()
         self.lr_schedulers.step()
         if self.metrics_processor.should_log(self.step):
             self._log_step(loss, local_tokens / global_tokens, grad_norm, lr)
@@ -152,6 +155,17 @@ class Trainer(titan_train.Trainer):
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
+    def _counted(self) -> AbstractContextManager[object]:
+        """Count the collectives of a step that is logged, where ``metrics.comm_ledger`` asks."""
+        if not self.job_config.metrics.comm_ledger or not self.metrics_processor.should_log(
+            self.step
+        ):
+            return nullcontext()
+        if self._ledger is None:
+            self._ledger = ledger_for(self.parallel_dims, self.model_parts)
+        self._ledger.clear()
+        return self._ledger
+
     def _clip_gradients(self) -> torch.Tensor:
         return clip_grad_norm(
             [p for part in self.model_parts for p in part.parameters()],
@@ -194,6 +208,7 @@ class Trainer(titan_train.Trainer):
         self, loss: torch.Tensor, token_share: float, grad_norm: torch.Tensor, lr: float
     ) -> None:
         mesh = self.parallel_dims.get_optional_mesh("loss")
+        counted = {} if self._ledger is None else self._ledger.bytes_by_mesh_dim()
         self.metrics_processor.log(
             self.step,
             dist_utils.dist_sum(loss, mesh),
@@ -203,6 +218,7 @@ class Trainer(titan_train.Trainer):
                 "n_tokens_seen": self.ntokens_seen * self._batch_degree,
                 "lr": lr,
                 "skipped_steps": self.skipped_steps,
+                **{f"comm_bytes/{dim}": size for dim, size in counted.items()},
             },
         )
 

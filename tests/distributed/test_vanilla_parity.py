@@ -24,7 +24,7 @@ def test_parity(case: Case, four_ranks: RankPool) -> None:
 
 
 def test_compiled_parity(four_ranks: RankPool) -> None:
-    case = Case("lax", TPSettings("vanilla"), gate="scalar")
+    case = Case("cola", TPSettings("vanilla"))
     errors = four_ranks.run(wrapped_parity, case, ["compile_blocks"], "aot_eager")
     assert worst(errors) <= TOLERANCE[case.dtype]
 

@@ -1,10 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Activation checkpointing: torchtitan's ``none | full | selective | memory_budget``."""
+"""Activation checkpointing: torchtitan's ``full | selective | memory_budget``, and ``low_rank``."""
 
 import torch
 from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.distributed.activation_checkpoint import apply_ac
+
+from torchtitan_lr.parallel.low_rank_checkpoint import apply_low_rank_checkpoint
 
 SELECTIVE_SAVE_LIST = {
     torch.ops.aten.mm.default,
@@ -22,11 +24,15 @@ torchtitan keeps every second matmul on top of this; its own list lacks the CPU'
 
 def apply_activation_checkpoint(model: nn.Module, job_config: JobConfig) -> None:
     """Wrap each decoder block as ``[activation_checkpoint]`` says; ``none`` leaves it alone."""
-    if job_config.activation_checkpoint.mode == "none":
+    section = job_config.activation_checkpoint
+    if section.mode == "none":
+        return
+    if section.mode == "low_rank":
+        apply_low_rank_checkpoint(model, section.low_rank_save_attention)
         return
     apply_ac(
         model,
-        job_config.activation_checkpoint,
+        section,
         model_compile_enabled=compiles_model(job_config),
         op_sac_save_list=SELECTIVE_SAVE_LIST,
         base_folder=job_config.job.dump_folder,

@@ -26,7 +26,7 @@ from torchtitan_lr.parallel.collectives import (
 )
 from torchtitan_lr.parallel.grouped_linear import batched_linear, concatenated_linear
 from torchtitan_lr.parallel.online_norm import OnlineNorm, online_down, sync_norm
-from torchtitan_lr.parallel.styles import local
+from torchtitan_lr.parallel.styles import epsilon, local
 
 
 class BTPDownEdge(nn.Module):
@@ -63,7 +63,7 @@ class BTPDownEdge(nn.Module):
         """
         weights = [local(linear.A.weight) for linear in linears]
         if norm is not None:
-            gamma, dim, eps = local(norm.weight), norm.normalized_shape[0], norm.eps or 0.0
+            gamma, dim, eps = local(norm.weight), norm.normalized_shape[0], epsilon(norm)
             if self.online:
                 return online_down(x, gamma, weights, replace(self.exchange, dim=dim, eps=eps))
             x = sync_norm(x, gamma, dim, eps, self.ranks)

@@ -31,9 +31,9 @@ def apply_data_parallel(
 ) -> None:
     """Wrap the model as the data-parallel degrees ask: FSDP2, HSDP, replication or nothing.
 
-    A single process whose parameters and compute dtype differ is wrapped too (a group of one),
-    so that mixed precision means the same at every world size: weights, activations and the
-    residual stream in ``mixed_precision_param``, masters and reductions in fp32.
+    Without data parallelism the model is wrapped too (a group of one) where its parameters and
+    compute dtype differ, so that mixed precision means the same in every layout: weights,
+    activations and the residual stream in ``mixed_precision_param``, masters and reductions in fp32.
 
     Args:
         model: The whole model or a pipeline stage of it, on the meta device.
@@ -54,11 +54,9 @@ def apply_data_parallel(
         )
         logger.info("Applied %s to the model", "HSDP" if len(names) == 2 else "FSDP")
     elif parallel_dims.dp_replicate_enabled or needs_precision_wrapper(parallel_dims, job_config):
-        mesh = (
-            parallel_dims.get_mesh("dp_replicate")
-            if parallel_dims.dp_replicate_enabled
-            else parallel_dims.world_mesh
-        )
+        parallel_dims.world_mesh  # noqa: B018  (builds the meshes)
+        # get_mesh refuses dimensions of size 1.
+        mesh = parallel_dims._meshes["dp_replicate"]
         wrap = partial(replicate, mesh=mesh, mp_policy=policy)
         _apply_by_block(model, wrap, wrap)
         logger.info("Applied replication over %d ranks to the model", mesh.size())
@@ -74,9 +72,9 @@ def mixed_precision_policy(job_config: JobConfig) -> MixedPrecisionPolicy:
 
 
 def needs_precision_wrapper(parallel_dims: ParallelDims, job_config: JobConfig) -> bool:
-    """Return whether a single process needs a wrapper for its mixed precision."""
+    """Return whether a model without data parallelism needs a wrapper for its mixed precision."""
     training = job_config.training
-    return parallel_dims.world_size == 1 and training.mixed_precision_param != training.dtype
+    return not parallel_dims.dp_enabled and training.mixed_precision_param != training.dtype
 
 
 def reshard_after_forward(job_config: JobConfig, pp_enabled: bool) -> bool:

@@ -27,7 +27,7 @@ from torchtitan_lr.parallel.collectives import (
     wait,
 )
 from torchtitan_lr.parallel.online_norm import sum_of_squares
-from torchtitan_lr.parallel.styles import local, replicated_norm, token_sharded_norm
+from torchtitan_lr.parallel.styles import epsilon, local, replicated_norm, token_sharded_norm
 
 
 class ShardedEmbedEdge(nn.Module):
@@ -137,7 +137,7 @@ class ScatterHead(VocabParallelHead):
         """
         if norm is None:
             raise RuntimeError("tp_head = 'scatter' needs the final norm beside the output")
-        dim, eps = norm.normalized_shape[0], norm.eps or 0.0
+        dim, eps = norm.normalized_shape[0], epsilon(norm)
         logits = _ScatterHead.apply(
             x, local(norm.weight), local(output.weight), dim, eps, self.ranks
         )

@@ -11,12 +11,17 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_lr.parallel.activation_checkpoint import apply_activation_checkpoint, compiles_model
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel
+from torchtitan_lr.parallel.tensor_parallel import (
+    apply_tensor_parallel,
+    resolve_settings,
+    settings_from_config,
+)
 
 
 def parallelize_llama(
     model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> nn.Module:
-    """Apply activation checkpointing, compilation and data parallelism, in this order.
+    """Apply tensor parallelism, checkpointing, compilation and data parallelism, in this order.
 
     Args:
         model: On the meta device; the whole model or one pipeline stage.
@@ -26,6 +31,14 @@ def parallelize_llama(
     Returns:
         The same module, wrapped in place.
     """
+    if parallel_dims.tp_enabled:
+        settings = resolve_settings(
+            settings_from_config(job_config),
+            model.model_args,
+            parallel_dims.tp,
+            job_config.training.seq_len,
+        )
+        apply_tensor_parallel(model, parallel_dims.get_mesh("tp"), settings)
     apply_activation_checkpoint(model, job_config)
     if compiles_model(job_config):
         apply_compile(model, job_config.compile.backend)

@@ -112,6 +112,11 @@ def token_sharded_norm(x: Tensor, norm: nn.RMSNorm, ranks: Ranks) -> Tensor:
     return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
 
 
+def epsilon(norm: nn.RMSNorm) -> float:
+    """Return ε of a norm; torch's default for one that was built without."""
+    return torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
+
+
 def low_rank_placements(a: Placement, b: Placement) -> dict[str, Placement]:
     """Placements of the parameters of a `LowRankLinear`."""
     return {"A.weight": a, "B.weight": b, "gate": Replicate()}

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
 from torchtitan_lr.errors import ConfigError
@@ -14,7 +15,7 @@ from torchtitan_lr.parallel.plans import TPSettings, build_tp_plan
 
 LOW_RANK_PLANS = ("btp", "vanilla", "vanilla_replicated")
 
-__all__ = ["TPSettings", "apply_tensor_parallel", "resolve_settings"]
+__all__ = ["TPSettings", "apply_tensor_parallel", "resolve_settings", "settings_from_config"]
 
 
 def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, settings: TPSettings) -> None:
@@ -34,6 +35,13 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, settings: TPSet
     if left:
         raise RuntimeError(f"the plan {settings.plan} does not place {', '.join(left)}")
     logger.info(f"Applied tensor parallelism over {tp_mesh.size()} ranks: {settings}")
+
+
+def settings_from_config(job_config: JobConfig) -> TPSettings:
+    """Read the settings from ``[parallelism]``, as the user gave them."""
+    section = job_config.parallelism
+    keys = {f.name: getattr(section, f"tp_{f.name}") for f in fields(TPSettings)[:-1]}
+    return TPSettings(**keys, loss_parallel=not section.disable_loss_parallel)
 
 
 def resolve_settings(

@@ -1,0 +1,142 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Whole training runs under tensor parallelism equal those of one process (fp32).
+
+The mathematics of each plan is proven module by module in the parity tests; here the plans meet the
+trainer: loss parallel, clipping, optimizer, FSDP2, HSDP, checkpointing, compilation, DCP.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import RankPool
+from tests.distributed.training import largest_difference, train
+
+TOLERANCE = 1e-5
+TP4 = ["--parallelism.tensor_parallel_degree=4", "--training.local_batch_size=8"]
+TP2_FSDP2 = ["--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=4"]
+TP2_REPLICATE2_ACCUMULATE2 = [
+    "--parallelism.tensor_parallel_degree=2",
+    "--parallelism.data_parallel_replicate_degree=2",
+    "--parallelism.data_parallel_shard_degree=1",
+    "--training.local_batch_size=2",
+]
+
+
+def model(family: str) -> list[str]:
+    return [f"--model.name=llama_{family}"]
+
+
+@pytest.fixture(scope="module")
+def reference(one_rank: RankPool) -> Any:
+    @cache
+    def run(family: str) -> dict[str, Any]:
+        return one_rank.run(train, [*model(family), "--training.local_batch_size=8"])[0]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[RankPool]:
+    pool = RankPool(8)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("cola", TP4),
+        ("lax", [*TP2_FSDP2, "--parallelism.tp_comm=sequence"]),
+        ("svd", [*TP2_REPLICATE2_ACCUMULATE2, "--parallelism.tp_norm=sync"]),
+        ("cola", [*TP2_FSDP2, "--parallelism.tp_head=scatter", "--parallelism.no_tp_grouping"]),
+        ("cola", [*TP2_FSDP2, "--parallelism.tp_plan=vanilla"]),
+        ("lax", [*TP4, "--parallelism.tp_plan=vanilla_replicated"]),
+        ("full", TP2_FSDP2),
+        ("full", [*TP4, "--parallelism.tp_comm=sequence"]),
+        ("cola", [*TP4, "--parallelism.disable_loss_parallel"]),
+        ("cola", [*TP2_FSDP2, "--parallelism.tp_norm_stat=column"]),
+        ("lax", [*TP2_FSDP2, "--activation_checkpoint.mode=low_rank"]),
+        (
+            "cola",
+            [
+                *TP4,
+                "--activation_checkpoint.mode=low_rank",
+                "--activation_checkpoint.no_low_rank_save_attention",
+            ],
+        ),
+        ("cola", [*TP2_FSDP2, "--activation_checkpoint.mode=full"]),
+        ("cola", [*TP2_FSDP2, "--compile.enable"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(
+        option.split(".")[-1] for option in value if "batch_size" not in option
+    ),
+)
+def test_layout_equals_one_process(
+    family: str, options: list[str], four_ranks: RankPool, reference: Any
+) -> None:
+    run = four_ranks.run(train, [*model(family), *options])[0]
+    assert largest_difference(run, reference(family)) < TOLERANCE
+
+
+def test_hsdp_with_tensor_parallelism(eight_ranks: RankPool, reference: Any) -> None:
+    options = [
+        "--parallelism.tensor_parallel_degree=2",
+        "--parallelism.data_parallel_replicate_degree=2",
+        "--training.local_batch_size=2",
+    ]
+    run = eight_ranks.run(train, [*model("cola"), *options])[0]
+    assert largest_difference(run, reference("cola")) < TOLERANCE
+
+
+def test_mixed_precision_is_the_same_regime_in_every_layout(
+    four_ranks: RankPool, one_rank: RankPool
+) -> None:
+    bf16 = [*model("cola"), "--training.mixed_precision_param=bfloat16"]
+    alone = one_rank.run(train, [*bf16, "--training.local_batch_size=8"])[0]
+    for layout in (TP4, TP2_FSDP2):
+        run = four_ranks.run(train, [*bf16, *layout])[0]
+        assert run["losses"] == pytest.approx(alone["losses"], rel=5e-3)
+        assert run["losses"] != alone["losses"]
+
+
+def test_a_checkpoint_moves_between_degrees_plans_and_groupings(
+    four_ranks: RankPool, one_rank: RankPool, reference: Any
+) -> None:
+    """TP4 (btp, grouped) -> one process -> TP2 x FSDP2 (vanilla) -> TP4 (btp, ungrouped)."""
+    options = [*model("cola"), "--checkpoint.enable", "--checkpoint.interval=1"]
+    folder = four_ranks.run(train, [*options, *TP4], "sigterm@1")[0]["dump_folder"]
+    alone = [*options, "--training.local_batch_size=8"]
+    assert one_rank.run(train, alone, "sigterm@2", folder)[0]["step"] == 2
+    vanilla = [*options, *TP2_FSDP2, "--parallelism.tp_plan=vanilla"]
+    assert four_ranks.run(train, vanilla, "sigterm@3", folder)[0]["step"] == 3
+    ungrouped = [*options, *TP4, "--parallelism.no_tp_grouping"]
+    run = four_ranks.run(train, ungrouped, "", folder)[0]
+    assert run["step"] == 5
+    assert largest_difference(run, reference("cola")) < TOLERANCE
+
+
+def test_the_ledger_logs_bytes_by_mesh_dimension(four_ranks: RankPool) -> None:
+    from torchtitan_lr.metrics import read_history
+
+    options = [*model("cola"), *TP2_FSDP2, "--metrics.comm_ledger"]
+    run = four_ranks.run(train, options)[0]
+    records = read_history(_history(run))
+    per_step = [{k: v for k, v in record.items() if "comm_bytes" in k} for record in records]
+    assert {"comm_bytes/tp", "comm_bytes/fsdp"} <= per_step[-1].keys()
+    assert all(value > 0 for value in per_step[-1].values())
+    assert per_step[1] == per_step[-1]
+
+
+def test_a_plan_that_does_not_fit_is_refused(four_ranks: RankPool) -> None:
+    options = [*model("full"), *TP4, "--parallelism.tp_plan=btp"]
+    with pytest.raises(RuntimeError, match=r"ConfigError: parallelism.tp_plan: got 'btp'"):
+        four_ranks.run(train, options)
+
+
+def _history(run: dict[str, Any]) -> Any:
+    from pathlib import Path
+
+    return Path(run["dump_folder"]) / "metrics.jsonl"
