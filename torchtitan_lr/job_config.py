@@ -26,7 +26,7 @@ class Model:
     """Which model to train: llama_full, llama_svd, llama_cola or llama_lax."""
 
     flavor: str = "debug"
-    """Which size of it: debug, 60M, 130M, 350M, 1B, 1B_boost, 3B, 7B, 8B, 13B or 30B."""
+    """Which size of it: debug, tiny, 60M, 130M, 350M, 1B, 1B_boost, 3B, 7B, 8B, 13B or 30B."""
 
     hf_assets_path: str = "torchtitan_lr/data/assets/bpe4k"
     """

@@ -37,17 +37,15 @@ N = BATCH * TOKENS
 def build(case: Case, *changes: str) -> Any:
     """Build this rank's model with tensor parallelism and, in this order, some changes."""
 
-    def prepare(model: Any) -> None:
-        shard_model(case)(model)
-        for change in changes:
-            if change.startswith("low_rank"):
-                apply_low_rank_checkpoint(model, save_attention="attention" in change)
-            elif change == "compile":
-                compile_blocks(model, case)
-            elif change == "fsdp":
-                fully_shard_blocks(model, case)
-
-    return build_model(case, prepare)
+    model = build_model(case, shard_model(case))
+    for change in changes:
+        if change.startswith("low_rank"):
+            apply_low_rank_checkpoint(model, save_attention="attention" in change)
+        elif change == "compile":
+            compile_blocks(model, case)
+        elif change == "fsdp":
+            fully_shard_blocks(model, case)
+    return model
 
 
 def measure(case: Case, *changes: str) -> list[dict[str, Any]]:

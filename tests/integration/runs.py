@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torchtitan_lr.processes import child_pids
@@ -171,9 +172,17 @@ def run(command, cwd=ROOT, **variables):
 
 
 def run_all(commands):
-    """Runs several commands at a time; most of each is one core's import time."""
-    processes = {name: Process(args, **variables) for name, (args, variables) in commands.items()}
-    return {name: process.finish() for name, process in processes.items()}
+    """Runs commands two at a time.
+
+    Args:
+        commands: Arguments and environment variables by name.
+    """
+    with ThreadPoolExecutor(2) as pool:
+        started = {
+            name: pool.submit(run, arguments, **variables)
+            for name, (arguments, variables) in commands.items()
+        }
+        return {name: future.result() for name, future in started.items()}
 
 
 def launch(config, *arguments, ranks=2):
@@ -204,6 +213,12 @@ def exact(records):
 
 def last_step(folder):
     return max((record["step"] for record in history(folder)), default=0)
+
+
+def history_file(folder):
+    """Tells one start's ``metrics.jsonl`` from another's: every start replaces the file."""
+    path = folder / "metrics.jsonl"
+    return path.stat().st_ino if path.is_file() else None
 
 
 def step_folders(folder):

@@ -41,27 +41,32 @@ class Life:
 
     def _live(self, name):
         before = max(runs.complete_steps(self.folder), default=0)
+        stale = runs.history_file(self.folder)
         process = runs.launch(self.config)
         try:
-            extra = getattr(self, f"_{name}")(process, before) or {}
+            if name != "rest":
+                process.wait_until(lambda: runs.history_file(self.folder) not in (None, stale))
+                process.wait_until(lambda: runs.last_step(self.folder) >= before + 2)
+            extra = getattr(self, f"_{name}")(process)
             done = process.finish()
         except BaseException:
             process.send(signal.SIGKILL)
             raise
         folders = runs.step_folders(self.folder)
         last = runs.last_step(self.folder)
+        if "torn" in extra:
+            extra["copy"] = self._copy(extra["torn"])
         return SimpleNamespace(before=before, done=done, folders=folders, last=last, **extra)
 
-    def _sigterm(self, process, before):
-        process.wait_until(lambda: runs.last_step(self.folder) >= before + 2)
+    def _sigterm(self, process):
         process.send(signal.SIGTERM)
+        return {}
 
-    def _sigint(self, process, before):
-        process.wait_until(lambda: runs.last_step(self.folder) >= before + 2)
+    def _sigint(self, process):
         process.send(signal.SIGINT)
+        return {}
 
-    def _twice(self, process, before):
-        process.wait_until(lambda: runs.last_step(self.folder) >= before + 1)
+    def _twice(self, process):
         pids = process.rank_pids()
         process.send(signal.SIGTERM)
         # Well before rank 0, which waits 2 s for the others, can have ended by itself.
@@ -69,32 +74,34 @@ class Life:
         process.send(signal.SIGTERM)
         return {"pids": pids}
 
-    def _killed(self, process, before):
+    def _killed(self, process):
         """SIGKILL for all ranks while a save is under way: a folder is there, its end is not."""
-        process.wait_until(lambda: runs.last_step(self.folder) >= before + 1)
         pids = process.rank_pids()
-        missed = {step for step, complete in runs.step_folders(self.folder).items() if complete}
+        known = set(runs.step_folders(self.folder))
         while True:
-
-            def save_under_way():
-                folders = runs.step_folders(self.folder)
-                return [step for step in folders if step not in missed and step > before]
-
-            (step,) = process.wait_until(save_under_way, pause=0)
+            (step,) = process.wait_until(
+                lambda: runs.step_folders(self.folder).keys() - known, pause=0.001
+            )
             runs.freeze(pids)  # the kill must not come later than the look
             if not runs.step_folders(self.folder)[step]:
                 break
-            missed.add(step)
+            known.add(step)  # it was complete already: wait for the next one
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         return {"torn": step, "pids": pids}
 
-    def _rest(self, process, before):
-        torn = self.folder / "checkpoint" / f"step-{self._stages['killed'].torn}"
-        shutil.copytree(torn, self.folder.parent / "torn" / "checkpoint" / torn.name)
+    def _rest(self, process):
+        return {}
+
+    def _copy(self, step):
+        """Keeps a checkpoint folder as it is now, with what a reader needs beside it."""
+        folder = self.folder / "checkpoint" / f"step-{step}"
+        copy = self.folder.parent / "torn" / "checkpoint" / folder.name
+        shutil.copytree(folder, copy)
         shutil.copy(self.folder / "job_config.json", self.folder.parent / "torn")
+        return copy
 
 
 @pytest.fixture(scope="module")
@@ -158,9 +165,13 @@ def test_a_kill_in_mid_save_leaves_nothing_to_trust(life):
     assert line.startswith("error: ") and "logs" in line
     assert len(stage.pids) == 2
     assert not any(map(alive, stage.pids))
-    # The folder is there and it is the newest, but it is no checkpoint.
+    # The folder is there and it is the newest, but it is no checkpoint: no script takes it either.
     assert max(stage.folders) == stage.torn
     assert not stage.folders[stage.torn]
+    done = runs.run([sys.executable, "scripts/export.py", stage.copy, stage.copy / "out"])
+    assert done.status == 2, done.everything
+    (line,) = done.err.splitlines()
+    assert "no .metadata" in line
 
 
 def test_the_start_after_it_takes_the_last_complete_checkpoint(life):
@@ -171,20 +182,8 @@ def test_the_start_after_it_takes_the_last_complete_checkpoint(life):
     assert f"checkpoint/step-{complete}." in rest.done.out
     assert f"Training starts at step {complete + 1}\n" in rest.done.out
     assert rest.last == STEPS
-    # The steps are saved again over what was torn.
-    assert all(rest.folders.values())
-    assert killed.torn in rest.folders
-
-
-def test_what_was_torn_is_refused_by_name(life):
-    """The control: the folder, as the kill left it, cannot be used."""
-    torn = life.stage("killed").torn
-    life.stage("rest")
-    copy = life.folder.parent / "torn" / "checkpoint" / f"step-{torn}"
-    done = runs.run([sys.executable, "scripts/export.py", copy, life.folder.parent / "exported"])
-    assert done.status == 2, done.everything
-    (line,) = done.err.splitlines()
-    assert "no .metadata" in line
+    # That step is saved again over what was torn.
+    assert rest.folders[killed.torn]
 
 
 def test_no_digit_differs_from_the_undisturbed_run(life, undisturbed):

@@ -3,7 +3,7 @@ import pytest
 
 from torchtitan_lr.models import FAMILIES, FLAVORS, model_name, model_table
 
-NAMES = ["debug", "60M", "130M", "350M", "1B", "1B_boost", "3B", "7B", "8B", "13B", "30B"]
+NAMES = ["debug", "tiny", "60M", "130M", "350M", "1B", "1B_boost", "3B", "7B", "8B", "13B", "30B"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -48,6 +48,7 @@ def test_an_unknown_flavor_is_a_key_error():
         ("30B", (8192, 22016, 64, 36, 2048, 32000)),
         ("8B", (4096, 14336, 32, 32, 1024, 128256)),
         ("debug", (256, 688, 8, 4, 64, 4096)),
+        ("tiny", (256, 688, 8, 2, 64, 4096)),
     ],
 )
 def test_published_shapes(flavor, shape):
@@ -66,7 +67,7 @@ def test_grouped_queries_and_rope_of_8b():
 @pytest.mark.parametrize("family", ["cola", "lax"])
 def test_placement_by_size(family):
     both = {name for name, args in FLAVORS[family].items() if args.activation == "both"}
-    assert both == {"debug", "60M", "130M"}
+    assert both == {"debug", "tiny", "60M", "130M"}
     others = {args.activation for name, args in FLAVORS[family].items() if name not in both}
     assert others == {"lowrank"}
 

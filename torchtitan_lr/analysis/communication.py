@@ -237,7 +237,7 @@ def head_traffic(shape: ModelShape, settings: PlanSettings, tokens: int) -> list
         rows = [_backward("all_reduce", stream)]
     if not settings.loss_parallel:
         rows.append(_forward("all_gather", [tokens * shape.vocab_size]))
-    return [replace(row, scope="head") for row in rows]
+    return merge(replace(row, scope="head") for row in rows)
 
 
 def loss_traffic(settings: PlanSettings, tokens: int) -> list[Traffic]:

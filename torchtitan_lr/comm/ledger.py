@@ -54,6 +54,8 @@ class CommLedger(TorchDispatchMode):
             that it does not know is reported under its own name.
     """
 
+    supports_higher_order_operators = True  # compiled code repeats random operators through one
+
     def __init__(self, model_parts: Sequence[nn.Module], mesh_dims: Mapping[str, str]) -> None:
         super().__init__()
         self._mesh_dims = dict(mesh_dims)

@@ -22,6 +22,9 @@ from torchtitan_lr.parallel.recompute import is_recomputing
 STEP = "step"
 """Scope of everything outside the model and its loss: clipping, the optimizer, logging."""
 
+LOSS = "loss"
+"""Scope of what lies between the end of the model and its backward."""
+
 
 class ScopeTracker:
     """Follows a model through forward and backward while attached.
@@ -35,6 +38,7 @@ class ScopeTracker:
         self._undo: list[Callable[[], None]] = []
         self._stack: list[str] = []
         self._ranges: list[tuple[int, int, str]] = []
+        self._model_ends: list[int] = []
         self._owner: str | None = None
         self._last = STEP
         self._in_loss = False
@@ -56,6 +60,7 @@ class ScopeTracker:
         self._undo.clear()
         self._stack.clear()
         self._ranges.clear()
+        self._model_ends.clear()
         self._owner, self._last, self._in_loss, self._recomputing = None, STEP, False, 0
 
     def here(self) -> tuple[str, str, bool]:
@@ -65,21 +70,25 @@ class ScopeTracker:
             return self._owner or self._backward_scope(), "backward", repeats
         if self._owner or self._stack:
             return self._owner or self._stack[-1], "forward", False
-        return ("loss", "forward", False) if self._in_loss else (STEP, "optimizer", False)
+        return (LOSS, "forward", False) if self._in_loss else (STEP, "optimizer", False)
 
     def _backward_scope(self) -> str:
         node = torch._C._current_autograd_node()
-        number = -1 if node is None else node._sequence_nr()
+        if node is None or type(node).__name__ == "AccumulateGrad":
+            return self._last  # a callback, or a node that no forward pass made
+        number = node._sequence_nr()
         for start, end, scope in reversed(self._ranges):
             if start <= number < end:
                 self._last = scope
-                break
-        # Nodes that no forward made (gradient accumulators, callbacks) belong to what ran before.
+                return scope
+        if self._model_ends and number >= self._model_ends[0]:
+            self._last = LOSS
         return self._last
 
     def _follow_root(self, root: nn.Module) -> None:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._in_loss = True
+            self._model_ends.append(_next_sequence_number())
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     self._undo.append(leaf.register_hook(leave_loss).remove)

@@ -17,6 +17,7 @@ from torchtitan_lr.models.args import FAMILIES, Activation, Family, LlamaArgs
 # dim, ffn_dim, n_heads, n_layers, rank
 _SHAPES: dict[str, tuple[int, int, int, int, int]] = {
     "debug": (256, 688, 8, 4, 64),
+    "tiny": (256, 688, 8, 2, 64),
     "60M": (512, 1376, 8, 8, 128),
     "130M": (768, 2048, 12, 12, 256),
     "350M": (1024, 2736, 16, 24, 256),
@@ -33,6 +34,8 @@ _EXTRAS: dict[str, dict[str, Any]] = {
     # Small enough for a few hundred steps in minutes on two cores, and grouped-query so that the
     # default run exercises it; the vocabulary is that of the tokenizer shipped with the package.
     "debug": {"n_kv_heads": 4, "vocab_size": 4096},
+    # The model of BOOST's loss-curve figure: two layers, h = 256.
+    "tiny": {"vocab_size": 4096},
     "8B": {
         "n_kv_heads": 8,
         "vocab_size": 128256,
@@ -44,7 +47,7 @@ _EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 # CoLA, Appendix on Table 10: keeping SwiGLU's SiLU helps up to 130M and no longer at 350M.
-_KEEPS_OUTER_SILU = ("debug", "60M", "130M")
+_KEEPS_OUTER_SILU = ("debug", "tiny", "60M", "130M")
 
 
 class FlavorTable(Mapping[str, LlamaArgs]):

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from torchtitan.tools.logging import logger
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.marks import mark_in_graphs
@@ -48,7 +50,8 @@ def apply_low_rank_checkpoint(model: nn.Module, save_attention: bool) -> None:
     Args:
         model: The whole model or a pipeline stage of it.
         save_attention: Whether to keep attention's output (b, s, d/T) and log-sum-exp
-            (b, heads/T, s) instead of running attention again.
+            (b, heads/T, s) instead of running attention again. Compiled blocks with DTensor
+            parameters on a CPU keep them in any case.
 
     Raises:
         ConfigError: For a model without bottlenecks.
@@ -59,26 +62,38 @@ def apply_low_rank_checkpoint(model: nn.Module, save_attention: bool) -> None:
     mark_in_graphs()
     layers = model.get_submodule("layers")
     for name, block in layers.named_children():
-        run = checkpoint_block_saving_attention if save_attention else checkpoint_block
-        layers.register_module(name, checkpoint_wrapper(block, checkpoint_fn=run))
+        wrapped = checkpoint_wrapper(
+            block,
+            checkpoint_fn=checkpoint_block,
+            save_attention=save_attention,
+            save_attention_compiled=save_attention or _cannot_repeat_attention_compiled(model),
+        )
+        layers.register_module(name, wrapped)
+    logger.info(
+        "Applied low-rank activation checkpointing, attention's output is %s",
+        "kept" if save_attention else "recomputed",
+    )
 
 
-def checkpoint_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a block forward such that backward recomputes all but the marked tensors."""
-    return _checkpoint(block, args, kwargs, save_attention=False)
-
-
-def checkpoint_block_saving_attention(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a block as `checkpoint_block`, and keep what fused attention returns as well."""
-    return _checkpoint(block, args, kwargs, save_attention=True)
-
-
-def _checkpoint(
-    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], save_attention: bool
+def checkpoint_block(
+    block: nn.Module,
+    *args: Any,
+    save_attention: bool,
+    save_attention_compiled: bool,
+    **kwargs: Any,
 ) -> Any:
+    """Run a block forward such that backward recomputes all but the marked tensors.
+
+    Args:
+        block: A decoder block.
+        *args: Its arguments.
+        save_attention: Whether what fused attention returns is kept as well.
+        save_attention_compiled: The same in a compiled graph.
+        **kwargs: More of its arguments.
+    """
     if torch.compiler.is_compiling():
         # The compiler drops by itself what leads only to kept tensors.
-        contexts = _contexts_saving_attention if save_attention else _contexts
+        contexts = _contexts_saving_attention if save_attention_compiled else _contexts
         return checkpoint(
             block,
             *args,
@@ -91,6 +106,18 @@ def _checkpoint(
         return block(*args, **kwargs)
     operators = ATTENTION_OPERATORS if save_attention else frozenset()
     return Recording(block, args, kwargs, operators).forward()
+
+
+def _cannot_repeat_attention_compiled(model: nn.Module) -> bool:
+    """Whether torch's partitioner fails to repeat an operator that could draw random numbers.
+
+    Attention counts as one. On a CPU its generator's state is saved behind the DeviceMesh of the
+    DTensor parameters, where AOTAutograd expects tensors ("expected all tensors_saved_with_vc_check
+    to be Tensors", seen in torch 2.13 with any checkpointing). Keeping attention is exact.
+    """
+    return any(
+        isinstance(p, DTensor) and p.device_mesh.device_type == "cpu" for p in model.parameters()
+    )
 
 
 def _policy(kept: frozenset[Any], context: Any, func: Any, *_: Any, **__: Any) -> CheckpointPolicy:

@@ -1,0 +1,129 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Draws loss curves of tensor-parallel and single-process training (BOOST, Figure 4).
+
+A small model trains three times on the same batches of the embedded corpus: in one process, with
+bottleneck-aware tensor parallelism over T ranks, and in one process from another seed. If the
+plan is exact, the first two curves differ by rounding alone, far less than two seeds do.
+
+    python scripts/loss_curves.py --out docs/images/btp_loss_curves.png
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchtitan_lr.cli import OneLineParser
+from torchtitan_lr.metrics import HISTORY_FILE, read_history
+
+TRAIN_LOSS = "loss_metrics/global_avg_loss"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train, compare, draw; returns 1 if the plan's gap is not below the seeds'."""
+    options = _parse(argv)
+    out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    plan = f"--parallelism.tp_plan={options.plan}"
+    degree = f"--parallelism.tensor_parallel_degree={options.ranks}"
+    curves = {
+        "T = 1": _train(options, "one", 1, []),
+        f"T = {options.ranks}, {options.plan}": _train(
+            options, "tp", options.ranks, [degree, plan]
+        ),
+        "T = 1, another seed": _train(options, "seed", 1, ["--debug.seed=1"]),
+    }
+    one, parallel, other = curves.values()
+    report = {
+        "steps": len(one),
+        "final_loss": {name: float(losses[-1]) for name, losses in curves.items()},
+        "gap_to_tensor_parallel": _gap(one, parallel),
+        "gap_to_another_seed": _gap(one, other),
+    }
+    _draw(curves, report, out)
+    print(json.dumps(report, indent=2))
+    return 0 if report["gap_to_tensor_parallel"] < report["gap_to_another_seed"] else 1
+
+
+def _train(options: argparse.Namespace, name: str, ranks: int, extra: list[str]) -> Any:
+    """Run the launcher (or take a finished run's history) and return the losses, one a step."""
+    folder = Path(options.work) / name
+    history = folder / HISTORY_FILE
+    if _count(history) < options.steps:
+        command = [
+            *(sys.executable, "-m", "torchtitan_lr.launch"),
+            f"--job.config_file={options.config}",
+            f"--job.dump_folder={folder}",
+            f"--training.steps={options.steps}",
+            f"--lr_scheduler.warmup_steps={options.steps // 10}",
+            *extra,
+        ]
+        environment = os.environ | {"NGPU": str(ranks), "CONFIG_FILE": options.config}
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    return np.array([r[TRAIN_LOSS] for r in read_history(history) if TRAIN_LOSS in r])
+
+
+def _count(history: Path) -> int:
+    return sum(TRAIN_LOSS in record for record in read_history(history))
+
+
+def _gap(a: Any, b: Any) -> float:
+    """Mean absolute difference of two curves, nats a token."""
+    return float(np.abs(a - b).mean())
+
+
+def _draw(curves: dict[str, Any], report: dict[str, Any], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), dpi=130)
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    styles: list[dict[str, Any]] = [
+        {"color": "tab:blue", "linewidth": 2.4},
+        {"color": "tab:orange", "linestyle": "--", "linewidth": 1.1},
+        {"color": "grey", "linewidth": 0.7},
+    ]
+    for (name, losses), style in zip(curves.items(), styles, strict=True):
+        left.plot(np.arange(1, len(losses) + 1), losses, label=name, **style)
+    left.set_ylabel("training loss (nats a token)")
+    one, parallel, other = curves.values()
+    for losses, key, color in (
+        (parallel, "gap_to_tensor_parallel", "tab:orange"),
+        (other, "gap_to_another_seed", "grey"),
+    ):
+        label = f"{key.replace('_', ' ')}: {report[key]:.1e} on average"
+        difference = np.abs(one - losses) + 1e-9
+        right.semilogy(np.arange(1, len(one) + 1), difference, color=color, lw=0.8, label=label)
+    right.set_ylabel("difference to T = 1 (nats a token)")
+    for axes in (left, right):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--config", default="train_configs/loss_curves.toml", help="the model")
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--ranks", type=int, default=4, help="tensor-parallel degree T")
+    parser.add_argument("--plan", default="btp", help="parallelism.tp_plan of the T ranks")
+    parser.add_argument("--work", default="outputs/loss_curves", help="folder of the runs")
+    parser.add_argument("--out", default="docs/images/btp_loss_curves.png", help="the PNG")
+    options = parser.parse_args(argv)
+    if options.steps < 10:
+        parser.error(f"--steps: got {options.steps}, expected at least 10")
+    if not Path(options.config).is_file():
+        parser.error(f"--config: got {options.config!r}, expected a TOML file")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

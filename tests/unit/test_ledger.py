@@ -1,0 +1,223 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The ledger on one rank: what counts as a collective, its size, its scope and its pass."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchtitan_lr.analysis.communication import Traffic
+from torchtitan_lr.comm.comparison import compare, differences
+from torchtitan_lr.comm.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.comm.operations import OPERATIONS, identify
+from torchtitan_lr.comm.scopes import named_scopes
+
+functional = torch.ops._c10d_functional
+
+
+@pytest.fixture(scope="module", autouse=True)
+def four_fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def world() -> str:
+    return str(dist.group.WORLD.group_name)
+
+
+class Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return functional.wait_tensor(functional.all_reduce(x, "sum", world()))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        out = functional.reduce_scatter_tensor(gradient, "sum", 4, world())
+        return functional.wait_tensor(functional.all_gather_into_tensor(out, 4, world()))
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Reduce.apply(torch.sigmoid(x * self.weight)).exp()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings = Part()
+        self.layers = nn.ModuleDict({"0": Part(), "1": Part()})
+        self.output = Part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.tok_embeddings(x)
+        for block in self.layers.values():
+            x = block(x)
+        return self.output(x)
+
+
+def step(model: nn.Module, ledger: CommLedger) -> None:
+    with ledger:
+        out = model(torch.ones(4, 8))
+        loss = Reduce.apply(out).sum()
+        loss.backward()
+        dist.all_reduce(torch.zeros(3, dtype=torch.float64))
+
+
+def new_ledger(model: nn.Module) -> CommLedger:
+    return CommLedger([model], mesh_dims_of({}))
+
+
+def test_scopes_and_passes() -> None:
+    model = Model()
+    ledger = new_ledger(model)
+    step(model, ledger)
+    rows = [tuple(row.values()) for row in ledger.rows()]
+    expected = []
+    for scope in ("embedding", "block 0", "block 1", "head", "loss"):
+        expected.append((scope, "forward", "all_reduce", "world", "float32", 1, 32, 128))
+        for op in ("all_gather", "reduce_scatter"):
+            expected.append((scope, "backward", op, "world", "float32", 1, 32, 128))
+    expected.append(("step", "optimizer", "all_reduce", "world", "float64", 1, 3, 24))
+    assert rows == expected
+
+
+def test_two_microbatches_add_up() -> None:
+    model = Model()
+    once, twice = new_ledger(model), new_ledger(model)
+    step(model, once)
+    for _ in range(2):
+        step(model, twice)
+    double = {"calls": 2, "elements": 2, "bytes": 2}
+    assert twice.rows() == [{k: v * double.get(k, 1) for k, v in r.items()} for r in once.rows()]
+    twice.clear()
+    assert twice.rows() == []
+    assert once.bytes_by_mesh_dim() == {"world": sum(row["bytes"] for row in once.rows())}
+
+
+def test_order_of_backward_does_not_matter() -> None:
+    """Two micro-batches forward, then both backward, as a pipeline schedule does."""
+    model = Model()
+    together, apart = new_ledger(model), new_ledger(model)
+    with together:
+        losses = [model(torch.ones(4, 8)).sum() for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+    with apart:
+        for _ in range(2):
+            model(torch.ones(4, 8)).sum().backward()
+    assert together.rows() == apart.rows()
+
+
+def test_recomputation_is_backward_and_flagged() -> None:
+    plain, wrapped = Model(), Model()
+    for name, block in list(wrapped.layers.items()):
+        wrapped.layers[name] = checkpoint_wrapper(block)
+    ledgers = [new_ledger(model) for model in (plain, wrapped)]
+    for model, ledger in zip((plain, wrapped), ledgers, strict=True):
+        step(model, ledger)
+    rows = ledgers[1].rows(split_recompute=True)
+    repeated = [row for row in rows if row["recompute"]]
+    assert [(r["scope"], r["pass"], r["op"], r["calls"]) for r in repeated] == [
+        (f"block {i}", "backward", "all_reduce", 1) for i in range(2)
+    ]
+    first = [{k: v for k, v in row.items() if k != "recompute"} for row in rows if row not in repeated]
+    assert first == ledgers[0].rows()
+
+
+def test_without_hooks_after_leaving() -> None:
+    model = Model()
+    ledger = new_ledger(model)
+    step(model, ledger)
+    before = ledger.rows()
+    model(torch.ones(4, 8)).sum().backward()
+    assert ledger.rows() == before
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def sizes(call: Any) -> tuple[str, int]:
+    found: list[Any] = []
+
+    class Catch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.append(identify(func, args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    with Catch():
+        call()
+    (collective,) = [item for item in found if item is not None]
+    assert collective.group == world()
+    return collective.op, collective.elements
+
+
+X = torch.ones(8, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "op", "elements"),
+    [
+        (lambda: dist.all_reduce(X), "all_reduce", 16),
+        (lambda: dist.broadcast(X, 0), "broadcast", 16),
+        (lambda: dist.reduce_scatter_tensor(X[:2].clone(), X), "reduce_scatter", 16),
+        (lambda: dist.all_gather_into_tensor(torch.ones(32, 2), X), "all_gather", 64),
+        (lambda: dist.all_gather([X.clone() for _ in range(4)], X), "all_gather", 64),
+        (lambda: dist.all_to_all_single(X.clone(), X), "all_to_all", 16),
+        (lambda: functional.all_reduce(X, "sum", world()), "all_reduce", 16),
+        (lambda: functional.all_reduce_(X, "sum", world()), "all_reduce", 16),
+        (lambda: functional.all_reduce_coalesced([X, X[:1]], "sum", world()), "all_reduce", 18),
+        (lambda: functional.reduce_scatter_tensor(X, "sum", 4, world()), "reduce_scatter", 16),
+        (lambda: functional.all_gather_into_tensor(X, 4, world()), "all_gather", 64),
+        (
+            lambda: functional.all_gather_into_tensor_out(X, 4, world(), out=torch.ones(32, 2)),
+            "all_gather",
+            64,
+        ),
+    ],
+)
+def test_sizes(call: Any, op: str, elements: int) -> None:
+    assert sizes(call) == (op, elements)
+
+
+def test_every_collective_of_torch_is_known() -> None:
+    """Whatever torch registers on a process group is either known or moves nothing."""
+    from torchtitan_lr.comm.operations import GROUP_ARGUMENTS, NAMESPACES, NO_PAYLOAD
+
+    unknown = set()
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        arguments = {argument.name for argument in schema.arguments}
+        if namespace in NAMESPACES and arguments & GROUP_ARGUMENTS:
+            unknown |= {name} - OPERATIONS.keys() - NO_PAYLOAD
+    assert unknown == set()
+
+
+def test_named_scopes_of_a_pipeline_stage() -> None:
+    stage = Model()
+    stage.tok_embeddings = None
+    assert [name for name, _ in named_scopes(stage)] == ["block 0", "block 1", "head"]
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    identity = {"scope": "head", "pass": "forward", "op": "all_gather", "mesh_dim": "tp"}
+    return identity | {"dtype": "float32", "calls": 1, "elements": 5, "bytes": 20} | changes
+
+
+def test_comparison() -> None:
+    traffic = Traffic("head", "forward", "all_gather", "activation", 1, 5)
+    dtypes = {"activation": "float32"}
+    assert compare([row()], [traffic], dtypes) == [row(expected_calls=1, expected_elements=5)]
+    assert differences(compare([row()], [traffic], dtypes)) == []
+    for wrong in (row(calls=2), row(elements=6), row(dtype="bfloat16"), row(mesh_dim="fsdp")):
+        assert differences(compare([wrong], [traffic], dtypes))
+    assert len(differences(compare([], [traffic], dtypes))) == 1
+    unknown = compare([row(scope="step")], [], dtypes)
+    assert unknown[0]["expected_calls"] is None and differences(unknown) == []
