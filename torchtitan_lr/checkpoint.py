@@ -10,13 +10,18 @@ is written over files that an old ``.metadata`` still vouches for, and a purge m
 import os
 import re
 import shutil
+import threading
 from concurrent.futures import Future
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torchtitan.components.checkpoint import DATALOADER, AsyncMode
 from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
+from torchtitan.tools.logging import logger
+
+from torchtitan_lr.errors import ConfigError
 
 _STEP_FOLDER = re.compile(r"step-(\d+)")
 _DISCARDED = "discarded-"
@@ -38,8 +43,7 @@ class CheckpointManager(TitanCheckpointManager):
         """Save into a folder that holds nothing yet; arguments as upstream's."""
         if _is_first_rank():
             _discard(checkpoint_id)
-        if dist.is_initialized():
-            dist.barrier()
+        _barrier()
         self._last_saved = checkpoint_id
         return super().dcp_save(
             state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
@@ -55,11 +59,42 @@ class CheckpointManager(TitanCheckpointManager):
         """Load; arguments as upstream's.
 
         Raises:
-            ConfigError: A full checkpoint's data position belongs to another batch or corpus.
+            ConfigError: A full checkpoint's data position belongs to another batch or corpus, or
+                the folder does not hold this model.
         """
-        if not from_hf and DATALOADER in state_dict:
+        if not from_hf and DATALOADER in state_dict and state_dict[DATALOADER] is not None:
             state_dict[DATALOADER].check_checkpoint(checkpoint_id)
-        super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+        try:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+        except CheckpointException as error:  # no Exception, so nobody else catches it
+            cause = next(iter(error.failures.values()))[0]
+            want = f"a complete checkpoint of this model ({cause})"
+            raise ConfigError("checkpoint", checkpoint_id, want) from error
+
+    def load(self, step: int = -1) -> bool:
+        """Load step ``step``, or the newest complete one; what follows it is put aside.
+
+        A run that goes back to an earlier step writes the later ones anew. A folder without any
+        complete step, as a kill in the first save leaves it, counts as no folder, so that
+        ``initial_load_path`` still takes effect.
+
+        Args:
+            step: The step, -1 for the newest.
+
+        Returns:
+            Whether anything was loaded.
+        """
+        if self.enable and not self.load_only and _is_first_rank() and os.path.isdir(self.folder):
+            newest = self._find_load_step()
+            for found in self._steps():
+                if found > (newest if step == -1 else step):
+                    renamed = _rename_away(self._create_checkpoint_id(found))
+                    logger.warning("Checkpoint of step %d is put aside as %s", found, renamed)
+            # Upstream looks at initial_load_path only where there is no folder at all.
+            if newest == -1 and all(n.startswith(_DISCARDED) for n in os.listdir(self.folder)):
+                _rename_away(self.folder)
+        _barrier()
+        return bool(super().load(step))
 
     def save_interrupted(self, step: int) -> str | None:
         """Save everything needed to go on from ``step``, whatever the last save should contain.
@@ -96,15 +131,27 @@ class CheckpointManager(TitanCheckpointManager):
     def _purge_stale_checkpoints(self) -> None:
         if self.keep_latest_k <= 0 or not _is_first_rank() or not os.path.isdir(self.folder):
             return
-        steps = sorted(
-            int(match.group(1))
-            for name in os.listdir(self.folder)
-            if (match := _STEP_FOLDER.fullmatch(name))
-        )
+        # The save at hand counts, complete or not; a torn folder must not push a good one out.
+        steps = [
+            step
+            for step in self._steps()
+            if (folder := self._create_checkpoint_id(step)) == self._last_saved
+            or os.path.isfile(os.path.join(folder, ".metadata"))
+        ]
         for step in steps[: -self.keep_latest_k]:
             renamed = _rename_away(self._create_checkpoint_id(step))
             if renamed is not None:
                 self.purge_queue.put(renamed)
+
+    def _steps(self) -> list[int]:
+        """Return the steps that have a folder, complete or not, in order."""
+        matches = map(_STEP_FOLDER.fullmatch, os.listdir(self.folder))
+        return sorted(int(match.group(1)) for match in matches if match)
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _is_first_rank() -> bool:
@@ -123,6 +170,7 @@ def _rename_away(folder: str) -> str | None:
 
 
 def _discard(folder: str) -> None:
+    """Rename at once, delete in the background: other ranks wait for the name alone."""
     renamed = _rename_away(folder)
     if renamed is not None:
-        shutil.rmtree(renamed, ignore_errors=True)
+        threading.Thread(target=shutil.rmtree, args=(renamed, True), daemon=True).start()

@@ -40,12 +40,16 @@ def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
 def check_tensor_parallel(config: Any, world_size: int, device_type: str) -> None:
     """The tensor-parallel plan fits the model; at degree 1 its keys are checked all the same."""
     from torchtitan_lr.models.flavors import FLAVORS
-    from torchtitan_lr.parallel.tensor_parallel import resolve_settings, settings_from_config
+    from torchtitan_lr.parallel.tensor_parallel import (
+        resolve_settings,
+        sequence_lengths,
+        settings_from_config,
+    )
 
     args = FLAVORS[config.model.name.removeprefix("llama_")][config.model.flavor]
     args.update_from_config(config)
     degree = config.parallelism.tensor_parallel_degree
-    resolve_settings(settings_from_config(config), args, degree, config.training.seq_len)
+    resolve_settings(settings_from_config(config), args, degree, *sequence_lengths(config))
 
 
 def _check_degree(name: str, degree: int, ranks: int) -> None:
@@ -132,7 +136,6 @@ def check_cpu(config: Any, world_size: int, device_type: str) -> None:
 SUPPORT_CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
     check_unsupported,
     check_parallelism,
-    check_tensor_parallel,
     check_activation_checkpoint,
     check_compile,
     check_cpu,

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The training and validation loss: cross entropy summed over tokens."""
 
+import math
 from typing import Any
 
 import torch
@@ -33,6 +34,11 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
         ignore_index=IGNORE_INDEX,
     )
     return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def perplexity(loss: float) -> float:
+    """Return e to the loss (nats a token); infinity where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def build_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:

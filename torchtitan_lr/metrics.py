@@ -25,6 +25,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import BaseModelArgs
 from torchtitan.tools.logging import logger
 
+from torchtitan_lr.loss import perplexity
+
 HISTORY_FILE = "metrics.jsonl"
 
 _WANDB_VARIABLES = {
@@ -83,11 +85,17 @@ class LowRankMetricsProcessor(MetricsProcessor):
             container.add_logger(self.history)
             self.logger = container
         self._paused_at: float | None = None
-        self._last_logged_step: int | None = None
+        self._last_logged_step = 0
 
     def should_log(self, step: int) -> bool:
         """Log the first step, every ``metrics.log_freq`` steps and the last one."""
         return super().should_log(step) or step == self.job_config.training.steps
+
+    def start_after(self, step: int) -> None:
+        """Begin with the step after ``step``, where a checkpoint left off."""
+        self._last_logged_step = step
+        if self.history is not None:
+            self.history.rewind(step)
 
     def pause(self) -> None:
         """Stop the throughput clock: what follows is not training (validation, a save)."""
@@ -118,7 +126,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
             extra_metrics: Further scalars.
         """
         seconds = time.perf_counter() - self.time_last_log
-        steps = step - (self._last_logged_step if self._last_logged_step is not None else step - 1)
+        steps = step - self._last_logged_step
         # Tokens a second and device: every rank of a tensor-parallel group sees the same tokens.
         tps = self.ntokens_since_last_log / (seconds * self.parallel_dims.non_data_parallel_size)
         mfu = 100 * self.num_flops_per_token * tps / self.gpu_peak_flops
@@ -172,7 +180,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
         color = self.color
         logger.info(
             f"{color.yellow}validate step: {step:2}  {color.green}loss: {loss:8.5f}  "
-            f"{color.blue}perplexity: {math.exp(loss):,.3f}{color.reset}"
+            f"{color.blue}perplexity: {perplexity(loss):,.3f}{color.reset}"
         )
 
     def _start_window(self) -> None:
@@ -205,7 +213,8 @@ def set_wandb_environment(job_config: JobConfig) -> None:
         if value := getattr(metrics, field):
             os.environ.setdefault(variable, value)
     if metrics.wandb_tags:
-        os.environ.setdefault("WANDB_RUN_TAGS", ",".join(metrics.wandb_tags))
+        # torchtitan hands WANDB_RUN_TAGS to wandb as one string, which it takes for letters.
+        os.environ.setdefault("WANDB_TAGS", ",".join(metrics.wandb_tags))
     mode = metrics.wandb_mode
     if mode == "auto":
         mode = "online" if _has_wandb_credentials() else "offline"

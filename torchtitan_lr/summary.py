@@ -40,7 +40,7 @@ def build_summary(
         "steps": steps,
         "train_loss": train[-1][_TRAIN_LOSS] if train else None,
         "val_loss": val_loss,
-        "val_ppl": None if val_loss is None else math.exp(val_loss),
+        "val_ppl": None if val_loss is None or val_loss > 700 else math.exp(val_loss),
         "unigram_entropy": val[-1][_ENTROPY] if val else None,
         "tokens_per_s": _median(windows, "throughput/tokens_per_s"),
         "mfu": _median(windows, "mfu(%)"),

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 import torchtitan.train as titan_train
+from torch.nn.utils import clip_grads_with_norm_
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import JobConfig
 from torchtitan.distributed import utils as dist_utils
@@ -29,7 +30,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.guard import NonFiniteError, StopSignal, agree
 from torchtitan_lr.metrics import LowRankMetricsProcessor, read_history
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
-from torchtitan_lr.parallel.grad_norm import clip_grad_norm
+from torchtitan_lr.parallel.grad_norm import gradient_norm
 from torchtitan_lr.summary import build_summary, write_summary
 from torchtitan_lr.validate import Validator
 
@@ -67,6 +68,8 @@ class Trainer(titan_train.Trainer):
         self._stop.install()
         super().train()
         self.checkpointer.finish()
+        if not self.interrupted and self.job_config.validation.enable:
+            self.validator.validate_once(self.model_parts, self.step)
         if self.interrupted:
             self._report_interruption()
         else:
@@ -76,8 +79,7 @@ class Trainer(titan_train.Trainer):
         """Say whether another step follows; upstream asks after loading and after each step."""
         if not self._started:
             self._started = True
-            if self.metrics_processor.history is not None:
-                self.metrics_processor.history.rewind(self.step)
+            self.metrics_processor.start_after(self.step)
         if self.interrupted:
             self.checkpointer.save_interrupted(self.step)
             return False
@@ -105,8 +107,13 @@ class Trainer(titan_train.Trainer):
 
         with self._counted():
             loss = self._forward_backward(microbatches, global_tokens)
-            grad_norm = self._clip_gradients()
+            grad_norm = gradient_norm(
+                self._parameters(), self.parallel_dims.get_optional_mesh("pp")
+            )
             if self._may_step(loss, grad_norm):
+                clip_grads_with_norm_(
+                    self._parameters(), self.job_config.training.max_norm, grad_norm, foreach=True
+                )
                 self.checkpointer.maybe_wait_for_staging()
                 self.optimizers.step()
         self.lr_schedulers.step()
@@ -166,12 +173,8 @@ class Trainer(titan_train.Trainer):
         self._ledger.clear()
         return self._ledger
 
-    def _clip_gradients(self) -> torch.Tensor:
-        return clip_grad_norm(
-            [p for part in self.model_parts for p in part.parameters()],
-            self.job_config.training.max_norm,
-            self.parallel_dims.get_optional_mesh("pp"),
-        )
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for part in self.model_parts for p in part.parameters()]
 
     def _may_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> bool:
         """Agree with all ranks whether this step is finite, and whether to stop after it."""
@@ -183,7 +186,7 @@ class Trainer(titan_train.Trainer):
         what = (
             f"loss of rank {verdict.nonfinite_rank} is not finite"
             if verdict.nonfinite_rank is not None
-            else f"gradient norm is {norm}{self._first_nonfinite_gradient()}"
+            else f"gradient norm is {norm} ({self._nonfinite_gradient()})"
         )
         if self.skipped_steps >= self.job_config.training.max_skipped_steps:
             raise NonFiniteError(
@@ -194,15 +197,22 @@ class Trainer(titan_train.Trainer):
         logger.warning("step %d: %s; optimizer step skipped", self.step, what)
         return False
 
-    def _first_nonfinite_gradient(self) -> str:
-        rank = torch.distributed.get_rank()
+    def _nonfinite_gradient(self) -> str:
+        """Name the first rank and parameter with a gradient that is not finite."""
+        names: list[str | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(names, self._own_nonfinite_gradient())
+        for rank, name in enumerate(names):
+            if name is not None:
+                return f"rank {rank}: {name}"
+        return "every entry is finite, their squares overflow"
+
+    def _own_nonfinite_gradient(self) -> str | None:
         for part in self.model_parts:
             for name, parameter in part.named_parameters():
-                grad = parameter.grad
-                local = getattr(grad, "_local_tensor", grad)
+                local = getattr(parameter.grad, "_local_tensor", parameter.grad)
                 if local is not None and not torch.isfinite(local).all():
-                    return f" (rank {rank}: {name})"
-        return f" (rank {rank}: all its gradients are finite, another rank's are not)"
+                    return name
+        return None
 
     def _log_step(
         self, loss: torch.Tensor, token_share: float, grad_norm: torch.Tensor, lr: float
@@ -233,6 +243,8 @@ class Trainer(titan_train.Trainer):
         saved = self.checkpointer.last_good()
         if torch.distributed.get_rank() == 0:
             how = "run the same command again to resume" if saved else "checkpointing is off"
+            if saved and self.job_config.checkpoint.load_step != -1:
+                how = "run the command again without checkpoint.load_step to resume"
             logger.info(
                 "Stopped by %s after step %d of %d, checkpoint %s: %s",
                 self._stop.name or "a signal on another rank",
@@ -283,7 +295,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = build_job_config(sys.argv[1:] if argv is None else argv)
         fake = config.comm.mode == "fake_backend"
-        check_job_config(config, int(os.environ["NGPU" if fake else "WORLD_SIZE"]), device_type)
+        ranks = "NGPU" if fake else "WORLD_SIZE"
+        if not os.environ.get(ranks, "").isdecimal():
+            want = "the number of ranks: start with torchrun or python -m torchtitan_lr.launch"
+            raise ConfigError(ranks, os.environ.get(ranks), want)
+        check_job_config(config, int(os.environ[ranks]), device_type)
         trainer = Trainer(config)
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)

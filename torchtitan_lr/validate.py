@@ -6,7 +6,6 @@ evaluation of CoLA divides by batches + 1. Here the loss is summed over every va
 rank and divided once.
 """
 
-import math
 import time
 from contextlib import AbstractContextManager
 
@@ -23,6 +22,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils
 
 from torchtitan_lr.data.validation import build_validation_set
+from torchtitan_lr.loss import perplexity
 
 
 class Validator(BaseValidator):
@@ -41,6 +41,7 @@ class Validator(BaseValidator):
 
     Attributes:
         last_loss: The latest result, nats a token.
+        last_step: The step it belongs to.
         suspended: Set when the run is stopping, so that it ends at once.
     """
 
@@ -64,6 +65,7 @@ class Validator(BaseValidator):
         self.metrics_processor = metrics_processor
         self.validation_set = build_validation_set(job_config, dp_world_size, dp_rank, tokenizer)
         self.last_loss: float | None = None
+        self.last_step: int | None = None
         self.suspended = False
 
     def should_validate(self, step: int) -> bool:
@@ -89,19 +91,28 @@ class Validator(BaseValidator):
             num_tokens += (labels != IGNORE_INDEX).sum().item()
         mesh = self.parallel_dims.get_optional_mesh("loss")
         total = dist_utils.dist_sum(num_tokens, mesh)
-        self.last_loss = dist_utils.dist_sum(loss_sum, mesh) / total
+        self.last_loss, self.last_step = dist_utils.dist_sum(loss_sum, mesh) / total, step
         for model in model_parts:
             model.train()
         self.metrics_processor.log_validation(
             self.last_loss,
             step,
             extra_metrics={
-                "validation_metrics/perplexity": math.exp(self.last_loss),
+                "validation_metrics/perplexity": perplexity(self.last_loss),
                 "validation_metrics/tokens": total,
                 "validation_metrics/unigram_entropy": self.validation_set.unigram_entropy,
                 "validation_metrics/seconds": time.perf_counter() - started,
             },
         )
+
+    def validate_once(self, model_parts: list[nn.Module], step: int) -> None:
+        """Validate unless this process has done so at ``step``.
+
+        A run that was killed between its last save and its last validation comes back with
+        nothing to train and this to do.
+        """
+        if self.last_step != step:
+            self.validate(model_parts, step)
 
     def _batch_loss(
         self, model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor

@@ -1,13 +1,19 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What the ledger counts on four ranks is what the formulas say, row by row."""
 
+import json
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -18,7 +24,6 @@ from tests.distributed.tp_cases import (
     Case,
     build_model,
     compile_blocks,
-    fully_shard_blocks,
     model_args,
     shard_model,
     tp_mesh,
@@ -28,6 +33,7 @@ from torchtitan_lr.analysis.data_parallel import DataParallel, data_parallel_tra
 from torchtitan_lr.comm.comparison import compare, differences
 from torchtitan_lr.comm.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.loss import cross_entropy_sum
+from torchtitan_lr.parallel.data_parallel import sum_gradients
 from torchtitan_lr.parallel.low_rank_checkpoint import apply_low_rank_checkpoint
 from torchtitan_lr.parallel.tensor_parallel import TPSettings
 
@@ -44,8 +50,18 @@ def build(case: Case, *changes: str) -> Any:
         elif change == "compile":
             compile_blocks(model, case)
         elif change == "fsdp":
-            fully_shard_blocks(model, case)
+            shard_as_the_trainer(model, case)
     return model
+
+
+def shard_as_the_trainer(model: Any, case: Case) -> None:
+    """FSDP2 over the replicas; gradients are summed."""
+    mesh = tp_mesh(case.degree)._get_root_mesh()["dp"]
+    for unit in (model.tok_embeddings, *model.layers.values()):
+        fully_shard(unit, mesh=mesh)
+    fully_shard(model.output, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    sum_gradients(model)
 
 
 def measure(case: Case, *changes: str) -> list[dict[str, Any]]:
@@ -171,19 +187,29 @@ def test_compiled_blocks_are_counted(first: str, four_ranks: RankPool) -> None:
     assert disagreements(rows, expected(case), case) == []
 
 
-def fsdp_traffic(case: Case) -> list[Traffic]:
-    layout = DataParallel(replicate=1, shard=2)
-    args = model_args(case)
-    rows = data_parallel_traffic(args, case.settings, case.degree, layout)
-    # This harness lets FSDP choose for the last unit too.
-    head = next(r for r in rows if (r.scope, r.pass_) == ("head", "forward"))
-    return [*rows, replace(head, pass_="backward")]
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("plan", ["btp", "vanilla"])
 def test_fsdp_belongs_to_its_parameters(plan: str, compiled: bool, four_ranks: RankPool) -> None:
     case = Case("cola", TPSettings(plan), degree=2, dtype=torch.float32)
     changes = ("compile", "fsdp") if compiled else ("fsdp",)
     rows = four_ranks.run(measure, case, *changes)[0]
-    assert disagreements(rows, expected(case) + fsdp_traffic(case), case) == []
+    layout = DataParallel(replicate=1, shard=2)
+    weights = data_parallel_traffic(model_args(case), case.settings, case.degree, layout)
+    assert disagreements(rows, expected(case) + weights, case) == []
+
+
+def test_script() -> None:
+    """On a real step of the trainer: every row agrees, and has the promised keys."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "scripts/measure_comm.py", "train_configs/debug_lax.toml", "--json"]
+    options = ["--parallelism.tensor_parallel_degree=2", "--activation_checkpoint.mode=low_rank"]
+    environment = os.environ | {"NGPU": "4", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [*command, *options], cwd=root, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    numbers = {"calls", "elements", "bytes", "expected_calls", "expected_elements"}
+    assert all(row.keys() == {"scope", "pass", "op", "mesh_dim", "dtype"} | numbers for row in rows)
+    assert {row["scope"] for row in rows} == {"embedding", "block", "head", "loss", "step"}
+    assert {row["mesh_dim"] for row in rows if row["scope"] == "block"} == {"fsdp", "tp"}

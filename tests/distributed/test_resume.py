@@ -102,3 +102,36 @@ def test_a_changed_global_batch_is_refused(four_ranks: RankPool) -> None:
     options = [*FSDP4, "--training.global_batch_size=16"]
     with pytest.raises(RuntimeError, match=r"ConfigError: training.global_batch_size: got 16"):
         four_ranks.run(train, options, "", folder)
+
+
+def test_going_back_puts_the_later_checkpoints_aside(
+    four_ranks: RankPool, undisturbed: dict[str, Any]
+) -> None:
+    folder = four_ranks.run(train, FSDP4)[0]["dump_folder"]
+    back = [*FSDP4, "--checkpoint.load_step=2", "--training.steps=4", "--checkpoint.keep_latest_k=2"]
+    run = four_ranks.run(train, back, "", folder)[0]
+    names = {path.name for path in (Path(folder) / "checkpoint").iterdir()}
+    assert {name for name in names if name.startswith("step-")} == {"step-2", "step-4"}
+    assert run["losses"][:3] == undisturbed["losses"][:3]
+    # Goes on from where the second branch ended.
+    assert four_ranks.run(train, FSDP4, "", folder)[0]["step"] == 6
+
+
+@pytest.mark.parametrize("torn", [True, False])
+def test_a_torn_first_checkpoint_does_not_hide_the_initial_one(
+    torn: bool, four_ranks: RankPool, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    if torn:
+        (tmp_path / "checkpoint/step-1").mkdir(parents=True)
+        (tmp_path / "checkpoint/step-1/__0_0.distcp").write_bytes(b"torn")
+    source = Path(undisturbed["dump_folder"]) / "checkpoint/step-6"
+    options = [*FSDP4, f"--checkpoint.initial_load_path={source}", "--training.steps=1"]
+    run = four_ranks.run(train, options, "", str(tmp_path))[0]
+    # A trained model's first loss, on the first batch: below a fresh one's.
+    assert run["losses"][0] < undisturbed["losses"][0] - 0.05
+
+
+def test_another_model_is_refused_in_one_line(four_ranks: RankPool) -> None:
+    folder = four_ranks.run(train, FSDP4, "sigterm@3")[0]["dump_folder"]
+    with pytest.raises(RuntimeError, match=r"ConfigError: checkpoint: got .*step-3"):
+        four_ranks.run(train, [*FSDP4, "--low_rank.rank=16"], "", folder)

@@ -25,6 +25,10 @@ TP2_REPLICATE2_ACCUMULATE2 = [
 ]
 
 
+# Validation compiles the same blocks once more, without gradients.
+VALIDATED = ["--validation.enable", "--validation.steps=1", "--validation.seq_len=32"]
+
+
 def model(family: str) -> list[str]:
     return [f"--model.name=llama_{family}"]
 
@@ -43,6 +47,26 @@ def eight_ranks() -> Iterator[RankPool]:
     pool = RankPool(8)
     yield pool
     pool.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "plan"), [("lax", "btp"), ("svd", "vanilla"), ("full", "megatron")]
+)
+def test_compiled_blocks_validate(family: str, plan: str, four_ranks: RankPool) -> None:
+    options = [*model(family), *TP2_FSDP2, f"--parallelism.tp_plan={plan}", *VALIDATED]
+    short = [*options, "--training.steps=1"]
+    eager = four_ranks.run(train, short)[0]
+    compiled = four_ranks.run(train, [*short, "--compile.enable", "--compile.backend=aot_eager"])[0]
+    assert compiled["val_losses"] == pytest.approx(eager["val_losses"], rel=1e-5)
+
+
+def test_sequence_form_falls_back_for_an_odd_validation_length(
+    four_ranks: RankPool, reference: Any
+) -> None:
+    options = [*model("cola"), *TP2_FSDP2, "--parallelism.tp_comm=sequence", *VALIDATED]
+    run = four_ranks.run(train, [*options, "--validation.seq_len=31"])[0]
+    assert len(run["val_losses"]) == 2
+    assert largest_difference(run, reference("cola")) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -68,7 +92,7 @@ def eight_ranks() -> Iterator[RankPool]:
             ],
         ),
         ("cola", [*TP2_FSDP2, "--activation_checkpoint.mode=full"]),
-        ("cola", [*TP2_FSDP2, "--compile.enable"]),
+        ("cola", [*TP2_FSDP2, "--compile.enable", *VALIDATED]),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(
         option.split(".")[-1] for option in value if "batch_size" not in option

@@ -30,6 +30,10 @@ TINY = [
 """Arguments of a run that takes about a second; a test adds its layout."""
 
 
+SPOILT = "layers.1.feed_forward.w1.A.weight"
+"""Whose gradient the fault ``nan_gradient`` spoils."""
+
+
 def train(arguments: list[str], fault: str = "", dump_folder: str = "") -> dict[str, Any]:
     """Train on the calling process group; call it on every rank.
 
@@ -37,7 +41,7 @@ def train(arguments: list[str], fault: str = "", dump_folder: str = "") -> dict[
         arguments: As on the command line.
         fault: A deliberate fault. ``average`` divides gradients by the ranks once more, as
             torchtitan's DDP path does; ``sigterm@3`` sends rank 1 a signal in step 3; ``nan@2``
-            makes rank 1's loss NaN in step 2.
+            makes rank 1's loss NaN in step 2, ``nan_gradient@2`` one entry of one gradient.
         dump_folder: Where to write; a new folder by default.
 
     Returns:
@@ -107,11 +111,14 @@ def _trainer_with(fault: str, config: Any) -> Any:
     class FaultyTrainer(Trainer):
         def forward_backward_step(self, **kwargs: Any) -> Any:
             loss = super().forward_backward_step(**kwargs)
-            if guilty and kind == "sigterm" and self.step == int(at):
+            if not guilty or str(self.step) != at:
+                return loss
+            if kind == "sigterm":
                 os.kill(os.getpid(), signal.SIGTERM)
-            return (
-                loss * float("nan") if guilty and kind == "nan" and self.step == int(at) else loss
-            )
+            if kind == "nan_gradient":
+                weight = dict(self.model_parts[0].named_parameters())[SPOILT]
+                weight.grad.to_local().view(-1)[0] = float("nan")
+            return loss * float("nan") if kind == "nan" else loss
 
     trainer = FaultyTrainer(config)
     if kind == "average":

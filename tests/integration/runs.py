@@ -77,6 +77,7 @@ def environment(**variables):
     clean = {k: v for k, v in os.environ.items() if not re.match(_VARIABLES, k)}
     # No credentials, so that wandb's mode "auto" cannot go online from a developer's machine.
     return clean | {
+        "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "NETRC": "/nonexistent",

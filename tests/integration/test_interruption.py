@@ -30,11 +30,16 @@ class Life:
         self.folder = folder
         self.config = runs.write_config(folder, steps=STEPS, interval=INTERVAL)
         self._stages = {}
+        self.broken = ""
 
     def stage(self, name):
+        """What happened in a stage."""
         for stage in ("sigterm", "sigint", "twice", "killed", "rest"):
             if stage not in self._stages:
+                assert not self.broken, f"stage {self.broken} went wrong"
+                self.broken = stage
                 self._stages[stage] = self._live(stage)
+                self.broken = ""
             if stage == name:
                 return self._stages[stage]
         raise KeyError(name)
@@ -78,14 +83,17 @@ class Life:
         """SIGKILL for all ranks while a save is under way: a folder is there, its end is not."""
         pids = process.rank_pids()
         known = set(runs.step_folders(self.folder))
+
+        def new_folders():
+            return runs.step_folders(self.folder).keys() - known
+
         while True:
-            (step,) = process.wait_until(
-                lambda: runs.step_folders(self.folder).keys() - known, pause=0.001
-            )
+            new = process.wait_until(new_folders, pause=0.001)
+            step = max(new)
             runs.freeze(pids)  # the kill must not come later than the look
             if not runs.step_folders(self.folder)[step]:
                 break
-            known.add(step)  # it was complete already: wait for the next one
+            known |= new  # complete already: wait for the next one
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
         for pid in pids:
@@ -165,9 +173,9 @@ def test_a_kill_in_mid_save_leaves_nothing_to_trust(life):
     assert line.startswith("error: ") and "logs" in line
     assert len(stage.pids) == 2
     assert not any(map(alive, stage.pids))
-    # The folder is there and it is the newest, but it is no checkpoint: no script takes it either.
-    assert max(stage.folders) == stage.torn
+    # The folder is there and newer than every checkpoint, but no script takes it for one.
     assert not stage.folders[stage.torn]
+    assert stage.torn > max(step for step, complete in stage.folders.items() if complete)
     done = runs.run([sys.executable, "scripts/export.py", stage.copy, stage.copy / "out"])
     assert done.status == 2, done.everything
     (line,) = done.err.splitlines()

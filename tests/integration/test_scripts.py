@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """``scripts/export.py`` and ``scripts/generate.py`` on checkpoints that ranks wrote."""
 
+import importlib.util
 import sys
 
 import pytest
@@ -14,28 +15,38 @@ from torchtitan_lr.models import LlamaModel
 from torchtitan_lr.models.loading import read_model_args
 
 EXPORT = [sys.executable, "scripts/export.py"]
-GENERATE = [sys.executable, "scripts/generate.py", "--prompt", "import os", "--max_new_tokens=12"]
+GENERATE = [sys.executable, "scripts/generate.py"]
+PROMPT = ["--prompt", "import os", "--max_new_tokens=12"]
 
 
 @pytest.fixture(scope="module")
-def scripts(finished, undisturbed, tmp_path_factory):
-    """All commands at the same time, on 4 ranks' CoLA and 2 ranks' SVD."""
+def steps(finished, undisturbed):
+    """The last checkpoints of 4 ranks' CoLA and of 2 ranks' SVD."""
+    return {
+        "cola": finished.folder / "checkpoint" / "step-6",
+        "svd": undisturbed.folder / "checkpoint" / "step-30",
+    }
+
+
+@pytest.fixture(scope="module")
+def scripts(steps, tmp_path_factory):
+    """Each use once as a command."""
     base = tmp_path_factory.mktemp("scripts")
-    cola = finished.folder / "checkpoint" / "step-6"
-    svd = undisturbed.folder / "checkpoint" / "step-30"
-    sample = [*GENERATE, "--checkpoint", cola]
     commands = {
-        "cola": [*EXPORT, cola, base / "cola"],
-        "svd": [*EXPORT, svd, base / "svd"],
-        "svd_hf": [*EXPORT, svd, base / "svd_hf", "--format", "hf"],
-        "cola_hf": [*EXPORT, cola, base / "cola_hf", "--format", "hf"],
-        "seed_1": [*sample, "--seed=1"],
-        "seed_1_again": [*sample, "--seed=1"],
-        "seed_2": [*sample, "--seed=2"],
-        "no_checkpoint": [*GENERATE, "--checkpoint", base / "a" / "b" / "step-1"],
-        "temperature": [*sample, "--temperature=-1"],
+        "cola": [*EXPORT, steps["cola"], base / "cola"],
+        "svd_hf": [*EXPORT, steps["svd"], base / "svd_hf", "--format", "hf"],
+        "seed_1": [*GENERATE, *PROMPT, "--checkpoint", steps["cola"], "--seed=1"],
+        "no_checkpoint": [*GENERATE, *PROMPT, "--checkpoint", base / "a" / "b" / "step-1"],
     }
     return base, runs.run_all({name: (command, {}) for name, command in commands.items()})
+
+
+def call(name, *arguments):
+    """Runs a script's ``main`` in this process, which has imported torch already."""
+    spec = importlib.util.spec_from_file_location(name, runs.ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main([str(argument) for argument in arguments])
 
 
 def stored(step, tmp_path):
@@ -44,32 +55,27 @@ def stored(step, tmp_path):
     return torch.load(tmp_path / "all.pt", weights_only=False)
 
 
-@pytest.mark.parametrize("name", ["cola", "svd"])
-def test_factored_export_holds_the_checkpoint(scripts, finished, undisturbed, tmp_path, name):
+def test_factored_export_holds_the_checkpoint(scripts, steps, tmp_path):
     base, done = scripts
-    assert done[name].status == 0, done[name].everything
-    step = {
-        "cola": finished.folder / "checkpoint" / "step-6",
-        "svd": undisturbed.folder / "checkpoint" / "step-30",
-    }[name]
-    weights = load_file(base / name / "model.safetensors")
-    expected = stored(step, tmp_path)
+    assert done["cola"].status == 0, done["cola"].everything
+    weights = load_file(base / "cola" / "model.safetensors")
+    expected = stored(steps["cola"], tmp_path)
     assert "optimizer" in expected  # the converter read everything
     assert all(torch.equal(value, expected[key]) for key, value in weights.items())
-    model = LlamaModel(read_model_args(base / name / "model_args.json"))
+    model = LlamaModel(read_model_args(base / "cola" / "model_args.json"))
     model.load_state_dict(weights)
-    # The control: a model as the run's first step found it is another one.
+    # The control: the model as the run's first step found it is another one.
     fresh = LlamaModel(model.model_args)
     fresh.init_weights()
-    changed = [not torch.equal(weights[k], value) for k, value in fresh.state_dict().items()]
-    assert all(changed)
+    assert not any(torch.equal(weights[name], v) for name, v in fresh.state_dict().items())
 
 
-def test_merged_export_is_the_same_llama(scripts):
+def test_merged_export_is_the_same_llama(scripts, steps, tmp_path):
     base, done = scripts
     assert done["svd_hf"].status == 0, done["svd_hf"].everything
-    model = LlamaModel(read_model_args(base / "svd" / "model_args.json"))
-    model.load_state_dict(load_file(base / "svd" / "model.safetensors"))
+    assert call("export", steps["svd"], tmp_path) == 0
+    model = LlamaModel(read_model_args(tmp_path / "model_args.json"))
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     theirs = LlamaForCausalLM.from_pretrained(base / "svd_hf").eval()
     tokens = torch.randint(4096, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -83,30 +89,40 @@ def test_merged_export_is_the_same_llama(scripts):
     assert difference(other) > 1e-2  # the control: the same shape, other weights
 
 
-def test_generate_continues_the_prompt(scripts):
+def test_generate_continues_the_prompt(scripts, steps, capsys):
     _, done = scripts
-    texts = {}
-    for name in ("seed_1", "seed_1_again", "seed_2"):
-        assert done[name].status == 0, done[name].everything
-        texts[name] = done[name].out
-        assert texts[name].startswith("import os")
-        assert len(texts[name]) > len("import os\n")
-    assert texts["seed_1"] == texts["seed_1_again"]
-    assert texts["seed_1"] != texts["seed_2"]
+    assert done["seed_1"].status == 0, done["seed_1"].everything
+    text = done["seed_1"].out
+    assert text.startswith("import os")
+    assert len(text) > len("import os\n")
+    # Another process with the same seed says the same, and with another seed something else.
+    for seed, same in ((1, True), (2, False)):
+        assert call("generate", *PROMPT, "--checkpoint", steps["cola"], f"--seed={seed}") == 0
+        assert (capsys.readouterr().out == text) is same
+
+
+def test_a_refusal_of_generate(scripts):
+    _, done = scripts
+    assert done["no_checkpoint"].status == 2, done["no_checkpoint"].everything
+    assert done["no_checkpoint"].out == ""
+    (line,) = done["no_checkpoint"].err.splitlines()
+    assert line.startswith("CHECKPOINT: got ") and ", expected " in line
 
 
 @pytest.mark.parametrize(
-    ("name", "line"),
+    ("script", "arguments", "expected"),
     [
-        ("cola_hf", "--format: got 'hf', expected 'factored'"),
-        ("no_checkpoint", "CHECKPOINT: got "),
-        ("temperature", "--temperature: got -1.0, expected "),
+        ("export", ["--format", "hf"], "--format: got 'hf', expected 'factored'"),
+        ("generate", [*PROMPT, "--temperature=-1"], "--temperature: got -1.0, expected "),
     ],
 )
-def test_refusals(scripts, name, line):
-    base, done = scripts
-    assert done[name].status == 2, done[name].everything
-    assert done[name].out == ""
-    (said,) = done[name].err.splitlines()
-    assert line in said
-    assert not (base / name).exists()
+def test_refusals(steps, tmp_path, capsys, script, arguments, expected):
+    where = [steps["cola"], tmp_path / "out"]
+    if script == "generate":
+        where = ["--checkpoint", steps["cola"]]
+    assert call(script, *where, *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith(expected)
+    assert not (tmp_path / "out").exists()

@@ -272,8 +272,9 @@ def test_compiled(save_attention: bool) -> None:
     carried = tuple(torch.ones(BATCH, SEQ, r).double() for r in (16, 16, 16, 16, 24, 24, 24))
     outside |= {t.untyped_storage()._cdata for t in (compiled.freqs_cis, *carried)}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        out, _ = compiled.layers["1"](x, compiled.freqs_cis, carried)
-    for key, t in packed.items():
-        if key not in outside: print("PACK", t.shape, t.dtype, t.untyped_storage().nbytes())
-    size = sum(t.untyped_storage().nbytes() for key, t in packed.items() if key not in outside)
+        output = compiled.layers["1"](x, compiled.freqs_cis, carried)
+    # Attention counts as random for the compiler, which keeps the generator's state to repeat it.
+    activations = {k: t for k, t in packed.items() if t.dtype != torch.uint8 and k not in outside}
+    size = sum(t.untyped_storage().nbytes() for t in activations.values())
+    assert output[0].requires_grad
     assert size == kept_bytes(compiled.model_args, TOKENS, 4, 8, save_attention)

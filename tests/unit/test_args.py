@@ -11,7 +11,7 @@ def test_the_job_sets_length_and_seed():
     args = FLAVORS["cola"]["debug"]
     args.update_from_config(job_config(seq_len=96, seed=7))
     assert (args.max_seq_len, args.init_seed) == (96, 7)
-    assert (args.rank_attention, args.rank_ffn, args.activation) == (64, 64, "both")
+    assert (args.rank_attention, args.rank_ffn, args.activation) == (32, 32, "both")
 
 
 def test_a_missing_seed_is_zero():
@@ -23,9 +23,9 @@ def test_a_missing_seed_is_zero():
 @pytest.mark.parametrize(
     ("overrides", "ranks"),
     [
-        ({"rank": 32}, (32, 32)),
-        ({"rank_attention": 16}, (16, 64)),
-        ({"rank_ffn": 128}, (64, 128)),
+        ({"rank": 24}, (24, 24)),
+        ({"rank_attention": 16}, (16, 32)),
+        ({"rank_ffn": 128}, (32, 128)),
         ({"rank": 32, "rank_ffn": 48}, (32, 48)),
     ],
 )
@@ -35,18 +35,18 @@ def test_ranks_per_group(overrides, ranks):
     assert (args.rank_attention, args.rank_ffn) == ranks
     with torch.device("meta"):
         block = LlamaModel(args).layers["1"]
-    assert block.attention.wk.A.weight.shape == (ranks[0], 256)
-    assert block.feed_forward.w2.B.weight.shape == (256, ranks[1])
+    assert block.attention.wk.A.weight.shape == (ranks[0], 128)
+    assert block.feed_forward.w2.B.weight.shape == (128, ranks[1])
 
 
 @pytest.mark.parametrize(
     ("family", "overrides", "key"),
     [
         ("cola", {"rank": -1}, "low_rank.rank"),
-        ("cola", {"rank": 129}, "low_rank.rank"),  # wk of the debug flavor has 128 outputs
-        ("cola", {"rank_attention": 129}, "low_rank.rank_attention"),
+        ("cola", {"rank": 65}, "low_rank.rank"),  # wk of the debug flavor has 64 outputs
+        ("cola", {"rank_attention": 65}, "low_rank.rank_attention"),
         ("cola", {"rank_attention": -5}, "low_rank.rank_attention"),
-        ("cola", {"rank_ffn": 257}, "low_rank.rank_ffn"),
+        ("cola", {"rank_ffn": 129}, "low_rank.rank_ffn"),
         ("cola", {"activation": "gelu"}, "low_rank.activation"),
         ("cola", {"lax_gate": "scalar"}, "low_rank.lax_gate"),
         ("lax", {"lax_gate": "vector"}, "low_rank.lax_gate"),
@@ -67,8 +67,8 @@ def test_refusals_name_the_key_in_one_line(family, overrides, key):
 
 def test_the_largest_rank_is_accepted():
     args = FLAVORS["cola"]["debug"]
-    args.update_from_config(job_config(rank_attention=128, rank_ffn=256))
-    assert (args.rank_attention, args.rank_ffn) == (128, 256)
+    args.update_from_config(job_config(rank_attention=64, rank_ffn=128))
+    assert (args.rank_attention, args.rank_ffn) == (64, 128)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,9 @@ def test_recomputation_is_backward_and_flagged() -> None:
     assert [(r["scope"], r["pass"], r["op"], r["calls"]) for r in repeated] == [
         (f"block {i}", "backward", "all_reduce", 1) for i in range(2)
     ]
-    first = [{k: v for k, v in row.items() if k != "recompute"} for row in rows if row not in repeated]
+    first = [
+        {k: v for k, v in row.items() if k != "recompute"} for row in rows if row not in repeated
+    ]
     assert first == ledgers[0].rows()
 
 
@@ -148,7 +150,9 @@ def sizes(call: Any) -> tuple[str, int]:
     found: list[Any] = []
 
     class Catch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             found.append(identify(func, args, kwargs or {}))
             return func(*args, **(kwargs or {}))
 

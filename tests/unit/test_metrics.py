@@ -10,7 +10,7 @@ import pytest
 
 from torchtitan_lr.metrics import HistoryLogger, read_history, set_wandb_environment
 
-VARIABLES = ("WANDB_PROJECT", "WANDB_RUN_NAME", "WANDB_RUN_GROUP", "WANDB_RUN_TAGS", "WANDB_MODE")
+VARIABLES = ("WANDB_PROJECT", "WANDB_RUN_NAME", "WANDB_RUN_GROUP", "WANDB_TAGS", "WANDB_MODE")
 
 
 def wandb_config(**overrides: Any) -> Any:

@@ -3,7 +3,8 @@
 
 The gradients of the linears of L low-rank blocks are L(11dr + 3·d_ff·r) elements, against
 L(4d² + 3d·d_ff) at full rank (BOOST, Table 6). Exactly counted are FSDP2's units (the embedding,
-each block, final norm with head) with all their parameters, each padded to the ranks.
+each block, the head, and the root, which has the final norm) with all their parameters, each padded
+to the ranks.
 """
 
 from collections.abc import Sequence
@@ -30,9 +31,8 @@ class DataParallel:
     Args:
         replicate: Ranks that hold equal parameters.
         shard: Ranks that share each parameter.
-        reshard_after_forward: Whether weights are gathered again for backward; those of the last
-            unit only if `reshard_last`.
-        reshard_last: See `reshard_after_forward`.
+        reshard_after_forward: Whether weights are gathered again for backward.
+        reshard_last: The same for the head, the unit that backward needs first.
         microbatches: Forward and backward passes per optimizer step.
     """
 
@@ -66,12 +66,14 @@ def data_parallel_traffic(
         layout: Degrees and policy.
 
     Returns:
-        Rows for the embedding, every block and the head. Elements include FSDP's padding.
+        Rows for the embedding, every block and the head (with the final norm). Elements include
+        FSDP's padding.
     """
     rows: list[Traffic] = []
-    for scope, parameters in unit_parameters(shape, settings, tp_degree).items():
+    for unit, parameters in unit_parameters(shape, settings, tp_degree).items():
+        scope = "head" if unit == "root" else unit
         if layout.shard > 1:
-            last = scope == "head"
+            last = unit == "head"
             reshards = layout.reshard_last if last else layout.reshard_after_forward
             rows += _fsdp_unit(scope, padded(parameters, layout.shard), reshards, layout)
         elif layout.replicate > 1:
@@ -106,7 +108,7 @@ def unit_parameters(shape: ModelShape, settings: PlanSettings, tp_degree: int) -
         tp_degree: Tensor-parallel ranks T.
 
     Returns:
-        Shapes by unit: ``embedding``, ``block 0`` ..., ``head``.
+        Shapes by unit: ``embedding``, ``block 0`` ..., ``head``, ``root``.
     """
     t, d, vocabulary = tp_degree, shape.dim, shape.vocab_size
     btp = t > 1 and settings.plan == "btp"
@@ -117,7 +119,7 @@ def unit_parameters(shape: ModelShape, settings: PlanSettings, tp_degree: int) -
         gated = shape.family == "lax" and shape.lax_gate == "scalar" and i > 0
         linears = _linears(shape, settings, t)
         units[f"block {i}"] = [*linears, (norm,), (norm,), *[(1,)] * (7 if gated else 0)]
-    units["head"] = [(final_norm,), (vocabulary // t, d)]
+    units |= {"head": [(vocabulary // t, d)], "root": [(final_norm,)]}
     return units
 
 

@@ -15,7 +15,7 @@ elements times item size on one rank, not wire volume.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lr.comm.operations import identify
 from torchtitan_lr.comm.scopes import ScopeTracker
+
+COMBINED_DIMS = ("batch", "loss")
+"""torchtitan's names for several dimensions at once; they may share the group of a single one."""
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 
@@ -43,7 +46,7 @@ class Entry:
 
 
 class CommLedger(TorchDispatchMode):
-    """Counts the collectives issued by this rank inside a ``with`` block.
+    """Counts the collectives issued by this rank inside a ``with`` block, groups of one aside.
 
     Entering again goes on counting; `clear` starts anew. Compiled blocks are counted as they run:
     entering neither recompiles them nor makes them run eagerly.
@@ -60,6 +63,7 @@ class CommLedger(TorchDispatchMode):
         super().__init__()
         self._mesh_dims = dict(mesh_dims)
         self._tracker = ScopeTracker(model_parts)
+        self._sizes: dict[str, int] = {}
         self._calls: Counter[Entry] = Counter()
         self._elements: Counter[Entry] = Counter()
 
@@ -88,7 +92,7 @@ class CommLedger(TorchDispatchMode):
             return NotImplemented  # they first: this mode sees what they call on local tensors
         kwargs = kwargs or {}
         call = identify(func, args, kwargs)
-        if call is not None:
+        if call is not None and self._ranks(call.group) > 1:
             scope, pass_, recompute = self._tracker.here()
             mesh_dim = self._mesh_dims.get(call.group, call.group)
             entry = Entry(scope, pass_, call.op, mesh_dim, call.dtype, recompute)
@@ -134,6 +138,12 @@ class CommLedger(TorchDispatchMode):
             row["bytes"] += self._elements[entry] * entry.dtype.itemsize
         return in_reading_order(merged.values())
 
+    def _ranks(self, group: str) -> int:
+        if group not in self._sizes:
+            resolved = dist.distributed_c10d._resolve_process_group(cast(Any, group))
+            self._sizes[group] = resolved.size()
+        return self._sizes[group]
+
     def bytes_by_mesh_dim(self) -> dict[str, int]:
         """Return the bytes of every mesh dimension, for the metrics."""
         total: Counter[str] = Counter()
@@ -150,7 +160,8 @@ def ledger_for(parallel_dims: Any, model_parts: Sequence[nn.Module]) -> CommLedg
         model_parts: The model, or this rank's pipeline stages.
     """
     meshes = parallel_dims.get_all_one_dimensional_meshes()
-    return CommLedger(model_parts, mesh_dims_of(meshes))
+    names = sorted(meshes, key=lambda name: name in COMBINED_DIMS)
+    return CommLedger(model_parts, mesh_dims_of({name: meshes[name] for name in names}))
 
 
 def mesh_dims_of(meshes: Mapping[str, Any]) -> dict[str, str]:

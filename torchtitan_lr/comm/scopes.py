@@ -97,6 +97,9 @@ class ScopeTracker:
             self._in_loss = False
 
         self._undo.append(root.register_forward_hook(after).remove)
+        for group in _fsdp_groups(root):
+            # What is left to the root: the final norm.
+            self._own_group(group, "head")
 
     def _follow(self, scope: str, module: nn.Module) -> None:
         starts: list[int] = []
@@ -116,8 +119,7 @@ class ScopeTracker:
         self._undo.append(module.register_forward_hook(after).remove)
         self._follow_recomputation(module)
         for group in _fsdp_groups(module):
-            for method in ("unshard", "post_backward"):
-                self._own(group, method, scope)
+            self._own_group(group, scope)
 
     def _follow_recomputation(self, module: nn.Module) -> None:
         def before(*_: Any) -> None:
@@ -131,6 +133,10 @@ class ScopeTracker:
             self._undo.append(inner.register_forward_pre_hook(before).remove)
             # Recomputation may stop early, by an exception.
             self._undo.append(inner.register_forward_hook(after, always_call=True).remove)
+
+    def _own_group(self, group: Any, scope: str) -> None:
+        for method in ("unshard", "post_backward"):
+            self._own(group, method, scope)
 
     def _own(self, group: Any, method: str, scope: str) -> None:
         original = getattr(group, method)
@@ -171,4 +177,4 @@ def _fsdp_groups(module: nn.Module) -> list[Any]:
 
 
 def _next_sequence_number() -> int:
-    return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+    return int(torch._C._autograd._get_sequence_nr())

@@ -16,7 +16,7 @@ from torchtitan_lr.models.args import FAMILIES, Activation, Family, LlamaArgs
 
 # dim, ffn_dim, n_heads, n_layers, rank
 _SHAPES: dict[str, tuple[int, int, int, int, int]] = {
-    "debug": (256, 688, 8, 4, 64),
+    "debug": (128, 344, 8, 4, 32),
     "tiny": (256, 688, 8, 2, 64),
     "60M": (512, 1376, 8, 8, 128),
     "130M": (768, 2048, 12, 12, 256),

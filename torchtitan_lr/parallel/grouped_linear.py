@@ -3,6 +3,10 @@
 
 Written as autograd Functions for one reason: they keep the weights themselves for backward, not
 the concatenated or stacked copy. A copy per block would outlive FSDP's freeing of gathered weights.
+
+Their forwards take ``*inputs``: without gradients the compiler decides whether a forward has a
+context by comparing numbers of arguments, and takes ``(ctx, x, *weights)`` with two weights for one
+that has none.
 """
 
 from collections.abc import Sequence
@@ -18,8 +22,9 @@ class _ConcatenatedLinear(torch.autograd.Function):
     """One input, outputs side by side."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *weights)
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        x, *weights = inputs
+        ctx.save_for_backward(*inputs)
         return F.linear(x, torch.cat(weights))
 
     @staticmethod
@@ -34,8 +39,9 @@ class _BatchedLinear(torch.autograd.Function):
     """Inputs side by side, outputs stacked."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *weights)
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        x, *weights = inputs
+        ctx.save_for_backward(*inputs)
         out = torch.bmm(_batch(x, len(weights)), torch.stack(weights).mT)  # (n, b s, d_out)
         return out.unflatten(1, x.shape[:2])
 

@@ -64,9 +64,9 @@ class _OnlineDown(torch.autograd.Function):
     """Forward one reduction per payload and one of the statistic; backward see the module."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gamma: Tensor, norm: OnlineNorm, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        # One variable argument: see `grouped_linear`.
+        x, gamma, norm, *weights = inputs
         statistic = sum_of_squares(x)
         started = None if norm.column else _start_reduce(statistic, norm)
         payloads = []

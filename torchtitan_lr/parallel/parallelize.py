@@ -14,6 +14,7 @@ from torchtitan_lr.parallel.data_parallel import apply_data_parallel
 from torchtitan_lr.parallel.tensor_parallel import (
     apply_tensor_parallel,
     resolve_settings,
+    sequence_lengths,
     settings_from_config,
 )
 
@@ -36,7 +37,7 @@ def parallelize_llama(
             settings_from_config(job_config),
             model.model_args,
             parallel_dims.tp,
-            job_config.training.seq_len,
+            *sequence_lengths(job_config),
         )
         apply_tensor_parallel(model, parallel_dims.get_mesh("tp"), settings)
     apply_activation_checkpoint(model, job_config)

@@ -1,18 +1,19 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Recomputation of exactly what backward needs: nothing that only leads to a kept tensor.
 
-``torch.utils.checkpoint`` repeats a function's operators one after the other. With a down-projection
-in the middle of a block that is wasteful: its result is kept, yet the product, and under tensor
-parallelism the all-reduce behind it, would run again only to be thrown away. Here the forward pass
-is recorded as a list of operators and of the storages they read and write. When backward asks for
-the first saved tensor, a walk from the saved tensors back to the kept ones finds the operators that
-matter; the function runs again, and every other operator is answered with an empty tensor.
+``torch.utils.checkpoint`` repeats a function's operators one after the other. With a
+down-projection in the middle of a block that is wasteful: its result is kept, yet the product, and
+under tensor parallelism the all-reduce behind it, would run again only to be thrown away. Here the
+forward pass is recorded as a list of operators and of the storages they read and write. When
+backward asks for the first saved tensor, a walk from the saved tensors back to the kept ones finds
+the operators that matter; the function runs again, and every other operator is answered with an
+empty tensor.
 """
 
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from torchtitan_lr.models.marks import listen
+from torchtitan_lr.parallel.tape import (
+    OUTSIDE,
+    Call,
+    Output,
+    Saved,
+    alias,
+    place_of,
+    places,
+    shares_storage,
+)
 
 _IGNORED = frozenset({torch.ops.aten.detach.default})
 """Autograd's own, whose number differs between the two runs."""
@@ -30,49 +41,9 @@ _IGNORED = frozenset({torch.ops.aten.detach.default})
 _state = threading.local()
 
 
-_OUTSIDE = object()
-
-
 def is_recomputing() -> bool:
     """Return whether this thread is inside a recomputation."""
     return getattr(_state, "depth", 0) > 0
-
-
-@dataclass(frozen=True)
-class _Output:
-    """Where one tensor that an operator returned lies."""
-
-    storage: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-    argument: int | None
-    """Which argument it is, for an operator that works in place."""
-
-
-@dataclass
-class _Call:
-    """One operator of the forward pass."""
-
-    func: Any
-    reads: tuple[int, ...]
-    outputs: list[Any]
-    """An `_Output` for a tensor, `_OUTSIDE` for a view of an argument, a parameter or a buffer,
-    anything else as it was."""
-    spec: TreeSpec
-
-    def storages(self) -> list[int]:
-        return [out.storage for out in self.outputs if isinstance(out, _Output)]
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """Stands in the autograd graph for a tensor that is to be recomputed."""
-
-    index: int
-    place: _Output
 
 
 class Recording:
@@ -94,12 +65,12 @@ class Recording:
     ) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
         self.kept_operators = kept_operators
-        self.calls: list[_Call] = []
+        self.calls: list[Call] = []
         self.kept: dict[int, Tensor] = {}
         self._ids: dict[int, int] = {}
         # A weak reference keeps a storage's address from being given to another storage.
         self._references: list[StorageWeakRef] = []
-        self._saved: list[_Saved | None] = []
+        self._saved: list[Saved | None] = []
         self._recomputed: dict[int, Tensor] = {}
         self._autocast = _autocast_of(args)
 
@@ -129,8 +100,9 @@ class Recording:
         outputs = [
             self._place(leaf, inputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves
         ]
-        call = _Call(func, tuple(i for i in reads if i is not None), outputs, spec)
-        if any(o.argument is not None and o.storage in self.kept for o in _places(outputs)):
+        call = Call(func, tuple(i for i in reads if i is not None), outputs, spec)
+        mutable = getattr(getattr(func, "_schema", None), "is_mutable", False)
+        if mutable and any(o.storage in self.kept for o in places(outputs)):
             raise RuntimeError(f"{func} changes a tensor that low-rank checkpointing keeps")
         self.calls.append(call)
         if func in self.kept_operators:
@@ -143,7 +115,7 @@ class Recording:
         needed = {s.place.storage for s in self._saved if s} - self.kept.keys()
         live = [False] * len(self.calls)
         for i in reversed(range(len(self.calls))):
-            if _OUTSIDE in self.calls[i].outputs:
+            if OUTSIDE in self.calls[i].outputs:
                 live[i] = True
             elif not needed.isdisjoint(self.calls[i].storages()):
                 live[i] = True
@@ -155,7 +127,7 @@ class Recording:
         if storage is None:  # an argument, a parameter, a buffer
             self._saved.append(None)
             return x.detach()
-        saved = _Saved(len(self._saved), _place(x, storage, None))
+        saved = Saved(len(self._saved), place_of(x, storage, None))
         self._saved.append(saved)
         return saved
 
@@ -163,7 +135,7 @@ class Recording:
         if isinstance(packed, Tensor):
             return packed
         if packed.place.storage in self.kept:
-            return _alias(self.kept[packed.place.storage], packed.place)
+            return alias(self.kept[packed.place.storage], packed.place)
         if packed.index not in self._recomputed:
             self._recompute()
         return self._recomputed.pop(packed.index)
@@ -203,11 +175,11 @@ class Recording:
         argument = next((i for i, value in enumerate(inputs) if value is x), None)
         address = x.untyped_storage()._cdata
         if address not in self._ids:
-            if any(isinstance(i, Tensor) and _shares_storage(i, x) for i in inputs):
-                return _OUTSIDE  # a view of something that stays
+            if any(isinstance(i, Tensor) and shares_storage(i, x) for i in inputs):
+                return OUTSIDE  # a view of something that stays
             self._ids[address] = len(self._references)
             self._references.append(StorageWeakRef(x.untyped_storage()))
-        return _place(x, self._ids[address], argument)
+        return place_of(x, self._ids[address], argument)
 
 
 class _Recorder(TorchDispatchMode):
@@ -268,12 +240,12 @@ class _Replayer(TorchDispatchMode):
         return tree_unflatten(answers, call.spec)
 
     def _answer(self, out: Any, inputs: list[Any]) -> Any:
-        if not isinstance(out, _Output):
+        if not isinstance(out, Output):
             return out
         if out.argument is not None:
             return inputs[out.argument]
         if out.storage in self.recording.kept:
-            return _alias(self.recording.kept[out.storage], out)
+            return alias(self.recording.kept[out.storage], out)
         return torch.empty_strided(out.size, out.stride, dtype=out.dtype, device=out.device)
 
 
@@ -283,23 +255,6 @@ def _cut_loose(x: Any) -> Any:
     leaf = x.detach().requires_grad_()
     # Module hooks (the FLOP counter's) run other operators on leaves than on results.
     return leaf if x.is_leaf else leaf.view_as(leaf)
-
-
-def _place(x: Tensor, storage: int, argument: int | None) -> _Output:
-    return _Output(storage, x.size(), x.stride(), x.storage_offset(), x.dtype, x.device, argument)
-
-
-def _places(outputs: list[Any]) -> list[_Output]:
-    return [out for out in outputs if isinstance(out, _Output)]
-
-
-def _alias(kept: Tensor, place: _Output) -> Tensor:
-    empty = torch.empty(0, dtype=place.dtype, device=place.device)
-    return empty.set_(kept.untyped_storage(), place.offset, place.size, place.stride)
-
-
-def _shares_storage(a: Tensor, b: Tensor) -> bool:
-    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 def _never(packed: Any) -> Tensor:
@@ -313,14 +268,13 @@ def _ignore(x: Tensor) -> None:
 def _autocast_of(args: tuple[Any, ...]) -> list[Callable[[], AbstractContextManager[Any]]]:
     """Return makers of the autocast contexts in force, which end before backward runs."""
     devices = {"cpu"} | {x.device.type for x in args if isinstance(x, Tensor)}
-    makers: list[Callable[[], AbstractContextManager[Any]]] = []
-    for device in sorted(devices):
-        if not torch.amp.is_autocast_available(device):
-            makers.append(nullcontext)
-            continue
-        makers.append(
-            lambda device=device, dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device): (
-                torch.autocast(device, dtype=dtype, enabled=enabled)
-            )
+    return [
+        partial(
+            torch.autocast,
+            device,
+            dtype=torch.get_autocast_dtype(device),
+            enabled=torch.is_autocast_enabled(device),
         )
-    return makers
+        for device in sorted(devices)
+        if torch.amp.is_autocast_available(device)
+    ]

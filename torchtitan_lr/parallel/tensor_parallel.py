@@ -44,8 +44,16 @@ def settings_from_config(job_config: JobConfig) -> TPSettings:
     return TPSettings(**keys, loss_parallel=not section.disable_loss_parallel)
 
 
+def sequence_lengths(job_config: JobConfig) -> tuple[int, ...]:
+    """Return the lengths of the sequences that a run sends through the model."""
+    lengths = (job_config.training.seq_len,)
+    if job_config.validation.enable:
+        lengths += (job_config.validation.seq_len,)
+    return lengths
+
+
 def resolve_settings(
-    settings: TPSettings, args: LlamaArgs, tp_degree: int, seq_len: int
+    settings: TPSettings, args: LlamaArgs, tp_degree: int, *seq_lens: int
 ) -> TPSettings:
     """Check the settings against the model, and settle what is left open.
 
@@ -53,7 +61,7 @@ def resolve_settings(
         settings: As the user gave them.
         args: The model's shape.
         tp_degree: Tensor-parallel degree T; at 1 the choice of plan is checked all the same.
-        seq_len: Tokens s in a sequence.
+        *seq_lens: Every length s of a sequence that the model will see.
 
     Returns:
         Settings that `apply_tensor_parallel` can carry out: the plan is named, and token shards
@@ -69,11 +77,12 @@ def resolve_settings(
     settings = replace(settings, plan=plan)
     _check_plan(settings, args)
     _check_divisible(plan, args, tp_degree)
-    if settings.comm == "sequence" and seq_len % tp_degree:
+    uneven = [s for s in seq_lens if s % tp_degree]
+    if settings.comm == "sequence" and uneven:
         # Exact: both forms compute the same sums.
         logger.warning(
             f"parallelism.tp_comm falls back from 'sequence' to 'all_reduce': {tp_degree} ranks "
-            f"cannot share {seq_len} tokens evenly"
+            f"cannot share {uneven[0]} tokens evenly"
         )
         settings = replace(settings, comm="all_reduce")
     return settings
