@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 # Trains the model of CONFIG_FILE on NGPU ranks; sets up .venv first where it has to.
-# With no arguments: the main job, train_configs/debug_cola.toml on 4 ranks. --help says more.
+# With no arguments: the main job, train_configs/debug_cola.toml on 4 GPUs, or on 4 CPU processes
+# where there are fewer. --help says more.
 #   NGPU=8 CONFIG_FILE=train_configs/cola_60m.toml ./run_llama_train.sh --training.steps=100
 #   COMM_MODE=fake_backend NGPU=64 ./run_llama_train.sh   # dry run of one step, no GPU
 set -euo pipefail
@@ -12,7 +13,6 @@ if [ -n "${CONFIG_FILE:-}" ] && [ -f "$CONFIG_FILE" ]; then
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-export NGPU=${NGPU:-4}
 export CONFIG_FILE=${CONFIG_FILE:-./train_configs/debug_cola.toml}
 export LOG_RANK=${LOG_RANK:-0}
 export COMM_MODE=${COMM_MODE:-}

@@ -16,11 +16,13 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import os
 import sys
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from torchtitan_lr.cli import OneLineParser
 from torchtitan_lr.data.corpora import Corpus, build_corpus
 from torchtitan_lr.data.tokenizer import (
     BOS,
@@ -33,6 +35,7 @@ from torchtitan_lr.data.tokenizer import (
 from torchtitan_lr.errors import ConfigError
 
 NUM_BYTES = 256
+MAX_VOCAB = 1_000_000
 
 
 def train_bpe(corpus: Corpus, vocab_size: int, specials: list[str]) -> Tokenizer:
@@ -47,11 +50,14 @@ def train_bpe(corpus: Corpus, vocab_size: int, specials: list[str]) -> Tokenizer
         The tokenizer.
 
     Raises:
-        ConfigError: The vocabulary has no room for the bytes, or the text too little variety.
+        ConfigError: The vocabulary has no room for the bytes or is enormous, or the text has too
+            little variety.
     """
     smallest = NUM_BYTES + len(specials) + 1
     if vocab_size < smallest:
         raise ConfigError("--vocab_size", vocab_size, f"at least {smallest}")
+    if vocab_size > MAX_VOCAB:
+        raise ConfigError("--vocab_size", vocab_size, f"at most {MAX_VOCAB}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -123,13 +129,34 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     Returns:
         ``corpus``, ``path``, ``vocab_size``, ``out`` and ``format``.
     """
-    parser = argparse.ArgumentParser(description="Train a byte-level BPE tokenizer.")
+    parser = OneLineParser(description="Train a byte-level BPE tokenizer.")
     parser.add_argument("--corpus", choices=["python_stdlib", "local"], default="python_stdlib")
     parser.add_argument("--path", help="file, folder or pattern of .txt, .jsonl or .parquet")
     parser.add_argument("--vocab_size", type=int, default=4096, help="special tokens included")
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     parser.add_argument("--format", choices=["hf", "tiktoken"], default="hf")
     return parser.parse_args(argv)
+
+
+def make_folder(out: Path, dry: bool = False) -> None:
+    """Make the folder to write into.
+
+    Args:
+        out: The folder.
+        dry: Only look whether that can work.
+
+    Raises:
+        ConfigError: It cannot be made, or not be written into.
+    """
+    try:
+        if not dry:
+            out.mkdir(parents=True, exist_ok=True)
+        nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+        usable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    except OSError:
+        usable = False
+    if not usable:
+        raise ConfigError("--out", str(out), "a folder to write into, or one that can be made")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -139,20 +166,21 @@ def main(argv: list[str] | None = None) -> int:
         argv: The arguments; those of the process by default.
 
     Returns:
-        The exit status.
+        The exit status: 0, or 2 with one line on stderr.
     """
     args = parse_args(argv)
     tiktoken = args.format == "tiktoken"
     try:
+        make_folder(args.out, dry=True)  # before the minutes that training may take
         corpus = build_corpus(args.corpus, args.path, "train", "training")
         # llama-3's 256 special tokens are not in a rank file, but count as vocabulary.
         room = args.vocab_size - (NUM_LLAMA3_SPECIALS if tiktoken else 0)
         tokenizer = train_bpe(corpus, room, [] if tiktoken else [BOS, EOS])
+        make_folder(args.out)
+        (save_tiktoken if tiktoken else save_hf)(tokenizer, args.out)
     except ConfigError as error:
         print(error, file=sys.stderr)
-        return 1
-    args.out.mkdir(parents=True, exist_ok=True)
-    (save_tiktoken if tiktoken else save_hf)(tokenizer, args.out)
+        return 2
     print(f"{args.vocab_size} tokens ({args.format}) -> {args.out}")
     return 0
 

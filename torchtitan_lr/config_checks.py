@@ -5,6 +5,7 @@
 and need no process group: the launcher calls them before any rank starts, and every rank again.
 """
 
+import importlib.util
 from typing import Any
 
 from torchtitan_lr.config_support import SUPPORT_CHECKS, check_tensor_parallel
@@ -36,6 +37,8 @@ def build_job_config(argv: list[str]) -> Any:
     """
     overrides = split_arguments(argv)
     paths = [override.value for override in overrides if override.key == CONFIG_FILE_KEY]
+    if paths and paths[-1] == "":
+        raise ConfigError(CONFIG_FILE_KEY, "", "a TOML file such as train_configs/debug_cola.toml")
     raw = load_toml(paths[-1]) if paths and paths[-1] else {}
 
     # Late, because torchtitan imports torch: a wrong path is told before those seconds.
@@ -88,3 +91,16 @@ def _check_before_merge(values: dict[str, Any]) -> None:
     steps = values.get("validation", {}).get("steps", -1)
     if steps != -1 and steps <= 0:
         raise ConfigError("validation.steps", steps, "a positive integer, or -1 for the whole set")
+    _check_import(values.get("experimental", {}).get("custom_import"))
+
+
+def _check_import(module: str | None) -> None:
+    """Refuses a module that is not there; importing it is the ranks' business."""
+    if not module:
+        return
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError, AttributeError):  # its parent is missing, or it is no name
+        found = False
+    if not found:
+        raise ConfigError("experimental.custom_import", module, "a module that can be imported")

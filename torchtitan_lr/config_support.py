@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Refuses what torchtitan offers and this version, or this device, does not support."""
 
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -35,26 +36,35 @@ def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
             f"tensor_parallel_degree ({tensor}) times it are the {world_size} ranks"
         )
         raise ConfigError("parallelism.data_parallel_shard_degree", shard, want)
+    if config.training.enable_cpu_offload and rest < 2 and device_type != "cpu":
+        want = "false unless FSDP shards: parallelism.data_parallel_shard_degree is 1 here"
+        raise ConfigError("training.enable_cpu_offload", True, want)
 
 
 def check_tensor_parallel(config: Any, world_size: int, device_type: str) -> None:
     """The tensor-parallel plan fits the model; at degree 1 its keys are checked all the same."""
-    from torchtitan_lr.models.flavors import FLAVORS
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    from torchtitan_lr.models.args import LlamaArgs
     from torchtitan_lr.parallel.tensor_parallel import (
         resolve_settings,
         sequence_lengths,
         settings_from_config,
     )
 
-    args = FLAVORS[config.model.name.removeprefix("llama_")][config.model.flavor]
+    # After `check_model`: name and flavor are known ones.
+    args = get_train_spec(config.model.name).model_args[config.model.flavor]
+    if not isinstance(args, LlamaArgs):
+        return  # another package's model, with a plan of its own
     args.update_from_config(config)
     degree = config.parallelism.tensor_parallel_degree
     resolve_settings(settings_from_config(config), args, degree, *sequence_lengths(config))
 
 
 def _check_degree(name: str, degree: int, ranks: int) -> None:
-    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    if degree not in divisors:
+    if degree <= 0 or ranks % degree:
+        small = [n for n in range(1, math.isqrt(ranks) + 1) if ranks % n == 0]
+        divisors = sorted({*small, *(ranks // n for n in small)})
         want = f"a divisor of the {ranks} ranks: {', '.join(map(str, divisors))}"
         raise ConfigError(f"parallelism.{name}", degree, want)
 
@@ -133,11 +143,23 @@ def check_cpu(config: Any, world_size: int, device_type: str) -> None:
             raise ConfigError(f"{section}.{name}", refused, f"{want} on a CPU")
 
 
+def check_compiled_checkpointing(config: Any, world_size: int, device_type: str) -> None:
+    """Torch 2.13 cannot compile tensor-parallel blocks that repeat attention on a CPU."""
+    mode = config.activation_checkpoint.mode
+    compiled = config.compile.enable and "model" in config.compile.components
+    tensor_parallel = config.parallelism.tensor_parallel_degree > 1
+    repeats = mode in ("full", "selective", "memory_budget")
+    if device_type == "cpu" and compiled and tensor_parallel and repeats:
+        want = "'none' or 'low_rank' with compile.enable and tensor parallelism on a CPU"
+        raise ConfigError("activation_checkpoint.mode", mode, want)
+
+
 SUPPORT_CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
     check_unsupported,
     check_parallelism,
     check_activation_checkpoint,
     check_compile,
+    check_compiled_checkpointing,
     check_cpu,
 )
 """What ``check_job_config`` asks about features, in order."""

@@ -80,6 +80,8 @@ def load_toml(path: str) -> dict[str, Any]:
     except OSError as error:
         want = f"a TOML file such as train_configs/debug_cola.toml ({error.strerror})"
         raise ConfigError(CONFIG_FILE_KEY, path, want) from error
+    except RecursionError as error:
+        raise ConfigError(CONFIG_FILE_KEY, path, "TOML that is nested less deeply") from error
     except tomli.TOMLDecodeError as error:
         # tomli >= 2.2 gives the line as an attribute, every version in its message.
         line = getattr(error, "lineno", None)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.data.paths import user_path
 from torchtitan_lr.errors import ConfigError
 
 
@@ -79,8 +80,8 @@ def check_lr_scheduler(config: Any, world_size: int, device_type: str) -> None:
     _require(total > 0, "lr_scheduler.total_steps", total, "a positive integer")
     warmup = schedule.warmup_steps
     _require(warmup >= 0, "lr_scheduler.warmup_steps", warmup, "0 or a positive integer")
-    # A warm-up longer than the run is no mistake: --training.steps=10 is how one tries a config out,
-    # and torchtitan shortens the warm-up and says so.
+    # A warm-up longer than the run is no mistake: with --training.steps=10 one tries a config
+    # out, and torchtitan shortens the warm-up and says so.
     want = f"at least training.steps ({config.training.steps}): the schedule ends there"
     _require(total >= config.training.steps, "lr_scheduler.total_steps", total, want)
     for name in ("decay_ratio", "min_lr_factor"):
@@ -122,7 +123,8 @@ def check_reporting(config: Any, world_size: int, device_type: str) -> None:
 
 def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
     """The dump folder exists, or can be made."""
-    folder = Path(config.job.dump_folder).absolute()
+    folder = Path(os.path.abspath(config.job.dump_folder))
+    user_path(str(folder), "job.dump_folder")
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     ok = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
     _require(
@@ -157,23 +159,44 @@ def _check_load_paths(config: Any) -> None:
     checkpoint = config.checkpoint
     folder = Path(config.job.dump_folder) / checkpoint.folder
     step = checkpoint.load_step
-    if step != -1 and not (folder / f"step-{step}").is_dir():
-        steps = sorted(
-            int(path.name[5:]) for path in folder.glob("step-*") if path.name[5:].isdigit()
-        )
+    if step != -1 and not _is_complete(folder / f"step-{step}"):
+        steps = _complete_steps(folder)
         have = (
             f"one of {', '.join(map(str, steps))}" if steps else f"-1: {folder} has no checkpoint"
         )
         raise ConfigError("checkpoint.load_step", step, have)
     path = checkpoint.initial_load_path
-    if path is not None and not Path(path).is_dir():
-        want = "the folder of one checkpoint such as outputs/checkpoint/step-100"
+    in_hf = checkpoint.initial_load_in_hf
+    if path and not os.path.exists(path if in_hf else os.path.join(path, ".metadata")):
+        want = "the folder of one complete checkpoint such as outputs/checkpoint/step-100"
+        for parent in (Path(path), Path(path).parent):
+            if steps := _complete_steps(parent):
+                want += f"; in {parent} are the steps {', '.join(map(str, steps))}"
+                break
         raise ConfigError("checkpoint.initial_load_path", path, want)
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
         want = "false, or checkpoint.initial_load_model_only = true"
         raise ConfigError("checkpoint.initial_load_in_hf", True, want)
     if checkpoint.initial_load_in_hf_quantized:
         raise ConfigError("checkpoint.initial_load_in_hf_quantized", True, "false: not supported")
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether a save into the folder has ended; both files are written last."""
+    # os.path, because Path.is_file() raises where a name is too long.
+    return any(
+        os.path.isfile(folder / name) for name in (".metadata", "model.safetensors.index.json")
+    )
+
+
+def _complete_steps(folder: Path) -> list[int]:
+    if not os.path.isdir(folder):
+        return []
+    return sorted(
+        int(path.name[5:])
+        for path in folder.glob("step-*")
+        if path.name[5:].isdecimal() and _is_complete(path)
+    )
 
 
 def check_model(config: Any, world_size: int, device_type: str) -> None:
@@ -190,6 +213,8 @@ def check_model(config: Any, world_size: int, device_type: str) -> None:
     _require(flavor in flavors, "model.flavor", flavor, "one of " + ", ".join(flavors))
     model_args: Any = flavors[flavor]
     model_args.update_from_config(config)
+    rank = config.low_rank.rank  # nobody reads it where both groups have a rank of their own
+    _require(rank >= 0, "low_rank.rank", rank, "0 (the flavor's) or a positive integer")
     tokens = check_tokenizer(config)
     if tokens > model_args.vocab_size:
         want = (

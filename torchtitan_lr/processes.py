@@ -26,8 +26,8 @@ class RankGroup:
     """Starts a command and its ranks, and stops them on a signal.
 
     The first SIGTERM, SIGINT or SIGHUP is passed to the ranks as SIGTERM, once all of them have
-    installed a handler: they finish the step and save. Before that there is nothing to save, so
-    they are killed; so they are by a second signal.
+    installed a handler: they finish the step and save, and those that have ended already need
+    not. Before that there is nothing to save, so they are killed; so they are by a second signal.
 
     Args:
         command: The command to run, in a session of its own.
@@ -38,7 +38,7 @@ class RankGroup:
     Attributes:
         signal_number: The first signal received, 0 if none.
         killed: Whether the ranks were killed rather than asked to stop.
-        was_ready: Whether all ranks could be asked to stop when the first signal came.
+        was_ready: Whether all ranks could be asked to stop, when the first signal came or before.
     """
 
     def __init__(
@@ -81,10 +81,12 @@ class RankGroup:
         while True:
             # Short waits: a signal handler of Python runs between them on every platform.
             try:
-                status = self._process.wait(timeout=1.0)
+                status = self._process.wait(timeout=0.5)
                 break
             except subprocess.TimeoutExpired:
-                continue
+                # Remembered, since ranks that end one by one are no longer all there.
+                if not self.was_ready and self._all_ready() and not self.signal_number:
+                    self.was_ready = True
         if self._expected:
             self._reader.join(timeout=10.0)
         return status
@@ -97,13 +99,17 @@ class RankGroup:
             self._kill()
             return
         self.signal_number = number
-        ranks = self._rank_pids()
-        self.was_ready = len(ranks) == max(1, self._expected) and all(map(_handles_sigterm, ranks))
+        self.was_ready = self.was_ready or self._all_ready()
         if not self.was_ready:
             self._kill()
             return
-        for pid in ranks:
+        # A rank without its handler is past training; the signal would make it fail.
+        for pid in filter(_handles_sigterm, self._rank_pids()):
             _send(pid, signal.SIGTERM)
+
+    def _all_ready(self) -> bool:
+        ranks = self._rank_pids()
+        return len(ranks) == max(1, self._expected) and all(map(_handles_sigterm, ranks))
 
     def _rank_pids(self) -> list[int]:
         assert self._process is not None

@@ -2,10 +2,16 @@
 """What the launcher says at the end: the summary of a run, or why it failed."""
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.summary import SUMMARY_FILE
+
+# What only rank 0 says and everybody needs to know: why a run was refused, how to resume it.
+_LAST_WORDS = re.compile(r"^error: |\bStopped by .* after step ")
+_TAIL_BYTES = 1 << 16
 
 
 def read_summary(dump_folder: Path, newer_than: float) -> dict[str, Any] | None:
@@ -76,3 +82,22 @@ def describe_failure(log_folder: Path, status: int) -> str:
         first_line = reason.strip().partition("\n")[0]
         return f"rank {folder.name} failed: {first_line}; its output: {folder}"
     return f"the ranks ended with status {status}; their output: {log_folder}"
+
+
+def last_words(log_folder: Path) -> list[str]:
+    """Finds in the output of rank 0 why it ended: its error, or how to resume.
+
+    Args:
+        log_folder: Where torchrun wrote each rank's folder.
+
+    Returns:
+        These lines; none if it said nothing, or is a rank of another machine.
+    """
+    found = []
+    for path in sorted(log_folder.glob("*/attempt_*/0/std*.log")):
+        with path.open("rb") as file:
+            # They are the last things said; a long run's output is not read as a whole.
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read().decode("utf-8", errors="replace").splitlines()
+        found += [line for line in lines if _LAST_WORDS.search(line)]
+    return found

@@ -48,7 +48,7 @@ class RankPool:
             if not ready:
                 self.close()
                 raise RuntimeError(f"ranks {sorted(pending.values())} gave no answer in time")
-            for pipe in ready:
+            for pipe in [pipe for pipe in pending if pipe in ready]:
                 rank = pending.pop(pipe)
                 try:
                     failed, value = pipe.recv()

@@ -108,7 +108,12 @@ def test_going_back_puts_the_later_checkpoints_aside(
     four_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:
     folder = four_ranks.run(train, FSDP4)[0]["dump_folder"]
-    back = [*FSDP4, "--checkpoint.load_step=2", "--training.steps=4", "--checkpoint.keep_latest_k=2"]
+    back = [
+        *FSDP4,
+        "--checkpoint.load_step=2",
+        "--training.steps=4",
+        "--checkpoint.keep_latest_k=2",
+    ]
     run = four_ranks.run(train, back, "", folder)[0]
     names = {path.name for path in (Path(folder) / "checkpoint").iterdir()}
     assert {name for name in names if name.startswith("step-")} == {"step-2", "step-4"}

@@ -94,8 +94,10 @@ def test_sequence_form_falls_back_for_an_odd_validation_length(
         ("cola", [*TP2_FSDP2, "--activation_checkpoint.mode=full"]),
         ("cola", [*TP2_FSDP2, "--compile.enable", *VALIDATED]),
     ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(
-        option.split(".")[-1] for option in value if "batch_size" not in option
+    ids=lambda value: (
+        value
+        if isinstance(value, str)
+        else "-".join(option.split(".")[-1] for option in value if "batch_size" not in option)
     ),
 )
 def test_layout_equals_one_process(

@@ -45,9 +45,10 @@ def train(arguments: list[str], fault: str = "", dump_folder: str = "") -> dict[
         dump_folder: Where to write; a new folder by default.
 
     Returns:
-        ``losses``, ``grad_norms`` (one a step), ``val_losses``, ``skipped_steps``, ``step``, ``dump_folder`` and
-        ``parameters`` (full arrays by name).
+        ``losses``, ``grad_norms`` (one a step), ``val_losses``, ``skipped_steps``, ``step``,
+        ``dump_folder`` and ``parameters`` (full arrays by name).
     """
+    import torch
     import torch.distributed as dist
     from torchtitan.tools.logging import logger
 
@@ -74,6 +75,7 @@ def train(arguments: list[str], fault: str = "", dump_folder: str = "") -> dict[
             signal.signal(number, handler)
         trainer.close()
         del trainer
+        torch._dynamo.reset()  # compiled blocks of many models in one process hit its limit
         gc.collect()  # torchtitan switches the collector off, and a trainer is full of cycles
     dist.barrier()
     history = read_history(Path(folders[0]) / "metrics.jsonl")

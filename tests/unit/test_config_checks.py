@@ -1,5 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,12 @@ REFUSALS = [
     ("model.hf_assets_path=/no/such", "'/no/such'", "a folder that holds tokenizer.json"),
     ("model.tokenizer_path=x", "'x'", "model.hf_assets_path"),
     ("low_rank.rank=-1", "-1", "a rank from 1 to 64"),
+    ("model.name=", "''", "one of llama_cola"),
+    ("model.flavor=", "''", "one of debug"),
+    ("model.hf_assets_path=~nosuchuser/x", "'~nosuchuser/x'", "a path to use here"),
+    ("experimental.custom_import=nosuch", "'nosuch'", "a module that can be imported"),
+    ("experimental.custom_import=nosuch.sub", "'nosuch.sub'", "a module that can be imported"),
+    ("experimental.custom_import=.", "'.'", "a module that can be imported"),
     ("low_rank.rank_ffn=-1", "-1", "a rank from 1 to 128"),
     ("low_rank.rank_attention=65", "65", "a rank from 1 to 64"),
     ("low_rank.rank_ffn=129", "129", "a rank from 1 to 128"),
@@ -251,15 +258,83 @@ def test_local_corpus_that_is_not_there(tmp_path):
 
 
 def test_load_step_lists_what_there_is(tmp_path):
-    for step in (10, 9, 100):
-        (tmp_path / "checkpoint" / f"step-{step}").mkdir(parents=True)
-    text = refusal("--checkpoint.load_step=11", f"--job.dump_folder={tmp_path}")
-    assert text == "checkpoint.load_step: got 11, expected one of 9, 10, 100"
+    folder = tmp_path / "checkpoint"
+    for step in (10, 9, 100, 110):
+        (folder / f"step-{step}").mkdir(parents=True)
+    for name in ("step-9/.metadata", "step-10/.metadata", "step-100/model.safetensors.index.json"):
+        (folder / name).write_text("")
+    # 110 has a folder, but was never finished.
+    for step in (11, 110):
+        text = refusal(f"--checkpoint.load_step={step}", f"--job.dump_folder={tmp_path}")
+        assert text == f"checkpoint.load_step: got {step}, expected one of 9, 10, 100"
     check("--checkpoint.load_step=10", f"--job.dump_folder={tmp_path}")
+    check("--checkpoint.load_step=100", f"--job.dump_folder={tmp_path}")
+    text = refusal(f"--checkpoint.initial_load_path={folder}/step-110")
+    assert text.endswith(f"; in {folder} are the steps 9, 10, 100")
+    assert refusal(f"--checkpoint.initial_load_path={folder}").endswith("9, 10, 100")
+    check(f"--checkpoint.initial_load_path={folder}/step-9")
+
+
+def test_negative_rank_behind_the_ranks_of_both_groups(tmp_path):
+    argv = ["--low_rank.rank_attention=8", "--low_rank.rank_ffn=8"]
+    argv.append(f"--job.dump_folder={tmp_path}")
+    check(*argv)
+    text = refusal(*argv, "--low_rank.rank=-1")
+    assert text.startswith("low_rank.rank: got -1, expected 0 (the flavor's) or a positive")
+
+
+def test_cpu_offload_needs_shards(tmp_path):
+    argv = ["--training.enable_cpu_offload", f"--job.dump_folder={tmp_path}"]
+    check(*argv, device="cuda")
+    argv.append("--parallelism.data_parallel_replicate_degree=2")
+    text = refusal(*argv, device="cuda")
+    assert text.startswith("training.enable_cpu_offload: got True, expected false unless")
+
+
+def test_many_ranks_are_checked_at_once(tmp_path):
+    argv = [f"--job.dump_folder={tmp_path}", "--parallelism.tensor_parallel_degree=3"]
+    begin = time.perf_counter()
+    text = refusal(*argv, world=10**12)
+    assert text.startswith("parallelism.tensor_parallel_degree: got 3, expected a divisor")
+    assert text.endswith(", 500000000000, 1000000000000")
+    assert time.perf_counter() - begin < 20
+    text = refusal(*argv, world=8)
+    assert text.endswith("a divisor of the 8 ranks: 1, 2, 4, 8")
+
+
+def test_empty_config_file():
+    assert refusal(config_file="").startswith("job.config_file: got '', expected a TOML file")
+
+
+def test_empty_tables_of_names(tmp_path):
+    path = tmp_path / "empty.toml"
+    path.write_text('[model]\nname = ""\nflavor = ""\n')
+    assert refusal(config_file=path).startswith("model.name: got '', expected one of llama_cola")
+
+
+@pytest.mark.parametrize("length", [300, 5000])
+def test_dump_folder_with_too_long_a_name(tmp_path, length):
+    text = refusal(f"--job.dump_folder={tmp_path}/{'x' * length}")
+    assert text.startswith("job.dump_folder: got ") and len(text) < 500
+
+
+def test_path_of_c4_is_expanded(tmp_path, monkeypatch):
+    from torchtitan_lr.data import corpora, hub_corpus
+
+    seen = []
+    monkeypatch.setattr(hub_corpus, "HubCorpus", lambda name, path, key: seen.append(path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c4").mkdir()
+    for path in ("~/c4", "allenai/c4"):
+        corpora.build_corpus("c4", path, "train", "training")
+    assert seen == [f"{tmp_path}/c4", "allenai/c4"]
+    text = refusal("--training.dataset=c4", "--training.dataset_path=~nosuchuser/c4")
+    assert text.startswith("training.dataset_path: got '~nosuchuser/c4', expected a path to use")
 
 
 def test_seed_checkpoint(tmp_path):
     argv = ["--checkpoint.create_seed_checkpoint", f"--job.dump_folder={tmp_path}"]
+    argv.append("--parallelism.tensor_parallel_degree=1")
     check(*argv, world=1)
     text = refusal(*argv, "--checkpoint.no_enable", world=1)
     assert "checkpoint.enable = true" in text

@@ -233,3 +233,10 @@ def test_good_file_is_read(tmp_path):
     path = tmp_path / "good.toml"
     path.write_text("[train]\nsteps = 3\n")
     assert load_toml(str(path)) == {"train": {"steps": 3}}
+
+
+def test_toml_nested_too_deeply(tmp_path):
+    path = tmp_path / "deep.toml"
+    path.write_text("a = " + "[" * 100_000)
+    text = message(load_toml, str(path))
+    assert text.startswith("job.config_file: got ") and len(text) < 500

@@ -31,6 +31,13 @@ if mode != "deaf":
 print("threads", os.environ["OMP_NUM_THREADS"], flush=True)
 print("ready", rank, flush=True)
 print("a warning", file=sys.stderr, flush=True)
+if mode == "refuse":
+    if rank == "0":
+        print("error: some.key: got 1, expected 2", file=sys.stderr)
+    sys.exit(2)
+if mode == "stagger" and rank == "0":
+    time.sleep(2.5)
+    sys.exit(0)
 end = time.time() + (0 if mode in ("end", "fail") else 60)
 while time.time() < end and (not stop or mode == "stubborn"):
     time.sleep(0.02)
@@ -42,6 +49,8 @@ if mode == "fail" and rank == "1":
     boom()
 if mode == "end" and rank == "0":
     (folder / "summary.json").write_text(json.dumps({"steps": 3, "train_loss": 2.5, "mfu": None}))
+if stop and rank == "0":
+    print("INFO - Stopped by SIGTERM after step 3 of 9: resume so", file=sys.stderr, flush=True)
 (folder / f"saved{rank}").write_text("")
 """
 
@@ -194,6 +203,46 @@ def test_dry_run_is_one_process(tmp_path):
     assert "a warning" in run.err
 
 
+def test_ranks_that_end_one_by_one_may_be_interrupted(tmp_path):
+    run = Launch(tmp_path, "stagger")
+    run.wait_for_ranks()
+    end = time.time() + 60
+    while alive(run.rank_pids()[0]) and time.time() < end:
+        time.sleep(0.05)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish() == 0, run.err
+    assert run.saved() == ["saved1"]
+
+
+def test_how_to_resume_is_shown_whatever_is_shown(tmp_path):
+    run = Launch(tmp_path, "wait", LOG_RANK="1")
+    run.wait_for_ranks()
+    time.sleep(0.2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish() == 0
+    assert "[rank1]:ready 1" in run.out and "ready 0" not in run.out
+    told = "[rank0]:INFO - Stopped by SIGTERM after step 3 of 9: resume so"
+    assert run.err.splitlines().count(told) == 1
+
+
+@pytest.mark.parametrize("shown", ["0", "1"])
+def test_the_refusal_of_rank_0_is_shown_once(tmp_path, shown):
+    run = Launch(tmp_path, "refuse", LOG_RANK=shown)
+    assert run.finish() != 0
+    told = [line for line in run.err.splitlines() if "some.key" in line]
+    assert told == ["[rank0]:error: some.key: got 1, expected 2"]
+
+
+@pytest.mark.parametrize("variables", [{}, {"COMM_MODE": "fake_backend"}])
+def test_logs_that_is_a_file(tmp_path, variables):
+    folder = tmp_path / "dry_run" if variables else tmp_path
+    folder.mkdir(exist_ok=True)
+    (folder / "logs").write_text("")
+    run = Launch(tmp_path, "end", **variables)
+    assert run.finish() == 2
+    assert run.err.startswith("error: job.dump_folder: got ") and len(run.err.splitlines()) == 1
+
+
 def test_refusal_comes_before_any_rank(tmp_path):
     run = Launch(tmp_path, "end", CONFIG_FILE=str(tmp_path / "none.toml"))
     assert run.finish() == 2
@@ -216,6 +265,13 @@ REFUSED_VARIABLES = [
     ({"NGPU": "many"}, "NGPU: got 'many', expected a positive integer such as 4"),
     ({"NGPU": "0"}, "NGPU: got '0', expected a positive integer such as 4"),
     ({"NGPU": "-2"}, "NGPU: got '-2', expected a positive integer such as 4"),
+    ({"NGPU": "1025"}, "NGPU: got '1025', expected at most 1,024"),
+    ({"NGPU": "9" * 5000}, "NGPU: got '9999999999999999...', expected at most 1,024"),
+    (
+        {"NGPU": "1000001", "COMM_MODE": "fake_backend"},
+        "NGPU: got '1000001', expected at most 1,000,000",
+    ),
+    ({"LOG_RANK": "9" * 5000}, "LOG_RANK: got "),
     ({"NNODES": "1.5"}, "NNODES: got '1.5', expected a positive integer such as 4"),
     ({"LOG_RANK": "4"}, "LOG_RANK: got '4', expected ranks from 0 to 3 such as 0,1"),
     ({"LOG_RANK": "0,x"}, "LOG_RANK: got '0,x', expected ranks from 0 to 3 such as 0,1"),
@@ -250,7 +306,10 @@ def test_help(capsys):
 
 
 def test_environment(variables):
-    assert launch.read_environment() == launch.Environment(4, 1, "0", "", "torchtitan_lr.train")
+    default = launch.Environment(4, 1, "0", "", "torchtitan_lr.train", ranks_given=False)
+    assert launch.read_environment() == default
+    variables.setenv("NGPU", "")
+    assert launch.read_environment() == default
     variables.setenv("NGPU", "8")
     variables.setenv("LOG_RANK", "0, 7")
     variables.setenv("NNODES", "2")
@@ -312,6 +371,40 @@ def test_fewer_gpus_than_ranks(monkeypatch):
     assert launch.find_device(launch.Environment(1, 1, "0", "", "m")) == "cuda"
     # A dry run takes one GPU whatever NGPU says.
     assert launch.find_device(launch.Environment(64, 1, "0", "fake_backend", "m")) == "cuda"
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (1, "cpu"), (4, "cuda"), (8, "cuda")])
+def test_default_number_of_ranks(variables, monkeypatch, capsys, tmp_path, gpus, device):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    variables.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    environment, found = launch.place_ranks(launch.read_environment())
+    assert (environment.ranks, found) == (4, device)
+    _, child = launch.build_command(environment, [], tmp_path)
+    assert child["CUDA_VISIBLE_DEVICES"] == ("" if gpus == 1 else "0,1")
+    told = capsys.readouterr().out
+    assert told.count("\n") == (device == "cpu")
+    if device == "cpu":
+        assert "training on 4 CPU processes" in told
+    if gpus == 1:
+        assert "NGPU=1" in told
+        # What was asked for is not changed.
+        variables.setenv("NGPU", "4")
+        with pytest.raises(launch.ConfigError):
+            launch.place_ranks(launch.read_environment())
+
+
+def test_empty_dump_folder_of_a_dry_run(variables, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(launch, "run", lambda env, args, logs, config: seen.append(logs) or 0)
+    config = str(ROOT / "train_configs" / "debug_cola.toml")
+    monkeypatch.chdir(tmp_path)
+    variables.setenv("COMM_MODE", "fake_backend")
+    variables.setenv("CONFIG_FILE", config)
+    assert launch.main(["--job.dump_folder="]) == 0
+    assert len(seen) == 1 and (tmp_path / seen[0]).parent == tmp_path / "dry_run" / "logs"
 
 
 def test_summary_of_another_run_is_not_shown(tmp_path):

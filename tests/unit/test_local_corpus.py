@@ -139,3 +139,36 @@ def test_nothing_to_read_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(ConfigError, match="not empty"):
         LocalCorpus(str(tmp_path), KEY)
+
+
+def test_damaged_parquet_is_named(tmp_path):
+    """Damage in the pages, which only a reader of the rows meets."""
+    good = tmp_path / "good.parquet"
+    rows = [f"{i} some text {i * i}" for i in range(5000)]
+    pq.write_table(pa.table({"text": rows}), good, use_dictionary=False)
+    assert list(LocalCorpus(str(good), KEY)) == rows  # the control
+    data = bytearray(good.read_bytes())
+    data[4:2000] = b"\xff" * 1996
+    (tmp_path / "bad.parquet").write_bytes(data)
+    (tmp_path / "short.parquet").write_bytes(good.read_bytes()[:-100])
+    for name in ("bad", "short"):
+        with pytest.raises(ConfigError, match=rf"{name}\.parquet.*intact parquet"):
+            list(LocalCorpus(str(tmp_path / f"{name}.parquet"), KEY))
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a \\ud800 b"}\n{"text": "\\ud83d\\ude00"}\n')
+    documents = list(LocalCorpus(str(tmp_path), KEY))
+    assert documents == ["a ? b", "\U0001f600"]
+
+
+def test_deep_json_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text("[" * 200_000 + "\n")
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1"):
+        list(LocalCorpus(str(tmp_path), KEY))
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/x", "x" * 300, "a\0b"])
+def test_impossible_paths(path):
+    with pytest.raises(ConfigError, match=r"^training.dataset_path: got .*a path to use here"):
+        LocalCorpus(path, KEY)

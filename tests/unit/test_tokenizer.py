@@ -133,8 +133,12 @@ def test_only_what_must_be_cut_is_cut(ranks):
 
 def test_missing_and_broken_tokenizers_are_refused(tmp_path):
     broken_json, broken_ranks, sentencepiece, gap = (tmp_path / name for name in "abcd")
-    for folder in (broken_json, broken_ranks, sentencepiece, gap):
+    empty = tmp_path / "empty"
+    for folder in (broken_json, broken_ranks, sentencepiece, gap, empty):
         folder.mkdir()
+    import tokenizers
+
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(empty / "tokenizer.json"))
     (broken_json / "tokenizer.json").write_text("{}")
     (broken_ranks / "tokenizer.model").write_text("no base64 here\n")
     (sentencepiece / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>\x15" + os.urandom(99))
@@ -146,10 +150,14 @@ def test_missing_and_broken_tokenizers_are_refused(tmp_path):
         (broken_ranks, "a tiktoken rank file"),
         (sentencepiece, "a tiktoken rank file"),
         (gap, "a tiktoken rank file"),
+        (empty, "a tokenizer with some tokens"),
+        ("~nosuchuser/tokenizer", "a path to use here"),
+        (tmp_path / ("x" * 150) / ("y" * 150), "tokenizer.json or tokenizer.model"),
+        ("y" * 260, "a path to use here"),
     ]
     for folder, part in cases:
         with pytest.raises(ConfigError) as error:
             check_tokenizer(config(folder))
         text = str(error.value)
         assert text.startswith("model.hf_assets_path: got ") and "\n" not in text
-        assert str(folder) in text and part in text
+        assert str(folder)[:99] in text and part in text

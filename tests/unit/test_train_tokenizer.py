@@ -77,14 +77,32 @@ def test_shipped_settings():
     assert [token["id"] for token in data["added_tokens"]] == [0, 1]
 
 
-@pytest.mark.parametrize(("size", "part"), [("200", "at least 259"), ("60000", "at most")])
+@pytest.mark.parametrize(
+    ("size", "part"), [("200", "at least 259"), ("60000", "at most"), ("9" * 30, "at most 1000000")]
+)
 def test_sizes_that_cannot_be(text, tmp_path, capsys, size, part):
-    assert train(text, tmp_path / "out", "--vocab_size", size) == 1
+    assert train(text, tmp_path / "out", "--vocab_size", size) == 2
     message = capsys.readouterr().err
     assert f"--vocab_size: got {size}, expected {part}" in message
     assert message.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 def test_missing_corpus(tmp_path, capsys):
-    assert train(tmp_path / "none.txt", tmp_path / "out") == 1
+    assert train(tmp_path / "none.txt", tmp_path / "out") == 2
     assert "none.txt" in capsys.readouterr().err
+
+
+def test_out_that_is_a_file_is_refused_before_training(text, tmp_path, capsys):
+    for out in (text, text / "below", tmp_path / ("x" * 300)):
+        assert train(text, out, "--vocab_size", "600") == 2
+        message = capsys.readouterr().err
+        assert message.startswith("--out: got ") and message.count("\n") == 1
+    assert text.read_text().startswith("the")
+
+
+def test_wrong_arguments_are_told_in_one_line(text, tmp_path, capsys):
+    with pytest.raises(SystemExit) as info:
+        train(text, tmp_path / "out", "--vocab_size", "many")
+    assert info.value.code == 2
+    message = capsys.readouterr().err
+    assert "--vocab_size" in message and message.count("\n") == 1

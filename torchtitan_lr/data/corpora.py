@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torchtitan_lr.data.lanes import BlockStream, DocumentStream
+from torchtitan_lr.data.paths import user_path
 from torchtitan_lr.errors import ConfigError
 
 TRAINING_CORPORA = ("python_stdlib", "local", "c4", "c4_validation")
@@ -185,6 +186,8 @@ def build_corpus(
         return LocalCorpus(path or "", f"{key}.dataset_path", rows)
     from torchtitan_lr.data.hub_corpus import HubCorpus
 
+    if path and _is_local(path):
+        path = str(user_path(path, f"{key}.dataset_path"))
     return HubCorpus(name, path, key)
 
 
@@ -246,7 +249,12 @@ def _check_name(name: str, path: str | None, key: str) -> None:
         raise ConfigError(
             f"{key}.dataset_path", path, "a file, folder or pattern of .txt, .jsonl or .parquet"
         )
-    if name.startswith("c4") and path and path[0] in "/.~":
-        folder = Path(path).expanduser()
+    if name.startswith("c4") and path and _is_local(path):
+        folder = user_path(path, f"{key}.dataset_path")
         if not folder.exists():
             raise ConfigError(f"{key}.dataset_path", path, "a local copy of c4 that exists")
+
+
+def _is_local(path: str) -> bool:
+    """Tell a path from the name of a dataset on the Hub."""
+    return path[0] in "/.~"

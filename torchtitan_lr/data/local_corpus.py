@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchtitan_lr.data.corpora import BlockCorpus
+from torchtitan_lr.data.paths import user_path
 from torchtitan_lr.errors import ConfigError
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -86,12 +87,13 @@ class LocalCorpus(BlockCorpus):
             return
         size = self._files[index][1]
         lines = _lines(path, part * size // count, (part + 1) * size // count)
-        if path.suffix == ".jsonl":
-            yield from self._jsonl(path, lines)
-            return
-        text = b"".join(line for _, line in lines).decode("utf-8", errors="replace")
-        if text:
-            yield text
+        try:
+            if path.suffix == ".jsonl":
+                yield from self._jsonl(path, lines)
+            elif text := b"".join(line for _, line in lines).decode("utf-8", errors="replace"):
+                yield text
+        except OSError as error:
+            raise ConfigError(self.key, str(path), f"a readable file ({error})") from error
 
     def _jsonl(self, path: Path, lines: Iterator[tuple[int, bytes]]) -> Iterator[str]:
         for start, line in lines:
@@ -100,13 +102,14 @@ class LocalCorpus(BlockCorpus):
             try:
                 record = json.loads(line)
                 text = record[TEXT]
-            except (ValueError, KeyError, TypeError, IndexError):
+            except (ValueError, KeyError, TypeError, IndexError, RecursionError):
                 text = None
             if not isinstance(text, str):
                 where = f"{path}:{_line_number(path, start)}"
                 raise ConfigError(self.key, where, f'a JSON object with a string "{TEXT}"')
             if text:
-                yield text
+                # JSON can spell half a surrogate pair, which no tokenizer takes.
+                yield text.encode("utf-8", errors="replace").decode("utf-8")
 
     def _parquet(self, path: Path, part: int, count: int) -> Iterator[str]:
         try:
@@ -116,13 +119,17 @@ class LocalCorpus(BlockCorpus):
                     raise ConfigError(self.key, str(path), f"strings in column '{TEXT}'")
                 rows = file.metadata.num_rows
                 yield from _rows(file, part * rows // count, (part + 1) * rows // count)
-        except (pa.ArrowInvalid, KeyError) as error:
-            raise ConfigError(self.key, str(path), f"parquet with a column '{TEXT}'") from error
+        except ConfigError:
+            raise
+        # Whatever its parts stumble over in a damaged file; ValueError is text that is no UTF-8.
+        except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+            want = f"intact parquet with a column '{TEXT}' ({type(error).__name__})"
+            raise ConfigError(self.key, str(path), want) from error
 
 
 def _find(path: str, key: str) -> list[Path]:
     """Return the files with some bytes in them, sorted."""
-    target = Path(path).expanduser()
+    target = user_path(path, key)
     if target.is_file():
         found = [target]
     elif target.is_dir():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import tiktoken
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
+from torchtitan_lr.data.paths import user_path
 from torchtitan_lr.errors import ConfigError
 
 HF_FILE = "tokenizer.json"
@@ -131,10 +133,13 @@ def resolve_assets_path(path: str) -> Path:
 
     Returns:
         The first of the two that is a folder, else ``path`` itself.
+
+    Raises:
+        ConfigError: No path at all, such as the home of an unknown user.
     """
-    here = Path(path).expanduser()
+    here = user_path(path, "model.hf_assets_path")
     shipped = Path(__file__).resolve().parents[2] / path
-    return shipped if not here.is_dir() and shipped.is_dir() else here
+    return shipped if not here.is_dir() and os.path.isdir(shipped) else here
 
 
 def build_tokenizer(job_config: Any) -> BaseTokenizer:
@@ -174,13 +179,16 @@ def check_tokenizer(job_config: Any) -> int:
         The smallest vocabulary a model needs for it: the largest id plus one.
 
     Raises:
-        ConfigError: As :func:`build_tokenizer`.
+        ConfigError: As :func:`build_tokenizer`, or it has no tokens.
     """
     tokenizer = build_tokenizer(job_config)
     size = tokenizer.get_vocab_size()
     if isinstance(tokenizer, HuggingFaceTokenizer):
         # Ids can have holes, so their number may be too small.
         size = max(size, 1 + max(tokenizer.get_vocab().values(), default=-1))
+    if size < 1:
+        path = job_config.model.hf_assets_path
+        raise ConfigError("model.hf_assets_path", path, "a tokenizer with some tokens")
     return size
 
 

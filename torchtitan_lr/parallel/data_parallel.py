@@ -33,7 +33,8 @@ def apply_data_parallel(
 
     Without data parallelism the model is wrapped too (a group of one) where its parameters and
     compute dtype differ, so that mixed precision means the same in every layout: weights,
-    activations and the residual stream in ``mixed_precision_param``, masters and reductions in fp32.
+    activations and the residual stream in ``mixed_precision_param``, masters and reductions in
+    fp32.
 
     Args:
         model: The whole model or a pipeline stage of it, on the meta device.

@@ -9,6 +9,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
+from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.activation_checkpoint import apply_activation_checkpoint, compiles_model
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel
 from torchtitan_lr.parallel.tensor_parallel import (
@@ -35,7 +36,7 @@ def parallelize_llama(
     if parallel_dims.tp_enabled:
         settings = resolve_settings(
             settings_from_config(job_config),
-            model.model_args,
+            cast(LlamaArgs, model.model_args),
             parallel_dims.tp,
             *sequence_lengths(job_config),
         )

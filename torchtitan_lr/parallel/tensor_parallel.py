@@ -46,10 +46,8 @@ def settings_from_config(job_config: JobConfig) -> TPSettings:
 
 def sequence_lengths(job_config: JobConfig) -> tuple[int, ...]:
     """Return the lengths of the sequences that a run sends through the model."""
-    lengths = (job_config.training.seq_len,)
-    if job_config.validation.enable:
-        lengths += (job_config.validation.seq_len,)
-    return lengths
+    training, validation = job_config.training, job_config.validation
+    return (training.seq_len, validation.seq_len) if validation.enable else (training.seq_len,)
 
 
 def resolve_settings(
