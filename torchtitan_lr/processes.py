@@ -18,7 +18,7 @@ from types import FrameType
 from typing import IO
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_RANK_LINE = re.compile(rb"\[\w*\d+\]:")
+_RANK_LINE = re.compile(rb"\[rank\d+\]:")
 _PR_SET_PDEATHSIG = 1
 
 

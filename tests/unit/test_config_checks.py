@@ -79,7 +79,11 @@ REFUSALS = [
     ("checkpoint.async_mode=later", "'later'", "one of 'disabled', 'async'"),
     ("checkpoint.load_step=-2", "-2", "a step, or -1"),
     ("checkpoint.load_step=7", "7", "-1: "),
-    ("checkpoint.initial_load_path=/no/such", "'/no/such'", "the folder of one checkpoint"),
+    (
+        "checkpoint.initial_load_path=/no/such",
+        "'/no/such'",
+        "the folder of one complete checkpoint",
+    ),
     ("checkpoint.last_save_in_hf", "True", "checkpoint.last_save_model_only = true"),
     ("checkpoint.exclude_from_loading=optimiser", "'optimiser'", "optimizer, lr_scheduler"),
     ("checkpoint.create_seed_checkpoint", "True", "one rank (NGPU=1), not 4"),

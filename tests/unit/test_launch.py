@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lr import launch
+from torchtitan_lr.environment import find_device
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.processes import child_pids
 from torchtitan_lr.report import describe_failure, read_summary, summary_lines
 
@@ -193,10 +195,10 @@ def test_success_ends_with_the_summary(tmp_path):
 
 
 def test_dry_run_is_one_process(tmp_path):
-    run = Launch(tmp_path, "end", ranks=1, COMM_MODE="fake_backend", OMP_NUM_THREADS="3")
+    run = Launch(tmp_path, "end", ranks=4, COMM_MODE="fake_backend", OMP_NUM_THREADS="3")
     assert run.finish() == 0, run.err
     assert "threads 3\nready 0\n" in run.out
-    assert run.out.endswith("dry run passed: one step as rank 0 of 1\n")
+    assert run.out.endswith("dry run passed: one step as rank 0 of 4\n")
     # The stand-in takes the first dump folder, the trainer the last one.
     assert (tmp_path / "dry_run" / "logs").is_dir()
     assert not (tmp_path / "logs").exists()
@@ -362,15 +364,15 @@ def test_fewer_gpus_than_ranks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     four = launch.Environment(4, 1, "0", "", "torchtitan_lr.train")
-    with pytest.raises(launch.ConfigError) as info:
-        launch.find_device(four)
+    with pytest.raises(ConfigError) as info:
+        find_device(four)
     assert str(info.value) == (
         "NGPU: got 4, expected at most 1, the GPUs of this machine "
         "(or CUDA_VISIBLE_DEVICES= to train on the CPU)"
     )
-    assert launch.find_device(launch.Environment(1, 1, "0", "", "m")) == "cuda"
+    assert find_device(launch.Environment(1, 1, "0", "", "m")) == "cuda"
     # A dry run takes one GPU whatever NGPU says.
-    assert launch.find_device(launch.Environment(64, 1, "0", "fake_backend", "m")) == "cuda"
+    assert find_device(launch.Environment(64, 1, "0", "fake_backend", "m")) == "cuda"
 
 
 @pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (1, "cpu"), (4, "cuda"), (8, "cuda")])
@@ -392,7 +394,7 @@ def test_default_number_of_ranks(variables, monkeypatch, capsys, tmp_path, gpus,
         assert "NGPU=1" in told
         # What was asked for is not changed.
         variables.setenv("NGPU", "4")
-        with pytest.raises(launch.ConfigError):
+        with pytest.raises(ConfigError):
             launch.place_ranks(launch.read_environment())
 
 

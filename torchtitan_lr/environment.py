@@ -1,0 +1,138 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The environment variables of a launch, and where its ranks compute."""
+
+import os
+from dataclasses import dataclass, replace
+
+from torchtitan_lr.errors import ConfigError
+
+DEFAULT_RANKS = 4
+
+# Processes on one machine; a dry run starts only one of them.
+MAX_RANKS = 1024
+MAX_DRY_RANKS = 1_000_000
+MAX_NODES = 100_000
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The environment variables of a launch, checked.
+
+    Args:
+        ranks: Ranks on this machine.
+        nodes: Number of machines.
+        log_ranks: Local ranks shown on the console, e.g. ``0,1``.
+        comm_mode: torchtitan's ``comm.mode``, empty for a real run.
+        train_module: The module every rank runs.
+        ranks_given: Whether the user asked for that many ranks.
+        hide_gpus: Whether the ranks compute on the CPU although there are GPUs.
+    """
+
+    ranks: int
+    nodes: int
+    log_ranks: str
+    comm_mode: str
+    train_module: str
+    ranks_given: bool = True
+    hide_gpus: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole run."""
+        return self.ranks * self.nodes
+
+
+def read_environment() -> Environment:
+    """Reads and checks torchtitan's environment variables.
+
+    Raises:
+        ConfigError: A variable that is not what it should be.
+    """
+    comm_mode = os.environ.get("COMM_MODE", "")
+    if comm_mode not in ("", "default", "fake_backend"):
+        raise ConfigError("COMM_MODE", comm_mode, "'fake_backend', or leave it out")
+    limit = MAX_DRY_RANKS if comm_mode == "fake_backend" else MAX_RANKS
+    ranks = _positive_variable("NGPU", DEFAULT_RANKS, limit)
+    nodes = _positive_variable("NNODES", 1, MAX_NODES)
+    log_ranks = os.environ.get("LOG_RANK") or "0"
+    shown = [rank.strip() for rank in log_ranks.split(",")]
+    if not all(rank.isdecimal() and len(rank) < 9 and int(rank) < ranks for rank in shown):
+        raise ConfigError("LOG_RANK", log_ranks, f"ranks from 0 to {ranks - 1} such as 0,1")
+    if nodes > 1 and not os.environ.get("RDZV_ENDPOINT"):
+        raise ConfigError("RDZV_ENDPOINT", "", f"host:port of one of the {nodes} machines")
+    return Environment(
+        ranks=ranks,
+        nodes=nodes,
+        log_ranks=",".join(str(int(rank)) for rank in shown),
+        comm_mode="" if comm_mode == "default" else comm_mode,
+        train_module=os.environ.get("TRAIN_FILE") or "torchtitan_lr.train",
+        ranks_given=bool(os.environ.get("NGPU")),
+    )
+
+
+def _positive_variable(name: str, default: int, limit: int) -> int:
+    text = os.environ.get(name) or str(default)
+    # Its length first: Python itself refuses to read very many digits.
+    if not text.isdecimal() or (len(text) < 99 and int(text) == 0):
+        raise ConfigError(name, text, "a positive integer such as 4")
+    if len(text) >= 99 or int(text) > limit:
+        got = text if len(text) < 20 else f"{text[:16]}..."
+        raise ConfigError(name, got, f"at most {limit:,}")
+    return int(text)
+
+
+def find_device(environment: Environment) -> str:
+    """Says where the ranks will compute.
+
+    Args:
+        environment: What :func:`read_environment` returned.
+
+    Returns:
+        ``cuda``, ``xpu`` or ``cpu``. It is ``cpu`` in spite of GPUs where these are too few for
+        the default number of ranks, of which the user asked for none.
+
+    Raises:
+        ConfigError: There are GPUs, but fewer than the ranks asked for.
+    """
+    name, count = _accelerator()
+    if count and environment.ranks > count and not environment.comm_mode:
+        # Machines must agree: one of several does not decide for itself.
+        if environment.ranks_given or environment.nodes > 1 or name != "cuda":
+            hide = "CUDA_VISIBLE_DEVICES=" if name == "cuda" else "ZE_AFFINITY_MASK="
+            want = f"at most {count}, the GPUs of this machine (or {hide} to train on the CPU)"
+            raise ConfigError("NGPU", environment.ranks, want)
+        return "cpu"
+    return name
+
+
+def _accelerator() -> tuple[str, int]:
+    """The type of this machine's devices, and how many there are; 0 for ``cpu``."""
+    import torch
+
+    for name in ("cuda", "xpu"):
+        module = getattr(torch, name, None)
+        if module is not None and module.is_available():
+            return name, module.device_count()
+    return "cpu", 0
+
+
+def place_ranks(environment: Environment) -> tuple[Environment, str]:
+    """Decides where the ranks compute, and says so in one line if it was not asked for.
+
+    Args:
+        environment: What :func:`read_environment` returned.
+
+    Returns:
+        The environment, completed, and what :func:`find_device` returned.
+
+    Raises:
+        ConfigError: As :func:`find_device`.
+    """
+    device = find_device(environment)
+    if device != "cpu" or environment.ranks_given or environment.comm_mode:
+        return environment, device
+    _, count = _accelerator()
+    found = {0: "no GPU", 1: "1 GPU"}.get(count, f"{count} GPUs")
+    more = f"; NGPU={count} trains on what is there" if count else ""
+    print(f"{found} here: training on {environment.ranks} CPU processes{more}", flush=True)
+    return replace(environment, hide_gpus=count > 0), device
