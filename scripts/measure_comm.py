@@ -133,11 +133,12 @@ def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
         RuntimeError: If a rank failed.
     """
     from torchtitan_lr.config_checks import build_job_config, check_job_config
-    from torchtitan_lr.launch import find_device, read_environment
+    from torchtitan_lr.environment import find_device, read_environment
 
     environment = read_environment()
+    device_type = find_device(environment)
     config = build_job_config(arguments)
-    check_job_config(config, environment.ranks, find_device(environment))
+    check_job_config(config, environment.ranks, device_type)
     if config.parallelism.pipeline_parallel_degree > 1:
         key = "parallelism.pipeline_parallel_degree"
         raise ConfigError(key, config.parallelism.pipeline_parallel_degree, "1 for this script")
@@ -149,6 +150,8 @@ def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
             *(*arguments, f"--job.dump_folder={folder}"),
         ]
         variables = {"OMP_NUM_THREADS": "1"} | os.environ | {RESULT: str(result)}
+        if device_type == "cpu":
+            variables["CUDA_VISIBLE_DEVICES"] = ""  # fewer GPUs than ranks
         done = subprocess.run(command, env=variables, capture_output=True, text=True)
         if done.returncode != 0 or not result.exists():
             raise RuntimeError(done.stderr.strip() or "the ranks ended without a result")

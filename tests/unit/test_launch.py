@@ -36,6 +36,8 @@ print("a warning", file=sys.stderr, flush=True)
 if mode == "refuse":
     if rank == "0":
         print("error: some.key: got 1, expected 2", file=sys.stderr)
+    else:
+        time.sleep(3)
     sys.exit(2)
 if mode == "stagger" and rank == "0":
     time.sleep(2.5)
