@@ -180,7 +180,7 @@ def test_svd_without_swiglus_silu_is_refused(tmp_path, capsys):
 def test_another_models_record_is_refused(tmp_path, capsys):
     step, _ = write_run(tmp_path / "run", "cola")
     record = tmp_path / "run" / "job_config.json"
-    record.write_text(json.dumps(run_record("cola", rank=32)))
+    record.write_text(json.dumps(run_record("cola", rank=16)))
     assert "wk.A.weight" in refusal(capsys, step, tmp_path / "out")
     record.write_text(json.dumps(run_record("full")))
     assert "llama_full" in refusal(capsys, step, tmp_path / "out")
