@@ -71,12 +71,12 @@ def expected_traffic(trainer: Any) -> list[Any]:
     from torchtitan_lr.analysis.communication import model_traffic
     from torchtitan_lr.analysis.data_parallel import DataParallel, data_parallel_traffic
     from torchtitan_lr.parallel.data_parallel import reshard_after_forward
-    from torchtitan_lr.parallel.tensor_parallel import resolve_settings, settings_from_config
+    from torchtitan_lr.parallel.tensor_parallel import settings_for
 
     config, dims = trainer.job_config, trainer.parallel_dims
     (model,) = trainer.model_parts
     training, args, k = config.training, model.model_args, trainer.gradient_accumulation_steps
-    settings = resolve_settings(settings_from_config(config), args, dims.tp, training.seq_len)
+    settings = settings_for(config, args, dims.tp)
     tokens = training.local_batch_size * training.seq_len
     tensor = [
         replace(row, calls=k * row.calls, elements=k * row.elements)

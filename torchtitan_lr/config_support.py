@@ -46,19 +46,14 @@ def check_tensor_parallel(config: Any, world_size: int, device_type: str) -> Non
     from torchtitan.protocols.train_spec import get_train_spec
 
     from torchtitan_lr.models.args import LlamaArgs
-    from torchtitan_lr.parallel.tensor_parallel import (
-        resolve_settings,
-        sequence_lengths,
-        settings_from_config,
-    )
+    from torchtitan_lr.parallel.tensor_parallel import settings_for
 
     # After `check_model`: name and flavor are known ones.
     args = get_train_spec(config.model.name).model_args[config.model.flavor]
     if not isinstance(args, LlamaArgs):
         return  # another package's model, with a plan of its own
     args.update_from_config(config)
-    degree = config.parallelism.tensor_parallel_degree
-    resolve_settings(settings_from_config(config), args, degree, *sequence_lengths(config))
+    settings_for(config, args, config.parallelism.tensor_parallel_degree)
 
 
 def _check_degree(name: str, degree: int, ranks: int) -> None:

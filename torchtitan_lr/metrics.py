@@ -97,6 +97,16 @@ class LowRankMetricsProcessor(MetricsProcessor):
         if self.history is not None:
             self.history.rewind(step)
 
+    def has_validation(self, step: int) -> bool:
+        """Say whether the history holds the validation of a step; every rank gets the answer."""
+        known = False
+        if self.history is not None:
+            records = read_history(self.history.path)
+            known = any(r["step"] == step and "validation_metrics/loss" in r for r in records)
+        answers = [False] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(answers, known)
+        return any(answers)
+
     def pause(self) -> None:
         """Stop the throughput clock: what follows is not training (validation, a save)."""
         if self._paused_at is None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from torchtitan_lr.loss import perplexity
+
 SUMMARY_FILE = "summary.json"
 CURVE_FILE = "curve.png"
 
@@ -40,7 +42,7 @@ def build_summary(
         "steps": steps,
         "train_loss": train[-1][_TRAIN_LOSS] if train else None,
         "val_loss": val_loss,
-        "val_ppl": None if val_loss is None or val_loss > 700 else math.exp(val_loss),
+        "val_ppl": None if val_loss is None else _finite(perplexity(val_loss)),
         "unigram_entropy": val[-1][_ENTROPY] if val else None,
         "tokens_per_s": _median(windows, "throughput/tokens_per_s"),
         "mfu": _median(windows, "mfu(%)"),
@@ -96,6 +98,10 @@ def draw_curve(history: list[dict[str, Any]], path: Path) -> None:
 def _series(history: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     points = [(r["step"], r[key]) for r in history if r.get(key) is not None]
     return [step for step, _ in points], [value for _, value in points]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON knows no infinity
 
 
 def _median(records: list[dict[str, Any]], key: str) -> float | None:

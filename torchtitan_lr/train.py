@@ -69,8 +69,6 @@ class Trainer(titan_train.Trainer):
         self._stop.install()
         super().train()
         self.checkpointer.finish()
-        if not self.interrupted and self.job_config.validation.enable:
-            self.validator.validate_once(self.model_parts, self.step)
         if self.interrupted:
             self._report_interruption()
         else:
@@ -81,6 +79,7 @@ class Trainer(titan_train.Trainer):
         if not self._started:
             self._started = True
             self.metrics_processor.start_after(self.step)
+            self._make_up_for_validation()
         if self.interrupted:
             self.checkpointer.save_interrupted(self.step)
             return False
@@ -240,6 +239,14 @@ class Trainer(titan_train.Trainer):
         if self.interrupted and self.job_config.validation.enable:
             self.validator.suspended = True
 
+    def _make_up_for_validation(self) -> None:
+        """Validate where the run before this one was stopped between a save and a validation."""
+        if not self.step or not self.job_config.validation.enable:
+            return
+        due = self.validator.should_validate(self.step)
+        if due and not self.metrics_processor.has_validation(self.step):
+            self.validator.validate(self.model_parts, self.step)
+
     def _report_interruption(self) -> None:
         saved = self.checkpointer.last_good()
         if torch.distributed.get_rank() == 0:
@@ -281,6 +288,21 @@ def _our_parts() -> Iterator[None]:
         yield
 
 
+def _world_size(job_config: JobConfig) -> int:
+    """Read the number of ranks from the environment that torchrun, or our launcher, made."""
+    if job_config.comm.mode == "fake_backend":
+        numbers, words = ["NGPU"], []
+    else:
+        numbers = ["WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"]
+        words = ["MASTER_ADDR"]
+    for name in numbers + words:
+        value = os.environ.get(name, "")
+        if not value or (name in numbers and not value.isdecimal()):
+            want = "what torchrun sets: start with torchrun or python -m torchtitan_lr.launch"
+            raise ConfigError(name, os.environ.get(name), want)
+    return int(os.environ[numbers[0]])
+
+
 def main(argv: list[str] | None = None) -> int:
     """Train as the command line says.
 
@@ -295,12 +317,7 @@ def main(argv: list[str] | None = None) -> int:
     trainer: Trainer | None = None
     try:
         config = build_job_config(sys.argv[1:] if argv is None else argv)
-        fake = config.comm.mode == "fake_backend"
-        ranks = "NGPU" if fake else "WORLD_SIZE"
-        if not os.environ.get(ranks, "").isdecimal():
-            want = "the number of ranks: start with torchrun or python -m torchtitan_lr.launch"
-            raise ConfigError(ranks, os.environ.get(ranks), want)
-        check_job_config(config, int(os.environ[ranks]), device_type)
+        check_job_config(config, _world_size(config), device_type)
         trainer = Trainer(config)
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)

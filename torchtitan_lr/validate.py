@@ -105,15 +105,6 @@ class Validator(BaseValidator):
             },
         )
 
-    def validate_once(self, model_parts: list[nn.Module], step: int) -> None:
-        """Validate unless this process has done so at ``step``.
-
-        A run that was killed between its last save and its last validation comes back with
-        nothing to train and this to do.
-        """
-        if self.last_step != step:
-            self.validate(model_parts, step)
-
     def _batch_loss(
         self, model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor
     ) -> torch.Tensor:

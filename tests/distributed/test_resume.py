@@ -18,7 +18,7 @@ OPTIONS = [
     "--validation.enable",
     "--validation.steps=1",
     "--validation.seq_len=32",
-    "--validation.freq=100",
+    "--validation.freq=3",
 ]
 FSDP4 = [*OPTIONS, "--training.local_batch_size=2"]
 
@@ -70,6 +70,22 @@ def test_another_number_of_ranks_continues(
     folder = four_ranks.run(train, FSDP4, "sigterm@3")[0]["dump_folder"]
     resumed = one_rank.run(train, [*OPTIONS, "--training.local_batch_size=8"], "", folder)[0]
     assert largest_difference(resumed, undisturbed) < 1e-5
+
+
+def test_a_validation_cut_off_is_made_up_for_once(
+    four_ranks: RankPool, undisturbed: dict[str, Any]
+) -> None:
+    folder = four_ranks.run(train, FSDP4)[0]["dump_folder"]
+    history = Path(folder) / "metrics.jsonl"
+    whole = history.read_text()
+    # What a kill between the last save and the last validation leaves.
+    lines = whole.splitlines(keepends=True)
+    assert "validation_metrics/loss" in lines[-1]
+    history.write_text("".join(lines[:-1]))
+    for _ in range(2):
+        resumed = four_ranks.run(train, FSDP4, "", folder)[0]
+        assert resumed["val_losses"] == undisturbed["val_losses"]
+        assert len(history.read_text().splitlines()) == len(lines)
 
 
 def test_forgetting_the_data_position_would_be_noticed(

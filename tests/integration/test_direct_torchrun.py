@@ -21,6 +21,7 @@ def test_a_rank_refuses_in_one_line_too(tmp_path):
     config = runs.write_config(tmp_path / "dump")
     command = [sys.executable, "-m", "torchtitan_lr.train", f"--job.config_file={config}"]
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     done = runs.run([*command, "--training.seq_len=0"], **variables)
     assert done.status == 2, done.everything
     assert [line for line in done.err.splitlines() if line.startswith("error: ")] == [
@@ -29,3 +30,12 @@ def test_a_rank_refuses_in_one_line_too(tmp_path):
     assert done.err.splitlines()[-1].startswith("error: training.seq_len: got 0, expected ")
     assert "Traceback" not in done.err
     assert not (tmp_path / "dump").exists()
+
+
+def test_a_rank_without_torchruns_variables_is_refused_in_one_line(tmp_path):
+    config = runs.write_config(tmp_path / "dump")
+    command = [sys.executable, "-m", "torchtitan_lr.train", f"--job.config_file={config}"]
+    done = runs.run(command, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_PORT="29500")
+    assert done.status == 2, done.everything
+    assert done.err.splitlines()[-1].startswith("error: MASTER_ADDR: got None, expected what torch")
+    assert "Traceback" not in done.err

@@ -134,6 +134,29 @@ REFUSALS = [
 ]
 
 
+REPEATING_ATTENTION = ("full", "selective", "memory_budget")
+COMPILED = ("--compile.enable", "--parallelism.tensor_parallel_degree=2")
+
+
+@pytest.mark.parametrize("mode", REPEATING_ATTENTION)
+def test_compiled_tensor_parallel_blocks_may_not_repeat_attention_on_a_cpu(mode, monkeypatch):
+    monkeypatch.setenv("CXX", "true")  # any compiler that exists
+    text = refusal(*COMPILED, f"--activation_checkpoint.mode={mode}")
+    assert text.startswith(f"activation_checkpoint.mode: got {mode!r}, expected 'none' or")
+    check(*COMPILED, f"--activation_checkpoint.mode={mode}", device="cuda")
+    check(
+        COMPILED[0],
+        "--parallelism.tensor_parallel_degree=1",
+        f"--activation_checkpoint.mode={mode}",
+    )
+
+
+@pytest.mark.parametrize("mode", ["none", "low_rank"])
+def test_compiled_tensor_parallel_blocks_that_keep_attention_are_accepted(mode, monkeypatch):
+    monkeypatch.setenv("CXX", "true")
+    check(*COMPILED, f"--activation_checkpoint.mode={mode}")
+
+
 @pytest.mark.parametrize(("option", "got", "want"), REFUSALS)
 def test_refusals_name_key_value_and_what_works(option, got, want, tmp_path):
     text = refusal(f"--{option}", f"--job.dump_folder={tmp_path}")

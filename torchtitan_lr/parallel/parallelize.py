@@ -14,9 +14,7 @@ from torchtitan_lr.parallel.activation_checkpoint import apply_activation_checkp
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel
 from torchtitan_lr.parallel.tensor_parallel import (
     apply_tensor_parallel,
-    resolve_settings,
-    sequence_lengths,
-    settings_from_config,
+    settings_for,
 )
 
 
@@ -34,12 +32,8 @@ def parallelize_llama(
         The same module, wrapped in place.
     """
     if parallel_dims.tp_enabled:
-        settings = resolve_settings(
-            settings_from_config(job_config),
-            cast(LlamaArgs, model.model_args),
-            parallel_dims.tp,
-            *sequence_lengths(job_config),
-        )
+        args = cast(LlamaArgs, model.model_args)
+        settings = settings_for(job_config, args, parallel_dims.tp)
         apply_tensor_parallel(model, parallel_dims.get_mesh("tp"), settings)
     apply_activation_checkpoint(model, job_config)
     if compiles_model(job_config):

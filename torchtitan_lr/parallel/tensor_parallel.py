@@ -15,7 +15,7 @@ from torchtitan_lr.parallel.plans import TPSettings, build_tp_plan
 
 LOW_RANK_PLANS = ("btp", "vanilla", "vanilla_replicated")
 
-__all__ = ["TPSettings", "apply_tensor_parallel", "resolve_settings", "settings_from_config"]
+__all__ = ["TPSettings", "apply_tensor_parallel", "resolve_settings", "settings_for"]
 
 
 def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, settings: TPSettings) -> None:
@@ -37,17 +37,29 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, settings: TPSet
     logger.info(f"Applied tensor parallelism over {tp_mesh.size()} ranks: {settings}")
 
 
-def settings_from_config(job_config: JobConfig) -> TPSettings:
-    """Read the settings from ``[parallelism]``, as the user gave them."""
-    section = job_config.parallelism
-    keys = {f.name: getattr(section, f"tp_{f.name}") for f in fields(TPSettings)[:-1]}
-    return TPSettings(**keys, loss_parallel=not section.disable_loss_parallel)
+def settings_for(job_config: JobConfig, args: LlamaArgs, tp_degree: int) -> TPSettings:
+    """Resolve the settings of ``[parallelism]`` for a run.
 
+    Args:
+        job_config: The run's configuration; its sequences, of training and of validation, count.
+        args: The model's shape.
+        tp_degree: Tensor-parallel degree T.
 
-def sequence_lengths(job_config: JobConfig) -> tuple[int, ...]:
-    """Return the lengths of the sequences that a run sends through the model."""
-    training, validation = job_config.training, job_config.validation
-    return (training.seq_len, validation.seq_len) if validation.enable else (training.seq_len,)
+    Raises:
+        ConfigError: As `resolve_settings`.
+    """
+    section, training, validation = (
+        job_config.parallelism,
+        job_config.training,
+        job_config.validation,
+    )
+    keys = [field.name for field in fields(TPSettings) if field.name != "loss_parallel"]
+    settings = TPSettings(
+        **{key: getattr(section, f"tp_{key}") for key in keys},
+        loss_parallel=not section.disable_loss_parallel,
+    )
+    seq_lens = [training.seq_len] + [validation.seq_len] * validation.enable
+    return resolve_settings(settings, args, tp_degree, *seq_lens)
 
 
 def resolve_settings(
