@@ -46,19 +46,11 @@ def build_job_config(argv: list[str]) -> Any:
 
     from torchtitan_lr import job_config as extension
 
-    class TypedConfigManager(ConfigManager):
-        """torchtitan's manager, given values that are typed already."""
-
-        def _maybe_load_toml(self, args: list[str]) -> dict[str, Any]:
-            return values
-
-        def _validate_config(self) -> None:
-            """Nothing left: `_check_before_merge` and the tokenizer's check refuse instead."""
-
     config_cls = ConfigManager._merge_configs(JobConfig, extension.JobConfig)
     values = apply_overrides(check_toml(raw, config_cls), overrides, config_cls)
     _check_before_merge(values)
-    return TypedConfigManager().parse_args([f"--job.custom_config_module={CONFIG_MODULE}"])
+    # What else the manager does (parse text, check the tokenizer) is done already or comes later.
+    return ConfigManager()._dict_to_dataclass(config_cls, values)
 
 
 def check_job_config(config: Any, world_size: int, device_type: str) -> None:
