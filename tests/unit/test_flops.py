@@ -48,7 +48,7 @@ def test_a_formula_for_another_shape_differs():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_are_those_of_the_papers(family):
-    """DESIGN's formulas for multi-head attention and one rank (CoLA, Tables 2 and 3)."""
+    """The formulas for multi-head attention and one rank (CoLA, Tables 2 and 3)."""
     args = FLAVORS[family]["350M"]
     n, d, f, r = 256, 1024, 2736, 256
     flops = layer_flops(args, n)

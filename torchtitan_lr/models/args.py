@@ -25,7 +25,7 @@ LAX_GATES: tuple[LaxGate, ...] = ("identity", "scalar")
 
 @dataclass
 class LlamaArgs(BaseModelArgs):
-    """Shape and kind of a LLaMA, full-rank or factorised (DESIGN: one code path, four families).
+    """Shape and kind of a LLaMA, full-rank or factorised: one code path, four families.
 
     Raises:
         ConfigError: On creation and on ``update_from_config``, when the values do not fit together.
