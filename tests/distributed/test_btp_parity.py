@@ -62,7 +62,8 @@ def test_parity(case: Case, four_ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("case", "wrappers", "backend"),
     [
-        (Case(), ["compile_blocks"], "inductor"),
+        # In fp64 torch 2.11's inductor confuses the dtype of the CPU's attention.
+        (Case(dtype=torch.float32), ["compile_blocks"], "inductor"),
         (Case(degree=2), ["fully_shard_blocks"], ""),
         (
             Case("lax", SEQUENCE, degree=2, gate="scalar"),

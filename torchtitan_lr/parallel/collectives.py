@@ -61,9 +61,18 @@ def start_reduce_scatter(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
 
 def wait(started: Tensor) -> Tensor:
-    """Wait for the result of `start_all_reduce` or `start_reduce_scatter`."""
+    """Wait for the result of `start_all_reduce` or `start_reduce_scatter`.
+
+    The result is a view: where a Function's forward ends in an operator that returns its argument,
+    as this one does, torch 2.11's compiler loses the gradient.
+    """
     result: Tensor = functional.wait_tensor(started)
-    return result
+    return result.view_as(result)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert by an operator that never returns its argument, for the reason told at `wait`."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def all_gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
@@ -76,7 +85,8 @@ def all_gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
 def own_slice(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """Return this rank's part of `dim`, contiguous, without communication."""
-    return x.chunk(ranks.size, dim)[ranks.rank].contiguous()
+    part = x.chunk(ranks.size, dim)[ranks.rank]
+    return part if part.is_contiguous() else part.contiguous()
 
 
 class _CopyToRanks(torch.autograd.Function):

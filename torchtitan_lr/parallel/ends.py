@@ -18,6 +18,7 @@ from torchtitan_lr.parallel.collectives import (
     TOKENS,
     Ranks,
     all_gather,
+    cast,
     copy_to_ranks,
     gather_partial,
     gather_replicated,
@@ -161,7 +162,7 @@ class _ScatterHead(torch.autograd.Function):
         rstd = torch.rsqrt(wait(started) / dim + eps).unsqueeze(-1)
         ctx.save_for_backward(x, gamma, weight, gathered, rstd)
         ctx.dim, ctx.ranks = dim, ranks
-        return (logits * rstd).to(x.dtype)
+        return cast(logits * rstd, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, ...]:

@@ -28,6 +28,7 @@ from torchtitan_lr.parallel.collectives import (
     TOKENS,
     Ranks,
     all_gather,
+    cast,
     start_all_reduce,
     start_reduce_scatter,
     wait,
@@ -82,7 +83,7 @@ class _OnlineDown(torch.autograd.Function):
         else:
             statistic = wait(started)
         rstd = keep(torch.rsqrt(statistic / norm.dim + norm.eps))
-        ys = tuple(keep((h * rstd.unsqueeze(-1)).to(x.dtype)) for h in products)
+        ys = tuple(keep(cast(h * rstd.unsqueeze(-1), x.dtype)) for h in products)
         ctx.save_for_backward(x, gamma, rstd, *ys, *weights)
         ctx.norm, ctx.n_payloads = norm, len(ys)
         return ys
@@ -119,7 +120,7 @@ class _SyncNorm(torch.autograd.Function):
         rstd = keep(torch.rsqrt(statistic / dim + eps)).unsqueeze(-1)
         ctx.save_for_backward(x, gamma, rstd)
         ctx.dim, ctx.ranks = dim, ranks
-        return (x * rstd * gamma).to(x.dtype)
+        return cast(x * rstd * gamma, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

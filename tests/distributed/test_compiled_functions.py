@@ -1,0 +1,75 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Every autograd Function of the plans has the same gradients compiled as not.
+
+Torch 2.11's compiler silently drops the gradient of a Function whose forward ends in an operator
+that returns its own argument (a wait, a cast to the dtype at hand).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.pool import RankPool
+from tests.distributed.tp_cases import tp_mesh
+from torchtitan_lr.parallel import collectives
+from torchtitan_lr.parallel.collectives import Ranks
+from torchtitan_lr.parallel.grouped_linear import batched_linear, concatenated_linear
+from torchtitan_lr.parallel.online_norm import OnlineNorm, online_down, sync_norm
+
+B, S, D, R = 1, 8, 16, 4
+
+
+def functions(ranks: Ranks) -> dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]]:
+    """What is compiled, and the shapes of its inputs."""
+    pair: list[tuple[int, ...]] = [(R, D), (R, D)]
+    table: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+        "copy": (lambda x: collectives.copy_to_ranks(x, ranks), [(B, S, D)]),
+        "reduce": (lambda x: collectives.reduce_over_ranks(x, ranks), [(B, S, D)]),
+        "concatenated": (lambda x, *w: concatenated_linear(x, w), [(B, S, D), *pair]),
+        "batched": (lambda x, *w: batched_linear(x, w), [(B, S, 2 * R), (D, R), (D, R)]),
+        "sync": (lambda x, g: sync_norm(x, g, 2 * D, 0.1, ranks), [(B, S, D), (D,)]),
+    }
+    for name in ("gather_partial", "gather_replicated", "scatter_sum", "split_replicated"):
+        function = getattr(collectives, name)
+        table[name] = (lambda x, f=function: f(x, ranks, 1), [(B, S, D)])
+    for name, choice in {
+        "async": {},
+        "column": {"column": True},
+        "ungrouped": {"grouped": False},
+        "sequence": {"sequence": True},
+    }.items():
+        norm = OnlineNorm(ranks, 2 * D, 0.1, **choice)
+        down = lambda x, g, *w, norm=norm: online_down(x, g, w, norm)  # noqa: E731
+        table[f"online_{name}"] = (down, [(B, S, D), (D,), *pair])
+    return table
+
+
+def worst_errors(backend: str) -> dict[str, float]:
+    """Largest relative difference of any gradient by Function; on a rank."""
+    errors = {}
+    for name, (function, shapes) in functions(Ranks.of(tp_mesh(2))).items():
+        torch.manual_seed(torch.distributed.get_rank())
+        inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend=backend, fullgraph=True)
+        pairs = zip(_gradients(compiled, inputs), _gradients(function, inputs), strict=True)
+        errors[name] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    return errors
+
+
+def _gradients(function: Callable[..., Any], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    # Not the inputs themselves: a compiled block's tensors are made inside.
+    out = function(inputs[0] * 1.5, *inputs[1:])
+    outputs = [out] if isinstance(out, Tensor) else list(out)
+    total = torch.stack([(y.square() * (y.detach() + 2)).sum() for y in outputs]).sum()
+    return torch.autograd.grad(total, inputs)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_gradients(backend: str, four_ranks: RankPool) -> None:
+    for errors in four_ranks.run(worst_errors, backend):
+        assert len(errors) == 13
+        assert max(errors.values()) < 1e-12, errors
