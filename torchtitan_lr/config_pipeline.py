@@ -45,6 +45,13 @@ def _check_split_backward(config: Any) -> None:
     if config.compile.enable and "model" in config.compile.components:
         want = f"false with the schedule {schedule}: compiled blocks have one backward, not two"
         raise ConfigError("compile.enable", True, want)
+    if config.parallelism.fsdp_reshard_after_forward == "always":
+        want = f"'default' or 'never' with the schedule {schedule}, which needs the weights again"
+        raise ConfigError("parallelism.fsdp_reshard_after_forward", "always", want)
+    section = config.activation_checkpoint
+    if section.mode == "selective" and section.selective_ac_option == "op":
+        want = f"a number of blocks, as text, with the schedule {schedule}: torch repeats once only"
+        raise ConfigError("activation_checkpoint.selective_ac_option", "op", want)
 
 
 def _check_stages(config: Any) -> int:

@@ -130,6 +130,7 @@ def _trainer_with(fault: str, config: Any) -> Any:
 
 
 def _full_parameters(model_parts: list[Any]) -> dict[str, Any]:
+    import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
     parameters = {}
@@ -138,4 +139,7 @@ def _full_parameters(model_parts: list[Any]) -> dict[str, Any]:
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             clean = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
             parameters[clean] = full.detach().float().numpy().copy()
-    return parameters
+    # Pipeline stages have different ones.
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, parameters)
+    return {name: value for rank in everywhere for name, value in sorted(rank.items())}

@@ -18,7 +18,9 @@ from torch.distributed.pipelining.schedules import (
     ScheduleGPipe,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
+    _ComputationType,
     _PipelineSchedule,
+    _PipelineScheduleRuntime,
 )
 from torchtitan.components.loss import LossFunction
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
@@ -35,6 +37,15 @@ from torchtitan_lr.parallel.tensor_parallel import (
     sequence_lengths,
     settings_from_config,
 )
+
+
+_FORWARD = {
+    _ComputationType.UNSHARD,
+    _ComputationType.RECV_F,
+    _ComputationType.FORWARD,
+    _ComputationType.SEND_F,
+    _ComputationType.RESHARD,
+}
 
 
 class NormalizedLoss:
@@ -126,11 +137,13 @@ class Pipeline:
         if key not in self._evaluations:
             boundaries = self._boundaries(seq_len)
             stages = [self._build(part, i, boundaries, size) for i, part in self.parts.items()]
-            self._evaluations[key] = self._evaluation_class()(
-                stages if len(stages) > 1 else stages[0],  # type: ignore[arg-type]
-                n_microbatches=microbatches,
-                loss_fn=self.loss.loss_fn,
-                scale_grads=False,
+            self._evaluations[key] = forward_only(
+                self._evaluation_class()(
+                    stages if len(stages) > 1 else stages[0],
+                    n_microbatches=microbatches,
+                    loss_fn=self.loss.loss_fn,
+                    scale_grads=False,
+                )
             )
         return self._evaluations[key]
 
@@ -140,6 +153,14 @@ class Pipeline:
             return ScheduleGPipe
         v_shaped = isinstance(self.schedule, ScheduleZBVZeroBubble)
         return ScheduleZBVZeroBubble if v_shaped else ScheduleLoopedBFS
+
+
+def forward_only(schedule: _PipelineSchedule) -> _PipelineSchedule:
+    """Take backward out of a schedule in place: a V-shaped one fails in it even in evaluation."""
+    if isinstance(schedule, _PipelineScheduleRuntime):
+        for actions in schedule.pipeline_order_with_comms.values():
+            actions[:] = [a for a in actions if a.computation_type in _FORWARD]
+    return schedule
 
 
 def pipeline_llama(

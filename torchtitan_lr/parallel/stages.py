@@ -99,9 +99,12 @@ def pack(output: Tensor | tuple[Tensor, ...], boundary: Boundary) -> Tensor:
         Tensor (b, rows, width), contiguous.
     """
     x, *latents = output if isinstance(output, tuple) else (output,)
-    stream = x.reshape(x.shape[0], x.shape[1] // boundary.tokens_per_row, boundary.stream)
     if not boundary.latents:
-        return stream.contiguous()
+        latents = []
+        if x.shape[-1] == boundary.stream:
+            return x.contiguous()
+    stream = x.reshape(x.shape[0], x.shape[1] // boundary.tokens_per_row, boundary.stream)
+    # A copy in any case: torch detaches what a stage returns in place, which no view allows.
     return torch.cat([stream, *latents], dim=-1)
 
 
