@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,15 @@ def train(arguments: list[str], fault: str = "", dump_folder: str = "") -> dict[
         arguments: As on the command line.
         fault: A deliberate fault. ``average`` divides gradients by the ranks once more, as
             torchtitan's DDP path does; ``sigterm@3`` sends rank 1 a signal in step 3; ``nan@2``
-            makes rank 1's loss NaN in step 2, ``nan_gradient@2`` one entry of one gradient.
+            makes rank 1's loss NaN in step 2, ``nan_gradient@2`` one entry of one gradient. In a
+            pipeline ``raw_loss`` backpropagates the loss's sum as torchtitan does, and
+            ``reset_latents`` and ``detach_latents`` cut LaX's latents off at every boundary.
         dump_folder: Where to write; a new folder by default.
 
     Returns:
         ``losses``, ``grad_norms`` (one a step), ``val_losses``, ``skipped_steps``, ``step``,
-        ``dump_folder`` and ``parameters`` (full arrays by name).
+        ``dump_folder``, ``last_val_loss`` (as this rank knows it), ``ledger`` (this
+        rank's rows of the last logged step) and ``parameters`` (full arrays by name).
     """
     import torch
     import torch.distributed as dist
@@ -68,6 +72,8 @@ def train(arguments: list[str], fault: str = "", dump_folder: str = "") -> dict[
             "step": trainer.step,
             "skipped_steps": trainer.skipped_steps,
             "dump_folder": folders[0],
+            "ledger": trainer._ledger.rows() if trainer._ledger else [],
+            "last_val_loss": trainer.validator.last_loss if config.validation.enable else None,
             "parameters": _full_parameters(trainer.model_parts),
         }
     finally:
@@ -126,7 +132,18 @@ def _trainer_with(fault: str, config: Any) -> Any:
     if kind == "average":
         for module in fsdp_modules(trainer.model_parts):
             module.set_gradient_divide_factor(float(dist.get_world_size()))
+    if kind == "raw_loss":
+        trainer.pp_schedule.normalize_by = lambda tokens: None
+    if kind in ("reset_latents", "detach_latents"):
+        for part in trainer.model_parts:
+            part.register_forward_pre_hook(partial(_cut_latents, kind))
     return trainer
+
+
+def _cut_latents(kind: str, part: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, *latents = args
+    cut = [t.detach() if kind == "detach_latents" else t * 0.0 for t in latents]
+    return x, *cut
 
 
 def _full_parameters(model_parts: list[Any]) -> dict[str, Any]:
