@@ -18,7 +18,13 @@ from torchtitan_lr.config_values import complete_steps
 from torchtitan_lr.environment import Environment, place_ranks, read_environment
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.processes import RankGroup
-from torchtitan_lr.report import describe_failure, killed_rank, last_words, read_summary, summary_lines
+from torchtitan_lr.report import (
+    describe_failure,
+    killed_rank,
+    last_words,
+    read_summary,
+    summary_lines,
+)
 
 DEFAULT_CONFIG_FILE = "./train_configs/debug_cola.toml"
 

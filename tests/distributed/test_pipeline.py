@@ -99,9 +99,7 @@ def test_two_stages(family: str, two_ranks: RankPool, reference: Any) -> None:
 @pytest.mark.parametrize(
     ("fault", "least"), [("raw_loss", 10.0), ("reset_latents", 1e-3), ("detach_latents", 1e-3)]
 )
-def test_faults_are_noticed(
-    fault: str, least: float, two_ranks: RankPool, reference: Any
-) -> None:
+def test_faults_are_noticed(fault: str, least: float, two_ranks: RankPool, reference: Any) -> None:
     run = two_ranks.run(train, [*model("lax"), *LAYOUTS["pp2"][1], *TEN], fault)[0]
     assert largest_difference(run, reference("lax")) > least
 
@@ -114,9 +112,7 @@ def test_validation_is_exact(
     options = [*model("lax"), *VALIDATED, "--training.steps=2"]
     options += [f"--validation.local_batch_size={batch}"]
     microbatches = ["--parallelism.pipeline_parallel_microbatch_size=2"]
-    runs = two_ranks.run(
-        train, [*options, *degrees(pipeline=2), *microbatches, *schedule(name)]
-    )
+    runs = two_ranks.run(train, [*options, *degrees(pipeline=2), *microbatches, *schedule(name)])
     expected = one_rank.run(train, [*options, *degrees()])[0]
     assert len(expected["val_losses"]) == 2
     # Rank 0 writes, whichever rank has the last stage; every rank knows the result.

@@ -93,10 +93,10 @@ def eight_ranks() -> Iterator[RankPool]:
     ],
     ids=["hsdp", "fsdp_tp"],
 )
-def test_three_dimensions(
-    options: list[str], eight_ranks: RankPool, reference: Any
-) -> None:
-    one = ["--parallelism.pipeline_parallel_schedule=GPipe"] if "batch_size=1" in str(options) else []
+def test_three_dimensions(options: list[str], eight_ranks: RankPool, reference: Any) -> None:
+    one = (
+        ["--parallelism.pipeline_parallel_schedule=GPipe"] if "batch_size=1" in str(options) else []
+    )
     run = eight_ranks.run(train, [*model("lax"), *options, *one])[0]
     assert largest_difference(run, reference("lax")) < TOLERANCE
 
@@ -109,9 +109,7 @@ def test_mixed_precision_is_the_same_regime(four_ranks: RankPool, one_rank: Rank
         assert run["losses"] == pytest.approx(alone["losses"], rel=5e-3)
 
 
-def test_a_checkpoint_moves_between_layouts(
-    four_ranks: RankPool, reference: Any
-) -> None:
+def test_a_checkpoint_moves_between_layouts(four_ranks: RankPool, reference: Any) -> None:
     """PP4 -> PP2 x TP2 (V-shaped) -> FSDP4 -> PP2 x FSDP2, stopped by a signal each time."""
     options = [*model("lax"), "--checkpoint.enable", "--checkpoint.interval=1"]
     stopped = four_ranks.run(train, [*options, *LAYOUTS["pp4"][1]], "sigterm@1")
@@ -126,9 +124,7 @@ def test_a_checkpoint_moves_between_layouts(
     assert largest_difference(run, reference("lax")) < TOLERANCE
 
 
-def test_forgetting_the_optimizer_would_be_noticed(
-    four_ranks: RankPool, reference: Any
-) -> None:
+def test_forgetting_the_optimizer_would_be_noticed(four_ranks: RankPool, reference: Any) -> None:
     options = [*model("lax"), "--checkpoint.enable", "--checkpoint.interval=1"]
     folder = four_ranks.run(train, [*options, *LAYOUTS["pp4"][1]], "sigterm@3")[0]["dump_folder"]
     forgets = [*options, *PP2_TP2, "--checkpoint.exclude_from_loading=optimizer"]

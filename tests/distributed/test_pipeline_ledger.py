@@ -15,6 +15,7 @@ from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.pipeline import stage_boundaries
 
 PP2_TP2 = LAYOUTS["pp2_tp2"][1]
+BF16 = ["--training.mixed_precision_param=bfloat16"]
 SHORT = ["--training.steps=2", "--metrics.comm_ledger"]
 
 
@@ -34,9 +35,9 @@ def local_stages(pp_rank: int, degree: int, name: str) -> list[int]:
         ("lax", "Interleaved1F1B", [*PP2_TP2, "--parallelism.tp_plan=vanilla"]),
         ("cola", "GPipe", [*PP2_TP2, "--parallelism.pipeline_parallel_microbatch_size=2"]),
         ("full", "Interleaved1F1B", [*PP2_TP2, "--parallelism.tp_comm=sequence"]),
-        ("cola", "1F1B", [*degrees(pipeline=2, local_batch=2), "--training.mixed_precision_param=bfloat16"]),
+        ("cola", "1F1B", [*degrees(pipeline=2, local_batch=2), *BF16]),
     ],
-)  # fmt: skip
+)
 def test_messages_of_every_boundary(
     family: str, name: str, options: list[str], four_ranks: RankPool
 ) -> None:

@@ -133,7 +133,7 @@ def _trainer_with(fault: str, config: Any) -> Any:
         for module in fsdp_modules(trainer.model_parts):
             module.set_gradient_divide_factor(float(dist.get_world_size()))
     if kind == "raw_loss":
-        trainer.pp_schedule.normalize_by = lambda tokens: None
+        setattr(trainer.pp_schedule, "normalize_by", lambda tokens: None)  # noqa: B010
     if kind in ("reset_latents", "detach_latents"):
         for part in trainer.model_parts:
             part.register_forward_pre_hook(partial(_cut_latents, kind))

@@ -2,8 +2,8 @@
 """What crosses the boundaries between pipeline stages, in closed form.
 
 BOOST counts d elements a token for a boundary; under bottleneck-aware tensor parallelism a rank
-holds, and therefore sends, its d/T of the residual stream. LaX also sends the seven latents that the
-next block mixes in: to drop them would make the model depend on where it is cut.
+holds, and therefore sends, its d/T of the residual stream. LaX also sends the seven latents that
+the next block mixes in: to drop them would make the model depend on where it is cut.
 """
 
 from collections.abc import Collection, Sequence

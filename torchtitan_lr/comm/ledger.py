@@ -117,9 +117,10 @@ class CommLedger(TorchDispatchMode):
                 and is never flagged; it is counted all the same.
 
         Returns:
-            One dictionary per row with the keys ``scope`` (``block 0`` ..., ``boundary 0`` ...
-            between pipeline stages, ``embedding``, ``head``, ``loss``, ``step``), ``pass`` (``forward``, ``backward``, ``optimizer``),
-            ``op``, ``mesh_dim``, ``dtype``, ``calls``, ``elements`` and ``bytes``.
+            One dictionary per row with the keys ``scope`` (``block 0`` ..., between pipeline
+            stages ``boundary 0`` ..., ``embedding``, ``head``, ``loss``, ``step``), ``pass``
+            (``forward``, ``backward``, ``optimizer``), ``op``, ``mesh_dim``, ``dtype``,
+            ``calls``, ``elements`` and ``bytes``.
         """
         merged: dict[tuple[Any, ...], dict[str, Any]] = {}
         for entry, calls in self._calls.items():

@@ -5,7 +5,7 @@ torchtitan's pipelines backpropagate the sum of the loss and divide only what th
 gradients are too large by the number of tokens. Here the loss itself divides.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
@@ -37,7 +37,6 @@ from torchtitan_lr.parallel.tensor_parallel import (
     sequence_lengths,
     settings_from_config,
 )
-
 
 _FORWARD = {
     _ComputationType.UNSHARD,
