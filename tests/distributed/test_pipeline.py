@@ -21,7 +21,7 @@ from tests.distributed.training import TINY, largest_difference, train
 TOLERANCE = 1e-5
 TEN = ["--training.steps=10"]
 ROOT = Path(__file__).resolve().parents[2]
-# Sequences of another length, and a last batch of 2 that micro-batches of 2 fit and one of 3.
+# Sequences of another length than in training.
 VALIDATED = ["--validation.enable", "--validation.steps=2", "--validation.seq_len=16"]
 
 
@@ -120,7 +120,16 @@ def test_validation_is_exact(
     assert {run["last_val_loss"] for run in runs} == {runs[0]["val_losses"][-1]}
 
 
-def test_a_nan_in_the_first_stage_stops_the_run(two_ranks: RankPool) -> None:
-    options = [*model("cola"), *degrees(pipeline=2), "--optimizer.lr=1e30"]
-    with pytest.raises(RuntimeError, match="NonFiniteError: step 2: loss of rank 1 is not finite"):
-        two_ranks.run(train, [*options, "--lr_scheduler.warmup_steps=0"])
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ("nan@2", r"loss of rank 1 is not finite"),
+        ("explode", r"gradient norm is nan \(rank 0: tok_embeddings.weight\)"),
+    ],
+)
+def test_what_is_not_finite_stops_every_stage(fault: str, what: str, two_ranks: RankPool) -> None:
+    options = [*model("cola"), *degrees(pipeline=2)]
+    if fault == "explode":
+        options += ["--optimizer.lr=1e30", "--lr_scheduler.warmup_steps=0"]
+    with pytest.raises(RuntimeError, match=f"NonFiniteError: step 2: {what}"):
+        two_ranks.run(train, options, fault)

@@ -94,7 +94,8 @@ class CommLedger(TorchDispatchMode):
         kwargs = kwargs or {}
         call = identify(func, args, kwargs)
         if call is not None and self._ranks(call.group) > 1:
-            message = boundary_of(args)
+            # Only then: a received gradient keeps its mark while other collectives take it in.
+            message = boundary_of(args) if call.op in ("send", "recv") else None
             scope, pass_, recompute = (*message, False) if message else self._tracker.here()
             mesh_dim = self._mesh_dims.get(call.group, call.group)
             entry = Entry(scope, pass_, call.op, mesh_dim, call.dtype, recompute)
