@@ -77,7 +77,8 @@ class Pipeline:
         loss: The loss of training.
         parts: This rank's parts of the model, by stage.
         boundaries: Returns the boundaries for a sequence length.
-        build: Builds a stage of its part, its index, the boundaries and a micro-batch size.
+        build: Builds a stage of its part, its index, the boundaries, a micro-batch's size and its
+            sequences' length.
         microbatch_size: Sequences of a micro-batch.
     """
 
@@ -135,7 +136,10 @@ class Pipeline:
         key = (microbatches, size, seq_len)
         if key not in self._evaluations:
             boundaries = self._boundaries(seq_len)
-            stages = [self._build(part, i, boundaries, size) for i, part in self.parts.items()]
+            stages = [
+                self._build(part, index, boundaries, size, seq_len)
+                for index, part in self.parts.items()
+            ]
             self._evaluations[key] = forward_only(
                 self._evaluation_class()(
                     stages if len(stages) > 1 else stages[0],
@@ -191,17 +195,19 @@ def pipeline_llama(
     boundaries = partial(stage_boundaries, job_config, args)
     build = partial(
         build_stage,
+        vocab_size=args.vocab_size,
         dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
         device=device,
         group=parallel_dims.get_mesh("pp").get_group(),
     )
-    of_training = boundaries(job_config.training.seq_len)
+    seq_len = job_config.training.seq_len
+    of_training = boundaries(seq_len)
     size = section.pipeline_parallel_microbatch_size
     parts: dict[int, nn.Module] = {}
 
     def build_static(part: nn.Module, index: int, *_: Any, **__: Any) -> Any:
         parts[index] = part
-        return build(part, index, of_training, size)
+        return build(part, index, of_training, size, seq_len)
 
     loss = NormalizedLoss(loss_fn)
     # Upstream has no argument for shapes, without which torch runs the model to find them out.

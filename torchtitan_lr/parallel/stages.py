@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -36,12 +37,20 @@ class Stage(PipelineStage):
         """Send gradients to the stage before."""
         return mark(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index - 1, "backward")
 
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        # Before torch 2.13 the turn of a V-shaped schedule greets itself, which gloo refuses.
+        mine = dist.get_rank()
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != mine]
+
 
 def build_stage(
     part: nn.Module,
     index: int,
     boundaries: Sequence[Boundary],
     batch: int,
+    seq_len: int,
+    *,
+    vocab_size: int,
     dtype: torch.dtype,
     device: torch.device,
     group: Any,
@@ -53,14 +62,15 @@ def build_stage(
         index: Which stage, from 0.
         boundaries: All of the pipeline; boundary i lies between the stages i and i + 1.
         batch: Sequences b of a micro-batch.
+        seq_len: Their length s.
+        vocab_size: Width V of the logits.
         dtype: Of the activations.
         device: Of this rank.
         group: Process group of the pipeline.
     """
     first, last = index == 0, index == len(boundaries)
-    # A token's identity and a logit stay on their rank, so nobody looks at their sizes.
-    tokens = torch.empty((batch, 1), dtype=torch.int64, device="meta")
-    logits = torch.empty((batch, 1, 1), dtype=dtype, device="meta", requires_grad=True)
+    tokens = torch.empty((batch, seq_len), dtype=torch.int64, device="meta")
+    logits = torch.empty((batch, seq_len, vocab_size), dtype=dtype, device="meta")
     return Stage(
         part,
         index,
