@@ -48,7 +48,11 @@ def check(*arguments, ranks=4):
             "pipeline_parallel_schedule",
             "one of 1F1B, GPipe, Interleaved1F1B, ZBVZeroBubble",
         ),
-        (["--parallelism.pipeline_parallel_schedule_csv=x.csv"], "schedule_csv", "'' with a pipeline"),
+        (
+            ["--parallelism.pipeline_parallel_schedule_csv=x.csv"],
+            "pipeline_parallel_schedule_csv",
+            "'' with a pipeline",
+        ),
         (["--comm.mode=fake_backend"], "comm.mode", "'default' with a pipeline"),
         ([ZBV, "--compile.enable"], "compile.enable", "one backward, not two"),
         (

@@ -566,9 +566,7 @@ def test_a_killed_rank_is_the_cause_not_those_that_missed_it(tmp_path):
 
 def test_how_to_go_on(tmp_path):
     checkpoint = SimpleNamespace(folder="checkpoint", enable=True)
-    config = SimpleNamespace(
-        checkpoint=checkpoint, job=SimpleNamespace(dump_folder=str(tmp_path))
-    )
+    config = SimpleNamespace(checkpoint=checkpoint, job=SimpleNamespace(dump_folder=str(tmp_path)))
     assert launch.how_to_go_on(config) == "; there is no checkpoint to resume from"
     for step, complete in ((2, True), (4, True), (6, False)):
         folder = tmp_path / f"checkpoint/step-{step}"
