@@ -5,6 +5,7 @@ All families, degrees and schedules are here, though not every combination;
 ``scripts/parity_layouts.py`` runs them all.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,12 +47,17 @@ def seed_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The weights of LaX at step 0, written by the script."""
     folder = tmp_path_factory.mktemp("seed")
     script = [sys.executable, "scripts/make_seed_checkpoint.py", "train_configs/debug_lax.toml"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     # Another seed than the runs', so that weights which are not loaded are noticed.
     options = [*TINY, "--debug.seed=7", f"--job.dump_folder={folder}"]
     done = subprocess.run(
         [*script, *options, "--parallelism.pipeline_parallel_degree=4"],
-        cwd=ROOT, env=None, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     path = done.stdout.splitlines()[-1]
     assert path == str(folder / "checkpoint/step-0")
@@ -133,3 +139,17 @@ def test_what_is_not_finite_stops_every_stage(fault: str, what: str, two_ranks: 
         options += ["--optimizer.lr=1e30", "--lr_scheduler.warmup_steps=0"]
     with pytest.raises(RuntimeError, match=f"NonFiniteError: step 2: {what}"):
         two_ranks.run(train, options, fault)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B"])
+def test_validation_leaves_sharded_stages_as_they_were(
+    name: str, four_ranks: RankPool, one_rank: RankPool
+) -> None:
+    """Validation after every step, with weights gathered in between."""
+    options = [*model("cola"), *VALIDATED, "--training.steps=3", "--validation.freq=1"]
+    sharded = [*LAYOUTS["fsdp2_pp2"][1], *schedule(name), "--validation.local_batch_size=4"]
+    run = four_ranks.run(train, [*options, *sharded])[0]
+    expected = one_rank.run(train, [*options, *degrees(), "--validation.local_batch_size=8"])[0]
+    assert len(expected["val_losses"]) == 3
+    assert run["val_losses"] == pytest.approx(expected["val_losses"], rel=1e-5)
+    assert largest_difference(run, expected) < TOLERANCE

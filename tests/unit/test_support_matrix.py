@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.support_table import BEGIN, END, insert
 from tests.support_matrix import SupportMatrix, pairs, world_size
 from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.errors import ConfigError
@@ -74,3 +75,12 @@ def test_enough_draws_cover_every_pair_that_works():
     assert {pair for combination in draws for pair in pairs(combination)} == MATRIX.working_pairs
     # The control: a handful does not.
     assert {p for c in MATRIX.ci_draws() for p in pairs(c)} < MATRIX.working_pairs
+
+
+def test_the_table_goes_between_the_markers():
+    text = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    once = insert(text, "new")
+    assert once == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+    assert insert(once, "new") == once
+    with pytest.raises(ValueError, match="has no"):
+        insert("before\nafter\n", "new")
