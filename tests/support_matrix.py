@@ -75,9 +75,10 @@ class SupportMatrix:
     @cached_property
     def working_pairs(self) -> set[Any]:
         """Return every pair of values that some combination holds which is not refused."""
-        everything = product(*(((axis, v) for v in values) for axis, values in self.axes.items()))
-        working = (dict(c) for c in everything)
-        return {pair for c in working if not self.refusals(c) for pair in pairs(c)}
+        everything = (
+            dict(zip(self.axes, values, strict=True)) for values in product(*self.axes.values())
+        )
+        return {pair for c in everything if not self.refusals(c) for pair in pairs(c)}
 
     def _fits(self, combination: Combination, ranks: int) -> bool:
         return not self.refusals(combination) and 1 < world_size(combination) <= ranks
@@ -140,10 +141,11 @@ class SupportMatrix:
         return "●" if tuple(sorted([row, column])) in self.working_pairs else "–"
 
     def _note(self, rule: dict[str, Any]) -> str:
-        parts = [
-            " or ".join(self._title(axis, value) for value in values)
-            for axis, values in rule["when"].items()
-        ]
+        parts = []
+        for axis, values in rule["when"].items():
+            whole = set(values) == self.axes[axis].keys() - {NONE}
+            titles = " or ".join(self._title(axis, value) for value in values)
+            parts.append(f"any {axis} parallelism" if whole and len(values) > 1 else titles)
         return f"{' with '.join(parts)} (`{rule['key']}`): {rule['why']}."
 
 
