@@ -11,29 +11,28 @@ from torchtitan_lr.errors import ConfigError
 
 
 def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
-    """Data and tensor parallelism, whose degrees multiply to the world size."""
+    """Data, tensor and pipeline parallelism, whose degrees multiply to the world size."""
     sections = config.parallelism
-    for name in ("pipeline", "context", "expert", "expert_tensor"):
+    for name in ("context", "expert", "expert_tensor"):
         key = f"{name}_parallel_degree"
         degree = getattr(sections, key)
         if degree != 1:
-            want = "1: only data and tensor parallelism are supported in this version"
+            want = "1: only data, tensor and pipeline parallelism are supported in this version"
             raise ConfigError(f"parallelism.{key}", degree, want)
     if sections.enable_async_tensor_parallel:
         want = "false: the plans overlap what they can by themselves"
         raise ConfigError("parallelism.enable_async_tensor_parallel", True, want)
-    replicate, shard, tensor = (
-        sections.data_parallel_replicate_degree,
-        sections.data_parallel_shard_degree,
-        sections.tensor_parallel_degree,
-    )
-    _check_degree("tensor_parallel_degree", tensor, world_size)
-    _check_degree("data_parallel_replicate_degree", replicate, world_size // tensor)
-    rest = world_size // tensor // replicate
+    rest, others = world_size, []
+    for name in ("tensor_parallel", "pipeline_parallel", "data_parallel_replicate"):
+        degree = getattr(sections, f"{name}_degree")
+        _check_degree(f"{name}_degree", degree, rest)
+        rest //= degree
+        others.append(f"{name}_degree ({degree})")
+    shard = sections.data_parallel_shard_degree
     if shard not in (-1, rest):
         want = (
-            f"-1 or {rest}, so that data_parallel_replicate_degree ({replicate}) and "
-            f"tensor_parallel_degree ({tensor}) times it are the {world_size} ranks"
+            f"-1 or {rest}, so that {', '.join(reversed(others))} and it multiply to the "
+            f"{world_size} ranks"
         )
         raise ConfigError("parallelism.data_parallel_shard_degree", shard, want)
     if config.training.enable_cpu_offload and rest < 2 and device_type != "cpu":

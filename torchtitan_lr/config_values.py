@@ -160,7 +160,7 @@ def _check_load_paths(config: Any) -> None:
     folder = Path(config.job.dump_folder) / checkpoint.folder
     step = checkpoint.load_step
     if step != -1 and not _is_complete(folder / f"step-{step}"):
-        steps = _complete_steps(folder)
+        steps = complete_steps(folder)
         have = (
             f"one of {', '.join(map(str, steps))}" if steps else f"-1: {folder} has no checkpoint"
         )
@@ -170,7 +170,7 @@ def _check_load_paths(config: Any) -> None:
     if path and not os.path.exists(path if in_hf else os.path.join(path, ".metadata")):
         want = "the folder of one complete checkpoint such as outputs/checkpoint/step-100"
         for parent in (Path(path), Path(path).parent):
-            if steps := _complete_steps(parent):
+            if steps := complete_steps(parent):
                 want += f"; in {parent} are the steps {', '.join(map(str, steps))}"
                 break
         raise ConfigError("checkpoint.initial_load_path", path, want)
@@ -189,7 +189,8 @@ def _is_complete(folder: Path) -> bool:
     )
 
 
-def _complete_steps(folder: Path) -> list[int]:
+def complete_steps(folder: Path) -> list[int]:
+    """Return the steps of the complete checkpoints in a folder, in order; none where it is not."""
     if not os.path.isdir(folder):
         return []
     return sorted(

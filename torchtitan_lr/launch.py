@@ -14,10 +14,17 @@ from typing import Any
 
 from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.config_types import CONFIG_FILE_KEY, split_arguments
+from torchtitan_lr.config_values import complete_steps
 from torchtitan_lr.environment import Environment, place_ranks, read_environment
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.processes import RankGroup
-from torchtitan_lr.report import describe_failure, last_words, read_summary, summary_lines
+from torchtitan_lr.report import (
+    describe_failure,
+    killed_rank,
+    last_words,
+    read_summary,
+    summary_lines,
+)
 
 DEFAULT_CONFIG_FILE = "./train_configs/debug_cola.toml"
 
@@ -146,7 +153,8 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
             print(f"[rank0]:{line}", file=sys.stderr)
     if status != 0:
         if expected:
-            print(f"error: {describe_failure(log_folder, status)}", file=sys.stderr)
+            hint = how_to_go_on(config) if killed_rank(log_folder) else ""
+            print(f"error: {describe_failure(log_folder, status)}{hint}", file=sys.stderr)
         return status if 0 < status < 126 else 1
     if not expected:
         print(f"dry run passed: one step as rank 0 of {environment.world_size}")
@@ -155,6 +163,19 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     if summary is not None:
         print("\n".join(summary_lines(summary, dump_folder, log_folder)))
     return 0
+
+
+def how_to_go_on(config: Any) -> str:
+    """Says what a run that was killed resumes from, as the end of a sentence.
+
+    Args:
+        config: The run's configuration.
+    """
+    folder = Path(config.job.dump_folder) / config.checkpoint.folder
+    steps = complete_steps(folder) if config.checkpoint.enable else []
+    if not steps:
+        return "; there is no checkpoint to resume from"
+    return f"; run the same command again to resume from {folder / f'step-{steps[-1]}'}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,13 +12,14 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torchtitan.components.metrics as titan_metrics
 from torchtitan.components.metrics import (
     BaseLogger,
     LoggerContainer,
     MetricsProcessor,
-    _get_metrics_rank,
 )
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -66,7 +67,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
 
     Args:
         job_config: ``[metrics]`` chooses where records go.
-        parallel_dims: Degrees; the first rank that sees the loss writes.
+        parallel_dims: Degrees; rank 0 writes.
         tag: A prefix for TensorBoard and wandb keys.
     """
 
@@ -76,9 +77,11 @@ class LowRankMetricsProcessor(MetricsProcessor):
         self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None
     ) -> None:
         set_wandb_environment(job_config)
-        super().__init__(job_config, parallel_dims, tag)
+        # Upstream's choice is a rank of the last pipeline stage; here every rank has the loss.
+        with patch.object(titan_metrics, "_get_metrics_rank", lambda *_: 0):
+            super().__init__(job_config, parallel_dims, tag)
         self.history: HistoryLogger | None = None
-        if torch.distributed.get_rank() == _get_metrics_rank(parallel_dims, job_config):
+        if torch.distributed.get_rank() == 0:
             container = LoggerContainer()
             container.add_logger(self.logger)
             self.history = HistoryLogger(Path(job_config.job.dump_folder) / HISTORY_FILE)

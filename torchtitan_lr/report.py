@@ -11,6 +11,9 @@ from torchtitan_lr.summary import SUMMARY_FILE
 
 # What only rank 0 says and everybody needs to know: why a run was refused, how to resume it.
 _LAST_WORDS = re.compile(r"^error: |\bStopped by .* after step ")
+_ENDED_BY_SIGNAL = re.compile(
+    r"local_rank: (\d+)\)\n\s*exitcode\s*: -\d+ \(pid: \d+\)\s+\((SIG\w+)\)"
+)
 _TAIL_BYTES = 1 << 16
 
 
@@ -65,10 +68,20 @@ def summary_lines(summary: dict[str, Any], dump_folder: Path, log_folder: Path) 
 def describe_failure(log_folder: Path, status: int) -> str:
     """Says in one line which rank failed first, why, and where the logs are.
 
+    A rank that a signal ended wrote nothing; the others then fail too, with errors of the network
+    that say nothing of the cause. So it is asked for first.
+
     Args:
-        log_folder: Where torchrun wrote each rank's folder.
+        log_folder: Where torchrun wrote each rank's folder, and the launcher torchrun's output.
         status: Exit status of the command.
     """
+    killed = killed_rank(log_folder)
+    if killed is not None:
+        rank, name = killed
+        (folder, *_) = [*log_folder.glob(f"*/attempt_*/{rank}"), log_folder]
+        hint = " (which is also what the kernel sends when memory runs out)"
+        hint = hint if name == "SIGKILL" else ""
+        return f"rank {rank} was ended by {name}{hint}; its output: {folder}"
     failures = []
     for path in log_folder.glob("*/attempt_*/*/error.json"):
         try:
@@ -82,6 +95,23 @@ def describe_failure(log_folder: Path, status: int) -> str:
         first_line = reason.strip().partition("\n")[0]
         return f"rank {folder.name} failed: {first_line}; its output: {folder}"
     return f"the ranks ended with status {status}; their output: {log_folder}"
+
+
+def killed_rank(log_folder: Path) -> tuple[int, str] | None:
+    """Finds in torchrun's report a rank that a signal ended which torchrun did not send.
+
+    Args:
+        log_folder: Holds ``launcher.log``.
+
+    Returns:
+        The rank on this machine and the signal's name, or None.
+    """
+    path = log_folder / "launcher.log"
+    report = path.read_text(errors="replace") if path.is_file() else ""
+    for rank, name in _ENDED_BY_SIGNAL.findall(report):
+        if name != "SIGTERM":  # torchrun's own, to those that were left
+            return int(rank), name
+    return None
 
 
 def last_words(log_folder: Path) -> list[str]:

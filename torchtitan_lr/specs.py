@@ -13,6 +13,7 @@ from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 from torchtitan_lr.optim.build import build_optimizers
 from torchtitan_lr.parallel.parallelize import parallelize_llama
+from torchtitan_lr.parallel.pipeline import pipeline_llama
 from torchtitan_lr.validate import build_validator
 
 
@@ -22,7 +23,7 @@ def build_train_spec(family: str) -> TrainSpec:
         model_cls=LlamaModel,
         model_args=FLAVORS[family],
         parallelize_fn=parallelize_llama,
-        pipelining_fn=None,
+        pipelining_fn=pipeline_llama,
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=build_dataloader,

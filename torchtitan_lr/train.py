@@ -32,6 +32,7 @@ from torchtitan_lr.guard import NonFiniteError, StopSignal, agree
 from torchtitan_lr.metrics import LowRankMetricsProcessor, read_history
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.grad_norm import gradient_norm
+from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.summary import build_summary, write_summary
 from torchtitan_lr.validate import Validator
 
@@ -51,6 +52,7 @@ class Trainer(titan_train.Trainer):
 
     checkpointer: CheckpointManager
     metrics_processor: LowRankMetricsProcessor
+    pp_schedule: Pipeline
     validator: Validator
 
     def __init__(self, job_config: JobConfig) -> None:
@@ -122,6 +124,35 @@ class Trainer(titan_train.Trainer):
         # What follows until the next step, validation and saving, is not training time.
         self.metrics_processor.pause()
         self._maybe_stop()
+
+    def forward_backward_step(
+        self,
+        *,
+        input_dict: dict[str, torch.Tensor],
+        labels: torch.Tensor,
+        global_valid_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run one micro-batch of accumulation, through the pipeline if there is one.
+
+        Args:
+            input_dict: ``{"input": (b, s)}``.
+            labels: (b, s).
+            global_valid_tokens: Valid tokens of the global batch.
+
+        Returns:
+            This rank's share of the loss, a scalar; 0 without the last pipeline stage.
+        """
+        whole = global_valid_tokens
+        if self.parallel_dims.pp_enabled:
+            # Upstream divides what it reports, but not what the pipeline backpropagates.
+            self.pp_schedule.normalize_by(global_valid_tokens)
+            whole = torch.ones_like(global_valid_tokens)
+        loss = super().forward_backward_step(
+            input_dict=input_dict, labels=labels, global_valid_tokens=whole
+        )
+        if self.parallel_dims.pp_enabled and not self.pp_has_last_stage:
+            return torch.zeros_like(whole)
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return the train state; tokens are counted over all ranks, so any dp size can go on."""
@@ -218,6 +249,10 @@ class Trainer(titan_train.Trainer):
         self, loss: torch.Tensor, token_share: float, grad_norm: torch.Tensor, lr: float
     ) -> None:
         mesh = self.parallel_dims.get_optional_mesh("loss")
+        pipeline = self.parallel_dims.get_optional_mesh("pp")
+        if pipeline is not None:
+            # Only the last stage knows the loss: now every rank does, and rank 0 can write it.
+            torch.distributed.all_reduce(loss, group=pipeline.get_group())
         counted = {} if self._ledger is None else self._ledger.bytes_by_mesh_dim()
         self.metrics_processor.log(
             self.step,
@@ -283,6 +318,8 @@ def _our_parts() -> Iterator[None]:
     """
     with (
         patch.object(titan_train, "CheckpointManager", CheckpointManager),
+        # Ours tells every rank the loss.
+        patch.object(titan_train, "ensure_pp_loss_visible", lambda *_: None),
         patch.object(dist_utils, "maybe_enable_amp", lambda *_: nullcontext()),
     ):
         yield

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
-from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -23,6 +22,8 @@ from torchtitan.tools import utils
 
 from torchtitan_lr.data.validation import build_validation_set
 from torchtitan_lr.loss import perplexity
+from torchtitan_lr.parallel.data_parallel import fsdp_modules
+from torchtitan_lr.parallel.pipeline import Pipeline
 
 
 class Validator(BaseValidator):
@@ -38,6 +39,7 @@ class Validator(BaseValidator):
         validation_context: Context of a forward pass (loss parallel).
         maybe_enable_amp: Context of mixed precision.
         metrics_processor: Receives the result.
+        pipeline: Runs the batches where the model is split into stages.
 
     Attributes:
         last_loss: The latest result, nats a token.
@@ -56,6 +58,7 @@ class Validator(BaseValidator):
         validation_context: ValidationContext,
         maybe_enable_amp: AbstractContextManager[None],
         metrics_processor: MetricsProcessor,
+        pipeline: Pipeline | None = None,
     ) -> None:
         super().__init__(job_config)
         self.parallel_dims = parallel_dims
@@ -63,6 +66,7 @@ class Validator(BaseValidator):
         self.validation_context = validation_context
         self.maybe_enable_amp = maybe_enable_amp
         self.metrics_processor = metrics_processor
+        self.pipeline = pipeline
         self.validation_set = build_validation_set(job_config, dp_world_size, dp_rank, tokenizer)
         self.last_loss: float | None = None
         self.last_step: int | None = None
@@ -78,7 +82,7 @@ class Validator(BaseValidator):
         """Compute and log the validation loss and perplexity.
 
         Args:
-            model_parts: This rank's model, in one part.
+            model_parts: This rank's model, or its pipeline stages.
             step: The training step it belongs to.
         """
         started = time.perf_counter()
@@ -90,10 +94,15 @@ class Validator(BaseValidator):
             loss_sum += self._batch_loss(model_parts[0], input_dict["input"], labels)
             num_tokens += (labels != IGNORE_INDEX).sum().item()
         mesh = self.parallel_dims.get_optional_mesh("loss")
+        pipeline = self.parallel_dims.get_optional_mesh("pp")
+        if pipeline is not None:  # only the last stage has a loss; every stage has the labels
+            torch.distributed.all_reduce(loss_sum, group=pipeline.get_group())
         total = dist_utils.dist_sum(num_tokens, mesh)
         self.last_loss, self.last_step = dist_utils.dist_sum(loss_sum, mesh) / total, step
         for model in model_parts:
             model.train()
+        for module in fsdp_modules(model_parts):
+            module.reshard()  # a pipeline keeps weights gathered until backward
         self.metrics_processor.log_validation(
             self.last_loss,
             step,
@@ -111,6 +120,8 @@ class Validator(BaseValidator):
         """Return the summed loss of one batch, `tokens` and `labels` of shape `(b, s)`."""
         tokens, labels = tokens.to(utils.device_type), labels.to(utils.device_type)
         with self.validation_context(), self.maybe_enable_amp:
+            if self.pipeline is not None:
+                return self.pipeline.evaluate(tokens, labels).detach().double()
             return self.loss_fn(model(tokens), labels).detach().double()
 
 
@@ -124,12 +135,12 @@ def build_validator(
     validation_context: ValidationContext,
     maybe_enable_amp: AbstractContextManager[None],
     metrics_processor: MetricsProcessor,
-    pp_schedule: _PipelineSchedule | None = None,
+    pp_schedule: Pipeline | None = None,
     pp_has_first_stage: bool | None = None,
     pp_has_last_stage: bool | None = None,
 ) -> Validator:
     """Build the validator; torchtitan's TrainSpec names these arguments."""
-    del pp_schedule, pp_has_first_stage, pp_has_last_stage  # pipelining is refused before
+    del pp_has_first_stage, pp_has_last_stage  # the pipeline knows
     return Validator(
         job_config,
         dp_world_size,
@@ -140,4 +151,5 @@ def build_validator(
         validation_context,
         maybe_enable_amp,
         metrics_processor,
+        pp_schedule,
     )

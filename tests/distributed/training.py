@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,12 +45,15 @@ def train(arguments: list[str], fault: str = "", dump_folder: str = "") -> dict[
         arguments: As on the command line.
         fault: A deliberate fault. ``average`` divides gradients by the ranks once more, as
             torchtitan's DDP path does; ``sigterm@3`` sends rank 1 a signal in step 3; ``nan@2``
-            makes rank 1's loss NaN in step 2, ``nan_gradient@2`` one entry of one gradient.
+            makes rank 1's loss NaN in step 2, ``nan_gradient@2`` one entry of one gradient. In a
+            pipeline ``raw_loss`` backpropagates the loss's sum as torchtitan does, and
+            ``reset_latents`` and ``detach_latents`` cut LaX's latents off at every boundary.
         dump_folder: Where to write; a new folder by default.
 
     Returns:
         ``losses``, ``grad_norms`` (one a step), ``val_losses``, ``skipped_steps``, ``step``,
-        ``dump_folder`` and ``parameters`` (full arrays by name).
+        ``dump_folder``, ``last_val_loss`` (as this rank knows it), ``ledger`` (this
+        rank's rows of the last logged step) and ``parameters`` (full arrays by name).
     """
     import torch
     import torch.distributed as dist
@@ -75,6 +79,8 @@ def train(arguments: list[str], fault: str = "", dump_folder: str = "") -> dict[
             "step": trainer.step,
             "skipped_steps": trainer.skipped_steps,
             "dump_folder": folders[0],
+            "ledger": trainer._ledger.rows() if trainer._ledger else [],
+            "last_val_loss": trainer.validator.last_loss if config.validation.enable else None,
             "parameters": _full_parameters(trainer.model_parts),
         }
     finally:
@@ -137,10 +143,22 @@ def _trainer_with(fault: str, config: Any) -> Any:
     if kind == "average":
         for module in fsdp_modules(trainer.model_parts):
             module.set_gradient_divide_factor(float(dist.get_world_size()))
+    if kind == "raw_loss":
+        setattr(trainer.pp_schedule, "normalize_by", lambda tokens: None)  # noqa: B010
+    if kind in ("reset_latents", "detach_latents"):
+        for part in trainer.model_parts:
+            part.register_forward_pre_hook(partial(_cut_latents, kind))
     return trainer
 
 
+def _cut_latents(kind: str, part: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, *latents = args
+    cut = [t.detach() if kind == "detach_latents" else t * 0.0 for t in latents]
+    return x, *cut
+
+
 def _full_parameters(model_parts: list[Any]) -> dict[str, Any]:
+    import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
     parameters = {}
@@ -149,4 +167,7 @@ def _full_parameters(model_parts: list[Any]) -> dict[str, Any]:
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             clean = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
             parameters[clean] = full.detach().float().numpy().copy()
-    return parameters
+    # Pipeline stages have different ones.
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, parameters)
+    return {name: value for rank in everywhere for name, value in sorted(rank.items())}

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,13 +18,14 @@ from torchtitan_lr import launch
 from torchtitan_lr.environment import find_device
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.processes import child_pids
-from torchtitan_lr.report import describe_failure, read_summary, summary_lines
+from torchtitan_lr.report import describe_failure, killed_rank, read_summary, summary_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 
 STANDIN = """
 import json, os, signal, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 mode, rank = os.environ["STANDIN"], os.environ.get("RANK", "0")
 folder = Path(next(a for a in sys.argv if a.startswith("--job.dump_folder=")).partition("=")[2])
 stop = []
@@ -518,3 +520,59 @@ def test_smoke_judge(tmp_path):
         ("curve", "/no/such"),
     ):
         assert len(problems(good | {key: value})) == 1, key
+
+
+REPORT = """
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 13188)  (SIGTERM)
+  error_file: <N/A>
+Root Cause (first observed failure):
+[0]:
+  rank      : 5 (local_rank: 1)
+  exitcode  : {code}
+  error_file: <N/A>
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("-9 (pid: 13189)  (SIGKILL)", (1, "SIGKILL")),
+        ("-11 (pid: 13189)  (SIGSEGV)", (1, "SIGSEGV")),
+        ("1 (pid: 13189)", None),
+        ("-15 (pid: 13189)  (SIGTERM)", None),
+    ],
+)
+def test_a_rank_that_a_signal_ended_is_found(code, found, tmp_path):
+    assert killed_rank(tmp_path) is None
+    (tmp_path / "launcher.log").write_text(REPORT.format(code=code))
+    assert killed_rank(tmp_path) == found
+
+
+def test_a_killed_rank_is_the_cause_not_those_that_missed_it(tmp_path):
+    (tmp_path / "launcher.log").write_text(REPORT.format(code="-9 (pid: 1)  (SIGKILL)"))
+    folder = tmp_path / "run/attempt_0/1"
+    folder.mkdir(parents=True)
+    other = tmp_path / "run/attempt_0/0"
+    other.mkdir()
+    message = {"message": "RuntimeError: Connection closed", "extraInfo": {"timestamp": "1"}}
+    (other / "error.json").write_text(json.dumps({"message": message}))
+    told = describe_failure(tmp_path, 1)
+    assert told.startswith("rank 1 was ended by SIGKILL (which is also")
+    assert told.endswith(f"its output: {folder}")
+
+
+def test_how_to_go_on(tmp_path):
+    checkpoint = SimpleNamespace(folder="checkpoint", enable=True)
+    config = SimpleNamespace(checkpoint=checkpoint, job=SimpleNamespace(dump_folder=str(tmp_path)))
+    assert launch.how_to_go_on(config) == "; there is no checkpoint to resume from"
+    for step, complete in ((2, True), (4, True), (6, False)):
+        folder = tmp_path / f"checkpoint/step-{step}"
+        folder.mkdir(parents=True)
+        if complete:
+            (folder / ".metadata").write_text("")
+    assert launch.how_to_go_on(config).endswith(f"resume from {tmp_path}/checkpoint/step-4")
+    checkpoint.enable = False
+    assert launch.how_to_go_on(config) == "; there is no checkpoint to resume from"

@@ -24,6 +24,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan_lr.comm.boundaries import boundary_of
 from torchtitan_lr.comm.operations import identify
 from torchtitan_lr.comm.scopes import ScopeTracker
 
@@ -93,7 +94,9 @@ class CommLedger(TorchDispatchMode):
         kwargs = kwargs or {}
         call = identify(func, args, kwargs)
         if call is not None and self._ranks(call.group) > 1:
-            scope, pass_, recompute = self._tracker.here()
+            # Only then: a received gradient keeps its mark while other collectives take it in.
+            message = boundary_of(args) if call.op in ("send", "recv") else None
+            scope, pass_, recompute = (*message, False) if message else self._tracker.here()
             mesh_dim = self._mesh_dims.get(call.group, call.group)
             entry = Entry(scope, pass_, call.op, mesh_dim, call.dtype, recompute)
             self._calls[entry] += 1
@@ -115,9 +118,10 @@ class CommLedger(TorchDispatchMode):
                 and is never flagged; it is counted all the same.
 
         Returns:
-            One dictionary per row with the keys ``scope`` (``block 0`` ..., ``embedding``,
-            ``head``, ``loss``, ``step``), ``pass`` (``forward``, ``backward``, ``optimizer``),
-            ``op``, ``mesh_dim``, ``dtype``, ``calls``, ``elements`` and ``bytes``.
+            One dictionary per row with the keys ``scope`` (``block 0`` ..., between pipeline
+            stages ``boundary 0`` ..., ``embedding``, ``head``, ``loss``, ``step``), ``pass``
+            (``forward``, ``backward``, ``optimizer``), ``op``, ``mesh_dim``, ``dtype``,
+            ``calls``, ``elements`` and ``bytes``.
         """
         merged: dict[tuple[Any, ...], dict[str, Any]] = {}
         for entry, calls in self._calls.items():
@@ -185,8 +189,8 @@ def in_reading_order(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _reading_order(row: dict[str, Any]) -> tuple[Any, ...]:
-    order = {"embedding": 0, "block": 1, "head": 2, "loss": 3, "step": 4}
+    order = {"embedding": 0, "block": 1, "boundary": 2, "head": 3, "loss": 4, "step": 5}
     name, _, index = row["scope"].partition(" ")
     passes = ("forward", "backward", "optimizer")
     rest = (row["op"], row["mesh_dim"], row["dtype"], row.get("recompute", False))
-    return (order.get(name, 5), int(index or 0), passes.index(row["pass"]), *rest)
+    return (order.get(name, 6), int(index or 0), passes.index(row["pass"]), *rest)

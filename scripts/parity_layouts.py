@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Train the same job in every parallel layout and print how far the runs are apart.
+
+Every family starts from a seed checkpoint of its own, trains 10 steps in fp32 on gloo ranks which
+the script starts, and is compared with one process: losses, gradient norms and, at the end, every
+parameter; an error is the largest max|a - b| / max|b|. The exit status is 1 if one exceeds 1e-5.
+
+    python scripts/parity_layouts.py                     # 4 families, 13 layouts
+    python scripts/parity_layouts.py --only lax --only pp4
+    python scripts/parity_layouts.py --matrix --ranks 8  # every pair of values of the matrix
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+
+from tests.distributed.layouts import FAMILIES, LAYOUTS, model, schedule
+from tests.distributed.pool import RankPool
+from tests.distributed.training import TINY, largest_difference, train
+from tests.support_matrix import SupportMatrix, world_size
+from torchtitan_lr.cli import OneLineParser
+
+ROOT = Path(__file__).resolve().parents[1]
+TOLERANCE = 1e-5
+BF16_TOLERANCE = 5e-3
+SCHEDULES = {
+    f"{layout}_{name}": (LAYOUTS[layout][0], [*LAYOUTS[layout][1], *schedule(name)])
+    for layout in ("fsdp2_pp2", "pp2_tp2")
+    for name in ("GPipe", "Interleaved1F1B", "ZBVZeroBubble")
+}
+
+
+class Pools:
+    """Pools of ranks, started when first used."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def train(self, ranks: int, arguments: list[str]) -> dict[str, Any]:
+        """Train on a number of ranks; return rank 0's result."""
+        result: dict[str, Any] = self._pools.setdefault(ranks, RankPool(ranks)).run(
+            train, arguments, timeout=900
+        )[0]
+        return result
+
+    def close(self) -> None:
+        """End all ranks."""
+        for pool in self._pools.values():
+            pool.close()
+
+
+def seed_checkpoint(family: str, folder: Path) -> str:
+    """Write the weights that a family starts from; return the checkpoint's folder."""
+    script = [sys.executable, str(ROOT / "scripts/make_seed_checkpoint.py")]
+    config = str(ROOT / f"train_configs/debug_{family}.toml")
+    options = [*TINY, "--debug.seed=7", f"--job.dump_folder={folder / family}"]
+    done = subprocess.run(
+        [*script, config, *options], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()[-1]
+
+
+def layouts(pools: Pools, only: list[str], folder: Path) -> dict[str, float]:
+    """Return the error of every family and layout."""
+    errors = {}
+    for family in FAMILIES:
+        names = {f"{family} {layout}": value for layout, value in (LAYOUTS | SCHEDULES).items()}
+        names = {n: v for n, v in names.items() if all(part in n.split() for part in only)}
+        names.pop(f"{family} dp1", None)
+        if not names:
+            continue
+        start = ["--checkpoint.enable", "--training.steps=10"]
+        start.append(f"--checkpoint.initial_load_path={seed_checkpoint(family, folder)}")
+        expected = pools.train(1, [*model(family), *LAYOUTS["dp1"][1], *start])
+        for name, (ranks, options) in names.items():
+            run = pools.train(ranks, [*model(family), *options, *start])
+            errors[name] = largest_difference(run, expected)
+            report(name, errors[name], TOLERANCE)
+    return errors
+
+
+def matrix(pools: Pools, ranks: int) -> dict[str, float]:
+    """Return the error of combinations that cover every pair of the support matrix.
+
+    bf16 rounds otherwise in every layout: there the losses are compared, to another tolerance, and
+    the error is scaled to ours.
+    """
+    errors, support = {}, SupportMatrix()
+    references: dict[tuple[str, ...], dict[str, Any]] = {}
+    for combination in support.draws(0, 200, ranks):
+        name = "-".join(value for value in combination.values() if value != "none")
+        alone = (*support.reference(combination), "--training.steps=2")
+        if alone not in references:
+            references[alone] = pools.train(1, list(alone))
+        arguments = [*support.arguments(combination), "--training.steps=2"]
+        run = pools.train(world_size(combination), arguments)
+        expected = references[alone]
+        if combination["precision"] == "none":
+            errors[name] = largest_difference(run, expected)
+        else:
+            pairs = zip(run["losses"], expected["losses"], strict=True)
+            errors[name] = max(abs(a / b - 1) for a, b in pairs) * TOLERANCE / BF16_TOLERANCE
+        report(name, errors[name], TOLERANCE)
+    return errors
+
+
+def report(name: str, error: float, tolerance: float) -> None:
+    """Print one result."""
+    print(f"{error:.1e}  {name}{'' if error < tolerance else '  OUT OF TOLERANCE'}", flush=True)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = OneLineParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", action="append", default=[], help="a family or a layout")
+    parser.add_argument("--matrix", action="store_true", help="the support matrix instead")
+    parser.add_argument("--ranks", type=int, default=8, help="the most for --matrix")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the script; return the exit status."""
+    arguments = parse_args(argv)
+    pools, start = Pools(), time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            if arguments.matrix:
+                errors = matrix(pools, arguments.ranks)
+            else:
+                errors = layouts(pools, arguments.only, Path(folder))
+    finally:
+        pools.close()
+    if not errors:
+        print(f"error: nothing is called {' '.join(arguments.only)}", file=sys.stderr)
+        return 2
+    failures = sum(not error < TOLERANCE for error in errors.values())
+    worst = max(errors, key=lambda name: errors[name])
+    print(
+        f"{len(errors)} runs, {failures} failed, worst {errors[worst]:.1e} ({worst}), "
+        f"{time.monotonic() - start:.0f} s"
+    )
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

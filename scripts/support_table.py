@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Write the README's table of what works with what from ``docs/support_matrix.toml``.
+
+It goes between the README's two markers; ``--print`` shows it and changes nothing.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.support_matrix import SupportMatrix
+from torchtitan_lr.cli import OneLineParser
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
+
+
+def insert(text: str, table: str) -> str:
+    """Return a text with the table between its markers.
+
+    Args:
+        text: The README's.
+        table: The new table.
+
+    Raises:
+        ValueError: If the markers are not there, once each and in order.
+    """
+    before, found_begin, rest = text.partition(BEGIN)
+    _, found_end, after = rest.partition(END)
+    if not (found_begin and found_end):
+        raise ValueError(f"the README has no {BEGIN} ... {END}")
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = OneLineParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--print", action="store_true", help="print it, change nothing")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return the exit status."""
+    arguments = parse_args(argv)
+    table = SupportMatrix().table()
+    if arguments.print:
+        print(table)
+        return 0
+    readme = ROOT / "README.md"
+    try:
+        readme.write_text(insert(readme.read_text(), table))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Pipelines with everything else: plans, data parallelism, checkpointing, compilation, resuming."""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.distributed.layouts import LAYOUTS, degrees, model, schedule
+from tests.distributed.pool import RankPool
+from tests.distributed.training import largest_difference, train
+
+TOLERANCE = 1e-5
+PP2_TP2 = LAYOUTS["pp2_tp2"][1]
+PP2_FSDP2 = LAYOUTS["fsdp2_pp2"][1]
+REPLICATE2 = [
+    "--parallelism.data_parallel_replicate_degree=2",
+    "--parallelism.data_parallel_shard_degree=1",
+]
+LOW_RANK = ["--activation_checkpoint.mode=low_rank"]
+FULL = ["--activation_checkpoint.mode=full"]
+SELECTIVE = [
+    "--activation_checkpoint.mode=selective",
+    "--activation_checkpoint.selective_ac_option=op",
+]
+COMPILE = ["--compile.enable", "--compile.backend=aot_eager"]
+ZBV = schedule("ZBVZeroBubble")
+INTERLEAVED = schedule("Interleaved1F1B")
+
+
+@pytest.fixture(scope="module")
+def reference(one_rank: RankPool) -> Any:
+    @cache
+    def run(family: str) -> dict[str, Any]:
+        return one_rank.run(train, [*model(family), *degrees()])[0]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("lax", [*PP2_TP2, "--parallelism.tp_comm=sequence"]),
+        ("lax", [*PP2_TP2, "--parallelism.tp_plan=vanilla", *ZBV]),
+        ("lax", [*PP2_TP2, "--parallelism.tp_plan=vanilla_replicated", *INTERLEAVED]),
+        ("lax", [*PP2_TP2, "--parallelism.no_tp_grouping", "--parallelism.tp_norm=sync"]),
+        ("cola", [*PP2_TP2, "--parallelism.tp_head=scatter", "--parallelism.tp_comm=sequence"]),
+        ("full", [*PP2_TP2, "--parallelism.tp_comm=sequence"]),
+        ("lax", [*PP2_TP2, *LOW_RANK]),
+        ("cola", [*PP2_TP2, *LOW_RANK, *ZBV]),
+        ("lax", [*PP2_TP2, *SELECTIVE]),
+        ("cola", [*PP2_FSDP2, *FULL, *INTERLEAVED]),
+        ("svd", [*PP2_TP2, *FULL, *ZBV]),
+        ("lax", [*PP2_FSDP2, *COMPILE]),
+        ("cola", [*PP2_TP2, *COMPILE, *LOW_RANK, *INTERLEAVED]),
+        ("lax", [*degrees(pipeline=2, local_batch=2), "--training.global_batch_size=8"]),
+        ("lax", [*degrees(pipeline=2, local_batch=2), *REPLICATE2]),
+        ("cola", [*degrees(pipeline=2, local_batch=4), *REPLICATE2, *ZBV]),
+        ("cola", [*PP2_FSDP2, "--parallelism.fsdp_reshard_after_forward=always"]),
+        ("lax", [*PP2_TP2, "--parallelism.pipeline_parallel_microbatch_size=2"]),
+        ("lax", [*PP2_TP2, "--low_rank.lax_gate=scalar", *ZBV]),
+    ],
+    ids=lambda value: (
+        value if isinstance(value, str) else "-".join(o.split(".")[-1] for o in value)
+    ),
+)
+def test_layout_equals_one_process(
+    family: str, options: list[str], four_ranks: RankPool, one_rank: RankPool, reference: Any
+) -> None:
+    run = four_ranks.run(train, [*model(family), *options])[0]
+    gated = [option for option in options if "lax_gate" in option]
+    expected = (
+        one_rank.run(train, [*model(family), *degrees(), *gated])[0] if gated else reference(family)
+    )
+    assert largest_difference(run, expected) < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[RankPool]:
+    pool = RankPool(8)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        # HSDP, with accumulation
+        [*degrees(pipeline=2, local_batch=1), "--parallelism.data_parallel_replicate_degree=2"],
+        # FSDP2 with tensor parallelism
+        [*degrees(tensor=2, pipeline=2, local_batch=4), *ZBV],
+    ],
+    ids=["hsdp", "fsdp_tp"],
+)
+def test_three_dimensions(options: list[str], eight_ranks: RankPool, reference: Any) -> None:
+    one = (
+        ["--parallelism.pipeline_parallel_schedule=GPipe"] if "batch_size=1" in str(options) else []
+    )
+    run = eight_ranks.run(train, [*model("lax"), *options, *one])[0]
+    assert largest_difference(run, reference("lax")) < TOLERANCE
+
+
+def test_mixed_precision_is_the_same_regime(four_ranks: RankPool, one_rank: RankPool) -> None:
+    bf16 = [*model("lax"), "--training.mixed_precision_param=bfloat16"]
+    alone = one_rank.run(train, [*bf16, *degrees()])[0]
+    for layout in (LAYOUTS["pp4"][1], PP2_FSDP2):
+        run = four_ranks.run(train, [*bf16, *layout])[0]
+        assert run["losses"] == pytest.approx(alone["losses"], rel=5e-3)
+
+
+def test_a_checkpoint_moves_between_layouts(four_ranks: RankPool, reference: Any) -> None:
+    """PP4 -> PP2 x TP2 (V-shaped) -> FSDP4 -> PP2 x FSDP2, stopped by a signal each time."""
+    options = [*model("lax"), "--checkpoint.enable", "--checkpoint.interval=1"]
+    stopped = four_ranks.run(train, [*options, *LAYOUTS["pp4"][1]], "sigterm@1")
+    assert [run["step"] for run in stopped] == [1, 1, 1, 1]
+    folder = stopped[0]["dump_folder"]
+    second = four_ranks.run(train, [*options, *PP2_TP2, *ZBV], "sigterm@2", folder)[0]
+    assert second["step"] == 2
+    fsdp = four_ranks.run(train, [*options, "--training.local_batch_size=2"], "sigterm@4", folder)
+    assert fsdp[0]["step"] == 4
+    run = four_ranks.run(train, [*options, *PP2_FSDP2], "", folder)[0]
+    assert run["step"] == 5
+    assert largest_difference(run, reference("lax")) < TOLERANCE
+
+
+def test_forgetting_the_optimizer_would_be_noticed(four_ranks: RankPool, reference: Any) -> None:
+    options = [*model("lax"), "--checkpoint.enable", "--checkpoint.interval=1"]
+    folder = four_ranks.run(train, [*options, *LAYOUTS["pp4"][1]], "sigterm@3")[0]["dump_folder"]
+    forgets = [*options, *PP2_TP2, "--checkpoint.exclude_from_loading=optimizer"]
+    run = four_ranks.run(train, forgets, "", folder)[0]
+    assert largest_difference(run, reference("lax")) > 1e-3

@@ -1,0 +1,87 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What the ledger counts between pipeline stages is what the formula says, to the byte."""
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.layouts import LAYOUTS, degrees, model, schedule
+from tests.distributed.pool import RankPool
+from tests.distributed.training import TINY, train
+from torchtitan_lr.analysis.pipeline import pipeline_traffic
+from torchtitan_lr.comm.comparison import compare, differences
+from torchtitan_lr.config_checks import build_job_config
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.parallel.pipeline import stage_boundaries
+
+PP2_TP2 = LAYOUTS["pp2_tp2"][1]
+BF16 = ["--training.mixed_precision_param=bfloat16"]
+SHORT = ["--training.steps=2", "--metrics.comm_ledger"]
+
+
+def local_stages(pp_rank: int, degree: int, name: str) -> list[int]:
+    """Stages of a rank, by torch's rules."""
+    if name == "ZBVZeroBubble":
+        return [pp_rank, 2 * degree - 1 - pp_rank]
+    return [pp_rank, pp_rank + degree] if name == "Interleaved1F1B" else [pp_rank]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "options"),
+    [
+        ("lax", "1F1B", LAYOUTS["pp4"][1]),
+        ("lax", "1F1B", PP2_TP2),
+        ("lax", "ZBVZeroBubble", [*PP2_TP2, "--parallelism.tp_comm=sequence"]),
+        ("lax", "Interleaved1F1B", [*PP2_TP2, "--parallelism.tp_plan=vanilla"]),
+        ("cola", "GPipe", [*PP2_TP2, "--parallelism.pipeline_parallel_microbatch_size=2"]),
+        ("full", "Interleaved1F1B", [*PP2_TP2, "--parallelism.tp_comm=sequence"]),
+        ("cola", "1F1B", [*degrees(pipeline=2, local_batch=2), *BF16]),
+    ],
+)
+def test_messages_of_every_boundary(
+    family: str, name: str, options: list[str], four_ranks: RankPool
+) -> None:
+    arguments = [*model(family), *options, *schedule(name), *SHORT]
+    runs = four_ranks.run(train, arguments)
+    config = build_job_config([*TINY, *arguments])
+    section, training = config.parallelism, config.training
+    args = FLAVORS[family]["debug"]
+    args.update_from_config(config)
+    boundaries = stage_boundaries(config, args, training.seq_len)
+    assert len(boundaries) > 0
+    degree, size = section.pipeline_parallel_degree, section.pipeline_parallel_microbatch_size
+    batch_ranks = 4 // degree // section.tensor_parallel_degree
+    microbatches = training.global_batch_size // batch_ranks // size
+    for rank, run in enumerate(runs):
+        messages = [row for row in run["ledger"] if row["scope"].startswith("boundary")]
+        local = local_stages(rank // (4 // degree), degree, name)
+        expected = pipeline_traffic(boundaries, local, size, microbatches)
+        table = compare(messages, expected, {"activation": training.mixed_precision_param})
+        assert list(differences(table)) == []
+        itemsize = 4 if training.mixed_precision_param == "float32" else 2
+        assert all(row["bytes"] == row["elements"] * itemsize for row in table)
+        assert {row["mesh_dim"] for row in table} == {"pp"}
+        others = [row for row in run["ledger"] if row not in messages]
+        assert not any(row["op"] in ("send", "recv") for row in others)
+
+
+def test_the_formula_counts_what_the_papers_do_not(four_ranks: RankPool) -> None:
+    """LaX under BTP: d/T + 7r elements a token, not d; without the latents it would not fit."""
+    options = [*model("lax"), *PP2_TP2, *SHORT]
+    rows = four_ranks.run(train, options)[0]["ledger"]
+    sent = [row for row in rows if row["op"] == "send"]
+    d, r, tokens = 128, 32, 8 * 32
+    assert [(row["calls"], row["elements"]) for row in sent] == [(8, tokens * (d // 2 + 7 * r))]
+    assert sent[0]["bytes"] == 4 * tokens * (d // 2 + 7 * r)
+
+
+def test_the_metrics_log_pipeline_bytes(four_ranks: RankPool) -> None:
+    from pathlib import Path
+
+    from torchtitan_lr.metrics import read_history
+
+    run = four_ranks.run(train, [*model("cola"), *PP2_TP2, *SHORT])[0]
+    record: dict[str, Any] = read_history(Path(run["dump_folder"]) / "metrics.jsonl")[-1]
+    assert {"comm_bytes/tp", "comm_bytes/pp"} <= record.keys()
+    # Messages out and back, and 8 bytes of the gradient norm.
+    assert record["comm_bytes/pp"] == 2 * 8 * 32 * 64 * 4 + 8

@@ -1,0 +1,170 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""``docs/support_matrix.toml``: its table, what it refuses, and combinations drawn from it."""
+
+import random
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+PATH = Path(__file__).resolve().parents[1] / "docs/support_matrix.toml"
+GLOBAL_BATCH = 16
+COLUMN_AXES = ("data", "tensor", "pipeline")
+NONE = "none"
+
+Combination = dict[str, str]
+"""A value of every axis."""
+
+
+class SupportMatrix:
+    """The matrix.
+
+    Args:
+        path: The TOML file.
+    """
+
+    def __init__(self, path: Path = PATH) -> None:
+        content = tomli.loads(path.read_text())
+        self.axes: dict[str, dict[str, dict[str, Any]]] = content["axes"]
+        self.rules: list[dict[str, Any]] = content["refused"]
+
+    def refusals(self, combination: Combination) -> list[dict[str, Any]]:
+        """Return the rules that refuse a combination, or a part of one."""
+        return [
+            rule
+            for rule in self.rules
+            if all(combination.get(axis) in values for axis, values in rule["when"].items())
+        ]
+
+    def draw(self, source: random.Random) -> Combination:
+        """Draw a value of every axis, refused or not."""
+        return {axis: source.choice(list(values)) for axis, values in self.axes.items()}
+
+    def draws(self, seed: int, number: int, ranks: int) -> list[Combination]:
+        """Draw combinations that work, each with as many new pairs of values as it can.
+
+        Args:
+            seed: The same seed draws the same combinations.
+            number: How many; fewer where all pairs are covered.
+            ranks: The most ranks one may need.
+        """
+        source = random.Random(seed)
+        chosen: list[Combination] = []
+        values: set[Any] = set()
+        seen: set[Any] = set()
+        while len(chosen) < number:
+            candidates = [
+                c for c in (self.draw(source) for _ in range(400)) if self._fits(c, ranks)
+            ]
+            news = [(len(c.items() - values), len(set(pairs(c)) - seen)) for c in candidates]
+            most = max(news)
+            if most == (0, 0):
+                break
+            chosen.append(candidates[news.index(most)])
+            values.update(chosen[-1].items())
+            seen.update(pairs(chosen[-1]))
+        return chosen
+
+    def ci_draws(self) -> list[Combination]:
+        """Return the combinations that are trained on every change: every value is in one."""
+        return [*self.draws(0, 12, ranks=4), *self.draws(1, 2, ranks=8)]
+
+    @cached_property
+    def working_pairs(self) -> set[Any]:
+        """Return every pair of values that some combination holds which is not refused."""
+        everything = (
+            dict(zip(self.axes, values, strict=True)) for values in product(*self.axes.values())
+        )
+        return {pair for c in everything if not self.refusals(c) for pair in pairs(c)}
+
+    def _fits(self, combination: Combination, ranks: int) -> bool:
+        return not self.refusals(combination) and 1 < world_size(combination) <= ranks
+
+    def arguments(self, combination: Combination, backend: str = "aot_eager") -> list[str]:
+        """Return the trainer's arguments of a combination on `world_size` ranks.
+
+        Args:
+            combination: A value of every axis.
+            backend: Of ``torch.compile``.
+        """
+        replicas = 2 if combination["data"] in ("hsdp", "replicas") else 1
+        accumulated = 2 if combination["accumulation"] != NONE else 1
+        local = GLOBAL_BATCH // data_degree(combination) // accumulated
+        options = [o for axis, value in combination.items() for o in self._options(axis, value)]
+        return [
+            *options,
+            f"--training.global_batch_size={GLOBAL_BATCH}",
+            f"--training.local_batch_size={local}",
+            f"--parallelism.data_parallel_replicate_degree={replicas}",
+            f"--parallelism.tensor_parallel_degree={_degree(combination, 'tensor')}",
+            f"--parallelism.pipeline_parallel_degree={_degree(combination, 'pipeline')}",
+            f"--compile.backend={backend}",
+        ]
+
+    def reference(self, combination: Combination) -> list[str]:
+        """Return the arguments of the same training in one process."""
+        kept = ("family", "precision")
+        alone = {axis: combination[axis] if axis in kept else NONE for axis in self.axes}
+        return self.arguments(alone)
+
+    def _options(self, axis: str, value: str) -> list[str]:
+        arguments: list[str] = self.axes[axis][value]["arguments"]
+        return arguments
+
+    def table(self) -> str:
+        """Return the README's table and its notes."""
+        columns = [(a, v) for a in COLUMN_AXES for v in self.axes[a] if v != NONE]
+        rows = [(a, v) for a in self.axes for v in self.axes[a] if v != NONE and a != "data"]
+        lines = [
+            "| | " + " | ".join(self._title(*column) for column in columns) + " |",
+            "|---|" + "---|" * len(columns),
+        ]
+        for row in rows:
+            cells = [self._cell(row, column) for column in columns]
+            lines.append(f"| {self._title(*row)} | " + " | ".join(cells) + " |")
+        notes = [f"{i}. {self._note(rule)}" for i, rule in enumerate(self.rules, 1)]
+        legend = "A dash: no family has both. Refused, each with one line that names the key:"
+        return "\n".join([*lines, "", legend, "", *notes])
+
+    def _title(self, axis: str, value: str) -> str:
+        return str(self.axes[axis][value]["title"])
+
+    def _cell(self, row: tuple[str, str], column: tuple[str, str]) -> str:
+        if row[0] == column[0]:
+            return "●" if row == column else ""
+        found = self.refusals(dict([row, column]))
+        if found:
+            return f"({self.rules.index(found[0]) + 1})"
+        return "●" if tuple(sorted([row, column])) in self.working_pairs else "–"
+
+    def _note(self, rule: dict[str, Any]) -> str:
+        parts = []
+        for axis, values in rule["when"].items():
+            whole = set(values) == self.axes[axis].keys() - {NONE}
+            titles = " or ".join(self._title(axis, value) for value in values)
+            parts.append(f"any {axis} parallelism" if whole and len(values) > 1 else titles)
+        return f"{' with '.join(parts)} (`{rule['key']}`): {rule['why']}."
+
+
+def pairs(combination: Combination) -> Iterator[Any]:
+    """Yield every pair of values that a combination holds."""
+    return combinations(sorted(combination.items()), 2)
+
+
+def data_degree(combination: Combination) -> int:
+    """Return the number of data-parallel ranks."""
+    return {NONE: 1, "fsdp": 2, "hsdp": 4, "replicas": 2}[combination["data"]]
+
+
+def world_size(combination: Combination) -> int:
+    """Return the number of ranks: every dimension that is used has 2, HSDP 2 x 2."""
+    return (
+        data_degree(combination) * _degree(combination, "tensor") * _degree(combination, "pipeline")
+    )
+
+
+def _degree(combination: Combination, axis: str) -> int:
+    return 1 if combination[axis] == NONE else 2

@@ -1,0 +1,147 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A pipeline that cannot run is refused in one line that names the key."""
+
+import pytest
+
+from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.errors import ConfigError
+
+ASSETS = "torchtitan_lr/data/assets/bpe4k"
+BASE = [
+    "--model.name=llama_lax",
+    "--model.flavor=debug",  # 4 blocks
+    f"--model.hf_assets_path={ASSETS}",
+    "--training.seq_len=32",
+    "--training.local_batch_size=8",
+    "--parallelism.pipeline_parallel_degree=2",
+]
+ZBV = "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"
+SELECTIVE = [
+    "--activation_checkpoint.mode=selective",
+    "--activation_checkpoint.selective_ac_option=op",
+]
+FIRST = "--parallelism.pipeline_parallel_first_stage_less_layers=-1"
+LOOPED = "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
+
+
+def check(*arguments, ranks=4):
+    check_job_config(build_job_config([*BASE, *arguments]), ranks, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "want"),
+    [
+        (["--parallelism.pipeline_parallel_degree=3"], "pipeline_parallel_degree", "a divisor of"),
+        (["--parallelism.pipeline_parallel_degree=0"], "pipeline_parallel_degree", "a divisor of"),
+        (
+            ["--parallelism.tensor_parallel_degree=4"],
+            "pipeline_parallel_degree",
+            "a divisor of the 1 ranks: 1",
+        ),
+        (
+            ["--parallelism.data_parallel_shard_degree=4"],
+            "data_parallel_shard_degree",
+            "pipeline_parallel_degree (2), tensor_parallel_degree (1) and it multiply to the 4",
+        ),
+        (
+            ["--parallelism.pipeline_parallel_schedule=DualPipeV"],
+            "pipeline_parallel_schedule",
+            "one of 1F1B, GPipe, Interleaved1F1B, ZBVZeroBubble",
+        ),
+        (
+            ["--parallelism.pipeline_parallel_schedule_csv=x.csv"],
+            "pipeline_parallel_schedule_csv",
+            "'' with a pipeline",
+        ),
+        (["--comm.mode=fake_backend"], "comm.mode", "'default' with a pipeline"),
+        ([ZBV, "--compile.enable"], "compile.enable", "one backward, not two"),
+        (
+            [ZBV, "--parallelism.fsdp_reshard_after_forward=always"],
+            "fsdp_reshard_after_forward",
+            "'default' or 'never'",
+        ),
+        (
+            [ZBV, *SELECTIVE],
+            "selective_ac_option",
+            "a number of blocks",
+        ),
+        (
+            ["--parallelism.pipeline_parallel_microbatch_size=3"],
+            "pipeline_parallel_microbatch_size",
+            "a divisor of training.local_batch_size (8)",
+        ),
+        (["--parallelism.pipeline_parallel_microbatch_size=0"], "microbatch_size", "a divisor of"),
+        (
+            ["--parallelism.pipeline_parallel_microbatch_size=8"],
+            "pipeline_parallel_microbatch_size",
+            "at least 2 micro-batches",
+        ),
+        (
+            [LOOPED, "--training.local_batch_size=5"],
+            "pipeline_parallel_microbatch_size",
+            "a multiple of 2 micro-batches",
+        ),
+        (
+            ["--parallelism.pipeline_parallel_layers_per_stage=2"],
+            "pipeline_parallel_layers_per_stage",
+            "1 stage under 1F1B; this makes 1.5 a rank",
+        ),
+        (
+            [LOOPED, "--parallelism.pipeline_parallel_layers_per_stage=3"],
+            "pipeline_parallel_layers_per_stage",
+            "2 or more stages",
+        ),
+        (
+            [ZBV, "--parallelism.pipeline_parallel_layers_per_stage=1"],
+            "pipeline_parallel_layers_per_stage",
+            "2 stages under ZBVZeroBubble; this makes 3 a rank",
+        ),
+        (["--parallelism.pipeline_parallel_layers_per_stage=0"], "layers_per_stage", "a positive"),
+        ([FIRST], "first_stage", "0 or more"),
+        (
+            [ZBV, "--parallelism.pipeline_parallel_degree=4"],
+            "pipeline_parallel_degree",
+            "fewer stages than 8, into which 4 blocks do not go",
+        ),
+    ],
+)
+def test_refusals(arguments, key, want):
+    with pytest.raises(ConfigError) as refusal:
+        check(*arguments)
+    message = str(refusal.value)
+    assert key in refusal.value.key
+    assert want in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "norm", "output"]],
+        [["tok_embeddings", "layers.1", "layers.0"], ["layers.2", "layers.3", "norm", "output"]],
+        [["tok_embeddings"], ["layers.0", "layers.1"], ["layers.2", "layers.3", "norm", "output"]],
+        [["tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm"], ["output"]],
+    ],
+    ids=["one missing", "disorder", "three stages", "norm alone"],
+)
+def test_splits_that_are_given(names):
+    config = build_job_config(BASE)
+    config.parallelism.module_fqns_per_model_part = names
+    with pytest.raises(ConfigError, match="module_fqns_per_model_part: got"):
+        check_job_config(config, 4, "cpu")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        [ZBV],
+        [LOOPED],
+        ["--parallelism.tensor_parallel_degree=2"],
+        ["--parallelism.pipeline_parallel_degree=4"],
+        [ZBV, "--activation_checkpoint.mode=low_rank"],
+        [LOOPED, "--parallelism.pipeline_parallel_layers_per_stage=1"],
+    ],
+)
+def test_what_works_is_not_refused(arguments):
+    check(*arguments)

@@ -1,0 +1,70 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What crosses stage boundaries, in closed form; and the loss that a pipeline divides."""
+
+import pytest
+import torch
+
+from tests.unit.tiny import tiny_args
+from torchtitan_lr.analysis.pipeline import Boundary, pipeline_traffic, stage_boundary
+from torchtitan_lr.loss import cross_entropy_sum
+from torchtitan_lr.parallel.pipeline import NormalizedLoss
+from torchtitan_lr.parallel.plans import TPSettings
+
+# width 48, ranks 12 (q, k, v, o) and 20 (gate, up, down)
+LATENTS = 4 * 12 + 3 * 20
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "degree", "per_token"),
+    [
+        ("cola", TPSettings("btp"), 1, 48),
+        ("lax", TPSettings("btp"), 1, 48 + LATENTS),
+        ("svd", TPSettings("btp"), 4, 48 / 4),
+        ("lax", TPSettings("btp"), 4, 48 / 4 + LATENTS),
+        ("lax", TPSettings("btp", comm="sequence"), 4, (48 + LATENTS) / 4),
+        ("lax", TPSettings("vanilla"), 4, 48 + LATENTS / 4),
+        ("lax", TPSettings("vanilla_replicated"), 2, 48 + LATENTS / 2),
+        ("full", TPSettings("megatron"), 4, 48),
+        ("full", TPSettings("megatron", comm="sequence"), 4, 48 / 4),
+    ],
+)
+def test_elements_a_token(family, settings, degree, per_token):
+    boundary = stage_boundary(tiny_args(family), settings, degree, 16, latents=True)
+    assert boundary.elements == 16 * per_token
+
+
+def test_no_latents_where_no_block_sends_any():
+    boundary = stage_boundary(tiny_args("lax"), TPSettings("btp"), 2, 16, latents=False)
+    assert boundary == Boundary(16, 24, ())
+
+
+def test_messages_of_a_rank():
+    boundaries = [Boundary(8, 5, ()), Boundary(8, 6, ()), Boundary(8, 7, ())]
+    rows = {
+        (row.scope, row.pass_, row.op): (row.calls, row.elements, row.mesh_dim)
+        for row in pipeline_traffic(boundaries, [1], batch=2, microbatches=3)
+    }
+    assert rows == {
+        ("boundary 0", "forward", "recv"): (3, 3 * 2 * 8 * 5, "pp"),
+        ("boundary 0", "backward", "send"): (3, 3 * 2 * 8 * 5, "pp"),
+        ("boundary 1", "forward", "send"): (3, 3 * 2 * 8 * 6, "pp"),
+        ("boundary 1", "backward", "recv"): (3, 3 * 2 * 8 * 6, "pp"),
+    }
+
+
+def test_neighbours_on_one_rank_send_nothing():
+    boundaries = [Boundary(8, 5, ())] * 3
+    scopes = {row.scope for row in pipeline_traffic(boundaries, [1, 2], 1, 1)}
+    assert scopes == {"boundary 0", "boundary 2"}
+
+
+def test_the_loss_is_divided_before_backward():
+    logits = torch.randn(2, 5, 7, requires_grad=True)
+    labels = torch.randint(7, (2, 5))
+    loss = NormalizedLoss(cross_entropy_sum)
+    loss.tokens = torch.tensor(10.0)
+    loss(logits, labels).backward()
+    divided = logits.grad.clone()
+    logits.grad = None
+    cross_entropy_sum(logits, labels).backward()
+    assert torch.allclose(divided, logits.grad / 10)

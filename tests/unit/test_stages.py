@@ -1,0 +1,65 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""One message a boundary: packed, unpacked, and with gradients that are packed alike."""
+
+import pytest
+import torch
+
+from tests.unit.tiny import build_tiny, tiny_args, tokens
+from torchtitan_lr.analysis.pipeline import Boundary, stage_boundary
+from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.stages import pack, pack_messages, unpack
+
+
+@pytest.mark.parametrize(
+    ("boundary", "stream", "latents"),
+    [
+        (Boundary(6, 8, ()), (2, 6, 8), []),
+        (Boundary(6, 8, (3, 4)), (2, 6, 8), [(2, 6, 3), (2, 6, 4)]),
+        # T = 2: the stream's features are sharded, the latents' tokens
+        (Boundary(3, 8, (3, 4), 2), (2, 6, 4), [(2, 3, 3), (2, 3, 4)]),
+        (Boundary(3, 8, (), 2), (2, 6, 4), []),
+    ],
+)
+def test_packing_is_undone(boundary, stream, latents):
+    sent = [torch.randn(shape, dtype=torch.float64) for shape in (stream, *latents)]
+    message = pack(tuple(sent), boundary)
+    assert message.shape == (2, boundary.rows, boundary.width)
+    assert message.is_contiguous()
+    received = unpack(message.requires_grad_(), boundary)
+    assert len(received) == len(sent)
+    for a, b in zip(received, sent, strict=True):
+        assert a.is_contiguous()
+        assert torch.equal(a, b)
+    weights = [torch.randn_like(t) for t in sent]
+    sum((a * w).sum() for a, w in zip(received, weights, strict=True)).backward()
+    assert torch.equal(message.grad, pack(tuple(weights), boundary))
+    assert message.grad.is_contiguous()
+
+
+def test_latents_that_nobody_receives_stay():
+    boundary = Boundary(6, 8, ())
+    x = torch.randn(2, 6, 8)
+    assert pack((x, torch.randn(2, 6, 3)), boundary) is x
+
+
+def test_views_are_copied():
+    """torch detaches what a stage returns in place."""
+    message = pack(torch.randn(2, 6, 4), Boundary(3, 8, (), 2))
+    assert not message._is_view()
+
+
+@pytest.mark.parametrize("family", ["full", "lax"])
+def test_two_parts_with_messages_are_the_model(family):
+    args = tiny_args(family)
+    model, first, last = (build_tiny(family, torch.float64) for _ in range(3))
+    first.norm = first.output = last.tok_embeddings = None
+    del first.layers["1"], first.layers["2"], last.layers["0"]
+    boundary = stage_boundary(args, TPSettings(), 1, 16, latents=True)
+    pack_messages(first, None, boundary)
+    pack_messages(last, boundary, None)
+    x = tokens(args)
+    message = first(x)
+    assert message.shape == (2, 16, boundary.width)
+    assert torch.allclose(last(message), model(x), rtol=1e-12, atol=1e-12)
+    # The control: another cut of the message is another model.
+    assert family == "full" or not torch.allclose(last(message.flip(-1)), model(x))

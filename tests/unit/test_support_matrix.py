@@ -1,0 +1,86 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The README's table is the matrix, and the matrix is what the configuration's checks say."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from scripts.support_table import BEGIN, END, insert
+from tests.support_matrix import SupportMatrix, pairs, world_size
+from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.errors import ConfigError
+
+MATRIX = SupportMatrix()
+ROOT = Path(__file__).resolve().parents[2]
+TINY = [
+    "--model.flavor=debug",
+    "--model.hf_assets_path=torchtitan_lr/data/assets/bpe4k",
+    "--training.seq_len=32",
+    "--training.mixed_precision_param=float32",
+]
+
+
+def check(combination):
+    arguments = [*TINY, *MATRIX.arguments(combination)]
+    check_job_config(build_job_config(arguments), world_size(combination), "cpu")
+
+
+def test_the_readme_has_this_table():
+    readme = (ROOT / "README.md").read_text()
+    assert MATRIX.table() in readme, "run scripts/support_table.py"
+
+
+def test_what_is_drawn_is_accepted_or_refused_as_the_matrix_says():
+    source = random.Random(4)
+    accepted = refused = 0
+    for _ in range(150):
+        combination = MATRIX.draw(source)
+        keys = {rule["key"] for rule in MATRIX.refusals(combination)}
+        if not keys:
+            check(combination)
+            accepted += 1
+            continue
+        with pytest.raises(ConfigError) as refusal:
+            check(combination)
+        assert refusal.value.key in keys, combination
+        assert "\n" not in str(refusal.value)
+        refused += 1
+    assert accepted > 20 and refused > 20
+
+
+@pytest.mark.parametrize("rule", MATRIX.rules, ids=lambda rule: "-".join(rule["when"]))
+def test_every_rule_refuses_by_its_key(rule):
+    """With the first of its values, and nothing else that could be refused."""
+    parts = dict.fromkeys(MATRIX.axes, "none") | {"family": "svd"}
+    parts |= {axis: values[0] for axis, values in rule["when"].items()}
+    assert MATRIX.refusals(parts) == [rule]
+    with pytest.raises(ConfigError) as refusal:
+        check(parts)
+    assert refusal.value.key == rule["key"]
+    # The control: without the last of its axes it is accepted.
+    axis = list(rule["when"])[-1]
+    check(parts | {axis: "none"})
+
+
+def test_draws_are_the_same_every_time_and_cover_every_value():
+    draws = MATRIX.ci_draws()
+    assert draws == MATRIX.ci_draws()
+    values = {item for combination in draws for item in combination.items()}
+    assert values == {(axis, value) for axis in MATRIX.axes for value in MATRIX.axes[axis]}
+
+
+def test_enough_draws_cover_every_pair_that_works():
+    draws = MATRIX.draws(seed=0, number=200, ranks=16)
+    assert {pair for combination in draws for pair in pairs(combination)} == MATRIX.working_pairs
+    # The control: a handful does not.
+    assert {p for c in MATRIX.ci_draws() for p in pairs(c)} < MATRIX.working_pairs
+
+
+def test_the_table_goes_between_the_markers():
+    text = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    once = insert(text, "new")
+    assert once == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+    assert insert(once, "new") == once
+    with pytest.raises(ValueError, match="has no"):
+        insert("before\nafter\n", "new")

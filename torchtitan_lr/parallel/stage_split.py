@@ -1,0 +1,68 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Which modules each pipeline stage holds."""
+
+import math
+from typing import Any
+
+SCHEDULES: dict[str, tuple[bool, bool]] = {
+    "1F1B": (False, False),
+    "GPipe": (False, False),
+    "Interleaved1F1B": (True, False),
+    "ZBVZeroBubble": (True, True),
+}
+"""Schedules that are offered: whether a rank holds several stages, and whether it runs backward
+in two halves, inputs first and weights later."""
+
+
+def stages_per_rank(section: Any, n_layers: int) -> int | float:
+    """Return the number of stages a rank holds; a fraction where they do not share evenly.
+
+    Args:
+        section: ``[parallelism]``.
+        n_layers: Blocks of the model.
+    """
+    several, _ = SCHEDULES[section.pipeline_parallel_schedule]
+    per_stage = section.pipeline_parallel_layers_per_stage
+    if per_stage is None:
+        return 2 if several else 1
+    weights = (
+        section.pipeline_parallel_first_stage_less_layers
+        + section.pipeline_parallel_last_stage_less_layers
+    )
+    stages = math.ceil((n_layers + weights) / per_stage)
+    whole, rest = divmod(stages, section.pipeline_parallel_degree)
+    return stages / section.pipeline_parallel_degree if rest else whole
+
+
+def modules_per_stage(job_config: Any, n_layers: int) -> list[list[str]]:
+    """Return the names of the modules of every stage, as torchtitan's `pipeline_llm` splits.
+
+    Args:
+        job_config: ``[parallelism]`` of a checked configuration.
+        n_layers: Blocks of the model.
+
+    Raises:
+        ValueError: If there are too few blocks.
+    """
+    # Late: importing torchtitan takes seconds.
+    from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
+
+    section = job_config.parallelism
+    if section.module_fqns_per_model_part is not None:
+        given: list[list[str]] = section.module_fqns_per_model_part
+        return given
+    return generate_llm_fqn_per_model_part(
+        section.pipeline_parallel_degree * int(stages_per_rank(section, n_layers)),
+        n_layers,
+        section.pipeline_parallel_first_stage_less_layers,
+        section.pipeline_parallel_last_stage_less_layers,
+    )
+
+
+def layers_before_boundaries(job_config: Any, n_layers: int) -> list[int]:
+    """Return for every boundary how many blocks lie in front of it."""
+    before, counts = 0, []
+    for names in modules_per_stage(job_config, n_layers)[:-1]:
+        before += sum(name.startswith("layers.") for name in names)
+        counts.append(before)
+    return counts
