@@ -32,11 +32,7 @@ from torchtitan_lr.analysis.pipeline import Boundary, stage_boundary
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.stage_split import layers_before_boundaries
 from torchtitan_lr.parallel.stages import build_stage, pack_messages
-from torchtitan_lr.parallel.tensor_parallel import (
-    resolve_settings,
-    sequence_lengths,
-    settings_from_config,
-)
+from torchtitan_lr.parallel.tensor_parallel import settings_for
 
 _FORWARD = {
     _ComputationType.UNSHARD,
@@ -226,9 +222,7 @@ def pipeline_llama(
 def stage_boundaries(job_config: JobConfig, args: LlamaArgs, seq_len: int) -> list[Boundary]:
     """Return all boundaries of a run's pipeline on one rank, for sequences of ``seq_len``."""
     degree = job_config.parallelism.tensor_parallel_degree
-    settings = resolve_settings(
-        settings_from_config(job_config), args, degree, *sequence_lengths(job_config)
-    )
+    settings = settings_for(job_config, args, degree)
     return [
         stage_boundary(args, settings, degree, seq_len, latents=0 < before < args.n_layers)
         for before in layers_before_boundaries(job_config, args.n_layers)
