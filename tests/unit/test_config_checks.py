@@ -89,7 +89,7 @@ REFUSALS = [
     ("checkpoint.create_seed_checkpoint", "True", "one rank (NGPU=1), not 4"),
     ("checkpoint.initial_load_in_hf_quantized", "True", "not supported"),
     ("parallelism.tensor_parallel_degree=3", "3", "a divisor of the 4 ranks: 1, 2, 4"),
-    ("parallelism.pipeline_parallel_degree=3", "3", "a divisor of the 4 ranks: 1, 2, 4"),
+    ("parallelism.pipeline_parallel_degree=3", "3", "a divisor of the 2 ranks: 1, 2"),
     ("parallelism.context_parallel_degree=2", "2", "only data, tensor and pipeline"),
     ("parallelism.expert_parallel_degree=2", "2", "only data, tensor and pipeline"),
     ("parallelism.tensor_parallel_degree=0", "0", "a divisor of the 4 ranks"),
