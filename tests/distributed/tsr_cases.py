@@ -265,5 +265,3 @@ def parity(case: Case) -> dict[str, float]:
 
 def parities(cases: list[Case]) -> list[dict[str, float]]:
     return [parity(case) for case in cases]
-
-

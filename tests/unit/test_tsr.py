@@ -42,7 +42,9 @@ def printed(value, like):
 
 
 def cells(cost, row):
-    return tuple(printed(v, t) for v, t in zip((cost.average, cost.peak, cost.memory), row, strict=True))
+    return tuple(
+        printed(v, t) for v, t in zip((cost.average, cost.peak, cost.memory), row, strict=True)
+    )
 
 
 @pytest.mark.parametrize(("run", "row"), PUBLISHED.items())

@@ -15,9 +15,6 @@ from torch import Tensor
 from torchtitan_lr.optim.layout import Layout
 from torchtitan_lr.optim.randomized_svd import Answer, Gather, Request, Steps, Sum
 
-BUCKET_ELEMENTS = 2**26
-"""Dense gradients travel together up to this size, and as many sketches are held at once."""
-
 
 @dataclass(frozen=True)
 class Ranks:
@@ -81,27 +78,6 @@ def sum_over(
     """Sum tensors of one dtype in place over a group, in one call; nothing to do without either."""
     if group is not None and tensors:
         PendingSum(tensors, group, dtype).wait()
-
-
-def buckets(sizes: Sequence[int], limit: int = BUCKET_ELEMENTS) -> list[list[int]]:
-    """Split a list into runs of at most ``limit`` elements, or of one that is larger.
-
-    Args:
-        sizes: Elements of each entry.
-        limit: Elements of a bucket.
-
-    Returns:
-        Indices by bucket, in order.
-    """
-    result: list[list[int]] = []
-    room = 0
-    for index, size in enumerate(sizes):
-        if not result or size > room:
-            result.append([])
-            room = limit
-        result[-1].append(index)
-        room -= size
-    return result
 
 
 def solve_together(

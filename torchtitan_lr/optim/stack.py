@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_lr.analysis.tsr import sketch_elements
+from torchtitan_lr.analysis.tsr_traffic import TSRStep, padded_block, refresh_is_dense
 from torchtitan_lr.optim.layout import Layout, derived, local, own_part, shard_dims
 from torchtitan_lr.optim.randomized_svd import draw_sketches
 from torchtitan_lr.optim.selection import MatrixPlan, TSRSettings
@@ -141,14 +141,12 @@ class MatrixStack:
             ranks: Size of every mesh dimension of the run; blocks count with their padding, so
                 that all ranks decide alike.
         """
-        if self.settings.refresh != "auto":
-            return self.settings.refresh == "dense"
-        m, n = self.plan.rows, self.plan.columns
-        for dim in self.layout.rows:
-            m = -(-m // ranks[dim])
-        for dim in self.layout.columns:
-            n = -(-n // ranks[dim])
-        return m * n <= sketch_elements(m, n, self.plan.width, self.settings.power_iterations)
+        step = TSRStep(self.settings.power_iterations, self.settings.refresh)
+        return refresh_is_dense(*self._largest_block(ranks), self.plan.width, step)
+
+    def sketch_size(self, ranks: Sequence[int]) -> int:
+        """Return the elements (m + n)k of one matrix's sketches on a rank; argument as above."""
+        return sum(self._largest_block(ranks)) * self.plan.width
 
     def clear(self) -> None:
         """Forget the cores and refreshes of a step."""
@@ -200,6 +198,10 @@ class MatrixStack:
         if all(age == first for age in others):
             return float(first)
         return torch.tensor(ages, dtype=self.dtype, device=self.left.device)[:, None, None]
+
+    def _largest_block(self, ranks: Sequence[int]) -> tuple[int, int]:
+        rows = padded_block(self.plan.rows, (ranks[dim] for dim in self.layout.rows))
+        return rows, padded_block(self.plan.columns, (ranks[d] for d in self.layout.columns))
 
     def _oriented(self, matrix: Tensor) -> Tensor:
         return matrix.mT if self.plan.transposed else matrix

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torchtitan.tools.logging import logger
 
+from torchtitan_lr.analysis.tsr_traffic import split_buckets
 from torchtitan_lr.optim.layout import local
 from torchtitan_lr.optim.mesh_sync import (
     PendingSum,
     Ranks,
-    buckets,
     repair_drift,
     solve_together,
     squared_norm,
@@ -157,7 +157,7 @@ class Synchronizer:
         plain = self._plain()
         sizes = [stack.cores[0].numel() for stack, _ in plain]
         limit = -(-sum(sizes) // self.settings.overlap_buckets)
-        return [[plain[i] for i in bucket] for bucket in buckets(sizes, limit)]
+        return [[plain[i] for i in bucket] for bucket in split_buckets(sizes, limit)]
 
     def _send_cores(self, bucket: Sequence[Matrix]) -> None:
         dtype = torch.bfloat16 if self.settings.core_dtype == "bfloat16" else None
@@ -191,7 +191,7 @@ class Synchronizer:
         for gradient in whole:
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for same in by_dtype.values():
-            for bucket in buckets([gradient.numel() for gradient in same]):
+            for bucket in split_buckets([gradient.numel() for gradient in same]):
                 sum_over([same[i] for i in bucket], self.ranks.replicas)
 
     def _rounds(
@@ -199,9 +199,9 @@ class Synchronizer:
     ) -> list[list[tuple[MatrixStack, list[int], bool]]]:
         """Split the refreshing matrices into rounds whose sketches fit into a bucket."""
         flat = [(s, i, dense) for s, indices, dense in refreshing for i in indices]
-        sizes = [sketch_size(s, self.ranks.sizes) for s, _, _ in flat]
+        sizes = [s.sketch_size(self.ranks.sizes) for s, _, _ in flat]
         rounds = []
-        for bucket in buckets(sizes):
+        for bucket in split_buckets(sizes):
             jobs: dict[int, tuple[MatrixStack, list[int], bool]] = {}
             for stack, index, dense in (flat[i] for i in bucket):
                 jobs.setdefault(id(stack), (stack, [], dense))[1].append(index)
@@ -268,16 +268,6 @@ class Synchronizer:
         dense = list(zip(self.gradients, dims, strict=True))
         total = squared_norm([*plain, *refreshed, *dense], self.ranks, self._cores.device)
         return total.sqrt()
-
-
-def sketch_size(stack: MatrixStack, ranks: Sequence[int]) -> int:
-    """Elements (m + n)k of one matrix's sketches on a rank, blocks with their padding."""
-    m, n = stack.plan.rows, stack.plan.columns
-    for dim in stack.layout.rows:
-        m = -(-m // ranks[dim])
-    for dim in stack.layout.columns:
-        n = -(-n // ranks[dim])
-    return (m + n) * stack.plan.width
 
 
 def _overlaps(
