@@ -67,12 +67,12 @@ def test_equals_the_twin(case: Case, errors: Any) -> None:
 def test_the_twin_is_sensitive() -> None:
     """The controls: another seed of the sketches, moments or interval moves the weights."""
     expected, _ = twin(Case("alone"))
-    for change in ({"moments": "keep"}, {"refresh_interval": 4}, {"scale": 0.7}, {"rank": 2}):
-        other = replace(BASE, **change)  # type: ignore[arg-type]
-        changed, _ = twin(Case("alone", other)) if "scale" not in change else (None, None)
-        if changed is not None:
-            name = "layers.0.attention.wq.weight"
-            assert (changed[name] - expected[name]).abs().max() > 1e-3, change
+    for change in ({"moments": "keep"}, {"refresh_interval": 4}, {"seed": 1}, {"rank": 2}):
+        changed, _ = twin(Case("alone", replace(BASE, **change)))  # type: ignore[arg-type]
+        name = "layers.0.attention.wq.weight"
+        # Another sketch finds nearly the same leading directions: a smaller effect.
+        least = 1e-6 if "seed" in change else 1e-3
+        assert (changed[name] - expected[name]).abs().max() > least, change
 
 
 def norms_of(case: Case) -> list[float]:

@@ -110,7 +110,8 @@ def published_adamw(shape: ModelShape) -> Cost:
 def published_galore_memory(shape: ModelShape, rank: int) -> float:
     """GaLore's memory as Table 3 counts it.
 
-    It is 2P + 4[Σ r·max(m, n) + Vd + (2L + 1)d] + 2Σ r·min(m, n). Its published traffic follows no formula we found.
+    It is 2P + 4[Σ r·max(m, n) + Vd + (2L + 1)d] + 2Σ r·min(m, n). Its published traffic follows no
+    formula we found.
     """
     sides = linear_sides(shape)
     cores = sum(rank * max(side) for side in sides)
