@@ -58,9 +58,7 @@ def run(hyper, settings, steps=8):
             key, width = [(NAME, refreshes)], (plan.columns, plan.width)
             sketch = draw_sketches(key, width, settings.seed, weight)[0]
             refreshes += 1
-        weight, state = tsr_adam_step(
-            weight, flip(gradient(step)), state, hyper, sketch, sketching
-        )
+        weight, state = tsr_adam_step(weight, flip(gradient(step)), state, hyper, sketch, sketching)
     return flip(weight)
 
 
@@ -106,9 +104,7 @@ def test_projection_and_lift_on_whole_bases_lose_nothing():
 def test_projection_is_linear_so_cores_accumulate():
     bases = Bases(orthonormal(6, 2, 1), orthonormal(5, 2, 2))
     parts = [draw(6, 5, seed=s) for s in range(3)]
-    torch.testing.assert_close(
-        sum(project(g, bases) for g in parts), project(sum(parts), bases)
-    )
+    torch.testing.assert_close(sum(project(g, bases) for g in parts), project(sum(parts), bases))
 
 
 def test_a_refresh_knows_its_core():
