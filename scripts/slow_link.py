@@ -26,6 +26,9 @@ from torchtitan_lr.metrics import HISTORY_FILE, read_history
 
 SECONDS = "time_metrics/end_to_end(s)"
 SENT = "comm_bytes/dp_replicate"
+DEVICE = "slow0"
+"""Name of either end of the link."""
+
 METHODS = {
     "AdamW": ["--optimizer.name=AdamW", "--optimizer.lr=3e-3"],
     "TSRAdam": ["--optimizer.name=TSRAdam"],
@@ -61,7 +64,7 @@ def slow_link(mbit: float, delay_ms: float) -> Iterator[list[str]]:
         delay_ms: Delay in either direction, ms.
 
     Yields:
-        The names of the namespaces; their addresses are 10.91.0.1 and 10.91.0.2 on ``link``.
+        The names of the namespaces; their addresses are 10.91.0.1 and 10.91.0.2 on `DEVICE`.
 
     Raises:
         NotPermittedError: The tools are missing or the kernel refuses.
@@ -74,12 +77,12 @@ def slow_link(mbit: float, delay_ms: float) -> Iterator[list[str]]:
         for name in names:
             _call("ip", "netns", "add", name)
         first, second = names
-        link = ("link", "add", "link", "netns", first, "type", "veth")
-        _call("ip", *link, "peer", "name", "link", "netns", second)
+        link = ("link", "add", "name", DEVICE, "netns", first, "type", "veth")
+        _call("ip", *link, "peer", "name", DEVICE, "netns", second)
         for end, name in enumerate(names):
             inside = ("ip", "-n", name)
-            _call(*inside, "addr", "add", f"10.91.0.{end + 1}/24", "dev", "link")
-            for device in ("lo", "link"):
+            _call(*inside, "addr", "add", f"10.91.0.{end + 1}/24", "dev", DEVICE)
+            for device in ("lo", DEVICE):
                 _call(*inside, "link", "set", device, "up")
             _limit(name, mbit, delay_ms)
         yield names
@@ -89,7 +92,7 @@ def slow_link(mbit: float, delay_ms: float) -> Iterator[list[str]]:
 
 
 def _limit(namespace: str, mbit: float, delay_ms: float) -> None:
-    tc = ("ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", "link")
+    tc = ("ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", DEVICE)
     bucket = ("tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "200ms")
     _call(*tc, "root", "handle", "1:", *bucket)
     if delay_ms:
@@ -151,7 +154,7 @@ def _environment(rank: int) -> dict[str, str]:
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "10.91.0.1",
         "MASTER_PORT": "29531",
-        "GLOO_SOCKET_IFNAME": "link",
+        "GLOO_SOCKET_IFNAME": DEVICE,
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
