@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,8 @@ class NotPermittedError(RuntimeError):
 def main(argv: list[str] | None = None) -> int:
     """Set up the link, train with each optimizer, report."""
     options = _parse(argv)
+    # Ends through the `finally` below: namespaces outlive the process that made them.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     report: dict[str, Any] = {"mbit_per_s": options.mbit}
     try:
         with slow_link(options.mbit, options.delay_ms) as ends:
