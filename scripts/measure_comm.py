@@ -70,7 +70,7 @@ def expected_traffic(trainer: Any) -> list[Any]:
 
     from torchtitan_lr.analysis.communication import model_traffic
     from torchtitan_lr.analysis.data_parallel import DataParallel, data_parallel_traffic
-    from torchtitan_lr.parallel.data_parallel import reshard_after_forward
+    from torchtitan_lr.parallel.data_parallel import optimizer_owns_replicas, reshard_after_forward
     from torchtitan_lr.parallel.tensor_parallel import settings_for
 
     config, dims = trainer.job_config, trainer.parallel_dims
@@ -82,8 +82,10 @@ def expected_traffic(trainer: Any) -> list[Any]:
         replace(row, calls=k * row.calls, elements=k * row.elements)
         for row in model_traffic(args, settings, dims.tp, tokens)
     ]
+    # What such an optimizer sums over the replicas is in the scope `step`.
+    replicas = 1 if optimizer_owns_replicas(config) else dims.dp_replicate
     layout = DataParallel(
-        dims.dp_replicate,
+        replicas,
         dims.dp_shard,
         reshard_after_forward(config, dims.pp_enabled),
         config.parallelism.fsdp_reshard_after_forward == "always",

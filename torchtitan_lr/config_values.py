@@ -60,9 +60,9 @@ def check_training(config: Any, world_size: int, device_type: str) -> None:
 def check_optimizer(config: Any, world_size: int, device_type: str) -> None:
     """Ranges of ``[optimizer]``. Written so that NaN fails every one of them."""
     optimizer = config.optimizer
-    _require(
-        optimizer.name in ("AdamW", "Adam"), "optimizer.name", optimizer.name, "'AdamW' or 'Adam'"
-    )
+    names = ("AdamW", "Adam", "TSRAdam")
+    want = "'AdamW', 'Adam' or 'TSRAdam'"
+    _require(optimizer.name in names, "optimizer.name", optimizer.name, want)
     lr = optimizer.lr
     _require(0 < lr < math.inf, "optimizer.lr", lr, "a positive number such as 0.001")
     for name in ("beta1", "beta2"):

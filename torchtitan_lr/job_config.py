@@ -69,16 +69,75 @@ class LowRank:
 
 @dataclass
 class Optimizer:
-    """Changed defaults of torchtitan's ``[optimizer]``: AdamW as CoLA trains."""
+    """Changed defaults of torchtitan's ``[optimizer]`` (AdamW as CoLA trains), and TSR-Adam's."""
 
     name: str = "AdamW"
-    """Optimizer to use: AdamW or Adam."""
+    """Optimizer to use: AdamW, Adam or TSRAdam."""
 
     beta2: float = 0.999
     """Decay of the second moment."""
 
     weight_decay: float = 0.01
     """Decoupled weight decay, applied to every parameter."""
+
+    tsr_rank: int = 128
+    """TSRAdam: rank r of the cores. No compressed matrix may have a shorter side."""
+
+    tsr_refresh_interval: int = 100
+    """TSRAdam: steps K from one refresh of a matrix's bases to the next."""
+
+    tsr_oversampling: int = 5
+    """TSRAdam: columns p that a refresh's sketch has beyond the rank."""
+
+    tsr_power_iterations: int = 1
+    """TSRAdam: power iterations q of a refresh; each costs as much again as the sketch."""
+
+    tsr_scale: float = 0.75
+    """TSRAdam: factor α on the lifted update of compressed matrices (0.5 at 60M in the paper)."""
+
+    tsr_embedding_rank: int = 64
+    """TSRAdam: rank of the token embedding; 0 leaves it dense."""
+
+    tsr_embedding_refresh_interval: int = 100
+    """TSRAdam: steps from one refresh of the embedding's bases to the next."""
+
+    tsr_moments: Literal["keep", "rotate", "reset"] = "rotate"
+    """
+    TSRAdam: what becomes of Adam's moments when the bases change:
+    - 'keep': the numbers stay (the published code)
+    - 'rotate': they are expressed in the new bases (the paper's theory)
+    - 'reset': they start from zero, and so does the bias correction
+    """
+
+    tsr_refresh: Literal["auto", "sketch", "dense"] = "auto"
+    """
+    TSRAdam: what crosses the replicas when bases refresh: sketches, the dense gradient, or per
+    matrix whichever is smaller. The new bases are the same.
+    """
+
+    tsr_stagger: bool = False
+    """TSRAdam: spread the refreshes of the matrices over the interval, but for the first."""
+
+    tsr_core_dtype: Literal["float32", "bfloat16"] = "float32"
+    """TSRAdam: dtype in which cores are summed over ranks; they are kept in fp32."""
+
+    tsr_projection: Literal["two_sided", "one_sided"] = "two_sided"
+    """TSRAdam: both sides (cores r×r), or the shorter alone (r×max(m, n)), as GaLore."""
+
+    tsr_include: list[str] = field(default_factory=lambda: ["*"])
+    """TSRAdam: patterns (as of file names) of the parameters to compress; matrices only."""
+
+    tsr_exclude: list[str] = field(default_factory=list)
+    """TSRAdam: patterns of matrices that stay dense, such as "layers.*.attention.wk.weight"."""
+
+    tsr_compress_head: bool = False
+    """TSRAdam: compress the language-model head as a linear."""
+
+    tsr_overlap_buckets: int = 1
+    """TSRAdam: all-reduces that the cores are split into; each sets out once it is projected."""
+
+    tsr_seed: int = 0
+    """TSRAdam: seed of the sketches."""
 
 
 @dataclass

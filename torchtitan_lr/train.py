@@ -30,6 +30,7 @@ from torchtitan_lr.device import bind_device
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.guard import NonFiniteError, StopSignal, agree
 from torchtitan_lr.metrics import LowRankMetricsProcessor, read_history
+from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.grad_norm import gradient_norm
 from torchtitan_lr.parallel.pipeline import Pipeline
@@ -109,13 +110,9 @@ class Trainer(titan_train.Trainer):
 
         with self._counted():
             loss = self._forward_backward(microbatches, global_tokens)
-            grad_norm = gradient_norm(
-                self._parameters(), self.parallel_dims.get_optional_mesh("pp")
-            )
+            grad_norm = self._gradient_norm()
             if self._may_step(loss, grad_norm):
-                clip_grads_with_norm_(
-                    self._parameters(), self.job_config.training.max_norm, grad_norm, foreach=True
-                )
+                self._clip_gradients(grad_norm)
                 self.checkpointer.maybe_wait_for_staging()
                 self.optimizers.step()
         self.lr_schedulers.step()
@@ -190,8 +187,23 @@ class Trainer(titan_train.Trainer):
                 labels=labels.to(self.device),
                 global_valid_tokens=torch.tensor(global_tokens, device=self.device),
             )
+            if isinstance(self.optimizers, TSROptimizers):
+                self.optimizers.accumulate(last=index == len(microbatches) - 1)
             losses.append(loss.detach())
         return torch.stack(losses).sum()
+
+    def _gradient_norm(self) -> torch.Tensor:
+        """Return the norm of what the optimizer will use, the same on all ranks."""
+        if isinstance(self.optimizers, TSROptimizers):
+            return self.optimizers.synchronize()
+        return gradient_norm(self._parameters(), self.parallel_dims.get_optional_mesh("pp"))
+
+    def _clip_gradients(self, norm: torch.Tensor) -> None:
+        max_norm = self.job_config.training.max_norm
+        if isinstance(self.optimizers, TSROptimizers):
+            self.optimizers.clip(max_norm, norm)
+        else:
+            clip_grads_with_norm_(self._parameters(), max_norm, norm, foreach=True)
 
     def _counted(self) -> AbstractContextManager[object]:
         """Count the collectives of a step that is logged, where ``metrics.comm_ledger`` asks."""
@@ -243,6 +255,8 @@ class Trainer(titan_train.Trainer):
                 local = getattr(parameter.grad, "_local_tensor", parameter.grad)
                 if local is not None and not torch.isfinite(local).all():
                     return name
+        if isinstance(self.optimizers, TSROptimizers):
+            return self.optimizers.nonfinite()
         return None
 
     def _log_step(

@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 
 from torchtitan_lr.analysis.parameters import ModelShape
 
-Pass = Literal["forward", "backward"]
+Pass = Literal["forward", "backward", "optimizer"]
 
 COLUMN_MULTIPLE = 8
 """A payload that carries the norm's statistic as a column is padded to a multiple of this width."""
@@ -61,7 +61,7 @@ class Traffic:
 
     Args:
         scope: ``block i``, ``embedding``, ``head`` or ``loss``.
-        pass_: ``forward`` or ``backward``.
+        pass_: ``forward`` or ``backward``; ``optimizer`` for what TSR-Adam sends.
         op: ``all_reduce``, ``reduce_scatter`` or ``all_gather``.
         role: What travels, which decides the dtype: ``activation`` (or its gradient),
             ``statistic`` (at least fp32), ``loss`` (at least fp32), ``parameter``, ``gradient``.

@@ -27,6 +27,11 @@ does not say how its full-rank baselines start."""
 _WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 
 
+def clean_name(fqn: str) -> str:
+    """Return a parameter's name without what wrappers of its modules put into it."""
+    return _WRAPPERS.sub("", fqn)
+
+
 def factor_std(d_in: int, d_out: int, rank: int) -> float:
     """Standard deviation of both factors of a low-rank linear.
 
@@ -50,7 +55,7 @@ def init_parameters(model: nn.Module, seed: int) -> None:
     for fqn, parameter in model.named_parameters():
         if fqn not in std:
             raise RuntimeError(f"no initialization is defined for parameter {fqn}")
-        draw_parameter(parameter, _WRAPPERS.sub("", fqn), std[fqn], seed)
+        draw_parameter(parameter, clean_name(fqn), std[fqn], seed)
 
 
 @torch.no_grad()

@@ -1,11 +1,17 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Building the optimizer from ``[optimizer]``."""
 
+from typing import Any, cast
+
+import torch.distributed as dist
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer import build_optimizers as titan_build_optimizers
 from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
+
+from torchtitan_lr.optim.selection import TSRSettings
+from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
 
 
 def build_optimizers(
@@ -13,11 +19,25 @@ def build_optimizers(
     optimizer_config: OptimizerConfig,
     parallel_dims: ParallelDims,
 ) -> OptimizersContainer:
-    """Build torchtitan's container of Adam or AdamW optimizers, one per model part.
+    """Build a container of optimizers, one per model part: torchtitan's, or TSR-Adam's.
 
     Args:
         model_parts: The pipeline stages of this rank (one without pipelining).
         optimizer_config: ``[optimizer]``.
         parallel_dims: Degrees and meshes.
     """
+    if optimizer_config.name == "TSRAdam":
+        names = ("lr", "beta1", "beta2", "eps", "weight_decay")
+        return TSROptimizers(
+            model_parts,
+            TSRSettings.from_config(optimizer_config),
+            {name: getattr(optimizer_config, name) for name in names},
+            _group(parallel_dims, "dp_replicate"),
+            _group(parallel_dims, "pp"),
+        )
     return titan_build_optimizers(model_parts, optimizer_config, parallel_dims)
+
+
+def _group(parallel_dims: ParallelDims, name: str) -> dist.ProcessGroup | None:
+    mesh: Any = parallel_dims.get_optional_mesh(name)
+    return None if mesh is None else cast(dist.ProcessGroup, mesh.get_group())

@@ -8,6 +8,9 @@ world size, and no ``AVG`` or ``PREMUL_SUM``, which gloo computes wrongly or not
 Replication uses torch's FSDP2-based ``replicate`` and not torchtitan's DDP path, which averages
 gradients of a loss that is already divided: it trains with gradients too small by the number of
 replicas.
+
+An optimizer that owns the replicas (TSR-Adam) gets gradients that are summed over the shards only:
+the model is sharded over the shard mesh, of size one under pure replication, and nothing else.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -42,18 +45,27 @@ def apply_data_parallel(
         job_config: ``[training]`` gives the dtypes, ``[parallelism]`` the resharding policy.
     """
     policy = mixed_precision_policy(job_config)
-    if parallel_dims.fsdp_enabled:
-        names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
-        mesh = parallel_dims.get_mesh(names)
+    owned = optimizer_owns_replicas(job_config) and parallel_dims.dp_replicate_enabled
+    if parallel_dims.fsdp_enabled or owned:
+        names = ["fsdp"]
+        if parallel_dims.dp_replicate_enabled and not owned:
+            names = ["dp_replicate", "fsdp"]
+        parallel_dims.world_mesh  # noqa: B018  (builds the meshes)
+        # get_mesh refuses dimensions of size 1.
+        mesh = parallel_dims._meshes["fsdp"] if owned else parallel_dims.get_mesh(names)
         offload = {}
         if job_config.training.enable_cpu_offload:
             offload["offload_policy"] = CPUOffloadPolicy()
         shard = partial(fully_shard, mesh=mesh, mp_policy=policy, **offload)
-        reshard = reshard_after_forward(job_config, parallel_dims.pp_enabled)
+        # On a mesh of one nothing is sharded: gathering again would only copy.
+        reshard = mesh.size() > 1 and reshard_after_forward(job_config, parallel_dims.pp_enabled)
         _apply_by_block(
             model, partial(shard, reshard_after_forward=reshard), _last_unit(job_config, shard)
         )
-        logger.info("Applied %s to the model", "HSDP" if len(names) == 2 else "FSDP")
+        kind = "HSDP" if len(names) == 2 else "FSDP"
+        if owned:
+            kind = f"FSDP over {mesh.size()} ranks; the optimizer synchronizes the replicas"
+        logger.info("Applied %s to the model", kind)
     elif parallel_dims.dp_replicate_enabled or needs_precision_wrapper(parallel_dims, job_config):
         parallel_dims.world_mesh  # noqa: B018  (builds the meshes)
         # get_mesh refuses dimensions of size 1.
@@ -62,6 +74,11 @@ def apply_data_parallel(
         _apply_by_block(model, wrap, wrap)
         logger.info("Applied replication over %d ranks to the model", mesh.size())
     sum_gradients(model)
+
+
+def optimizer_owns_replicas(job_config: JobConfig) -> bool:
+    """Return whether the optimizer, not the wrapper, sums gradients over the replicas."""
+    return bool(job_config.optimizer.name == "TSRAdam")
 
 
 def mixed_precision_policy(job_config: JobConfig) -> MixedPrecisionPolicy:

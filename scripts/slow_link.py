@@ -1,0 +1,188 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Trains two replicas over a slow link and tells the seconds a step of AdamW and TSR-Adam.
+
+The link is real as far as a kernel goes: two network namespaces joined by a veth pair whose ends
+are limited by a token bucket. Each holds one replica, a process of the trainer. This needs root and
+iproute2; where namespaces are not permitted the script says so and exits with 0.
+
+    python scripts/slow_link.py --mbit 200
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from torchtitan_lr.cli import OneLineParser
+from torchtitan_lr.metrics import HISTORY_FILE, read_history
+
+SECONDS = "time_metrics/end_to_end(s)"
+SENT = "comm_bytes/dp_replicate"
+DEVICE = "slow0"
+"""Name of either end of the link."""
+
+METHODS = {
+    "AdamW": ["--optimizer.name=AdamW", "--optimizer.lr=3e-3"],
+    "TSRAdam": ["--optimizer.name=TSRAdam"],
+}
+
+
+class NotPermittedError(RuntimeError):
+    """This machine does not let us make network namespaces."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Set up the link, train with each optimizer, report."""
+    options = _parse(argv)
+    # Ends through the `finally` below: namespaces outlive the process that made them.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    report: dict[str, Any] = {"mbit_per_s": options.mbit}
+    try:
+        with slow_link(options.mbit, options.delay_ms) as ends:
+            for method in METHODS:
+                report[method] = _train(options, method, ends)
+    except NotPermittedError as error:
+        print(f"skipped: {error}")
+        return 0
+    report["speedup"] = report["AdamW"]["seconds"] / report["TSRAdam"]["seconds"]
+    print(json.dumps(report, indent=2))
+    return 0
+
+
+@contextmanager
+def slow_link(mbit: float, delay_ms: float) -> Iterator[list[str]]:
+    """Join two new network namespaces by a limited link.
+
+    Args:
+        mbit: Rate in either direction, Mbit/s.
+        delay_ms: Delay in either direction, ms.
+
+    Yields:
+        The names of the namespaces; their addresses are 10.91.0.1 and 10.91.0.2 on `DEVICE`.
+
+    Raises:
+        NotPermittedError: The tools are missing or the kernel refuses.
+    """
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise NotPermittedError(f"{tool} (iproute2) is not installed")
+    names = [f"lr{os.getpid()}-{end}" for end in range(2)]
+    try:
+        for name in names:
+            _call("ip", "netns", "add", name)
+        first, second = names
+        link = ("link", "add", "name", DEVICE, "netns", first, "type", "veth")
+        _call("ip", *link, "peer", "name", DEVICE, "netns", second)
+        for end, name in enumerate(names):
+            inside = ("ip", "-n", name)
+            _call(*inside, "addr", "add", f"10.91.0.{end + 1}/24", "dev", DEVICE)
+            for device in ("lo", DEVICE):
+                _call(*inside, "link", "set", device, "up")
+            _limit(name, mbit, delay_ms)
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def _limit(namespace: str, mbit: float, delay_ms: float) -> None:
+    tc = ("ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", DEVICE)
+    bucket = ("tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "200ms")
+    _call(*tc, "root", "handle", "1:", *bucket)
+    if delay_ms:
+        _call(*tc, "parent", "1:", "handle", "2:", "netem", "delay", f"{delay_ms}ms")
+
+
+def _call(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = done.stderr.strip().replace("\n", " ")
+        raise NotPermittedError(f"{' '.join(command)}: {reason}")
+
+
+def _train(options: argparse.Namespace, method: str, ends: list[str]) -> dict[str, float]:
+    """Train one replica in each namespace; return what the first one measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            *(sys.executable, "-m", "torchtitan_lr.train"),
+            f"--job.config_file={options.config}",
+            f"--job.dump_folder={folder}",
+            f"--training.steps={options.steps}",
+            f"--lr_scheduler.warmup_steps={options.steps // 10}",
+            "--validation.no_enable",
+            *METHODS[method],
+            *options.override,
+        ]
+        ranks = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, *command],
+                env=os.environ | _environment(rank),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, name in enumerate(ends)
+        ]
+        try:
+            errors = [rank.communicate(timeout=options.timeout)[1] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(rank.returncode for rank in ranks):
+            raise RuntimeError(f"{method} failed: {errors[0][-2000:]}")
+        records = [r for r in read_history(Path(folder) / HISTORY_FILE) if SECONDS in r]
+    # The first steps start the process group's connections.
+    later = records[len(records) // 5 :]
+    return {
+        "seconds": sum(r[SECONDS] for r in later) / len(later),
+        "median_seconds": median(r[SECONDS] for r in later),
+        "max_seconds": max(r[SECONDS] for r in later),
+        "bytes_per_step": sum(r[SENT] for r in later) / len(later),
+    }
+
+
+def _environment(rank: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.91.0.1",
+        "MASTER_PORT": "29531",
+        "GLOO_SOCKET_IFNAME": DEVICE,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--config", default="train_configs/tsr_curves.toml", help="the model")
+    parser.add_argument("--steps", type=int, default=110, help="two refreshes and what is between")
+    parser.add_argument("--mbit", type=float, default=200, help="rate of the link, Mbit/s")
+    parser.add_argument("--delay_ms", type=float, default=0, help="delay of the link, ms")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one optimizer")
+    parser.add_argument("--override", nargs="*", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args(argv)
+    options.override = [f"--{item}" for item in options.override]
+    if options.steps < 5:
+        parser.error(f"--steps: got {options.steps}, expected at least 5")
+    if not options.mbit > 0:
+        parser.error(f"--mbit: got {options.mbit}, expected a positive number")
+    if not options.delay_ms >= 0:
+        parser.error(f"--delay_ms: got {options.delay_ms}, expected a number of at least 0")
+    if not Path(options.config).is_file():
+        parser.error(f"--config: got {options.config!r}, expected a TOML file")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Draws loss against bytes sent between replicas, for AdamW, GaLore and TSR-Adam.
+
+A small model trains on two replicas with each optimizer and each seed, on equal tokens. The bytes
+are counted by the ledger as they are sent, refreshes and dense parameters included; the losses are
+those of the same steps. Runs that are finished are taken as they are and a run that was cut off
+goes on from its last checkpoint, so the script may be started again at any time.
+
+    python scripts/tsr_loss_vs_bytes.py --out docs/images/tsr_loss_vs_bytes.png
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import numpy as np
+
+from torchtitan_lr.cli import OneLineParser
+from torchtitan_lr.metrics import HISTORY_FILE, read_history
+
+TRAIN_LOSS = "loss_metrics/global_avg_loss"
+VALIDATION_LOSS = "validation_metrics/loss"
+SENT = "comm_bytes/dp_replicate"
+
+TSR = ["--optimizer.name=TSRAdam"]
+METHODS: dict[str, list[str]] = {
+    "AdamW": ["--optimizer.name=AdamW", "--optimizer.lr=3e-3"],
+    # GaLore as published: one side, embedding dense, moments left as they are, scale 0.25.
+    "GaLore": [
+        *TSR,
+        "--optimizer.tsr_projection=one_sided",
+        "--optimizer.tsr_embedding_rank=0",
+        "--optimizer.tsr_moments=keep",
+        "--optimizer.tsr_scale=0.25",
+    ],
+    "TSR keep": [*TSR, "--optimizer.tsr_moments=keep"],
+    "TSR rotate": [*TSR, "--optimizer.tsr_moments=rotate"],
+    "TSR reset": [*TSR, "--optimizer.tsr_moments=reset"],
+}
+COLORS = ("black", "tab:blue", "tab:orange", "tab:green", "tab:red")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train what is missing, report and draw."""
+    options = _parse(argv)
+    out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    runs = {
+        method: [_train(options, method, seed) for seed in range(options.seeds)]
+        for method in options.methods
+    }
+    report = {method: _summarize(of_seeds) for method, of_seeds in runs.items()}
+    _draw(runs, out)
+    print(json.dumps(report, indent=2))
+    return 0
+
+
+def _train(options: argparse.Namespace, method: str, seed: int) -> dict[str, Any]:
+    """Run the launcher, or take a finished run; return the curves of losses and bytes."""
+    folder = Path(options.work) / f"{method.replace(' ', '_')}-{seed}"
+    history = folder / HISTORY_FILE
+    if len(_curve(history)["loss"]) < options.steps:
+        command = [
+            *(sys.executable, "-m", "torchtitan_lr.launch"),
+            f"--job.config_file={options.config}",
+            f"--job.dump_folder={folder}",
+            f"--training.steps={options.steps}",
+            f"--lr_scheduler.warmup_steps={options.steps // 10}",
+            f"--debug.seed={seed}",
+            f"--optimizer.tsr_seed={seed}",
+            "--checkpoint.enable",
+            f"--checkpoint.interval={max(1, options.steps // 4)}",
+            "--checkpoint.keep_latest_k=2",
+            *METHODS[method],
+            *options.override,
+        ]
+        environment = os.environ | {"NGPU": "2", "CONFIG_FILE": options.config}
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    return _curve(history)
+
+
+def _curve(history: Path) -> dict[str, Any]:
+    records = read_history(history)
+    steps = {r["step"]: r for r in records if TRAIN_LOSS in r}
+    validation = [r[VALIDATION_LOSS] for r in records if VALIDATION_LOSS in r]
+    ordered = [steps[step] for step in sorted(steps)]
+    return {
+        "loss": np.array([record[TRAIN_LOSS] for record in ordered]),
+        "bytes": np.array([record[SENT] for record in ordered], dtype=float),
+        "validation": validation[-1] if validation else float("nan"),
+    }
+
+
+def _summarize(of_seeds: list[dict[str, Any]]) -> dict[str, float]:
+    losses = [run["validation"] for run in of_seeds]
+    return {
+        "validation_loss": mean(losses),
+        "validation_loss_std": stdev(losses) if len(losses) > 1 else 0.0,
+        "bytes_per_step": mean(float(run["bytes"].mean()) for run in of_seeds),
+        "peak_bytes": max(float(run["bytes"].max()) for run in of_seeds),
+        "total_bytes": mean(float(run["bytes"].sum()) for run in of_seeds),
+    }
+
+
+def _smooth(losses: Any, window: int) -> Any:
+    """Mean over a trailing window, shorter at the start."""
+    sums = np.cumsum(np.insert(losses, 0, 0.0))
+    ends = np.arange(1, len(losses) + 1)
+    starts = np.maximum(0, ends - window)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def _draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), dpi=130)
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for (method, of_seeds), color in zip(runs.items(), COLORS, strict=False):
+        for seed, run in enumerate(of_seeds):
+            loss = _smooth(run["loss"], max(1, len(run["loss"]) // 30))
+            style: dict[str, Any] = {"color": color, "lw": 1.0, "alpha": 0.8}
+            label = method if seed == 0 else None
+            left.semilogx(np.cumsum(run["bytes"]) / 1e6, loss, label=label, **style)
+            right.plot(np.arange(1, len(loss) + 1), loss, **style)
+    left.set_xlabel("MB sent between replicas, cumulative")
+    right.set_xlabel("step")
+    left.set_ylabel("training loss (nats a token)")
+    left.legend(fontsize=8)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--config", default="train_configs/tsr_curves.toml", help="the model")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each method")
+    parser.add_argument(
+        "--methods", nargs="+", default=list(METHODS), choices=list(METHODS), help="which to run"
+    )
+    parser.add_argument("--work", default="outputs/tsr_loss_vs_bytes", help="folder of the runs")
+    parser.add_argument("--out", default="docs/images/tsr_loss_vs_bytes.png", help="the PNG")
+    parser.add_argument(
+        "--override", nargs="*", default=[], metavar="KEY=VALUE", help="for all runs"
+    )
+    options = parser.parse_args(argv)
+    options.override = [f"--{item}" for item in options.override]
+    if options.steps < 10:
+        parser.error(f"--steps: got {options.steps}, expected at least 10")
+    if options.seeds < 1:
+        parser.error(f"--seeds: got {options.seeds}, expected at least 1")
+    if not Path(options.config).is_file():
+        parser.error(f"--config: got {options.config!r}, expected a TOML file")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""TSR-Adam on any mesh equals its one-process twin (fp64)."""
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.distributed.pool import RankPool
+from tests.distributed.tsr_cases import (
+    BASE,
+    LAYOUTS,
+    MAX_NORM,
+    STEPS,
+    Case,
+    full,
+    parities,
+    place,
+    train,
+    twin,
+)
+
+TOLERANCE = 1e-10
+"""The twin computes UᵀGV on a refresh; its rounding off the diagonal is divided by Adam's ε."""
+
+MULTI = [name for name in LAYOUTS if name != "alone"]
+MOMENTS = [replace(BASE, moments=moments) for moments in ("keep", "rotate", "reset")]
+OPTIONS = [
+    replace(BASE, refresh="dense"),
+    replace(BASE, refresh="auto", moments="keep"),
+    replace(BASE, stagger=True),
+    replace(BASE, projection="one_sided"),
+    replace(BASE, projection="one_sided", moments="keep", refresh="dense"),
+    replace(BASE, compress_head=True, overlap_buckets=3),
+    replace(BASE, embedding_rank=0, exclude=("*.wk.weight",), power_iterations=0),
+]
+CASES = {
+    layout: [
+        *[Case(layout, settings, micro) for settings in MOMENTS for micro in (1, 4)],
+        *[Case(layout, settings, 2) for settings in OPTIONS],
+    ]
+    for layout in MULTI
+}
+
+
+@pytest.fixture(scope="module")
+def errors(four_ranks: RankPool) -> Any:
+    found: dict[str, Any] = {}
+
+    def of(case: Case) -> list[dict[str, float]]:
+        if case.layout not in found:
+            found[case.layout] = four_ranks.run(parities, CASES[case.layout])
+        index = CASES[case.layout].index(case)
+        return [rank[index] for rank in found[case.layout]]
+
+    return of
+
+
+@pytest.mark.parametrize("case", [c for cases in CASES.values() for c in cases], ids=str)
+def test_equals_the_twin(case: Case, errors: Any) -> None:
+    for of_rank in errors(case):
+        assert max(of_rank.values()) < TOLERANCE, of_rank
+
+
+def test_the_twin_is_sensitive() -> None:
+    """The controls: another seed of the sketches, moments or interval moves the weights."""
+    expected, _ = twin(Case("alone"))
+    for change in ({"moments": "keep"}, {"refresh_interval": 4}, {"seed": 1}, {"rank": 2}):
+        changed, _ = twin(Case("alone", replace(BASE, **change)))  # type: ignore[arg-type]
+        name = "layers.0.attention.wq.weight"
+        # Another sketch finds nearly the same leading directions: a smaller effect.
+        least = 1e-6 if "seed" in change else 1e-3
+        assert (changed[name] - expected[name]).abs().max() > least, change
+
+
+def norms_of(case: Case) -> list[float]:
+    return train(case)[2]
+
+
+@pytest.mark.parametrize("layout", MULTI)
+def test_every_rank_has_the_same_norm(layout: str, four_ranks: RankPool) -> None:
+    first, *others = four_ranks.run(norms_of, Case(layout))
+    assert len(first) == STEPS and max(first) > MAX_NORM > 0  # clipping happens
+    assert all(norms == first for norms in others)
+
+
+def train_with_local_clipping(case: Case) -> dict[str, torch.Tensor]:
+    """Clip each micro-batch's own gradients, as upstream's train step would."""
+    from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
+
+    original = TSROptimizers.accumulate
+
+    def clipped(self: Any, last: bool) -> None:
+        gradients = [p.grad for part in self.model_parts for p in part.parameters()]
+        norm = torch.stack([full(g).norm() for g in gradients]).norm()
+        for gradient in gradients:
+            gradient.mul_(min(1.0, MAX_NORM / (norm.item() + 1e-6)))
+        original(self, last)
+
+    with patch.object(TSROptimizers, "accumulate", clipped):
+        model, _, _ = train(case, clip=False)
+    return {name: full(p.detach()) for name, p in model.named_parameters()}
+
+
+def test_clipping_before_the_sum_is_noticed(four_ranks: RankPool) -> None:
+    case = Case("replicate4")
+    expected, _ = twin(case)
+    found = four_ranks.run(train_with_local_clipping, case)[0]
+    name = "layers.0.attention.wq.weight"
+    assert (found[name] - expected[name]).abs().max() > 1e-3
+
+
+def train_with_a_drifting_replica(case: Case) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Disturb one replica's bases as another machine's rounding would."""
+    from torchtitan.tools.logging import logger
+
+    from torchtitan_lr.optim import synchronize
+
+    layout, original, lines = place(case.layout), synchronize.solve_together, []
+
+    def disturbed(*args: Any) -> list[Any]:
+        results = original(*args)
+        for svd in results:
+            if layout.replica[0] == 2 and hasattr(svd, "left"):
+                svd.left[0].view(-1)[0] += 1e-9
+        return results
+
+    with (
+        patch.object(synchronize, "solve_together", disturbed),
+        patch.object(logger, "warning", lambda text, *rest: lines.append(text % rest)),
+    ):
+        model, _, _ = train(case, layout)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, lines
+
+
+def test_a_drifting_replica_is_repaired_and_told(four_ranks: RankPool) -> None:
+    results = four_ranks.run(train_with_a_drifting_replica, Case("replicate4"))
+    expected, _ = twin(Case("replicate4"))
+    for weights, lines in results:
+        assert lines and all("Replicas found other bases" in line for line in lines)
+        assert "layers.0.attention" in lines[0]
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def train_without_repair(case: Case) -> torch.Tensor:
+    from torchtitan_lr.optim import synchronize
+
+    with patch.object(synchronize, "repair_drift", lambda *_: []):
+        weights, _ = train_with_a_drifting_replica(case)
+    return weights["layers.0.attention.wq.weight"]
+
+
+def test_without_repair_replicas_part(four_ranks: RankPool) -> None:
+    found = four_ranks.run(train_without_repair, Case("replicate4"))
+    assert not torch.equal(found[0], found[2])

@@ -1,0 +1,196 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What TSR-Adam sends is what the formulas say, and never a compressed matrix's full gradient."""
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.distributed import tsr_cases
+from tests.distributed.pool import RankPool
+from tests.distributed.tsr_cases import BASE, COLUMN, DEFAULTS, Case, build_model, place, take_step
+from torchtitan_lr.analysis.tsr_traffic import TSRMatrix, TSRMesh, TSRStep, tsr_traffic
+from torchtitan_lr.comm.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
+from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "tok_embeddings.weight": (64, 48),
+    "layers.0.attention.wq.weight": (48, 48),
+    "layers.0.attention.wk.weight": (24, 48),
+    "layers.0.attention.wo.weight": (48, 48),
+    "layers.0.feed_forward.w1.weight": (80, 48),
+    "layers.0.feed_forward.w2.weight": (48, 80),
+    "layers.0.ffn_norm.weight": (48,),
+    "output.weight": (64, 48),
+}
+"""Every side divides by four, so that all ranks send the same."""
+
+SETTINGS = {
+    "auto": replace(BASE, rank=12, refresh="auto"),
+    "sketch": replace(BASE, rank=4, refresh="sketch", moments="keep", power_iterations=2),
+    "dense": replace(BASE, rank=4, refresh="dense", moments="reset"),
+    "stagger": replace(BASE, rank=4, refresh="auto", stagger=True, refresh_interval=4),
+    "buckets": replace(BASE, rank=4, refresh="sketch", overlap_buckets=3),
+    "bf16": replace(BASE, rank=4, refresh="sketch", core_dtype="bfloat16"),
+    "one_sided": replace(BASE, rank=4, refresh="sketch", projection="one_sided"),
+}
+MESHES = {
+    "replicate4": TSRMesh({}, replicas=4),
+    "hsdp2x2": TSRMesh({"fsdp": 2}, replicas=2),
+    "fsdp2xtp2": TSRMesh({"fsdp": 2, "tp": 2}),
+    "tp2xdp2": TSRMesh({"tp": 2}, replicas=2),
+}
+STEPS = 6
+
+
+def measure(layout_name: str, settings: TSRSettings) -> list[dict[Any, tuple[int, int]]]:
+    """Count a few steps; on a rank. Each is {(op, mesh_dim, dtype): (calls, elements)}."""
+    with patch.object(tsr_cases, "SHAPES", SHAPES):
+        case = Case(layout_name, settings, dtype=torch.float32, microbatches=2)
+        layout = place(layout_name)
+        model = build_model(layout, case.dtype)
+        optimizer = TSROptimizers(
+            [model], settings, DEFAULTS, replicas=layout.replicas, stages=layout.stages
+        )
+        groups = dict(optimizer.synchronizer.ranks.sharding)
+        names = {group.group_name: name for name, group in groups.items()}
+        if layout.replicas is not None:
+            names[layout.replicas.group_name] = "dp_replicate"
+        names = mesh_dims_of({}) | names
+        ledger = CommLedger([], names)
+        steps = []
+        for step in range(STEPS):
+            ledger.clear()
+            with ledger:
+                take_step(model, optimizer, layout, case, step)
+            steps.append(
+                {
+                    (row["op"], row["mesh_dim"], row["dtype"]): (row["calls"], row["elements"])
+                    for row in ledger.rows()
+                }
+            )
+        return steps
+
+
+def measure_all(layout: str) -> list[Any]:
+    return [measure(layout, settings) for settings in SETTINGS.values()]
+
+
+@pytest.fixture(scope="module")
+def measured(four_ranks: RankPool) -> dict[str, Any]:
+    return {name: four_ranks.run(measure_all, name) for name in MESHES}
+
+
+def splits(name: str, transposed: bool, mesh: TSRMesh) -> dict[str, tuple[str, ...]]:
+    by_dim: dict[int, list[str]] = {0: [], 1: []}
+    if "fsdp" in mesh.sharding:
+        by_dim[0].append("fsdp")
+    if "tp" in mesh.sharding:
+        by_dim[1 if name.endswith(COLUMN) else 0].append("tp")
+    rows, columns = (1, 0) if transposed else (0, 1)
+    return {"row_split": tuple(by_dim[rows]), "column_split": tuple(by_dim[columns])}
+
+
+def expected(settings: TSRSettings, mesh: TSRMesh) -> list[dict[Any, tuple[int, int]]]:
+    plans = plan_matrices(SHAPES, settings)
+    matrices = {
+        name: TSRMatrix(
+            p.rows, p.columns, p.rank, p.width, two_sided=p.two_sided,
+            **splits(name, p.transposed, mesh),
+        )
+        for name, p in plans.items()
+    }  # fmt: skip
+    dense = []
+    for name, shape in SHAPES.items():
+        if name not in plans:
+            parts = [d for d in mesh.sharding if d == "fsdp" or len(shape) == 2]
+            size = torch.Size(shape).numel()
+            dense.append(size // torch.Size([mesh.sharding[d] for d in parts]).numel())
+    step = TSRStep(
+        settings.power_iterations,
+        settings.refresh,
+        settings.moments == "rotate",
+        settings.overlap_buckets,
+    )
+    dtypes = {
+        "core": settings.core_dtype,
+        "gradient": "float32",
+        "sketch": "float32",
+        "norm": "float64",
+        "checksum": "int64",
+    }
+    steps = []
+    done = dict.fromkeys(plans, 0)
+    for t in range(STEPS):
+        due = [i for i, (n, p) in enumerate(plans.items()) if p.is_due(t, done[n])]
+        for i in due:
+            done[list(plans)[i]] += 1
+        rows: dict[Any, tuple[int, int]] = {}
+        for row in tsr_traffic(list(matrices.values()), due, dense, mesh, step):
+            key = (row.op, row.mesh_dim, dtypes[row.role])
+            calls, elements = rows.get(key, (0, 0))
+            rows[key] = (calls + row.calls, elements + row.elements)
+        steps.append(rows)
+    return steps
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("layout", MESHES)
+def test_ledger_equals_formula(layout: str, name: str, measured: dict[str, Any]) -> None:
+    ranks = [rank[list(SETTINGS).index(name)] for rank in measured[layout]]
+    assert ranks[0] == expected(SETTINGS[name], MESHES[layout])
+    assert all(rank == ranks[0] for rank in ranks)
+
+
+def test_another_formula_is_noticed(measured: dict[str, Any]) -> None:
+    found = measured["hsdp2x2"][0][list(SETTINGS).index("sketch")]
+    for change in ({"rank": 5}, {"power_iterations": 1}, {"moments": "rotate"}):
+        other = replace(SETTINGS["sketch"], **change)  # type: ignore[arg-type]
+        assert found != expected(other, MESHES["hsdp2x2"])
+
+
+def largest_payload(layout_name: str, settings: TSRSettings) -> list[list[int]]:
+    """Elements of every single collective over the replicas, by step."""
+    from torchtitan_lr.comm import ledger as module
+
+    sizes: list[list[int]] = [[]]
+    original = module.identify
+
+    def recording(*args: Any) -> Any:
+        call = original(*args)
+        if call is not None and call.dtype != torch.int64:
+            sizes[-1].append(call.elements)
+        return call
+
+    with patch.object(tsr_cases, "SHAPES", SHAPES), patch.object(module, "identify", recording):
+        case = Case(layout_name, settings, dtype=torch.float32)
+        layout = place(layout_name)
+        model = build_model(layout, case.dtype)
+        optimizer = TSROptimizers([model], settings, DEFAULTS, replicas=layout.replicas)
+        for step in range(STEPS):
+            with CommLedger([], {}):
+                take_step(model, optimizer, layout, case, step)
+            sizes.append([])
+    return sizes[:-1]
+
+
+ONE = ("layers.0.feed_forward.w1.weight",)
+"""The only compressed matrix, all others being taken out of the gradients' exchange."""
+
+
+@pytest.mark.parametrize("refresh", ["sketch", "dense"])
+def test_no_full_gradient_crosses_the_replicas(refresh: str, four_ranks: RankPool) -> None:
+    settings = replace(BASE, rank=4, refresh=refresh, include=ONE, oversampling=1)  # type: ignore[arg-type]
+    sizes = four_ranks.run(largest_payload, "replicate4", settings)[0]
+    whole, others = 80 * 48, sum(torch.Size(s).numel() for n, s in SHAPES.items() if n not in ONE)
+    for step, calls in enumerate(sizes):
+        refreshes = step % settings.refresh_interval == 0
+        carries_gradient = [n for n in calls if n != others and n >= whole]
+        # The control: a dense refresh does send it, along with the dense gradients.
+        assert bool(carries_gradient) == (refreshes and refresh == "dense")
+        assert (others in calls) == (not carries_gradient)
+        if not refreshes:
+            assert sorted(calls) == [4 * 4, others]

@@ -1,0 +1,135 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""TSR-Adam's state through DCP: the same layout goes on bitwise, another within rounding (fp64)."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.pool import RankPool
+from tests.distributed.tsr_cases import (
+    BASE,
+    DEFAULTS,
+    STEPS,
+    Case,
+    build_model,
+    full,
+    place,
+    relative,
+    take_step,
+    train,
+    twin,
+)
+from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
+
+SAVED = 4
+"""Steps before the checkpoint: between two refreshes."""
+
+PAIRS = [
+    ("hsdp2x2", "tp2xdp2"),
+    ("tp2xdp2", "fsdp4"),
+    ("fsdp2xtp2", "replicate4"),
+    ("fsdp4", "fsdp2xtp2"),
+    ("replicate4", "pp2xdp2"),
+    ("pp2xdp2", "hsdp2x2"),
+]
+
+
+def states(model: Any, optimizer: TSROptimizers) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def save(case: Case, folder: str) -> dict[str, torch.Tensor]:
+    """Save after some steps, then go on; return what the uninterrupted run ends with."""
+    layout = place(case.layout)
+    model, optimizer, _ = train(case, layout, steps=SAVED)
+    dcp.save(states(model, optimizer), checkpoint_id=folder)
+    for step in range(SAVED, STEPS):
+        take_step(model, optimizer, layout, case, step)
+    return {name: full(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+def resume(case: Case, folder: str, forget: str = "") -> dict[str, torch.Tensor]:
+    layout = place(case.layout)
+    model = build_model(layout, case.dtype)
+    optimizer = TSROptimizers(
+        [model], case.settings, DEFAULTS, replicas=layout.replicas, stages=layout.stages
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    loaded = states(model, optimizer)
+    dcp.load(loaded, checkpoint_id=folder)
+    model.load_state_dict(loaded["model"])
+    if forget != "optimizer":
+        optimizer.load_state_dict(loaded["optimizer"])
+    if forget:
+        for state in optimizer.optimizers[0].state.values():
+            for name, value in state.items():
+                if forget in ("optimizer", name):
+                    (value.to_local() if isinstance(value, DTensor) else value).zero_()
+    for step in range(SAVED, STEPS):
+        take_step(model, optimizer, layout, case, step)
+    return {name: full(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", ["hsdp2x2", "fsdp2xtp2", "pp2xdp2"])
+def test_the_same_layout_goes_on_bitwise(layout: str, four_ranks: RankPool, tmp_path: Any) -> None:
+    case = Case(layout, replace(BASE, stagger=True))
+    undisturbed = four_ranks.run(save, case, str(tmp_path))
+    resumed = four_ranks.run(resume, case, str(tmp_path))
+    for expected, found in zip(undisturbed, resumed, strict=True):
+        assert expected.keys() == found.keys()
+        for name, weight in expected.items():
+            assert torch.equal(found[name], weight), name
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+@pytest.mark.parametrize("projection", ["two_sided", "one_sided"])
+def test_another_layout_goes_on(
+    projection: Any, before: str, after: str, four_ranks: RankPool, tmp_path: Any
+) -> None:
+    settings = replace(BASE, projection=projection)
+    expected, _ = twin(Case("alone", settings))
+    four_ranks.run(save, Case(before, settings), str(tmp_path))
+    for found in four_ranks.run(resume, Case(after, settings), str(tmp_path)):
+        assert all(relative(weight, expected[name]) < 1e-9 for name, weight in found.items())
+
+
+@pytest.mark.parametrize("forget", ["left", "right", "exp_avg", "exp_avg_sq", "age", "refreshes"])
+def test_every_entry_of_the_state_matters(forget: str, four_ranks: RankPool, tmp_path: Any) -> None:
+    """The control: without it the run goes on otherwise."""
+    case = Case("hsdp2x2")
+    expected = four_ranks.run(save, case, str(tmp_path))[0]
+    found = four_ranks.run(resume, case, str(tmp_path), forget)[0]
+    assert max(relative(found[name], weight) for name, weight in expected.items()) > 1e-4
+
+
+def fake_load_step(layout_name: str) -> bool:
+    """What DCP does to an optimizer whose state it takes to be missing."""
+    layout = place(layout_name)
+    case = Case(layout_name)
+    model, optimizer, _ = train(case, layout, steps=2)
+    before = [full(p.detach()).clone() for p in model.parameters()]
+    state = {k: full(v).clone() for k, v in optimizer.state_dict().items() if torch.is_tensor(v)}
+    inner = optimizer.optimizers[0]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    inner.param_groups[0]["lr"] = 0.0
+    inner.step(closure=None)
+    inner.zero_grad(set_to_none=True)
+    same = all(
+        torch.equal(full(p.detach()), b) for p, b in zip(model.parameters(), before, strict=True)
+    )
+    after = optimizer.state_dict()
+    dist.barrier()
+    return same and all(torch.equal(full(after[k]), v) for k, v in state.items()) and bool(state)
+
+
+@pytest.mark.parametrize("layout", ["replicate4", "hsdp2x2"])
+def test_the_fake_load_step_changes_nothing(layout: str, four_ranks: RankPool) -> None:
+    assert four_ranks.run(fake_load_step, layout) == [True] * 4

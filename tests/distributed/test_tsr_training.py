@@ -1,0 +1,138 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""TSR-Adam through the trainer: every layout trains like one process, and resumes (fp32)."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import RankPool
+from tests.distributed.training import largest_difference, train
+
+TOLERANCE = 2e-5
+
+TSR = [
+    "--optimizer.name=TSRAdam",
+    "--optimizer.tsr_rank=12",
+    "--optimizer.tsr_refresh_interval=3",
+    "--optimizer.tsr_embedding_rank=8",
+    "--optimizer.tsr_embedding_refresh_interval=2",
+]
+BATCH = {n: [f"--training.local_batch_size={n}"] for n in (1, 2, 4, 8)}
+REPLICATE4 = [
+    "--parallelism.data_parallel_replicate_degree=4",
+    "--parallelism.data_parallel_shard_degree=1",
+]
+HSDP = ["--parallelism.data_parallel_replicate_degree=2"]
+TP2 = ["--parallelism.tensor_parallel_degree=2"]
+LAYOUTS = {
+    "replicate4": [*REPLICATE4, *BATCH[2]],
+    "replicate4_accumulate2": [*REPLICATE4, *BATCH[1]],
+    "hsdp2x2": [*HSDP, *BATCH[2]],
+    "fsdp4": BATCH[2],
+    "tp2xdp2": [*HSDP, *TP2, "--parallelism.data_parallel_shard_degree=1", *BATCH[2]],
+    "fsdp2xtp2": [*TP2, *BATCH[4]],
+}
+
+
+def model(family: str) -> list[str]:
+    return [f"--model.name=llama_{family}", *TSR]
+
+
+@pytest.fixture(scope="module")
+def reference(one_rank: RankPool) -> Any:
+    @cache
+    def run(family: str, *options: str) -> dict[str, Any]:
+        return one_rank.run(train, [*model(family), *BATCH[8], *options])[0]
+
+    return run
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["full", "lax"])
+def test_layout_equals_one_process(
+    family: str, layout: str, four_ranks: RankPool, reference: Any
+) -> None:
+    runs = four_ranks.run(train, [*model(family), *LAYOUTS[layout]])
+    assert largest_difference(runs[0], reference(family)) < TOLERANCE
+
+
+def test_options_hold_through_the_trainer(four_ranks: RankPool, reference: Any) -> None:
+    options = [
+        "--optimizer.tsr_stagger",
+        "--optimizer.tsr_compress_head",
+        "--optimizer.tsr_moments=keep",
+        "--optimizer.tsr_overlap_buckets=2",
+        "--activation_checkpoint.mode=full",
+        "--compile.enable",
+    ]
+    run = four_ranks.run(train, [*model("full"), *LAYOUTS["hsdp2x2"], *options])[0]
+    alone = reference("full", *options[:4])
+    assert largest_difference(run, alone) < TOLERANCE
+
+
+def test_other_settings_are_noticed(reference: Any) -> None:
+    """The control: what one setting changes is far above the tolerance."""
+    other = reference("full", "--optimizer.tsr_moments=reset")
+    assert largest_difference(other, reference("full")) > 20 * TOLERANCE
+
+
+def test_bf16_weights_keep_fp32_state(four_ranks: RankPool, reference: Any) -> None:
+    options = ["--training.dtype=bfloat16", "--training.mixed_precision_param=bfloat16"]
+    run = four_ranks.run(train, [*model("full"), *LAYOUTS["replicate4"], *options])[0]
+    assert run["losses"] == pytest.approx(reference("full")["losses"], rel=2e-2)
+
+
+@pytest.mark.parametrize("fault", ["nan@3", "nan_gradient@3", "nan_gradient@4"])
+def test_a_skipped_step_leaves_no_trace(fault: str, four_ranks: RankPool) -> None:
+    """Step 4 refreshes (three are done before it), step 3 does not."""
+    options = [*model("cola"), *LAYOUTS["replicate4"], "--training.max_skipped_steps=1"]
+    runs = four_ranks.run(train, options, fault)
+    assert [run["skipped_steps"] for run in runs] == [1, 1, 1, 1]
+    assert all(loss == loss for loss in runs[0]["losses"][-1:])
+    for name, value in runs[0]["parameters"].items():
+        assert (value == value).all(), name
+
+
+SAVING = ["--training.steps=6", "--checkpoint.enable", "--checkpoint.interval=2"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(four_ranks: RankPool) -> dict[str, Any]:
+    return four_ranks.run(train, [*model("full"), *SAVING, *LAYOUTS["hsdp2x2"]])[0]
+
+
+def interrupted(four_ranks: RankPool) -> str:
+    run = four_ranks.run(train, [*model("full"), *SAVING, *LAYOUTS["hsdp2x2"]], "sigterm@4")[0]
+    assert run["step"] == 4
+    return str(run["dump_folder"])
+
+
+def test_resumes_bitwise(four_ranks: RankPool, undisturbed: dict[str, Any]) -> None:
+    folder = interrupted(four_ranks)
+    assert (Path(folder) / "checkpoint/step-4/.metadata").is_file()
+    options = [*model("full"), *SAVING, *LAYOUTS["hsdp2x2"]]
+    resumed = four_ranks.run(train, options, "", folder)[0]
+    assert resumed["losses"] == undisturbed["losses"]
+    assert largest_difference(resumed, undisturbed) == 0.0
+
+
+@pytest.mark.parametrize("layout", ["replicate4", "fsdp4", "tp2xdp2", "fsdp2xtp2"])
+def test_resumes_in_another_layout(
+    layout: str, four_ranks: RankPool, undisturbed: dict[str, Any]
+) -> None:
+    folder = interrupted(four_ranks)
+    options = [*model("full"), *SAVING, *LAYOUTS[layout]]
+    resumed = four_ranks.run(train, options, "", folder)[0]
+    assert largest_difference(resumed, undisturbed) < TOLERANCE
+
+
+def test_forgetting_the_optimizer_is_noticed(
+    four_ranks: RankPool, undisturbed: dict[str, Any]
+) -> None:
+    folder = interrupted(four_ranks)
+    options = [*model("full"), *SAVING, *LAYOUTS["hsdp2x2"]]
+    forget = "--checkpoint.exclude_from_loading=optimizer"
+    resumed = four_ranks.run(train, [*options, forget], "", folder)[0]
+    assert largest_difference(resumed, undisturbed) > 20 * TOLERANCE

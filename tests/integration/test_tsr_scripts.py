@@ -1,0 +1,93 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The scripts about TSR-Adam, at their smallest."""
+
+import importlib.util
+import json
+
+import pytest
+
+from tests.integration import runs
+from torchtitan_lr.metrics import HISTORY_FILE, read_history
+
+SMALL = ["training.local_batch_size=2", "training.seq_len=32", "validation.seq_len=32"]
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, runs.ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_loss_vs_bytes(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(runs.ROOT)
+    curves = load("tsr_loss_vs_bytes")
+    arguments = [
+        *("--steps", "12", "--seeds", "1", "--methods", "AdamW", "TSR rotate"),
+        *("--work", str(tmp_path / "runs"), "--out", str(tmp_path / "curves.png")),
+        *("--override", *SMALL),
+    ]
+    assert curves.main(arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {"AdamW", "TSR rotate"}
+    # Gradients of everything, against cores and the head.
+    tsr, adamw = report["TSR rotate"], report["AdamW"]
+    assert 0 < tsr["bytes_per_step"] < adamw["bytes_per_step"] / 1.5
+    assert tsr["peak_bytes"] > tsr["bytes_per_step"] and adamw["validation_loss"] < 9
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+    # Again: finished runs are taken as they are, a run that lacks steps goes on.
+    history = tmp_path / "runs" / "AdamW-0" / HISTORY_FILE
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").glob("*/*.jsonl")}
+    assert curves.main(arguments) == 0
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    assert json.loads(capsys.readouterr().out) == report
+    assert len(read_history(history)) >= 12
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        ("tsr_loss_vs_bytes", ["--steps", "3"], "--steps: got 3"),
+        ("tsr_loss_vs_bytes", ["--seeds", "0"], "--seeds: got 0"),
+        ("tsr_loss_vs_bytes", ["--config", "no.toml"], "--config: got 'no.toml'"),
+        ("slow_link", ["--mbit", "0"], "--mbit: got 0"),
+        ("slow_link", ["--steps", "1"], "--steps: got 1"),
+        ("bench_tsr_gpu", ["--repeats", "0"], "--repeats: got 0"),
+    ],
+)
+def test_bad_arguments_are_told_in_one_line(name, arguments, told, capsys):
+    with pytest.raises(SystemExit) as info:
+        load(name).main(arguments)
+    assert info.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_slow_link(capsys, monkeypatch):
+    monkeypatch.chdir(runs.ROOT)
+    script = load("slow_link")
+    arguments = ["--steps", "6", "--mbit", "400", "--override", *SMALL]
+    assert script.main(arguments) == 0
+    out = capsys.readouterr().out
+    if out.startswith("skipped: "):
+        pytest.skip(out.strip())
+    report = json.loads(out)
+    adamw, tsr = report["AdamW"], report["TSRAdam"]
+    assert tsr["bytes_per_step"] < adamw["bytes_per_step"] / 1.5
+    # The control for the link: no step is faster than its bytes at 400 Mbit/s.
+    assert adamw["seconds"] > 0.8 * adamw["bytes_per_step"] / 50e6
+
+
+def test_slow_link_skips_with_a_reason(capsys, monkeypatch):
+    script = load("slow_link")
+    monkeypatch.setattr(script.shutil, "which", lambda tool: None)
+    assert script.main([]) == 0
+    assert capsys.readouterr().out == "skipped: ip (iproute2) is not installed\n"
+
+
+def test_gpu_benchmark_skips_with_a_reason(capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert load("bench_tsr_gpu").main([]) == 0
+    assert capsys.readouterr().out == "skipped: no GPU\n"

@@ -1,0 +1,88 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""TSR-Adam once more, as plainly as possible: whole matrices, one at a time, nothing reused."""
+
+import torch
+
+from torchtitan_lr.optim.randomized_svd import draw_sketches
+
+
+def orthonormal(y):
+    q, r = torch.linalg.qr(y)
+    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+
+
+def leading_triplets(g, omega, rank, power_iterations):
+    q = orthonormal(g @ omega)
+    for _ in range(power_iterations):
+        q = orthonormal(g @ orthonormal(g.T @ q))
+    small_u, s, small_vt = torch.linalg.svd(q.T @ g, full_matrices=False)
+    u, v = q @ small_u[:, :rank], small_vt[:rank].T
+    flip = torch.where(omega[:, 0] @ v < 0, -1.0, 1.0)
+    present = s[:rank] > s[0] * len(s) * torch.finfo(s.dtype).eps
+    return u * flip * present, s[:rank], v * flip * present
+
+
+class ReferenceTSR:
+    """One process; weights and gradients are whole matrices by name.
+
+    `step` takes the sum of all gradients, clips by the norm of what is used, and updates in place.
+    """
+
+    def __init__(self, weights, plans, settings, hyper, max_norm=float("inf")):
+        self.weights, self.plans, self.settings = weights, plans, settings
+        self.hyper, self.max_norm = hyper, max_norm
+        self.t = 0
+        self.state = {}
+
+    def step(self, gradients):
+        used = {name: self.project(name, g) for name, g in gradients.items()}
+        norm = torch.stack([c.norm() for c in used.values()]).norm()
+        factor = min(1.0, self.max_norm / (norm.item() + 1e-6))
+        self.t += 1
+        for name, c in used.items():
+            self.update(name, c * factor)
+        return norm.item()
+
+    def project(self, name, g):
+        if name not in self.plans:
+            return g
+        plan = self.plans[name]
+        g = g.T if plan.transposed else g
+        state = self.state.setdefault(name, {"refreshes": 0})
+        if state["refreshes"] == 0 or self.t % plan.interval == plan.offset:
+            self.refresh(name, g)
+        c = state["u"].T @ g
+        return c @ state["v"] if plan.two_sided else c
+
+    def refresh(self, name, g):
+        plan, state = self.plans[name], self.state[name]
+        key = (name, state["refreshes"])
+        omega = draw_sketches([key], (plan.columns, plan.width), self.settings.seed, g)[0]
+        u, _, v = leading_triplets(g, omega, plan.rank, self.settings.power_iterations)
+        if state["refreshes"] == 0 or self.settings.moments == "reset":
+            shape = (plan.rank, plan.rank if plan.two_sided else plan.columns)
+            state["m"], state["v2"] = g.new_zeros(shape), g.new_zeros(shape)
+            state["age"] = 0
+        elif self.settings.moments == "rotate":
+            p = u.T @ state["u"]
+            w = v.T @ state["v"] if plan.two_sided else torch.eye(plan.columns, dtype=g.dtype)
+            state["m"] = p @ state["m"] @ w.T
+            state["v2"] = (p * p) @ state["v2"] @ (w * w).T
+        state.update(u=u, v=v, refreshes=state["refreshes"] + 1)
+
+    def update(self, name, c):
+        h, weight = self.hyper, self.weights[name]
+        state = self.state.setdefault(name, {})
+        if "m" not in state:
+            state.update(m=torch.zeros_like(c), v2=torch.zeros_like(c), age=0)
+        state["age"] += 1
+        state["m"] = h.beta1 * state["m"] + (1 - h.beta1) * c
+        state["v2"] = h.beta2 * state["v2"] + (1 - h.beta2) * c * c
+        m = state["m"] / (1 - h.beta1 ** state["age"])
+        v = state["v2"] / (1 - h.beta2 ** state["age"])
+        d = m / (v.sqrt() + h.eps)
+        if name in self.plans:
+            plan = self.plans[name]
+            d = state["u"] @ d @ (state["v"].T if plan.two_sided else torch.eye(d.shape[1]).to(d))
+            d = h.scale * (d.T if plan.transposed else d)
+        weight.sub_(h.lr * d + h.lr * h.weight_decay * weight)

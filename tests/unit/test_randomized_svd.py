@@ -1,0 +1,137 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import pytest
+import torch
+
+from torchtitan_lr.optim.randomized_svd import (
+    Gather,
+    SketchSettings,
+    Sum,
+    draw_sketches,
+    randomized_svd,
+    solve_alone,
+    tsqr,
+)
+
+F64 = torch.float64
+
+
+def draw(*size, seed=0):
+    return torch.randn(size, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def decaying(m, n, seed=0, ratio=0.3):
+    u, v = (torch.linalg.qr(draw(k, min(m, n), seed=seed + k))[0] for k in (m, n))
+    return (u * ratio ** torch.arange(min(m, n), dtype=F64)) @ v.T
+
+
+def solve(gradients, rank, width, q=1, seed=0):
+    omega = draw(len(gradients), gradients[0].shape[1], width, seed=seed)
+    return solve_alone(randomized_svd(gradients, omega, SketchSettings(rank, width, q)))
+
+
+@pytest.mark.parametrize("size", [(20, 12), (12, 20), (9, 9)])
+def test_exact_where_the_sketch_is_as_wide_as_the_matrix(size):
+    gradients = [draw(*size, seed=s) for s in range(3)]
+    svd = solve(gradients, rank=4, width=min(size))
+    for i, g in enumerate(gradients):
+        u, s, vt = torch.linalg.svd(g, full_matrices=False)
+        torch.testing.assert_close(svd.values[i], s[:4])
+        best = (u[:, :4] * s[:4]) @ vt[:4]
+        torch.testing.assert_close((svd.left[i] * svd.values[i]) @ svd.right[i].T, best)
+
+
+def test_power_iterations_come_closer():
+    g = decaying(60, 40, ratio=0.8)
+    exact = torch.linalg.svd(g)[1][:6]
+    errors = [(solve([g], 6, 8, q).values[0] - exact).abs().max() for q in (0, 1, 3)]
+    assert errors[0] > 2 * errors[1] > 4 * errors[2]
+
+
+def test_columns_are_orthonormal_and_signs_follow_the_sketch():
+    g = decaying(30, 20)
+    svd, again = solve([g], 5, 8), solve([-g], 5, 8)
+    for basis in (svd.left[0], svd.right[0]):
+        torch.testing.assert_close(basis.T @ basis, torch.eye(5, dtype=F64))
+    # The right vectors' signs come from the sketch, so that the left ones carry the matrix's.
+    torch.testing.assert_close(again.right, svd.right)
+    torch.testing.assert_close(again.left, -svd.left)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_the_gradient_does_not_determine_is_zero(rank):
+    g = draw(10, rank) @ draw(rank, 8, seed=1) if rank else torch.zeros(10, 8, dtype=F64)
+    svd = solve([g], 4, 6)
+    assert not svd.left[0][:, rank:].any() and not svd.right[0][:, rank:].any()
+    torch.testing.assert_close((svd.left[0] * svd.values[0]) @ svd.right[0].T, g)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_shows_in_the_values(bad):
+    good, g = decaying(10, 8), decaying(10, 8)
+    g[3, 2] = bad
+    svd = solve([g, good], 3, 5)
+    assert svd.values[0].isnan().all()
+    torch.testing.assert_close(
+        svd.values[1:], solve([good, good], 3, 5).values[1:], rtol=1e-2, atol=0.1
+    )
+
+
+def split_solve(blocks_of, whole, mesh_dim_count=1):
+    """Drive several ranks' generators by hand: each round's requests answered together."""
+    ranks = blocks_of
+    answers = [None] * len(ranks)
+    while True:
+        requests = []
+        for steps, answer in zip(ranks, answers, strict=True):
+            try:
+                requests.append(steps.send(answer))
+            except StopIteration as end:
+                requests.append(end.value)
+        if not isinstance(requests[0], Sum | Gather):
+            return requests
+        if isinstance(requests[0], Sum):
+            total = sum(r.tensor for r in requests) if requests[0].axis == whole else None
+            answers = [r.tensor if total is None else total for r in requests]
+        elif requests[0].axis == whole:
+            stacked = torch.stack([r.tensor for r in requests])
+            answers = [(stacked, i) for i in range(len(ranks))]
+        else:
+            answers = [None] * len(ranks)
+
+
+@pytest.mark.parametrize("rows", [(4, 4, 4), (9, 2, 1), (7, 5, 0)])
+def test_tsqr_over_row_blocks(rows):
+    tall = draw(2, sum(rows), 4)
+    blocks = tall.split(rows, dim=1)
+    parts = split_solve([tsqr(block, "rows", 1) for block in blocks], "rows")
+    q, r = solve_alone(tsqr(tall, "rows", 1))
+    torch.testing.assert_close(torch.cat([part[0] for part in parts], dim=1), q)
+    for part in parts:
+        torch.testing.assert_close(part[1], r)
+    torch.testing.assert_close(q @ r, tall)
+    assert (r.diagonal(dim1=-2, dim2=-1) >= 0).all() and not r.tril(-1).any()
+
+
+@pytest.mark.parametrize("axis", ["rows", "columns"])
+def test_split_matrices_have_the_same_triplets(axis):
+    g, omega = decaying(14, 11), draw(1, 11, 6)
+    settings = SketchSettings(4, 6, 1, mesh_dims=1)
+    if axis == "rows":
+        pieces = [(block, omega) for block in g.split([6, 6, 2])]
+    else:
+        pieces = list(zip(g.split([5, 5, 1], 1), omega.split([5, 5, 1], 1), strict=True))
+    parts = split_solve([randomized_svd([b], o, settings) for b, o in pieces], axis)
+    whole = solve_alone(randomized_svd([g], omega, SketchSettings(4, 6, 1)))
+    left, right = [part.left for part in parts], [part.right for part in parts]
+    left = torch.cat(left, 1) if axis == "rows" else left[0]
+    right = torch.cat(right, 1) if axis == "columns" else right[0]
+    torch.testing.assert_close(left, whole.left, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(right, whole.right, rtol=1e-9, atol=1e-9)
+
+
+def test_sketches_depend_on_seed_name_and_refresh_alone():
+    like = torch.zeros(1, dtype=F64)
+    first = draw_sketches([("a", 0), ("b", 0)], (5, 3), 0, like)
+    torch.testing.assert_close(draw_sketches([("b", 0)], (5, 3), 0, like)[0], first[1])
+    others = draw_sketches([("a", 1)], (5, 3), 0, like), draw_sketches([("a", 0)], (5, 3), 1, like)
+    assert all((other[0] - first[0]).abs().max() > 0.1 for other in (*others, (first[1],)))

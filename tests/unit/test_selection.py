@@ -1,0 +1,60 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+from collections import Counter
+
+import pytest
+
+from torchtitan_lr.config_checks import build_job_config
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.optim.selection import EMBEDDING, HEAD, TSRSettings, plan_matrices
+
+SHAPES = {
+    EMBEDDING: (64, 16),
+    **{f"layers.{i}.attention.wq.weight": (16, 16) for i in range(4)},
+    "layers.0.feed_forward.w1.weight": (40, 16),
+    "layers.0.ffn_norm.weight": (16,),
+    "gate": (1,),
+    HEAD: (64, 16),
+}
+BASE = TSRSettings(rank=4, embedding_rank=3, refresh_interval=10, embedding_refresh_interval=5)
+
+
+def change(**values):
+    return TSRSettings(**{**BASE.__dict__, **values})
+
+
+def test_matrices_but_for_the_head_are_compressed():
+    plans = plan_matrices(SHAPES, BASE)
+    assert set(plans) == {n for n, s in SHAPES.items() if len(s) == 2} - {HEAD}
+    assert (plans[EMBEDDING].rank, plans[EMBEDDING].interval, plans[EMBEDDING].width) == (3, 5, 8)
+    assert HEAD in plan_matrices(SHAPES, change(compress_head=True))
+    assert EMBEDDING not in plan_matrices(SHAPES, change(embedding_rank=0))
+
+
+def test_patterns():
+    plans = plan_matrices(SHAPES, change(include=("layers.*",), exclude=("*.w1.weight",)))
+    assert set(plans) == {n for n in SHAPES if "wq" in n}
+    # The head needs its own key, whatever the patterns say.
+    assert HEAD not in plan_matrices(SHAPES, change(include=("*",)))
+    with pytest.raises(ConfigError, match="tsr_exclude: got 'gate'"):
+        plan_matrices(SHAPES, change(exclude=("gate",)))
+
+
+def test_one_sided_projects_the_shorter_side():
+    plans = plan_matrices(SHAPES, change(projection="one_sided"))
+    tall = plans["layers.0.feed_forward.w1.weight"]
+    assert tall.transposed and (tall.rows, tall.columns) == (16, 40)
+    assert not plan_matrices(SHAPES, BASE)[tall.name].transposed
+
+
+def test_everything_refreshes_first_and_then_in_turn():
+    plans = plan_matrices(SHAPES, change(stagger=True))
+    assert all(plan.is_due(step=3, refreshes=0) for plan in plans.values())
+    linear = [plan for plan in plans.values() if plan.name != EMBEDDING]
+    counts = Counter(step for plan in linear for step in range(1, 11) if plan.is_due(step, 1))
+    assert sorted(counts.values()) == [1] * len(linear)
+    together = [p for p in plan_matrices(SHAPES, BASE).values() if p.name != EMBEDDING]
+    assert all(plan.is_due(10, 1) and not plan.is_due(9, 1) for plan in together)
+
+
+def test_settings_have_the_defaults_of_the_configuration():
+    assert TSRSettings.from_config(build_job_config([]).optimizer) == TSRSettings()

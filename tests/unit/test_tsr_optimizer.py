@@ -1,0 +1,181 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.tiny import tiny_args
+from torchtitan_lr.models import LlamaModel
+from torchtitan_lr.optim.selection import TSRSettings
+from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
+
+SETTINGS = TSRSettings(rank=3, embedding_rank=2, refresh_interval=3, embedding_refresh_interval=2)
+DEFAULTS = {"lr": 0.02, "beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.1}
+MATRIX = "layers.0.attention.wq.weight"
+
+
+def build(settings=SETTINGS, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = LlamaModel(tiny_args("full")).to(dtype)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return model, TSROptimizers([model], settings, dict(DEFAULTS))
+
+
+def give(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def step(model, optimizer, seeds=(0,), max_norm=float("inf")):
+    optimizer.zero_grad()
+    for seed in seeds:
+        give(model, seed)
+        optimizer.accumulate(last=seed == seeds[-1])
+    norm = optimizer.synchronize()
+    optimizer.clip(max_norm, norm)
+    optimizer.step()
+    return norm
+
+
+def parameters(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_plain_steps_keep_no_dense_gradient_between_micro_batches():
+    model, optimizer = build()
+    step(model, optimizer)
+    optimizer.zero_grad()
+    give(model, 1)
+    optimizer.accumulate(last=False)
+    kept = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert kept == {n for n, p in model.named_parameters() if p.dim() == 1} | {"output.weight"}
+    # The control: a step that refreshes keeps them, since Z and B need them after Q.
+    model, optimizer = build()
+    give(model, 1)
+    optimizer.accumulate(last=False)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_micro_batches_add_up():
+    (one, first), (four, second) = build(), build()
+    for round_ in range(5):
+        seeds = range(4 * round_, 4 * round_ + 4)
+        step(four, second, list(seeds))
+        first.zero_grad()
+        for seed in seeds:
+            give(one, seed)
+        first.accumulate(last=True)
+        first.synchronize()
+        first.step()
+    for name, value in parameters(one).items():
+        torch.testing.assert_close(parameters(four)[name], value, rtol=1e-4, atol=1e-4)
+
+
+def test_clipping_scales_what_is_used():
+    model, optimizer = build()
+    norm = step(model, optimizer, max_norm=0.5)
+    state = optimizer.optimizers[0].state
+    moments = torch.stack([s["exp_avg"].norm() for s in state.values()]).norm() / (1 - 0.9)
+    assert norm > 5
+    torch.testing.assert_close(moments.double(), torch.tensor(0.5).double(), rtol=1e-4, atol=0)
+
+
+def test_a_step_that_is_not_taken_leaves_no_trace():
+    model, optimizer = build()
+    for seed in range(3):
+        step(model, optimizer, [seed])
+    before, state = parameters(model), snapshot(optimizer)
+    optimizer.zero_grad()
+    give(model, 9)
+    optimizer.accumulate(last=True)
+    optimizer.synchronize()  # the fourth refreshes
+    optimizer.zero_grad()
+    assert all(torch.equal(value, before[name]) for name, value in parameters(model).items())
+    assert all(torch.equal(value, state[name]) for name, value in snapshot(optimizer).items())
+    other, again = build()
+    for seed in range(3):
+        step(other, again, [seed])
+    step(model, optimizer, [5])
+    step(other, again, [5])
+    assert all(torch.equal(value, parameters(other)[n]) for n, value in parameters(model).items())
+
+
+def snapshot(optimizer):
+    return {k: v.clone() for k, v in optimizer.state_dict().items() if torch.is_tensor(v)}
+
+
+def test_a_gradient_that_is_not_finite_shows_in_the_norm():
+    for steps_before in (0, 1):  # a refresh, and a plain step
+        model, optimizer = build()
+        for seed in range(steps_before):
+            step(model, optimizer, [seed])
+        optimizer.zero_grad()
+        give(model, 3)
+        dict(model.named_parameters())[MATRIX].grad[1, 2] = float("nan")
+        optimizer.accumulate(last=True)
+        assert not torch.isfinite(optimizer.synchronize())
+        if steps_before:
+            assert optimizer.nonfinite() == MATRIX
+
+
+@pytest.mark.parametrize("moments", ["keep", "rotate", "reset"])
+def test_state_is_eager_plain_and_fp32(moments):
+    model, optimizer = build(replace(SETTINGS, moments=moments), torch.bfloat16)
+    state = optimizer.state_dict()
+    assert all(isinstance(value, torch.Tensor | int | float) for value in state.values())
+    names = {"left", "right", "exp_avg", "exp_avg_sq", "age", "refreshes", "step"}
+    found = {k.rpartition(".")[2] for k in state if k.startswith(f"state.{MATRIX}.")}
+    assert found == names
+    addresses = {k: v.data_ptr() for k, v in state.items() if torch.is_tensor(v)}
+    for seed in range(4):
+        step(model, optimizer, [seed])
+    after = optimizer.state_dict()
+    assert {k: v.data_ptr() for k, v in after.items() if torch.is_tensor(v)} == addresses
+    for name in ("left", "right", "exp_avg", "exp_avg_sq"):
+        assert after[f"state.{MATRIX}.{name}"].dtype == torch.float32
+    assert after[f"state.{MATRIX}.refreshes"].item() == 2
+    assert after[f"state.{MATRIX}.age"].item() == (1 if moments == "reset" else 4)
+
+
+def test_loading_copies_and_does_not_cast():
+    model, optimizer = build(dtype=torch.bfloat16)
+    for seed in range(2):
+        step(model, optimizer, [seed])
+    saved = snapshot(optimizer) | {
+        k: v for k, v in optimizer.state_dict().items() if not torch.is_tensor(v)
+    }
+    other, again = build(dtype=torch.bfloat16)
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(saved)
+    assert again.optimizers[0].stacks[0].left.dtype == torch.float32
+    assert all(torch.equal(v, snapshot(again)[k]) for k, v in snapshot(optimizer).items())
+    for seed in (5, 6):
+        step(model, optimizer, [seed])
+        step(other, again, [seed])
+    assert all(torch.equal(value, parameters(other)[n]) for n, value in parameters(model).items())
+
+
+def test_equal_matrices_are_stacked():
+    _, optimizer = build()
+    stacks = optimizer.synchronizer.stacks
+    assert sorted(len(stack) for stack in stacks) != [1] * len(stacks)
+    shapes = [(s.plan.rows, s.plan.columns, s.plan.rank) for s in stacks]
+    assert len(set(shapes)) == len(shapes)
+
+
+def test_dense_parameters_follow_adamw():
+    model, optimizer = build()
+    name = "output.weight"
+    twin = dict(model.named_parameters())[name].detach().clone().requires_grad_()
+    adamw = torch.optim.AdamW([twin], lr=0.02, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.1)
+    for seed in range(4):
+        optimizer.zero_grad()
+        give(model, seed)
+        twin.grad = dict(model.named_parameters())[name].grad.clone()
+        optimizer.step()  # accumulates and synchronizes by itself
+        adamw.step()
+    torch.testing.assert_close(dict(model.named_parameters())[name].detach(), twin.detach())

@@ -1,0 +1,76 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import pytest
+
+from torchtitan_lr.analysis.tsr import TSRShape, honest_tsr, linear_sides, sketch_width
+from torchtitan_lr.analysis.tsr_traffic import (
+    TSRMatrix,
+    TSRMesh,
+    TSRStep,
+    padded_block,
+    refresh_is_dense,
+    split_buckets,
+    tsr_traffic,
+)
+from torchtitan_lr.models import FLAVORS
+
+REPLICAS = TSRMesh({}, replicas=8)
+
+
+def elements(rows, role, dim="dp_replicate"):
+    return sum(row.elements for row in rows if row.role == role and row.mesh_dim == dim)
+
+
+@pytest.mark.parametrize("refresh", ["sketch", "dense", "auto"])
+def test_adds_up_to_the_honest_counting(refresh):
+    """The paper's counting in bytes a run, against calls of collectives in two kinds of steps."""
+    shape, interval = FLAVORS["full"]["60M"], 100
+    tsr = TSRShape(256, interval, 64, embedding_interval=interval, refresh=refresh)
+    sides = [(side, 256) for side in linear_sides(shape)]
+    sides.append(((shape.vocab_size, shape.dim), 64))
+    matrices = [TSRMatrix(*side, r, sketch_width(side, r, 5)) for side, r in sides]
+    dense = [shape.vocab_size * shape.dim] + [shape.dim] * (2 * shape.n_layers + 1)
+    step = TSRStep(1, refresh)
+    fresh = tsr_traffic(matrices, range(len(matrices)), dense, REPLICAS, step)
+    plain = tsr_traffic(matrices, (), dense, REPLICAS, step)
+    counted = [
+        sum(elements(rows, role) for role in ("core", "gradient", "sketch"))
+        for rows in (fresh, plain)
+    ]
+    cost = honest_tsr(shape, tsr)
+    assert 4 * counted[0] == cost.peak
+    average = 4 * (counted[0] + (interval - 1) * counted[1]) / interval
+    assert average == pytest.approx(cost.average, rel=1e-12)
+
+
+def test_a_plain_step_is_one_call_for_cores_and_one_for_dense():
+    matrices = [TSRMatrix(8, 6, 2, 3), TSRMatrix(10, 6, 2, 3)]
+    rows = tsr_traffic(matrices, (), [6, 5], REPLICAS, TSRStep())
+    assert {(r.role, r.calls, r.elements) for r in rows} == {("core", 1, 8), ("gradient", 1, 11)}
+    split = tsr_traffic(matrices, (), [6, 5], REPLICAS, TSRStep(buckets=2))
+    assert {(r.role, r.calls, r.elements) for r in split} == {("core", 2, 8), ("gradient", 1, 11)}
+
+
+def test_shards_sum_cores_too():
+    mesh = TSRMesh({"fsdp": 2, "tp": 2}, replicas=2)
+    matrices = [
+        TSRMatrix(8, 6, 2, 3, ("fsdp", "tp")),
+        TSRMatrix(8, 6, 2, 3, ("fsdp",), ("tp",), two_sided=False),
+    ]
+    rows = tsr_traffic(matrices, (), [], mesh, TSRStep())
+    # The one-sided core (2, 6) stays split along its columns.
+    assert elements(rows, "core", "fsdp") == 4 + 6
+    assert elements(rows, "core", "tp") == 4
+    assert elements(rows, "core") == 4 + 6
+    assert {r.mesh_dim for r in rows if r.role == "norm"} == {"fsdp", "tp"}
+
+
+def test_auto_takes_the_cheaper():
+    step = TSRStep(power_iterations=1, refresh="auto")
+    assert refresh_is_dense(16, 16, 8, step) and not refresh_is_dense(16, 16, 3, step)
+    assert not refresh_is_dense(16, 16, 8, TSRStep(refresh="sketch"))
+
+
+def test_buckets_and_blocks():
+    assert split_buckets([3, 3, 3, 9, 1], 6) == [[0, 1], [2], [3], [4]]
+    assert split_buckets([], 6) == []
+    assert [padded_block(10, ranks) for ranks in ((), (4,), (2, 4))] == [10, 3, 2]

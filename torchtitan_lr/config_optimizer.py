@@ -1,0 +1,65 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Refuses TSR-Adam settings that cannot work with the model or the layout."""
+
+import math
+from typing import Any
+
+from torchtitan_lr.errors import ConfigError
+
+TSR = "TSRAdam"
+"""The value of ``optimizer.name``."""
+
+
+def check_tsr(config: Any, world_size: int, device_type: str) -> None:
+    """``[optimizer] tsr_*``: ranges first, then ranks and patterns against the model's shapes."""
+    optimizer = config.optimizer
+    if optimizer.name != TSR:
+        return
+    _check_ranges(optimizer)
+    if config.training.enable_cpu_offload:
+        raise ConfigError("training.enable_cpu_offload", True, "false with TSRAdam")
+
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    from torchtitan_lr.models.args import LlamaArgs
+    from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
+
+    # After `check_model`: name and flavor are known ones.
+    args = get_train_spec(config.model.name).model_args[config.model.flavor]
+    if isinstance(args, LlamaArgs):  # else another package's model: the ranks find out
+        args.update_from_config(config)
+        plan_matrices(model_shapes(args), TSRSettings.from_config(optimizer))
+
+
+def model_shapes(args: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of a model, without memory for it."""
+    import torch
+
+    from torchtitan_lr.models.llama import LlamaModel
+
+    with torch.device("meta"):
+        model = LlamaModel(args)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _check_ranges(optimizer: Any) -> None:
+    least = {
+        "tsr_rank": 1,
+        "tsr_refresh_interval": 1,
+        "tsr_embedding_refresh_interval": 1,
+        "tsr_overlap_buckets": 1,
+        "tsr_oversampling": 0,
+        "tsr_power_iterations": 0,
+        "tsr_embedding_rank": 0,
+        "tsr_seed": 0,
+    }
+    for name, bound in least.items():
+        value = getattr(optimizer, name)
+        if value < bound:
+            want = f"an integer of at least {bound}"
+            if name == "tsr_embedding_rank":
+                want = "a rank, or 0 to leave the embedding dense"
+            raise ConfigError(f"optimizer.{name}", value, want)
+    scale = optimizer.tsr_scale
+    if not 0 < scale < math.inf:  # NaN fails too
+        raise ConfigError("optimizer.tsr_scale", scale, "a positive number such as 0.75")
