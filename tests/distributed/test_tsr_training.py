@@ -33,6 +33,10 @@ LAYOUTS = {
     "fsdp4": BATCH[2],
     "tp2xdp2": [*HSDP, *TP2, "--parallelism.data_parallel_shard_degree=1", *BATCH[2]],
     "fsdp2xtp2": [*TP2, *BATCH[4]],
+    "pp2xdp2": [
+        *("--parallelism.pipeline_parallel_degree=2", *HSDP, *BATCH[4]),
+        "--parallelism.data_parallel_shard_degree=1",
+    ],
 }
 
 
