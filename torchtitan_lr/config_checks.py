@@ -8,6 +8,7 @@ and need no process group: the launcher calls them before any rank starts, and e
 import importlib.util
 from typing import Any
 
+from torchtitan_lr.config_compression import check_grad_compression
 from torchtitan_lr.config_support import SUPPORT_CHECKS, check_tensor_parallel
 from torchtitan_lr.config_types import (
     CONFIG_FILE_KEY,
@@ -64,7 +65,7 @@ def check_job_config(config: Any, world_size: int, device_type: str) -> None:
     Raises:
         ConfigError: The first thing found that cannot work.
     """
-    for check in (*SUPPORT_CHECKS, *VALUE_CHECKS, check_tensor_parallel):
+    for check in (*SUPPORT_CHECKS, *VALUE_CHECKS, check_tensor_parallel, check_grad_compression):
         check(config, world_size, device_type)
 
 
