@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torchtitan.tools.logging import logger
 
 from torchtitan_lr.analysis.compression import codec_bits
+from torchtitan_lr.comm.codecs.base import reduce_scatter
 from torchtitan_lr.comm.compressor import Compressor, Span, join_spans, split_spans
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.parallel.compression_settings import (
@@ -68,7 +69,7 @@ class CompressedReduceScatter(ReduceScatter):
         spans, ranks = self.compressor.spans, self.compressor.unit.ranks
         rows, dense = split_spans(input_tensor.view(ranks, -1), spans)
         if not rows.numel():
-            dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group)
+            reduce_scatter(output_tensor, input_tensor, group=group)
             return None
         join_spans(*self.compressor.reduce_rows(rows, dense), spans, output_tensor)
         return None

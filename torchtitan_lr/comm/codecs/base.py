@@ -19,6 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Their names before torch 2.13, which warns of them.
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 @dataclass
 class Message:
@@ -104,7 +108,7 @@ def exchange(message: Message, group: dist.ProcessGroup) -> dict[str, Tensor]:
         parts = [message.summed[name] for name in names]
         whole = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         own = whole.new_empty(whole.shape[1])
-        dist.reduce_scatter_tensor(own, whole.contiguous(), group=group)
+        reduce_scatter(own, whole.flatten(), group=group)
         sizes = [part.shape[1] for part in parts]
         received |= dict(zip(names, own.split(sizes), strict=True))
     return received
@@ -113,7 +117,7 @@ def exchange(message: Message, group: dist.ProcessGroup) -> dict[str, Tensor]:
 def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return every rank's tensor (a,) as rows (W, a)."""
     rows = tensor.new_empty(group.size() * tensor.numel())
-    dist.all_gather_into_tensor(rows, tensor.contiguous(), group=group)
+    all_gather(rows, tensor.contiguous(), group=group)
     return rows.view(group.size(), -1)
 
 
