@@ -2,6 +2,10 @@
 """Whole runs of the trainer with compressed gradients: parity, metrics, resuming."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +87,6 @@ def stopped(four_ranks: RankPool) -> str:
 
 
 def copy_of(folder: str, tmp_path: Path) -> str:
-    import shutil
 
     shutil.copytree(folder, tmp_path / "run")
     return str(tmp_path / "run")
@@ -140,3 +143,17 @@ def test_tensor_parallel_shards_are_compressed_too(four_ranks: RankPool) -> None
     plain = four_ranks.run(train, options)[0]
     run = four_ranks.run(train, [*options, *LEFT_OUT["sketch"]])[0]
     assert largest_difference(run, plain) < 1e-5
+
+
+@pytest.mark.parametrize("layout", [[], HSDP], ids=["fsdp", "hsdp"])
+def test_measure_comm_knows_the_codecs(layout: list[str]) -> None:
+    """Its exit status says whether every row is what the formulas expect."""
+    command = [
+        *(sys.executable, "scripts/measure_comm.py", "train_configs/debug_tagc.toml", "--json"),
+        *("--training.local_batch_size=1", "--training.global_batch_size=8", *layout),
+    ]
+    environment = os.environ | {"NGPU": "4"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout)
+    assert {"all_to_all", "all_gather"} <= {row["op"] for row in rows if row["dtype"] == "uint8"}
