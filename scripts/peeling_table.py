@@ -44,7 +44,7 @@ def peeled(ranks: int, c: float, theta: float, entries: int, seed: int) -> dict[
         ``density`` of the union, ``load`` c·density, ``peeled`` share of the sent entries.
     """
     generator = torch.Generator().manual_seed(seed)
-    codec = SketchCodec(ranks, c, theta, rounds=64)
+    codec = SketchCodec(ranks, c, theta, rounds=48)
     gradients = [torch.randn(1, entries, generator=generator) for _ in range(ranks)]
     messages = [codec.encode(gradient, seed) for gradient in gradients]
     for message in messages:  # one owner's row is enough

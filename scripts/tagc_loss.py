@@ -3,9 +3,9 @@
 
 A small llama_full trains on the embedded corpus, for equal steps on equal batches: uncompressed,
 and at 2x, 4x and 10x with the sketch, with the sparse codec, and with the sketch whose 1-bit index
-is summed as published. Where a sketch would not peel at the published sparsity, theta is raised, and
-the table says so. The summed index loses what two ranks send at once and corrupts what shares its
-cells: most at 2x, where most overlaps, which explains the paper's highest curve.
+is summed as published. Where a sketch would not peel at the published sparsity, theta is raised,
+and the table says so. The summed index loses what two ranks send at once and corrupts what shares
+its cells: most at 2x, where most overlaps, which explains the paper's highest curve.
 
     python scripts/tagc_loss.py --ranks 2,4 --out docs/images/tagc_loss.png
 """
@@ -153,7 +153,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", default="outputs/tagc_loss", help="folder of the runs")
     parser.add_argument("--json", action="store_true", help="print a list of rows instead")
     parser.add_argument("--out", default="docs/images/tagc_loss.png", help="the PNG, or ''")
-    options, options.overrides = parser.parse_known_args(argv)
+    options, overrides = parser.parse_known_args(argv)
+    options.overrides = overrides
     if options.steps < 10:
         parser.error(f"--steps: got {options.steps}, expected at least 10")
     if not Path(options.config).is_file():

@@ -1,9 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Indices of sent entries at one or four bits each."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from torchtitan_lr.comm.codecs.compiled import fused
 
 
 def pack(mask: Tensor, bits: int = 1) -> Tensor:
@@ -16,6 +20,11 @@ def pack(mask: Tensor, bits: int = 1) -> Tensor:
     Returns:
         (..., ⌈m·bits/8⌉), uint8.
     """
+    return cast(Tensor, _pack(mask, bits))
+
+
+@fused
+def _pack(mask: Tensor, bits: int) -> Tensor:
     per_byte = 8 // bits
     padded = pad(mask.to(torch.uint8), (0, -mask.shape[-1] % per_byte))
     fields = padded.unflatten(-1, (-1, per_byte))
@@ -35,6 +44,11 @@ def unpack(packed: Tensor, m: int, bits: int = 1) -> Tensor:
     Returns:
         (..., m), bool.
     """
+    return cast(Tensor, _unpack(packed, m, bits))
+
+
+@fused
+def _unpack(packed: Tensor, m: int, bits: int) -> Tensor:
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     fields = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
     return fields.flatten(-2)[..., :m].bool()

@@ -6,7 +6,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from torchtitan_lr.analysis.compression import HASH_ROWS
+from torchtitan_lr.comm.codecs.compiled import fused
 
 _MASK = 0xFFFFFFFF
 
@@ -34,16 +34,21 @@ def cells_and_signs(positions: Tensor, row: int, seed: int) -> tuple[Tensor, Ten
         Cells (3, ...), int64, row r within [r·row, (r + 1)·row), and whether the sign is negative
         (3, ...), bool.
     """
-    hashed = torch.stack([_mix(positions, seed, r) for r in range(HASH_ROWS)])
-    shape = (HASH_ROWS, *[1] * positions.dim())
-    starts = torch.arange(HASH_ROWS, device=positions.device).view(shape) * row
+    salts = [zlib.crc32(f"{seed}:{r}".encode()) for r in range(3)]
+    hashed: tuple[Tensor, Tensor] = _hash_rows(positions, row, *salts)
+    return hashed
+
+
+@fused
+def _hash_rows(x: Tensor, row: int, salt_0: int, salt_1: int, salt_2: int) -> tuple[Tensor, Tensor]:
+    mixed = [_mix(x, salt) for salt in (salt_0, salt_1, salt_2)]
     # The high bits choose the cell without a division; the lowest one is left for the sign.
-    return ((hashed * row) >> 32) + starts, (hashed & 1).bool()
+    cells = torch.stack([((h * row) >> 32) + r * row for r, h in enumerate(mixed)])
+    return cells, torch.stack([(h & 1).bool() for h in mixed])
 
 
-def _mix(x: Tensor, seed: int, row: int) -> Tensor:
+def _mix(x: Tensor, salt: int) -> Tensor:
     """Scramble 32-bit integers: multiply and shift, twice (MurmurHash3's finalizer)."""
-    salt = zlib.crc32(f"{seed}:{row}".encode())
     x = (x * 0x9E3779B1 + salt) & _MASK
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
