@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.analysis.compression import LEVELS, Codec, codec_bits, peels, smallest_theta
+from torchtitan_lr.analysis.compression import LEVELS, CodecSizes, codec_bits, peels, smallest_theta
 from torchtitan_lr.cli import OneLineParser
 from torchtitan_lr.metrics import HISTORY_FILE, read_history
 
@@ -77,7 +77,7 @@ def row(name: str, ranks: int, records: list[Any], dense: float) -> dict[str, An
     c, theta = LEVELS[level]
     raised = codec == "sketch" and not peels(c, theta, ranks)
     theta = smallest_theta(c, ranks) if raised else theta
-    bits = sum(codec_bits(Codec(codec, c, theta, index)).values())
+    bits = sum(codec_bits(CodecSizes(codec, c, theta, index)).values())
     steps = [r for r in records if TRAIN_LOSS in r]
     for key in ("unpeeled_share", "index_collisions"):
         found[key] = sum(r[f"grad_compression/{key}"] for r in steps) / len(steps)

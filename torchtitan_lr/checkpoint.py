@@ -67,7 +67,7 @@ class CheckpointManager(TitanCheckpointManager):
             state_dict[DATALOADER].check_checkpoint(checkpoint_id)
         if STATE_NAME in state_dict:
             state_dict[STATE_NAME].check_checkpoint(checkpoint_id)
-        elif not from_hf:
+        elif DATALOADER in state_dict and not from_hf:
             warn_of_dropped_residuals(checkpoint_id)
         try:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)

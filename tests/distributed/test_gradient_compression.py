@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.pool import RankPool
 from tests.unit.tiny import build_tiny
-from torchtitan_lr.analysis.compression import Codec, smallest_theta
+from torchtitan_lr.analysis.compression import CodecSizes, smallest_theta
 from torchtitan_lr.comm.comparison import compare, differences
 from torchtitan_lr.comm.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.loss import cross_entropy_sum
@@ -37,7 +37,7 @@ SHAPES = {"wide": (37, 11), "tiny": (3,), "tall": (50, 7), "odd": (5, 13), "scal
 class Case:
     """What to compress, on which layout."""
 
-    codec: Codec
+    codec: CodecSizes
     hsdp: bool = False
     microbatches: int = 1
     min_size: int = 60
@@ -177,18 +177,18 @@ def books(case: Case, steps: int = 4, fault: str = "") -> dict[str, Any]:
     return {"errors": errors, "owed": owed, "exchanges": exchanges}
 
 
-SKETCH = Codec("sketch", 4, smallest_theta(4, 4))
+SKETCH = CodecSizes("sketch", 4, smallest_theta(4, 4))
 CASES = {
-    "sparse": Case(Codec("sparse", 1, 0.9)),
+    "sparse": Case(CodecSizes("sparse", 1, 0.9)),
     "sketch": Case(SKETCH),
-    "sketch_10x": Case(Codec("sketch", 10, 0.9875)),
+    "sketch_10x": Case(CodecSizes("sketch", 10, 0.9875)),
     "sketch_sum4": Case(replace(SKETCH, index="sum4")),
-    "sketch_that_sticks": Case(Codec("sketch", 10, 0.8)),
-    "sparse_accumulate3": Case(Codec("sparse", 1, 0.9), microbatches=3),
+    "sketch_that_sticks": Case(CodecSizes("sketch", 10, 0.8)),
+    "sparse_accumulate3": Case(CodecSizes("sparse", 1, 0.9), microbatches=3),
     "sketch_accumulate3": Case(SKETCH, microbatches=3),
-    "sparse_hsdp": Case(Codec("sparse", 1, 0.9), hsdp=True),
-    "sparse_hsdp_dense_return": Case(Codec("sparse", 1, 0.4), hsdp=True),
-    "sketch_hsdp": Case(Codec("sketch", 10, 0.9875), hsdp=True, microbatches=2),
+    "sparse_hsdp": Case(CodecSizes("sparse", 1, 0.9), hsdp=True),
+    "sparse_hsdp_dense_return": Case(CodecSizes("sparse", 1, 0.4), hsdp=True),
+    "sketch_hsdp": Case(CodecSizes("sketch", 10, 0.9875), hsdp=True, microbatches=2),
 }
 
 
@@ -213,7 +213,7 @@ def test_a_rank_with_other_hashes_is_noticed(four_ranks: RankPool) -> None:
 def plain_difference(case: Case) -> float:
     """Largest difference to FSDP2 without compression over 2 steps, in whole numbers."""
     model, _ = build(case)
-    plain, _ = build(replace(case, codec=Codec("none")))
+    plain, _ = build(replace(case, codec=CodecSizes("none")))
     worst = 0.0
     for step in range(2):
         ours, theirs = (step_gradients(m, case, step) for m in (model, plain))
@@ -226,10 +226,12 @@ def plain_difference(case: Case) -> float:
 @pytest.mark.parametrize("hsdp", [False, True])
 @pytest.mark.parametrize(
     "codec",
-    [Codec("dense"), Codec("sparse", 1, 0.0), Codec("sketch", 0.5, 0.0)],
+    [CodecSizes("dense"), CodecSizes("sparse", 1, 0.0), CodecSizes("sketch", 0.5, 0.0)],
     ids=lambda codec: codec.name,
 )
-def test_nothing_left_out_is_plain_fsdp(codec: Codec, hsdp: bool, four_ranks: RankPool) -> None:
+def test_nothing_left_out_is_plain_fsdp(
+    codec: CodecSizes, hsdp: bool, four_ranks: RankPool
+) -> None:
     assert four_ranks.run(plain_difference, Case(codec, hsdp, 2)) == [0.0] * 4
 
 
@@ -276,7 +278,9 @@ def test_the_ledger_counts_what_the_formulas_say(name: str, four_ranks: RankPool
     case = replace(CASES[name], min_size=1000)
     wrong, measured, saved = four_ranks.run(ledger_differences, case)[0]
     assert wrong == []
-    _, dense, nothing = four_ranks.run(ledger_differences, replace(case, codec=Codec("dense")))[0]
+    _, dense, nothing = four_ranks.run(
+        ledger_differences, replace(case, codec=CodecSizes("dense"))
+    )[0]
     assert nothing == 0 and saved == dense - measured
 
 

@@ -3,7 +3,7 @@ import pytest
 
 from torchtitan_lr.analysis.compression import (
     LEVELS,
-    Codec,
+    CodecSizes,
     Unit,
     all_reduce_traffic,
     candidates,
@@ -47,10 +47,10 @@ def test_the_published_saving():
 @pytest.mark.parametrize("level", LEVELS)
 def test_our_bits_per_parameter(level):
     c, theta = LEVELS[level]
-    assert sum(codec_bits(Codec("sketch", c, theta)).values()) == 1 + 32 / c
-    assert sum(codec_bits(Codec("sparse", c, theta)).values()) == 1 + 32 * (1 - theta)
-    assert sum(codec_bits(Codec("sketch", c, theta, "sum4")).values()) == 4 + 32 / c
-    assert sum(codec_bits(Codec("dense")).values()) == 32
+    assert sum(codec_bits(CodecSizes("sketch", c, theta)).values()) == 1 + 32 / c
+    assert sum(codec_bits(CodecSizes("sparse", c, theta)).values()) == 1 + 32 * (1 - theta)
+    assert sum(codec_bits(CodecSizes("sketch", c, theta, "sum4")).values()) == 4 + 32 / c
+    assert sum(codec_bits(CodecSizes("dense")).values()) == 32
 
 
 @pytest.mark.parametrize("codec", ["sketch", "sparse"])
@@ -58,7 +58,7 @@ def test_our_bits_per_parameter(level):
 def test_exact_bytes_are_the_bits_where_sizes_divide(codec, level):
     c, theta = LEVELS[level]
     ranks, m = 4, 96_000
-    kind = Codec(codec, c, theta)
+    kind = CodecSizes(codec, c, theta)
     rows = reduce_scatter_traffic(Unit(ranks, m), kind, "block 0")
     verdict = [row for row in rows if row.op == "all_gather"]
     size = {"index": 1, "gradient": 4}
@@ -121,7 +121,11 @@ def test_a_verdict_is_at_most_128_bytes(m):
 
 def test_rows_of_an_uncompressed_unit():
     dense = Unit(4, 0, 128)
-    for codec in (Codec("sketch", 10, 0.9875), Codec("sparse", 1, 0.9), Codec("dense")):
+    for codec in (
+        CodecSizes("sketch", 10, 0.9875),
+        CodecSizes("sparse", 1, 0.9),
+        CodecSizes("dense"),
+    ):
         (row,) = reduce_scatter_traffic(dense, codec, "head")
         assert (row.op, row.elements, row.calls) == ("reduce_scatter", 512, 1)
         (row,) = all_reduce_traffic(dense, codec, "head")
@@ -129,7 +133,7 @@ def test_rows_of_an_uncompressed_unit():
 
 
 def test_small_tensors_ride_with_the_sketch():
-    rows = reduce_scatter_traffic(Unit(4, 3000, 100), Codec("sketch", 10, 0.9875), "block 1")
+    rows = reduce_scatter_traffic(Unit(4, 3000, 100), CodecSizes("sketch", 10, 0.9875), "block 1")
     assert [(row.op, row.role, row.elements) for row in rows] == [
         ("all_to_all", "index", 4 * 375),
         ("reduce_scatter", "gradient", 4 * (300 + 100)),
@@ -138,9 +142,9 @@ def test_small_tensors_ride_with_the_sketch():
 
 
 def test_the_sum_returns_packed_only_where_that_is_less():
-    assert spreads_packed(Unit(2, 10_000), Codec("sketch", 10, 0.9875))
-    assert not spreads_packed(Unit(8, 10_000), Codec("sparse", 1, 0.8))
-    packed = all_reduce_traffic(Unit(2, 10_000, 7), Codec("sparse", 1, 0.9), "head")
+    assert spreads_packed(Unit(2, 10_000), CodecSizes("sketch", 10, 0.9875))
+    assert not spreads_packed(Unit(8, 10_000), CodecSizes("sparse", 1, 0.8))
+    packed = all_reduce_traffic(Unit(2, 10_000, 7), CodecSizes("sparse", 1, 0.9), "head")
     assert [(row.op, row.role, row.elements) for row in packed] == [
         ("all_to_all", "index", 2500),
         ("all_to_all", "gradient", 2000),

@@ -28,7 +28,7 @@ THETA_STEP = 1e-4
 
 
 @dataclass(frozen=True)
-class Codec:
+class CodecSizes:
     """What decides the sizes of a codec's messages.
 
     Args:
@@ -124,7 +124,7 @@ def paper_bits(c: float, index_bits: int, algorithm: str = "tagc") -> dict[str, 
     return {"index": 2.0 * index_bits, "sketch": calls * 32 / c}
 
 
-def codec_bits(codec: Codec) -> dict[str, float]:
+def codec_bits(codec: CodecSizes) -> dict[str, float]:
     """Bits per parameter and rank by operation in the limit of large tensors, fp32 values.
 
     Sketch: 1 + 32/c (index, cells); sparse: 1 + 32(1 − θ) (index, values). The owner's verdict
@@ -138,7 +138,7 @@ def codec_bits(codec: Codec) -> dict[str, float]:
 
 
 def reduce_scatter_traffic(
-    unit: Unit, codec: Codec, scope: str, mesh_dim: str = "fsdp"
+    unit: Unit, codec: CodecSizes, scope: str, mesh_dim: str = "fsdp"
 ) -> list[Traffic]:
     """Every collective of one compressed reduce-scatter, exactly.
 
@@ -173,7 +173,7 @@ def reduce_scatter_traffic(
 
 
 def all_reduce_traffic(
-    unit: Unit, codec: Codec, scope: str, mesh_dim: str = "dp_replicate"
+    unit: Unit, codec: CodecSizes, scope: str, mesh_dim: str = "dp_replicate"
 ) -> list[Traffic]:
     """Every collective of one compressed all-reduce: a reduce-scatter, then its result to all.
 
@@ -198,7 +198,7 @@ def all_reduce_traffic(
     return rows
 
 
-def spreads_packed(unit: Unit, codec: Codec) -> bool:
+def spreads_packed(unit: Unit, codec: CodecSizes) -> bool:
     """Whether a sum travels back as bitmap and values: where that is less than all entries."""
     sent = candidates(unit.ranks, unit.compressed, codec.theta)
     return packed_bytes(unit.compressed) + 4 * sent < 4 * unit.compressed

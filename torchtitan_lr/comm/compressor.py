@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lr.analysis.communication import Traffic
-from torchtitan_lr.analysis.compression import Codec as CodecSizes
 from torchtitan_lr.analysis.compression import (
+    CodecSizes,
     Unit,
     all_reduce_traffic,
     candidates,

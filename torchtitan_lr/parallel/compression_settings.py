@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from torchtitan_lr.analysis.compression import LEVELS, Codec, peels, smallest_theta
+from torchtitan_lr.analysis.compression import LEVELS, CodecSizes, peels, smallest_theta
 from torchtitan_lr.errors import ConfigError
 
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
@@ -32,7 +32,7 @@ class CompressionSettings:
         seed: Of the hash functions.
     """
 
-    codec: Codec
+    codec: CodecSizes
     requested_theta: float
     ranks: int
     layers: str
@@ -81,7 +81,9 @@ def settings_for(config: Any, ranks: int) -> CompressionSettings:
             )
             raise ConfigError(f"grad_compression.{key}", got, want)
         raised = least
-    codec = Codec(section.codec, c, raised, section.index if section.codec == "sketch" else "exact")
+    codec = CodecSizes(
+        section.codec, c, raised, section.index if section.codec == "sketch" else "exact"
+    )
     return CompressionSettings(
         codec=codec,
         requested_theta=theta,
