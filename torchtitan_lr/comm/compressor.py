@@ -60,6 +60,7 @@ class Compressor:
 
     Attributes:
         exchanges: How many there have been.
+        owes: Whether anything can be left unsent.
         measuring: Whether the next exchange also counts.
         counts: The last counts, fp64 (5,), see `COUNTS`; None where nothing was measured.
     """
@@ -82,6 +83,9 @@ class Compressor:
         self.compressed_size = sum(span.size for span in spans if span.compressed)
         dense = sum(span.size for span in spans) - self.compressed_size
         rows = -(-self.compressed_size // ranks) if all_reduce else self.compressed_size
+        self.owes = sizes.name != "dense" and self.compressed_size > 0
+        if all_reduce and not self.owes:
+            rows, dense = 0, dense + self.compressed_size  # one plain all-reduce
         self.unit = Unit(ranks, rows, dense)
         self.codec = build_codec(sizes, ranks)
         self.exchanges = 0
@@ -120,22 +124,21 @@ class Compressor:
         """
         seed = step_seed(self.seed, self.name, self.exchanges)
         self.exchanges += 1
-        owes = not isinstance(self.codec, DenseCodec)
-        if owes:
+        if self.owes:
             rows += self.residual
         message = self.codec.encode(rows, seed)
         if dense is not None and dense.numel():
             message.summed["dense"] = dense
         received = exchange(message, self.group)
         decoded = self.codec.decode(received, rows.shape[1], seed)
-        if owes:
+        if self.owes:
             told = None if decoded.verdict is None else gather(decoded.verdict, self.group)
             self.residual.copy_(self.codec.unsent(rows, message, told))
         if self.measuring:
             sent = rows if message.values is None else message.values
             counts = {name: value.double() for name, value in decoded.counts.items()}
             counts["sent"] = sent.count_nonzero().double()
-            if owes:
+            if self.owes:
                 counts["residual_square"] = self.residual.double().square().sum()
             zero = torch.zeros((), dtype=torch.float64, device=rows.device)
             self.counts = torch.stack([counts.get(name, zero) for name in COUNTS])

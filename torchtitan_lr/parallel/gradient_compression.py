@@ -90,19 +90,16 @@ class CompressedAllReduce:
         compressor = self.compressor
         _require_size(compressor, shard)
         flat, dense = split_spans(shard, compressor.spans)
-        if flat.numel() and compressor.sizes.name != "dense":
+        if compressor.owes:
             ranks = compressor.unit.ranks
             padded = nn.functional.pad(flat, (0, ranks * compressor.unit.compressed - len(flat)))
             total, _ = compressor.reduce_rows(padded.view(ranks, -1))
             flat = compressor.spread(total)
-        else:
-            dense, flat = shard.clone(), shard[:0]
-        if dense.numel():
-            dist.all_reduce(dense, group=compressor.group)
-        if flat.numel():
+            if dense.numel():
+                dist.all_reduce(dense, group=compressor.group)
             join_spans(flat, dense, compressor.spans, shard)
         else:
-            shard.copy_(dense)
+            dist.all_reduce(shard, group=compressor.group)
 
 
 def apply_gradient_compression(
@@ -160,9 +157,9 @@ def compressor_of(module: object) -> Compressor | None:
 
 
 def compressors_of(model_parts: Iterable[nn.Module]) -> list[Compressor]:
-    """Return the compressors of all units that compress anything, in the order of the model."""
+    """Return the compressors of all units that can owe anything, in the order of the model."""
     found = (compressor_of(module) for part in model_parts for module in part.modules())
-    return [compressor for compressor in found if compressor and compressor.compressed_size]
+    return [compressor for compressor in found if compressor and compressor.owes]
 
 
 def _spans(module: FSDPModule, names: dict[int, str], chosen: set[str]) -> Iterator[Span]:
