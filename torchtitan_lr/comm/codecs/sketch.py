@@ -35,8 +35,9 @@ class SketchCodec(Codec):
     """Count sketch with an index: 1 + 32/c bits per parameter.
 
     The index is exact where bitmaps are swapped and OR-ed by the owner. For comparison it can be
-    summed as published (here by a reduce-scatter: the owner alone needs it): at 1 bit an entry that two ranks send carries into its neighbour and the
-    sum is silently wrong; at 4 bits up to 15 ranks are counted right.
+    summed as published (here by a reduce-scatter: the owner alone needs it): at 1 bit an entry that
+    two ranks send carries into its neighbour and the sum is silently wrong; at 4 bits up to 15
+    ranks are counted right.
 
     Entries that do not peel are never lost: the owner zeroes their blocks, and says which.
 
