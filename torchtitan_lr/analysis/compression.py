@@ -24,7 +24,7 @@ VERDICT_BITS = 1024
 """Blocks per destination, at most, whose decoding the owner vouches for one by one."""
 
 THETA_STEP = 1e-4
-"""Sparsities are named in steps of this."""
+"""Sparsities are named in steps of this, or less."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,16 @@ def peels(c: float, theta: float, ranks: int) -> bool:
 
 
 def smallest_theta(c: float, ranks: int) -> float:
-    """Smallest θ, in steps of 0.0001, at which a sketch of compression c decodes."""
+    """Smallest θ at which a sketch of compression c decodes, rounded up.
+
+    In steps of 0.0001, and of at most a tenth of 1 − θ where many ranks leave little to send.
+    """
     if peels(c, 0.0, ranks):
         return 0.0
     exact = (1 - PEELING_LIMIT / c) ** (1 / ranks)
-    theta = round(math.ceil(exact / THETA_STEP - 1e-6) * THETA_STEP, 10)
-    return theta if peels(c, theta, ranks) else round(theta + THETA_STEP, 10)
+    step = min(THETA_STEP, 10.0 ** (math.floor(math.log10(1 - exact)) - 1))
+    theta = round(math.ceil(exact / step - 1e-6) * step, 12)
+    return theta if peels(c, theta, ranks) else round(theta + step, 12)
 
 
 def paper_bits(c: float, index_bits: int, algorithm: str = "tagc") -> dict[str, float]:
