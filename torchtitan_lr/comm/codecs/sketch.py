@@ -131,26 +131,41 @@ def peel(sketch: Tensor, unknown: Tensor, m: int, seed: int, rounds: int) -> tup
     cells, negative = cells_and_signs(unknown, row, seed)
     alive = unknown < m
     cells = torch.where(alive, cells, spare)
-    flat = cells.flatten()
     content = pad(sketch, (0, 1))
     load = torch.zeros(spare + 1, dtype=torch.int32, device=sketch.device)
-    load.scatter_add_(0, flat, alive.int().repeat(HASH_ROWS))
+    load.scatter_add_(0, cells.flatten(), alive.int().repeat(HASH_ROWS))
     values = sketch.new_zeros(unknown.shape)
+    stuck = alive.clone()
+    places = torch.arange(len(unknown), device=unknown.device)
     for _ in range(rounds):
-        # Only where asking is free: on an accelerator it would make the host wait.
-        if sketch.device.type == "cpu" and not alive.any():
-            break
-        alone = (load[cells] == 1) & alive
-        ready = alone.any(0)
-        where = alone.int().argmax(0, keepdim=True)
-        read = content[cells.gather(0, where)]
-        read = torch.where(negative.gather(0, where), -read, read)[0]
-        read = torch.where(ready, read, 0)
-        values += read
-        content.scatter_add_(0, flat, torch.where(negative, read, -read).flatten())
-        load.scatter_add_(0, flat, -ready.int().repeat(HASH_ROWS))
+        if sketch.device.type == "cpu":
+            # Asking what is left is free here; on an accelerator the host would have to wait.
+            left = alive.nonzero().flatten()
+            if not len(left):
+                break
+            cells, negative, places = cells[:, left], negative[:, left], places[left]
+            alive = alive[left]
+        read, ready = _read_alone(content, load, cells, negative, alive)
+        values.index_add_(0, places, read)
         alive = alive & ~ready
-    return values, alive
+        stuck.index_copy_(0, places, alive)
+    return values, stuck
+
+
+def _read_alone(
+    content: Tensor, load: Tensor, cells: Tensor, negative: Tensor, alive: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Read off the entries (u,) that are alone in a cell, and take them out of all their cells."""
+    alone = (load[cells] == 1) & alive
+    ready = alone.any(0)
+    where = alone.int().argmax(0, keepdim=True)
+    read = content[cells.gather(0, where)]
+    read = torch.where(negative.gather(0, where), -read, read)[0]
+    read = torch.where(ready, read, 0)
+    flat = cells.flatten()
+    content.scatter_add_(0, flat, torch.where(negative, read, -read).flatten())
+    load.scatter_add_(0, flat, -ready.int().repeat(HASH_ROWS))
+    return read, ready
 
 
 def _judge(unknown: Tensor, stuck: Tensor, m: int) -> tuple[Tensor, Tensor]:

@@ -24,18 +24,20 @@ class SparseCodec(Codec):
 
     def encode(self, rows: Tensor, seed: int) -> Message:
         """Swap bitmaps and, in the order of their bits, values; see `Codec.encode`."""
-        positions, values = largest(rows, self.theta)
-        index = pack(mark(positions, rows.shape[1]))
-        return Message({"index": index, "values": values}, {}, positions, values)
+        m = rows.shape[1]
+        chosen, _ = largest(rows, self.theta)
+        marked = mark(chosen, m)
+        positions = _positions(marked, chosen.shape[1])
+        values = rows.gather(1, positions)
+        return Message({"index": pack(marked), "values": values}, {}, positions, values)
 
     def decode(self, received: Mapping[str, Tensor], m: int, seed: int) -> Decoded:
         """Add up the ranks' entries, always in the order of the ranks; see `Codec.decode`."""
         values = received["values"]
-        w, k = values.shape
+        k = values.shape[1]
         if k != kept_entries(m, self.theta):
             raise ValueError(f"{k} values a rank for {m} entries at theta {self.theta}")
-        marked = unpack(received["index"], m).flatten()
-        positions = marked.nonzero_static(size=w * k).view(w, k) % m
+        positions = _positions(unpack(received["index"], m), k)
         total = torch.zeros(m, dtype=values.dtype, device=values.device)
         for own, position in zip(values, positions, strict=True):
             total.index_add_(0, position, own)
@@ -45,3 +47,9 @@ class SparseCodec(Codec):
         """Return all but the largest entries (W, m)."""
         assert message.positions is not None and message.values is not None
         return left_over(rows, message.positions, message.values)
+
+
+def _positions(marked: Tensor, k: int) -> Tensor:
+    """Return the k set entries of every row of a mask (W, m), ascending: (W, k)."""
+    w, m = marked.shape
+    return marked.flatten().nonzero_static(size=w * k).view(w, k) % m

@@ -9,7 +9,7 @@ from torchtitan_lr.comm.codecs.bitmap import unpack
 
 
 def largest(rows: Tensor, theta: float) -> tuple[Tensor, Tensor]:
-    """Return positions and values of the largest entries by magnitude, in ascending position.
+    """Return positions and values of the largest entries by magnitude, in no order.
 
     Exactly ``kept_entries(m, theta)`` a row, so that each row reaches θ; a threshold estimated from
     a sample, as published, undershoots it. A NaN counts as the largest: it is sent, and noticed.
@@ -25,7 +25,7 @@ def largest(rows: Tensor, theta: float) -> tuple[Tensor, Tensor]:
     k = kept_entries(m, theta)
     if k == m:
         return torch.arange(m, device=rows.device).expand(rows.shape), rows.clone()
-    positions = rows.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values
+    positions = rows.abs().topk(k, dim=1, sorted=False).indices
     return positions, rows.gather(1, positions)
 
 
