@@ -294,6 +294,28 @@ def ledger_with_wrong_formula() -> None:
         assert ledger_differences(replace(CASES["sketch"], min_size=1000))[0] == []
 
 
+def after_a_nan(case: Case) -> tuple[bool, bool, float]:
+    """Run a step, then one in which rank 1's loss is NaN: what was sent, owed, and still owed."""
+    model, _ = build(case)
+    step_gradients(model, case, 0)
+    before = [compressor.residual.clone() for compressor in compressors_of([model])]
+    weight = float("nan") if dist.get_rank() == 1 else 0.0
+    for unit in model:
+        unit.gradients = {name: torch.ones(shape) * weight for name, shape in SHAPES.items()}
+    model.zero_grad()
+    model(torch.zeros(2, requires_grad=True)).sum().backward()
+    sent = all(p.grad.full_tensor().isfinite().all() for p in model.parameters())
+    owed = [compressor.residual for compressor in compressors_of([model])]
+    kept = [(a == b).float().mean() for a, b in zip(owed, before, strict=True)]
+    return sent, all(bool(x.isfinite().all()) for x in owed), float(min(kept))
+
+
+@pytest.mark.parametrize("name", ["sparse", "sketch_10x", "sketch_hsdp"])
+def test_a_nan_is_sent_and_leaves_the_residual_as_it_was(name: str, four_ranks: RankPool) -> None:
+    for sent_is_finite, owed_is_finite, kept in four_ranks.run(after_a_nan, CASES[name]):
+        assert not sent_is_finite and owed_is_finite and kept > 0.85
+
+
 def unused_parameter() -> None:
     model, _ = build(CASES["sketch"])
     for unit in model:

@@ -252,13 +252,13 @@ def test_hashes_spread_evenly_and_change_with_the_seed():
     assert len(seeds) == 200
 
 
-def test_a_gradient_that_is_not_finite_is_sent_and_forgotten():
+def test_a_gradient_that_is_not_finite_is_sent():
     x = rows(dtype=torch.float32)
     x[1, 2, 17], x[0, 3, 5] = float("nan"), float("inf")
     for codec in (SparseCodec(0.9875), SketchCodec(W, 10, 0.9875)):
-        totals, owed, _ = reduce_in_process(codec, x, 1)
+        totals, _, _ = reduce_in_process(codec, x, 1)
+        assert totals[:2].isfinite().all()
         assert not totals[2].isfinite().all() and not totals[3].isfinite().all()
-        assert owed.isfinite().all()
 
 
 def test_sizes_are_fixed_by_the_shape_alone():

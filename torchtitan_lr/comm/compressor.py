@@ -133,7 +133,10 @@ class Compressor:
         decoded = self.codec.decode(received, rows.shape[1], seed)
         if self.owes:
             told = None if decoded.verdict is None else gather(decoded.verdict, self.group)
-            self.residual.copy_(self.codec.unsent(rows, message, told))
+            owed = self.codec.unsent(rows, message, told)
+            # A NaN or infinity is among the largest, so it is sent and the step is skipped; kept,
+            # it would spoil every step to come. What was owed before is still owed then.
+            self.residual.copy_(torch.where(owed.isfinite(), owed, self.residual))
         if self.measuring:
             sent = rows if message.values is None else message.values
             counts = {name: value.double() for name, value in decoded.counts.items()}

@@ -34,9 +34,6 @@ def left_over(
 ) -> Tensor:
     """Return rows without their sent entries; what lies in a failed block counts as not sent.
 
-    An entry that is not finite would spoil every later step, so it is forgotten; it is among the
-    largest, so what was sent tells of it and the step does not count.
-
     Args:
         rows: (W, m); overwritten.
         positions: Sent entries (W, k).
@@ -49,5 +46,4 @@ def left_over(
     else:
         failed = unpack(verdicts, verdicts.shape[1] * 8).gather(1, positions // verdict_block(m))
         back = torch.where(failed, values, 0)
-    owed = rows.scatter_(1, positions, back)
-    return torch.where(owed.isfinite(), owed, 0)
+    return rows.scatter_(1, positions, back)
