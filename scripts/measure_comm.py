@@ -70,6 +70,7 @@ def expected_traffic(trainer: Any) -> list[Any]:
 
     from torchtitan_lr.analysis.communication import model_traffic
     from torchtitan_lr.analysis.data_parallel import DataParallel, data_parallel_traffic
+    from torchtitan_lr.parallel.compression_settings import compresses
     from torchtitan_lr.parallel.data_parallel import optimizer_owns_replicas, reshard_after_forward
     from torchtitan_lr.parallel.tensor_parallel import settings_for
 
@@ -91,7 +92,32 @@ def expected_traffic(trainer: Any) -> list[Any]:
         config.parallelism.fsdp_reshard_after_forward == "always",
         k,
     )
-    return tensor + data_parallel_traffic(args, settings, dims.tp, layout)
+    data = data_parallel_traffic(args, settings, dims.tp, layout)
+    return tensor + (compressed_traffic(model, dims, data, k) if compresses(config) else data)
+
+
+def compressed_traffic(
+    model: Any, dims: Any, uncompressed: list[Any], microbatches: int
+) -> list[Any]:
+    """Return the rows of data parallelism with those of its gradients' codecs put in."""
+    from dataclasses import replace
+
+    from torchtitan_lr.comm.scopes import named_scopes
+    from torchtitan_lr.parallel.gradient_compression import compressor_of
+
+    crossed = "dp_replicate" if dims.dp_replicate_enabled else "fsdp"
+    rows = []
+    for row in uncompressed:
+        if row.role != "gradient":
+            rows.append(row)
+        elif row.mesh_dim != crossed:  # only the last micro-batch exchanges gradients
+            shares = {"calls": row.calls, "elements": row.elements}
+            rows.append(replace(row, **{n: size // microbatches for n, size in shares.items()}))
+    # The root's unit is the final norm, which the ledger counts to the head.
+    for scope, unit in [*named_scopes(model), ("head", model)]:
+        if (compressor := compressor_of(unit)) is not None:
+            rows += compressor.traffic(scope, crossed)
+    return rows
 
 
 def role_dtypes(trainer: Any) -> dict[str, str]:
@@ -105,6 +131,7 @@ def role_dtypes(trainer: Any) -> dict[str, str]:
         "activation": compute,
         "parameter": compute,
         "gradient": training.mixed_precision_reduce,
+        "index": "uint8",
         "statistic": "float32",
         "loss": "float32",
     }

@@ -21,6 +21,7 @@ from torchtitan.components.checkpoint import DATALOADER, AsyncMode
 from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
 from torchtitan.tools.logging import logger
 
+from torchtitan_lr.comm.residuals import STATE_NAME, warn_of_dropped_residuals
 from torchtitan_lr.errors import ConfigError
 
 _STEP_FOLDER = re.compile(r"step-(\d+)")
@@ -64,6 +65,10 @@ class CheckpointManager(TitanCheckpointManager):
         """
         if not from_hf and DATALOADER in state_dict and state_dict[DATALOADER] is not None:
             state_dict[DATALOADER].check_checkpoint(checkpoint_id)
+        if STATE_NAME in state_dict:
+            state_dict[STATE_NAME].check_checkpoint(checkpoint_id)
+        elif DATALOADER in state_dict and not from_hf:
+            warn_of_dropped_residuals(checkpoint_id)
         try:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
         except CheckpointException as error:  # no Exception, so nobody else catches it

@@ -8,6 +8,7 @@ and need no process group: the launcher calls them before any rank starts, and e
 import importlib.util
 from typing import Any
 
+from torchtitan_lr.config_compression import check_grad_compression
 from torchtitan_lr.config_optimizer import check_tsr
 from torchtitan_lr.config_pipeline import check_pipeline
 from torchtitan_lr.config_support import SUPPORT_CHECKS, check_tensor_parallel
@@ -66,8 +67,8 @@ def check_job_config(config: Any, world_size: int, device_type: str) -> None:
     Raises:
         ConfigError: The first thing found that cannot work.
     """
-    models = (check_tensor_parallel, check_pipeline, check_tsr)
-    for check in (*SUPPORT_CHECKS, *VALUE_CHECKS, *models):
+    parts = (check_tensor_parallel, check_pipeline, check_tsr, check_grad_compression)
+    for check in (*SUPPORT_CHECKS, *VALUE_CHECKS, *parts):
         check(config, world_size, device_type)
 
 

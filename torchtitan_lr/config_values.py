@@ -143,7 +143,7 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
     if checkpoint.last_save_in_hf and not checkpoint.last_save_model_only:
         want = "false, or checkpoint.last_save_model_only = true: safetensors hold only tensors"
         raise ConfigError("checkpoint.last_save_in_hf", True, want)
-    parts = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
+    parts = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state", "grad_compression")
     for name in checkpoint.exclude_from_loading:
         want = "some of " + ", ".join(parts)
         _require(name in parts, "checkpoint.exclude_from_loading", name, want)

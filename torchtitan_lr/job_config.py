@@ -208,6 +208,63 @@ class Parallelism:
 
 
 @dataclass
+class GradCompression:
+    """The section ``[grad_compression]``: gradients that cross a slow network (TAGC)."""
+
+    codec: Literal["none", "dense", "sparse", "sketch"] = "none"
+    """
+    How gradients are exchanged, over FSDP's shards or, under HSDP, over its replicas:
+    - 'none': by FSDP2 itself
+    - 'dense': all of them, by the path of the codecs, for comparison
+    - 'sparse': a bitmap and the largest values, 1 + 32(1 - theta) bits a parameter, exact
+    - 'sketch': an index and a count sketch, 1 + 32/c bits a parameter; needs a sparse union
+    What is not sent is kept and added to the next gradient: fp32 memory of a whole unsharded
+    gradient on every rank.
+    """
+
+    level: Literal["2x", "4x", "10x", "custom"] = "10x"
+    """
+    The published levels: c = 2, 4, 10 at theta = 0.8, 0.9, 0.9875. 'custom' takes ``c`` and
+    ``theta``. A sketch decodes while c(1 - theta^ranks) is at most 0.75.
+    """
+
+    c: float = 10.0
+    """'custom': entries per cell of the sketch."""
+
+    theta: float = 0.9875
+    """'custom': share of the entries that a rank does not send, from 0 to below 1."""
+
+    auto: bool = False
+    """Raise theta to the smallest at which the sketch decodes, instead of refusing."""
+
+    index: Literal["exact", "sum1", "sum4"] = "exact"
+    """
+    'sketch': how an owner learns which entries were sent:
+    - 'exact': it ORs the bitmaps of all ranks
+    - 'sum1', 'sum4': the published sums at 1 or 4 bits an entry, for comparison. 'sum1' loses
+      what two ranks send at once, and corrupts what shares its cells
+    """
+
+    layers: Literal["all", "non_attention", "patterns"] = "all"
+    """
+    Which tensors are compressed: all; all but the query, key and value projections; or those
+    whose names fit one of ``patterns``.
+    """
+
+    patterns: list[str] = field(default_factory=list)
+    """Shell patterns of parameter names, such as 'layers.*.feed_forward.*'."""
+
+    min_size: int = 16384
+    """Tensors with fewer entries travel dense, in the same call as the sketches."""
+
+    residual_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of what was not sent; bfloat16 halves its memory and rounds it."""
+
+    seed: int = 0
+    """Of the hash functions, which change with every step."""
+
+
+@dataclass
 class ActivationCheckpoint:
     """Additions to torchtitan's ``[activation_checkpoint]``."""
 
@@ -289,6 +346,7 @@ class JobConfig:
     optimizer: Optimizer = field(default_factory=Optimizer)
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
+    grad_compression: GradCompression = field(default_factory=GradCompression)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

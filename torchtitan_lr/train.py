@@ -25,6 +25,7 @@ from torchtitan.tools.logging import init_logger, logger
 
 from torchtitan_lr.checkpoint import CheckpointManager
 from torchtitan_lr.comm.ledger import CommLedger, ledger_for
+from torchtitan_lr.comm.residuals import STATE_NAME, Residuals
 from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.device import bind_device
 from torchtitan_lr.errors import ConfigError
@@ -33,6 +34,7 @@ from torchtitan_lr.metrics import LowRankMetricsProcessor, read_history
 from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.grad_norm import gradient_norm
+from torchtitan_lr.parallel.gradient_compression import compressors_of
 from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.summary import build_summary, write_summary
 from torchtitan_lr.validate import Validator
@@ -66,6 +68,9 @@ class Trainer(titan_train.Trainer):
         job_config.job.save_config_file = job_config.job.save_config_file or "job_config.json"
         with _our_parts():
             super().__init__(job_config)
+        self._residuals = Residuals(compressors_of(self.model_parts))
+        if self._residuals.compressors:
+            self.checkpointer.states[STATE_NAME] = self._residuals
 
     def train(self) -> None:
         """Train to ``training.steps`` or a stop signal, then leave a checkpoint and a summary."""
@@ -108,6 +113,7 @@ class Trainer(titan_train.Trainer):
         local_tokens = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in microbatches)
         global_tokens = self._sum_over_batch(local_tokens)
 
+        self._residuals.measure(self.metrics_processor.should_log(self.step))
         with self._counted():
             loss = self._forward_backward(microbatches, global_tokens)
             grad_norm = self._gradient_norm()
@@ -278,6 +284,7 @@ class Trainer(titan_train.Trainer):
                 "lr": lr,
                 "skipped_steps": self.skipped_steps,
                 **{f"comm_bytes/{dim}": size for dim, size in counted.items()},
+                **self._residuals.metrics(),
             },
         )
 

@@ -255,6 +255,7 @@ def test_there_are_train_configs():
 def test_sections_have_one_order_everywhere():
     main = [line for line in MAIN.read_text().splitlines() if line.startswith("[")]
     order = [*main[: main.index("[validation]")], "[compile]", *main[main.index("[validation]") :]]
+    order.insert(order.index("[parallelism]") + 1, "[grad_compression]")
     for path in CONFIGS:
         sections = [line for line in path.read_text().splitlines() if line.startswith("[")]
         assert sections == [section for section in order if section in sections], path.name

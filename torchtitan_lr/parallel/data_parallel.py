@@ -28,6 +28,9 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
+from torchtitan_lr.parallel.compression_settings import compresses, settings_for
+from torchtitan_lr.parallel.gradient_compression import apply_gradient_compression, compressor_of
+
 
 def apply_data_parallel(
     model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
@@ -45,10 +48,11 @@ def apply_data_parallel(
         job_config: ``[training]`` gives the dtypes, ``[parallelism]`` the resharding policy.
     """
     policy = mixed_precision_policy(job_config)
+    # What an optimizer or a compressor sums over the replicas must not be summed by FSDP2 before.
     owned = optimizer_owns_replicas(job_config) and parallel_dims.dp_replicate_enabled
     if parallel_dims.fsdp_enabled or owned:
         names = ["fsdp"]
-        if parallel_dims.dp_replicate_enabled and not owned:
+        if parallel_dims.dp_replicate_enabled and not (owned or compresses(job_config)):
             names = ["dp_replicate", "fsdp"]
         parallel_dims.world_mesh  # noqa: B018  (builds the meshes)
         # get_mesh refuses dimensions of size 1.
@@ -74,6 +78,8 @@ def apply_data_parallel(
         _apply_by_block(model, wrap, wrap)
         logger.info("Applied replication over %d ranks to the model", mesh.size())
     sum_gradients(model)
+    if compresses(job_config):
+        _compress(model, parallel_dims, job_config)
 
 
 def optimizer_owns_replicas(job_config: JobConfig) -> bool:
@@ -117,14 +123,15 @@ def synchronize_gradients(model_parts: Sequence[nn.Module], enabled: bool) -> No
 
     Replicas keep whole gradients anyway and HSDP keeps shards, so micro-batches before the last
     one need no exchange over the replicas. FSDP still reduce-scatters each micro-batch: keeping
-    its full gradients instead would cost the memory that sharding saves.
+    its full gradients instead would cost the memory that sharding saves. With gradient compression
+    it keeps them: a compressed exchange costs time, and its residual is as large anyway.
 
     Args:
         model_parts: The pipeline stages of this rank.
         enabled: True for the last micro-batch of a step.
     """
     for module in fsdp_modules(model_parts):
-        if isinstance(module, ReplicateModule):
+        if isinstance(module, ReplicateModule) or compressor_of(module) is not None:
             module.set_requires_gradient_sync(enabled, recurse=False)
         else:
             module.set_requires_all_reduce(enabled, recurse=False)
@@ -133,6 +140,16 @@ def synchronize_gradients(model_parts: Sequence[nn.Module], enabled: bool) -> No
 def fsdp_modules(model_parts: Iterable[nn.Module]) -> list[FSDPModule]:
     """Return every FSDP2-managed module, replicated ones included."""
     return [m for part in model_parts for m in part.modules() if isinstance(m, FSDPModule)]
+
+
+def _compress(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
+    if not parallel_dims.fsdp_enabled:
+        logger.info("Gradient compression: nothing to exchange without FSDP")
+        return
+    crosses_hosts = parallel_dims.dp_replicate_enabled
+    mesh = parallel_dims.get_mesh("dp_replicate" if crosses_hosts else "fsdp")
+    settings = settings_for(job_config, mesh.size())
+    apply_gradient_compression(model, mesh, settings, all_reduce=crosses_hosts)
 
 
 def _last_unit(job_config: JobConfig, shard: Callable[..., object]) -> Callable[..., object]:

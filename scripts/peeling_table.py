@@ -1,0 +1,162 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Where a count sketch decodes: peeling success against the density of what all ranks sent.
+
+Each of W ranks sends its largest entries of a random gradient, chosen independently, which is the
+worst case: ranks that agree overlap. The table asks TAGC's published levels on 2, 4 and 8 ranks;
+the curves vary the sparsity. All ranks live in one process and go through the codec itself.
+
+    python scripts/peeling_table.py --out docs/images/tagc_peeling.png
+"""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan_lr.analysis.compression import (
+    LEVELS,
+    PEELING_LIMIT,
+    peels,
+    smallest_theta,
+    union_density,
+)
+from torchtitan_lr.cli import OneLineParser
+from torchtitan_lr.comm.codecs import SketchCodec, exchange_in_process
+
+RANKS = (2, 4, 8)
+
+
+def peeled(ranks: int, c: float, theta: float, entries: int, seed: int) -> dict[str, float]:
+    """Send one random gradient of every rank to one owner through the codec.
+
+    Args:
+        ranks: Ranks W.
+        c: Compression of the sketch.
+        theta: Sparsity.
+        entries: Entries m of the owner.
+        seed: Of the gradients and of the hash functions.
+
+    Returns:
+        ``density`` of the union, ``load`` c·density, ``peeled`` share of the sent entries.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    codec = SketchCodec(ranks, c, theta, rounds=48)
+    gradients = [torch.randn(1, entries, generator=generator) for _ in range(ranks)]
+    messages = [codec.encode(gradient, seed) for gradient in gradients]
+    for message in messages:  # one owner's row is enough
+        message.swapped = {name: x.expand(ranks, -1) for name, x in message.swapped.items()}
+        message.summed = {name: x.expand(ranks, -1) for name, x in message.summed.items()}
+    counts = codec.decode(exchange_in_process(messages)[0], entries, seed).counts
+    indexed, stuck = int(counts["indexed"]), int(counts["unpeeled"])
+    density = indexed / entries
+    return {"density": density, "load": c * density, "peeled": 1 - stuck / max(1, indexed)}
+
+
+def level_table(entries: int, trials: int) -> list[dict[str, Any]]:
+    """Try every published level, and the smallest θ that passes, on every number of ranks."""
+    rows = []
+    for ranks in RANKS:
+        for level, (c, published) in LEVELS.items():
+            for theta in sorted({published, max(published, smallest_theta(c, ranks))}):
+                results = [peeled(ranks, c, theta, entries, seed) for seed in range(trials)]
+                rows.append(
+                    {
+                        "ranks": ranks,
+                        "level": level,
+                        "theta": theta,
+                        "published": theta == published,
+                        "load": c * union_density(ranks, theta),
+                        "accepted": peels(c, theta, ranks),
+                        "whole": sum(r["peeled"] == 1 for r in results) / trials,
+                        "peeled": sum(r["peeled"] for r in results) / trials,
+                    }
+                )
+    return rows
+
+
+def load_curves(entries: int, trials: int) -> dict[int, list[dict[str, float]]]:
+    """Vary c·density from 0.6 to 1 at c = 10, on every number of ranks."""
+    curves: dict[int, list[dict[str, float]]] = {}
+    for ranks in RANKS:
+        curves[ranks] = []
+        for step in range(21):
+            load = 0.6 + 0.02 * step
+            theta = (1 - load / 10) ** (1 / ranks)
+            results = [peeled(ranks, 10, theta, entries, seed) for seed in range(trials)]
+            mean = {key: sum(r[key] for r in results) / trials for key in ("load", "peeled")}
+            whole = sum(r["peeled"] == 1 for r in results) / trials
+            curves[ranks].append(mean | {"whole": whole})
+    return curves
+
+
+def as_text(rows: list[dict[str, Any]]) -> str:
+    """Lay the table out; ``whole`` is the share of trials in which everything peeled."""
+    lines = ["ranks  level   theta   c*(1-theta^W)  config    peeled entries  whole trials"]
+    for row in rows:
+        name = row["level"] if row["published"] else "raised"
+        verdict = "accepted" if row["accepted"] else "refused"
+        lines.append(
+            f"{row['ranks']:5}  {name:6}  {row['theta']:.4f}  {row['load']:13.3f}  {verdict:8}"
+            f"  {100 * row['peeled']:13.2f}%  {100 * row['whole']:11.0f}%"
+        )
+    return "\n".join(lines)
+
+
+def draw(curves: dict[int, list[dict[str, float]]], rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the curves and mark where the published levels lie."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.2), dpi=130)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for ranks, points in curves.items():
+        loads = [point["load"] for point in points]
+        (line,) = axes.plot(loads, [p["peeled"] for p in points], label=f"{ranks} ranks: entries")
+        axes.plot(loads, [p["whole"] for p in points], ":", color=line.get_color())
+        for row in rows:
+            if row["ranks"] == ranks and row["published"]:
+                x = min(row["load"], 1.02)
+                axes.plot(x, row["peeled"], "o", color=line.get_color(), ms=5)
+                beyond = f" ({row['load']:.2f})" if row["load"] > 1.02 else ""
+                axes.annotate(row["level"] + beyond, (x, row["peeled"]), fontsize=7)
+    axes.axvline(PEELING_LIMIT, color="grey", lw=0.8, ls="--", label="limit of the check")
+    axes.set_xlabel("c · density of the union (circles: the published levels)")
+    axes.set_ylabel("share peeled (dotted: whole trials)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="lower left")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns 1 if a setting that the check accepts failed to peel in most trials."""
+    options = _parse(argv)
+    rows = level_table(options.entries, options.trials)
+    print(json.dumps(rows, indent=1) if options.json else as_text(rows))
+    if options.out:
+        draw(load_curves(options.entries, options.trials), rows, Path(options.out))
+    return 1 if any(row["accepted"] and row["whole"] < 0.5 for row in rows) else 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--entries", type=int, default=200_000, help="entries of one owner")
+    parser.add_argument("--trials", type=int, default=10)
+    parser.add_argument("--json", action="store_true", help="print a list of rows instead")
+    parser.add_argument("--out", default="", help="the PNG; none by default")
+    options = parser.parse_args(argv)
+    for name, least in (("entries", 100), ("trials", 1)):
+        got = getattr(options, name)
+        if not least <= got < math.inf:
+            parser.error(f"--{name}: got {got}, expected at least {least}")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Draws what gradient compression costs in loss (TAGC, Figure 4).
+
+A small llama_full trains on the embedded corpus, for equal steps on equal batches: uncompressed,
+and at 2x, 4x and 10x with the sketch, with the sparse codec, and with the sketch whose 1-bit index
+is summed as published. Where a sketch would not peel at the published sparsity, theta is raised,
+and the table says so. The summed index loses what two ranks send at once and corrupts what shares
+its cells: most at 2x, where most overlaps, which explains the paper's highest curve.
+
+    python scripts/tagc_loss.py --ranks 2,4 --out docs/images/tagc_loss.png
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lr.analysis.compression import LEVELS, CodecSizes, codec_bits, peels, smallest_theta
+from torchtitan_lr.cli import OneLineParser
+from torchtitan_lr.metrics import HISTORY_FILE, read_history
+
+TRAIN_LOSS = "loss_metrics/global_avg_loss"
+VALIDATION_LOSS = "validation_metrics/loss"
+KINDS = {"sketch": ("sketch", "exact"), "sparse": ("sparse", "exact"), "sum1": ("sketch", "sum1")}
+
+
+def cases(kinds: list[str], levels: list[str]) -> dict[str, list[str]]:
+    """Return the arguments of every run by its name."""
+    runs = {"dense": ["--grad_compression.codec=none"]}
+    for kind in kinds:
+        codec, index = KINDS[kind]
+        for level in levels:
+            runs[f"{kind} {level}"] = [
+                f"--grad_compression.codec={codec}",
+                f"--grad_compression.index={index}",
+                f"--grad_compression.level={level}",
+                "--grad_compression.auto",
+            ]
+    return runs
+
+
+def train(options: argparse.Namespace, name: str, ranks: int, extra: list[str]) -> list[Any]:
+    """Run the launcher (or take a finished run's history) and return the records."""
+    folder = Path(options.work) / f"{ranks} {name}".replace(" ", "_")
+    history = folder / HISTORY_FILE
+    if not any(VALIDATION_LOSS in r and r["step"] == options.steps for r in read_history(history)):
+        command = [
+            *(sys.executable, "-m", "torchtitan_lr.launch"),
+            f"--job.config_file={options.config}",
+            f"--job.dump_folder={folder}",
+            f"--training.steps={options.steps}",
+            f"--training.global_batch_size={options.batch}",
+            f"--training.local_batch_size={options.batch // ranks}",
+            f"--lr_scheduler.warmup_steps={options.steps // 10}",
+            f"--validation.freq={options.steps}",
+            *("--metrics.log_freq=1", "--checkpoint.no_enable"),
+            *("--grad_compression.layers=all", *extra, *options.overrides),
+        ]
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ
+        environment |= {"NGPU": str(ranks), "CONFIG_FILE": options.config}
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    return read_history(history)
+
+
+def row(name: str, ranks: int, records: list[Any], dense: float) -> dict[str, Any]:
+    """Sum a run up."""
+    kind, _, level = name.partition(" ")
+    final = [r[VALIDATION_LOSS] for r in records if VALIDATION_LOSS in r][-1]
+    found: dict[str, Any] = {"ranks": ranks, "run": name, "validation_loss": final}
+    found["increase_percent"] = 100 * (final / dense - 1)
+    if not level:
+        return found | {"theta": 0.0, "raised": False, "bits": 32.0}
+    codec, index = KINDS[kind]
+    c, theta = LEVELS[level]
+    raised = codec == "sketch" and not peels(c, theta, ranks)
+    theta = smallest_theta(c, ranks) if raised else theta
+    bits = sum(codec_bits(CodecSizes(codec, c, theta, index)).values())
+    steps = [r for r in records if TRAIN_LOSS in r]
+    for key in ("unpeeled_share", "index_collisions"):
+        found[key] = sum(r[f"grad_compression/{key}"] for r in steps) / len(steps)
+    return found | {"theta": theta, "raised": raised, "bits": bits}
+
+
+def as_text(rows: list[dict[str, Any]]) -> str:
+    """Lay the table out; collisions are those of a step."""
+    lines = ["ranks  run         theta             bits  validation loss   vs dense  collisions"]
+    for r in rows:
+        theta = f"{r['theta']:.4f}{' (raised)' if r['raised'] else ''}"
+        lines.append(
+            f"{r['ranks']:5}  {r['run']:10}  {theta:16}{r['bits']:6.2f}"
+            f"  {r['validation_loss']:15.4f}  {r['increase_percent']:+8.2f}%"
+            f"  {r.get('index_collisions', 0):10.0f}"
+        )
+    return "\n".join(lines)
+
+
+def draw(curves: dict[int, dict[str, list[Any]]], path: Path) -> None:
+    """Draw the smoothed training losses, one panel a number of ranks."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5 * len(curves), 4.2), dpi=130)
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    styles = {"dense": "-", "sketch": "-", "sparse": "--", "sum1": ":"}
+    colors = {"": "black", "2x": "tab:red", "4x": "tab:orange", "10x": "tab:blue"}
+    for axes, (ranks, runs) in zip(panels, curves.items(), strict=True):
+        for name, records in runs.items():
+            kind, _, level = name.partition(" ")
+            losses = [r[TRAIN_LOSS] for r in records if TRAIN_LOSS in r]
+            window = max(1, len(losses) // 20)
+            means = [sum(losses[i : i + window]) / window for i in range(len(losses) - window + 1)]
+            steps = range(window, len(losses) + 1)
+            axes.plot(steps, means, styles[kind], color=colors[level], lw=1.1, label=name)
+        axes.set_title(f"{ranks} ranks")
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("training loss (nats a token, running mean)")
+    panels[-1].legend(fontsize=7)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train, compare, draw; returns 1 if a codec with an exact index left the dense loss by 25%."""
+    options = _parse(argv)
+    curves: dict[int, dict[str, list[Any]]] = {}
+    rows = []
+    for ranks in options.ranks:
+        runs = cases(options.kinds, options.levels)
+        curves[ranks] = {name: train(options, name, ranks, extra) for name, extra in runs.items()}
+        dense = row("dense", ranks, curves[ranks]["dense"], 1.0)["validation_loss"]
+        rows += [row(name, ranks, records, dense) for name, records in curves[ranks].items()]
+    print(json.dumps(rows, indent=1) if options.json else as_text(rows))
+    if options.out:
+        draw(curves, Path(options.out))
+    exact = [r for r in rows if not r["run"].startswith("sum1")]
+    return 1 if any(r["increase_percent"] > 25 for r in exact) else 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--config", default="train_configs/debug_tagc.toml", help="the model")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=16, help="sequences a step")
+    parser.add_argument("--ranks", default="2,4", help="numbers of ranks, with commas")
+    parser.add_argument("--kinds", default=",".join(KINDS), help=f"some of {', '.join(KINDS)}")
+    parser.add_argument("--levels", default=",".join(LEVELS), help=f"some of {', '.join(LEVELS)}")
+    parser.add_argument("--work", default="outputs/tagc_loss", help="folder of the runs")
+    parser.add_argument("--json", action="store_true", help="print a list of rows instead")
+    parser.add_argument("--out", default="docs/images/tagc_loss.png", help="the PNG, or ''")
+    options, overrides = parser.parse_known_args(argv)
+    options.overrides = overrides
+    if options.steps < 10:
+        parser.error(f"--steps: got {options.steps}, expected at least 10")
+    if not Path(options.config).is_file():
+        parser.error(f"--config: got {options.config!r}, expected a TOML file")
+    for name, known in (("kinds", KINDS), ("levels", LEVELS)):
+        chosen = getattr(options, name).split(",")
+        if unknown := [item for item in chosen if item not in known]:
+            parser.error(f"--{name}: got {unknown[0]!r}, expected some of {', '.join(known)}")
+        setattr(options, name, chosen)
+    ranks = options.ranks.split(",")
+    if not all(item.isdecimal() and int(item) > 1 for item in ranks):
+        parser.error(f"--ranks: got {options.ranks!r}, expected numbers above 1 such as 2,4")
+    options.ranks = [int(item) for item in ranks]
+    if any(options.batch % item for item in options.ranks):
+        parser.error(f"--batch: got {options.batch}, expected a multiple of {options.ranks}")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

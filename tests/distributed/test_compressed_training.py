@@ -1,0 +1,159 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Whole runs of the trainer with compressed gradients: parity, metrics, resuming."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import RankPool
+from tests.distributed.training import largest_difference, train
+
+FSDP4 = ["--model.name=llama_full", "--training.local_batch_size=2", "--training.steps=3"]
+HSDP = ["--parallelism.data_parallel_replicate_degree=2"]
+ACCUMULATE = ["--training.local_batch_size=1"]
+EVERYTHING = ["--grad_compression.level=custom", "--grad_compression.theta=0"]
+LEFT_OUT = {
+    "dense": ["--grad_compression.codec=dense"],
+    "sparse": ["--grad_compression.codec=sparse", *EVERYTHING],
+    "sketch": ["--grad_compression.codec=sketch", *EVERYTHING, "--grad_compression.c=0.5"],
+}
+SKETCH = ["--grad_compression.codec=sketch", "--grad_compression.level=10x"]
+
+
+@pytest.fixture(scope="module")
+def plain(four_ranks: RankPool) -> dict[str, Any]:
+    return four_ranks.run(train, FSDP4)[0]
+
+
+@pytest.mark.parametrize(
+    ("codec", "layout"),
+    [
+        *((codec, []) for codec in LEFT_OUT),
+        ("sketch", HSDP),
+        ("sparse", ACCUMULATE),
+        ("sparse", [*HSDP, *ACCUMULATE]),
+    ],
+)
+def test_a_codec_that_sends_everything_trains_as_fsdp(
+    codec: str, layout: list[str], four_ranks: RankPool, plain: dict[str, Any]
+) -> None:
+    run = four_ranks.run(train, [*FSDP4, *LEFT_OUT[codec], *layout])[0]
+    assert run["grad_norms"][0] == pytest.approx(plain["grad_norms"][0], rel=1e-6)
+    assert largest_difference(run, plain) < 1e-5
+
+
+def history(run: dict[str, Any]) -> list[dict[str, Any]]:
+    lines = (Path(run["dump_folder"]) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_metrics_tell_what_compression_did(four_ranks: RankPool, plain: dict[str, Any]) -> None:
+    options = [*FSDP4, *SKETCH, "--metrics.comm_ledger"]
+    run = four_ranks.run(train, options)[0]
+    records = history(run)
+    assert len(records) == 3
+    for record in records:
+        assert record["grad_compression/sparsity"] >= 0.9875
+        assert record["grad_compression/sparsity"] < 0.99
+        assert record["grad_compression/unpeeled_share"] < 0.01
+        assert record["grad_compression/index_collisions"] == 0
+    norms = [record["grad_compression/residual_norm"] for record in records]
+    assert norms == sorted(norms) and norms[0] > 0  # it fills up in the first steps
+    counted = four_ranks.run(train, [*FSDP4, "--metrics.comm_ledger"])[0]
+    difference = history(counted)[-1]["comm_bytes/fsdp"] - records[-1]["comm_bytes/fsdp"]
+    assert difference == records[-1]["grad_compression/bytes_saved"]
+    # The largest 1.25% are not everything: a codec that were never called would not show.
+    assert largest_difference(run, plain) > 1e-3
+    assert run["losses"][0] == plain["losses"][0]
+
+
+RESUMABLE = [*FSDP4, *SKETCH, "--training.steps=4", "--checkpoint.enable"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(four_ranks: RankPool) -> dict[str, Any]:
+    return four_ranks.run(train, RESUMABLE)[0]
+
+
+@pytest.fixture(scope="module")
+def stopped(four_ranks: RankPool) -> str:
+    return four_ranks.run(train, RESUMABLE, "sigterm@2")[0]["dump_folder"]
+
+
+def copy_of(folder: str, tmp_path: Path) -> str:
+
+    shutil.copytree(folder, tmp_path / "run")
+    return str(tmp_path / "run")
+
+
+def test_a_stopped_run_resumes_with_its_residuals(
+    four_ranks: RankPool, undisturbed: dict[str, Any], stopped: str, tmp_path: Path
+) -> None:
+    resumed = four_ranks.run(train, RESUMABLE, "", copy_of(stopped, tmp_path))[0]
+    assert resumed["losses"] == undisturbed["losses"]
+    assert resumed["grad_norms"] == undisturbed["grad_norms"]
+    assert largest_difference(resumed, undisturbed) == 0.0
+
+
+def test_a_run_without_its_residuals_is_noticed(
+    four_ranks: RankPool, undisturbed: dict[str, Any], stopped: str, tmp_path: Path
+) -> None:
+    options = [*RESUMABLE, "--checkpoint.exclude_from_loading=grad_compression"]
+    resumed = four_ranks.run(train, options, "", copy_of(stopped, tmp_path))[0]
+    assert largest_difference(resumed, undisturbed) > 1e-3
+
+
+def test_residuals_of_other_ranks_are_refused_in_one_line(
+    four_ranks: RankPool, stopped: str, tmp_path: Path
+) -> None:
+    options = [*RESUMABLE, *HSDP]
+    with pytest.raises(RuntimeError, match="residuals cannot be resharded"):
+        four_ranks.run(train, options, "", copy_of(stopped, tmp_path))
+
+
+def test_a_dense_runs_checkpoint_needs_a_word(four_ranks: RankPool, tmp_path: Path) -> None:
+    dense = [*FSDP4, "--training.steps=4", "--checkpoint.enable"]
+    folder = four_ranks.run(train, dense, "sigterm@2")[0]["dump_folder"]
+    with pytest.raises(RuntimeError, match="saved with gradient compression"):
+        four_ranks.run(train, RESUMABLE, "", copy_of(folder, tmp_path))
+    options = [*RESUMABLE, "--checkpoint.exclude_from_loading=grad_compression"]
+    assert four_ranks.run(train, options, "", folder)[0]["step"] == 4
+
+
+def test_replicas_stay_equal_under_hsdp(four_ranks: RankPool) -> None:
+    options = [*FSDP4, *SKETCH, *HSDP, "--grad_compression.layers=non_attention"]
+    runs = four_ranks.run(train, options)
+    for name, value in runs[0]["parameters"].items():
+        assert (value == runs[2]["parameters"][name]).all(), name
+
+
+def test_tensor_parallel_shards_are_compressed_too(four_ranks: RankPool) -> None:
+    options = [
+        "--model.name=llama_full",
+        "--training.local_batch_size=4",
+        "--training.steps=2",
+        "--parallelism.tensor_parallel_degree=2",
+    ]
+    plain = four_ranks.run(train, options)[0]
+    run = four_ranks.run(train, [*options, *LEFT_OUT["sketch"]])[0]
+    assert largest_difference(run, plain) < 1e-5
+
+
+@pytest.mark.parametrize("layout", [[], HSDP], ids=["fsdp", "hsdp"])
+def test_measure_comm_knows_the_codecs(layout: list[str]) -> None:
+    """Its exit status says whether every row is what the formulas expect."""
+    command = [
+        *(sys.executable, "scripts/measure_comm.py", "train_configs/debug_tagc.toml", "--json"),
+        *("--training.local_batch_size=1", "--training.global_batch_size=8", *layout),
+    ]
+    environment = os.environ | {"NGPU": "4"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout)
+    assert {"all_to_all", "all_gather"} <= {row["op"] for row in rows if row["dtype"] == "uint8"}

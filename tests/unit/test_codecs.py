@@ -1,0 +1,273 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Codecs without ranks: W ranks are the leading dimension of one tensor."""
+
+import pytest
+import torch
+
+from torchtitan_lr.analysis.compression import (
+    candidates,
+    kept_entries,
+    sketch_row,
+    smallest_theta,
+    verdict_block,
+)
+from torchtitan_lr.comm.codecs import (
+    DenseCodec,
+    SketchCodec,
+    SparseCodec,
+    bitmap,
+    exchange_in_process,
+    hashing,
+    reduce_in_process,
+    sketch,
+)
+from torchtitan_lr.comm.codecs.sparsify import largest, left_over
+
+W, M = 4, 3001
+
+
+def rows(w=W, m=M, dtype=torch.float64, seed=0, whole=False):
+    """Gradients (w, w, m); whole numbers add up exactly in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(w, w, m, generator=generator, dtype=torch.float64)
+    return ((x * 1000).round() if whole else x).to(dtype)
+
+
+def sketch_codec(c, w=W, **options):
+    return SketchCodec(w, c, smallest_theta(c, w), **options)
+
+
+def error(a, b):
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+NOTHING_LEFT_OUT = [DenseCodec(), SparseCodec(0.0), SketchCodec(W, 0.5, 0.0)]
+CODECS = [
+    SparseCodec(0.8),
+    SparseCodec(0.9875),
+    sketch_codec(2),
+    sketch_codec(4),
+    sketch_codec(10),
+    SketchCodec(W, 10, 0.9875),
+    sketch_codec(4, index="sum4"),
+]
+
+
+def name(codec):
+    return "_".join([type(codec).__name__, *map(str, vars(codec).values())])
+
+
+@pytest.mark.parametrize("codec", NOTHING_LEFT_OUT, ids=name)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_theta_zero_is_the_plain_sum(codec, dtype):
+    x = rows(dtype=dtype)
+    totals, owed, _ = reduce_in_process(codec, x, 5)
+    assert error(totals.double(), x.double().sum(0)) < (1e-12 if dtype == torch.float64 else 1e-6)
+    assert not owed.any()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=name)
+def test_sent_and_residual_are_the_gradient_exactly_over_many_steps(codec):
+    """In whole numbers every sum is exact, so equality is of bits; the residual is carried on."""
+    owed = torch.zeros(W, W, M)
+    for step in range(6):
+        x = rows(dtype=torch.float32, seed=step, whole=True)
+        totals, after, _ = reduce_in_process(codec, x + owed, step)
+        assert torch.equal(totals + after.sum(0), (x + owed).sum(0))
+        assert totals.count_nonzero() > 0
+        owed = after
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=name)
+def test_sent_and_residual_are_the_gradient_up_to_rounding(codec):
+    x = rows()
+    totals, owed, _ = reduce_in_process(codec, x, 1)
+    assert error(totals + owed.sum(0), x.sum(0)) < 1e-12
+
+
+def test_what_is_sent_is_the_sum_of_every_ranks_largest():
+    x = rows(whole=True)
+    expected = torch.zeros(W, M, dtype=torch.float64)
+    for own in x:
+        for owner in range(W):
+            k = kept_entries(M, 0.9875)
+            top = own[owner].abs().topk(k).indices
+            expected[owner, top] += own[owner, top]
+    for codec in (SparseCodec(0.9875), SketchCodec(W, 10, 0.9875)):
+        assert torch.equal(reduce_in_process(codec, x, 3)[0], expected)
+
+
+@pytest.mark.parametrize("theta", [0.0, 0.5, 0.8, 0.9, 0.9875, 0.9999])
+@pytest.mark.parametrize("m", [1, 7, 1000, 4096])
+def test_sparsity_reaches_theta_exactly(theta, m):
+    positions, values = largest(rows(m=m)[0], theta)
+    kept = positions.shape[1]
+    assert kept == values.shape[1] == max(1, int((1 - theta) * m + 1e-6))
+    assert (positions.sort(dim=1).values.diff(dim=1) > 0).all()
+    if kept > 1:
+        assert 1 - kept / m >= theta - 1e-12
+
+
+def test_equal_magnitudes_are_cut_at_theta_too():
+    positions, _ = largest(torch.ones(2, 1000), 0.9)
+    assert positions.shape == (2, 100)
+
+
+def test_a_dropped_residual_is_noticed(monkeypatch):
+    monkeypatch.setattr(
+        "torchtitan_lr.comm.codecs.sparse.left_over", lambda rows, *_: torch.zeros_like(rows)
+    )
+    x = rows()
+    totals, owed, _ = reduce_in_process(SparseCodec(0.8), x, 1)
+    assert error(totals + owed.sum(0), x.sum(0)) > 0.1
+
+
+def test_a_wrong_sign_hash_is_noticed(monkeypatch):
+    right = hashing.cells_and_signs
+    x = rows()
+    codec = sketch_codec(4)
+    messages = [codec.encode(own, 2) for own in x]
+
+    def wrong(positions, row, seed):
+        cells, negative = right(positions, row, seed)
+        return cells, ~negative
+
+    received = exchange_in_process(messages)[0]
+    expected = codec.decode(received, M, 2).total
+    monkeypatch.setattr(sketch, "cells_and_signs", wrong)
+    assert error(codec.decode(received, M, 2).total, expected) > 0.1
+
+
+TOO_DENSE = SketchCodec(W, 10, 0.9)
+
+
+def test_what_does_not_peel_is_owed_and_counted():
+    x = rows(dtype=torch.float32, whole=True)
+    totals, owed, counts = reduce_in_process(TOO_DENSE, x, 4)
+    assert all(count["unpeeled"] > 0.1 * count["indexed"] for count in counts)
+    assert torch.equal(totals + owed.sum(0), x.sum(0))
+    kept = SparseCodec(0.9).encode(x[0].clone(), 0)
+    assert owed[0].gather(1, kept.positions).count_nonzero() > 0.5 * kept.positions.numel()
+
+
+def test_an_unreported_stuck_cell_is_noticed(monkeypatch):
+    x = rows(dtype=torch.float32, whole=True)
+    judge = sketch._judge
+
+    def silent(unknown, stuck, m):
+        return judge(unknown, torch.zeros_like(stuck), m)
+
+    monkeypatch.setattr(sketch, "_judge", silent)
+    totals, owed, _ = reduce_in_process(TOO_DENSE, x, 4)
+    assert not torch.equal(totals + owed.sum(0), x.sum(0))
+
+
+def test_one_stuck_pair_costs_two_blocks_and_parts_with_the_next_seed():
+    """Two entries that share all three cells: found by search, as they are rare."""
+    m, c, w = 600, 40.0, 2
+    row = sketch_row(m, c)
+    codec = SketchCodec(w, c, 1 - 2 / m)
+    for seed in range(100):
+        cells, _ = hashing.cells_and_signs(torch.arange(m), row, seed)
+        same = (cells[:, :1] == cells[:, 1:]).all(0)
+        if same.any():
+            break
+    i, j = 0, 1 + int(same.nonzero()[0])
+    x = torch.zeros(w, w, m)
+    x[:, :, i], x[:, :, j] = 3, 5
+    totals, owed, counts = reduce_in_process(codec, x, seed)
+    assert not totals.any() and torch.equal(owed, x)
+    assert [int(count["unpeeled"]) for count in counts] == [2, 2]
+    others = [reduce_in_process(codec, x, seed + n)[0] for n in range(1, 4)]
+    assert any(torch.equal(total, x.sum(0)) for total in others)
+
+
+def test_verdict_blocks_keep_the_rest_of_a_large_row():
+    m = 5000
+    block = verdict_block(m)
+    assert block == 5
+    unknown = torch.tensor([4, 5, 4999, m])
+    failed, verdict = sketch._judge(unknown, torch.tensor([False, True, True, False]), m)
+    assert failed.nonzero().flatten().tolist() == [*range(5, 10), *range(4995, 5000)]
+    assert bitmap.unpack(verdict, 1000).nonzero().flatten().tolist() == [1, 999]
+    back = left_over(
+        torch.arange(m).float()[None].clone(),
+        torch.tensor([[4, 5, 100]]),
+        torch.tensor([[4.0, 5.0, 100.0]]),
+        verdict[None],
+    )
+    assert back[0, 5] == 5 and back[0, 4] == 0 and back[0, 100] == 0 and back[0, 6] == 6
+
+
+def test_a_summed_one_bit_index_is_wrong_where_ranks_overlap_and_says_so():
+    x = rows(whole=True)
+    codec = SketchCodec(W, 2, 0.92, "sum1")
+    totals, owed, counts = reduce_in_process(codec, x, 9)
+    overlaps = 0
+    for owner in range(W):
+        kept = torch.stack([bitmap.mark(largest(own, 0.92)[0], M)[owner] for own in x])
+        overlaps += int((kept.sum(0) - 1).clamp(min=0).sum())
+    collisions = sum(int(count["collisions"]) for count in counts)
+    assert collisions > 0 and collisions >= 0.9 * overlaps
+    assert error(totals + owed.sum(0), x.sum(0)) > 0.01
+
+
+def test_a_summed_one_bit_index_is_right_where_no_ranks_overlap():
+    x = torch.zeros(2, 2, 100, dtype=torch.float64)
+    x[0, :, :10], x[1, :, 50:60] = 1, 2
+    totals, owed, counts = reduce_in_process(SketchCodec(2, 2, 0.9, "sum1"), x, 0)
+    assert torch.equal(totals, x.sum(0)) and not owed.any()
+    assert all(count["collisions"] == 0 for count in counts)
+
+
+def test_a_four_bit_sum_counts_fifteen_ranks_and_not_sixteen():
+    full = bitmap.pack(torch.ones(1, 4, dtype=torch.bool), 4)
+    assert bitmap.unpack(full * 15, 4, 4).all()
+    assert not bitmap.unpack(full * 16, 4, 4).all()
+
+
+@pytest.mark.parametrize("bits", [1, 4])
+@pytest.mark.parametrize("m", [1, 7, 8, 9, 1001])
+def test_packing_round_trip(bits, m):
+    mask = torch.rand(3, m, generator=torch.Generator().manual_seed(m)) < 0.5
+    packed = bitmap.pack(mask, bits)
+    assert packed.dtype == torch.uint8 and packed.shape == (3, -(-m * bits // 8))
+    assert torch.equal(bitmap.unpack(packed, m, bits), mask)
+
+
+def test_hashes_spread_evenly_and_change_with_the_seed():
+    n, row = 200_000, 1000
+    cells, negative = hashing.cells_and_signs(torch.arange(n), row, 7)
+    for r in range(3):
+        load = torch.bincount(cells[r] - r * row, minlength=row).double()
+        assert len(load) == row
+        # Variance of a binomial is its mean; 1000 cells tell it to about 5%.
+        assert load.var().item() == pytest.approx(n / row, rel=0.25)
+        assert negative[r].double().mean().item() == pytest.approx(0.5, abs=0.01)
+    other, _ = hashing.cells_and_signs(torch.arange(n), row, 8)
+    assert (other == cells).double().mean() < 0.01
+    pairs = cells[0] * row + cells[1] - row
+    assert torch.bincount(pairs).double().var().item() == pytest.approx(n / row**2, rel=0.25)
+    seeds = {hashing.step_seed(s, u, t) for s in (0, 1) for u in ("a", "b") for t in range(50)}
+    assert len(seeds) == 200
+
+
+def test_a_gradient_that_is_not_finite_is_sent():
+    x = rows(dtype=torch.float32)
+    x[1, 2, 17], x[0, 3, 5] = float("nan"), float("inf")
+    for codec in (SparseCodec(0.9875), SketchCodec(W, 10, 0.9875)):
+        totals, _, _ = reduce_in_process(codec, x, 1)
+        assert totals[:2].isfinite().all()
+        assert not totals[2].isfinite().all() and not totals[3].isfinite().all()
+
+
+def test_sizes_are_fixed_by_the_shape_alone():
+    """No size depends on the data, so no phase makes the host wait for the device."""
+    for x in (rows(), torch.zeros(W, W, M, dtype=torch.float64)):
+        codec = SketchCodec(W, 10, 0.9875)
+        message = codec.encode(x[0], 0)
+        assert message.swapped["index"].shape == (W, -(-M // 8))
+        assert message.summed["sketch"].shape == (W, 3 * sketch_row(M, 10))
+    unknown = torch.full((candidates(W, M, 0.9875),), M)
+    values, stuck = sketch.peel(torch.zeros(3 * 10), unknown, M, 0, 4)
+    assert not values.any() and not stuck.any()

@@ -1,0 +1,156 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import pytest
+
+from torchtitan_lr.analysis.compression import (
+    LEVELS,
+    CodecSizes,
+    Unit,
+    all_reduce_traffic,
+    candidates,
+    codec_bits,
+    kept_entries,
+    paper_bits,
+    peels,
+    reduce_scatter_traffic,
+    sketch_row,
+    smallest_theta,
+    spreads_packed,
+    verdict_block,
+    verdict_bytes,
+)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "index_bits", "c", "bits"),
+    [
+        # Figure 1: LHC all-reduces the sketch too.
+        ("lhc", 4, 2, 8 + 32),
+        ("tagc", 4, 2, 8 + 16),
+        ("lhc", 1, 2, 2 + 32),
+        ("tagc", 1, 2, 2 + 16),
+        # Figure 2.
+        ("tagc", 1, 4, 2 + 8),
+        ("tagc", 4, 4, 8 + 8),
+        ("tagc", 4, 10, 8 + 3.2),
+        ("tagc", 1, 10, 5.2),
+        ("tagc", 0, 1, 32),
+    ],
+)
+def test_bits_of_the_papers_figures(algorithm, index_bits, c, bits):
+    assert sum(paper_bits(c, index_bits, algorithm).values()) == pytest.approx(bits)
+
+
+def test_the_published_saving():
+    assert 32 / sum(paper_bits(10, 1).values()) == pytest.approx(6.15, abs=0.005)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_our_bits_per_parameter(level):
+    c, theta = LEVELS[level]
+    assert sum(codec_bits(CodecSizes("sketch", c, theta)).values()) == 1 + 32 / c
+    assert sum(codec_bits(CodecSizes("sparse", c, theta)).values()) == 1 + 32 * (1 - theta)
+    assert sum(codec_bits(CodecSizes("sketch", c, theta, "sum4")).values()) == 4 + 32 / c
+    assert sum(codec_bits(CodecSizes("dense")).values()) == 32
+
+
+@pytest.mark.parametrize("codec", ["sketch", "sparse"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_exact_bytes_are_the_bits_where_sizes_divide(codec, level):
+    c, theta = LEVELS[level]
+    ranks, m = 4, 96_000
+    kind = CodecSizes(codec, c, theta)
+    rows = reduce_scatter_traffic(Unit(ranks, m), kind, "block 0")
+    verdict = [row for row in rows if row.op == "all_gather"]
+    size = {"index": 1, "gradient": 4}
+    total = sum(size[row.role] * row.elements for row in rows if row not in verdict)
+    assert 8 * total == pytest.approx(sum(codec_bits(kind).values()) * ranks * m, rel=1e-12)
+    assert [row.elements for row in verdict] == (
+        [] if codec == "sparse" else [ranks * verdict_bytes(m)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "level", "holds"),
+    [
+        (2, "2x", True),
+        (2, "4x", False),  # 0.76
+        (2, "10x", True),
+        (4, "2x", False),
+        (4, "4x", False),
+        (4, "10x", True),
+        (8, "2x", False),
+        (8, "4x", False),
+        (8, "10x", False),
+    ],
+)
+def test_where_the_published_levels_peel(ranks, level, holds):
+    c, theta = LEVELS[level]
+    assert peels(c, theta, ranks) is holds
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 64, 512])
+@pytest.mark.parametrize("c", [0.5, 0.75, 0.76, 1, 2, 4, 10, 100])
+def test_the_smallest_theta_passes_and_none_below_it(c, ranks):
+    theta = smallest_theta(c, ranks)
+    assert 0 <= theta < 1 and peels(c, theta, ranks)
+    if theta:
+        below = 1 - theta + 1.01e-4 if theta < 0.999 else 1.12 * (1 - theta)
+        assert not peels(c, 1 - below, ranks)
+    assert theta == round(theta, 4 if theta < 0.998 else 12)
+
+
+def test_known_smallest_thetas():
+    assert smallest_theta(2, 2) == 0.7906
+    assert smallest_theta(4, 2) == 0.9014
+    assert smallest_theta(10, 8) == 0.9904
+
+
+def test_counts_are_exact_where_floating_point_is_not():
+    assert kept_entries(10, 0.9) == 1
+    assert kept_entries(1000, 0.8) == 200
+    assert kept_entries(8000, 0.9875) == 100
+    assert kept_entries(5, 0.9875) == 1
+    assert kept_entries(7, 0.0) == 7
+    assert candidates(4, 100, 0.8) == 80 and candidates(8, 100, 0.8) == 100
+    assert sketch_row(3001, 10) == 101 and sketch_row(1, 10) == 1
+
+
+@pytest.mark.parametrize("m", [1, 7, 1024, 1025, 2049, 10**7])
+def test_a_verdict_is_at_most_128_bytes(m):
+    assert verdict_bytes(m) <= 128
+    assert verdict_block(m) * 8 * verdict_bytes(m) >= m
+
+
+def test_rows_of_an_uncompressed_unit():
+    dense = Unit(4, 0, 128)
+    for codec in (
+        CodecSizes("sketch", 10, 0.9875),
+        CodecSizes("sparse", 1, 0.9),
+        CodecSizes("dense"),
+    ):
+        (row,) = reduce_scatter_traffic(dense, codec, "head")
+        assert (row.op, row.elements, row.calls) == ("reduce_scatter", 512, 1)
+        (row,) = all_reduce_traffic(dense, codec, "head")
+        assert (row.op, row.elements) == ("all_reduce", 128)
+
+
+def test_small_tensors_ride_with_the_sketch():
+    rows = reduce_scatter_traffic(Unit(4, 3000, 100), CodecSizes("sketch", 10, 0.9875), "block 1")
+    assert [(row.op, row.role, row.elements) for row in rows] == [
+        ("all_to_all", "index", 4 * 375),
+        ("reduce_scatter", "gradient", 4 * (300 + 100)),
+        ("all_gather", "index", 4 * 125),
+    ]
+
+
+def test_the_sum_returns_packed_only_where_that_is_less():
+    assert spreads_packed(Unit(2, 10_000), CodecSizes("sketch", 10, 0.9875))
+    assert not spreads_packed(Unit(8, 10_000), CodecSizes("sparse", 1, 0.8))
+    packed = all_reduce_traffic(Unit(2, 10_000, 7), CodecSizes("sparse", 1, 0.9), "head")
+    assert [(row.op, row.role, row.elements) for row in packed] == [
+        ("all_to_all", "index", 2500),
+        ("all_to_all", "gradient", 2000),
+        ("all_gather", "index", 2500),
+        ("all_gather", "gradient", 4000),
+        ("all_reduce", "gradient", 7),
+    ]

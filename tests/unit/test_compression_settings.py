@@ -1,0 +1,94 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import pytest
+import torch
+
+from torchtitan_lr.config_checks import build_job_config
+from torchtitan_lr.parallel.compression_settings import (
+    clean_name,
+    compresses,
+    describe_selection,
+    exchanging_ranks,
+    is_compressed,
+    settings_for,
+)
+
+SIZES = {
+    "tok_embeddings.weight": 1000,
+    "layers.0.attention_norm.weight": 10,
+    "layers.0.attention.wq.weight": 300,
+    "layers.0.attention.wk.A.weight": 300,
+    "layers.0.attention.wv.B.weight": 300,
+    "layers.0.attention.wo.weight": 300,
+    "layers.0.feed_forward.w1.weight": 400,
+    "layers.1.feed_forward.w1.weight": 400,
+    "output.weight": 990,
+}
+
+
+def settings(ranks=4, **changes):
+    config = build_job_config(["--grad_compression.codec=sketch"])
+    for key, value in {"min_size": 100, **changes}.items():
+        setattr(config.grad_compression, key, value)
+    return settings_for(config, ranks)
+
+
+def chosen(**changes):
+    return {n for n, size in SIZES.items() if is_compressed(n, size, settings(**changes))}
+
+
+def test_all_but_the_small():
+    assert chosen() == SIZES.keys() - {"layers.0.attention_norm.weight"}
+    assert chosen(min_size=991) == {"tok_embeddings.weight"}
+    assert chosen(min_size=1) == SIZES.keys()
+
+
+def test_non_attention_keeps_the_output_projection():
+    assert chosen() - chosen(layers="non_attention") == {
+        "layers.0.attention.wq.weight",
+        "layers.0.attention.wk.A.weight",
+        "layers.0.attention.wv.B.weight",
+    }
+
+
+def test_patterns():
+    patterns = ["layers.*.feed_forward.*", "output.*"]
+    assert chosen(layers="patterns", patterns=patterns) == {
+        "layers.0.feed_forward.w1.weight",
+        "layers.1.feed_forward.w1.weight",
+        "output.weight",
+    }
+
+
+def test_the_log_names_layers_once_and_their_share():
+    text = describe_selection(SIZES, chosen(layers="patterns", patterns=["layers.?.feed*"]))
+    assert text.startswith("2 of 9 tensors compressed, 20.0% of 4,000 parameters (layers.*.feed_")
+    assert text.count("feed_forward.w1") == 1
+    assert "dense: tok_embeddings, layers.*.attention_norm, layers.*.attention.wq" in text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "auto", "theta"), [(4, False, 0.9875), (4, True, 0.9875), (8, True, 0.9904)]
+)
+def test_auto_raises_theta_only_where_needed(ranks, auto, theta):
+    resolved = settings(ranks, auto=auto)
+    assert resolved.codec.theta == theta and resolved.requested_theta == 0.9875
+    assert resolved.codec.c == 10 and resolved.residual_dtype == torch.float32
+
+
+def test_levels_override_c_and_theta_and_custom_does_not():
+    assert settings(2, level="2x", c=7.0, theta=0.5).codec.theta == 0.8
+    custom = settings(2, level="custom", c=1.0, theta=0.5, residual_dtype="bfloat16")
+    assert (custom.codec.c, custom.codec.theta) == (1.0, 0.5)
+    assert custom.residual_dtype == torch.bfloat16
+
+
+def test_wrapped_names_are_those_of_the_model():
+    wrapped = "layers.0._orig_mod._checkpoint_wrapped_module.attention.wq.weight"
+    assert clean_name(wrapped) == "layers.0.attention.wq.weight"
+
+
+def test_the_dimension_that_is_exchanged():
+    config = build_job_config(["--parallelism.tensor_parallel_degree=2"])
+    assert not compresses(config) and exchanging_ranks(config, 8) == 4
+    config.parallelism.data_parallel_replicate_degree = 2
+    assert exchanging_ranks(config, 8) == 2

@@ -1,0 +1,61 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchtitan_lr.analysis.compression import CodecSizes, sketch_row
+from torchtitan_lr.comm.codecs import DenseCodec, SketchCodec, SparseCodec
+from torchtitan_lr.comm.compressor import (
+    Compressor,
+    Span,
+    build_codec,
+    join_spans,
+    split_spans,
+)
+
+SPANS = [Span(3, True), Span(2, False), Span(4, True), Span(1, False)]
+
+
+def compressor(sizes, ranks=4, **options):
+    group = SimpleNamespace(size=lambda: ranks)
+    return Compressor("unit", sizes, SPANS, group, torch.device("cpu"), **options)
+
+
+def test_spans_come_apart_and_together():
+    flat = torch.arange(20.0).view(2, 10)
+    chosen, others = split_spans(flat, SPANS)
+    assert chosen[0].tolist() == [0, 1, 2, 5, 6, 7, 8] and others[0].tolist() == [3, 4, 9]
+    out = torch.empty(2, 10)
+    join_spans(chosen, others, SPANS, out)
+    assert torch.equal(out, flat)
+    chosen.zero_()
+    assert flat[0, 1] == 1  # a copy: FSDP's buffer stays as it is
+
+
+def test_sizes_of_a_reduce_scatter_and_of_an_all_reduce():
+    sizes = CodecSizes("sketch", 2, 0.9)
+    scatter = compressor(sizes)
+    assert (scatter.unit.compressed, scatter.unit.dense) == (7, 3)
+    assert scatter.residual.shape == (4, 7)
+    # 40 entries dense; 4 index bytes, 4 * (6 cells + 3) values, 4 verdict bytes.
+    assert sketch_row(7, 2) == 2
+    assert scatter.bytes_saved() == 4 * 40 - (4 + 4 * 4 * 9 + 4)
+    whole = compressor(sizes, all_reduce=True)
+    assert (whole.unit.compressed, whole.unit.dense) == (2, 3)
+    assert whole.residual.shape == (4, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_residual_has_the_dtype_that_was_asked_for(dtype):
+    residual = compressor(CodecSizes("sparse", 1, 0.9), residual_dtype=dtype).residual
+    assert residual.dtype == dtype and not residual.any()
+
+
+def test_every_name_has_its_codec():
+    assert isinstance(build_codec(CodecSizes("dense"), 4), DenseCodec)
+    assert build_codec(CodecSizes("sparse", 1, 0.9), 4).theta == 0.9
+    assert isinstance(build_codec(CodecSizes("sparse", 1, 0.9), 4), SparseCodec)
+    sketch = build_codec(CodecSizes("sketch", 4, 0.9, "sum4"), 2)
+    assert isinstance(sketch, SketchCodec)
+    assert (sketch.ranks, sketch.c, sketch.theta, sketch.index) == (2, 4, 0.9, "sum4")
