@@ -1,11 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Trains two replicas over a slow link and tells the seconds a step of AdamW and TSR-Adam.
+"""Trains on two ranks over a slow link and tells the seconds a step, method by method.
 
 The link is real as far as a kernel goes: two network namespaces joined by a veth pair whose ends
-are limited by a token bucket. Each holds one replica, a process of the trainer. This needs root and
-iproute2; where namespaces are not permitted the script says so and exits with 0.
+are limited by a token bucket. Each holds one rank, a process of the trainer: a replica for AdamW
+and TSR-Adam, a shard for FSDP and for TAGC's codecs. This needs root and iproute2; where namespaces
+are not permitted the script says so and exits with 0.
 
     python scripts/slow_link.py --mbit 200
+    python scripts/slow_link.py --methods FSDP "TAGC sketch" "TAGC sparse"
 """
 
 import argparse
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,13 +28,24 @@ from torchtitan_lr.cli import OneLineParser
 from torchtitan_lr.metrics import HISTORY_FILE, read_history
 
 SECONDS = "time_metrics/end_to_end(s)"
-SENT = "comm_bytes/dp_replicate"
+SENT = ("comm_bytes/dp_replicate", "comm_bytes/fsdp")
 DEVICE = "slow0"
 """Name of either end of the link."""
 
+ADAMW = ["--optimizer.name=AdamW", "--optimizer.lr=3e-3"]
+FSDP = [
+    *ADAMW,
+    "--parallelism.data_parallel_replicate_degree=1",
+    "--parallelism.data_parallel_shard_degree=2",
+    "--parallelism.fsdp_reshard_after_forward=never",  # weights cross once a step
+]
+TAGC = [*FSDP, "--grad_compression.level=10x"]
 METHODS = {
-    "AdamW": ["--optimizer.name=AdamW", "--optimizer.lr=3e-3"],
+    "AdamW": ADAMW,
     "TSRAdam": ["--optimizer.name=TSRAdam"],
+    "FSDP": FSDP,
+    "TAGC sketch": [*TAGC, "--grad_compression.codec=sketch"],
+    "TAGC sparse": [*TAGC, "--grad_compression.codec=sparse"],
 }
 
 
@@ -48,12 +61,15 @@ def main(argv: list[str] | None = None) -> int:
     report: dict[str, Any] = {"mbit_per_s": options.mbit}
     try:
         with slow_link(options.mbit, options.delay_ms) as ends:
-            for method in METHODS:
+            for method in options.methods:
                 report[method] = _train(options, method, ends)
     except NotPermittedError as error:
         print(f"skipped: {error}")
         return 0
-    report["speedup"] = report["AdamW"]["seconds"] / report["TSRAdam"]["seconds"]
+    first, *others = options.methods
+    report["speedup"] = {
+        method: report[first]["seconds"] / report[method]["seconds"] for method in others
+    }
     print(json.dumps(report, indent=2))
     return 0
 
@@ -111,7 +127,9 @@ def _call(*command: str) -> None:
 
 def _train(options: argparse.Namespace, method: str, ends: list[str]) -> dict[str, float]:
     """Train one replica in each namespace; return what the first one measured."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
+        # Files: a pipe that nobody reads while the other rank is waited for would fill up.
+        logs = [Path(folder) / f"rank{rank}.log" for rank in range(len(ends))]
         command = [
             *(sys.executable, "-m", "torchtitan_lr.train"),
             f"--job.config_file={options.config}",
@@ -127,18 +145,18 @@ def _train(options: argparse.Namespace, method: str, ends: list[str]) -> dict[st
                 ["ip", "netns", "exec", name, *command],
                 env=os.environ | _environment(rank),
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
+                stderr=files.enter_context(logs[rank].open("w")),
             )
             for rank, name in enumerate(ends)
         ]
         try:
-            errors = [rank.communicate(timeout=options.timeout)[1] for rank in ranks]
+            for process in ranks:
+                process.wait(timeout=options.timeout)
         finally:
-            for rank in ranks:
-                rank.kill()
-        if any(rank.returncode for rank in ranks):
-            raise RuntimeError(f"{method} failed: {errors[0][-2000:]}")
+            for process in ranks:
+                process.kill()
+        if any(process.returncode for process in ranks):
+            raise RuntimeError(f"{method} failed: {logs[0].read_text()[-2000:]}")
         records = [r for r in read_history(Path(folder) / HISTORY_FILE) if SECONDS in r]
     # The first steps start the process group's connections.
     later = records[len(records) // 5 :]
@@ -146,7 +164,7 @@ def _train(options: argparse.Namespace, method: str, ends: list[str]) -> dict[st
         "seconds": sum(r[SECONDS] for r in later) / len(later),
         "median_seconds": median(r[SECONDS] for r in later),
         "max_seconds": max(r[SECONDS] for r in later),
-        "bytes_per_step": sum(r[SENT] for r in later) / len(later),
+        "bytes_per_step": sum(r.get(key, 0) for r in later for key in SENT) / len(later),
     }
 
 
@@ -166,6 +184,13 @@ def _environment(rank: int) -> dict[str, str]:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--config", default="train_configs/tsr_curves.toml", help="the model")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=["AdamW", "TSRAdam"],
+        choices=list(METHODS),
+        help="what to time; speed-ups are over the first",
+    )
     parser.add_argument("--steps", type=int, default=110, help="two refreshes and what is between")
     parser.add_argument("--mbit", type=float, default=200, help="rate of the link, Mbit/s")
     parser.add_argument("--delay_ms", type=float, default=0, help="delay of the link, ms")
