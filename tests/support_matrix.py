@@ -68,9 +68,32 @@ class SupportMatrix:
             seen.update(pairs(chosen[-1]))
         return chosen
 
+    @cached_property
+    def cells(self) -> set[Any]:
+        """Return the pairs of values that the table says work."""
+        pairs_of_cells = (
+            tuple(sorted([row, column]))
+            for row, column in product(self._rows, self._columns)
+            if row[0] != column[0]
+        )
+        return {pair for pair in pairs_of_cells if pair in self.working_pairs}
+
     def ci_draws(self) -> list[Combination]:
-        """Return the combinations that are trained on every change: every value is in one."""
-        return [*self.draws(0, 12, ranks=4), *self.draws(1, 2, ranks=8)]
+        """Return the combinations that are trained on every change: every cell is in one."""
+        source, missing = random.Random(0), set(self.cells)
+        chosen: list[Combination] = []
+        for ranks in (4, 8):  # most need no more than four
+            for cell in sorted(missing):
+                if cell not in missing:
+                    continue
+                drawn = (self.draw(source) | dict(cell) for _ in range(200))
+                candidates = [c for c in drawn if self._fits(c, ranks)]
+                if candidates:
+                    chosen.append(
+                        max(candidates, key=lambda c: len(missing.intersection(pairs(c))))
+                    )
+                    missing.difference_update(pairs(chosen[-1]))
+        return chosen
 
     @cached_property
     def working_pairs(self) -> set[Any]:
@@ -116,18 +139,24 @@ class SupportMatrix:
 
     def table(self) -> str:
         """Return the README's table and its notes."""
-        columns = [(a, v) for a in COLUMN_AXES for v in self.axes[a] if v != NONE]
-        rows = [(a, v) for a in self.axes for v in self.axes[a] if v != NONE and a != "data"]
         lines = [
-            "| | " + " | ".join(self._title(*column) for column in columns) + " |",
-            "|---|" + "---|" * len(columns),
+            "| | " + " | ".join(self._title(*column) for column in self._columns) + " |",
+            "|---|" + "---|" * len(self._columns),
         ]
-        for row in rows:
-            cells = [self._cell(row, column) for column in columns]
+        for row in self._rows:
+            cells = [self._cell(row, column) for column in self._columns]
             lines.append(f"| {self._title(*row)} | " + " | ".join(cells) + " |")
         notes = [f"{i}. {self._note(rule)}" for i, rule in enumerate(self.rules, 1)]
         legend = "A dash: no family has both. Refused, each with one line that names the key:"
         return "\n".join([*lines, "", legend, "", *notes])
+
+    @property
+    def _columns(self) -> list[tuple[str, str]]:
+        return [(a, v) for a in COLUMN_AXES for v in self.axes[a] if v != NONE]
+
+    @property
+    def _rows(self) -> list[tuple[str, str]]:
+        return [(a, v) for a in self.axes for v in self.axes[a] if v != NONE and a != "data"]
 
     def _title(self, axis: str, value: str) -> str:
         return str(self.axes[axis][value]["title"])

@@ -63,9 +63,13 @@ def test_every_rule_refuses_by_its_key(rule):
     check(parts | {axis: "none"})
 
 
-def test_draws_are_the_same_every_time_and_cover_every_value():
+def test_draws_are_the_same_every_time_and_cover_every_cell_and_value():
     draws = MATRIX.ci_draws()
     assert draws == MATRIX.ci_draws()
+    assert MATRIX.cells <= {pair for combination in draws for pair in pairs(combination)}
+    # A dot for each in the table, beside those of a value with itself and of a pair told twice.
+    dots = MATRIX.table().count("●")
+    assert 100 < len(MATRIX.cells) < dots
     values = {item for combination in draws for item in combination.items()}
     assert values == {(axis, value) for axis in MATRIX.axes for value in MATRIX.axes[axis]}
 
