@@ -100,6 +100,8 @@ def describe_failure(log_folder: Path, status: int) -> str:
 def killed_rank(log_folder: Path) -> tuple[int, str] | None:
     """Finds in torchrun's report a rank that a signal ended which torchrun did not send.
 
+    A rank that told its error before, and fell while it cleaned up, does not count.
+
     Args:
         log_folder: Holds ``launcher.log``.
 
@@ -109,7 +111,8 @@ def killed_rank(log_folder: Path) -> tuple[int, str] | None:
     path = log_folder / "launcher.log"
     report = path.read_text(errors="replace") if path.is_file() else ""
     for rank, name in _ENDED_BY_SIGNAL.findall(report):
-        if name != "SIGTERM":  # torchrun's own, to those that were left
+        told = any(log_folder.glob(f"*/attempt_*/{rank}/error.json"))
+        if name != "SIGTERM" and not told:  # torchrun's own, to those that were left
             return int(rank), name
     return None
 

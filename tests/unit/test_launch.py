@@ -564,6 +564,17 @@ def test_a_killed_rank_is_the_cause_not_those_that_missed_it(tmp_path):
     assert told.endswith(f"its output: {folder}")
 
 
+def test_a_rank_that_fell_after_telling_its_error_is_no_killed_one(tmp_path):
+    (tmp_path / "launcher.log").write_text(REPORT.format(code="-6 (pid: 1)  (SIGABRT)"))
+    assert killed_rank(tmp_path) == (1, "SIGABRT")
+    folder = tmp_path / "run/attempt_0/1"
+    folder.mkdir(parents=True)
+    message = {"message": "NonFiniteError: step 2", "extraInfo": {"timestamp": "1"}}
+    (folder / "error.json").write_text(json.dumps({"message": message}))
+    assert killed_rank(tmp_path) is None
+    assert describe_failure(tmp_path, 1).startswith("rank 1 failed: NonFiniteError: step 2;")
+
+
 def test_how_to_go_on(tmp_path):
     checkpoint = SimpleNamespace(folder="checkpoint", enable=True)
     config = SimpleNamespace(checkpoint=checkpoint, job=SimpleNamespace(dump_folder=str(tmp_path)))
