@@ -4,6 +4,7 @@
 import math
 from typing import Any
 
+from torchtitan_lr.config_support import llama_args
 from torchtitan_lr.errors import ConfigError
 
 TSR = "TSRAdam"
@@ -19,15 +20,10 @@ def check_tsr(config: Any, world_size: int, device_type: str) -> None:
     if config.training.enable_cpu_offload:
         raise ConfigError("training.enable_cpu_offload", True, "false with TSRAdam")
 
-    from torchtitan.protocols.train_spec import get_train_spec
-
-    from torchtitan_lr.models.args import LlamaArgs
     from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
 
-    # After `check_model`: name and flavor are known ones.
-    args = get_train_spec(config.model.name).model_args[config.model.flavor]
-    if isinstance(args, LlamaArgs):  # else another package's model: the ranks find out
-        args.update_from_config(config)
+    args = llama_args(config)
+    if args is not None:  # else another package's model: the ranks find out
         plan_matrices(model_shapes(args), TSRSettings.from_config(optimizer))
 
 

@@ -42,17 +42,27 @@ def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
 
 def check_tensor_parallel(config: Any, world_size: int, device_type: str) -> None:
     """The tensor-parallel plan fits the model; at degree 1 its keys are checked all the same."""
+    from torchtitan_lr.parallel.tensor_parallel import settings_for
+
+    args = llama_args(config)
+    if args is not None:  # else another package's model, with a plan of its own
+        settings_for(config, args, config.parallelism.tensor_parallel_degree)
+
+
+def llama_args(config: Any) -> Any:
+    """Return our model's arguments as a run has them, None for another package's model.
+
+    Call it after ``check_model``: name and flavor are known ones then.
+    """
     from torchtitan.protocols.train_spec import get_train_spec
 
     from torchtitan_lr.models.args import LlamaArgs
-    from torchtitan_lr.parallel.tensor_parallel import settings_for
 
-    # After `check_model`: name and flavor are known ones.
     args = get_train_spec(config.model.name).model_args[config.model.flavor]
     if not isinstance(args, LlamaArgs):
-        return  # another package's model, with a plan of its own
+        return None
     args.update_from_config(config)
-    settings_for(config, args, config.parallelism.tensor_parallel_degree)
+    return args
 
 
 def _check_degree(name: str, degree: int, ranks: int) -> None:

@@ -43,7 +43,6 @@ class Validator(BaseValidator):
 
     Attributes:
         last_loss: The latest result, nats a token.
-        last_step: The step it belongs to.
         suspended: Set when the run is stopping, so that it ends at once.
     """
 
@@ -69,7 +68,6 @@ class Validator(BaseValidator):
         self.pipeline = pipeline
         self.validation_set = build_validation_set(job_config, dp_world_size, dp_rank, tokenizer)
         self.last_loss: float | None = None
-        self.last_step: int | None = None
         self.suspended = False
 
     def should_validate(self, step: int) -> bool:
@@ -98,7 +96,7 @@ class Validator(BaseValidator):
         if pipeline is not None:  # only the last stage has a loss; every stage has the labels
             torch.distributed.all_reduce(loss_sum, group=pipeline.get_group())
         total = dist_utils.dist_sum(num_tokens, mesh)
-        self.last_loss, self.last_step = dist_utils.dist_sum(loss_sum, mesh) / total, step
+        self.last_loss = dist_utils.dist_sum(loss_sum, mesh) / total
         for model in model_parts:
             model.train()
         for module in fsdp_modules(model_parts):
