@@ -1,10 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What autograd keeps between forward and backward, counted by running a block that holds no data.
+"""What autograd keeps between forward and backward, counted by running blocks that hold no data.
 
 Which activations survive depends on the family, the plan, the checkpointing mode and on how each
-operator is written. Instead of a formula for every combination, the block itself runs on fake
+operator is written. Instead of a formula for every combination, the blocks themselves run on fake
 tensors (shapes without memory) as one rank of a process group that does not exist; what is still
-alive afterwards is what a real run keeps. A block of any size takes a fraction of a second.
+alive after the forward pass is what a real run keeps. The backward pass is rehearsed too: it tells
+how much memory it takes on top, and which collectives checkpointing repeats.
 
 The CPU's operators are rehearsed. Its RMSNorm keeps the input and the normalized input in fp32,
 which a fused kernel does not: on a GPU the true number is smaller, see `fused_norm_saving`.
@@ -13,7 +14,7 @@ which a fused kernel does not: on a GPU the true number is smaller, see `fused_n
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchtitan_lr.comm.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.loss import cross_entropy_sum
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
@@ -37,19 +39,26 @@ Prepare = Callable[[nn.Module], None]
 
 
 @dataclass(frozen=True)
-class SavedBytes:
-    """Bytes kept for backward on one rank, for one micro-batch.
+class Rehearsal:
+    """What one rank needs for one micro-batch.
 
     Args:
-        block: One decoder block, its input included, its output not.
-        ends: The embedding, the final norm, the head and the loss.
+        block: Bytes kept by a decoder block, its input included, its output not; a mean where
+            checkpointing treats blocks in turns.
+        ends: Bytes kept by the embedding, the final norm, the head and the loss.
+        working: Bytes that backward needs at its worst beyond what forward left, the gradients of
+            whole parameters aside.
+        repeated: Collectives that checkpointing runs again, by operation and dtype: calls and
+            elements of one block (a mean, as above).
     """
 
-    block: int
+    block: float
     ends: int
+    working: int
+    repeated: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
 
 
-def saved_bytes(
+def rehearse(
     args: LlamaArgs,
     settings: TPSettings,
     tp_degree: int,
@@ -57,35 +66,45 @@ def saved_bytes(
     seq_len: int,
     dtype: torch.dtype,
     prepare: Prepare | None = None,
-) -> SavedBytes:
-    """Rehearse a forward pass and count what it leaves.
+    period: int = 1,
+) -> Rehearsal:
+    """Run a short model forward and backward on tensors without data.
 
     Args:
-        args: The model; one and two of its blocks are run.
+        args: The model; one and three of its blocks are run, or as many periods.
         settings: A resolved plan; says nothing at degree 1.
         tp_degree: Tensor-parallel ranks T.
         batch: Sequences b of a micro-batch.
         seq_len: Tokens s of a sequence.
         dtype: The dtype that blocks compute in.
         prepare: Applied to the model after tensor parallelism.
+        period: Blocks after which checkpointing starts over (``selective_ac_option``).
+
+    Raises:
+        RuntimeError: If this process has a process group already and T > 1.
     """
     with fake_ranks(tp_degree) as mesh:
         one, three = (
-            _kept(replace(args, n_layers=layers), settings, mesh, batch, seq_len, dtype, prepare)
-            for layers in (1, 3)
+            _run(replace(args, n_layers=n * period), settings, mesh, batch, seq_len, dtype, prepare)
+            for n in (1, 3)
         )
-    block = (three - one) // 2
-    return SavedBytes(block, one - block)
+    blocks = 2 * period
+    block = (three.kept - one.kept) / blocks
+    repeated = {}
+    for key, (calls, elements) in three.repeated.items():
+        less = one.repeated.get(key, (0, 0))
+        repeated[key] = ((calls - less[0]) / blocks, (elements - less[1]) / blocks)
+    return Rehearsal(block, one.kept - round(period * block), three.peak - three.kept, repeated)
 
 
 def fused_norm_saving(args: LlamaArgs, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes a block keeps less where RMSNorm is one kernel, at T = 1 and without checkpointing.
+    """Bytes that one norm keeps less where RMSNorm is a kernel: T = 1, not checkpointed.
 
-    For each of the two norms the kernel keeps its input, d wide, and the statistic; the CPU keeps
-    the input and its quotient by the rms, both in fp32 at least.
+    The kernel keeps its input, d wide, and the statistic; the CPU keeps the input and its quotient
+    by the rms, both in fp32 at least.
     """
     wide = torch.promote_types(dtype, torch.float32).itemsize
-    return 2 * tokens * args.dim * (2 * wide - dtype.itemsize)
+    return tokens * args.dim * (2 * wide - dtype.itemsize)
 
 
 @contextmanager
@@ -98,6 +117,8 @@ def fake_ranks(tp_degree: int) -> Iterator[DeviceMesh | None]:
     if tp_degree == 1:
         yield None
         return
+    if dist.is_initialized():
+        raise RuntimeError("a rehearsal needs a process without a process group")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=tp_degree, store=FakeStore())
@@ -107,7 +128,16 @@ def fake_ranks(tp_degree: int) -> Iterator[DeviceMesh | None]:
         dist.destroy_process_group()
 
 
-def _kept(
+@dataclass
+class _Count:
+    """Bytes after forward, bytes at the peak of backward, and repeated collectives of a run."""
+
+    kept: int
+    peak: int
+    repeated: dict[tuple[str, str], tuple[int, int]]
+
+
+def _run(
     args: LlamaArgs,
     settings: TPSettings,
     mesh: DeviceMesh | None,
@@ -115,24 +145,44 @@ def _kept(
     seq_len: int,
     dtype: torch.dtype,
     prepare: Prepare | None,
-) -> int:
+) -> _Count:
     with FakeTensorMode():
         model = _build(replace(args, max_seq_len=seq_len), dtype)
         if mesh is not None:
             apply_tensor_parallel(model, mesh, settings)
         if prepare is not None:
             prepare(model)
+        for parameter in model.parameters():
+            # Whole gradients are counted elsewhere, by unit.
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
         tokens = torch.zeros(batch, seq_len, dtype=torch.long)
-        outside = {_address(p) for p in model.parameters()} | {_address(model.freqs_cis)}
-        living = LivingStorages()
-        with living:
+        outside = {_address(p) for p in model.parameters()}
+        outside |= {_address(model.freqs_cis), _address(tokens)}
+        living = LivingStorages(outside)
+        names = {} if mesh is None else mesh_dims_of({"tp": mesh})
+        with CommLedger([model], names) as ledger, living:
             logits = model(tokens)
+            # It replaces the loss's backward as well as its forward.
             with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
                 loss = cross_entropy_sum(logits, tokens)
-            del logits
-        kept = living.bytes(outside | {_address(tokens), _address(loss)})
-        del loss
-    return kept
+                del logits
+                kept = living.bytes() - _storage(loss).nbytes()
+                living.peak = 0
+                loss.backward()
+        return _Count(kept, living.peak, _repeated(ledger))
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _repeated(ledger: CommLedger) -> dict[tuple[str, str], tuple[int, int]]:
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for row in ledger.rows(split_recompute=True):
+        if row["recompute"]:
+            calls, elements = found.get((row["op"], row["dtype"]), (0, 0))
+            found[row["op"], row["dtype"]] = calls + row["calls"], elements + row["elements"]
+    return found
 
 
 def _build(args: LlamaArgs, dtype: torch.dtype) -> LlamaModel:
@@ -144,16 +194,29 @@ def _build(args: LlamaArgs, dtype: torch.dtype) -> LlamaModel:
         torch.set_default_dtype(default)
 
 
-def _address(x: Tensor) -> int:
+def _storage(x: Tensor) -> torch.UntypedStorage:
     local = x.to_local() if isinstance(x, DTensor) else x
-    return local.untyped_storage()._cdata
+    return local.untyped_storage()
+
+
+def _address(x: Tensor) -> int:
+    return _storage(x)._cdata
 
 
 class LivingStorages(TorchDispatchMode):
-    """Knows every storage that operators made, and which of them are still there."""
+    """Knows every storage that operators made, and which of them are still there.
 
-    def __init__(self) -> None:
+    Args:
+        outside: Addresses of storages that do not count: parameters, buffers, inputs.
+
+    Attributes:
+        peak: The most bytes that were there after any operator.
+    """
+
+    def __init__(self, outside: set[int]) -> None:
         super().__init__()
+        self.peak = 0
+        self._outside = outside
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
@@ -169,13 +232,16 @@ class LivingStorages(TorchDispatchMode):
                 known = self._storages.get(storage._cdata)
                 if known is None or known[0].expired():
                     self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, self._sweep())
         return out
 
-    def bytes(self, outside: set[int]) -> int:
-        """Return the bytes of the living storages that are not among the addresses `outside`."""
+    def bytes(self) -> int:
+        """Return the bytes of the living storages."""
         gc.collect()
-        return sum(
-            size
-            for address, (reference, size) in self._storages.items()
-            if not reference.expired() and address not in outside
-        )
+        return self._sweep()
+
+    def _sweep(self) -> int:
+        gone = [a for a, (reference, _) in self._storages.items() if reference.expired()]
+        for address in gone:
+            del self._storages[address]
+        return sum(n for a, (_, n) in self._storages.items() if a not in self._outside)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -167,7 +168,7 @@ class Recording:
             _state.depth -= 1
 
     def _find(self, x: Tensor) -> int | None:
-        if type(x) not in (Tensor, torch.nn.Parameter):
+        if type(x) not in (Tensor, torch.nn.Parameter, FakeTensor):  # no wrapper, such as DTensor
             return None
         return self._ids.get(x.untyped_storage()._cdata)
 
