@@ -36,8 +36,8 @@ from torchtitan_lr.parallel.tape import (
     shares_storage,
 )
 
-_IGNORED = frozenset({torch.ops.aten.detach.default})
-"""Autograd's own, whose number differs between the two runs."""
+_IGNORED = frozenset({torch.ops.aten.detach.default, torch.ops.prim.device.default})
+"""Autograd's own and fake tensors' own, whose number differs between the two runs."""
 
 _state = threading.local()
 
