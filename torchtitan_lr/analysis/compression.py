@@ -59,6 +59,26 @@ class Unit:
     dense: int = 0
 
 
+def exchange_unit(
+    compressed: int, dense: int, ranks: int, codec: CodecSizes, all_reduce: bool
+) -> Unit:
+    """Return the exchange of a unit of the model.
+
+    Args:
+        compressed: Compressed entries of a destination; of the whole shard where all ranks need
+            the sums.
+        dense: The other entries, likewise.
+        ranks: Ranks W.
+        codec: What travels.
+        all_reduce: Whether every rank needs the whole sum.
+    """
+    if not all_reduce:
+        return Unit(ranks, compressed, dense)
+    if codec.name == "dense" or not compressed:
+        return Unit(ranks, 0, dense + compressed)  # one plain all-reduce
+    return Unit(ranks, -(-compressed // ranks), dense)
+
+
 def kept_entries(m: int, theta: float) -> int:
     """Entries of m that are sent so that at least a share θ is not; at least one."""
     # The small number: 0.9·10 is a little more than 9 in floating point.

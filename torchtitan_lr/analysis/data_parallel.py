@@ -123,6 +123,36 @@ def unit_parameters(shape: ModelShape, settings: PlanSettings, tp_degree: int) -
     return units
 
 
+def unit_names(shape: ModelShape) -> dict[str, list[str]]:
+    """Names of the parameters of each FSDP unit, in the order of `unit_parameters`.
+
+    Args:
+        shape: Shape and family of the model.
+    """
+    linears = [f"attention.w{name}" for name in "qkvo"]
+    linears += [f"feed_forward.w{name}" for name in "132"]
+    factors = ["weight"] if shape.family == "full" else ["A.weight", "B.weight"]
+    names = [f"{linear}.{factor}" for linear in linears for factor in factors]
+    names += ["attention_norm.weight", "ffn_norm.weight"]
+    units = {"embedding": ["tok_embeddings.weight"]}
+    for i in range(shape.n_layers):
+        gated = shape.family == "lax" and shape.lax_gate == "scalar" and i > 0
+        gates = [f"{linear}.gate" for linear in linears] if gated else []
+        units[f"block {i}"] = [f"layers.{i}.{name}" for name in (*names, *gates)]
+    return units | {"head": ["output.weight"], "root": ["norm.weight"]}
+
+
+def named_parameters(
+    shape: ModelShape, settings: PlanSettings, tp_degree: int
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Shapes by name and FSDP unit; arguments as of `unit_parameters`."""
+    units = unit_parameters(shape, settings, tp_degree)
+    return {
+        unit: dict(zip(names, units[unit], strict=True))
+        for unit, names in unit_names(shape).items()
+    }
+
+
 def _linears(shape: ModelShape, settings: PlanSettings, t: int) -> Shapes:
     rank_attention, rank_ffn = group_ranks(shape)
     sides = [(*side, rank_attention) for side in attention_sides(shape)]

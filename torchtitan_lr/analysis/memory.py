@@ -1,23 +1,43 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Memory of the largest rank, part by part, in closed form.
+"""Memory of a rank's parameters, gradients and optimizer state, in closed form and exact.
 
-Weights, gradients and optimizer state are exact: each parameter is cut by tensor parallelism as the
-plan says and by FSDP2 along its first dimension, of which the first rank holds the largest piece.
+Each parameter is cut by tensor parallelism as the plan says and by FSDP2 along its first dimension:
+into pieces of ceil(rows / ranks) rows, so that the first rank has the most and the last may have
+none.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
-from torchtitan_lr.analysis.communication import PlanSettings
-from torchtitan_lr.analysis.data_parallel import Shapes, unit_parameters
-from torchtitan_lr.analysis.parameters import ModelShape
+Shape = tuple[int, ...]
+NamedShapes = Mapping[str, Shape]
 
 ADAM_MOMENTS = 2
 """Numbers that AdamW keeps for every parameter entry."""
 
 STEP_BYTES = 4
-"""AdamW's step counter of one parameter tensor, an fp32 scalar."""
+"""A step counter, an fp32 scalar: AdamW has one a tensor, TSR-Adam one a model part."""
+
+COUNTER_BYTES = 8
+"""One of the two int64 counters, age and refreshes, that TSR-Adam keeps for a matrix."""
+
+
+class TSRPlan(Protocol):
+    """How TSR-Adam compresses a matrix; ``MatrixPlan`` has these."""
+
+    @property
+    def rank(self) -> int:
+        """Rank r."""
+
+    @property
+    def two_sided(self) -> bool:
+        """Whether both sides are projected."""
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the parameter is projected transposed."""
 
 
 @dataclass(frozen=True)
@@ -42,62 +62,116 @@ class StaticMemory:
     Args:
         weights: Its shards of the parameters.
         gradients: Of the same shapes.
-        optimizer: AdamW's moments and step counters.
-        buffers: FSDP2's gathered units (the one in use and the one prefetched), the gradient
-            that is being reduced, and the rotary table.
+        optimizer: Moments, step counters, and TSR-Adam's bases.
     """
 
     weights: int
     gradients: int
     optimizer: int
-    buffers: int
 
 
 def static_memory(
-    shape: ModelShape,
-    settings: PlanSettings,
-    tp_degree: int,
+    parameters: Iterable[NamedShapes],
     shard: int,
     precision: Precision,
-    rotary_bytes: int,
-    blocks: int | None = None,
+    tsr: Mapping[str, TSRPlan] | None = None,
+    shard_rank: int = 0,
 ) -> StaticMemory:
-    """Return what a rank holds besides activations.
+    """Return what a rank holds besides activations and buffers.
 
     Args:
-        shape: Shape and family of the model.
-        settings: The tensor-parallel plan; says nothing at degree 1.
-        tp_degree: Tensor-parallel ranks T.
+        parameters: Of each model part of the rank: shapes on its tensor-parallel rank, by name.
         shard: FSDP ranks; 1 for replicas.
         precision: Bytes of an element.
-        rotary_bytes: Of the rotary table (max_seq_len, head_dim / 2), complex64.
-        blocks: Decoder blocks on this rank; all by default. A pipeline's first stage has the
-            embedding, its last the head: both are counted, for the larger of the two.
+        tsr: TSR-Adam's compressed matrices by name; None for AdamW.
+        shard_rank: Which FSDP rank; the first holds the most.
     """
-    units = unit_parameters(shape, settings, tp_degree)
-    kept = list(units.values())
-    if blocks is not None and blocks < shape.n_layers:
-        ends = [units["embedding"], [*units["head"], *units["root"]]]
-        largest = max(ends, key=lambda unit: sharded_elements(unit, shard))
-        kept = [*(units[f"block {shape.n_layers - 1 - i}"] for i in range(blocks)), largest]
-    elements = sum(sharded_elements(unit, shard) for unit in kept)
-    tensors = sum(len(unit) for unit in kept)
-    buffers = rotary_bytes
-    if shard > 1:
-        gathered = sorted((_elements(unit) for unit in kept), reverse=True)
-        buffers += precision.compute * sum(gathered[:2]) + precision.reduce * gathered[0]
-    return StaticMemory(
-        weights=precision.parameter * elements,
-        gradients=precision.parameter * elements,
-        optimizer=ADAM_MOMENTS * precision.parameter * elements + STEP_BYTES * tensors,
-        buffers=buffers,
-    )
+    elements = optimizer = 0
+    for part in parameters:
+        local = {name: sharded(shape, shard, shard_rank) for name, shape in part.items()}
+        elements += sum(map(prod, local.values()))
+        if tsr is None:
+            optimizer += adamw_bytes(local.values(), precision.parameter)
+        else:
+            optimizer += tsr_bytes(local, tsr, precision.parameter)
+    weights = precision.parameter * elements
+    return StaticMemory(weights, weights, optimizer)
 
 
-def sharded_elements(unit: Shapes, shard: int) -> int:
-    """Elements of a unit that FSDP's first rank holds: ceil(rows / ranks) rows of each tensor."""
-    return sum(-(-shape[0] // shard) * prod(shape[1:]) for shape in unit)
+def sharded(shape: Shape, ranks: int, rank: int = 0) -> Shape:
+    """Return the shape of an FSDP rank's piece of a tensor."""
+    rows = -(-shape[0] // ranks)
+    return (max(0, min(rows, shape[0] - rank * rows)), *shape[1:])
 
 
-def _elements(unit: Iterable[tuple[int, ...]]) -> int:
-    return sum(prod(shape) for shape in unit)
+def adamw_bytes(shapes: Collection[Shape], element_size: int) -> int:
+    """Return the bytes of AdamW's state: two moments in the parameters' dtype, a step a tensor."""
+    return ADAM_MOMENTS * element_size * sum(map(prod, shapes)) + STEP_BYTES * len(shapes)
+
+
+def tsr_bytes(shapes: NamedShapes, plans: Mapping[str, TSRPlan], element_size: int) -> int:
+    """Return the bytes of TSR-Adam's state of one model part, in fp32 at least.
+
+    A compressed matrix has U (m, r), V (n, r) and two moments (r, r), of which U and V are split as
+    its rows and columns are; projected on one side only, U and two moments (r, n). Everything else
+    has AdamW's moments.
+
+    Args:
+        shapes: Shapes on this rank, by name.
+        plans: The compressed matrices.
+        element_size: Bytes of a parameter's element.
+    """
+    size = max(4, element_size)
+    total = STEP_BYTES
+    for name, shape in shapes.items():
+        plan = plans.get(name)
+        if plan is None:
+            total += ADAM_MOMENTS * size * prod(shape)
+            continue
+        m, n = reversed(shape) if plan.transposed else shape
+        total += 2 * COUNTER_BYTES + size * plan.rank * m
+        total += size * plan.rank * n if plan.two_sided else 0
+        total += ADAM_MOMENTS * size * core_elements(shape, plan)
+    return total
+
+
+def core_elements(shape: Shape, plan: TSRPlan) -> int:
+    """Elements of a core: r·r, or r·n where one side is projected."""
+    long_side = shape[0] if plan.transposed else shape[1]
+    return plan.rank * (plan.rank if plan.two_sided else long_side)
+
+
+def gathered_bytes(
+    units: Iterable[NamedShapes], head: NamedShapes | None, reshards: bool, precision: Precision
+) -> int:
+    """Bytes of FSDP2's whole weights and of the gradients that it is reducing, at their most.
+
+    Resharding, a rank holds whole the head (needed first in backward, so not resharded) or one more
+    block, the block that runs, and the one fetched ahead; and the gradients of one unit twice: in
+    the compute dtype and as they are sent. Otherwise every unit stays whole.
+
+    Args:
+        units: Shapes of every unit of the rank.
+        head: The head's shapes, None without one.
+        reshards: Whether weights are dropped between forward and backward.
+        precision: Bytes of an element.
+    """
+    sizes = sorted((_elements(unit) for unit in units), reverse=True)
+    if not sizes:
+        return 0
+    if not reshards:
+        whole = precision.compute * sum(sizes)
+        return whole + (precision.compute + precision.reduce) * sizes[0]
+    last = _elements(head) if head else 0
+    others = list(sizes)
+    if head:
+        others.remove(last)
+    block = others[-1] if len(others) < 2 else sorted(others)[len(others) // 2]
+    gradient = precision.compute + precision.reduce
+    in_head = precision.compute * (last + block) + gradient * last
+    in_block = precision.compute * 2 * block + gradient * block + precision.reduce * last
+    return max(in_head, in_block)
+
+
+def _elements(unit: NamedShapes) -> int:
+    return sum(map(prod, unit.values()))

@@ -15,9 +15,9 @@ from torch import Tensor
 from torchtitan_lr.analysis.communication import Traffic
 from torchtitan_lr.analysis.compression import (
     CodecSizes,
-    Unit,
     all_reduce_traffic,
     candidates,
+    exchange_unit,
     reduce_scatter_traffic,
     spreads_packed,
 )
@@ -82,11 +82,8 @@ class Compressor:
         ranks = group.size()
         self.compressed_size = sum(span.size for span in spans if span.compressed)
         dense = sum(span.size for span in spans) - self.compressed_size
-        rows = -(-self.compressed_size // ranks) if all_reduce else self.compressed_size
         self.owes = sizes.name != "dense" and self.compressed_size > 0
-        if all_reduce and not self.owes:
-            rows, dense = 0, dense + self.compressed_size  # one plain all-reduce
-        self.unit = Unit(ranks, rows, dense)
+        self.unit = exchange_unit(self.compressed_size, dense, ranks, sizes, all_reduce)
         self.codec = build_codec(sizes, ranks)
         self.exchanges = 0
         self.measuring = False

@@ -32,7 +32,7 @@ from torchtitan_lr.analysis.pipeline import Boundary, stage_boundary
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.stage_split import layers_before_boundaries
 from torchtitan_lr.parallel.stages import build_stage, pack_messages
-from torchtitan_lr.parallel.tensor_parallel import settings_for
+from torchtitan_lr.parallel.tensor_parallel import TPSettings, settings_for
 
 _FORWARD = {
     _ComputationType.UNSHARD,
@@ -219,10 +219,19 @@ def pipeline_llama(
     return pipeline, model_parts, has_first, has_last
 
 
-def stage_boundaries(job_config: JobConfig, args: LlamaArgs, seq_len: int) -> list[Boundary]:
-    """Return all boundaries of a run's pipeline on one rank, for sequences of ``seq_len``."""
+def stage_boundaries(
+    job_config: JobConfig, args: LlamaArgs, seq_len: int, settings: TPSettings | None = None
+) -> list[Boundary]:
+    """Return all boundaries of a run's pipeline on one rank, for sequences of ``seq_len``.
+
+    Args:
+        job_config: The run's configuration.
+        args: The model's arguments.
+        seq_len: Tokens of a sequence.
+        settings: The tensor-parallel plan; the configured one by default.
+    """
     degree = job_config.parallelism.tensor_parallel_degree
-    settings = settings_for(job_config, args, degree)
+    settings = settings or settings_for(job_config, args, degree)
     return [
         stage_boundary(args, settings, degree, seq_len, latents=0 < before < args.n_layers)
         for before in layers_before_boundaries(job_config, args.n_layers)

@@ -1,0 +1,221 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A run on paper: its model, its plan, its mesh, and what each pipeline rank holds of it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from torchtitan_lr.analysis.data_parallel import named_parameters
+from torchtitan_lr.analysis.memory import NamedShapes, Precision
+from torchtitan_lr.analysis.step_time import MeshDim
+from torchtitan_lr.config_optimizer import TSR, model_shapes
+from torchtitan_lr.config_support import llama_args
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.optim.selection import MatrixPlan, TSRSettings, plan_matrices
+from torchtitan_lr.parallel.compression_settings import compresses
+from torchtitan_lr.parallel.data_parallel import reshard_after_forward
+from torchtitan_lr.parallel.stage_split import modules_per_stage
+from torchtitan_lr.parallel.tensor_parallel import TPSettings, resolve_settings, settings_for
+
+AC_MODES = ("none", "selective", "full", "low_rank")
+"""Modes of ``[activation_checkpoint]`` that eager blocks have."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A configuration, with the model and the plan that are to be estimated in it.
+
+    Args:
+        config: As `build_job_config` returns it, checked for ``world`` ranks.
+        world: Ranks.
+        args: The model.
+        settings: The resolved tensor-parallel plan.
+        baseline: Whether AdamW and plain gradients stand in for the configured ones.
+    """
+
+    config: Any
+    world: int
+    args: LlamaArgs
+    settings: TPSettings
+    baseline: bool = False
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel ranks T."""
+        return int(self.config.parallelism.tensor_parallel_degree)
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks P."""
+        return int(self.config.parallelism.pipeline_parallel_degree)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with equal parameters."""
+        return int(self.config.parallelism.data_parallel_replicate_degree)
+
+    @property
+    def shard(self) -> int:
+        """Ranks that share each parameter."""
+        return self.world // (self.tp * self.pp * self.replicas)
+
+    @property
+    def mesh(self) -> dict[str, MeshDim]:
+        """Sizes and strides of the mesh, innermost first as torchtitan lays it out."""
+        sizes = {"tp": self.tp, "fsdp": self.shard, "dp_replicate": self.replicas, "pp": self.pp}
+        mesh, stride = {}, 1
+        for name, size in sizes.items():
+            mesh[name] = MeshDim(size, stride)
+            stride *= size
+        return mesh
+
+    @property
+    def accumulation(self) -> int:
+        """Passes of the local batch in a step."""
+        training = self.config.training
+        if training.global_batch_size == -1:
+            return 1
+        return int(
+            training.global_batch_size // (training.local_batch_size * self.shard * self.replicas)
+        )
+
+    @property
+    def microbatch(self) -> int:
+        """Sequences b that run through the model at once."""
+        section, training = self.config.parallelism, self.config.training
+        size = section.pipeline_parallel_microbatch_size if self.pp > 1 else 0
+        return int(size or training.local_batch_size)
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches of one pass of the pipeline; 1 without one."""
+        return int(self.config.training.local_batch_size // self.microbatch)
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens s of a sequence."""
+        return int(self.config.training.seq_len)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens n of a micro-batch."""
+        return self.microbatch * self.seq_len
+
+    @property
+    def precision(self) -> Precision:
+        """Bytes of an element."""
+        training = self.config.training
+        names = (
+            training.dtype,
+            training.mixed_precision_param,
+            training.mixed_precision_reduce,
+        )
+        return Precision(*(TORCH_DTYPE_MAP[name].itemsize for name in names))
+
+    @property
+    def checkpointing(self) -> str:
+        """The mode of activation checkpointing; a full-rank stand-in repeats whole blocks."""
+        mode = str(self.config.activation_checkpoint.mode)
+        return "full" if mode == "low_rank" and not self.args.low_rank else mode
+
+    @property
+    def reshards(self) -> bool:
+        """Whether FSDP2 gathers weights again for backward."""
+        return self.shard > 1 and reshard_after_forward(self.config, self.pp > 1)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether gradients are compressed."""
+        sharded = self.shard > 1 or self.replicas > 1
+        return not self.baseline and sharded and compresses(self.config)
+
+    @cached_property
+    def tsr(self) -> TSRSettings | None:
+        """TSR-Adam's settings; None for AdamW."""
+        if self.baseline or self.config.optimizer.name != TSR:
+            return None
+        return TSRSettings.from_config(self.config.optimizer)
+
+    @cached_property
+    def tsr_plans(self) -> dict[str, MatrixPlan]:
+        """TSR-Adam's compressed matrices."""
+        return {} if self.tsr is None else plan_matrices(self.global_shapes, self.tsr)
+
+    @cached_property
+    def global_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter of the whole model."""
+        return model_shapes(self.args)
+
+    @cached_property
+    def stages(self) -> list[dict[str, NamedShapes]]:
+        """FSDP units of every pipeline stage: shapes on a tensor-parallel rank, by name."""
+        units = named_parameters(self.args, self.settings, self.tp)
+        if self.pp == 1:
+            return [dict(units)]
+        unit_of = {"tok_embeddings": "embedding", "norm": "root", "output": "head"}
+        unit_of |= {f"layers.{i}": f"block {i}" for i in range(self.args.n_layers)}
+        return [
+            {unit_of[name]: units[unit_of[name]] for name in names}
+            for names in modules_per_stage(self.config, self.args.n_layers)
+        ]
+
+    def stages_of(self, pp_rank: int) -> list[int]:
+        """Return the stages that a pipeline rank holds, by torch's rules."""
+        count = len(self.stages)
+        if self.config.parallelism.pipeline_parallel_schedule == "ZBVZeroBubble" and self.pp > 1:
+            return [pp_rank, count - 1 - pp_rank]
+        return list(range(pp_rank, count, self.pp))
+
+    def units_of(self, pp_rank: int) -> dict[str, NamedShapes]:
+        """Return all FSDP units of a pipeline rank."""
+        return {
+            name: unit for s in self.stages_of(pp_rank) for name, unit in self.stages[s].items()
+        }
+
+
+def blocks_of(units: dict[str, NamedShapes]) -> int:
+    """Count the decoder blocks among units."""
+    return sum(name.startswith("block") for name in units)
+
+
+def read_run(config: Any, world: int) -> Run:
+    """Return the run that a checked configuration describes.
+
+    Raises:
+        ConfigError: The model is another package's.
+    """
+    args = llama_args(config)
+    if args is None:
+        raise ConfigError("model.name", config.model.name, "a model of this package")
+    degree = config.parallelism.tensor_parallel_degree
+    return Run(config, world, args, settings_for(config, args, degree))
+
+
+def alternatives(run: Run) -> Iterator[tuple[str, Run | ConfigError]]:
+    """Yield full rank, vanilla and BTP with the same shape, ranks, batches, and AdamW.
+
+    A full-rank model is compared with the CoLA model of its flavor. Instead of a plan that cannot
+    be carried out comes the reason.
+    """
+    low = run.args
+    if not low.low_rank:
+        cola = FLAVORS["cola"]
+        flavor = run.config.model.flavor
+        if flavor in cola:
+            low = replace(cola[flavor], max_seq_len=run.args.max_seq_len)
+    dense = replace(low, family="full", rank_attention=0, rank_ffn=0, activation="fullrank")
+    wanted = {"full": ("megatron", dense), "vanilla": ("vanilla", low), "btp": ("btp", low)}
+    for name, (plan, args) in wanted.items():
+        if name != "full" and not low.low_rank:
+            continue
+        try:
+            settings = resolve_settings(TPSettings(plan), args, run.tp, run.seq_len)
+        except ConfigError as error:
+            yield name, error
+        else:
+            yield name, replace(run, args=args, settings=settings, baseline=True)

@@ -1,0 +1,245 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Every collective of a step of a run, from the formulas of `analysis`.
+
+Left out are the few scalars of clipping, logging and agreement (the ledger's scope ``step``), except
+those that belong to TSR-Adam.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from math import lcm, prod
+from typing import Any
+
+from torchtitan_lr.analysis.communication import Traffic, merge, model_traffic
+from torchtitan_lr.analysis.compression import (
+    all_reduce_traffic,
+    exchange_unit,
+    reduce_scatter_traffic,
+)
+from torchtitan_lr.analysis.data_parallel import DataParallel, data_parallel_traffic
+from torchtitan_lr.analysis.memory import Precision, sharded
+from torchtitan_lr.analysis.pipeline import pipeline_traffic
+from torchtitan_lr.analysis.rehearsal import Rehearsal
+from torchtitan_lr.analysis.tsr_traffic import TSRMatrix, TSRMesh, TSRStep, tsr_traffic
+from torchtitan_lr.estimate.run import Run, blocks_of
+from torchtitan_lr.parallel.compression_settings import is_compressed, settings_for
+from torchtitan_lr.parallel.pipeline import stage_boundaries
+
+
+def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> list[Traffic]:
+    """Return what a rank sends in a step in which TSR-Adam refreshes nothing.
+
+    Args:
+        run: The run.
+        pp_rank: Which pipeline rank.
+        rehearsal: Tells what activation checkpointing repeats; None for nothing.
+    """
+    rows = [*_tensor(run, pp_rank), *_data(run, pp_rank), *_messages(run, pp_rank)]
+    if rehearsal is not None:
+        rows += _repeated(run, pp_rank, rehearsal)
+    if run.tsr is not None:
+        rows += optimizer_traffic(run, pp_rank, ())
+    return rows
+
+
+def element_size(row: Traffic, precision: Precision) -> int:
+    """Return the bytes of an element of a row.
+
+    Args:
+        row: Its role decides; what an optimizer sums are the gradients as they are stored.
+        precision: Of the run.
+    """
+    if row.role == "gradient" and row.pass_ == "optimizer":
+        return precision.parameter
+    return {
+        "activation": precision.compute,
+        "parameter": precision.compute,
+        "gradient": precision.reduce,
+        "statistic": max(4, precision.compute),
+        "loss": max(4, precision.compute),
+        "core": 4,
+        "core_bf16": 2,
+        "sketch": 4,
+        "norm": 8,
+        "checksum": 8,
+        "index": 1,
+    }[row.role]
+
+
+def bytes_by_dim(rows: Iterable[Traffic], precision: Precision) -> dict[str, dict[str, int]]:
+    """Add up bytes by mesh dimension and operation."""
+    result: dict[str, dict[str, int]] = {}
+    for row in rows:
+        ops = result.setdefault(row.mesh_dim, {})
+        ops[row.op] = ops.get(row.op, 0) + row.elements * element_size(row, precision)
+    return result
+
+
+def _times(rows: Iterable[Traffic], count: int) -> list[Traffic]:
+    return [replace(row, calls=count * row.calls, elements=count * row.elements) for row in rows]
+
+
+def _here(run: Run, pp_rank: int, rows: Iterable[Traffic]) -> list[Traffic]:
+    """Keep the rows of what a pipeline rank holds; the loss is beside the head."""
+    scopes = set(run.units_of(pp_rank))
+    if "head" in scopes:
+        scopes.add("loss")
+    return [row for row in rows if row.scope in scopes]
+
+
+def _tensor(run: Run, pp_rank: int) -> list[Traffic]:
+    rows = model_traffic(run.args, run.settings, run.tp, run.tokens)
+    return _times(_here(run, pp_rank, rows), run.microbatches * run.accumulation)
+
+
+def _repeated(run: Run, pp_rank: int, rehearsal: Rehearsal) -> list[Traffic]:
+    """What checkpointed blocks send again in backward."""
+    count = blocks_of(run.units_of(pp_rank)) * run.microbatches * run.accumulation
+    wide = "float32" if run.precision.compute < 4 else ""
+    return [
+        Traffic(
+            "blocks",
+            "backward",
+            op,
+            "statistic" if dtype == wide else "activation",
+            round(calls * count),
+            round(elements * count),
+        )
+        for (op, dtype), (calls, elements) in rehearsal.repeated.items()
+    ]
+
+
+def _messages(run: Run, pp_rank: int) -> list[Traffic]:
+    if run.pp == 1:
+        return []
+    boundaries = boundaries_of(run)
+    rows = pipeline_traffic(boundaries, run.stages_of(pp_rank), run.microbatch, run.microbatches)
+    return _times(rows, run.accumulation)
+
+
+def boundaries_of(run: Run) -> list[Any]:
+    """Return the boundaries between the stages of a run's pipeline."""
+    return stage_boundaries(run.config, run.args, run.seq_len, run.settings)
+
+
+def _data(run: Run, pp_rank: int) -> list[Traffic]:
+    replicas = 1 if run.tsr is not None else run.replicas
+    layout = DataParallel(
+        replicas,
+        run.shard,
+        run.reshards,
+        run.config.parallelism.fsdp_reshard_after_forward == "always",
+        run.accumulation,
+    )
+    rows = data_parallel_traffic(run.args, run.settings, run.tp, layout)
+    if run.compresses:
+        rows = _compressed(run, rows)
+    return _here(run, pp_rank, rows)
+
+
+def _compressed(run: Run, uncompressed: Sequence[Traffic]) -> list[Traffic]:
+    """Put the codec's rows in place of the gradients'; only the last micro-batch exchanges them."""
+    crossed = "dp_replicate" if run.replicas > 1 else "fsdp"
+    rows = []
+    for row in uncompressed:
+        if row.role != "gradient":
+            rows.append(row)
+        elif row.mesh_dim != crossed:
+            k = run.accumulation
+            rows.append(replace(row, calls=row.calls // k, elements=row.elements // k))
+    for scope, compressed, dense in compressed_units(run):
+        ranks = run.mesh[crossed].size
+        codec = settings_for(run.config, ranks).codec
+        unit = exchange_unit(compressed, dense, ranks, codec, run.replicas > 1)
+        rows_of = all_reduce_traffic if run.replicas > 1 else reduce_scatter_traffic
+        rows += rows_of(unit, codec, scope, crossed)
+    return merge(rows)
+
+
+def compressed_units(run: Run) -> list[tuple[str, int, int]]:
+    """Return every FSDP unit's scope, and its compressed and other entries of one shard."""
+    settings = settings_for(run.config, run.replicas if run.replicas > 1 else run.shard)
+    units = []
+    for name, parameters in run.stages[0].items():
+        entries = {True: 0, False: 0}
+        for parameter, shape in parameters.items():
+            chosen = is_compressed(parameter, prod(run.global_shapes[parameter]), settings)
+            entries[chosen] += prod(sharded(shape, run.shard))
+        units.append(("head" if name == "root" else name, entries[True], entries[False]))
+    return units
+
+
+def optimizer_traffic(run: Run, pp_rank: int, refreshing: Collection[int]) -> list[Traffic]:
+    """Return what TSR-Adam sends in a step.
+
+    Args:
+        run: A run with TSR-Adam.
+        pp_rank: Which pipeline rank.
+        refreshing: Which of the rank's compressed matrices refresh, by `tsr_names`.
+    """
+    assert run.tsr is not None
+    sharding = {name: run.mesh[name].size for name in ("fsdp", "tp") if run.mesh[name].size > 1}
+    shapes = _local_shapes(run, pp_rank)
+    matrices = [_matrix(run, name, shapes[name]) for name in tsr_names(run, pp_rank)]
+    dense = [
+        prod(sharded(shape, run.shard))
+        for name, shape in shapes.items()
+        if name not in run.tsr_plans
+    ]
+    step = TSRStep(
+        run.tsr.power_iterations,
+        run.tsr.refresh,
+        run.tsr.moments == "rotate",
+        run.tsr.overlap_buckets,
+    )
+    mesh = TSRMesh(sharding, run.replicas, run.pp)
+    rows = tsr_traffic(matrices, refreshing, dense, mesh, step)
+    narrow = run.tsr.core_dtype == "bfloat16"
+    return [replace(r, role="core_bf16") if narrow and r.role == "core" else r for r in rows]
+
+
+def tsr_names(run: Run, pp_rank: int) -> list[str]:
+    """Return the names of a rank's compressed matrices."""
+    return [name for name in _local_shapes(run, pp_rank) if name in run.tsr_plans]
+
+
+def average_optimizer_traffic(run: Run, pp_rank: int) -> list[Traffic]:
+    """Return what TSR-Adam sends in a step on average over its refreshes, rounded."""
+    plans = [run.tsr_plans[name] for name in tsr_names(run, pp_rank)]
+    if not plans:
+        return optimizer_traffic(run, pp_rank, ())
+    steps = lcm(*{plan.interval for plan in plans})
+    due_at = {
+        step: tuple(i for i, plan in enumerate(plans) if step % plan.interval == plan.offset)
+        for step in range(steps)
+    }
+    rows_of = partial(optimizer_traffic, run, pp_rank)
+    known = {due: rows_of(due) for due in set(due_at.values())}
+    total = merge(row for due in due_at.values() for row in known[due])
+    return [
+        replace(row, calls=round(row.calls / steps), elements=round(row.elements / steps))
+        for row in total
+    ]
+
+
+def _local_shapes(run: Run, pp_rank: int) -> dict[str, tuple[int, ...]]:
+    return {n: s for unit in run.units_of(pp_rank).values() for n, s in unit.items()}
+
+
+def _matrix(run: Run, name: str, local: tuple[int, ...]) -> TSRMatrix:
+    plan, whole = run.tsr_plans[name], run.global_shapes[name]
+    splits = [["fsdp"] if run.shard > 1 else [], []]
+    for dim in (0, 1):
+        if local[dim] != whole[dim]:
+            splits[dim].append("tp")
+    rows, columns = (1, 0) if plan.transposed else (0, 1)
+    return TSRMatrix(
+        plan.rows,
+        plan.columns,
+        plan.rank,
+        plan.width,
+        tuple(splits[rows]),
+        tuple(splits[columns]),
+        plan.two_sided,
+    )
