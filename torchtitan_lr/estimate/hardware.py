@@ -1,0 +1,52 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Reading the description of a machine."""
+
+from dataclasses import fields
+from math import isfinite
+from pathlib import Path
+
+import tomli
+
+from torchtitan_lr.analysis.step_time import Hardware
+from torchtitan_lr.errors import ConfigError
+
+KEYS = {field.name: field.type for field in fields(Hardware)}
+
+
+def load_hardware(name: str, folder: Path) -> Hardware:
+    """Read a hardware file.
+
+    Args:
+        name: A path that ends in ``.toml``, or the name of a file in ``folder``.
+        folder: Where the files are that come with the scripts.
+
+    Raises:
+        ConfigError: It does not exist, or does not hold exactly the fields of `Hardware`.
+    """
+    path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in folder.glob("*.toml")))
+        raise ConfigError("--hardware", name, f"a TOML file, or one of {known}")
+    try:
+        values = tomli.loads(path.read_text(encoding="utf-8"))
+    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("--hardware", name, f"a TOML file ({error})") from error
+    for key in sorted(values.keys() - KEYS.keys()):
+        raise ConfigError(f"{path.name}: {key}", values[key], f"one of {', '.join(KEYS)}")
+    for key, kind in KEYS.items():
+        _check(f"{path.name}: {key}", values.get(key), kind)
+    if values["matmul_efficiency"] > 1:
+        key = f"{path.name}: matmul_efficiency"
+        raise ConfigError(key, values["matmul_efficiency"], "a fraction of the peak, at most 1")
+    return Hardware(**values)
+
+
+def _check(key: str, value: object, kind: object) -> None:
+    if kind in (str, "str"):
+        if not isinstance(value, str):
+            raise ConfigError(key, value, "text")
+        return
+    whole = kind in (int, "int")
+    right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if not right or not isfinite(value) or value <= 0:  # type: ignore[operator, arg-type]
+        raise ConfigError(key, value, f"a positive {'integer' if whole else 'number'}")

@@ -1,0 +1,180 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Memory of a rank of a run, part by part."""
+
+from dataclasses import asdict, replace
+from functools import partial
+from math import prod
+from types import SimpleNamespace
+
+from torch import nn
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from torchtitan_lr.analysis.memory import core_elements, gathered_bytes, sharded, static_memory
+from torchtitan_lr.analysis.rehearsal import Rehearsal, fused_norm_saving, rehearse
+from torchtitan_lr.analysis.schedule import most_in_flight, pipeline_order
+from torchtitan_lr.estimate.run import Run, blocks_of
+from torchtitan_lr.estimate.traffic import boundaries_of, compressed_units
+from torchtitan_lr.parallel.activation_checkpoint import apply_activation_checkpoint
+from torchtitan_lr.parallel.compression_settings import settings_for
+
+ROTARY_BYTES = 8
+"""An entry of the rotary table, complex64."""
+
+
+def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
+    """Return the bytes of every part on the first FSDP rank of a pipeline rank, and their sum.
+
+    Args:
+        run: The run.
+        pp_rank: Which pipeline rank.
+        rehearsal: Of the run's blocks.
+    """
+    parts = asdict(
+        static_memory(
+            [_parameters(run, stage) for stage in run.stages_of(pp_rank)],
+            run.shard,
+            run.precision,
+            None if run.tsr is None else run.tsr_plans,
+        )
+    )
+    parts["activations"] = activation_bytes(run, pp_rank, rehearsal)
+    parts["working"] = rehearsal.working
+    parts["buffers"] = buffer_bytes(run, pp_rank)
+    return parts | {"total": sum(parts.values())}
+
+
+def _parameters(run: Run, stage: int) -> dict[str, tuple[int, ...]]:
+    return {name: shape for unit in run.stages[stage].values() for name, shape in unit.items()}
+
+
+def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> Rehearsal:
+    """Rehearse a run's blocks.
+
+    Args:
+        run: The run.
+        mode: A mode of activation checkpointing; the run's by default. ``memory_budget``, which
+            only the compiler carries out, is counted as a straight line between ``full`` and
+            ``none``.
+        fused_norm: Whether RMSNorm is one kernel, as on GPUs.
+    """
+    section = run.config.activation_checkpoint
+    mode = run.checkpointing if mode is None else mode
+    if mode == "memory_budget":
+        return _between(
+            rehearse_run(run, "full", fused_norm),
+            rehearse_run(run, "none", fused_norm),
+            section.memory_budget,
+        )
+    option = section.selective_ac_option
+    period = int(option) if mode == "selective" and option.isdecimal() else 1
+    dtype = TORCH_DTYPE_MAP[run.config.training.mixed_precision_param]
+    result = rehearse(
+        run.args,
+        run.settings,
+        run.tp,
+        run.microbatch,
+        run.seq_len,
+        dtype,
+        _checkpointing(run, mode),
+        period,
+    )
+    if mode == "none" and run.tp == 1 and fused_norm:
+        saving = fused_norm_saving(run.args, run.tokens, dtype)
+        result = replace(
+            result, block=result.block - 2 * saving, ends=max(0, result.ends - saving)
+        )
+    return result
+
+
+def _checkpointing(run: Run, mode: str) -> partial[None]:
+    section = run.config.activation_checkpoint
+    # Fake tensors have no generator whose state could be kept; it is a few kilobytes.
+    section = replace(section, mode=mode, preserve_rng_state=False)
+    config = SimpleNamespace(
+        activation_checkpoint=section,
+        compile=SimpleNamespace(enable=False, components=[]),
+        job=SimpleNamespace(dump_folder=""),
+    )
+    return partial(_prepare, config)
+
+
+def _prepare(config: SimpleNamespace, model: nn.Module) -> None:
+    apply_activation_checkpoint(model, config)  # type: ignore[arg-type]
+
+
+def _between(least: Rehearsal, most: Rehearsal, budget: float) -> Rehearsal:
+    block = least.block + budget * (most.block - least.block)
+    return Rehearsal(block, least.ends, max(least.working, most.working), least.repeated)
+
+
+def activation_bytes(run: Run, pp_rank: int, rehearsal: Rehearsal) -> int:
+    """Return what a rank keeps for backward, of all micro-batches in flight at once."""
+    return in_flight(run, pp_rank, rehearsal)[0]
+
+
+def in_flight(run: Run, pp_rank: int, rehearsal: Rehearsal) -> tuple[int, int]:
+    """Return the bytes that micro-batches keep on a rank at most, and how many those are.
+
+    One that two stages of the rank hold counts twice.
+    """
+    sizes = {
+        stage: blocks_of(run.stages[stage]) * rehearsal.block
+        + ("head" in run.stages[stage]) * rehearsal.ends
+        for stage in run.stages_of(pp_rank)
+    }
+    if run.pp == 1:
+        return round(sizes[0]), 1
+    schedule = run.config.parallelism.pipeline_parallel_schedule
+    order = pipeline_order(schedule, run.pp, len(sizes), run.microbatches)[pp_rank]
+    size, count = most_in_flight(order, sizes)
+    return round(size), count
+
+
+def buffer_bytes(run: Run, pp_rank: int) -> int:
+    """Return what a rank holds besides parameters, their state and activations.
+
+    The rotary table of every model part, FSDP2's whole weights and gradients, what gradient
+    compression owes, TSR-Adam's cores, and what a pipeline receives into.
+    """
+    units, precision = run.units_of(pp_rank), run.precision
+    stages = run.stages_of(pp_rank)
+    total = len(stages) * run.seq_len * (run.args.head_dim // 2) * ROTARY_BYTES
+    elements = sum(prod(shape) for unit in units.values() for shape in unit.values())
+    if run.shard > 1 or precision.compute != precision.parameter:
+        total += gathered_bytes(units.values(), units.get("head"), run.reshards, precision)
+    if run.shard > 1 and run.pp > 1 and run.microbatches > 1:
+        total += precision.reduce * elements  # whole gradients, summed over the micro-batches
+    if run.compresses:
+        total += _owed_bytes(run)
+        if run.accumulation > 1 and run.replicas == 1:
+            total += precision.reduce * elements
+    for name, plan in run.tsr_plans.items():
+        for unit in units.values():
+            if name in unit:
+                total += 4 * core_elements(sharded(unit[name], run.shard), plan)
+    if run.pp > 1:
+        total += _received_bytes(run, stages)
+    return total
+
+
+def _owed_bytes(run: Run) -> int:
+    """What compression has not sent: a number for every compressed entry that a rank adds to."""
+    crosses_hosts = run.replicas > 1
+    settings = settings_for(run.config, run.replicas if crosses_hosts else run.shard)
+    if settings.codec.name == "dense":
+        return 0
+    entries = sum(compressed for _, compressed, _ in compressed_units(run))
+    copies = 1 if crosses_hosts else run.shard
+    return settings.residual_dtype.itemsize * entries * copies
+
+
+def _received_bytes(run: Run, stages: list[int]) -> int:
+    """Torch's buffers: one for every micro-batch, boundary and direction that is received."""
+    boundaries = boundaries_of(run)
+    elements = 0
+    for stage in stages:
+        elements += boundaries[stage - 1].elements if stage else 0
+        elements += boundaries[stage].elements if stage < len(boundaries) else 0
+    return run.precision.compute * run.microbatches * run.microbatch * elements
+
+
