@@ -25,8 +25,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
-
 from torchtitan_lr.cli import OneLineParser
 from torchtitan_lr.errors import ConfigError
 
@@ -88,7 +86,7 @@ def _estimate(config: Any, world: int, hardware: Any) -> dict[str, Any]:
     from torchtitan_lr.estimate.report import estimate
     from torchtitan_lr.estimate.run import read_run
 
-    check_job_config(config, world, "cuda")
+    check_job_config(config, world, "cuda", on_paper=True)
     return estimate(read_run(config, world), hardware)
 
 

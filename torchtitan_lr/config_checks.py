@@ -19,7 +19,7 @@ from torchtitan_lr.config_types import (
     load_toml,
     split_arguments,
 )
-from torchtitan_lr.config_values import VALUE_CHECKS
+from torchtitan_lr.config_values import FILE_CHECKS, VALUE_CHECKS
 from torchtitan_lr.errors import ConfigError
 
 CONFIG_MODULE = "torchtitan_lr.job_config"
@@ -56,20 +56,24 @@ def build_job_config(argv: list[str]) -> Any:
     return ConfigManager()._dict_to_dataclass(config_cls, values)
 
 
-def check_job_config(config: Any, world_size: int, device_type: str) -> None:
+def check_job_config(
+    config: Any, world_size: int, device_type: str, on_paper: bool = False
+) -> None:
     """Refuses a configuration that cannot run.
 
     Args:
         config: What :func:`build_job_config` returned.
         world_size: Number of ranks of the whole run.
         device_type: ``cpu``, ``cuda`` or ``xpu``: where the ranks will compute.
+        on_paper: Whether nothing will run, so that no tokenizer, corpus or checkpoint is needed.
 
     Raises:
         ConfigError: The first thing found that cannot work.
     """
     parts = (check_tensor_parallel, check_pipeline, check_tsr, check_grad_compression)
     for check in (*SUPPORT_CHECKS, *VALUE_CHECKS, *parts):
-        check(config, world_size, device_type)
+        if not (on_paper and check in FILE_CHECKS):
+            check(config, world_size, device_type)
 
 
 def _check_before_merge(values: dict[str, Any]) -> None:

@@ -201,11 +201,10 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def check_model(config: Any, world_size: int, device_type: str) -> None:
-    """The model exists, its shape fits ``[low_rank]``, its vocabulary holds the tokenizer's."""
+    """The model exists, and its shape fits ``[low_rank]``."""
     from torchtitan.protocols import train_spec as specs
 
     import torchtitan_lr.specs  # noqa: F401  (registers ours)
-    from torchtitan_lr.data.tokenizer import check_tokenizer
 
     names = sorted(specs._extra_train_specs)
     name, flavor = config.model.name, config.model.flavor
@@ -216,6 +215,16 @@ def check_model(config: Any, world_size: int, device_type: str) -> None:
     model_args.update_from_config(config)
     rank = config.low_rank.rank  # nobody reads it where both groups have a rank of their own
     _require(rank >= 0, "low_rank.rank", rank, "0 (the flavor's) or a positive integer")
+
+
+def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
+    """The tokenizer exists, and the model's vocabulary holds it; call it after `check_model`."""
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    from torchtitan_lr.data.tokenizer import check_tokenizer
+
+    name, flavor = config.model.name, config.model.flavor
+    model_args: Any = get_train_spec(name).model_args[flavor]
     tokens = check_tokenizer(config)
     if tokens > model_args.vocab_size:
         want = (
@@ -243,6 +252,15 @@ VALUE_CHECKS: tuple[Check, ...] = (
     check_dump_folder,
     check_checkpoint,
     check_model,
+    check_vocabulary,
     check_data,
 )
 """Everything :func:`check_job_config` asks about values, in order: the slow ones last."""
+
+FILE_CHECKS: tuple[Check, ...] = (
+    check_dump_folder,
+    check_checkpoint,
+    check_vocabulary,
+    check_data,
+)
+"""Those that ask what is on this machine: an estimate does without."""
