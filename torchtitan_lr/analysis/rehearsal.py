@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -167,7 +169,6 @@ def _run(
                 loss = cross_entropy_sum(logits, tokens)
                 del logits
                 kept = living.bytes() - _storage(loss).nbytes()
-                living.peak = 0
                 loss.backward()
         return _Count(kept, living.peak, _repeated(ledger))
 
@@ -217,6 +218,7 @@ class LivingStorages(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self._outside = outside
+        self._paused = False
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
@@ -226,7 +228,7 @@ class LivingStorages(TorchDispatchMode):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not self._paused:
                 storage = leaf.untyped_storage()
                 # An address is free for another storage once its own is gone.
                 known = self._storages.get(storage._cdata)
@@ -234,6 +236,28 @@ class LivingStorages(TorchDispatchMode):
                     self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.peak = max(self.peak, self._sweep())
         return out
+
+    def __enter__(self) -> "LivingStorages":
+        find_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def paused(*args: Any) -> Any:
+            self._paused = True
+            try:
+                return find_shapes(*args)
+            finally:
+                self._paused = False
+
+        # DTensor finds out shapes by running operators on whole tensors, which are fake in a run.
+        self._patch = patch.object(
+            ShardingPropagator, "_propagate_tensor_meta_non_cached", paused
+        )
+        self._patch.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._patch.stop()
 
     def bytes(self) -> int:
         """Return the bytes of the living storages."""
