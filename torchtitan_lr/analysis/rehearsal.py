@@ -248,9 +248,7 @@ class LivingStorages(TorchDispatchMode):
                 self._paused = False
 
         # DTensor finds out shapes by running operators on whole tensors, which are fake in a run.
-        self._patch = patch.object(
-            ShardingPropagator, "_propagate_tensor_meta_non_cached", paused
-        )
+        self._patch = patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", paused)
         self._patch.start()
         super().__enter__()
         return self

@@ -80,9 +80,7 @@ def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> 
     )
     if mode == "none" and run.tp == 1 and fused_norm:
         saving = fused_norm_saving(run.args, run.tokens, dtype)
-        result = replace(
-            result, block=result.block - 2 * saving, ends=max(0, result.ends - saving)
-        )
+        result = replace(result, block=result.block - 2 * saving, ends=max(0, result.ends - saving))
     return result
 
 
@@ -99,7 +97,7 @@ def _checkpointing(run: Run, mode: str) -> partial[None]:
 
 
 def _prepare(config: SimpleNamespace, model: nn.Module) -> None:
-    apply_activation_checkpoint(model, config)  # type: ignore[arg-type]
+    apply_activation_checkpoint(model, config)
 
 
 def _between(least: Rehearsal, most: Rehearsal, budget: float) -> Rehearsal:
@@ -176,5 +174,3 @@ def _received_bytes(run: Run, stages: list[int]) -> int:
         elements += boundaries[stage - 1].elements if stage else 0
         elements += boundaries[stage].elements if stage < len(boundaries) else 0
     return run.precision.compute * run.microbatches * run.microbatch * elements
-
-

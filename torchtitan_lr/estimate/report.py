@@ -161,7 +161,9 @@ def _rows(columns: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     yield "GFLOP a token", [f"{c['flops_per_token'] / 1e9:,.3f}" for c in columns]
     for part in columns[0]["memory_bytes"]:
         yield f"{part} (GiB a rank)", [f"{c['memory_bytes'][part] / GIB:,.3f}" for c in columns]
-    for dim, op in sorted({(d, op) for c in columns for d, o in c["comm_bytes"].items() for op in o}):
+    for dim, op in sorted(
+        {(d, op) for c in columns for d, o in c["comm_bytes"].items() for op in o}
+    ):
         sizes = [c["comm_bytes"].get(dim, {}).get(op, 0) for c in columns]
         yield f"{dim} {op} (GiB a step)", [f"{size / GIB:,.3f}" for size in sizes]
     for part in columns[0]["step_time"]:

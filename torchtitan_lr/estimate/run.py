@@ -209,12 +209,16 @@ def alternatives(run: Run) -> Iterator[tuple[str, Run | ConfigError]]:
         if flavor in cola:
             low = replace(cola[flavor], max_seq_len=run.args.max_seq_len)
     dense = replace(low, family="full", rank_attention=0, rank_ffn=0, activation="fullrank")
-    wanted = {"full": ("megatron", dense), "vanilla": ("vanilla", low), "btp": ("btp", low)}
+    wanted = {
+        "full": (TPSettings("megatron"), dense),
+        "vanilla": (TPSettings("vanilla"), low),
+        "btp": (TPSettings("btp"), low),
+    }
     for name, (plan, args) in wanted.items():
         if name != "full" and not low.low_rank:
             continue
         try:
-            settings = resolve_settings(TPSettings(plan), args, run.tp, run.seq_len)
+            settings = resolve_settings(plan, args, run.tp, run.seq_len)
         except ConfigError as error:
             yield name, error
         else:

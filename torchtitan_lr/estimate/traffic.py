@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Every collective of a step of a run, from the formulas of `analysis`.
 
-Left out are the few scalars of clipping, logging and agreement (the ledger's scope ``step``), except
-those that belong to TSR-Adam.
+Left out are the few scalars of clipping, logging and agreement (the ledger's scope ``step``),
+except those that belong to TSR-Adam.
 """
 
 from collections.abc import Collection, Iterable, Sequence
