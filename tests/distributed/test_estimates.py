@@ -1,0 +1,262 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Estimates against four ranks: bytes sent, bytes held, and what autograd keeps."""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.layouts import degrees, model, schedule
+from tests.distributed.pool import RankPool
+from tests.distributed.tp_cases import Case, build_model, model_args, shard_model, tp_mesh
+from tests.distributed.training import TINY
+from torchtitan_lr.analysis.memory import static_memory
+from torchtitan_lr.analysis.rehearsal import rehearse
+from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.estimate.memory import rehearse_run
+from torchtitan_lr.estimate.run import Run, read_run
+from torchtitan_lr.estimate.traffic import bytes_by_dim, step_traffic
+from torchtitan_lr.parallel.tensor_parallel import TPSettings, resolve_settings
+
+BF16 = ["--training.mixed_precision_param=bfloat16"]
+FULL_AC = ["--activation_checkpoint.mode=full"]
+LOW_RANK_AC = ["--activation_checkpoint.mode=low_rank"]
+VANILLA = ["--parallelism.tp_plan=vanilla"]
+TSR = [
+    "--optimizer.name=TSRAdam",
+    "--optimizer.tsr_rank=8",
+    "--optimizer.tsr_embedding_rank=4",
+]
+RUNS: dict[str, list[str]] = {
+    "fsdp4": [*model("full"), *degrees(local_batch=2)],
+    "fsdp4_accumulating": [*model("cola"), *degrees(local_batch=1), *BF16],
+    "btp_fsdp2": [*model("cola"), *degrees(tensor=2, local_batch=4), *BF16, *LOW_RANK_AC],
+    "vanilla_fsdp2": [*model("lax"), *degrees(tensor=2, local_batch=4), *VANILLA, *FULL_AC],
+    "pp2_fsdp2": [*model("lax"), *degrees(pipeline=2, local_batch=4)],
+    "pp2_tp2": [
+        *model("cola"),
+        *degrees(tensor=2, pipeline=2),
+        *schedule("Interleaved1F1B"),
+        *FULL_AC,
+    ],
+    "tsr_fsdp2_replicate2": [
+        *(*model("full"), *degrees(local_batch=2), *TSR),
+        "--parallelism.data_parallel_replicate_degree=2",
+    ],
+    "tsr_tp2_fsdp2": [*model("full"), *degrees(tensor=2, local_batch=4), *TSR],
+    "tagc_fsdp4": [
+        *(*model("full"), *degrees(local_batch=1)),
+        *("--grad_compression.codec=sketch", "--grad_compression.auto"),
+    ],
+}
+
+
+def measure(arguments: list[str]) -> dict[str, Any]:
+    """Take one step on this rank; return the ledger's bytes, and those of the real tensors."""
+    import gc
+    import tempfile
+
+    import torch.distributed as dist
+
+    from torchtitan_lr.comm.ledger import ledger_for
+    from torchtitan_lr.train import Trainer
+
+    folders: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    config = build_job_config([*TINY, f"--job.dump_folder={folders[0]}", *arguments])
+    check_job_config(config, dist.get_world_size(), "cpu")
+    trainer = Trainer(config)
+    batches = trainer.batch_generator(trainer.dataloader)
+    trainer.step = 1
+    with ledger_for(trainer.parallel_dims, trainer.model_parts) as ledger:
+        trainer.train_step(batches)
+    sent: dict[str, dict[str, int]] = {}
+    for row in ledger.rows():
+        if row["scope"] != "step":
+            ops = sent.setdefault(row["mesh_dim"], {})
+            ops[row["op"]] = ops.get(row["op"], 0) + row["bytes"]
+    parameters = [p for part in trainer.model_parts for p in part.parameters()]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    states = [s for o in trainer.optimizers.optimizers for s in o.state.values()]
+    tensors = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
+    dims = trainer.parallel_dims
+    meshes = {n: dims.get_optional_mesh(n) for n in ("pp", "fsdp")}
+    result = {
+        "sent": sent,
+        "weights": bytes_of(parameters),
+        "gradients": bytes_of(gradients),
+        "optimizer": bytes_of(tensors),
+        "names": sorted(n for part in trainer.model_parts for n, _ in part.named_parameters()),
+        **{name: 0 if m is None else m.get_local_rank() for name, m in meshes.items()},
+    }
+    trainer.close()
+    del trainer, parameters, gradients, states, tensors
+    gc.collect()
+    dist.barrier()
+    return result
+
+
+def bytes_of(tensors: list[Any]) -> int:
+    """Bytes of this rank's parts, each once however many share it."""
+    parts = [t._local_tensor if hasattr(t, "_local_tensor") else t for t in tensors]
+    seen = {(p.data_ptr(), p.numel() or id(p)): p.numel() * p.element_size() for p in parts}
+    return sum(seen.values())
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, Run]:
+    """The same runs on paper."""
+    found = {}
+    for name, arguments in RUNS.items():
+        config = build_job_config([*TINY, *arguments])
+        check_job_config(config, 4, "cpu", on_paper=True)
+        found[name] = read_run(config, 4)
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured(four_ranks: RankPool) -> dict[str, list[dict[str, Any]]]:
+    return {name: four_ranks.run(measure, arguments) for name, arguments in RUNS.items()}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_bytes_sent(name: str, runs: dict[str, Run], measured: dict[str, Any]) -> None:
+    run = runs[name]
+    rehearsal = rehearse_run(run)
+    for rank in measured[name]:
+        traffic = step_traffic(run, rank["pp"], rehearsal)
+        traffic = [row for row in traffic if row.scope != "step"]
+        assert rank["sent"] == bytes_by_dim(traffic, run.precision)
+        # The control: another dtype on the wire is noticed.
+        wrong = replace(run.precision, compute=8)
+        assert rank["sent"] != bytes_by_dim(traffic, wrong)
+
+
+def test_repeated_collectives_are_noticed(runs: dict[str, Run], measured: dict[str, Any]) -> None:
+    """Full checkpointing under vanilla sends again; without its share the bytes do not agree."""
+    run = runs["vanilla_fsdp2"]
+    without = bytes_by_dim(step_traffic(run, 0), run.precision)
+    assert measured["vanilla_fsdp2"][0]["sent"]["tp"] != without["tp"]
+    assert measured["vanilla_fsdp2"][0]["sent"]["fsdp"] == without["fsdp"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_bytes_held(name: str, runs: dict[str, Run], measured: dict[str, Any]) -> None:
+    run = runs[name]
+    for rank in measured[name]:
+        parts = [
+            {n: s for unit in run.stages[stage].values() for n, s in unit.items()}
+            for stage in run.stages_of(rank["pp"])
+        ]
+        tsr = None if run.tsr is None else run.tsr_plans
+        expected = asdict(static_memory(parts, run.shard, run.precision, tsr, rank["fsdp"]))
+        held = {part: rank[part] for part in expected}
+        if run.tsr is not None:  # it drops the gradients of compressed matrices in a step
+            assert held.pop("gradients") <= expected.pop("gradients")
+        assert held == expected
+        # The controls: without shards, and with the other optimizer.
+        assert rank["weights"] != static_memory(parts, 1, run.precision).weights
+        if run.tsr is not None:
+            assert rank["optimizer"] < static_memory(parts, run.shard, run.precision).optimizer
+
+
+PLANS = [
+    Case("cola", TPSettings("btp"), degree=2, dtype=torch.float32),
+    Case("lax", TPSettings("btp", comm="sequence"), degree=2, dtype=torch.bfloat16),
+    Case("svd", TPSettings("vanilla"), degree=2, dtype=torch.float32),
+    Case("lax", TPSettings("vanilla"), degree=2, dtype=torch.float32),
+    Case("full", TPSettings("megatron"), degree=2, dtype=torch.bfloat16),
+]
+MODES = ("none", "selective", "full", "low_rank")
+
+
+def checkpointing(mode: str) -> Any:
+    """Return a function that applies a mode, selective by operators."""
+    from functools import partial
+    from types import SimpleNamespace
+
+    from torchtitan.config.job_config import ActivationCheckpoint
+
+    from torchtitan_lr.parallel.activation_checkpoint import apply_activation_checkpoint
+
+    section: Any = ActivationCheckpoint(mode=mode)  # type: ignore[arg-type]
+    section.selective_ac_option, section.preserve_rng_state = "op", False
+    section.low_rank_save_attention = False
+    config = SimpleNamespace(
+        activation_checkpoint=section,
+        compile=SimpleNamespace(enable=False, components=[]),
+        job=SimpleNamespace(dump_folder=""),
+    )
+    return partial(_apply, apply_activation_checkpoint, config)
+
+
+def _apply(function: Any, config: Any, part: Any) -> None:
+    function(part, config)
+
+
+def saved_on_ranks(cases: list[Case]) -> list[dict[str, int]]:
+    """Real bytes that outlive a forward pass with its loss, by case and mode, on this rank."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    from tests.distributed.tp_cases import BATCH, TOKENS
+    from torchtitan_lr.analysis.rehearsal import LivingStorages
+    from torchtitan_lr.loss import cross_entropy_sum
+
+    results = []
+    for case in cases:
+        tp_mesh(case.degree)
+        found = {}
+        for mode in MODES:
+            if mode == "low_rank" and case.family == "full":
+                continue
+            part = build_model(case, shard_model(case))
+            checkpointing(mode)(part)
+            tokens = torch.ones(BATCH, TOKENS, dtype=torch.long)
+            local = [p.to_local() if isinstance(p, DTensor) else p for p in part.parameters()]
+            outside = {t.untyped_storage()._cdata for t in (*local, part.freqs_cis, tokens)}
+            packed: dict[int, int] = {}
+
+            def pack(x: torch.Tensor, packed: dict[int, int] = packed) -> torch.Tensor:
+                inner = x.to_local() if isinstance(x, DTensor) else x
+                packed[inner.untyped_storage()._cdata] = inner.untyped_storage().nbytes()
+                return x
+
+            hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+            with LivingStorages(outside) as living, hooks:
+                logits = part(tokens)
+                assert isinstance(logits, DTensor)
+                with loss_parallel():
+                    loss = cross_entropy_sum(logits, tokens)
+                del logits
+                found[mode] = living.bytes() - loss.untyped_storage().nbytes()
+            if mode == "none":
+                found["packed"] = sum(n for a, n in packed.items() if a not in outside)
+            del loss, part, local, packed
+        results.append(found)
+    return results
+
+
+@pytest.fixture(scope="module")
+def saved(four_ranks: RankPool) -> list[dict[str, int]]:
+    found: list[dict[str, int]] = four_ranks.run(saved_on_ranks, PLANS)[0]
+    return found
+
+
+@pytest.mark.parametrize("index", range(len(PLANS)), ids=[str(case) for case in PLANS])
+def test_saved_activations(index: int, saved: list[dict[str, int]]) -> None:
+    from tests.distributed.tp_cases import BATCH, TOKENS
+
+    case, found = PLANS[index], saved[index]
+    args = model_args(case)
+    settings = resolve_settings(case.settings, args, case.degree, TOKENS)
+    estimates = {}
+    for mode in found.keys() - {"packed"}:
+        part = rehearse(args, settings, case.degree, BATCH, TOKENS, case.dtype, checkpointing(mode))
+        estimates[mode] = args.n_layers * part.block + part.ends
+        assert estimates[mode] == pytest.approx(found[mode], rel=0.05)
+    # What outlives the forward pass is what autograd was given to keep.
+    assert estimates["none"] == pytest.approx(found["packed"], rel=0.05)
+    # The control: one mode's estimate is not another's.
+    assert estimates["none"] != pytest.approx(found["full"], rel=0.05)
