@@ -11,9 +11,10 @@ its collectives in a step by mesh dimension and operation, and a modelled step t
 configuration as it is and, on the same ranks with the same batches and with AdamW, for full rank,
 vanilla tensor parallelism and BTP. Further arguments override the TOML, as in a run.
 
-Weights, gradients, optimizer state and bytes are exact. Activations are counted by running blocks on
-tensors without data ("working" is what backward needs on top); "buffers" are FSDP's whole weights
-and the like. The step time is a model, see torchtitan_lr/analysis/step_time.py: a lower bound.
+Weights, gradients, optimizer state and bytes are exact. Activations are counted by running blocks
+on tensors without data ("working" is what backward needs on top); "buffers" are FSDP's whole
+weights and the like. Blocks count as uncompiled. The step time is a model and a lower bound, see
+torchtitan_lr/analysis/step_time.py.
 With a pipeline every rank is listed; the table shows the one with most memory, and most bytes.
 
 Exit status: 0, or 2 where the configuration, the number of ranks or the hardware is refused.

@@ -2,8 +2,8 @@
 """When each rank of a pipeline runs what: its idle time, and how many micro-batches it holds.
 
 The order of actions is torch's for the interleaved schedules, and the textbook's, which is torch's
-too, for 1F1B and GPipe. Actions take the time of their stage and wait for what they need: no formula
-for bubbles, which hold for equal stages only, but a simulation that holds for any.
+too, for 1F1B and GPipe. Actions take the time of their stage and wait for what they need: formulas
+for bubbles hold for equal stages only, this simulation for any.
 """
 
 from collections import Counter

@@ -1,0 +1,114 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Blocks rehearsed without data leave what real ones leave; other plans: tests/distributed."""
+
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torchtitan.config.job_config import ActivationCheckpoint
+
+from tests.unit.test_activations import Allocations
+from tests.unit.tiny import FAMILIES, build_tiny, tiny_args
+from torchtitan_lr.analysis.activations import kept_bytes
+from torchtitan_lr.analysis.rehearsal import fused_norm_saving, rehearse
+from torchtitan_lr.loss import cross_entropy_sum
+from torchtitan_lr.parallel.activation_checkpoint import apply_activation_checkpoint
+from torchtitan_lr.parallel.tensor_parallel import TPSettings
+
+BATCH, SEQ, LAYERS = 2, 16, 6
+MODES = ("none", "selective op", "selective 2", "full", "low_rank")
+
+
+def checkpointing(mode):
+    name, _, option = mode.partition(" ")
+    section = ActivationCheckpoint(mode=name, preserve_rng_state=False)
+    section.selective_ac_option = option or "2"
+    section.low_rank_save_attention = False
+    config = SimpleNamespace(
+        activation_checkpoint=section,
+        compile=SimpleNamespace(enable=False, components=[]),
+        job=SimpleNamespace(dump_folder=""),
+    )
+    return lambda model: apply_activation_checkpoint(model, config)
+
+
+@cache
+def rehearsed(family, mode, dtype=torch.float32):
+    period = 2 if mode == "selective 2" else 1
+    args = tiny_args(family)
+    settings = TPSettings("btp")
+    return rehearse(args, settings, 1, BATCH, SEQ, dtype, checkpointing(mode), period)
+
+
+def really_saved(family, mode):
+    """Bytes that outlive the forward pass and the loss of a real model of six blocks.
+
+    Returns:
+        All of them, and the bytes of what autograd packs outside checkpointed blocks.
+    """
+    model = build_tiny(family, n_layers=LAYERS, max_seq_len=SEQ)
+    checkpointing(mode)(model)
+    tokens = torch.zeros(BATCH, SEQ, dtype=torch.long)
+    outside = {t.untyped_storage()._cdata for t in (tokens, model.freqs_cis, *model.parameters())}
+    packed = {}
+
+    def pack(x):
+        packed[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+        return x
+
+    allocations = Allocations()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), allocations:
+        loss = cross_entropy_sum(model(tokens), tokens)
+    alive = allocations.bytes_alive(outside | {loss.untyped_storage()._cdata})
+    return alive, sum(n for address, n in packed.items() if address not in outside)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_activations(family, mode):
+    if family == "full" and mode == "low_rank":
+        pytest.skip("a full-rank model has no latents to keep")
+    alive, packed = really_saved(family, mode)
+    part = rehearsed(family, mode)
+    estimate = LAYERS * part.block + part.ends
+    assert estimate == pytest.approx(alive, rel=0.05)
+    if mode == "none":
+        assert estimate == pytest.approx(packed, rel=0.05)
+    # The control: what another mode keeps is not within five percent.
+    other = rehearsed(family, "none" if mode != "none" else "full")
+    assert LAYERS * other.block + other.ends != pytest.approx(alive, rel=0.05)
+
+
+@pytest.mark.parametrize("family", ["svd", "cola", "lax"])
+def test_low_rank_checkpointing_is_the_formula(family):
+    args = tiny_args(family)
+    found = rehearsed(family, "low_rank", torch.bfloat16).block
+    assert found == kept_bytes(args, BATCH * SEQ, args.n_heads, 2)
+    assert found != kept_bytes(args, BATCH * SEQ, args.n_heads, 2, save_attention=True)
+
+
+def test_backward_needs_more_where_it_repeats():
+    plain, full = rehearsed("cola", "none"), rehearsed("cola", "full")
+    assert full.block < plain.block and full.working > plain.working > 0
+    # On one rank there is nothing to send again.
+    assert plain.repeated == full.repeated == {}
+
+
+def test_collectives_that_run_again():
+    """Under BTP full checkpointing repeats all-reduces, low-rank checkpointing none."""
+    args = tiny_args("cola")
+    settings = TPSettings("btp")
+    again = {
+        mode: rehearse(args, settings, 2, BATCH, SEQ, torch.bfloat16, checkpointing(mode)).repeated
+        for mode in ("full", "low_rank")
+    }
+    assert again["low_rank"] == {}
+    elements = BATCH * SEQ * (4 * args.rank_attention + 3 * args.rank_ffn)
+    assert again["full"][("all_reduce", "bfloat16")] == (4, elements)
+    assert again["full"][("all_reduce", "float32")] == (2, 2 * BATCH * SEQ)
+
+
+def test_fused_norm():
+    args = tiny_args("cola")
+    assert fused_norm_saving(args, 10, torch.bfloat16) == 10 * 48 * (2 * 4 - 2)

@@ -1,0 +1,76 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Pipelines on paper: known bubbles, micro-batches in flight, and schedules that cannot end."""
+
+import pytest
+
+from torchtitan_lr.analysis.schedule import (
+    Action,
+    StageSeconds,
+    makespan,
+    most_in_flight,
+    pipeline_order,
+)
+
+RANKS, MICROBATCHES = 4, 8
+
+
+def bubble(name, stages_per_rank=1, backward=2.0):
+    orders = pipeline_order(name, RANKS, stages_per_rank, MICROBATCHES)
+    seconds = [StageSeconds(1.0, backward)] * (RANKS * stages_per_rank)
+    busy = MICROBATCHES * stages_per_rank * (1 + backward)
+    return makespan(orders, seconds) - busy
+
+
+@pytest.mark.parametrize("name", ["1F1B", "GPipe"])
+def test_bubble_of_equal_stages(name):
+    assert bubble(name) == (RANKS - 1) * (1 + 2)
+
+
+def test_more_stages_wait_less():
+    """With v stages of 1/v of the work a rank waits (P - 1)/v of it (Megatron-LM, 2104.04473)."""
+    assert bubble("Interleaved1F1B", 2) / 2 == (RANKS - 1) * (1 + 2) / 2
+    # Zero Bubble's V: forward and both halves of backward equally long.
+    assert bubble("ZBVZeroBubble", 2) < bubble("Interleaved1F1B", 2)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_every_action_comes_once(name):
+    per_rank = 1 if name in ("1F1B", "GPipe") else 2
+    orders = pipeline_order(name, RANKS, per_rank, MICROBATCHES)
+    actions = [action for order in orders for action in order]
+    kinds = "FIW" if name == "ZBVZeroBubble" else "FB"
+    wanted = {
+        Action(kind, stage, i)
+        for kind in kinds
+        for stage in range(RANKS * per_rank)
+        for i in range(MICROBATCHES)
+    }
+    assert set(actions) == wanted and len(actions) == len(wanted)
+
+
+def test_in_flight():
+    one = [
+        most_in_flight(order, {p: 10.0})
+        for p, order in enumerate(pipeline_order("1F1B", RANKS, 1, MICROBATCHES))
+    ]
+    assert one == [(40.0, 4), (30.0, 3), (20.0, 2), (10.0, 1)]
+    all_of_them = pipeline_order("GPipe", RANKS, 1, MICROBATCHES)[3]
+    assert most_in_flight(all_of_them, {3: 10.0}) == (80.0, 8)
+    # Two stages on the first rank: the warm-up of both, and the V holds as much on every rank.
+    interleaved = pipeline_order("Interleaved1F1B", RANKS, 2, MICROBATCHES)[0]
+    assert most_in_flight(interleaved, {0: 1.0, 4: 1.0})[1] == 4 + 2 * 3 + 1
+    v = pipeline_order("ZBVZeroBubble", RANKS, 2, MICROBATCHES)
+    counts = [most_in_flight(order, {p: 1.0, 7 - p: 1.0})[1] for p, order in enumerate(v)]
+    assert counts == [2 * RANKS] * RANKS
+
+
+def test_the_largest_stage_sets_the_pace():
+    orders = pipeline_order("1F1B", 2, 1, 4)
+    equal = makespan(orders, [StageSeconds(1, 2), StageSeconds(1, 2)])
+    assert makespan(orders, [StageSeconds(1, 2), StageSeconds(2, 4)]) == 4 * 6 + 1 + 2 > equal
+
+
+def test_a_deadlock_is_told():
+    orders = [[Action("B", 0, 0), Action("F", 0, 0)], [Action("F", 1, 0), Action("B", 1, 0)]]
+    with pytest.raises(ValueError, match="never ends"):
+        makespan(orders, [StageSeconds(1, 2)] * 2)
