@@ -22,7 +22,10 @@ ROTARY_BYTES = 8
 
 
 def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
-    """Return the bytes of every part on the first FSDP rank of a pipeline rank, and their sum.
+    """Return the bytes of every part on the first FSDP rank of a pipeline rank, and their peak.
+
+    Gradients grow while activations are used up, so that the peak is less than the sum: both are
+    there at once only where an earlier micro-batch left its gradients.
 
     Args:
         run: The run.
@@ -40,7 +43,12 @@ def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
     parts["activations"] = activation_bytes(run, pp_rank, rehearsal)
     parts["working"] = rehearsal.working
     parts["buffers"] = buffer_bytes(run, pp_rank)
-    return parts | {"total": sum(parts.values())}
+    begins = parts["activations"] + parts["working"]
+    ends = parts["gradients"] + round(rehearsal.block)
+    accumulates = run.accumulation * run.microbatches > 1
+    moving = parts["gradients"] + begins if accumulates else max(begins, ends)
+    standing = parts["weights"] + parts["optimizer"] + parts["buffers"]
+    return parts | {"peak": standing + moving}
 
 
 def _parameters(run: Run, stage: int) -> dict[str, tuple[int, ...]]:

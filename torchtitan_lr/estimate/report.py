@@ -55,7 +55,7 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
     rehearsal = rehearse_run(run)
     traffic = [step_traffic(run, p, rehearsal) for p in range(run.pp)]
     ranks = [_pipeline_rank(run, p, rehearsal, traffic[p]) for p in range(run.pp)]
-    heaviest = max(ranks, key=lambda rank: int(rank["memory_bytes"]["total"]))
+    heaviest = max(ranks, key=lambda rank: int(rank["memory_bytes"]["peak"]))
     busiest = max(ranks, key=lambda rank: _total(rank["comm_bytes"]))
     averaged = traffic
     if run.tsr is not None:
@@ -151,7 +151,7 @@ def as_text(report: dict[str, Any], hardware: Hardware) -> str:
     for kind, dims in report.get("tsr_comm_bytes", {}).items():
         lines.append(f"TSR-Adam, {kind} step: {_total({kind: _flat(dims)}) / GIB:,.3f} GiB")
     lines += [f"{name}: {reason}" for name, reason in refused.items()]
-    if report["memory_bytes"]["total"] > hardware.memory_gib * GIB:
+    if report["memory_bytes"]["peak"] > hardware.memory_gib * GIB:
         lines.append(f"as configured it does not fit into {hardware.memory_gib:g} GiB")
     return "\n".join(lines)
 

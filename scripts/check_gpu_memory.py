@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Compare the estimated peak memory of a run with what a GPU's allocator saw.
+
+    NGPU=1 python scripts/check_gpu_memory.py train_configs/cola_60m.toml [--section.key=value ...]
+
+Trains three steps on NGPU GPUs (default 1) of this machine, uncompiled, since the estimate's blocks
+are; compares the peak of the last two, on the rank where it is largest, with scripts/estimate.py's.
+
+Exit status: 0 within ten percent, or skipped for want of a GPU; 1 further off, or the run failed;
+2 the configuration is refused.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lr.cli import OneLineParser
+from torchtitan_lr.errors import ConfigError
+
+RESULT = "TORCHTITAN_LR_MEMORY_RESULT"
+"""Environment variable that makes this a rank: where rank 0 leaves the peak."""
+
+TOLERANCE = 0.1
+
+QUIET = [
+    "--training.steps=3",
+    "--lr_scheduler.warmup_steps=0",
+    "--compile.no_enable",
+    "--validation.no_enable",
+    "--checkpoint.no_enable",
+    "--metrics.no_enable_tensorboard",
+    "--metrics.no_enable_wandb",
+]
+
+
+def measure(arguments: list[str]) -> int:
+    """Train on this rank of a started run; return the largest rank's peak of allocated bytes."""
+    import torch
+
+    import torchtitan_lr.specs  # noqa: F401
+    from torchtitan_lr.config_checks import build_job_config
+    from torchtitan_lr.train import Trainer
+
+    trainer = Trainer(build_job_config(arguments))
+    batches = trainer.batch_generator(trainer.dataloader)
+    for step in (1, 2, 3):
+        trainer.step = step
+        trainer.train_step(batches)
+        if step == 1:  # state and buffers exist from now on
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+    peak = torch.tensor(torch.cuda.max_memory_allocated(), device="cuda")
+    torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
+    trainer.close()
+    return int(peak)
+
+
+def estimated(arguments: list[str], world: int) -> dict[str, int]:
+    """Return the estimate by part, of the rank that needs most."""
+    import torchtitan_lr.specs  # noqa: F401
+    from torchtitan_lr.config_checks import build_job_config, check_job_config
+    from torchtitan_lr.estimate.memory import rank_memory, rehearse_run
+    from torchtitan_lr.estimate.run import read_run
+
+    config = build_job_config(arguments)
+    check_job_config(config, world, "cuda")
+    run = read_run(config, world)
+    rehearsal = rehearse_run(run)
+    ranks = [rank_memory(run, pp_rank, rehearsal) for pp_rank in range(run.pp)]
+    return max(ranks, key=lambda parts: parts["peak"])
+
+
+def run_ranks(arguments: list[str], world: int) -> int:
+    """Start all ranks, wait, and return the measured peak.
+
+    Raises:
+        RuntimeError: If a rank failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "peak.json"
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc_per_node={world}", __file__),
+            *(*arguments, f"--job.dump_folder={folder}"),
+        ]
+        done = subprocess.run(
+            command, env=os.environ | {RESULT: str(result)}, capture_output=True, text=True
+        )
+        if done.returncode != 0 or not result.exists():
+            raise RuntimeError(done.stderr.strip() or "the ranks ended without a result")
+        return int(json.loads(result.read_text()))
+
+
+def verdict(parts: dict[str, int], measured: int) -> tuple[str, bool]:
+    """Return a line for each part and one for the peak, and whether it is within the tolerance.
+
+    Args:
+        parts: As `estimated` returns them.
+        measured: The allocator's peak, in bytes.
+    """
+    error = parts["peak"] / measured - 1
+    lines = [f"{name:12} {size / 2**30:9.3f} GiB" for name, size in parts.items()]
+    lines.append(f"{'measured':12} {measured / 2**30:9.3f} GiB, the estimate is {error:+.1%} off")
+    return "\n".join(lines), abs(error) <= TOLERANCE
+
+
+def main(argv: list[str]) -> int:
+    """Entry point; returns the exit status."""
+    if RESULT in os.environ:
+        peak = measure(argv)
+        if int(os.environ["RANK"]) == 0:
+            Path(os.environ[RESULT]).write_text(json.dumps(peak))
+        return 0
+    parser = OneLineParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("config", metavar="CONFIG", help="a TOML file; NGPU says how many ranks")
+    options, overrides = parser.parse_known_args(argv)
+    import torch
+
+    world: Any = os.environ.get("NGPU", "1")
+    if not world.isdecimal() or int(world) < 1:
+        parser.error(f"NGPU must be a positive number, got {world!r}")
+    arguments = [f"--job.config_file={options.config}", *overrides, *QUIET]
+    if torch.cuda.device_count() < int(world):
+        print(f"skipped: {world} GPU(s) wanted, {torch.cuda.device_count()} found")
+        return 0
+    try:
+        parts = estimated(arguments, int(world))
+        text, close = verdict(parts, run_ranks(arguments, int(world)))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(text)
+    return 0 if close else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,231 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""``scripts/estimate.py`` and ``scripts/check_gpu_memory.py``: what they print and refuse."""
+
+import importlib.util
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtitan_lr.analysis.memory import static_memory
+from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.estimate.hardware import load_hardware
+from torchtitan_lr.estimate.run import alternatives, read_run
+from torchtitan_lr.estimate.timing import block_flops, repeated_flops, step_time
+from torchtitan_lr.estimate.traffic import bytes_by_dim, step_traffic
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
+MACHINES = sorted((ROOT / "scripts" / "hardware").glob("*.toml"))
+DEBUG = str(ROOT / "train_configs" / "debug_cola.toml")
+KEYS = {"parameters", "flops_per_token", "memory_bytes", "comm_bytes", "step_time"}
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def script():
+    return load("estimate")
+
+
+def paper_run(path, world=None, *overrides):
+    config = build_job_config([f"--job.config_file={path}", *overrides])
+    world = load("estimate").default_world(config) if world is None else world
+    check_job_config(config, world, "cuda", on_paper=True)
+    return read_run(config, world)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_every_config(path):
+    """Parameters, bytes and time of every TOML that comes with the package."""
+    run = paper_run(path)
+    whole = sum(
+        math.prod(shape)
+        for stage in range(len(run.stages))
+        for unit in run.stages[stage].values()
+        for shape in unit.values()
+    )
+    split = sum(math.prod(shape) for shape in run.global_shapes.values())
+    assert split / run.tp <= whole <= split
+    traffic = [step_traffic(run, rank) for rank in range(run.pp)]
+    sent = [bytes_by_dim(rows, run.precision) for rows in traffic]
+    used = {name for name in ("tp", "fsdp", "dp_replicate", "pp") if run.mesh[name].size > 1}
+    assert all(dims.keys() == used for dims in sent)
+    time = step_time(run, traffic, load_hardware("h100", ROOT / "scripts" / "hardware"))
+    assert 0 < time.compute <= time.total < math.inf and time.bubble >= 0
+
+
+def test_json(script, capsys):
+    arguments = [DEBUG, "--world=4", "--json", "--parallelism.tensor_parallel_degree=2"]
+    assert script.main(arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report.keys() >= KEYS and report["world"] == 4
+    others = report["alternatives"]
+    assert others.keys() == {"full", "vanilla", "btp"}
+    assert all(column.keys() >= KEYS for column in others.values())
+    parts = {"weights", "gradients", "optimizer", "activations", "working", "buffers", "peak"}
+    assert report["memory_bytes"].keys() == parts
+    assert report["activations_by_mode"].keys() == {"none", "selective", "full", "low_rank"}
+    assert report["step_time"].keys() >= {
+        "compute", "exposed_communication", "hidden_communication"
+    }  # fmt: skip
+    # As configured is BTP; vanilla sends more, full rank is larger.
+    assert report["comm_bytes"] == others["btp"]["comm_bytes"]
+    tensor = [sum(c["comm_bytes"]["tp"].values()) for c in (others["vanilla"], report)]
+    assert tensor[0] > 1.5 * tensor[1]
+    assert others["full"]["parameters"] > report["parameters"] == others["btp"]["parameters"]
+
+
+def test_text_of_a_pipeline(script, capsys):
+    options = ["--parallelism.pipeline_parallel_degree=2", "--hardware=a100_80g_nvlink"]
+    assert script.main([DEBUG, *options]) == 0
+    text = capsys.readouterr().out
+    assert "2 ranks, A100-80G, NVLink" in text and "pp send (GiB a step)" in text
+    assert "pipeline rank 0: stages [0]" in text and "pipeline rank 1: stages [1]" in text
+    assert "bubble (s, modelled)" in text
+
+
+def test_memory_of_a_pipeline():
+    """Stages share the parameters out; the first holds one micro-batch more in flight."""
+    from torchtitan_lr.analysis.rehearsal import Rehearsal
+    from torchtitan_lr.estimate.memory import in_flight, rank_memory
+
+    run = paper_run(DEBUG, 2, "--parallelism.pipeline_parallel_degree=2")
+    rehearsal = Rehearsal(block=100.0, ends=7, working=0)
+    blocks = [sum(n.startswith("block") for n in run.units_of(rank)) for rank in (0, 1)]
+    assert in_flight(run, 0, rehearsal) == (2 * 100 * blocks[0], 2)
+    assert in_flight(run, 1, rehearsal) == (100 * blocks[1] + 7, 1)
+    weights = [rank_memory(run, rank, rehearsal)["weights"] for rank in (0, 1)]
+    assert sum(weights) == 4 * sum(math.prod(shape) for shape in run.global_shapes.values())
+    one = paper_run(DEBUG, 1)
+    assert rank_memory(one, 0, rehearsal)["weights"] == sum(weights) > max(weights)
+
+
+def test_thousands_of_ranks():
+    """BOOST's 30B on 1,024 ranks: exact shards, and BTP faster than the others."""
+    path = ROOT / "train_configs" / "boost_30b.toml"
+    run = paper_run(path, 1024, "--training.global_batch_size=-1")
+    assert (run.tp, run.shard) == (8, 128)
+    parts = [{n: s for unit in run.stages[0].values() for n, s in unit.items()}]
+    held = static_memory(parts, run.shard, run.precision)
+    parameters = sum(math.prod(shape) for shape in run.global_shapes.values())
+    assert 4 * parameters / 1024 < held.weights < 1.01 * 4 * parameters / 1024 + 4 * 36 * 8192
+    machine = load_hardware("h100", ROOT / "scripts" / "hardware")
+    times = {}
+    for name, other in alternatives(run):
+        times[name] = step_time(other, [step_traffic(other, 0)], machine).total
+    assert times["btp"] < min(times["full"], times["vanilla"])
+
+
+def test_flops_of_a_block():
+    run = paper_run(DEBUG, 4, "--parallelism.tensor_parallel_degree=4")
+    replicated = paper_run(
+        DEBUG,
+        4,
+        "--parallelism.tensor_parallel_degree=4",
+        "--parallelism.tp_plan=vanilla_replicated",
+    )
+    assert block_flops(replicated) > block_flops(run)
+    full = paper_run(
+        DEBUG,
+        4,
+        "--parallelism.tensor_parallel_degree=4",
+        "--activation_checkpoint.mode=full",
+    )
+    assert repeated_flops(full) == pytest.approx(block_flops(run), rel=1e-6)
+    assert repeated_flops(paper_run(DEBUG, 1, "--activation_checkpoint.mode=none")) == 0
+
+
+def test_a_plan_that_cannot_be(script, capsys):
+    """Instead of an alternative that does not fit comes its reason."""
+    run = paper_run(
+        DEBUG, 4, "--parallelism.tensor_parallel_degree=4", "--low_rank.rank_attention=30"
+    )
+    found = dict(alternatives(run))
+    assert "rank_attention = 30" in str(found["vanilla"])
+    assert asdict(found["btp"].settings)["plan"] == "btp"
+
+
+@pytest.mark.parametrize("path", MACHINES, ids=[path.stem for path in MACHINES])
+def test_machines(path):
+    machine = load_hardware(path.stem, path.parent)
+    assert machine == load_hardware(str(path), Path("nowhere"))
+    assert machine.intra_node_gbytes_per_s > machine.inter_node_gbytes_per_s > 0
+    assert 100 < machine.peak_tflops < 1000 and 0.3 < machine.matmul_efficiency < 1
+
+
+GOOD = (ROOT / "scripts" / "hardware" / "h100.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GOOD + "\ncolour = 'green'\n", "machine.toml: colour: got 'green'"),
+        (GOOD.replace("memory_gib = 80.0", ""), "machine.toml: memory_gib: got None"),
+        (GOOD.replace("= 80.0", "= 'much'"), "machine.toml: memory_gib: got 'much'"),
+        (GOOD.replace("= 80.0", "= true"), "machine.toml: memory_gib: got True"),
+        (GOOD.replace("= 80.0", "= -1"), "machine.toml: memory_gib: got -1"),
+        (GOOD.replace("= 80.0", "= nan"), "machine.toml: memory_gib: got nan"),
+        (GOOD.replace("node = 8", "node = 8.5"), "machine.toml: devices_per_node: got 8.5"),
+        (GOOD.replace("0.65", "1.5"), "machine.toml: matmul_efficiency: got 1.5"),
+        ("name = ", "--hardware: got"),
+    ],
+)
+def test_wrong_hardware(text, message, tmp_path, script, capsys):
+    path = tmp_path / "machine.toml"
+    path.write_text(text)
+    assert script.main([DEBUG, f"--hardware={path}"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.toml"], "missing.toml"),
+        ([DEBUG, "--hardware=b300"], "one of a100_80g_nvlink"),
+        ([DEBUG, "--world=3", "--parallelism.tensor_parallel_degree=2"], "a divisor of the 3"),
+        ([DEBUG, "--training.sequence=3"], "training.sequence"),
+        ([DEBUG, "--training.seq_len=many"], "training.seq_len"),
+        ([DEBUG, "--model.flavor=huge"], "model.flavor"),
+    ],
+)
+def test_refusals(arguments, message, script, capsys):
+    assert script.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("world", ["0", "-4", "many"])
+def test_wrong_world(world, script, capsys):
+    with pytest.raises(SystemExit) as stop:
+        script.main([DEBUG, f"--world={world}"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "--world" in error and error.count("\n") == 1
+
+
+def test_no_assets_are_needed():
+    """The C4 configurations name a tokenizer that is not here; a run would refuse them."""
+    path = ROOT / "train_configs" / "boost_3b.toml"
+    run = paper_run(path)
+    with pytest.raises(Exception, match="hf_assets_path"):
+        check_job_config(run.config, run.world, "cuda")
+
+
+def test_gpu_memory(capsys):
+    script = load("check_gpu_memory")
+    gib = 2**30
+    text, close = script.verdict({"weights": 4 * gib, "peak": 10 * gib}, int(9.5 * gib))
+    assert close and "+5.3%" in text
+    assert not script.verdict({"peak": 12 * gib}, 10 * gib)[1]
+    if not torch.cuda.is_available():
+        assert script.main([DEBUG]) == 0
+        assert capsys.readouterr().out.startswith("skipped: 1 GPU(s) wanted, 0 found")
