@@ -219,6 +219,7 @@ class LivingStorages(TorchDispatchMode):
         self.peak = 0
         self._outside = outside
         self._paused = False
+        self._at_most = 0
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
@@ -234,7 +235,10 @@ class LivingStorages(TorchDispatchMode):
                 known = self._storages.get(storage._cdata)
                 if known is None or known[0].expired():
                     self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, self._sweep())
+                    self._at_most += storage.nbytes()
+        if self._at_most > self.peak:  # else looking for what is gone would be in vain
+            self._at_most = self._sweep()
+            self.peak = max(self.peak, self._at_most)
         return out
 
     def __enter__(self) -> "LivingStorages":
