@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 MACHINES = sorted((ROOT / "scripts" / "hardware").glob("*.toml"))
 DEBUG = str(ROOT / "train_configs" / "debug_cola.toml")
+ONE = "--parallelism.tensor_parallel_degree=1"
 KEYS = {"parameters", "flops_per_token", "memory_bytes", "comm_bytes", "step_time"}
 
 
@@ -85,7 +86,7 @@ def test_json(script, capsys):
 
 
 def test_text_of_a_pipeline(script, capsys):
-    options = ["--parallelism.pipeline_parallel_degree=2", "--hardware=a100_80g_nvlink"]
+    options = [ONE, "--parallelism.pipeline_parallel_degree=2", "--hardware=a100_80g_nvlink"]
     assert script.main([DEBUG, *options]) == 0
     text = capsys.readouterr().out
     assert "2 ranks, A100-80G, NVLink" in text and "pp send (GiB a step)" in text
@@ -98,14 +99,14 @@ def test_memory_of_a_pipeline():
     from torchtitan_lr.analysis.rehearsal import Rehearsal
     from torchtitan_lr.estimate.memory import in_flight, rank_memory
 
-    run = paper_run(DEBUG, 2, "--parallelism.pipeline_parallel_degree=2")
+    run = paper_run(DEBUG, 2, ONE, "--parallelism.pipeline_parallel_degree=2")
     rehearsal = Rehearsal(block=100.0, ends=7, working=0)
     blocks = [sum(n.startswith("block") for n in run.units_of(rank)) for rank in (0, 1)]
     assert in_flight(run, 0, rehearsal) == (2 * 100 * blocks[0], 2)
     assert in_flight(run, 1, rehearsal) == (100 * blocks[1] + 7, 1)
     weights = [rank_memory(run, rank, rehearsal)["weights"] for rank in (0, 1)]
     assert sum(weights) == 4 * sum(math.prod(shape) for shape in run.global_shapes.values())
-    one = paper_run(DEBUG, 1)
+    one = paper_run(DEBUG, 1, ONE)
     assert rank_memory(one, 0, rehearsal)["weights"] == sum(weights) > max(weights)
 
 
@@ -141,7 +142,7 @@ def test_flops_of_a_block():
         "--activation_checkpoint.mode=full",
     )
     assert repeated_flops(full) == pytest.approx(block_flops(run), rel=1e-6)
-    assert repeated_flops(paper_run(DEBUG, 1, "--activation_checkpoint.mode=none")) == 0
+    assert repeated_flops(paper_run(DEBUG, 1, ONE, "--activation_checkpoint.mode=none")) == 0
 
 
 def test_a_plan_that_cannot_be(script, capsys):

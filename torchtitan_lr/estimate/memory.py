@@ -16,9 +16,12 @@ from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.estimate.traffic import boundaries_of, compressed_units
 from torchtitan_lr.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan_lr.parallel.compression_settings import settings_for
+from torchtitan_lr.parallel.plans import TPSettings
 
 ROTARY_BYTES = 8
 """An entry of the rotary table, complex64."""
+
+_KNOWN: dict[str, Rehearsal] = {}
 
 
 def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
@@ -76,16 +79,14 @@ def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> 
     option = section.selective_ac_option
     period = int(option) if mode == "selective" and option.isdecimal() else 1
     dtype = TORCH_DTYPE_MAP[run.config.training.mixed_precision_param]
-    result = rehearse(
-        run.args,
-        run.settings,
-        run.tp,
-        run.microbatch,
-        run.seq_len,
-        dtype,
-        _checkpointing(run, mode),
-        period,
-    )
+    settings = run.settings if run.tp > 1 else TPSettings()  # says nothing there
+    sizes = (run.tp, run.microbatch, run.seq_len, dtype)
+    # Alternatives, and runs that differ in their ranks only, often have the same blocks.
+    key = repr((run.args, settings, *sizes, replace(section, mode=mode)))
+    if key not in _KNOWN:
+        prepare = _checkpointing(run, mode)
+        _KNOWN[key] = rehearse(run.args, settings, *sizes, prepare, period)
+    result = _KNOWN[key]
     if mode == "none" and run.tp == 1 and fused_norm:
         saving = fused_norm_saving(run.args, run.tokens, dtype)
         result = replace(result, block=result.block - 2 * saving, ends=max(0, result.ends - saving))

@@ -178,7 +178,7 @@ def _rank_line(rank: dict[str, Any]) -> str:
     return (
         f"pipeline rank {rank['rank']}: stages {rank['stages']}, {blocks} blocks"
         f"{''.join(f', {name}' for name in ends)}; {rank['microbatches_in_flight']} micro-batches "
-        f"in flight, {rank['memory_bytes']['total'] / GIB:,.2f} GiB, "
+        f"in flight, {rank['memory_bytes']['peak'] / GIB:,.2f} GiB, "
         f"{_total(rank['comm_bytes']) / GIB:,.3f} GiB sent"
     )
 
