@@ -2,7 +2,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What a run will need and send, before it starts and without its devices.
 
-    python scripts/estimate.py train_configs/boost_7b.toml
+    python scripts/estimate.py train_configs/boost_13b.toml
     python scripts/estimate.py CONFIG --world 1024 --training.global_batch_size=-1
     python scripts/estimate.py CONFIG --hardware h200 --json [--section.key=value ...]
 

@@ -213,7 +213,7 @@ def saved_on_ranks(cases: list[Case]) -> list[dict[str, int]]:
     from torch.distributed.tensor.parallel import loss_parallel
 
     from tests.distributed.tp_cases import BATCH, TOKENS
-    from torchtitan_lr.analysis.rehearsal import LivingStorages
+    from torchtitan_lr.analysis.storages import LivingStorages
     from torchtitan_lr.loss import cross_entropy_sum
 
     results = []

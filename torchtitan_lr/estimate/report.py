@@ -38,7 +38,8 @@ def estimate(run: Run, hardware: Hardware) -> dict[str, Any]:
         ``parameters``, ``flops_per_token``, ``memory_bytes`` (of the rank that needs most),
         ``activations_by_mode``, ``comm_bytes`` (of the pipeline rank that sends most, by mesh
         dimension and operation), ``step_time`` and ``pipeline_ranks``; with TSR-Adam
-        ``tsr_comm_bytes``; and the same of every plan in ``alternatives``.
+        ``tsr_comm_bytes`` (``comm_bytes`` are those of a step without refresh, the time is that of
+        an average step); and the same of every plan in ``alternatives``.
     """
     with _quiet():
         report = _estimate(run, hardware, every_mode=True)

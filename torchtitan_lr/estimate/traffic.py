@@ -2,7 +2,8 @@
 """Every collective of a step of a run, from the formulas of `analysis`.
 
 Left out are the few scalars of clipping, logging and agreement (the ledger's scope ``step``),
-except those that belong to TSR-Adam.
+except those that belong to TSR-Adam. With a pipeline and ``fsdp_reshard_after_forward = "always"``
+the weights' gathers are counted once a pass, which is less than micro-batches cause.
 """
 
 from collections.abc import Collection, Iterable, Sequence

@@ -1,0 +1,82 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Counting the memory that operators made and that is still there, real or fake."""
+
+import gc
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LivingStorages(TorchDispatchMode):
+    """Knows every storage that operators made, and which of them are still there.
+
+    Args:
+        outside: Addresses of storages that do not count: parameters, buffers, inputs.
+
+    Attributes:
+        peak: The most bytes that were there after any operator.
+    """
+
+    def __init__(self, outside: set[int]) -> None:
+        super().__init__()
+        self.peak = 0
+        self._outside = outside
+        self._paused = False
+        self._at_most = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and not self._paused:
+                storage = leaf.untyped_storage()
+                # An address is free for another storage once its own is gone.
+                known = self._storages.get(storage._cdata)
+                if known is None or known[0].expired():
+                    self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                    self._at_most += storage.nbytes()
+        if self._at_most > self.peak:  # else looking for what is gone would be in vain
+            self._at_most = self._sweep()
+            self.peak = max(self.peak, self._at_most)
+        return out
+
+    def __enter__(self) -> "LivingStorages":
+        find_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def paused(*args: Any) -> Any:
+            self._paused = True
+            try:
+                return find_shapes(*args)
+            finally:
+                self._paused = False
+
+        # DTensor finds out shapes by running operators on whole tensors, which are fake in a run.
+        self._patch = patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", paused)
+        self._patch.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._patch.stop()
+
+    def bytes(self) -> int:
+        """Return the bytes of the living storages."""
+        gc.collect()
+        return self._sweep()
+
+    def _sweep(self) -> int:
+        gone = [a for a, (reference, _) in self._storages.items() if reference.expired()]
+        for address in gone:
+            del self._storages[address]
+        return sum(n for a, (_, n) in self._storages.items() if a not in self._outside)
