@@ -14,6 +14,7 @@ which a fused kernel does not: on a GPU the true number is smaller, see `fused_n
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
