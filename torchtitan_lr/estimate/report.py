@@ -161,16 +161,19 @@ def _rows(columns: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     yield "parameters (M)", [f"{c['parameters'] / 1e6:,.1f}" for c in columns]
     yield "GFLOP a token", [f"{c['flops_per_token'] / 1e9:,.3f}" for c in columns]
     for part in columns[0]["memory_bytes"]:
-        yield f"{part} (GiB a rank)", [f"{c['memory_bytes'][part] / GIB:,.3f}" for c in columns]
+        yield f"{part} (GiB a rank)", [_number(c["memory_bytes"][part] / GIB) for c in columns]
     for dim, op in sorted(
         {(d, op) for c in columns for d, o in c["comm_bytes"].items() for op in o}
     ):
         sizes = [c["comm_bytes"].get(dim, {}).get(op, 0) for c in columns]
-        yield f"{dim} {op} (GiB a step)", [f"{size / GIB:,.3f}" for size in sizes]
+        yield f"{dim} {op} (GiB a step)", [_number(size / GIB) for size in sizes]
     for part in columns[0]["step_time"]:
         unit = "modelled" if part == "tokens_per_s" else "s, modelled"
-        digits = 0 if part == "tokens_per_s" else 4
-        yield f"{part} ({unit})", [f"{c['step_time'][part]:,.{digits}f}" for c in columns]
+        yield f"{part} ({unit})", [_number(c["step_time"][part]) for c in columns]
+
+
+def _number(x: float) -> str:
+    return f"{x:,.0f}" if x >= 1000 else f"{x:.4g}"
 
 
 def _rank_line(rank: dict[str, Any]) -> str:
