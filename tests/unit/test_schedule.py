@@ -2,6 +2,7 @@
 """Pipelines on paper: known bubbles, micro-batches in flight, and schedules that cannot end."""
 
 import pytest
+from torch.distributed.pipelining import schedules
 
 from torchtitan_lr.analysis.schedule import (
     Action,
@@ -46,6 +47,19 @@ def test_every_action_comes_once(name):
         for i in range(MICROBATCHES)
     }
     assert set(actions) == wanted and len(actions) == len(wanted)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "GPipe"])
+def test_the_order_is_torchs(name):
+    kind = getattr(schedules, f"Schedule{name}")
+    empty = object.__new__(kind)
+    empty.__dict__.update(_num_stages=RANKS, _n_microbatches=MICROBATCHES)
+    theirs = empty._get_pipeline_order()
+    letters = {"FORWARD": "F", "FULL_BACKWARD": "B"}
+    for rank, ours in enumerate(pipeline_order(name, RANKS, 1, MICROBATCHES)):
+        names = [action.computation_type.name for action in theirs[rank] if action is not None]
+        kinds = [letters[name] for name in names if name in letters]
+        assert [action.kind for action in ours] == kinds and len(kinds) == 2 * MICROBATCHES
 
 
 def test_in_flight():
