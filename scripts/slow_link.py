@@ -220,7 +220,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--exchange", type=float, default=0, metavar="MB", help="also time one exchange of so much"
     )
-    parser.add_argument("--steps", type=int, default=110, help="two refreshes and what is between")
+    parser.add_argument("--steps", type=int, default=60, help="two refreshes and what is between")
     parser.add_argument("--mbit", type=float, default=200, help="rate of the link, Mbit/s")
     parser.add_argument("--delay_ms", type=float, default=0, help="delay of the link, ms")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one optimizer")
