@@ -361,11 +361,12 @@ def _world_size(job_config: JobConfig) -> int:
     return int(os.environ[numbers[0]])
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) -> int:
     """Train as the command line says.
 
     Args:
         argv: Arguments after the program's name, as torchtitan's; the process's own by default.
+        trainer_class: What trains.
 
     Returns:
         The exit status: 0 done or stopped and saved, 1 non-finite, 2 refused.
@@ -376,7 +377,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = build_job_config(sys.argv[1:] if argv is None else argv)
         check_job_config(config, _world_size(config), device_type)
-        trainer = Trainer(config)
+        trainer = trainer_class(config)
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
