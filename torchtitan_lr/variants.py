@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torchtitan_lr.config_checks import build_job_config
 
 PLANS = ("full", "vanilla", "vanilla_replicated", "btp")
-"""What `derive` makes: llama_full under Megatron's plan, or a low-rank model under the named one."""
+"""What `derive` makes: llama_full under Megatron's plan, or a low-rank model under the others."""
 
 _BTP_DEFAULTS = [
     "--parallelism.tp_norm=online",
