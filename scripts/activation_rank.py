@@ -67,9 +67,11 @@ def read_tokens(config: Any, options: argparse.Namespace, seq_len: int) -> Any:
 
     tokenizer: Any = build_tokenizer(config)
     if options.text is None:
-        section = config.validation
-        corpus = build_corpus(section.dataset, section.dataset_path, "validation")
-        documents = (corpus.text(i) for i in range(len(corpus)))
+        try:
+            dataset, path = config.validation.dataset, config.validation.dataset_path
+        except AttributeError as error:  # no complete record of a run
+            raise ConfigError("--text", None, "a file: the run has no [validation]") from error
+        documents = iter(build_corpus(dataset, path, "validation", "validation"))
     else:
         documents = iter([options.text.read_text(errors="replace")])
     found: list[int] = []
