@@ -8,6 +8,7 @@ PyTorch's profiler, the last one under the ledger; all others are those of any r
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -107,4 +108,8 @@ def union_length(spans: Iterable[tuple[float, float]]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(trainer_class=MeasuredTrainer))
+    status = main(trainer_class=MeasuredTrainer)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: a thread that the profiler left aborts the process, now and then, as it ends.
+    os._exit(status)

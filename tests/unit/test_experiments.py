@@ -82,7 +82,8 @@ def test_a_stop_is_passed_on_and_waited_for(monkeypatch, tmp_path):
     def interrupt():
         while not (tmp_path / "ready").exists():
             time.sleep(0.01)
-        signal.raise_signal(signal.SIGTERM)
+        # To the main thread, as the kernel would: that one waits.
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
 
     try:
         threading.Thread(target=interrupt).start()

@@ -63,3 +63,38 @@ COLA_TABLE_7 = {"60M": "0.4", "130M": "0.5", "350M": "0.4"}
 
 BOOST_INTENSITY_7B = {"vanilla over full rank": 0.2, "btp over vanilla": 2.5}
 """BOOST, section 4.1: ratios of arithmetic intensity that the text names for the MLP of 7B."""
+
+COLA_H100_1B = {"full": (12365, 69.84), "GCP": (8799, 14.89), "CoLA": (22979, 66.46)}
+COLA_H100_1B["CoLA-M"] = (16617, 17.33)
+"""CoLA, Table 9: tokens a second and GB on an H100, 1B, 64 sequences of 256 tokens."""
+
+TSR_CELLS = {
+    ("60M", 256, 64, 100): ("0.020", "0.10", "0.17"),
+    ("130M", 384, 96, 100): ("0.058", "0.31", "0.45"),
+    ("350M", 384, 128, 100): ("0.11", "0.79", "1.19"),
+    ("1B", 512, 256, 100): ("0.21", "2.05", "3.81"),
+    ("60M", 128, 64, 200): ("0.008", "0.05", "0.14"),
+    ("130M", 256, 96, 50): ("0.032", "0.20", "0.38"),
+    ("350M", 256, 128, 50): ("0.062", "0.52", "1.02"),
+}
+"""TSR-Adam, Tables 3 and 6 (its 40k-step row repeats the first), by model, r, r_e and K: decimal
+GB a step on average, in the peak, and of memory."""
+
+TSR_ADAMW_CELLS = {
+    "60M": ("0.17", "0.17", "0.28"),
+    "130M": ("0.44", "0.44", "0.71"),
+    "350M": ("1.34", "1.34", "2.08"),
+    "1B": ("5.09", "5.09", "7.77"),
+}
+"""AdamW in the same tables."""
+
+TSR_GALORE_MEMORY = {
+    "60M": (128, "0.21"),
+    "130M": (256, "0.51"),
+    "350M": (256, "1.26"),
+    "1B": (512, "4.5"),
+}
+"""GaLore's rank and memory there. Its bytes and peaks follow no formula we found."""
+
+TAGC_BITS = (5.2, 6.15)
+"""TAGC, section 3 and Figure 2: bits a parameter at 10x with a 1-bit index, and 32 over it."""
