@@ -307,7 +307,7 @@ seconds beside its own.
 {markdown_table(["model", "full", "vanilla", "BOOST", "GPUs"], rows)}
 
 CoLA, Table 9, 1B on an H100, 64 sequences of 256 tokens. Each row is a run of
-`CONFIG_FILE=train_configs/cola_1b.toml` (or `full_1b.toml`) with `NGPU=1`,
+`CONFIG_FILE=train_configs/cola_1b.toml` (or `train_configs/full_1b.toml`) with `NGPU=1`,
 `--training.local_batch_size=64` and `--activation_checkpoint.mode=` `none`, `full` (GCP) or
 `low_rank` (CoLA-M).
 
