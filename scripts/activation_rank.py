@@ -43,7 +43,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         tokens = tokens.to(options.device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError("--device", options.device, "a device such as cpu") from error
-    rows = []
+    rows: list[dict[str, Any]] = []
     for spectrum in activation_spectra(model, tokens):
         ranks = {f"{a:g}": effective_rank(spectrum.energies, a) for a in options.alpha}
         names = {"block": spectrum.block, "projection": spectrum.projection}

@@ -278,8 +278,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tables", action="store_true", help="the paper's runs; takes no CONFIG")
     parser.add_argument("--work", default="outputs/compare", help="folder of runs and results")
     parser.add_argument("--json", action="store_true", help="print a list of rows instead")
-    options, options.overrides = parser.parse_known_args(argv)
-    parser.check_overrides(options.overrides)
+    options, overrides = parser.parse_known_args(argv)
+    parser.check_overrides(overrides)
+    options.overrides = overrides
     parser.check_at_least(options, steps=1, warmup=0)
     options.plans = options.plans.split(",")
     if unknown := [plan for plan in options.plans if plan not in PLANS]:

@@ -20,6 +20,7 @@ from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plans import TPSettings
 
 SHARD, LATENT, SUM, CHUNK = "#bcd4ee", "#ffd9a8", "#c0392b", "#eef1f4"
+ROUND = "round,pad=0,rounding_size=0.08"
 LANES = (1.55, 0.35)
 """Heights of the two ranks in a row."""
 
@@ -102,16 +103,15 @@ def draw_row(axes: Any, parts: tuple[Part, ...], title: str) -> None:
         middle = x + part.width / 2
         if part.kind in ("sum", "back"):
             forward = part.kind == "sum"
-            style = {"lw": 4 if forward else 2, "ls": "-" if forward else (0, (2, 1.5))}
-            axes.plot(
-                [middle] * 2, [LANES[1] - 0.35, LANES[0] + 0.35], color=SUM, zorder=2, **style
-            )
+            line: dict[str, Any] = {"lw": 4} if forward else {"lw": 2, "ls": (0, (2, 1.5))}
+            ends = [LANES[1] - 0.35, LANES[0] + 0.35]
+            axes.plot([middle] * 2, ends, color=SUM, zorder=2, **line)
             axes.text(middle, -0.3, part.text, ha="center", va="top", fontsize=8, color=SUM)
         for lane in LANES if part.kind not in ("sum", "back") else ():
             color = {"shard": SHARD, "latent": LATENT, "stream": "white"}[part.kind]
             corner, size = (x + 0.06, lane - 0.3), (part.width - 0.12, 0.6)
             edge = "none" if part.kind == "stream" else "#555555"
-            style = {"boxstyle": "round,pad=0,rounding_size=0.08", "facecolor": color}
+            style: dict[str, Any] = {"boxstyle": ROUND, "facecolor": color}
             axes.add_patch(FancyBboxPatch(corner, *size, edgecolor=edge, zorder=3, **style))
             axes.text(middle, lane, part.text, ha="center", va="center", fontsize=7.5, zorder=4)
         x += part.width

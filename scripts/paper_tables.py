@@ -10,6 +10,7 @@ python scripts/paper_tables.py --check    # exit status 1 if the page is not wha
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lr.analysis import published as paper
 from torchtitan_lr.analysis.cola_memory import (
@@ -77,7 +78,7 @@ linears; with attention's products 130M would be 0.6.
 
 def cola_memory() -> str:
     """CoLA, Tables 4 and 5."""
-    shape = {"dim": 1024, "ffn_dim": 2560, "n_heads": 16}
+    shape: dict[str, Any] = {"dim": 1024, "ffn_dim": 2560, "n_heads": 16}
     full = LlamaArgs(family="full", rank_attention=0, rank_ffn=0, activation="fullrank", **shape)
     cola = LlamaArgs(family="cola", rank_attention=256, rank_ffn=256, **shape)
     n, h, d, r = 256, 16, 1024, 256
@@ -127,7 +128,7 @@ Weights, gradients and Adam's two moments in bf16: 8 bytes a parameter. The "GB"
 
 def boost_communication() -> str:
     """BOOST, equations 2 and 3, Table 6 and Figure 8."""
-    shape = {"dim": 4096, "n_heads": 32, "rank_attention": 1024, "rank_ffn": 1024}
+    shape: dict[str, Any] = {"dim": 4096, "n_heads": 32, "rank_attention": 1024, "rank_ffn": 1024}
     rows = []
     for alpha, against_full, against_btp in ((2.5, "5.0", "5.71"), (4.0, "6.5", "7.43")):
         args = LlamaArgs(ffn_dim=int(alpha * 4096), **shape)

@@ -260,8 +260,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="leave out combinations that are refused, instead of refusing the sweep",
     )
     parser.add_argument("--json", action="store_true", help="print a list of rows instead")
-    options, options.overrides = parser.parse_known_args(argv)
-    parser.check_overrides(options.overrides)
+    options, overrides = parser.parse_known_args(argv)
+    parser.check_overrides(overrides)
+    options.overrides = overrides
     parser.check_toml(options.config, "CONFIG")
     return options
 
