@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """``scripts/compare.py`` and ``scripts/sweep.py`` with real runs on two ranks."""
 
+import contextlib
 import json
 import os
 import signal
@@ -83,7 +84,8 @@ def cut_off(tmp_path_factory):
     refused = runs.run([*command, *more], NGPU="2")  # the run it left behind is still there
     os.kill(launcher, signal.SIGKILL)
     for rank in ranks:
-        os.kill(rank, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # the launcher took it along
+            os.kill(rank, signal.SIGKILL)
     before = runs.history(second)
     kept = max(runs.complete_steps(second))
     table = (work / "rank-8" / "metrics.jsonl").read_bytes()
