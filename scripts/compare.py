@@ -180,17 +180,20 @@ def row_of(name: str, timed: list[dict[str, Any]], found: dict[str, Any]) -> dic
 
 
 def as_text(rows: list[dict[str, Any]]) -> str:
-    """Lay the rows out as a table; the speed-up is over the first."""
+    """Lay the rows out as a table; the speed-up is over the first run of the same model."""
     header = ["run", "ranks", "s/step", "range", "speed-up", "tokens/s", "MFU %"]
     header += ["comm MB", "calls", "comm s", "share", "peak GiB"]
     published = any(row["published_seconds"] is not None for row in rows)
     header += ["published s"] * published
     lines = []
+    first: dict[str, float] = {}
     for row in rows:
+        # A name has a model in front only where there are several, in --tables.
+        baseline = first.setdefault(row["run"].rpartition(" ")[0], row["seconds"])
         mfu, share = row["mfu"], row["comm_seconds"] / row["profiled_step_seconds"]
         cells = [row["run"], str(row["ranks"]), f"{row['seconds']:.3f}"]
         cells += [f"{row['seconds_min']:.3f}-{row['seconds_max']:.3f}"]
-        cells += [f"{rows[0]['seconds'] / row['seconds']:.2f}x", f"{row['tokens_per_s']:,.0f}"]
+        cells += [f"{baseline / row['seconds']:.2f}x", f"{row['tokens_per_s']:,.0f}"]
         cells += ["-" if mfu is None else f"{mfu:.1f}", f"{row['comm_bytes'] / 1e6:.2f}"]
         cells += [str(row["comm_calls"]), f"{row['comm_seconds']:.3f}", f"{100 * share:.0f}%"]
         cells += [f"{row['peak_memory_gib']:.2f}"]
@@ -206,9 +209,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     names = [row["run"].replace(" ", "\n").replace("_", "\n") for row in rows]
     at = range(len(rows))
-    figure = Figure(figsize=(max(9.0, 2.4 * len(rows)), 3.8), dpi=130)
+    many = len(rows) > 4
+    figure = Figure(figsize=(1.1 * len(rows) + 1, 10) if many else (9, 3.8), dpi=130)
     FigureCanvasAgg(figure)
-    time, sent, memory = figure.subplots(1, 3)
+    time, sent, memory = figure.subplots(*((3, 1) if many else (1, 3)))
     seconds = [row["seconds"] for row in rows]
     spread = [
         [row["seconds"] - row["seconds_min"] for row in rows],
@@ -217,9 +221,14 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     time.bar(at, seconds, yerr=spread, capsize=4, color="tab:blue", label="step, median and range")
     running = [row["comm_seconds"] for row in rows]
     time.bar(at, running, width=0.4, color="tab:orange", label="collectives running")
+    known = [(i, row["published_seconds"]) for i, row in enumerate(rows)]
+    known = [(i, published) for i, published in known if published is not None]
+    if known:
+        time.plot(*zip(*known, strict=True), "kD", markersize=5, label="published, A100")
     time.set_ylabel("seconds")
     # Room for the legend above the tallest bar.
-    time.set_ylim(0, 1.35 * max([*running, *(row["seconds_max"] for row in rows)]))
+    tallest = [*running, *(row["seconds_max"] for row in rows), *(s for _, s in known)]
+    time.set_ylim(0, 1.35 * max(tallest))
     time.legend(fontsize=7, loc="upper right")
     sent.bar(at, [row["comm_bytes"] / 1e6 for row in rows], color="tab:orange")
     sent.set_ylabel("MB of collectives a step and rank")

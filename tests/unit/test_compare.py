@@ -50,6 +50,9 @@ def test_table_and_picture(tmp_path):
     header, first, second = script.as_text(rows).splitlines()
     assert header.split()[-2:] == ["published", "s"] and first.split()[-1] == "1.06"
     assert "1.50x" in second and "1.50x" not in first
+    # Another model has its own first run.
+    third = [rows[0], rows[1] | {"run": "13B full"}]
+    assert "1.50x" not in script.as_text(third)
     script.draw(rows, tmp_path / "x" / "compare.png")
     assert (tmp_path / "x" / "compare.png").read_bytes()[:4] == b"\x89PNG"
 
