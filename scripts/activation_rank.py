@@ -50,7 +50,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         rows.append({**names, "what": spectrum.what, "width": spectrum.width, "rank": ranks})
     widest = max(row["width"] for row in rows)
     if tokens.numel() < widest:
-        print(f"note: {tokens.numel()} tokens bound every rank; {widest} are needed at least")
+        note = f"note: {tokens.numel()} tokens bound every rank; {widest} are needed at least"
+        print(note, file=sys.stderr)
     return rows
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_lr.cli import OneLineParser
-from torchtitan_lr.experiments import launch, step_records
+from torchtitan_lr.experiments import launch, run_in_one_line, step_records
 from torchtitan_lr.summary import TRAIN_LOSS
 
 
@@ -110,4 +110,4 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_in_one_line(main))

@@ -18,7 +18,7 @@ from typing import Any
 
 from torchtitan_lr.analysis.compression import LEVELS, CodecSizes, codec_bits, peels, smallest_theta
 from torchtitan_lr.cli import OneLineParser
-from torchtitan_lr.experiments import launch
+from torchtitan_lr.experiments import launch, run_in_one_line
 from torchtitan_lr.metrics import HISTORY_FILE, read_history
 from torchtitan_lr.summary import TRAIN_LOSS, VALIDATION_LOSS
 
@@ -165,4 +165,4 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_in_one_line(main))

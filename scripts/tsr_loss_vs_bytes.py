@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_lr.cli import OneLineParser, overrides_of
-from torchtitan_lr.experiments import last_value, launch, step_records
+from torchtitan_lr.experiments import last_value, launch, run_in_one_line, step_records
 from torchtitan_lr.summary import TRAIN_LOSS, VALIDATION_LOSS
 
 SENT = "comm_bytes/dp_replicate"
@@ -149,4 +149,4 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_in_one_line(main))

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -84,6 +84,22 @@ def _reason(output: str, status: int) -> str:
     lines = [line for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or [f"the launcher ended with status {status}"])[-1]
+
+
+def run_in_one_line(main: Callable[[], int]) -> int:
+    """Call a script's main; tell a run that failed in one line.
+
+    Args:
+        main: Returns the exit status.
+
+    Returns:
+        That, or 1.
+    """
+    try:
+        return main()
+    except RunFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
 
 
 def on_signals_stop() -> None:

@@ -50,6 +50,17 @@ def test_a_failure_is_the_launchers_last_line(monkeypatch, tmp_path):
         launch("a.toml", tmp_path, [])
 
 
+def test_scripts_tell_a_failure_in_one_line(capsys):
+    def fail():
+        raise RunFailedError("error: rank 1 failed: x")
+
+    assert experiments.run_in_one_line(fail) == 1
+    assert capsys.readouterr().err == "error: rank 1 failed: x\n"
+    assert experiments.run_in_one_line(lambda: 3) == 3
+    with pytest.raises(KeyError):  # a bug is no run that failed
+        experiments.run_in_one_line(lambda: {}[1])
+
+
 def test_arguments_and_environment(monkeypatch, tmp_path):
     program = (
         "import os, sys, json; json.dump([sys.argv[1:], os.environ['NGPU'], os.environ['X']],"
