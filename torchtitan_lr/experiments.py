@@ -7,12 +7,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.environment import find_device, read_environment
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.metrics import HISTORY_FILE, read_history
 from torchtitan_lr.summary import TRAIN_LOSS
 
@@ -126,9 +128,13 @@ def check_run(arguments: Sequence[str], ranks: int | None = None) -> Any:
         ConfigError: It cannot work.
     """
     environment = read_environment()
+    if environment.nodes > 1:
+        raise ConfigError("NNODES", environment.nodes, "1: this script starts runs on one machine")
+    if environment.comm_mode:
+        raise ConfigError("COMM_MODE", environment.comm_mode, "nothing: these runs are real")
+    environment = environment if ranks is None else replace(environment, ranks=ranks)
     config = build_job_config(list(arguments))
-    world_size = environment.world_size if ranks is None else ranks * environment.nodes
-    check_job_config(config, world_size, find_device(environment))
+    check_job_config(config, environment.ranks, find_device(environment))
     return config
 
 

@@ -114,3 +114,8 @@ def test_runs_are_checked_for_their_ranks(monkeypatch):
         check_run([config], ranks=3)
     with pytest.raises(ConfigError, match=r"low_rank\.depth"):
         check_run([config, "--low_rank.depth=3"])
+    for variable, value in (("NNODES", "2"), ("COMM_MODE", "fake_backend")):
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match=variable):
+            patch.setenv(variable, value)
+            patch.setenv("RDZV_ENDPOINT", "host:1")
+            check_run([config])
