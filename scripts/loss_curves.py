@@ -10,8 +10,6 @@ plan is exact, the first two curves differ by rounding alone, far less than two 
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from torchtitan_lr.cli import OneLineParser
-from torchtitan_lr.metrics import HISTORY_FILE, read_history
-
-TRAIN_LOSS = "loss_metrics/global_avg_loss"
+from torchtitan_lr.experiments import launch, run_in_one_line, step_records
+from torchtitan_lr.summary import TRAIN_LOSS
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,23 +51,11 @@ def main(argv: list[str] | None = None) -> int:
 def _train(options: argparse.Namespace, name: str, ranks: int, extra: list[str]) -> Any:
     """Run the launcher (or take a finished run's history) and return the losses, one a step."""
     folder = Path(options.work) / name
-    history = folder / HISTORY_FILE
-    if _count(history) < options.steps:
-        command = [
-            *(sys.executable, "-m", "torchtitan_lr.launch"),
-            f"--job.config_file={options.config}",
-            f"--job.dump_folder={folder}",
-            f"--training.steps={options.steps}",
-            f"--lr_scheduler.warmup_steps={options.steps // 10}",
-            *extra,
-        ]
-        environment = os.environ | {"NGPU": str(ranks), "CONFIG_FILE": options.config}
-        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-    return np.array([r[TRAIN_LOSS] for r in read_history(history) if TRAIN_LOSS in r])
-
-
-def _count(history: Path) -> int:
-    return sum(TRAIN_LOSS in record for record in read_history(history))
+    if len(step_records(folder)) < options.steps:
+        steps = f"--training.steps={options.steps}"
+        warmup = f"--lr_scheduler.warmup_steps={options.steps // 10}"
+        launch(options.config, folder, [steps, warmup, *extra], ranks)
+    return np.array([record[TRAIN_LOSS] for record in step_records(folder)])
 
 
 def _gap(a: Any, b: Any) -> float:
@@ -119,12 +104,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", default="outputs/loss_curves", help="folder of the runs")
     parser.add_argument("--out", default="docs/images/btp_loss_curves.png", help="the PNG")
     options = parser.parse_args(argv)
-    if options.steps < 10:
-        parser.error(f"--steps: got {options.steps}, expected at least 10")
-    if not Path(options.config).is_file():
-        parser.error(f"--config: got {options.config!r}, expected a TOML file")
+    parser.check_at_least(options, steps=10, ranks=2)
+    parser.check_toml(options.config)
     return options
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_in_one_line(main))

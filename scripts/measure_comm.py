@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.cli import OneLineParser
+from torchtitan_lr.cli import OneLineParser, text_table
 from torchtitan_lr.errors import ConfigError
 
 RESULT = "TORCHTITAN_LR_COMM_RESULT"
@@ -216,19 +216,12 @@ def main(argv: list[str]) -> int:
 
 def as_text(rows: list[dict[str, Any]]) -> str:
     """Lay the rows out as a table; a formula's number is shown as = where it agrees."""
-    lines: list[tuple[str, ...]] = [(*KEYS, "expected calls", "expected elements")]
+    lines = []
     for row in rows:
         pairs = (("calls", "expected_calls"), ("elements", "expected_elements"))
         wanted = [_beside(row[measured], row[expected]) for measured, expected in pairs]
-        lines.append((*(str(row[key]) for key in KEYS), *wanted))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i < 5 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+        lines.append([*(str(row[key]) for key in KEYS), *wanted])
+    return text_table((*KEYS, "expected calls", "expected elements"), lines, left=5)
 
 
 def _beside(measured: int, expected: int | None) -> str:

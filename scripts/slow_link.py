@@ -24,10 +24,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from torchtitan_lr.cli import OneLineParser
-from torchtitan_lr.metrics import HISTORY_FILE, read_history
+from torchtitan_lr.cli import OneLineParser, overrides_of
+from torchtitan_lr.experiments import SECONDS, step_records
 
-SECONDS = "time_metrics/end_to_end(s)"
 SENT = ("comm_bytes/dp_replicate", "comm_bytes/fsdp")
 DEVICE = "slow0"
 """Name of either end of the link."""
@@ -144,7 +143,7 @@ def _train(options: argparse.Namespace, method: str, ends: list[str]) -> dict[st
             ],
             options.timeout,
         )
-        records = [r for r in read_history(Path(folder) / HISTORY_FILE) if SECONDS in r]
+        records = step_records(Path(folder))
     # The first steps start the process group's connections.
     later = records[len(records) // 5 :]
     return {
@@ -226,17 +225,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one optimizer")
     parser.add_argument("--override", nargs="*", default=[], metavar="KEY=VALUE")
     options = parser.parse_args(argv)
-    options.override = [f"--{item}" for item in options.override]
-    if options.steps < 5:
-        parser.error(f"--steps: got {options.steps}, expected at least 5")
-    if not options.exchange >= 0:
-        parser.error(f"--exchange: got {options.exchange}, expected a number of MB")
+    options.override = overrides_of(options.override)
+    parser.check_at_least(options, steps=5, delay_ms=0, exchange=0)
     if not options.mbit > 0:
         parser.error(f"--mbit: got {options.mbit}, expected a positive number")
-    if not options.delay_ms >= 0:
-        parser.error(f"--delay_ms: got {options.delay_ms}, expected a number of at least 0")
-    if not Path(options.config).is_file():
-        parser.error(f"--config: got {options.config!r}, expected a TOML file")
+    parser.check_toml(options.config)
     return options
 
 

@@ -12,18 +12,16 @@ its cells: most at 2x, where most overlaps, which explains the paper's highest c
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.analysis.compression import LEVELS, CodecSizes, codec_bits, peels, smallest_theta
 from torchtitan_lr.cli import OneLineParser
+from torchtitan_lr.experiments import launch, run_in_one_line
 from torchtitan_lr.metrics import HISTORY_FILE, read_history
+from torchtitan_lr.summary import TRAIN_LOSS, VALIDATION_LOSS
 
-TRAIN_LOSS = "loss_metrics/global_avg_loss"
-VALIDATION_LOSS = "validation_metrics/loss"
 KINDS = {"sketch": ("sketch", "exact"), "sparse": ("sparse", "exact"), "sum1": ("sketch", "sum1")}
 
 
@@ -47,10 +45,7 @@ def train(options: argparse.Namespace, name: str, ranks: int, extra: list[str]) 
     folder = Path(options.work) / f"{ranks} {name}".replace(" ", "_")
     history = folder / HISTORY_FILE
     if not any(VALIDATION_LOSS in r and r["step"] == options.steps for r in read_history(history)):
-        command = [
-            *(sys.executable, "-m", "torchtitan_lr.launch"),
-            f"--job.config_file={options.config}",
-            f"--job.dump_folder={folder}",
+        arguments = [
             f"--training.steps={options.steps}",
             f"--training.global_batch_size={options.batch}",
             f"--training.local_batch_size={options.batch // ranks}",
@@ -59,9 +54,7 @@ def train(options: argparse.Namespace, name: str, ranks: int, extra: list[str]) 
             *("--metrics.log_freq=1", "--checkpoint.no_enable"),
             *("--grad_compression.layers=all", *extra, *options.overrides),
         ]
-        environment = {"OMP_NUM_THREADS": "1"} | os.environ
-        environment |= {"NGPU": str(ranks), "CONFIG_FILE": options.config}
-        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+        launch(options.config, folder, arguments, ranks)
     return read_history(history)
 
 
@@ -155,10 +148,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", default="docs/images/tagc_loss.png", help="the PNG, or ''")
     options, overrides = parser.parse_known_args(argv)
     options.overrides = overrides
-    if options.steps < 10:
-        parser.error(f"--steps: got {options.steps}, expected at least 10")
-    if not Path(options.config).is_file():
-        parser.error(f"--config: got {options.config!r}, expected a TOML file")
+    parser.check_at_least(options, steps=10)
+    parser.check_toml(options.config)
     for name, known in (("kinds", KINDS), ("levels", LEVELS)):
         chosen = getattr(options, name).split(",")
         if unknown := [item for item in chosen if item not in known]:
@@ -174,4 +165,4 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_in_one_line(main))

@@ -11,8 +11,6 @@ goes on from its last checkpoint, so the script may be started again at any time
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from statistics import mean, stdev
@@ -20,11 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_lr.cli import OneLineParser
-from torchtitan_lr.metrics import HISTORY_FILE, read_history
+from torchtitan_lr.cli import OneLineParser, overrides_of
+from torchtitan_lr.experiments import last_value, launch, run_in_one_line, step_records
+from torchtitan_lr.summary import TRAIN_LOSS, VALIDATION_LOSS
 
-TRAIN_LOSS = "loss_metrics/global_avg_loss"
-VALIDATION_LOSS = "validation_metrics/loss"
 SENT = "comm_bytes/dp_replicate"
 
 TSR = ["--optimizer.name=TSRAdam"]
@@ -63,12 +60,8 @@ def main(argv: list[str] | None = None) -> int:
 def _train(options: argparse.Namespace, method: str, seed: int) -> dict[str, Any]:
     """Run the launcher, or take a finished run; return the curves of losses and bytes."""
     folder = Path(options.work) / f"{method.replace(' ', '_')}-{seed}"
-    history = folder / HISTORY_FILE
-    if len(_curve(history)["loss"]) < options.steps:
-        command = [
-            *(sys.executable, "-m", "torchtitan_lr.launch"),
-            f"--job.config_file={options.config}",
-            f"--job.dump_folder={folder}",
+    if len(step_records(folder)) < options.steps:
+        arguments = [
             f"--training.steps={options.steps}",
             f"--lr_scheduler.warmup_steps={options.steps // 10}",
             f"--debug.seed={seed}",
@@ -79,20 +72,16 @@ def _train(options: argparse.Namespace, method: str, seed: int) -> dict[str, Any
             *METHODS[method],
             *options.override,
         ]
-        environment = os.environ | {"NGPU": "2", "CONFIG_FILE": options.config}
-        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-    return _curve(history)
+        launch(options.config, folder, arguments, ranks=2)
+    return _curve(folder)
 
 
-def _curve(history: Path) -> dict[str, Any]:
-    records = read_history(history)
-    steps = {r["step"]: r for r in records if TRAIN_LOSS in r}
-    validation = [r[VALIDATION_LOSS] for r in records if VALIDATION_LOSS in r]
-    ordered = [steps[step] for step in sorted(steps)]
+def _curve(folder: Path) -> dict[str, Any]:
+    records, validation = step_records(folder), last_value(folder, VALIDATION_LOSS)
     return {
-        "loss": np.array([record[TRAIN_LOSS] for record in ordered]),
-        "bytes": np.array([record[SENT] for record in ordered], dtype=float),
-        "validation": validation[-1] if validation else float("nan"),
+        "loss": np.array([record[TRAIN_LOSS] for record in records]),
+        "bytes": np.array([record[SENT] for record in records], dtype=float),
+        "validation": float("nan") if validation is None else validation,
     }
 
 
@@ -153,15 +142,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--override", nargs="*", default=[], metavar="KEY=VALUE", help="for all runs"
     )
     options = parser.parse_args(argv)
-    options.override = [f"--{item}" for item in options.override]
-    if options.steps < 10:
-        parser.error(f"--steps: got {options.steps}, expected at least 10")
-    if options.seeds < 1:
-        parser.error(f"--seeds: got {options.seeds}, expected at least 1")
-    if not Path(options.config).is_file():
-        parser.error(f"--config: got {options.config!r}, expected a TOML file")
+    options.override = overrides_of(options.override)
+    parser.check_at_least(options, steps=10, seeds=1)
+    parser.check_toml(options.config)
     return options
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_in_one_line(main))

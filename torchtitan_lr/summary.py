@@ -12,8 +12,12 @@ from torchtitan_lr.loss import perplexity
 SUMMARY_FILE = "summary.json"
 CURVE_FILE = "curve.png"
 
-_TRAIN_LOSS = "loss_metrics/global_avg_loss"
-_VAL_LOSS = "validation_metrics/loss"
+TRAIN_LOSS = "loss_metrics/global_avg_loss"
+"""Key of a record in ``metrics.jsonl``: training loss, nats a token."""
+
+VALIDATION_LOSS = "validation_metrics/loss"
+"""The same of validation."""
+
 _ENTROPY = "validation_metrics/unigram_entropy"
 
 
@@ -34,13 +38,13 @@ def build_summary(
         ``mfu`` (percent; None where the device's peak is unknown), ``peak_memory_gib,
         checkpoint`` and ``curve`` (filled in by `write_summary`).
     """
-    train = [record for record in history if _TRAIN_LOSS in record]
-    val = [record for record in history if _VAL_LOSS in record]
+    train = [record for record in history if TRAIN_LOSS in record]
+    val = [record for record in history if VALIDATION_LOSS in record]
     windows = train[1:] or train  # the first window holds warm-up and compilation
-    val_loss = val[-1][_VAL_LOSS] if val else None
+    val_loss = val[-1][VALIDATION_LOSS] if val else None
     return {
         "steps": steps,
-        "train_loss": train[-1][_TRAIN_LOSS] if train else None,
+        "train_loss": train[-1][TRAIN_LOSS] if train else None,
         "val_loss": val_loss,
         "val_ppl": None if val_loss is None else _finite(perplexity(val_loss)),
         "unigram_entropy": val[-1][_ENTROPY] if val else None,
@@ -78,8 +82,8 @@ def draw_curve(history: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(7, 4.2), dpi=130)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    train = _series(history, _TRAIN_LOSS)
-    val = _series(history, _VAL_LOSS)
+    train = _series(history, TRAIN_LOSS)
+    val = _series(history, VALIDATION_LOSS)
     axes.plot(*train, color="tab:blue", linewidth=1.2, label="training loss")
     if val[0]:
         axes.plot(*val, color="tab:orange", marker="o", markersize=4, label="validation loss")

@@ -341,11 +341,12 @@ def _our_parts() -> Iterator[None]:
         yield
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) -> int:
     """Train as the command line says.
 
     Args:
         argv: Arguments after the program's name, as torchtitan's; the process's own by default.
+        trainer_class: What trains.
 
     Returns:
         The exit status: 0 done or stopped and saved, 1 non-finite, 2 refused.
@@ -356,7 +357,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = build_job_config(sys.argv[1:] if argv is None else argv)
         check_job_config(config, launched_ranks(config.comm.mode), device_type)
-        trainer = Trainer(config)
+        trainer = trainer_class(config)
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:

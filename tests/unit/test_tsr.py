@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
 
+from torchtitan_lr.analysis.published import TSR_ADAMW_CELLS, TSR_CELLS, TSR_GALORE_MEMORY
 from torchtitan_lr.analysis.tsr import (
     TSRShape,
     honest_adamw,
@@ -12,25 +13,6 @@ from torchtitan_lr.analysis.tsr import (
 from torchtitan_lr.models import FLAVORS
 
 GB = 1e9
-
-# TSR-Adam, Tables 3 and 6 (its 40k-step row repeats the first): bytes a step, peak, memory.
-PUBLISHED = {
-    ("60M", 256, 64, 100): ("0.020", "0.10", "0.17"),
-    ("130M", 384, 96, 100): ("0.058", "0.31", "0.45"),
-    ("350M", 384, 128, 100): ("0.11", "0.79", "1.19"),
-    ("1B", 512, 256, 100): ("0.21", "2.05", "3.81"),
-    ("60M", 128, 64, 200): ("0.008", "0.05", "0.14"),
-    ("130M", 256, 96, 50): ("0.032", "0.20", "0.38"),
-    ("350M", 256, 128, 50): ("0.062", "0.52", "1.02"),
-}
-ADAMW = {
-    "60M": ("0.17", "0.17", "0.28"),
-    "130M": ("0.44", "0.44", "0.71"),
-    "350M": ("1.34", "1.34", "2.08"),
-    "1B": ("5.09", "5.09", "7.77"),
-}
-GALORE_MEMORY = {"60M": (128, "0.21"), "130M": (256, "0.51"), "350M": (256, "1.26")}
-GALORE_MEMORY["1B"] = (512, "4.5")
 
 
 def shape(flavor):
@@ -47,26 +29,26 @@ def cells(cost, row):
     )
 
 
-@pytest.mark.parametrize(("run", "row"), PUBLISHED.items())
+@pytest.mark.parametrize(("run", "row"), TSR_CELLS.items())
 def test_published_tsr_cells(run, row):
     flavor, rank, embedding_rank, interval = run
     cost = published_tsr(shape(flavor), TSRShape(rank, interval, embedding_rank))
     assert cells(cost, row) == row
 
 
-@pytest.mark.parametrize(("flavor", "row"), ADAMW.items())
+@pytest.mark.parametrize(("flavor", "row"), TSR_ADAMW_CELLS.items())
 def test_published_adamw_cells(flavor, row):
     assert cells(published_adamw(shape(flavor)), row) == row
 
 
-@pytest.mark.parametrize(("flavor", "cell"), GALORE_MEMORY.items())
+@pytest.mark.parametrize(("flavor", "cell"), TSR_GALORE_MEMORY.items())
 def test_published_galore_memory(flavor, cell):
     rank, text = cell
     assert printed(published_galore_memory(shape(flavor), rank), text) == text
 
 
 def test_another_rank_misses_the_published_cells():
-    row = PUBLISHED["60M", 256, 64, 100]
+    row = TSR_CELLS["60M", 256, 64, 100]
     cost = published_tsr(shape("60M"), TSRShape(255 - 30, 100, 64))
     assert cells(cost, row) != row
 

@@ -1,0 +1,208 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Trains a few steps under several plans and puts their cost side by side.
+
+With one CONFIG, three runs are derived from it: full rank (Megatron's plan), the low-rank model
+under the vanilla plan, and under the bottleneck-aware one. With several CONFIGs, each is run as it
+is. The runs follow one another on NGPU ranks of this machine (default 4: GPUs, or processes where
+there are too few). Further arguments, --section.key=value, go to all runs.
+
+    python scripts/compare.py train_configs/debug_cola.toml
+    NGPU=4 python scripts/compare.py A.toml B.toml --steps 20 --training.seq_len=256
+    python scripts/compare.py --tables       # BOOST's Figure 6 (left), on as many GPUs as there are
+
+Reported are the median seconds of a step and their range, tokens a second of all ranks, MFU from
+the model's own FLOPs (- where the device's peak is unknown), bytes of all collectives of a step
+(elements once per call times item size, rank 0), the time in which collectives ran (mean of the
+ranks, waiting included, computation may overlap), and the largest rank's peak memory. Bytes and
+communication time come from two more steps at the end, which are not timed. The table is printed;
+compare.json and compare.png are written to --work.
+
+Exit status: 0 all ran, 1 a run failed, 2 something is refused.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lr.analysis.published import BOOST_ITERATION_SECONDS, BoostRun
+from torchtitan_lr.cli import OneLineParser
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.experiments import (
+    RunFailedError,
+    check_run,
+    launch,
+    on_signals_stop,
+    step_records,
+)
+from torchtitan_lr.measure import MEASUREMENT_FILE, WATCHED_STEPS
+from torchtitan_lr.timing import as_text, draw, row_of
+from torchtitan_lr.variants import PLANS, derive
+
+TABLES_CONFIG = "train_configs/boost_3b.toml"
+QUIET = [
+    *("--metrics.log_freq=1", "--metrics.no_comm_ledger", "--metrics.no_enable_tensorboard"),
+    *("--metrics.no_enable_wandb", "--validation.no_enable", "--checkpoint.no_enable"),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: its name, its TOML, what overrides it, its ranks (None: NGPU), published seconds."""
+
+    name: str
+    config: str
+    arguments: list[str]
+    ranks: int | None = None
+    published: float | None = None
+
+
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    """Return what to run.
+
+    Raises:
+        ConfigError: A TOML cannot be read, or two have the same name.
+    """
+    if options.tables:
+        return table_cases(options.overrides)
+    if len(options.configs) > 1:
+        names = [Path(config).stem for config in options.configs]
+        for name, times in Counter(names).items():
+            if times > 1:
+                raise ConfigError("CONFIG", name, "files of different names")
+        pairs = zip(names, options.configs, strict=True)
+        return [Case(name, config, options.overrides) for name, config in pairs]
+    (config,) = options.configs
+    overrides = options.overrides
+    return [Case(p, config, [*overrides, *derive(config, p, overrides)]) for p in options.plans]
+
+
+def table_cases(overrides: list[str]) -> list[Case]:
+    """Return the runs of BOOST's Figure 6 (left) that fit this machine's GPUs."""
+    import torch
+
+    cases, gpus = [], torch.cuda.device_count()
+    for row in BOOST_ITERATION_SECONDS:
+        if row.ranks > gpus:
+            print(f"skipped: {row.flavor} needs {row.ranks} GPUs, this machine has {gpus}")
+            continue
+        plans = {"full": row.full, "vanilla_replicated": row.vanilla, "btp": row.boost}
+        for plan, seconds in plans.items():
+            arguments = [*boost_arguments(row), *overrides]
+            arguments += derive(TABLES_CONFIG, plan, arguments)
+            name = f"{row.flavor} {plan}"
+            cases.append(Case(name, TABLES_CONFIG, arguments, row.ranks, seconds))
+    return cases
+
+
+def boost_arguments(row: BoostRun) -> list[str]:
+    """Return BOOST's setting: pure bf16, sequences of 4096 tokens, 4 a batch, nothing recomputed.
+
+    Text and tokenizer are those of this package, so that nothing is downloaded; the vocabulary
+    stays the flavor's.
+    """
+    return [
+        f"--model.flavor={row.flavor}",
+        "--model.hf_assets_path=torchtitan_lr/data/assets/bpe4k",
+        "--training.dataset=python_stdlib",
+        *("--training.local_batch_size=4", "--training.global_batch_size=4"),
+        *("--training.seq_len=4096", "--training.dtype=bfloat16", "--compile.no_enable"),
+        "--activation_checkpoint.mode=none",
+        f"--parallelism.tensor_parallel_degree={row.tensor_parallel}",
+        f"--parallelism.pipeline_parallel_degree={row.pipeline_parallel}",
+    ]
+
+
+def arguments_of(case: Case, options: argparse.Namespace) -> list[str]:
+    """Return all overrides of a run."""
+    steps = options.warmup + options.steps + WATCHED_STEPS
+    length = [f"--training.steps={steps}", f"--lr_scheduler.warmup_steps={steps // 2}"]
+    return [*case.arguments, *QUIET, *length]
+
+
+def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    """Run a case; return its row of the table.
+
+    Raises:
+        RunFailedError: It failed.
+    """
+    folder = Path(options.work) / case.name.replace(" ", "_")
+    (folder / MEASUREMENT_FILE).unlink(missing_ok=True)
+    module = {"TRAIN_FILE": "torchtitan_lr.measure"}
+    launch(case.config, folder, arguments_of(case, options), case.ranks, module)
+    found = json.loads((folder / MEASUREMENT_FILE).read_text())
+    timed = [
+        record
+        for record in step_records(folder)
+        if options.warmup < record["step"] <= options.warmup + options.steps
+    ]
+    return row_of(case.name, timed, found) | {"published_seconds": case.published}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Check everything, run everything, report."""
+    options = _parse(argv)
+    try:
+        cases = cases_of(options)
+        for case in cases:
+            arguments = [f"--job.config_file={case.config}", *arguments_of(case, options)]
+            check_run(arguments, case.ranks)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not cases:
+        print("skipped: no run of --tables fits this machine")
+        return 0
+    on_signals_stop()
+    rows, failed = [], 0
+    for case in cases:
+        print(f"{case.name} ...", file=sys.stderr, flush=True)
+        try:
+            rows.append(measure(case, options))
+        except RunFailedError as error:
+            failed += 1
+            print(f"{case.name}: {error}", file=sys.stderr)
+    if rows:
+        work = Path(options.work)
+        (work / "compare.json").write_text(json.dumps(rows, indent=1) + "\n")
+        draw(rows, work / "compare.png")
+        print(json.dumps(rows, indent=1) if options.json else as_text(rows))
+    return 1 if failed else 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("configs", metavar="CONFIG", nargs="*", help="TOML files")
+    parser.add_argument("--steps", type=int, default=10, help="steps to time (default 10)")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them (default 2)")
+    parser.add_argument(
+        "--plans",
+        default="full,vanilla,btp",
+        help=f"with one CONFIG: some of {','.join(PLANS)} (default full,vanilla,btp)",
+    )
+    parser.add_argument("--tables", action="store_true", help="the paper's runs; takes no CONFIG")
+    parser.add_argument("--work", default="outputs/compare", help="folder of runs and results")
+    parser.add_argument("--json", action="store_true", help="print a list of rows instead")
+    options, overrides = parser.parse_known_args(argv)
+    parser.check_overrides(overrides)
+    options.overrides = overrides
+    parser.check_at_least(options, steps=1, warmup=0)
+    options.plans = options.plans.split(",")
+    if unknown := [plan for plan in options.plans if plan not in PLANS]:
+        parser.error(f"--plans: got {unknown[0]!r}, expected some of {', '.join(PLANS)}")
+    if options.tables and options.configs:
+        parser.error(f"--tables: got CONFIG {options.configs[0]!r} too, expected none")
+    if not options.tables and not options.configs:
+        parser.error(
+            "CONFIG: got nothing, expected a TOML file such as train_configs/debug_cola.toml"
+        )
+    for config in options.configs:
+        parser.check_toml(config, "CONFIG")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,344 @@
+#!/usr/bin/env python3
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Writes docs/paper_tables.md: what the papers print beside what the formulas here give.
+
+python scripts/paper_tables.py            # writes the page
+python scripts/paper_tables.py --print    # shows it, writes nothing
+python scripts/paper_tables.py --check    # exit status 1 if the page is not what it would write
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lr.analysis import published as paper
+from torchtitan_lr.analysis.cola_memory import (
+    checkpointed_elements,
+    checkpointed_flops,
+    cola_elements,
+    full_rank_elements,
+)
+from torchtitan_lr.analysis.communication import block_traffic, count
+from torchtitan_lr.analysis.compression import LEVELS, PEELING_LIMIT, paper_bits, union_density
+from torchtitan_lr.analysis.data_parallel import linear_volume
+from torchtitan_lr.analysis.flops import layer_flops
+from torchtitan_lr.analysis.intensity import arithmetic_intensity, feed_forward_products
+from torchtitan_lr.analysis.parameters import count_parameters
+from torchtitan_lr.analysis.tsr import (
+    TSRShape,
+    published_adamw,
+    published_galore_memory,
+    published_tsr,
+)
+from torchtitan_lr.cli import OneLineParser, markdown_table
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.parallel.plans import TPSettings
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "paper_tables.md"
+
+INTRODUCTION = """\
+# The papers' tables
+
+Each number that a paper prints, beside ours. This page is written by
+`python scripts/paper_tables.py`; tests/unit/test_paper_tables.py checks that it is up to date and
+that the formulas, at the precision printed, give what is marked *equal*. Numbers that need the
+authors' hardware have the command that measures them here."""
+
+
+def same(printed: str, value: float) -> str:
+    """Return the value at the precision printed, and whether it is equal."""
+    digits = len(printed.partition(".")[2])
+    ours = f"{value:.{digits}f}"
+    return f"{ours}, equal" if ours == printed else f"{ours}, **differs**"
+
+
+def cola_flops() -> str:
+    """CoLA, Tables 2, 3 and 7."""
+    rows = []
+    for flavor, printed in paper.COLA_TABLE_7.items():
+        full, cola = (layer_flops(FLAVORS[family][flavor], 256) for family in ("full", "cola"))
+        linears = [layer.attention_linears + layer.feed_forward for layer in (full, cola)]
+        ratio = linears[1] / linears[0]
+        whole = cola.total / full.total
+        rows.append([flavor, f"{printed}x", same(printed, ratio), f"{whole:.3f}"])
+    return f"""## CoLA, Tables 2, 3 and 7: FLOPs
+
+Table 2 (forward: 8nd² + 4n²d + 6nd·d_ff; backward twice that) and the rows *Full-Rank* and *CoLA*
+of Table 3 are `layer_flops`: equal to the last FLOP. The other rows of Table 3 are of methods that
+are not here. In its (Re)LoRA row C_CoLA stands for the linears alone, as Appendix B has it: with
+Table 3's own C_CoLA attention would count twice.
+
+Table 7 divides CoLA's FLOPs by full rank's, at n = 256. The printed ratios are those of the
+linears; with attention's products 130M would be 0.6.
+
+{markdown_table(["model", "printed", "linears", "whole block"], rows)}"""
+
+
+def cola_memory() -> str:
+    """CoLA, Tables 4 and 5."""
+    shape: dict[str, Any] = {"dim": 1024, "ffn_dim": 2560, "n_heads": 16}
+    full = LlamaArgs(family="full", rank_attention=0, rank_ffn=0, activation="fullrank", **shape)
+    cola = LlamaArgs(family="cola", rank_attention=256, rank_ffn=256, **shape)
+    n, h, d, r = 256, 16, 1024, 256
+    scores = 2 * n * n * h
+    vanilla, cola_m = checkpointed_flops(full, n), checkpointed_flops(cola, n)
+    attention = 4 * n * n * d
+    rows = [
+        ["Full-Rank", "20nd + 2n²h", f"{(full_rank_elements(full, n, h) - scores) / (n * d):g}nd"],
+        ["Vanilla GCP", "nd", f"{checkpointed_elements(full, n) / (n * d):g}nd".removeprefix("1")],
+        ["recomputed", "23nd² + 4n²d", f"{(vanilla[1] - attention) / (n * d * d):g}nd²"],
+        [
+            "CoLA",
+            "17.5nd + 2n²h + 14nr",
+            f"{(cola_elements(cola, n, h) - scores - 14 * n * r) / (n * d):g}nd",
+        ],
+        [
+            "CoLA-M",
+            "2nd + 7nr",
+            f"{(checkpointed_elements(cola, n) - 7 * n * r) / (n * d):g}nd",
+        ],
+        ["recomputed", "18.5ndr + 4n²d", f"{(cola_m[1] - attention) / (n * d * r):g}ndr"],
+    ]
+    sizes = []
+    for flavor, cells in paper.COLA_TABLE_5.items():
+        for family, (millions, memory) in zip(("full", "cola"), cells, strict=True):
+            total = count_parameters(FLAVORS[family][flavor]).total
+            line = [flavor, family, f"{millions} M", same(millions, total / 1e6)]
+            sizes.append([*line, memory, same(memory, 8 * total / 2**30)])
+    header = ["model", "family", "printed", "parameters", "printed GB", "8 bytes each, GiB"]
+    return f"""## CoLA, Table 4: activation memory and recomputation
+
+Elements of a block for one sequence, at d_ff = 2.5d; ours without the terms in n²h and nr, which
+agree. `analysis/cola_memory.py` counts as the paper does.
+
+{markdown_table(["row", "printed", "ours"], rows)}
+
+18.5ndr is half of the linears' forward pass. The linears that are really repeated, all
+up-projections but the last, cost 18ndr; and our CoLA-M keeps nd + 7nr, because the residual in the
+middle of a block is made again from the o latent (`analysis/activations.py`).
+
+## CoLA, Table 5: parameters and memory
+
+Weights, gradients and Adam's two moments in bf16: 8 bytes a parameter. The "GB" are GiB.
+
+{markdown_table(header, sizes)}"""
+
+
+def boost_communication() -> str:
+    """BOOST, equations 2 and 3, Table 6 and Figure 8."""
+    shape: dict[str, Any] = {"dim": 4096, "n_heads": 32, "rank_attention": 1024, "rank_ffn": 1024}
+    rows = []
+    for alpha, against_full, against_btp in ((2.5, "5.0", "5.7"), (4.0, "6.5", "")):
+        args = LlamaArgs(ffn_dim=int(alpha * 4096), **shape)
+        volume = {plan: volume_of(args, plan) for plan in ("vanilla_replicated", "btp")}
+        whole = LlamaArgs(family="full", **(shape | {"rank_attention": 0, "rank_ffn": 0}))
+        dense = volume_of(whole, "megatron")
+        vanilla = volume["vanilla_replicated"]
+        less = vanilla / volume["btp"]
+        cells = [same(against_full, vanilla / dense)]
+        cells.append(same(against_btp, less) if against_btp else f"{less:.1f}, not printed")
+        rows.append([f"d_ff = {alpha}d", *cells, same("1.14", dense / volume["btp"])])
+    figure = []
+    for plan, gib in paper.BOOST_VOLUME_GIB.items():
+        args = FLAVORS["full" if plan == "megatron" else "cola"]["7B"]
+        bytes_ = 2 * 4 * 4096 * volume_of(args, plan)
+        figure.append([f"`{plan}`", f"{gib:.2f}", f"{bytes_ / 2**30:.3f}"])
+    full, low = FLAVORS["full"]["7B"], FLAVORS["cola"]["7B"]
+    ratio = linear_volume(full) / linear_volume(low)
+    header = ["", "vanilla over full", "vanilla over BTP", "full over BTP"]
+    return f"""## BOOST, equations 2 and 3, Table 6, Figure 8: communication
+
+Elements a block and pass, without statistics: 2bsd at full rank, 5bsd + 2bs·d_ff vanilla (Eq. 2),
+7bsr BTP (Eq. 3), at r = d/4. The text of section 4 prints 5 and 6.5, 5.7 and 1.14.
+
+{markdown_table(header, rows)}
+
+Figure 8 (left), 7B, b = 4, s = 4096, bf16, GiB a block and pass (read off the figure):
+
+{markdown_table(["plan", "printed", "formula"], figure)}
+
+Table 6, data parallelism: L(11dr + 3·d_ff·r) for L(4d² + 3d·d_ff) elements is `linear_volume`,
+equal; 7B sends {ratio:.2f} times less (printed: about 2.5).
+
+Corrected here:
+
+- Table 6 doubles a pass for backward. That holds for BTP and full rank. Vanilla's backward is
+{backward_note()}
+- The published vanilla computes all heads on every rank (`vanilla_replicated`). The fair `vanilla`
+  shards them and sends bsd more forward.
+- The statistics of two norms, 2bs elements in fp32, are left out; `analysis/communication.py` has
+  them.
+- Pipelines: 2pbsd counts d elements a token at a boundary. A rank sends d/T of them under `btp`,
+  and LaX its seven latents too (`analysis/pipeline.py`)."""
+
+
+def volume_of(args: LlamaArgs, plan: str, pass_: str = "forward") -> int:
+    """Elements that a block sends per token in one pass, statistics left out."""
+    rows = block_traffic(args, TPSettings(plan), tokens=1)  # type: ignore[arg-type]
+    counted = [row for row in rows if row.role == "activation"]
+    return count(counted, "forward" if pass_ == "forward" else "backward")[1]
+
+
+def backward_note() -> str:
+    """Say how vanilla's backward compares with its forward, from the formulas."""
+    args = LlamaArgs(dim=1024, n_heads=16, ffn_dim=2560, rank_attention=256, rank_ffn=256)
+    parts = []
+    for grouping, name in ((True, "where q, k, v (and gate, up) share it"), (False, "else")):
+        rows = block_traffic(args, TPSettings("vanilla_replicated", grouping=grouping), tokens=1)
+        forward, backward = (count(rows, p)[1] / 1024 for p in ("forward", "backward"))
+        parts.append(f"{backward:g}bsd for {forward:g}bsd {name}")
+    return f"  {parts[0]}, {parts[1]} (d_ff = 2.5d)."
+
+
+def boost_intensity() -> str:
+    """BOOST, Tables 7 and 8."""
+    rows = []
+    for batch in (1, 4):
+        value = {
+            plan: arithmetic_intensity(
+                feed_forward_products(FLAVORS[family]["7B"], plan, 4, 4096 * batch)
+            )
+            for plan, family in (("megatron", "full"), ("vanilla", "cola"), ("btp", "cola"))
+        }
+        ratios = (value["vanilla"] / value["megatron"], value["btp"] / value["vanilla"])
+        cells = [f"{value[plan]:.0f}" for plan in value] + [f"{ratio:.2f}" for ratio in ratios]
+        rows.append([str(batch), *cells])
+    header = ["b", "full", "vanilla", "BTP", "vanilla/full", "BTP/vanilla"]
+    vanilla, btp = paper.BOOST_INTENSITY_7B.values()
+    shapes = [
+        [
+            flavor,
+            *(str(number) for number in numbers),
+            "equal" if matches(flavor) else "**differs**",
+        ]
+        for flavor, numbers in paper.BOOST_SHAPES.items()
+    ]
+    return f"""## BOOST, Table 7: arithmetic intensity of the feed-forward
+
+All printed formulas follow from the products of `analysis/intensity.py`. They count the up and the
+down projection; LLaMA's gate, left out, has the intensity of the up projection. FLOPs a byte, 7B,
+T = 4, s = 4096, bf16. The text names the last two columns: {vanilla} and {btp}, which is b = 1, the
+second a little high.
+
+{markdown_table(header, rows)}
+
+## BOOST, Table 8: shapes
+
+{markdown_table(["flavor", "layers", "heads", "d", "d_ff", "r", "here"], shapes)}"""
+
+
+def matches(flavor: str) -> bool:
+    """Return whether a flavor has the shape of BOOST's Table 8."""
+    a = FLAVORS["cola"][flavor]
+    ours = (a.n_layers, a.n_heads, a.dim, a.ffn_dim, a.rank_ffn)
+    return ours == paper.BOOST_SHAPES[flavor] and a.rank_attention == a.rank_ffn == a.dim // 4
+
+
+def tsr() -> str:
+    """TSR-Adam, Tables 3 and 6."""
+    rows = []
+    for (flavor, rank, embedding, interval), cells in paper.TSR_CELLS.items():
+        cost = published_tsr(FLAVORS["full"][flavor], TSRShape(rank, interval, embedding))
+        name = f"TSR-Adam {flavor}, r = {rank} ({embedding}), K = {interval}"
+        rows.append(_cells(name, cells, (cost.average, cost.peak, cost.memory)))
+    for flavor, cells in paper.TSR_ADAMW_CELLS.items():
+        cost = published_adamw(FLAVORS["full"][flavor])
+        rows.append(_cells(f"AdamW {flavor}", cells, (cost.average, cost.peak, cost.memory)))
+    for flavor, (rank, printed) in paper.TSR_GALORE_MEMORY.items():
+        memory = published_galore_memory(FLAVORS["full"][flavor], rank)
+        rows.append(
+            [f"GaLore {flavor}, r = {rank}", "-", "-", f"{printed} → {_gb(printed, memory)}"]
+        )
+    return f"""## TSR-Adam, Tables 3 and 6: bytes and memory
+
+Decimal GB, as printed → ours. The counting is the paper's (`published_tsr`): without the head, p =
+q = 0, K_e = 2. What is really sent is `honest_tsr`; the README has both. GaLore's bytes and peaks
+follow no formula we found.
+
+{markdown_table(["run", "GB a step", "peak", "memory"], rows)}"""
+
+
+def _cells(name: str, printed: tuple[str, ...], values: tuple[float, ...]) -> list[str]:
+    pairs = zip(printed, values, strict=True)
+    return [name, *(f"{text} → {_gb(text, value)}" for text, value in pairs)]
+
+
+def _gb(printed: str, value: float) -> str:
+    return same(printed, value / 1e9)
+
+
+def tagc() -> str:
+    """TAGC: bits and Table 1."""
+    bits, factor = paper.TAGC_BITS
+    ours = sum(paper_bits(10, 1).values())
+    rows = []
+    for level, (c, theta) in LEVELS.items():
+        loads = [c * union_density(ranks, theta) for ranks in (1, 2, 4, 8)]
+        cells = [f"{load:.2f}{'' if load <= PEELING_LIMIT else ' (no)'}" for load in loads]
+        rows.append([level, f"{100 * theta:g}%", *cells])
+    return f"""## TAGC, Table 1 and Figure 2
+
+Bits a parameter and rank at 10x with a 1-bit index: {bits} printed, {same(str(bits), ours)};
+{factor} times fewer than 32: {same(str(factor), 32 / ours)}. Table 1's levels decode while c times
+the density of the union of all ranks is at most {PEELING_LIMIT} (measured by
+`scripts/peeling_table.py`); beyond it: no.
+
+{markdown_table(["level", "zeros", "1 rank", "2 ranks", "4 ranks", "8 ranks"], rows)}"""
+
+
+def measured() -> str:
+    """What needs the authors' hardware."""
+    rows = [
+        [
+            f"{run.flavor}, T = {run.tensor_parallel}, PP = {run.pipeline_parallel}",
+            *(f"{seconds:.2f}" for seconds in (run.full, run.vanilla, run.boost)),
+            str(run.ranks),
+        ]
+        for run in paper.BOOST_ITERATION_SECONDS
+    ]
+    cola = [[name, f"{rate:,}", f"{gb}"] for name, (rate, gb) in paper.COLA_H100_1B.items()]
+    return f"""## What takes GPUs
+
+BOOST, Figure 6 (left): seconds of an iteration on A100-80G, s = 4096, b = 4, bf16.
+`python scripts/compare.py --tables` runs those that fit the GPUs at hand and prints the published
+seconds beside its own.
+
+{markdown_table(["model", "full", "vanilla", "BOOST", "GPUs"], rows)}
+
+CoLA, Table 9, 1B on an H100, 64 sequences of 256 tokens. Each row is a run of
+`CONFIG_FILE=train_configs/cola_1b.toml` (or `train_configs/full_1b.toml`) with `NGPU=1`,
+`--training.local_batch_size=64` and `--activation_checkpoint.mode=` `none`, `full` (GCP) or
+`low_rank` (CoLA-M).
+
+{markdown_table(["run", "tokens/s", "GB"], cola)}"""
+
+
+def page() -> str:
+    """Return the whole page."""
+    parts = (cola_flops, cola_memory, boost_communication, boost_intensity, tsr, tagc, measured)
+    return "\n\n".join([INTRODUCTION, *(part() for part in parts)]) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write, show or check the page; return the exit status."""
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--print", action="store_true", help="show it, write nothing")
+    choice.add_argument("--check", action="store_true", help="compare it with the page")
+    options = parser.parse_args(argv)
+    text = page()
+    if options.print:
+        print(text, end="")
+    elif options.check:
+        if not PAGE.is_file() or PAGE.read_text() != text:
+            print(f"error: {PAGE} is out of date: run scripts/paper_tables.py", file=sys.stderr)
+            return 1
+    else:
+        PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""``scripts/compare.py`` and ``scripts/sweep.py`` with real runs on two ranks."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+
+import pytest
+
+from tests.integration import runs
+from torchtitan_lr.analysis.communication import model_traffic
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.processes import child_pids
+
+COMPARE = [sys.executable, "scripts/compare.py"]
+SWEEP = [sys.executable, "scripts/sweep.py"]
+BYTES = {"activation": 2, "statistic": 4, "loss": 4}  # bf16 compute, torchtitan's default
+PLANS = {"full": "megatron", "vanilla": "vanilla", "btp": "btp"}
+TP = "\n[parallelism]\ntensor_parallel_degree = 2\n"
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """Full rank, vanilla and BTP, three timed steps each."""
+    base = tmp_path_factory.mktemp("compare")
+    config = runs.write_config(base / "dump", "llama_cola", extra=TP)
+    arguments = [config, "--steps=3", "--warmup=1", f"--work={base / 'work'}"]
+    done = runs.run([*COMPARE, *arguments], NGPU="2")
+    assert done.status == 0, done.everything
+    return base / "work", done
+
+
+def test_compare_measures_every_plan(compared):
+    work, done = compared
+    rows = {row["run"]: row for row in json.loads((work / "compare.json").read_text())}
+    assert list(rows) == ["full", "vanilla", "btp"]
+    table = [line.split() for line in done.out.splitlines()]
+    assert [line[0] for line in table] == ["run", "full", "vanilla", "btp"]
+    for row in rows.values():
+        assert len(row["steps"]) == 3 and row["ranks"] == 2 and row["mfu"] is None
+        assert 0 < row["seconds_min"] <= row["seconds"] <= row["seconds_max"]
+        # 2 sequences of 32 tokens a step, whatever the plan.
+        rates = sorted(64 / seconds for seconds in row["steps"])
+        assert row["tokens_per_s"] == pytest.approx(rates[1], rel=0.01)
+        assert 0 < row["comm_seconds_min"] <= row["comm_seconds"] < row["profiled_step_seconds"]
+        assert 0.05 < row["peak_memory_gib"] < 64
+    assert (work / "compare.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_compare_counts_the_bytes_of_the_formulas(compared):
+    work, _ = compared
+    found = {}
+    for row in json.loads((work / "compare.json").read_text()):
+        family = "full" if row["run"] == "full" else "cola"
+        settings = TPSettings(PLANS[row["run"]])
+        traffic = model_traffic(FLAVORS[family]["debug"], settings, 2, 2 * 32)
+        expected = sum(BYTES[line.role] * line.elements for line in traffic)
+        measured = found[row["run"]] = row["comm_bytes_by_mesh_dim"]["tp"]
+        # Beyond the model: scalars of clipping and logging.
+        assert expected <= measured < expected + 1000, row["run"]
+    # The control: the plans are far enough apart that no formula fits another.
+    assert found["vanilla"] > 4 * found["full"] > 4 * found["btp"] + 4000
+
+
+@pytest.fixture(scope="module")
+def cut_off(tmp_path_factory):
+    """A sweep of two points that is killed while the second one trains, and then repeated."""
+    base = tmp_path_factory.mktemp("sweep")
+    config = runs.write_config(base / "dump", "llama_cola", steps=40, interval=4)
+    work = base / "work"
+    command = [*SWEEP, config, "--set", "low_rank.rank=8,16", f"--work={work}"]
+    more = ["--checkpoint.interval=4", "--group=ranks"]
+    first = runs.Process([*command, *more], NGPU="2")
+    second = work / "rank-16"
+    first.wait_until(lambda: runs.complete_steps(second) - {40})
+    (launcher,) = child_pids(first.pid)
+    ranks = [rank for torchrun in child_pids(launcher) for rank in child_pids(torchrun)]
+    runs.freeze(ranks)  # so that it cannot end before it is looked at
+    first.send(signal.SIGKILL)
+    first.finish()
+    refused = runs.run([*command, *more], NGPU="2")  # the run it left behind is still there
+    os.kill(launcher, signal.SIGKILL)
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):  # the launcher took it along
+            os.kill(rank, signal.SIGKILL)
+    before = runs.history(second)
+    kept = max(runs.complete_steps(second))
+    table = (work / "rank-8" / "metrics.jsonl").read_bytes()
+    again = runs.run([*command, *more], NGPU="2")
+    return work, refused, again, before, kept, table
+
+
+def test_a_sweep_beside_a_run_that_was_left_behind_is_refused(cut_off):
+    _, refused, *_ = cut_off
+    assert refused.status == 2, refused.everything
+    (line,) = refused.err.splitlines()
+    assert line.startswith("error: --work: got ") and "left behind" in line
+
+
+def test_a_killed_sweep_skips_what_is_finished_and_goes_on(cut_off):
+    work, _, again, before, kept, table = cut_off
+    assert again.status == 0, again.everything
+    assert "rank-8" not in again.err and "rank-16 ..." in again.err
+    assert (work / "rank-8" / "metrics.jsonl").read_bytes() == table
+    after = runs.history(work / "rank-16")
+    losses = [r["step"] for r in after if "grad_norm" in r]
+    assert losses == list(range(1, 41))
+    # Steps up to the checkpoint were not trained again: even their times are the same.
+    old = [r for r in before if r["step"] <= kept]
+    assert old and [r for r in after if r["step"] <= kept] == old
+
+
+def test_a_sweep_is_summed_up(cut_off):
+    work, _, again, *_ = cut_off
+    rows = json.loads((work / "sweep.json").read_text())
+    assert [row["low_rank.rank"] for row in rows] == ["8", "16"]
+    for row in rows:
+        summary = json.loads((work / row["point"] / "summary.json").read_text())
+        assert row["status"] == "finished" and row["steps"] == 40
+        assert row["train_loss"] == summary["train_loss"] < 8.4
+        record = json.loads((work / row["point"] / "job_config.json").read_text())
+        assert record["metrics"]["wandb_group"] == "ranks"
+        assert record["metrics"]["wandb_run_name"] == row["point"]
+    assert rows[0]["parameters"] < rows[1]["parameters"]
+    assert again.out.strip() == (work / "sweep.md").read_text().strip()

@@ -1,0 +1,38 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import pytest
+
+from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.variants import PLANS, derive
+
+TP = "--parallelism.tensor_parallel_degree=2"
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("family", ["full", "svd", "cola", "lax"])
+def test_every_plan_from_every_family(family, plan):
+    config = f"train_configs/debug_{family}.toml"
+    derived = build_job_config([f"--job.config_file={config}", TP, *derive(config, plan, [TP])])
+    check_job_config(derived, 4, "cpu")
+    given = "cola" if family == "full" else family
+    assert derived.model.name == ("llama_full" if plan == "full" else f"llama_{given}")
+    assert derived.parallelism.tp_plan == ("auto" if plan == "full" else plan)
+
+
+def test_choices_of_the_bottleneck_aware_plan_do_not_reach_the_others():
+    config = "train_configs/debug_cola.toml"
+    choices = [
+        *("--parallelism.tp_norm=sync", "--parallelism.tp_head=scatter", "--low_rank.rank=16"),
+        *("--parallelism.no_tp_grouping", "--activation_checkpoint.mode=low_rank"),
+    ]
+    for plan in PLANS:
+        arguments = [f"--job.config_file={config}", *choices]
+        derived = build_job_config([*arguments, *derive(config, plan, choices)])
+        check_job_config(derived, 4, "cpu")
+        assert derived.parallelism.tp_norm == ("sync" if plan == "btp" else "online")
+        mode = "full" if plan == "full" else "low_rank"
+        assert derived.activation_checkpoint.mode == mode
+    # The control: without the derivation the same choices are refused.
+    plain = build_job_config([*arguments, "--parallelism.tp_plan=vanilla"])
+    with pytest.raises(ConfigError, match="tp_norm"):
+        check_job_config(plain, 4, "cpu")

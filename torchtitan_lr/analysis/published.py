@@ -1,0 +1,100 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Numbers that the papers print, to compare with; nothing here is computed."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BoostRun:
+    """A bar group of BOOST's Figure 6 (left), on A100-80G GPUs; seconds read off the figure.
+
+    Args:
+        flavor: The model here that has the paper's shape.
+        tensor_parallel: Degree T.
+        pipeline_parallel: Pipeline stages.
+        full: Seconds of an iteration at full rank.
+        vanilla: Of the vanilla plan, every head on every rank.
+        boost: Of the bottleneck-aware plan.
+    """
+
+    flavor: str
+    tensor_parallel: int
+    pipeline_parallel: int
+    full: float
+    vanilla: float
+    boost: float
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of the run."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+
+BOOST_ITERATION_SECONDS = (
+    BoostRun("1B_boost", 1, 1, 0.85, 0.56, 0.59),
+    BoostRun("3B", 2, 1, 1.14, 1.41, 0.78),
+    BoostRun("7B", 4, 1, 1.06, 1.64, 0.72),
+    BoostRun("13B", 4, 2, 2.07, 2.42, 1.30),
+)
+"""b = 4 sequences of 4096 tokens, bf16, no recomputation, 10 iterations of which 2 warm up."""
+
+BOOST_SHAPES = {
+    "1B_boost": (24, 32, 2048, 5472, 512),
+    "3B": (28, 24, 3072, 8192, 768),
+    "7B": (32, 32, 4096, 11008, 1024),
+    "13B": (40, 40, 5120, 13824, 1280),
+    "30B": (36, 64, 8192, 22016, 2048),
+}
+"""BOOST, Table 8, by flavor: layers, heads, d, d_ff, r."""
+
+BOOST_VOLUME_GIB = {"megatron": 0.25, "vanilla_replicated": 1.32, "btp": 0.22}
+"""BOOST, Figure 8 (left): GiB a block and pass, 7B, b = 4, s = 4096, by plan."""
+
+COLA_TABLE_5 = {
+    "60M": (("58", "0.43"), ("43", "0.32")),
+    "130M": (("134", "1.00"), ("94", "0.70")),
+    "350M": (("368", "2.74"), ("185", "1.38")),
+    "1B": (("1339", "9.98"), ("609", "4.54")),
+}
+"""CoLA, Table 5: parameters in millions and memory in "GB" (which are GiB), full rank and CoLA."""
+
+COLA_TABLE_7 = {"60M": "0.4", "130M": "0.5", "350M": "0.4"}
+"""CoLA, Table 7: FLOPs of CoLA at its default rank over those of full rank."""
+
+BOOST_INTENSITY_7B = {"vanilla over full rank": 0.2, "btp over vanilla": 2.5}
+"""BOOST, section 4.1: ratios of arithmetic intensity that the text names for the MLP of 7B."""
+
+COLA_H100_1B = {"full": (12365, 69.84), "GCP": (8799, 14.89), "CoLA": (22979, 66.46)}
+COLA_H100_1B["CoLA-M"] = (16617, 17.33)
+"""CoLA, Table 9: tokens a second and GB on an H100, 1B, 64 sequences of 256 tokens."""
+
+TSR_CELLS = {
+    ("60M", 256, 64, 100): ("0.020", "0.10", "0.17"),
+    ("130M", 384, 96, 100): ("0.058", "0.31", "0.45"),
+    ("350M", 384, 128, 100): ("0.11", "0.79", "1.19"),
+    ("1B", 512, 256, 100): ("0.21", "2.05", "3.81"),
+    ("60M", 128, 64, 200): ("0.008", "0.05", "0.14"),
+    ("130M", 256, 96, 50): ("0.032", "0.20", "0.38"),
+    ("350M", 256, 128, 50): ("0.062", "0.52", "1.02"),
+}
+"""TSR-Adam, Tables 3 and 6 (its 40k-step row repeats the first), by model, r, r_e and K: decimal
+GB a step on average, in the peak, and of memory."""
+
+TSR_ADAMW_CELLS = {
+    "60M": ("0.17", "0.17", "0.28"),
+    "130M": ("0.44", "0.44", "0.71"),
+    "350M": ("1.34", "1.34", "2.08"),
+    "1B": ("5.09", "5.09", "7.77"),
+}
+"""AdamW in the same tables."""
+
+TSR_GALORE_MEMORY = {
+    "60M": (128, "0.21"),
+    "130M": (256, "0.51"),
+    "350M": (256, "1.26"),
+    "1B": (512, "4.5"),
+}
+"""GaLore's rank and memory there. Its bytes and peaks follow no formula we found."""
+
+TAGC_BITS = (5.2, 6.15)
+"""TAGC, section 3 and Figure 2: bits a parameter at 10x with a 1-bit index, and 32 over it."""

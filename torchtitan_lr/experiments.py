@@ -1,0 +1,155 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Runs that the scripts start one after the other, through the launcher, and what they leave."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.environment import find_device, read_environment
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.metrics import HISTORY_FILE, read_history
+from torchtitan_lr.summary import TRAIN_LOSS
+
+SECONDS = "time_metrics/end_to_end(s)"
+"""Key of a record in ``metrics.jsonl``: seconds of a step, the mean since the last record."""
+
+
+class RunFailedError(RuntimeError):
+    """A run ended with an error, told in one line."""
+
+
+class Stopped(BaseException):
+    """A signal asked this script to end; its run has been asked to save."""
+
+
+def launch(
+    config: str,
+    folder: Path,
+    arguments: Sequence[str],
+    ranks: int | None = None,
+    variables: Mapping[str, str] | None = None,
+    keep_open: Sequence[int] = (),
+) -> None:
+    """Train through the launcher and wait; a run with a checkpoint goes on from there.
+
+    If this process is stopped meanwhile, the run is asked to save, and waited for.
+
+    Args:
+        config: The TOML file.
+        folder: The run's dump folder.
+        arguments: Overrides, ``--section.key=value``.
+        ranks: Processes on this machine; by default what ``NGPU`` says.
+        variables: Added to the environment.
+        keep_open: File descriptors that the launcher inherits, such as that of a lock.
+
+    Raises:
+        RunFailedError: The launcher's status was not 0.
+    """
+    command = [
+        *(sys.executable, "-m", "torchtitan_lr.launch"),
+        *(f"--job.config_file={config}", f"--job.dump_folder={folder}", *arguments),
+    ]
+    environment = dict(os.environ) | {"CONFIG_FILE": config} | dict(variables or {})
+    if ranks is not None:
+        environment["NGPU"] = str(ranks)
+    with tempfile.TemporaryFile("w+") as said:
+        # A session of its own: Ctrl-C reaches this process, which passes it on once.
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            pass_fds=tuple(keep_open),
+            start_new_session=True,
+        )
+        try:
+            status = process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+        if status:
+            said.seek(0)
+            raise RunFailedError(_reason(said.read(), status))
+
+
+def _reason(output: str, status: int) -> str:
+    """Find the launcher's own last line in what it and the ranks wrote."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or lines or [f"the launcher ended with status {status}"])[-1]
+
+
+def run_in_one_line(main: Callable[[], int]) -> int:
+    """Call a script's main; tell a run that failed in one line.
+
+    Args:
+        main: Returns the exit status.
+
+    Returns:
+        That, or 1.
+    """
+    try:
+        return main()
+    except RunFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def on_signals_stop() -> None:
+    """Make SIGTERM and Ctrl-C raise `Stopped` in this process."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise Stopped(signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+
+
+def check_run(arguments: Sequence[str], ranks: int | None = None) -> Any:
+    """Refuse a run that cannot work, before anything starts.
+
+    Args:
+        arguments: As of a training run, ``--job.config_file`` included.
+        ranks: Processes on this machine; by default what ``NGPU`` says.
+
+    Returns:
+        The run's configuration.
+
+    Raises:
+        ConfigError: It cannot work.
+    """
+    environment = read_environment()
+    if environment.nodes > 1:
+        raise ConfigError("NNODES", environment.nodes, "1: this script starts runs on one machine")
+    if environment.comm_mode:
+        raise ConfigError("COMM_MODE", environment.comm_mode, "nothing: these runs are real")
+    environment = environment if ranks is None else replace(environment, ranks=ranks)
+    config = build_job_config(list(arguments))
+    check_job_config(config, environment.ranks, find_device(environment))
+    return config
+
+
+def step_records(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of training steps in a dump folder, one a step, in order.
+
+    Args:
+        folder: The run's dump folder. A step that a resumed run repeated counts once, as the
+            later run wrote it.
+    """
+    steps = {r["step"]: r for r in read_history(folder / HISTORY_FILE) if TRAIN_LOSS in r}
+    return [steps[step] for step in sorted(steps)]
+
+
+def last_value(folder: Path, key: str) -> float | None:
+    """Return the newest value of a key in a dump folder's history, or None."""
+    values = [r[key] for r in read_history(folder / HISTORY_FILE) if r.get(key) is not None]
+    return values[-1] if values else None
