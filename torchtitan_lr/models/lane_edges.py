@@ -35,6 +35,22 @@ from torchtitan_lr.models.layers import (
 from torchtitan_lr.models.marks import keep
 
 
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity; the gradient is laid out like its tensor.
+
+    Autograd sees to that where it accumulates. Where backward runs in two halves (ZBVZeroBubble)
+    it does not accumulate, and a fused optimizer reads a transposed gradient in the wrong order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
 def lane_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Map each lane by its own rows of a weight.
 
@@ -67,6 +83,7 @@ def lane_terms(x: Tensor, weight: Tensor, lanes: int) -> Tensor:
     if lanes == 1:
         return F.linear(x, weight).unsqueeze(2)
     inputs = x.unflatten(-1, (lanes, -1)).flatten(0, 1).transpose(0, 1)  # (g, b s, i)
+    weight = _ContiguousGradient.apply(weight)
     out = torch.bmm(inputs, weight.unflatten(1, (lanes, -1)).permute(1, 2, 0))
     return out.transpose(0, 1).unflatten(0, x.shape[:2])
 
