@@ -24,7 +24,7 @@ OPERATIONS, PAYLOAD = gpt_block_operations(D, S), block_payload(D, S, 1.0)
 def test_operations_are_the_products_of_a_gpt_block() -> None:
     linears = 3 * D * D + D * D + 2 * D * 4 * D  # q, k, v; o; the feed-forward
     scores = 2 * S * S * D  # QKᵀ and its product with V
-    assert OPERATIONS == 2 * (S * linears + scores)
+    assert 2 * (S * linears + scores) == OPERATIONS
 
 
 def test_our_block_has_three_matrices_in_its_feed_forward() -> None:
