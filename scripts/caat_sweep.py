@@ -31,7 +31,7 @@ LANES = (4, 8)
 GROUPS = ("lanes", "masks", "sums", "hybrid")
 LEARNING_RATE, WARMUP, LAST = 3e-3, 0.1, 0.1  # of the steps; of the rate
 WEIGHT_DECAY, MAX_NORM = 0.01, 0.5
-BATCH, TOKENS, VALIDATION_BATCHES = 16, 128, 16
+BATCH, TOKENS, VALIDATION_BATCHES = 16, 64, 32
 
 Kind = Literal["full", "top-k", "random", "cola"]
 
@@ -96,14 +96,14 @@ def build_model(run: Run) -> Any:
     low_rank, masked = run.kind == "cola", run.kind in ("top-k", "random")
     args = LlamaArgs(
         family="cola" if low_rank else "full",
-        dim=128,
+        dim=64,
         n_layers=4,
         n_heads=8,
-        ffn_dim=344,
+        ffn_dim=176,
         vocab_size=256,
         max_seq_len=TOKENS,
-        rank_attention=32 if low_rank else 0,
-        rank_ffn=32 if low_rank else 0,
+        rank_attention=16 if low_rank else 0,
+        rank_ffn=16 if low_rank else 0,
         activation="both" if low_rank else "fullrank",
         init_seed=run.seed,
         lanes=1 if masked else run.lanes,

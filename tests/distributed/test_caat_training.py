@@ -2,13 +2,17 @@
 """Runs of models with lanes: every layout trains like one process, and goes on in another."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.layouts import LAYOUTS, schedule
 from tests.distributed.pool import RankPool
 from tests.distributed.training import largest_difference, train
+from torchtitan_lr.models.generate import generate
+from torchtitan_lr.models.loading import build_model_args, load_model, read_run_config
 
 TOLERANCE = 1e-5
 CAAT = ["--model.name=llama_full", "--caat.lanes=4", "--caat.sync_fraction=0.5"]
@@ -89,6 +93,19 @@ def test_a_checkpoint_moves_between_degrees(
     run = four_ranks.run(train, [*options, *PP2_TP2], "", folder)[0]
     assert run["step"] == 5
     assert largest_difference(run, reference(CAAT)) < TOLERANCE
+    check_sampling(Path(folder) / "checkpoint/step-5", run["parameters"])
+
+
+def check_sampling(step_dir: Path, weights: dict[str, Any]) -> None:
+    """One process samples from what ranks have trained, with all of its lanes."""
+    model = load_model(step_dir, build_model_args(read_run_config(step_dir)))
+    assert (model.model_args.lanes, model.model_args.sync_fraction) == (4, 0.5)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, torch.from_numpy(weights[name])), name
+    tokens = generate(model, torch.tensor([[5, 6, 7]]), 4, 0.0, 0, 0)
+    assert tokens.shape == (1, 7)
+    with torch.no_grad():  # greedy: each is the likeliest after those before it
+        assert torch.equal(model(tokens)[:, 2:-1].argmax(-1), tokens[:, 3:])
 
 
 @pytest.mark.parametrize(
