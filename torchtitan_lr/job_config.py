@@ -183,8 +183,8 @@ class Parallelism:
 
     tp_grouping: bool = True
     """
-    btp: q, k, v (and gate, up) share one product and one reduction. vanilla: they share the
-    backward reduction of their input.
+    btp, btp_caat: q, k, v (and gate, up) share one product and one reduction. vanilla: they share
+    the backward reduction of their input.
     """
 
     tp_norm: Literal["online", "sync"] = "online"
