@@ -4,7 +4,7 @@
 import random
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class SupportMatrix:
         seen: set[Any] = set()
         while len(chosen) < number:
             candidates = [
-                c for c in (self.draw(source) for _ in range(400)) if self._fits(c, ranks)
+                c for c in (self.draw(source) for _ in range(1500)) if self._fits(c, ranks)
             ]
             news = [(len(c.items() - values), len(set(pairs(c)) - seen)) for c in candidates]
             most = max(news)
@@ -86,8 +86,8 @@ class SupportMatrix:
             for cell in sorted(missing):
                 if cell not in missing:
                     continue
-                drawn = (self.draw(source) | dict(cell) for _ in range(200))
-                candidates = [c for c in drawn if self._fits(c, ranks)]
+                drawn = (self.draw(source) | dict(cell) for _ in range(1000))
+                candidates = list(islice((c for c in drawn if self._fits(c, ranks)), 40))
                 if candidates:
                     chosen.append(
                         max(candidates, key=lambda c: len(missing.intersection(pairs(c))))

@@ -23,14 +23,20 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_lr.comm.residuals import STATE_NAME, warn_of_dropped_residuals
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models.lane_record import ORDINARY, Lanes, check_lanes, record_of
 
 _STEP_FOLDER = re.compile(r"step-(\d+)")
 _DISCARDED = "discarded-"
 
 
 class CheckpointManager(TitanCheckpointManager):
-    """DCP checkpoints of model, optimizer, schedule, data position and train state."""
+    """DCP checkpoints of model, optimizer, schedule, data position and train state.
 
+    Attributes:
+        lanes: Of the model; saved with it, and compared when a checkpoint is loaded.
+    """
+
+    lanes: Lanes = ORDINARY
     _last_saved: str | None = None
 
     def dcp_save(
@@ -46,6 +52,8 @@ class CheckpointManager(TitanCheckpointManager):
             _discard(checkpoint_id)
         _barrier()
         self._last_saved = checkpoint_id
+        if not to_hf:
+            state_dict = {**state_dict, **record_of(self.lanes)}
         return super().dcp_save(
             state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
         )
@@ -70,6 +78,8 @@ class CheckpointManager(TitanCheckpointManager):
         elif DATALOADER in state_dict and not from_hf:
             warn_of_dropped_residuals(checkpoint_id)
         try:
+            if not from_hf:
+                check_lanes(checkpoint_id, self.lanes)
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
         except CheckpointException as error:  # no Exception, so nobody else catches it
             cause = next(iter(error.failures.values()))[0]

@@ -166,20 +166,25 @@ class Training:
 class Parallelism:
     """Additions to torchtitan's ``[parallelism]``: how tensor parallelism works."""
 
-    tp_plan: Literal["auto", "btp", "vanilla", "vanilla_replicated", "megatron"] = "auto"
+    tp_plan: Literal[
+        "auto", "btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat"
+    ] = "auto"
     """
     The tensor-parallel plan:
-    - 'auto': 'btp' for the low-rank families, 'megatron' for llama_full
+    - 'auto': 'btp' for the low-rank families, 'megatron' for llama_full, 'caat' where it has lanes
     - 'btp': bottleneck-aware (BOOST): residual stream sharded, one r-wide reduction a chunk
     - 'vanilla': every factor pair column- then row-parallel, heads sharded: the fair baseline
     - 'vanilla_replicated': the same with every head on every rank, as BOOST's authors measured it
     - 'megatron': column- and row-parallel full-rank linears
+    - 'caat': llama_full with ``[caat] lanes``: each rank has streams of its own (CAAT-Net)
+    - 'btp_caat': experimental, svd and cola with ``[caat] lanes``: 'btp' whose reductions are
+      partial; never chosen by 'auto'
     """
 
     tp_grouping: bool = True
     """
-    btp: q, k, v (and gate, up) share one product and one reduction. vanilla: they share the
-    backward reduction of their input.
+    btp, btp_caat: q, k, v (and gate, up) share one product and one reduction. vanilla: they share
+    the backward reduction of their input.
     """
 
     tp_norm: Literal["online", "sync"] = "online"
@@ -204,6 +209,31 @@ class Parallelism:
     """
     btp: the head's backward as an all-reduce of d-wide gradients, or as the cheaper
     reduce-scatter, with the final norm applied to the logits.
+    """
+
+
+@dataclass
+class Caat:
+    """The section ``[caat]``: models of several streams that share only some channels (CAAT-Net).
+
+    Two of its keys define the model: a checkpoint stores them and refuses another value.
+    """
+
+    lanes: int = 1
+    """
+    Number of streams ("lanes") of the residual; 1 is the ordinary model. The tensor-parallel degree
+    may be any divisor of it: a rank holds the rest as a dimension of its activations. It must
+    divide the heads, d_ff and, for llama_full, the vocabulary. llama_svd and llama_cola have lanes
+    in their bottlenecks, with tp_plan = 'btp_caat' (experimental).
+    """
+
+    sync_fraction: float = 1.0
+    """Share p of the channels that the lanes sum, the first int(p * width); 1 shares everything."""
+
+    backward_sum: Literal["float32", "activation"] = "float32"
+    """
+    How backward adds up the lanes' bf16 gradients: in fp32, with bf16 on the wire (an all-to-all,
+    a local sum and an all-gather), or in bf16, by a plain all-reduce, for comparison.
     """
 
 
@@ -346,6 +376,7 @@ class JobConfig:
     optimizer: Optimizer = field(default_factory=Optimizer)
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
+    caat: Caat = field(default_factory=Caat)
     grad_compression: GradCompression = field(default_factory=GradCompression)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     validation: Validation = field(default_factory=Validation)

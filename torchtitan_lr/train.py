@@ -38,6 +38,7 @@ from torchtitan_lr.guard import (
     nonfinite_gradient,
 )
 from torchtitan_lr.metrics import LowRankMetricsProcessor, read_history
+from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.grad_norm import gradient_norm
@@ -75,6 +76,9 @@ class Trainer(titan_train.Trainer):
         job_config.job.save_config_file = job_config.job.save_config_file or "job_config.json"
         with _our_parts():
             super().__init__(job_config)
+        args = self.model_parts[0].model_args
+        if isinstance(args, LlamaArgs):
+            self.checkpointer.lanes = (args.lanes, args.sync_fraction)
         self._residuals = Residuals(compressors_of(self.model_parts))
         if self._residuals.compressors:
             self.checkpointer.states[STATE_NAME] = self._residuals

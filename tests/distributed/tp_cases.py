@@ -41,6 +41,8 @@ class Case:
     degree: int = 4
     dtype: torch.dtype = torch.float64
     gate: LaxGate = "identity"
+    lanes: int = 1
+    fraction: float = 1.0
 
     def __str__(self) -> str:
         s = self.settings
@@ -49,6 +51,8 @@ class Case:
         loss = "lossparallel" if s.loss_parallel else "gatheredlogits"
         parts = [s.plan, self.family + ("-gated" if self.gate == "scalar" else "")]
         parts += ["gqa" if self.gqa else "mha", grouping, norm, s.comm, s.head, loss]
+        if self.lanes > 1:
+            parts.append(f"G{self.lanes}-p{self.fraction}" + "-wide" * s.wide_sums)
         return "-".join([*parts, f"T{self.degree}", str(self.dtype).removeprefix("torch.")])
 
 
@@ -69,6 +73,8 @@ def model_args(case: Case) -> LlamaArgs:
         rank_ffn=20 if low_rank else 0,
         activation="fullrank" if case.family in ("full", "svd") else "both",
         lax_gate=case.gate,
+        lanes=case.lanes,
+        sync_fraction=case.fraction,
     )
 
 
@@ -147,7 +153,8 @@ def reference(case: Case) -> Result:
 
 def alone(case: Case) -> Case:
     """The case without what makes no difference on one process."""
-    return Case(case.family, gqa=case.gqa, dtype=case.dtype, gate=case.gate)
+    kept = ("family", "gqa", "dtype", "gate", "lanes", "fraction")
+    return Case(**{name: getattr(case, name) for name in kept})
 
 
 def one_process(case: Case) -> Result:
@@ -173,9 +180,11 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def own_part(case: Case, whole: Tensor) -> Tensor:
-    """This rank's part of a residual stream (b, s, d) under the case's plan."""
+    """This rank's part of a residual stream (b, s, d), or of the lanes', under the case's plan."""
     plan, rank = case.settings.plan, tp_mesh(case.degree).get_local_rank()
-    if plan in ("auto", "btp") and case.family != "full":
+    if case.lanes > 1 and case.family == "full":
+        return whole.chunk(case.degree, 2)[rank]
+    if plan in ("auto", "btp", "btp_caat") and case.family != "full":
         return whole.chunk(case.degree, -1)[rank]
     return whole.chunk(case.degree, 1)[rank] if case.settings.comm == "sequence" else whole
 

@@ -10,8 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_lr.parallel import btp, online_norm, styles, vanilla
-from torchtitan_lr.parallel.collectives import Ranks, own_slice, reduce_over_ranks
+from torchtitan_lr.models.lane_edges import lane_sum, spread
+from torchtitan_lr.parallel import btp, caat, online_norm, styles, vanilla
+from torchtitan_lr.parallel.collectives import (
+    FEATURES,
+    Ranks,
+    copy_to_ranks,
+    gather_replicated,
+    own_slice,
+    reduce_over_ranks,
+)
 from torchtitan_lr.parallel.online_norm import OnlineNorm
 
 
@@ -108,6 +116,39 @@ def own_tokens_statistic_gradient() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def reduced_in_front_of_norms(fraction: float) -> Iterator[None]:
+    """CAAT-Net with Megatron-LM's backward: gradients are reduced before the norms' backward.
+
+    Of the shared channels, by f in front of the column-parallel linears; g has no backward, and
+    neither the norms' weights nor the embedding are reduced. Right where everything is shared.
+    """
+    summed = caat.summed_norm
+
+    def share(x: Tensor, shared: int, ranks: Ranks, wide: bool) -> Tensor:
+        return spread(reduce_over_ranks(lane_sum(x, shared), ranks), x)
+
+    def norm(x: Tensor, norm: Any, ranks: Ranks) -> Tensor:
+        out = summed(x, norm, ranks)
+        shared = int(fraction * out.shape[-1])
+        return torch.cat((copy_to_ranks(out[..., :shared], ranks), out[..., shared:]), -1)
+
+    with (
+        replaced(caat, "share_over_ranks", share),
+        replaced(caat, "summed_norm", norm),
+        unsummed_copy(caat),
+        own_embedding_gradient(),
+    ):
+        yield
+
+
+def own_embedding_gradient() -> AbstractContextManager[None]:
+    """Each rank's lanes alone move the embedding."""
+    return replaced(
+        caat, "gather_for_lanes", lambda x, ranks, wide: gather_replicated(x, ranks, FEATURES)
+    )
+
+
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "nothing": nullcontext,
     "no_fault": lambda: twin(""),
@@ -120,5 +161,9 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "own_tokens_gate_gradient": lambda: unsummed_copy(styles),
     "own_tokens_norm_gradient": lambda: unsummed_copy(styles),
     "own_tokens_statistic_gradient": own_tokens_statistic_gradient,
+    "reduced_in_front_of_norms_half": lambda: reduced_in_front_of_norms(0.5),
+    "reduced_in_front_of_norms_whole": lambda: reduced_in_front_of_norms(1.0),
+    "unsummed_norm_gradient": lambda: unsummed_copy(caat),
+    "own_embedding_gradient": own_embedding_gradient,
     "slice_the_sum": lambda: replaced(vanilla, "scatter_sum", slice_the_sum),
 }

@@ -122,6 +122,13 @@ REFUSALS = [
     ("low_rank.rank_ffn=129", "129", "a rank from 1 to 128"),
     ("low_rank.activation=relu", "'relu'", "one of 'flavor', 'both'"),
     ("low_rank.lax_gate=scalar", "'scalar'", "'identity' unless llama_lax"),
+    ("caat.lanes=0", "0", "1 (an ordinary model)"),
+    ("caat.lanes=3", "3", "a divisor of the model's n_heads = 8"),
+    ("caat.sync_fraction=1.5", "1.5", "a number from 0 to 1"),
+    ("caat.sync_fraction=0.5", "0.5", "1 unless caat.lanes is more than 1"),
+    ("caat.backward_sum=fp8", "'fp8'", "one of 'float32', 'activation'"),
+    ("parallelism.tp_plan=caat", "'caat'", "caat.lanes of more than 1"),
+    ("parallelism.tp_plan=btp_caat", "'btp_caat'", "caat.lanes of more than 1"),
     ("fault_tolerance.enable", "True", "not supported"),
     ("memory_estimation.enable", "True", "not supported"),
     ("job.custom_config_module=other", "'other'", "torchtitan_lr.job_config"),
@@ -255,7 +262,8 @@ def test_there_are_train_configs():
 def test_sections_have_one_order_everywhere():
     main = [line for line in MAIN.read_text().splitlines() if line.startswith("[")]
     order = [*main[: main.index("[validation]")], "[compile]", *main[main.index("[validation]") :]]
-    order.insert(order.index("[parallelism]") + 1, "[grad_compression]")
+    after = order.index("[parallelism]") + 1
+    order[after:after] = ["[caat]", "[grad_compression]"]
     for path in CONFIGS:
         sections = [line for line in path.read_text().splitlines() if line.startswith("[")]
         assert sections == [section for section in order if section in sections], path.name

@@ -48,6 +48,22 @@ def test_std_of_the_factors_and_of_their_product():
     assert (b @ a).std().item() == pytest.approx(2816**-0.5, rel=0.01)
 
 
+@pytest.mark.parametrize("family", ["full", "cola"])
+def test_private_rows_start_larger_by_the_root_of_the_lanes(family):
+    wide = {"dim": 64, "ffn_dim": 128}
+    ordinary = dict(build_tiny(family, **wide).named_parameters())
+    lanes = build_tiny(family, lanes=4, sync_fraction=0.25, **wide)
+    ends = (".A.weight",) if family == "cola" else (".wo.weight", ".w2.weight")
+    scaled = 0
+    for name, parameter in lanes.named_parameters():
+        expected = ordinary[name].clone()
+        if name.endswith(ends):
+            scaled += 1
+            expected[int(0.25 * len(expected)) :] *= 2
+        assert torch.equal(parameter, expected), name
+    assert scaled == 3 * (7 if family == "cola" else 2)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_gets_its_distribution(family):
     wide = {"dim": 256, "ffn_dim": 512, "vocab_size": 512, "n_kv_heads": 2, "n_layers": 2}

@@ -33,6 +33,19 @@ def test_elements_a_token(family, settings, degree, per_token):
     assert boundary.elements == 16 * per_token
 
 
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_a_stage_sends_the_streams_of_its_lanes(degree):
+    args = tiny_args("full", lanes=4, sync_fraction=0.5)
+    boundary = stage_boundary(args, TPSettings("caat"), degree, 16, latents=True)
+    assert boundary == Boundary(16, 4 // degree * 48, (), lanes=4 // degree)
+
+
+def test_lanes_in_the_bottleneck_leave_the_stream_alone():
+    args = tiny_args("svd", lanes=4, sync_fraction=0.5)
+    assert stage_boundary(args, TPSettings("btp_caat"), 4, 16, latents=True).elements == 16 * 48 / 4
+    assert stage_boundary(args, TPSettings("btp_caat"), 1, 16, latents=True).elements == 16 * 48
+
+
 def test_no_latents_where_no_block_sends_any():
     boundary = stage_boundary(tiny_args("lax"), TPSettings("btp"), 2, 16, latents=False)
     assert boundary == Boundary(16, 24, ())

@@ -18,6 +18,8 @@ from torchtitan_lr.parallel.stages import pack, pack_messages, unpack
         # T = 2: the stream's features are sharded, the latents' tokens
         (Boundary(3, 8, (3, 4), 2), (2, 6, 4), [(2, 3, 3), (2, 3, 4)]),
         (Boundary(3, 8, (), 2), (2, 6, 4), []),
+        (Boundary(6, 8, (), lanes=2), (2, 6, 2, 4), []),
+        (Boundary(6, 8, (), lanes=1), (2, 6, 1, 8), []),
     ],
 )
 def test_packing_is_undone(boundary, stream, latents):

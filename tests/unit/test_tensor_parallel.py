@@ -70,6 +70,38 @@ def test_settings_without_effect_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("settings", "family", "key"),
+    [
+        (TPSettings("megatron"), "full", "tp_plan"),
+        (TPSettings("btp_caat"), "full", "tp_plan"),
+        (TPSettings("btp"), "cola", "tp_plan"),
+        (TPSettings("caat"), "cola", "tp_plan"),
+        (TPSettings(), "cola", "tp_plan"),  # the experimental plan is never chosen by itself
+        (TPSettings("caat", comm="sequence"), "full", "tp_comm"),
+        (TPSettings("caat", grouping=False), "full", "tp_grouping"),
+        (TPSettings("caat", head="scatter"), "full", "tp_head"),
+        (TPSettings("btp_caat", norm="sync"), "cola", "tp_norm"),
+    ],
+)
+@pytest.mark.parametrize("degree", [1, 2])
+def test_settings_that_do_not_fit_lanes_are_refused(
+    settings: TPSettings, family: str, key: str, degree: int
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^parallelism\.{key}: ") as error:
+        resolve_settings(settings, tiny(family, lanes=4, sync_fraction=0.5), degree, 16)
+    assert "\n" not in str(error.value)
+
+
+def test_ranks_share_out_the_lanes() -> None:
+    args = tiny("full", lanes=4)
+    for degree in (1, 2, 4):
+        assert resolve_settings(TPSettings(), args, degree, 16).plan == "caat"
+    few = tiny("full", lanes=2)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_degree: got 4, .*caat\.lanes = 2"):
+        resolve_settings(TPSettings(), few, 4, 16)
+
+
+@pytest.mark.parametrize(
     ("changes", "plan", "width"),
     [
         ({"n_heads": 2, "n_kv_heads": 2}, "btp", "n_heads"),
@@ -122,16 +154,18 @@ def test_odd_sequences_fall_back_with_a_reason(caplog: pytest.LogCaptureFixture)
 @pytest.mark.parametrize(
     ("family", "plan"),
     [
+        ("svd", "btp_caat"),
         ("svd", "btp"),
         ("lax", "btp"),
         ("cola", "vanilla"),
         ("lax", "vanilla_replicated"),
         ("full", "megatron"),
+        ("full", "caat"),
     ],
 )
 def test_a_plan_places_every_parameter_of_a_stage(family: str, plan: Any) -> None:
     with torch.device("meta"):
-        model = LlamaModel(tiny(family))
+        model = LlamaModel(tiny(family, lanes=4 if "caat" in plan else 1))
     model.tok_embeddings = None  # a later pipeline stage
     del model.layers["0"]
     placed = set()

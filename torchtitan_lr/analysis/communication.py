@@ -28,7 +28,7 @@ class PlanSettings(Protocol):
 
     @property
     def plan(self) -> str:
-        """One of btp, vanilla, vanilla_replicated, megatron."""
+        """One of btp, vanilla, vanilla_replicated, megatron, caat, btp_caat."""
 
     @property
     def grouping(self) -> bool:
@@ -54,6 +54,10 @@ class PlanSettings(Protocol):
     def loss_parallel(self) -> bool:
         """Whether the loss works on sharded logits."""
 
+    @property
+    def wide_sums(self) -> bool:
+        """CAAT-Net: whether backward sums in fp32 behind a wire of half precision."""
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -62,7 +66,7 @@ class Traffic:
     Args:
         scope: ``block i``, ``embedding``, ``head`` or ``loss``.
         pass_: ``forward`` or ``backward``; ``optimizer`` for what TSR-Adam sends.
-        op: ``all_reduce``, ``reduce_scatter`` or ``all_gather``.
+        op: ``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``.
         role: What travels, which decides the dtype: ``activation`` (or its gradient),
             ``statistic`` (at least fp32), ``loss`` (at least fp32), ``parameter``, ``gradient``.
         calls: Number of calls.
@@ -104,7 +108,7 @@ def model_traffic(
     blocks = [
         replace(row, scope=f"block {i}")
         for i in range(shape.n_layers)
-        for row in block_traffic(shape, settings, tokens, first_block=i == 0)
+        for row in block_traffic(shape, settings, tokens, first_block=i == 0, ranks=tp_degree)
     ]
     ends = head_traffic(shape, settings, tokens) + loss_traffic(settings, tokens)
     return merge([*embedding_traffic(shape, settings, tokens), *blocks, *ends])
@@ -116,6 +120,7 @@ def block_traffic(
     tokens: int,
     first_block: bool = False,
     column_multiple: int = COLUMN_MULTIPLE,
+    ranks: int = 1,
 ) -> list[Traffic]:
     """Collectives of one decoder block (T > 1).
 
@@ -125,6 +130,7 @@ def block_traffic(
         tokens: Tokens n of the micro-batch.
         first_block: Whether it is the first, which mixes no latents.
         column_multiple: Padding of a payload with a statistic column; 1 for none.
+        ranks: T, to a multiple of which an fp32 sum's payload is padded; 1 for none.
 
     Returns:
         Rows with the scope ``block``.
@@ -133,6 +139,10 @@ def block_traffic(
         rows = _btp_block(shape, settings, tokens, column_multiple)
     elif settings.plan == "megatron":
         rows = _megatron_block(shape, settings, tokens)
+    elif settings.plan == "caat":
+        rows = _caat_block(shape, settings, tokens, ranks)
+    elif settings.plan == "btp_caat":
+        rows = _btp_caat_block(shape, settings, tokens, ranks)
     else:
         rows = _vanilla_block(shape, settings, tokens)
     # A learned gate on shards of the latents: its gradient is a sum over the ranks, group by group.
@@ -202,12 +212,52 @@ def _megatron_block(shape: ModelShape, settings: PlanSettings, n: int) -> list[T
     return [*halves, _backward("all_reduce", [shape.dim] * 2)]
 
 
+def _caat_block(shape: ModelShape, settings: PlanSettings, n: int, ranks: int) -> list[Traffic]:
+    """CAAT-Net: p times Megatron's payloads, 2·p·bsd in each pass, and two norms' weights."""
+    rows = _partial_reductions([n * _shared(shape, shape.dim)] * 2, settings, ranks)
+    return [*rows, _backward("all_reduce", [shape.dim] * 2)]
+
+
+def _btp_caat_block(shape: ModelShape, settings: PlanSettings, n: int, ranks: int) -> list[Traffic]:
+    """BTP's payloads, p times as wide, and its synchronized statistic."""
+    payloads: list[int] = []
+    for widths, _ in _groups(shape):
+        shared = [n * _shared(shape, width) for width in widths]
+        payloads += [sum(shared)] if settings.grouping else shared
+    statistics = [make("all_reduce", [n] * 2, "statistic") for make in (_forward, _backward)]
+    return [*_partial_reductions(payloads, settings, ranks), *statistics]
+
+
+def _partial_reductions(
+    payloads: Sequence[int], settings: PlanSettings, ranks: int
+) -> list[Traffic]:
+    """The same sums in both passes; backward's are fp32 behind half precision where asked."""
+    payloads = [payload for payload in payloads if payload]
+    if not payloads:
+        return []
+    rows = [_forward("all_reduce", payloads)]
+    if not settings.wide_sums:
+        return [*rows, _backward("all_reduce", payloads)]
+    padded = [_round_up(payload, ranks) for payload in payloads]
+    return [*rows, _backward("all_to_all", padded), _backward("all_gather", padded)]
+
+
+def _shared(shape: ModelShape, width: int) -> int:
+    return int(shape.sync_fraction * width)
+
+
 def embedding_traffic(shape: ModelShape, settings: PlanSettings, tokens: int) -> list[Traffic]:
-    """Collectives of the embedding, which is sharded along d: none for BTP (T > 1)."""
-    if settings.plan == "btp":
+    """Collectives of the embedding, which is sharded along d: none for BTP (T > 1).
+
+    CAAT-Net's lanes go separate ways from it, so its gradient is their sum.
+    """
+    if settings.plan in ("btp", "btp_caat"):
         return []
     payload = [tokens * shape.dim]
     rows = [_forward("all_gather", payload, scope="embedding")]
+    if settings.plan == "caat":
+        op = "all_to_all" if settings.wide_sums else "reduce_scatter"
+        rows.append(_backward(op, payload, scope="embedding"))
     if settings.comm == "sequence":
         rows.append(_backward("all_gather", payload, scope="embedding"))
     return rows
@@ -228,8 +278,10 @@ def head_traffic(shape: ModelShape, settings: PlanSettings, tokens: int) -> list
             _backward("reduce_scatter", stream),
             _backward("all_reduce", statistic, "statistic"),
         ]
-    elif settings.plan == "btp":
+    elif settings.plan in ("btp", "btp_caat"):
         rows = [_forward("all_gather", stream), _backward("all_reduce", stream)]
+    elif settings.plan == "caat":  # the lanes' streams stay; the norm's weight is one
+        rows = [_backward("all_reduce", [shape.dim])]
     elif settings.comm == "sequence":
         rows = [_forward("all_gather", stream), _backward("reduce_scatter", stream)]
         rows.append(_backward("all_reduce", [shape.dim]))  # the norm's weight

@@ -111,7 +111,7 @@ def unit_parameters(shape: ModelShape, settings: PlanSettings, tp_degree: int) -
         Shapes by unit: ``embedding``, ``block 0`` ..., ``head``, ``root``.
     """
     t, d, vocabulary = tp_degree, shape.dim, shape.vocab_size
-    btp = t > 1 and settings.plan == "btp"
+    btp = t > 1 and settings.plan in ("btp", "btp_caat")
     norm = d // t if btp else d
     final_norm = norm if settings.head == "scatter" else d
     units: dict[str, Shapes] = {"embedding": [(vocabulary, d // t)]}
@@ -162,7 +162,7 @@ def _linears(shape: ModelShape, settings: PlanSettings, t: int) -> Shapes:
         if rank is None:
             row_parallel = i in (3, 6)  # o and down
             shapes.append((d_out, d_in // t) if row_parallel else (d_out // t, d_in))
-        elif settings.plan == "btp":
+        elif settings.plan in ("btp", "btp_caat"):
             shapes += [(rank, d_in // t), (d_out // t, rank)]
         else:
             shapes += [(rank // t, d_in), (d_out, rank // t)]

@@ -44,6 +44,14 @@ class ModelShape(Protocol):
     def lax_gate(self) -> str:
         """One of identity, scalar."""
 
+    @property
+    def lanes(self) -> int:
+        """CAAT-Net: number G of streams; 1 for the ordinary model."""
+
+    @property
+    def sync_fraction(self) -> float:
+        """CAAT-Net: share p of the channels that all lanes sum."""
+
 
 @dataclass(frozen=True)
 class ParameterCount:

@@ -23,12 +23,15 @@ class Boundary:
         latents: Elements of each carried latent in a row; empty where none cross.
         tokens_per_row: How many tokens' shards of the stream lie in a row: T where the latents
             share the tokens and the stream its features, else 1.
+        lanes: CAAT-Net: how many streams (b, s, lanes, d) there are on the rank; 0 where the stream
+            has no such dimension.
     """
 
     rows: int
     stream: int
     latents: tuple[int, ...]
     tokens_per_row: int = 1
+    lanes: int = 0
 
     @property
     def width(self) -> int:
@@ -50,7 +53,10 @@ def stage_boundary(
     plan                          rows   stream  latents (LaX), 7 of
     ============================  =====  ======  =======================
     none (T = 1)                  s      d       r
+    none, G lanes at full rank    s      Gd      full rank has none
+    caat, G lanes                 s      Gd/T    full rank has none
     btp                           s      d/T     r (replicated)
+    btp_caat                      s      d/T     svd and cola have none
     btp, ``comm = "sequence"``    s/T    d       r (token-sharded)
     vanilla, vanilla_replicated   s      d       r/T (feature-sharded)
     megatron                      s      d       full rank has none
@@ -67,12 +73,15 @@ def stage_boundary(
     widths = [shape.rank_attention] * 4 + [shape.rank_ffn] * 3
     if not latents or shape.family != "lax":
         widths = []
+    if shape.lanes > 1 and shape.family == "full":
+        lanes = shape.lanes // tp_degree
+        return Boundary(seq_len, lanes * shape.dim, (), lanes=lanes)
     if tp_degree == 1:
         return Boundary(seq_len, shape.dim, tuple(widths))
     if settings.comm == "sequence":
         shared = tp_degree if settings.plan == "btp" else 1
         return Boundary(seq_len // tp_degree, shape.dim, tuple(widths), shared)
-    if settings.plan == "btp":
+    if settings.plan in ("btp", "btp_caat"):
         return Boundary(seq_len, shape.dim // tp_degree, tuple(widths))
     return Boundary(seq_len, shape.dim, tuple(width // tp_degree for width in widths))
 

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 Family = Literal["full", "svd", "cola", "lax"]
 Activation = Literal["both", "lowrank", "reduced", "fullrank", "none"]
 LaxGate = Literal["identity", "scalar"]
+BackwardSum = Literal["float32", "activation"]
 
 FAMILIES: tuple[Family, ...] = ("full", "svd", "cola", "lax")
 ACTIVATIONS: tuple[Activation, ...] = ("both", "lowrank", "reduced", "fullrank", "none")
 LAX_GATES: tuple[LaxGate, ...] = ("identity", "scalar")
+BACKWARD_SUMS: tuple[BackwardSum, ...] = ("float32", "activation")
 
 
 @dataclass
@@ -82,6 +84,17 @@ class LlamaArgs(BaseModelArgs):
     init_seed: int = 0
     """Seed of the initial weights."""
 
+    lanes: int = 1
+    """CAAT-Net: number G of streams that share only a part of what they add. 1 is the ordinary
+    model. The low-rank families split their bottlenecks instead (experimental)."""
+
+    sync_fraction: float = 1.0
+    """CAAT-Net: p, the share of the channels that all lanes sum, the first int(p · width)."""
+
+    backward_sum: BackwardSum = "float32"
+    """CAAT-Net: precision in which backward adds the lanes' gradients up, where the activations
+    are of half precision."""
+
     def __post_init__(self) -> None:
         self.check()
 
@@ -116,6 +129,10 @@ class LlamaArgs(BaseModelArgs):
             return projection == "gate"
         return self.activation in ("both", "lowrank")
 
+    def shared_channels(self, width: int) -> int:
+        """Number of the first channels, of ``width``, that the lanes sum: int(p · width)."""
+        return int(self.sync_fraction * width)
+
     def check(self) -> None:
         """Check every value alone and against the others.
 
@@ -127,6 +144,7 @@ class LlamaArgs(BaseModelArgs):
         if self.low_rank:
             self._check_rank("rank_attention", self.rank_attention, min(self.dim, self.kv_dim))
             self._check_rank("rank_ffn", self.rank_ffn, min(self.dim, self.ffn_dim))
+        self._check_lanes()
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
         """Take over what the job says about the model; called once by the trainer.
@@ -147,6 +165,11 @@ class LlamaArgs(BaseModelArgs):
             self.activation = section.activation
         if self.family == "lax":
             self.lax_gate = section.lax_gate
+        # The record of a run from before there were lanes has no such section.
+        lanes = getattr(job_config, "caat", None)
+        if lanes is not None:
+            self.lanes, self.sync_fraction = lanes.lanes, float(lanes.sync_fraction)
+            self.backward_sum = lanes.backward_sum
         self.max_seq_len = job_config.training.seq_len
         seed = job_config.debug.seed
         self.init_seed = 0 if seed is None else seed
@@ -169,6 +192,7 @@ class LlamaArgs(BaseModelArgs):
             ("model.name", self.family, FAMILIES),
             ("low_rank.activation", self.activation, ACTIVATIONS),
             ("low_rank.lax_gate", self.lax_gate, LAX_GATES),
+            ("caat.backward_sum", self.backward_sum, BACKWARD_SUMS),
         ):
             if value not in choices:
                 raise ConfigError(key, value, "one of " + ", ".join(choices))
@@ -188,6 +212,23 @@ class LlamaArgs(BaseModelArgs):
         if self.n_heads % self.kv_heads:
             want = f"a divisor of the {self.n_heads} query heads"
             raise ConfigError("model.n_kv_heads", self.n_kv_heads, want)
+
+    def _check_lanes(self) -> None:
+        lanes, fraction = self.lanes, self.sync_fraction
+        if lanes < 1:
+            raise ConfigError("caat.lanes", lanes, "1 (an ordinary model) or more streams")
+        if not 0 <= fraction <= 1:
+            raise ConfigError("caat.sync_fraction", fraction, "a number from 0 to 1")
+        if lanes == 1 and fraction != 1:
+            raise ConfigError("caat.sync_fraction", fraction, "1 unless caat.lanes is more than 1")
+        if lanes > 1 and self.family == "lax":
+            raise ConfigError("caat.lanes", lanes, "1 for llama_lax, whose latents would be lanes")
+        widths = {"n_heads": self.n_heads, "n_kv_heads": self.kv_heads, "ffn_dim": self.ffn_dim}
+        if not self.low_rank:
+            widths["vocab_size"] = self.vocab_size
+        for name, width in widths.items():
+            if width % lanes:
+                raise ConfigError("caat.lanes", lanes, f"a divisor of the model's {name} = {width}")
 
     @staticmethod
     def _check_rank(name: str, rank: int, smallest_side: int, key: str = "") -> None:

@@ -11,14 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.layers import (
-    DenseEdge,
-    DownEdge,
-    MixEdge,
-    UpEdge,
-    activate,
-    build_linear,
-)
+from torchtitan_lr.models.lane_edges import dense_edges, low_rank_edges
+from torchtitan_lr.models.layers import MixEdge, activate, build_linear
 from torchtitan_lr.models.rope import apply_rope
 
 Latents: TypeAlias = tuple[Tensor, ...]
@@ -50,10 +44,10 @@ class Attention(nn.Module):
         self.wv = build_linear(args, d, d_kv, r, first_block)
         self.wo = build_linear(args, d, d, r, first_block)
         if not args.low_rank:
-            self.qkv, self.o = DenseEdge(), DenseEdge()
+            self.qkv, self.o = dense_edges(args)
             return
-        self.down_qkv, self.up_qkv = DownEdge(), UpEdge()
-        self.down_o, self.up_o = DownEdge(), UpEdge()
+        self.down_qkv, self.up_qkv = low_rank_edges(args)
+        self.down_o, self.up_o = low_rank_edges(args)
         self.mix = MixEdge() if args.family == "lax" else None
         self.silu_qkv = [args.latent_silu(name) for name in ("q", "k", "v")]
         self.silu_o = [args.latent_silu("o")]
@@ -126,10 +120,10 @@ class FeedForward(nn.Module):
         self.w2 = build_linear(args, f, d, r, first_block)  # down
         self.w3 = build_linear(args, d, f, r, first_block)  # up
         if not args.low_rank:
-            self.gate_up, self.down = DenseEdge(), DenseEdge()
+            self.gate_up, self.down = dense_edges(args)
             return
-        self.down_gate_up, self.up_gate_up = DownEdge(), UpEdge()
-        self.down_down, self.up_down = DownEdge(), UpEdge()
+        self.down_gate_up, self.up_gate_up = low_rank_edges(args)
+        self.down_down, self.up_down = low_rank_edges(args)
         self.mix = MixEdge() if args.family == "lax" else None
         self.silu_gate_up = [args.latent_silu(name) for name in ("gate", "up")]
         self.silu_down = [args.latent_silu("down")]
@@ -190,13 +184,13 @@ class TransformerBlock(nn.Module):
         """Run the block.
 
         Args:
-            x: Residual stream (b, s, d).
+            x: Residual stream (b, s, d); with lanes at full rank (b, s, G, d), see `lane_edges`.
             freqs_cis: Rotary table (s', head_dim / 2).
             carried: The previous block's seven latents, or None in the first block and in
                 families without them.
 
         Returns:
-            The residual stream (b, s, d), and this block's latents for LaX, else None.
+            The residual stream, as x, and this block's latents for LaX, else None.
         """
         n = N_ATTENTION_LATENTS
         update, latents_attention = self.attention(

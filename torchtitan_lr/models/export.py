@@ -61,12 +61,13 @@ def check_hf_exportable(args: LlamaArgs) -> None:
         args: The model's arguments.
 
     Raises:
-        ConfigError: For cola and lax, and for svd without SwiGLU's SiLU.
+        ConfigError: For cola and lax, for svd without SwiGLU's SiLU, and for lanes that keep
+            channels to themselves.
     """
     if not LlamaStateDictAdapter(args, hf_assets_path=None).is_llama:
         want = (
             "'factored' for this model: only llama_full, and llama_svd with"
-            " low_rank.activation 'fullrank', equal a full-rank LLaMA"
+            " low_rank.activation 'fullrank', equal a full-rank LLaMA, and without caat.lanes"
         )
         raise ConfigError("--format", "hf", want)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.layers import LowRankLinear
 
 DENSE_STD = 0.02
@@ -41,12 +42,12 @@ def factor_std(d_in: int, d_out: int, rank: int) -> float:
     return float(rank**-0.25 * (d_in + d_out) ** -0.25)
 
 
-def init_parameters(model: nn.Module, seed: int) -> None:
+def init_parameters(model: nn.Module, args: LlamaArgs) -> None:
     """Draw every parameter of a model or of a part of one.
 
     Args:
         model: The model; its parameters may be DTensors in any layout.
-        seed: Seed of all draws.
+        args: The model's arguments; ``init_seed`` is the seed of all draws.
 
     Raises:
         RuntimeError: If a parameter belongs to no known kind of module.
@@ -55,11 +56,40 @@ def init_parameters(model: nn.Module, seed: int) -> None:
     for fqn, parameter in model.named_parameters():
         if fqn not in std:
             raise RuntimeError(f"no initialization is defined for parameter {fqn}")
-        draw_parameter(parameter, clean_name(fqn), std[fqn], seed)
+        name = clean_name(fqn)
+        rows = private_rows(name, parameter.shape[0], args)
+        draw_parameter(parameter, name, std[fqn], args.init_seed, rows, args.lanes**0.5)
+
+
+def private_rows(fqn: str, rows: int, args: LlamaArgs) -> slice:
+    """Rows of a weight whose outputs no other lane adds to (CAAT-Net, section 3.2).
+
+    A shared channel is the sum of G terms. A private one is a single term, which starts √G times as
+    large, so that all channels have the same variance.
+
+    Args:
+        fqn: The weight's name.
+        rows: Its number of rows.
+        args: The model's arguments.
+
+    Returns:
+        The rows, none of them where the model has no lanes or the weight does not end in one.
+    """
+    ends = ".A.weight" if args.low_rank else (".wo.weight", ".w2.weight")
+    if args.lanes == 1 or not fqn.endswith(ends):
+        return slice(0, 0)
+    return slice(args.shared_channels(rows), rows)
 
 
 @torch.no_grad()
-def draw_parameter(parameter: Tensor, fqn: str, std: float | None, seed: int) -> None:
+def draw_parameter(
+    parameter: Tensor,
+    fqn: str,
+    std: float | None,
+    seed: int,
+    larger: slice = slice(0, 0),
+    factor: float = 1.0,
+) -> None:
     """Fill one parameter in place with its slice of a full draw.
 
     Args:
@@ -67,6 +97,8 @@ def draw_parameter(parameter: Tensor, fqn: str, std: float | None, seed: int) ->
         fqn: Its full name, which selects the random stream.
         std: Standard deviation of the normal distribution around 0, or None for ones.
         seed: Seed, together with the name.
+        larger: Rows that are drawn larger.
+        factor: By how much.
     """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if std is None:
@@ -76,6 +108,7 @@ def draw_parameter(parameter: Tensor, fqn: str, std: float | None, seed: int) ->
     generator = torch.Generator(local.device).manual_seed(int.from_bytes(digest[:7], "big"))
     full = torch.empty(parameter.shape, dtype=torch.float32, device=local.device)
     full.normal_(0.0, std, generator=generator)
+    full[larger] *= factor
     if isinstance(parameter, DTensor):
         coordinate = parameter.device_mesh.get_coordinate()
         if coordinate is None:  # this rank holds nothing of the parameter

@@ -168,12 +168,12 @@ class TokenEmbedding(nn.Embedding):
     goes when a pipeline splits the model, and so that FSDP's hooks fire in front of it.
     """
 
-    def __init__(self, vocab_size: int, dim: int) -> None:
+    def __init__(self, vocab_size: int, dim: int, embed: nn.Module | None = None) -> None:
         super().__init__(vocab_size, dim)
-        self.embed = EmbedEdge()
+        self.embed = EmbedEdge() if embed is None else embed
 
     def forward(self, input: Tensor) -> Tensor:
-        """Embed tokens (b, s) as (b, s, d)."""
+        """Embed tokens (b, s) as (b, s, d); with lanes at full rank as (b, s, G, d)."""
         out: Tensor = self.embed(input, self)
         return out
 
@@ -181,9 +181,9 @@ class TokenEmbedding(nn.Embedding):
 class OutputProjection(nn.Linear):
     """Output projection that applies the final norm too, through one edge (see above)."""
 
-    def __init__(self, dim: int, vocab_size: int) -> None:
+    def __init__(self, dim: int, vocab_size: int, head: nn.Module | None = None) -> None:
         super().__init__(dim, vocab_size, bias=False)
-        self.head = HeadEdge()
+        self.head = HeadEdge() if head is None else head
 
     def forward(self, input: Tensor, norm: nn.Module | None = None) -> Tensor:
         """Turn the residual stream (b, s, d) into logits (b, s, V)."""

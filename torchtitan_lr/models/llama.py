@@ -10,6 +10,7 @@ from torchtitan.protocols.model import ModelProtocol
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.block import Latents, TransformerBlock
 from torchtitan_lr.models.initialization import init_parameters
+from torchtitan_lr.models.lane_edges import end_edges
 from torchtitan_lr.models.layers import OutputProjection, TokenEmbedding
 from torchtitan_lr.models.rope import build_freqs_cis
 
@@ -30,14 +31,14 @@ class LlamaModel(ModelProtocol):
         super().__init__(model_args)
         model_args.check()
         self.model_args = model_args
-        self.tok_embeddings: nn.Module | None = TokenEmbedding(
-            model_args.vocab_size, model_args.dim
-        )
+        dim, vocab_size = model_args.dim, model_args.vocab_size
+        embed, head = end_edges(model_args)
+        self.tok_embeddings: nn.Module | None = TokenEmbedding(vocab_size, dim, embed)
         self.layers = nn.ModuleDict(
             {str(i): TransformerBlock(i, model_args) for i in range(model_args.n_layers)}
         )
-        self.norm: nn.Module | None = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
-        self.output: nn.Module | None = OutputProjection(model_args.dim, model_args.vocab_size)
+        self.norm: nn.Module | None = nn.RMSNorm(dim, eps=model_args.norm_eps)
+        self.output: nn.Module | None = OutputProjection(dim, vocab_size, head)
         self.register_buffer("freqs_cis", self._build_freqs_cis(), persistent=False)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
@@ -48,7 +49,7 @@ class LlamaModel(ModelProtocol):
         """
         with torch.device(buffer_device or self.freqs_cis.device):
             self.freqs_cis = self._build_freqs_cis()
-        init_parameters(self, self.model_args.init_seed)
+        init_parameters(self, self.model_args)
 
     def forward(self, tokens: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Predict the next token at every position.
@@ -58,8 +59,8 @@ class LlamaModel(ModelProtocol):
             *carried: LaX in a later pipeline stage: the seven latents sent by the stage before.
 
         Returns:
-            Logits (b, s, V); in an earlier pipeline stage, the residual stream (b, s, d), for LaX
-            followed by the last block's latents.
+            Logits (b, s, V); in an earlier pipeline stage, the residual stream (b, s, d), with
+            lanes at full rank (b, s, G, d), for LaX followed by the last block's latents.
         """
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         latents: Latents | None = carried or None

@@ -15,13 +15,14 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import FAMILIES, LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.lane_record import RECORD, check_lanes
 from torchtitan_lr.models.llama import LlamaModel
 
 RUN_CONFIG = "job_config.json"
 """What a run writes into its dump folder, two levels above each step's folder."""
 
 # What a checkpoint holds beside the model's parameters.
-_TRAINING_STATE = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+_TRAINING_STATE = ("optimizer", "lr_scheduler", "dataloader", "train_state", RECORD)
 
 
 def read_run_config(step_dir: Path, config_file: Path | None = None) -> Any:
@@ -118,6 +119,7 @@ def load_model(step_dir: Path, args: LlamaArgs) -> LlamaModel:
     with torch.device("meta"):
         model = LlamaModel(args)
     model.to(_check_stored(step_dir, stored, model))
+    check_lanes(step_dir, (args.lanes, args.sync_fraction))
     model.to_empty(device="cpu")
     weights = model.state_dict()
     try:

@@ -15,8 +15,8 @@ class LlamaStateDictAdapter(Llama3StateDictAdapter):
     """Converts state dicts between our names and Hugging Face's.
 
     Full rank goes both ways, with the permutation between the two conventions of RoPE (torchtitan's
-    own). svd merges into full-rank weights, one way. cola and lax have no counterpart over there:
-    their names stay ours.
+    own). svd merges into full-rank weights, one way. cola and lax, and models whose lanes keep
+    channels to themselves, have no counterpart over there: their names stay ours.
 
     Args:
         model_args: The model's arguments.
@@ -34,6 +34,8 @@ class LlamaStateDictAdapter(Llama3StateDictAdapter):
     @property
     def is_llama(self) -> bool:
         """Whether the model equals, exactly, a LLaMA that Hugging Face's code can run."""
+        if self.llama_args.lanes > 1 and self.llama_args.sync_fraction < 1:
+            return False
         return not self.llama_args.low_rank or (
             self.llama_args.family == "svd" and self.llama_args.activation == "fullrank"
         )
@@ -62,11 +64,15 @@ class LlamaStateDictAdapter(Llama3StateDictAdapter):
             Weights by our names.
 
         Raises:
-            ConfigError: For svd, whose factors a full matrix does not determine.
+            ConfigError: For svd, whose factors a full matrix does not determine, and for lanes with
+                channels of their own.
         """
         if self.llama_args.family == "svd":
             want = "llama_full: a full-rank matrix does not determine the factors of llama_svd"
             raise ConfigError("model.name", "llama_svd", want)
+        if not self.is_llama and not self.llama_args.low_rank:
+            want = "1 to load a LLaMA's weights, whose streams are one"
+            raise ConfigError("caat.sync_fraction", self.llama_args.sync_fraction, want)
         if not self.is_llama:
             return dict(hf_state_dict)
         converted: dict[str, Any] = super().from_hf(hf_state_dict)

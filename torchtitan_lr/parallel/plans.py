@@ -15,7 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.btp import BTPDownEdge, BTPUpEdge
+from torchtitan_lr.parallel.btp_caat import BTPCaatDownEdge, BTPCaatUpEdge
+from torchtitan_lr.parallel.caat import CaatColumnEdge, CaatEmbedEdge, CaatHead, CaatRowEdge
 from torchtitan_lr.parallel.collectives import Ranks
 from torchtitan_lr.parallel.ends import (
     GatheredEmbedEdge,
@@ -45,7 +48,8 @@ class TPSettings:
     """What `[parallelism]` says about tensor parallelism; the fields are its `tp_*` keys.
 
     Args:
-        plan: Strategy; ``auto`` is ``btp`` for the low-rank families, ``megatron`` at full rank.
+        plan: Strategy; ``auto`` is ``btp`` for the low-rank families, ``megatron`` at full rank,
+            ``caat`` at full rank with lanes.
         grouping: Whether q, k, v (and gate, up) share collectives and products.
         norm: BTP: whether the norm's statistic travels with the latents or before them.
         norm_stat: BTP, online norm: by an fp32 all-reduce of its own, or as a column of the
@@ -53,15 +57,19 @@ class TPSettings:
         comm: Whether sums leave every rank everything, or a shard of the tokens.
         head: BTP: the form of the head's backward.
         loss_parallel: Whether the loss works on sharded logits.
+        wide_sums: CAAT-Net: whether backward's sums are fp32 behind a half-precision wire.
     """
 
-    plan: Literal["auto", "btp", "vanilla", "vanilla_replicated", "megatron"] = "auto"
+    plan: Literal[
+        "auto", "btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat"
+    ] = "auto"
     grouping: bool = True
     norm: Literal["online", "sync"] = "online"
     norm_stat: Literal["async", "column"] = "async"
     comm: Literal["all_reduce", "sequence"] = "all_reduce"
     head: Literal["plain", "scatter"] = "plain"
     loss_parallel: bool = True
+    wide_sums: bool = False
 
 
 Plan = dict[str, ParallelStyle]
@@ -83,6 +91,11 @@ def build_tp_plan(model: nn.Module, settings: TPSettings) -> Plan:
         "vanilla_replicated": vanilla_plan,
         "megatron": megatron_plan,
     }
+    args: LlamaArgs = model.model_args  # type: ignore[assignment]
+    if settings.plan == "caat":
+        builders["caat"] = lambda mixes, settings: caat_plan(args, settings)
+    if settings.plan == "btp_caat":
+        builders["btp_caat"] = lambda mixes, settings: btp_caat_plan(args, settings)
     mixes = any(getattr(block, "carries_latents", False) for block in model.layers.values())  # type: ignore[operator]
     plan = builders[settings.plan](mixes, settings)
     stage = {name for name, child in model.named_children() if child is not None}
@@ -167,6 +180,45 @@ def megatron_plan(mixes: bool, settings: TPSettings) -> Plan:
         loss_parallel=settings.loss_parallel,
     )
     plan.update(_ends(_on_ranks(GatheredEmbedEdge, sequence), head, Replicate()))
+    return plan
+
+
+def caat_plan(args: LlamaArgs, settings: TPSettings) -> Plan:
+    """CAAT-Net: Megatron's placements, and a residual stream of its own for every lane.
+
+    Args:
+        args: The model's arguments; their lanes are dealt out to the ranks in order.
+        settings: The settings.
+    """
+    wide = settings.wide_sums
+    column, row = _on_ranks(CaatColumnEdge), _on_ranks(partial(CaatRowEdge, args=args, wide=wide))
+    plan = megatron_plan(False, settings)
+    plan.update(_block_edges({"qkv": column, "o": row}, {"gate_up": column, "down": row}, None))
+    head = partial(CaatHead, loss_parallel=settings.loss_parallel)
+    embed = _on_ranks(partial(CaatEmbedEdge, lanes=args.lanes, wide=wide))
+    plan.update(_ends(embed, head, Replicate()))
+    return plan
+
+
+def btp_caat_plan(args: LlamaArgs, settings: TPSettings) -> Plan:
+    """Experimental: BTP's placements, whose reductions share a part of the latents only.
+
+    Args:
+        args: The model's arguments; their lanes are dealt out to the ranks in order.
+        settings: ``grouping`` as for BTP.
+    """
+    down = _on_ranks(
+        partial(BTPCaatDownEdge, args=args, grouped=settings.grouping, wide=settings.wide_sums)
+    )
+    up = _on_ranks(BTPCaatUpEdge)
+    plan = btp_plan(False, settings)
+    plan.update(
+        _block_edges(
+            {"down_qkv": down, "up_qkv": up, "down_o": down, "up_o": up},
+            {"down_gate_up": down, "up_gate_up": up, "down_down": down, "up_down": up},
+            None,
+        )
+    )
     return plan
 
 

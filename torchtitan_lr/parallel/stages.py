@@ -102,7 +102,8 @@ def pack(output: Tensor | tuple[Tensor, ...], boundary: Boundary) -> Tensor:
     """Put what a stage returns into one message.
 
     Args:
-        output: The stream as the blocks hold it, for LaX followed by latents (b, rows, r).
+        output: The stream as the blocks hold it, (b, s, ...), for LaX followed by
+            latents (b, rows, r).
         boundary: Says whether the latents cross.
 
     Returns:
@@ -111,7 +112,7 @@ def pack(output: Tensor | tuple[Tensor, ...], boundary: Boundary) -> Tensor:
     x, *latents = output if isinstance(output, tuple) else (output,)
     if not boundary.latents:
         latents = []
-        if x.shape[-1] == boundary.stream:
+        if x.ndim == 3 and x.shape[-1] == boundary.stream:
             return x.contiguous()
     stream = x.reshape(x.shape[0], x.shape[1] // boundary.tokens_per_row, boundary.stream)
     # A copy in any case: torch detaches what a stage returns in place, which no view allows.
@@ -131,7 +132,8 @@ def unpack(message: Tensor, boundary: Boundary) -> tuple[Tensor, ...]:
     parts = message.split([boundary.stream, *boundary.latents], dim=-1)
     stream, *latents = (part.contiguous() for part in parts)
     batch, rows = message.shape[:2]
-    return stream.reshape(batch, rows * boundary.tokens_per_row, -1), *latents
+    features = (boundary.lanes, -1) if boundary.lanes else (-1,)
+    return stream.reshape(batch, rows * boundary.tokens_per_row, *features), *latents
 
 
 def _message(boundary: Boundary, batch: int, dtype: torch.dtype) -> Tensor:

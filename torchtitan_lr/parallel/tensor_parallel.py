@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torchtitan.config import JobConfig
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.tools.logging import logger
 
 from torchtitan_lr.errors import ConfigError
@@ -14,6 +14,8 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.plans import TPSettings, build_tp_plan
 
 LOW_RANK_PLANS = ("btp", "vanilla", "vanilla_replicated")
+LANE_PLANS = ("caat", "btp_caat")
+_NOT_KEYS = ("loss_parallel", "wide_sums")
 
 __all__ = ["TPSettings", "apply_tensor_parallel", "resolve_settings", "settings_for"]
 
@@ -53,10 +55,12 @@ def settings_for(job_config: JobConfig, args: LlamaArgs, tp_degree: int) -> TPSe
         job_config.training,
         job_config.validation,
     )
-    keys = [field.name for field in fields(TPSettings) if field.name != "loss_parallel"]
+    keys = [field.name for field in fields(TPSettings) if field.name not in _NOT_KEYS]
+    half = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize < 4
     settings = TPSettings(
         **{key: getattr(section, f"tp_{key}") for key in keys},
         loss_parallel=not section.disable_loss_parallel,
+        wide_sums=half and args.lanes > 1 and args.backward_sum == "float32",
     )
     seq_lens = [training.seq_len] + [validation.seq_len] * validation.enable
     return resolve_settings(settings, args, tp_degree, *seq_lens)
@@ -83,7 +87,7 @@ def resolve_settings(
     """
     plan = settings.plan
     if plan == "auto":
-        plan = "btp" if args.low_rank else "megatron"
+        plan = "btp" if args.low_rank else "caat" if args.lanes > 1 else "megatron"
     settings = replace(settings, plan=plan)
     _check_plan(settings, args)
     _check_divisible(plan, args, tp_degree)
@@ -101,7 +105,12 @@ def resolve_settings(
 def _check_plan(settings: TPSettings, args: LlamaArgs) -> None:
     plan = settings.plan
     known = LOW_RANK_PLANS if args.low_rank else ("megatron",)
-    if plan not in known:
+    if args.lanes > 1:
+        _check_lane_plan(settings, args)
+    elif plan in LANE_PLANS:
+        want = f"another plan, or caat.lanes of more than {args.lanes}"
+        raise ConfigError("parallelism.tp_plan", plan, want)
+    elif plan not in known:
         want = f"one of auto, {', '.join(known)} for llama_{args.family}"
         raise ConfigError("parallelism.tp_plan", plan, want)
     defaults = {field.name: field.default for field in fields(TPSettings)}
@@ -113,15 +122,27 @@ def _check_plan(settings: TPSettings, args: LlamaArgs) -> None:
     if settings.norm == "sync" and settings.norm_stat != defaults["norm_stat"]:
         want = f"{defaults['norm_stat']!r} unless tp_norm is 'online'"
         raise ConfigError("parallelism.tp_norm_stat", settings.norm_stat, want)
-    if plan in ("vanilla", "vanilla_replicated") and settings.comm == "sequence":
+    if plan in ("vanilla", "vanilla_replicated", *LANE_PLANS) and settings.comm == "sequence":
         want = f"'all_reduce' for the plan {plan}"
         raise ConfigError("parallelism.tp_comm", settings.comm, want)
-    if plan == "megatron" and not settings.grouping:
-        want = "true for the plan megatron, whose linears always share their input's collective"
+    if plan in ("megatron", "caat") and not settings.grouping:
+        want = f"true for the plan {plan}, whose linears always share their input's collective"
         raise ConfigError("parallelism.tp_grouping", settings.grouping, want)
 
 
+def _check_lane_plan(settings: TPSettings, args: LlamaArgs) -> None:
+    """Models with lanes have one plan each, and the experimental one must be named."""
+    known = "btp_caat" if args.low_rank else "caat"
+    if settings.plan != known:
+        what = "btp_caat (experimental), which auto does not choose" if args.low_rank else "caat"
+        want = f"{what}, for llama_{args.family} with caat.lanes = {args.lanes}"
+        raise ConfigError("parallelism.tp_plan", settings.plan, want)
+
+
 def _check_divisible(plan: str, args: LlamaArgs, tp_degree: int) -> None:
+    if args.lanes > 1 and args.lanes % tp_degree:
+        want = f"a divisor of caat.lanes = {args.lanes}"
+        raise ConfigError("parallelism.tensor_parallel_degree", tp_degree, want)
     widths = {
         "n_heads": args.n_heads,
         "n_kv_heads": args.kv_heads,

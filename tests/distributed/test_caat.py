@@ -1,0 +1,194 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""CAAT-Net: the plan equals the lanes model of one process, and that, at p = 1, llama_full."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.pool import RankPool
+from tests.distributed.test_btp_parity import five_steps, initial_differences, worst, wrapped_parity
+from tests.distributed.test_ledger import disagreements, expected, measure
+from tests.distributed.tp_cases import (
+    BATCH,
+    TOKENS,
+    Case,
+    build_model,
+    faulty_parity,
+    model_args,
+    parities,
+    relative,
+    run_model,
+    shard_model,
+)
+from torchtitan_lr.parallel.tensor_parallel import TPSettings
+
+CAAT, WIDE = TPSettings("caat"), TPSettings("caat", wide_sums=True)
+GATHERED = TPSettings("caat", loss_parallel=False)
+HYBRID = TPSettings("btp_caat")
+HALF = Case("full", CAAT, lanes=4, fraction=0.5)
+
+CASES = [
+    HALF,
+    Case("full", WIDE, lanes=4, fraction=0.3, gqa=False),
+    Case("full", WIDE, lanes=4, fraction=0.5, degree=2),
+    Case("full", CAAT, lanes=8, fraction=0.25, gqa=False),
+    Case("full", GATHERED, lanes=8, fraction=0.75, degree=2, gqa=False),
+    Case("full", CAAT, lanes=2, fraction=0.5, degree=2),
+    Case("full", CAAT, lanes=4, fraction=0.0),
+    Case("full", CAAT, lanes=4, fraction=1.0, degree=2),
+    Case("cola", HYBRID, lanes=4, fraction=0.5),
+    Case("svd", TPSettings("btp_caat", False, wide_sums=True), lanes=8, fraction=0.3, gqa=False),
+    Case("cola", TPSettings("btp_caat", wide_sums=True), lanes=4, fraction=0.7, degree=2),
+    Case("cola", HYBRID, lanes=4, fraction=0.0),
+]
+
+
+@pytest.fixture(scope="module")
+def errors(four_ranks: RankPool) -> dict[Case, list[dict[str, float]]]:
+    ranks = four_ranks.run(parities, CASES)
+    return {case: [rank[i] for rank in ranks] for i, case in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ranks_equal_the_lanes_of_one_process(case: Case, errors: dict[Case, Any]) -> None:
+    assert worst(errors[case]) <= 1e-12
+
+
+def whole_parity(case: Case, reference: Case) -> dict[str, float]:
+    """Loss, logits and gradients of a case on ranks against another model of one process."""
+    result, expected = (
+        run_model(build_model(case, shard_model(case))),
+        run_model(build_model(reference)),
+    )
+    pairs = {n: (result.gradients[n], g) for n, g in expected.gradients.items()}
+    pairs |= {n: (getattr(result, n), getattr(expected, n)) for n in ("loss", "logits")}
+    return {name: relative(*pair) for name, pair in pairs.items()}
+
+
+@pytest.mark.parametrize("settings", [CAAT, WIDE], ids=["sums", "wide"])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_sharing_everything_is_the_full_rank_model(
+    degree: int, settings: TPSettings, four_ranks: RankPool
+) -> None:
+    case = Case("full", settings, lanes=4, degree=degree)
+    assert worst(four_ranks.run(whole_parity, case, Case("full"))) <= 1e-12
+
+
+def test_sharing_every_latent_is_the_low_rank_model(four_ranks: RankPool) -> None:
+    case = Case("cola", HYBRID, lanes=4)
+    assert worst(four_ranks.run(whole_parity, case, Case("cola"))) <= 1e-12
+
+
+def test_sharing_less_is_another_model(four_ranks: RankPool) -> None:
+    errors = four_ranks.run(whole_parity, HALF, Case("full"))
+    assert min(error["layers.0.attention.wq.weight"] for error in errors) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("fault", "differs", "least"),
+    [
+        ("reduced_in_front_of_norms_half", "layers.0.attention.wq.weight", 1e-3),
+        ("unsummed_norm_gradient", "layers.0.attention_norm.weight", 0.1),
+        ("unsummed_norm_gradient", "norm.weight", 0.1),
+        ("own_embedding_gradient", "tok_embeddings.weight", 0.1),
+    ],
+)
+def test_fault_is_noticed(fault: str, differs: str, least: float, four_ranks: RankPool) -> None:
+    results = four_ranks.run(faulty_parity, HALF, fault)
+    assert max(errors[differs] for errors in results) > least
+    assert max(errors["logits"] for errors in results) <= 1e-12
+
+
+def test_where_the_norms_are_reduced_does_not_matter_if_all_is_shared(
+    four_ranks: RankPool,
+) -> None:
+    """The control is a control: its backward is right at p = 1, but for the stream's own dx."""
+    case = Case("full", CAAT, lanes=4)
+    results = four_ranks.run(faulty_parity, case, "reduced_in_front_of_norms_whole")
+    weights = [e for r in results for name, e in r.items() if name.endswith("weight")]
+    assert len(weights) > 40
+    assert max(weights) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("case", "wrappers", "backend"),
+    [
+        (Case("full", WIDE, lanes=4, fraction=0.5), ["compile_blocks"], "aot_eager"),
+        (
+            Case("full", WIDE, lanes=4, fraction=0.5, degree=2),
+            ["compile_blocks", "fully_shard_blocks"],
+            "aot_eager",
+        ),
+        (Case("cola", HYBRID, lanes=4, fraction=0.5), ["compile_blocks"], "aot_eager"),
+    ],
+    ids=["compiled", "compiled-fsdp", "hybrid-compiled"],
+)
+def test_wrapped_parity(
+    case: Case, wrappers: list[str], backend: str, four_ranks: RankPool
+) -> None:
+    assert worst(four_ranks.run(wrapped_parity, case, wrappers, backend)) <= 1e-12
+
+
+@pytest.mark.parametrize("case", [HALF, CASES[8]], ids=str)
+def test_five_steps(case: Case, four_ranks: RankPool) -> None:
+    for norms, errors in four_ranks.run(five_steps, case):
+        assert max(norms) <= 1e-12
+        assert max(errors.values()) <= 1e-9  # AdamW divides by the root of tiny second moments
+
+
+@pytest.mark.parametrize("case", [HALF, CASES[8]], ids=str)
+def test_shards_assemble_to_the_same_weights(case: Case, four_ranks: RankPool) -> None:
+    """Rows that start larger included."""
+    assert four_ranks.run(initial_differences, case) == [[]] * 4
+
+
+LEDGER = [case for case in CASES if case.degree == 4]
+
+
+@pytest.mark.parametrize("case", LEDGER, ids=str)
+def test_ledger_equals_formula(case: Case, four_ranks: RankPool) -> None:
+    rows = four_ranks.run(measure, case)
+    assert disagreements(rows[0], expected(case), case) == []
+    assert all(rank == rows[0] for rank in rows)
+
+
+def test_a_block_sends_p_times_what_the_full_plan_sends(four_ranks: RankPool) -> None:
+    full = Case("full", TPSettings("megatron"))
+    sent = {
+        case: [
+            sum(
+                row["elements"]
+                for row in four_ranks.run(measure, case)[0]
+                if row["scope"] == "block 1" and row["pass"] == pass_
+            )
+            for pass_ in ("forward", "backward")
+        ]
+        for case in (full, HALF)
+    }
+    payload, d = 2 * BATCH * TOKENS * model_args(full).dim, model_args(full).dim
+    assert sent[full] == [payload, payload]
+    assert sent[HALF] == [payload / 2, payload / 2 + 2 * d]  # and the norms' weights
+
+
+def bf16_gradient_error(case: Case) -> float:
+    """Relative error of all gradients in bf16 against fp64; on a rank."""
+    exact = run_model(build_model(Case("full", lanes=case.lanes, fraction=case.fraction)))
+    result = run_model(build_model(case, shard_model(case)))
+    pairs = [(result.gradients[n].double(), g) for n, g in exact.gradients.items()]
+    difference = sum((a - b).square().sum() for a, b in pairs)
+    whole = sum(b.square().sum() for _, b in pairs)
+    return float((difference / whole).sqrt())
+
+
+def test_fp32_sums_are_closer_than_bf16_sums(four_ranks: RankPool) -> None:
+    wide, plain = (
+        max(
+            four_ranks.run(
+                bf16_gradient_error,
+                Case("full", settings, dtype=torch.bfloat16, lanes=4, fraction=0.5),
+            )
+        )
+        for settings in (WIDE, CAAT)
+    )
+    assert 1e-4 < wide < plain < 0.05

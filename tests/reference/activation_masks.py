@@ -1,0 +1,57 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""CAAT-Net's two baselines (section 5.4), for tests and benchmarks only: masked reductions.
+
+Every one of G ranks masks its term of a tensor-parallel sum before it is sent: the largest entries
+of a token survive (top-k), or random ones. The sum reaches all ranks, so there is one stream, and
+one device computes it with the G terms side by side. The same mask acts in backward, which is what
+differentiating the product means. Nothing is scaled up for what was dropped.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan_lr.models.lane_edges import lane_terms
+from torchtitan_lr.models.llama import LlamaModel
+
+Mask = Literal["top-k", "random"]
+
+
+class MaskedRowEdge(nn.Module):
+    """A row-parallel linear whose ranks mask their terms; stands in for `DenseEdge`.
+
+    Args:
+        ranks: Their number G.
+        kind: Which entries survive.
+        fraction: The share p that survives, of each token's entries.
+    """
+
+    def __init__(self, ranks: int, kind: Mask, fraction: float) -> None:
+        super().__init__()
+        self.ranks, self.kind, self.fraction = ranks, kind, fraction
+
+    def forward(self, x: Tensor, linears: Sequence[Any], norm: Any = None) -> list[Tensor]:
+        """Map x (b, s, d_in) to (b, s, d_out) per linear."""
+        return [self.reduce(lane_terms(x, linear.weight, self.ranks)) for linear in linears]
+
+    def reduce(self, terms: Tensor) -> Tensor:
+        """Mask the terms (b, s, G, d) and sum them; gives (b, s, d)."""
+        return (terms * self.mask(terms)).sum(2)
+
+    def mask(self, terms: Tensor) -> Tensor:
+        """Return what survives as ones, of the shape of the terms."""
+        if self.kind == "random":
+            return (torch.rand_like(terms) < self.fraction).to(terms.dtype)
+        kept = int(self.fraction * terms.shape[-1])
+        places = terms.detach().abs().topk(kept, dim=-1).indices
+        return torch.zeros_like(terms).scatter_(-1, places, 1.0)
+
+
+def mask_reductions(model: LlamaModel, ranks: int, kind: Mask, fraction: float) -> None:
+    """Exchange the edges behind attention and feed-forward of a full-rank model, in place."""
+    for block in model.layers.values():
+        for parent, name in ((block.attention, "o"), (block.feed_forward, "down")):
+            assert isinstance(parent, nn.Module)
+            parent.register_module(name, MaskedRowEdge(ranks, kind, fraction))
