@@ -19,6 +19,12 @@ stage() {
 stage "ruff check" ruff check .
 stage "ruff format --check" ruff format --check .
 stage "mypy" mypy
-stage "pytest" pytest "$@"
+if [ $# -gt 0 ]; then
+    stage "pytest" pytest "$@"
+else
+    # One process a core: a unit test needs no more. The others start ranks enough by themselves.
+    stage "pytest: units" pytest tests/unit -n auto --dist worksteal
+    stage "pytest: ranks and whole runs" pytest tests/distributed tests/integration
+fi
 echo
 echo "==== all passed"

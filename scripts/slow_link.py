@@ -7,7 +7,7 @@ and TSR-Adam, a shard for FSDP and for TAGC's codecs. This needs root and iprout
 are not permitted the script says so and exits with 0.
 
     python scripts/slow_link.py --mbit 200
-    python scripts/slow_link.py --methods FSDP "TAGC sketch" "TAGC sparse"
+    python scripts/slow_link.py --methods FSDP "TAGC sketch" "TAGC sparse" --exchange 16
 """
 
 import argparse
@@ -63,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
         with slow_link(options.mbit, options.delay_ms) as ends:
             for method in options.methods:
                 report[method] = _train(options, method, ends)
+            if options.exchange:
+                report["exchange"] = _exchange(options, ends)
     except NotPermittedError as error:
         print(f"skipped: {error}")
         return 0
@@ -127,36 +129,21 @@ def _call(*command: str) -> None:
 
 def _train(options: argparse.Namespace, method: str, ends: list[str]) -> dict[str, float]:
     """Train one replica in each namespace; return what the first one measured."""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
-        # Files: a pipe that nobody reads while the other rank is waited for would fill up.
-        logs = [Path(folder) / f"rank{rank}.log" for rank in range(len(ends))]
-        command = [
-            *(sys.executable, "-m", "torchtitan_lr.train"),
-            f"--job.config_file={options.config}",
-            f"--job.dump_folder={folder}",
-            f"--training.steps={options.steps}",
-            f"--lr_scheduler.warmup_steps={options.steps // 10}",
-            "--validation.no_enable",
-            *METHODS[method],
-            *options.override,
-        ]
-        ranks = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, *command],
-                env=os.environ | _environment(rank),
-                stdout=subprocess.DEVNULL,
-                stderr=files.enter_context(logs[rank].open("w")),
-            )
-            for rank, name in enumerate(ends)
-        ]
-        try:
-            for process in ranks:
-                process.wait(timeout=options.timeout)
-        finally:
-            for process in ranks:
-                process.kill()
-        if any(process.returncode for process in ranks):
-            raise RuntimeError(f"{method} failed: {logs[0].read_text()[-2000:]}")
+    with tempfile.TemporaryDirectory() as folder:
+        _run(
+            ends,
+            [
+                *("-m", "torchtitan_lr.train"),
+                f"--job.config_file={options.config}",
+                f"--job.dump_folder={folder}",
+                f"--training.steps={options.steps}",
+                f"--lr_scheduler.warmup_steps={options.steps // 10}",
+                "--validation.no_enable",
+                *METHODS[method],
+                *options.override,
+            ],
+            options.timeout,
+        )
         records = [r for r in read_history(Path(folder) / HISTORY_FILE) if SECONDS in r]
     # The first steps start the process group's connections.
     later = records[len(records) // 5 :]
@@ -166,6 +153,45 @@ def _train(options: argparse.Namespace, method: str, ends: list[str]) -> dict[st
         "max_seconds": max(r[SECONDS] for r in later),
         "bytes_per_step": sum(r.get(key, 0) for r in later for key in SENT) / len(later),
     }
+
+
+def _exchange(options: argparse.Namespace, ends: list[str]) -> dict[str, Any]:
+    """Time single exchanges by each codec between the namespaces."""
+    script = str(Path(__file__).with_name("bench_exchange.py"))
+    size = f"--megabytes={options.exchange}"
+    report: dict[str, Any] = json.loads(_run(ends, [script, size, "--json"], options.timeout))
+    return report
+
+
+def _run(ends: list[str], arguments: list[str], timeout: float) -> str:
+    """Run a Python program with one rank in each namespace; return what rank 0 printed.
+
+    Raises:
+        RuntimeError: A rank failed; the end of its log.
+    """
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
+        # Files: a pipe that nobody reads while the other rank is waited for would fill up.
+        outputs = [Path(folder) / f"rank{rank}.out" for rank in range(len(ends))]
+        logs = [Path(folder) / f"rank{rank}.err" for rank in range(len(ends))]
+        ranks = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, sys.executable, *arguments],
+                env=os.environ | _environment(rank),
+                stdout=files.enter_context(outputs[rank].open("w")),
+                stderr=files.enter_context(logs[rank].open("w")),
+            )
+            for rank, name in enumerate(ends)
+        ]
+        try:
+            for process in ranks:
+                process.wait(timeout=timeout)
+        finally:
+            for process in ranks:
+                process.kill()
+        for process, log in zip(ranks, logs, strict=True):
+            if process.returncode:
+                raise RuntimeError(f"{' '.join(arguments)}: {log.read_text()[-2000:]}")
+        return outputs[0].read_text()
 
 
 def _environment(rank: int) -> dict[str, str]:
@@ -191,7 +217,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         choices=list(METHODS),
         help="what to time; speed-ups are over the first",
     )
-    parser.add_argument("--steps", type=int, default=110, help="two refreshes and what is between")
+    parser.add_argument(
+        "--exchange", type=float, default=0, metavar="MB", help="also time one exchange of so much"
+    )
+    parser.add_argument("--steps", type=int, default=60, help="two refreshes and what is between")
     parser.add_argument("--mbit", type=float, default=200, help="rate of the link, Mbit/s")
     parser.add_argument("--delay_ms", type=float, default=0, help="delay of the link, ms")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one optimizer")
@@ -200,6 +229,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     options.override = [f"--{item}" for item in options.override]
     if options.steps < 5:
         parser.error(f"--steps: got {options.steps}, expected at least 5")
+    if not options.exchange >= 0:
+        parser.error(f"--exchange: got {options.exchange}, expected a number of MB")
     if not options.mbit > 0:
         parser.error(f"--mbit: got {options.mbit}, expected a positive number")
     if not options.delay_ms >= 0:

@@ -142,7 +142,7 @@ def _draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--config", default="train_configs/tsr_curves.toml", help="the model")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each method")
     parser.add_argument(
         "--methods", nargs="+", default=list(METHODS), choices=list(METHODS), help="which to run"

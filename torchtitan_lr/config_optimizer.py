@@ -4,7 +4,7 @@
 import math
 from typing import Any
 
-from torchtitan_lr.config_support import llama_args
+from torchtitan_lr.config_support import llama_args, model_shapes
 from torchtitan_lr.errors import ConfigError
 
 TSR = "TSRAdam"
@@ -25,17 +25,6 @@ def check_tsr(config: Any, world_size: int, device_type: str) -> None:
     args = llama_args(config)
     if args is not None:  # else another package's model: the ranks find out
         plan_matrices(model_shapes(args), TSRSettings.from_config(optimizer))
-
-
-def model_shapes(args: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a model, without memory for it."""
-    import torch
-
-    from torchtitan_lr.models.llama import LlamaModel
-
-    with torch.device("meta"):
-        model = LlamaModel(args)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _check_ranges(optimizer: Any) -> None:

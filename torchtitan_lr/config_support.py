@@ -65,6 +65,17 @@ def llama_args(config: Any) -> Any:
     return args
 
 
+def model_shapes(args: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of a model, without memory for it."""
+    import torch
+
+    from torchtitan_lr.models.llama import LlamaModel
+
+    with torch.device("meta"):
+        model = LlamaModel(args)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
 def _check_degree(name: str, degree: int, ranks: int) -> None:
     if degree <= 0 or ranks % degree:
         small = [n for n in range(1, math.isqrt(ranks) + 1) if ranks % n == 0]

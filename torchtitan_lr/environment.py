@@ -136,3 +136,23 @@ def place_ranks(environment: Environment) -> tuple[Environment, str]:
     more = f"; NGPU={count} trains on what is there" if count else ""
     print(f"{found} here: training on {environment.ranks} CPU processes{more}", flush=True)
     return replace(environment, hide_gpus=count > 0), device
+
+
+def launched_ranks(comm_mode: str) -> int:
+    """Read the number of ranks that torchrun, or our launcher, started.
+
+    Args:
+        comm_mode: ``comm.mode``; a dry run is one process that torchrun did not start.
+
+    Raises:
+        ConfigError: A variable is missing: nobody started this process as a rank.
+    """
+    numbers, words = ["WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"], ["MASTER_ADDR"]
+    if comm_mode == "fake_backend":
+        numbers, words = ["NGPU"], []
+    for name in numbers + words:
+        value = os.environ.get(name, "")
+        if not value or (name in numbers and not value.isdecimal()):
+            want = "what torchrun sets: start with torchrun or python -m torchtitan_lr.launch"
+            raise ConfigError(name, os.environ.get(name), want)
+    return int(os.environ[numbers[0]])

@@ -7,11 +7,13 @@ a signal that arrives while a step computes ends the run with that very step.
 
 import math
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -70,3 +72,27 @@ def agree(loss: float, stop: bool, device: torch.device) -> Verdict:
         dist.all_reduce(findings, op=dist.ReduceOp.MAX)
     worst, any_stop = findings.tolist()
     return Verdict(world - worst if worst else None, bool(any_stop))
+
+
+def nonfinite_gradient(model_parts: Iterable[nn.Module]) -> str | None:
+    """Name the first parameter whose gradient on this rank is not finite, None if all are."""
+    for part in model_parts:
+        for name, parameter in part.named_parameters():
+            local = getattr(parameter.grad, "_local_tensor", parameter.grad)
+            if local is not None and not torch.isfinite(local).all():
+                return name
+    return None
+
+
+def first_rank_with(found: str | None) -> str | None:
+    """Exchange what each rank found; return ``rank R: FOUND`` of the first one, None if nobody did.
+
+    Args:
+        found: What this rank found, the same call on every rank.
+    """
+    everywhere: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, found)
+    for rank, name in enumerate(everywhere):
+        if name is not None:
+            return f"rank {rank}: {name}"
+    return None

@@ -28,8 +28,15 @@ from torchtitan_lr.comm.ledger import CommLedger, ledger_for
 from torchtitan_lr.comm.residuals import STATE_NAME, Residuals
 from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.device import bind_device
+from torchtitan_lr.environment import launched_ranks
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.guard import NonFiniteError, StopSignal, agree
+from torchtitan_lr.guard import (
+    NonFiniteError,
+    StopSignal,
+    agree,
+    first_rank_with,
+    nonfinite_gradient,
+)
 from torchtitan_lr.metrics import LowRankMetricsProcessor, read_history
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
@@ -252,22 +259,10 @@ class Trainer(titan_train.Trainer):
 
     def _nonfinite_gradient(self) -> str:
         """Name the first rank and parameter with a gradient that is not finite."""
-        names: list[str | None] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(names, self._own_nonfinite_gradient())
-        for rank, name in enumerate(names):
-            if name is not None:
-                return f"rank {rank}: {name}"
-        return "every entry is finite, their squares overflow"
-
-    def _own_nonfinite_gradient(self) -> str | None:
-        for part in self.model_parts:
-            for name, parameter in part.named_parameters():
-                local = getattr(parameter.grad, "_local_tensor", parameter.grad)
-                if local is not None and not torch.isfinite(local).all():
-                    return name
-        if isinstance(self.optimizers, TSROptimizers):
-            return self.optimizers.nonfinite()
-        return None
+        found = nonfinite_gradient(self.model_parts)
+        if found is None and isinstance(self.optimizers, TSROptimizers):
+            found = self.optimizers.nonfinite()
+        return first_rank_with(found) or "every entry is finite, their squares overflow"
 
     def _log_step(
         self, loss: torch.Tensor, token_share: float, grad_norm: torch.Tensor, lr: float
@@ -350,21 +345,6 @@ def _our_parts() -> Iterator[None]:
         yield
 
 
-def _world_size(job_config: JobConfig) -> int:
-    """Read the number of ranks from the environment that torchrun, or our launcher, made."""
-    if job_config.comm.mode == "fake_backend":
-        numbers, words = ["NGPU"], []
-    else:
-        numbers = ["WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"]
-        words = ["MASTER_ADDR"]
-    for name in numbers + words:
-        value = os.environ.get(name, "")
-        if not value or (name in numbers and not value.isdecimal()):
-            want = "what torchrun sets: start with torchrun or python -m torchtitan_lr.launch"
-            raise ConfigError(name, os.environ.get(name), want)
-    return int(os.environ[numbers[0]])
-
-
 def main(argv: list[str] | None = None) -> int:
     """Train as the command line says.
 
@@ -379,7 +359,7 @@ def main(argv: list[str] | None = None) -> int:
     trainer: Trainer | None = None
     try:
         config = build_job_config(sys.argv[1:] if argv is None else argv)
-        check_job_config(config, _world_size(config), device_type)
+        check_job_config(config, launched_ranks(config.comm.mode), device_type)
         trainer = Trainer(config)
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)

@@ -6,6 +6,7 @@ already form a process group. A function that fails on any rank fails the test w
 traceback; the pool is rebuilt after a failure or a time-out, since collectives may be out of step.
 """
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -69,7 +70,9 @@ class RankPool:
         self._ranks = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Ranks are forked from a process that has imported what all of them need.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "torchtitan_lr.train"])
         rendezvous = os.path.join(tempfile.mkdtemp(), "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
@@ -89,6 +92,7 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # the trainer's collections need not walk every imported module, each time
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
     )

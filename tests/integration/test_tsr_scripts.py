@@ -53,6 +53,10 @@ def test_loss_vs_bytes(tmp_path, capsys, monkeypatch):
         ("tsr_loss_vs_bytes", ["--config", "no.toml"], "--config: got 'no.toml'"),
         ("slow_link", ["--mbit", "0"], "--mbit: got 0"),
         ("slow_link", ["--steps", "1"], "--steps: got 1"),
+        ("slow_link", ["--exchange", "-1"], "--exchange: got -1"),
+        ("bench_exchange", ["--megabytes", "0"], "--megabytes: got 0"),
+        ("bench_exchange", ["--repeats", "0"], "--repeats: got 0"),
+        ("bench_exchange", [], "start it with torchrun"),
         ("bench_tsr_gpu", ["--repeats", "0"], "--repeats: got 0"),
     ],
 )
@@ -66,7 +70,7 @@ def test_bad_arguments_are_told_in_one_line(name, arguments, told, capsys):
 def test_slow_link(capsys, monkeypatch):
     monkeypatch.chdir(runs.ROOT)
     script = load("slow_link")
-    arguments = ["--steps", "6", "--mbit", "400", "--override", *SMALL]
+    arguments = ["--steps", "6", "--mbit", "400", "--exchange", "2", "--override", *SMALL]
     assert script.main(arguments) == 0
     out = capsys.readouterr().out
     if out.startswith("skipped: "):
@@ -76,6 +80,10 @@ def test_slow_link(capsys, monkeypatch):
     assert tsr["bytes_per_step"] < adamw["bytes_per_step"] / 1.5
     # The control for the link: no step is faster than its bytes at 400 Mbit/s.
     assert adamw["seconds"] > 0.8 * adamw["bytes_per_step"] / 50e6
+    exchange = report["exchange"]
+    assert exchange.keys() == {"dense", "sketch", "sparse"}
+    # Each rank sends the other half of its 2 MB.
+    assert exchange["dense"]["seconds"] > 0.8 * 1e6 / 50e6
 
 
 def test_slow_link_skips_with_a_reason(capsys, monkeypatch):

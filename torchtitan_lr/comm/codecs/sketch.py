@@ -137,35 +137,44 @@ def peel(sketch: Tensor, unknown: Tensor, m: int, seed: int, rounds: int) -> tup
     values = sketch.new_zeros(unknown.shape)
     stuck = alive.clone()
     places = torch.arange(len(unknown), device=unknown.device)
+    # Asking what is left is free on a CPU; on an accelerator the host would have to wait.
+    ask = sketch.device.type == "cpu"
     for _ in range(rounds):
-        if sketch.device.type == "cpu":
-            # Asking what is left is free here; on an accelerator the host would have to wait.
+        if ask:
             left = alive.nonzero().flatten()
             if not len(left):
                 break
-            cells, negative, places = cells[:, left], negative[:, left], places[left]
-            alive = alive[left]
-        read, ready = _read_alone(content, load, cells, negative, alive)
-        values.index_add_(0, places, read)
+            cells, negative = cells.index_select(1, left), negative.index_select(1, left)
+            places, alive = places.index_select(0, left), alive.index_select(0, left)
+        ready, first = _alone(load, cells, alive)
+        chosen = ready.nonzero().flatten() if ask else torch.arange(len(ready), device=ready.device)
+        entries, signs, row_of = (t.index_select(1, chosen) for t in (cells, negative, first))
+        done = ready.index_select(0, chosen)
+        read = _take_out(content, load, entries, signs, row_of, done)
+        values.index_add_(0, places.index_select(0, chosen), read)
         alive = alive & ~ready
         stuck.index_copy_(0, places, alive)
     return values, stuck
 
 
-def _read_alone(
-    content: Tensor, load: Tensor, cells: Tensor, negative: Tensor, alive: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Read off the entries (u,) that are alone in a cell, and take them out of all their cells."""
-    alone = (load[cells] == 1) & alive
-    ready = alone.any(0)
-    where = alone.int().argmax(0, keepdim=True)
-    read = content[cells.gather(0, where)]
-    read = torch.where(negative.gather(0, where), -read, read)[0]
+def _alone(load: Tensor, cells: Tensor, alive: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which entries (u,) are alone in a cell, and the row of the first such cell (1, u)."""
+    alone = (load.take(cells) == 1) & alive
+    first = torch.where(alone[0], 0, torch.where(alone[1], 1, 2))
+    return alone.any(0), first.unsqueeze(0)
+
+
+def _take_out(
+    content: Tensor, load: Tensor, cells: Tensor, negative: Tensor, first: Tensor, ready: Tensor
+) -> Tensor:
+    """Read off the entries (u,) that are ready, 0 for others; take them out of all their cells."""
+    read = content.take(cells.gather(0, first))
+    read = torch.where(negative.gather(0, first), -read, read)[0]
     read = torch.where(ready, read, 0)
     flat = cells.flatten()
     content.scatter_add_(0, flat, torch.where(negative, read, -read).flatten())
     load.scatter_add_(0, flat, -ready.int().repeat(HASH_ROWS))
-    return read, ready
+    return read
 
 
 def _judge(unknown: Tensor, stuck: Tensor, m: int) -> tuple[Tensor, Tensor]:

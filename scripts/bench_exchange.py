@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Times one exchange of a gradient by each codec, in seconds and in seconds a MB (TAGC, Table 2).
+
+Every rank holds a gradient of so many MB and ends with the sum of its share: choosing what to send,
+encoding, the collectives, decoding and the residual are all in the time; no model is.
+
+    torchrun --nproc_per_node 2 scripts/bench_exchange.py --megabytes 16
+    python scripts/slow_link.py --exchange 16   # the same, over a slow link
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_lr.analysis.compression import LEVELS, CodecSizes, codec_bits, smallest_theta
+from torchtitan_lr.cli import OneLineParser
+from torchtitan_lr.comm.compressor import Compressor, Span
+
+CODECS = ("dense", "sketch", "sparse")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Time every codec; rank 0 prints the table or its JSON."""
+    options = _parse(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    try:
+        report = {name: _bench(name, options, device) for name in options.codecs}
+        dense = report.get("dense")
+        for row in report.values():
+            row["speedup"] = dense["seconds"] / row["seconds"] if dense else float("nan")
+        if dist.get_rank() == 0:
+            print(json.dumps(report, indent=2) if options.json else _as_text(report))
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def _bench(name: str, options: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    """Return seconds an exchange (the slowest rank's median) and what it sends."""
+    ranks = dist.get_world_size()
+    c, theta = LEVELS[options.level]
+    if name == "sketch":
+        theta = max(theta, smallest_theta(c, ranks))
+    sizes = CodecSizes(name, c, 0.0 if name == "dense" else theta)
+    m = round(options.megabytes * 1e6 / 4 / ranks)
+    group = dist.group.WORLD
+    assert group is not None
+    compressor = Compressor(name, sizes, [Span(m, True)], group, device)
+    gradient = torch.randn(ranks, m, device=device, generator=_generator(device))
+    times = [
+        _seconds(lambda: compressor.reduce_rows(gradient.clone()), device)
+        for _ in range(options.repeats + 2)
+    ]
+    slowest = torch.tensor(median(times[2:]), dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    seconds = float(slowest)
+    bits = sum(codec_bits(sizes).values())
+    return {
+        "theta": sizes.theta,
+        "bits": bits,
+        "seconds": seconds,
+        "seconds_per_MB": seconds / (m * ranks * 4 / 1e6),
+    }
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(dist.get_rank())
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Time one call that all ranks begin together."""
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _as_text(report: dict[str, dict[str, float]]) -> str:
+    lines = ["codec   theta   bits  ms/exchange  ms/MB  over dense"]
+    for name, row in report.items():
+        lines.append(
+            f"{name:6}  {row['theta']:5.3f}  {row['bits']:5.2f}  {1e3 * row['seconds']:11.1f}"
+            f"  {1e3 * row['seconds_per_MB']:5.1f}  {row['speedup']:9.2f}x"
+        )
+    return "\n".join(lines)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--megabytes", type=float, default=16, help="of each rank's gradient, fp32")
+    parser.add_argument("--level", default="10x", choices=list(LEVELS), help="of compression")
+    parser.add_argument("--codecs", nargs="+", default=list(CODECS), choices=CODECS)
+    parser.add_argument("--repeats", type=int, default=7, help="exchanges timed, after two")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args(argv)
+    if not options.megabytes > 0:
+        parser.error(f"--megabytes: got {options.megabytes}, expected a positive number")
+    if options.repeats < 1:
+        parser.error(f"--repeats: got {options.repeats}, expected at least 1")
+    if not dist.is_torchelastic_launched() and "RANK" not in os.environ:
+        parser.error("start it with torchrun, such as: torchrun --nproc_per_node 2 " + __file__)
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
