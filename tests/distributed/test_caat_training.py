@@ -10,6 +10,9 @@ import torch
 
 from tests.distributed.layouts import LAYOUTS, schedule
 from tests.distributed.pool import RankPool
+from tests.distributed.test_tsr_training import LAYOUTS as TSR_LAYOUTS
+from tests.distributed.test_tsr_training import TOLERANCE as TSR_TOLERANCE
+from tests.distributed.test_tsr_training import TSR
 from tests.distributed.training import largest_difference, train
 from torchtitan_lr.models.generate import generate
 from torchtitan_lr.models.loading import build_model_args, load_model, read_run_config
@@ -79,6 +82,13 @@ def test_mixed_precision_is_the_same_regime(four_ranks: RankPool, one_rank: Rank
         run = four_ranks.run(train, [*bf16, *options])[0]
         assert run["losses"] == pytest.approx(alone["losses"], rel=5e-3)
         assert run["losses"] != alone["losses"]
+
+
+def test_tsr_adam_trains_lanes(four_ranks: RankPool, one_rank: RankPool) -> None:
+    """An optimizer that reads the weights' placements."""
+    run = four_ranks.run(train, [*CAAT, *TSR, *TSR_LAYOUTS["tp2xdp2"]])[0]
+    alone = one_rank.run(train, [*CAAT, *TSR, *LAYOUTS["dp1"][1]])[0]
+    assert largest_difference(run, alone) < TSR_TOLERANCE
 
 
 def test_a_checkpoint_moves_between_degrees(

@@ -100,6 +100,8 @@ def lane_sum(x: Tensor, shared: int, wide: bool = True) -> Tensor:
         Tensor (b, s, 1, shared), of the dtype of x.
     """
     x = x[..., :shared]
+    if x.shape[2] == 1:
+        return x
     if wide:
         dtype = torch.promote_types(x.dtype, torch.float32)
         return x.sum(2, keepdim=True, dtype=dtype).to(x.dtype)
