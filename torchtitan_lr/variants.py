@@ -8,6 +8,9 @@ from torchtitan_lr.config_checks import build_job_config
 PLANS = ("full", "vanilla", "vanilla_replicated", "btp")
 """What `derive` makes: llama_full under Megatron's plan, or a low-rank model under the others."""
 
+_ONE_LANE = ["--caat.lanes=1", "--caat.sync_fraction=1.0"]
+"""The ordinary model: these plans have no lanes."""
+
 _BTP_DEFAULTS = [
     "--parallelism.tp_norm=online",
     "--parallelism.tp_norm_stat=async",
@@ -40,8 +43,8 @@ def derive(config: str, plan: str, overrides: Sequence[str] = ()) -> list[str]:
     given = build_job_config([f"--job.config_file={config}", *overrides])
     if plan == "full":
         low_rank = given.activation_checkpoint.mode == "low_rank"
-        return [*_FULL_RANK, *["--activation_checkpoint.mode=full"] * low_rank]
-    changes = [f"--parallelism.tp_plan={plan}"]
+        return [*_FULL_RANK, *_ONE_LANE, *["--activation_checkpoint.mode=full"] * low_rank]
+    changes = [f"--parallelism.tp_plan={plan}", *_ONE_LANE]
     if given.model.name == "llama_full":
         changes.append("--model.name=llama_cola")
     if plan != "btp":

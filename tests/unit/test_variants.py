@@ -9,14 +9,15 @@ TP = "--parallelism.tensor_parallel_degree=2"
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("family", ["full", "svd", "cola", "lax"])
+@pytest.mark.parametrize("family", ["full", "svd", "cola", "lax", "caat"])
 def test_every_plan_from_every_family(family, plan):
     config = f"train_configs/debug_{family}.toml"
     derived = build_job_config([f"--job.config_file={config}", TP, *derive(config, plan, [TP])])
     check_job_config(derived, 4, "cpu")
-    given = "cola" if family == "full" else family
+    given = "cola" if family in ("full", "caat") else family
     assert derived.model.name == ("llama_full" if plan == "full" else f"llama_{given}")
     assert derived.parallelism.tp_plan == ("auto" if plan == "full" else plan)
+    assert derived.caat.lanes == 1
 
 
 def test_choices_of_the_bottleneck_aware_plan_do_not_reach_the_others():

@@ -202,7 +202,7 @@ def alternatives(run: Run) -> Iterator[tuple[str, Run | ConfigError]]:
     A full-rank model is compared with the CoLA model of its flavor. Instead of a plan that cannot
     be carried out comes the reason.
     """
-    low = run.args
+    low = replace(run.args, lanes=1, sync_fraction=1.0)  # these plans have no lanes
     if not low.low_rank:
         cola = FLAVORS["cola"]
         flavor = run.config.model.flavor
