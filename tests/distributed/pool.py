@@ -27,7 +27,7 @@ class RankPool:
         self.world_size = world_size
         self._ranks: list[tuple[Any, Connection]] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 480) -> list[Any]:
         """Call ``function(*args)`` on every rank; return their results in rank order.
 
         Args:
