@@ -11,19 +11,13 @@ Exit status: 0 within ten percent, or skipped for want of a GPU; 1 further off, 
 2 the configuration is refused.
 """
 
-import json
 import os
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.cli import OneLineParser
 from torchtitan_lr.errors import ConfigError
-
-RESULT = "TORCHTITAN_LR_MEMORY_RESULT"
-"""Environment variable that makes this a rank: where rank 0 leaves the peak."""
+from torchtitan_lr.experiments import RunFailedError, answer, ask_ranks
 
 TOLERANCE = 0.1
 
@@ -75,27 +69,6 @@ def estimated(arguments: list[str], world: int) -> dict[str, int]:
     return max(ranks, key=lambda parts: parts["peak"])
 
 
-def run_ranks(arguments: list[str], world: int) -> int:
-    """Start all ranks, wait, and return the measured peak.
-
-    Raises:
-        RuntimeError: If a rank failed.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "peak.json"
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *(f"--nproc_per_node={world}", __file__),
-            *(*arguments, f"--job.dump_folder={folder}"),
-        ]
-        done = subprocess.run(
-            command, env=os.environ | {RESULT: str(result)}, capture_output=True, text=True
-        )
-        if done.returncode != 0 or not result.exists():
-            raise RuntimeError(done.stderr.strip() or "the ranks ended without a result")
-        return int(json.loads(result.read_text()))
-
-
 def verdict(parts: dict[str, int], measured: int) -> tuple[str, bool]:
     """Return a line for each part and one for the peak, and whether it is within the tolerance.
 
@@ -111,10 +84,7 @@ def verdict(parts: dict[str, int], measured: int) -> tuple[str, bool]:
 
 def main(argv: list[str]) -> int:
     """Entry point; returns the exit status."""
-    if RESULT in os.environ:
-        peak = measure(argv)
-        if int(os.environ["RANK"]) == 0:
-            Path(os.environ[RESULT]).write_text(json.dumps(peak))
+    if answer(measure, argv):
         return 0
     parser = OneLineParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("config", metavar="CONFIG", help="a TOML file; NGPU says how many ranks")
@@ -130,11 +100,11 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         parts = estimated(arguments, int(world))
-        text, close = verdict(parts, run_ranks(arguments, int(world)))
+        text, close = verdict(parts, int(ask_ranks(__file__, arguments, int(world))))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except RuntimeError as error:
+    except RunFailedError as error:
         print(error, file=sys.stderr)
         return 1
     print(text)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.analysis.communication import block_traffic, count
+from torchtitan_lr.analysis.communication import block_traffic
+from torchtitan_lr.analysis.traffic import count
 from torchtitan_lr.cli import OneLineParser
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plans import TPSettings

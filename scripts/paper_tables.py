@@ -19,12 +19,13 @@ from torchtitan_lr.analysis.cola_memory import (
     cola_elements,
     full_rank_elements,
 )
-from torchtitan_lr.analysis.communication import block_traffic, count
+from torchtitan_lr.analysis.communication import block_traffic
 from torchtitan_lr.analysis.compression import LEVELS, PEELING_LIMIT, paper_bits, union_density
 from torchtitan_lr.analysis.data_parallel import linear_volume
 from torchtitan_lr.analysis.flops import layer_flops
 from torchtitan_lr.analysis.intensity import arithmetic_intensity, feed_forward_products
 from torchtitan_lr.analysis.parameters import count_parameters
+from torchtitan_lr.analysis.traffic import count
 from torchtitan_lr.analysis.tsr import (
     TSRShape,
     published_adamw,

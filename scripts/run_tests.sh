@@ -24,7 +24,7 @@ if [ $# -gt 0 ]; then
 else
     # One process a core: a unit test needs no more. The others start ranks enough by themselves.
     stage "pytest: units" pytest tests/unit -n auto --dist worksteal
-    stage "pytest: ranks and whole runs" pytest tests/distributed tests/integration
+    stage "pytest: ranks and whole runs" pytest tests/distributed tests/integration --durations=20
 fi
 echo
 echo "==== all passed"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.config_optimizer import TSR
 from torchtitan_lr.data.paths import user_path
 from torchtitan_lr.errors import ConfigError
 
@@ -60,8 +61,8 @@ def check_training(config: Any, world_size: int, device_type: str) -> None:
 def check_optimizer(config: Any, world_size: int, device_type: str) -> None:
     """Ranges of ``[optimizer]``. Written so that NaN fails every one of them."""
     optimizer = config.optimizer
-    names = ("AdamW", "Adam", "TSRAdam")
-    want = "'AdamW', 'Adam' or 'TSRAdam'"
+    names = ("AdamW", "Adam", TSR)
+    want = f"'AdamW', 'Adam' or {TSR!r}"
     _require(optimizer.name in names, "optimizer.name", optimizer.name, want)
     lr = optimizer.lr
     _require(0 < lr < math.inf, "optimizer.lr", lr, "a positive number such as 0.001")

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Runs that the scripts start one after the other, through the launcher, and what they leave."""
+"""Runs that the scripts start one after the other, and what they leave."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from torchtitan_lr.config_checks import build_job_config, check_job_config
-from torchtitan_lr.environment import find_device, read_environment
+from torchtitan_lr.environment import Environment, find_device, read_environment
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.metrics import HISTORY_FILE, read_history
 from torchtitan_lr.summary import TRAIN_LOSS
@@ -127,15 +128,72 @@ def check_run(arguments: Sequence[str], ranks: int | None = None) -> Any:
     Raises:
         ConfigError: It cannot work.
     """
+    environment, device = _one_machine(ranks)
+    config = build_job_config(list(arguments))
+    check_job_config(config, environment.ranks, device)
+    return config
+
+
+def _one_machine(ranks: int | None) -> tuple[Environment, str]:
+    """Read the environment of a run on this machine, and where its ranks compute."""
     environment = read_environment()
     if environment.nodes > 1:
         raise ConfigError("NNODES", environment.nodes, "1: this script starts runs on one machine")
     if environment.comm_mode:
         raise ConfigError("COMM_MODE", environment.comm_mode, "nothing: these runs are real")
     environment = environment if ranks is None else replace(environment, ranks=ranks)
-    config = build_job_config(list(arguments))
-    check_job_config(config, environment.ranks, find_device(environment))
-    return config
+    return environment, find_device(environment)
+
+
+RANKS_RESULT = "TORCHTITAN_LR_RANKS_RESULT"
+"""Environment variable that makes a script a rank: where rank 0 leaves what it found."""
+
+
+def ask_ranks(script: str, arguments: Sequence[str], ranks: int | None = None) -> Any:
+    """Run a script on all ranks of this machine by torchrun; return what its rank 0 answers.
+
+    Args:
+        script: The file; its ranks call `answer`.
+        arguments: As of a training run; a dump folder that is deleted afterwards is added.
+        ranks: Processes on this machine; by default what ``NGPU`` says.
+
+    Raises:
+        ConfigError: This machine has no place for them.
+        RunFailedError: A rank failed; its whole output.
+    """
+    environment, device = _one_machine(ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc_per_node={environment.ranks}", script),
+            *(*arguments, f"--job.dump_folder={folder}"),
+        ]
+        variables = {"OMP_NUM_THREADS": "1"} | os.environ | {RANKS_RESULT: str(result)}
+        if device == "cpu":
+            variables["CUDA_VISIBLE_DEVICES"] = ""  # fewer GPUs than ranks
+        done = subprocess.run(command, env=variables, capture_output=True, text=True)
+        if done.returncode != 0 or not result.exists():
+            raise RunFailedError(done.stderr.strip() or "the ranks ended without a result")
+        return json.loads(result.read_text())
+
+
+def answer(measure: Callable[[list[str]], Any], arguments: list[str]) -> bool:
+    """Do this process's part where `ask_ranks` started it.
+
+    Args:
+        measure: What to do with the arguments; rank 0 hands on what it returns, as JSON.
+        arguments: The process's.
+
+    Returns:
+        Whether this process is such a rank.
+    """
+    if RANKS_RESULT not in os.environ:
+        return False
+    found = measure(arguments)
+    if os.environ["RANK"] == "0":
+        Path(os.environ[RANKS_RESULT]).write_text(json.dumps(found))
+    return True
 
 
 def step_records(folder: Path) -> list[dict[str, Any]]:

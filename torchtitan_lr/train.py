@@ -17,7 +17,6 @@ from unittest.mock import patch
 
 import torch
 import torchtitan.train as titan_train
-from torch.nn.utils import clip_grads_with_norm_
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import JobConfig
 from torchtitan.distributed import utils as dist_utils
@@ -30,18 +29,11 @@ from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.device import bind_device
 from torchtitan_lr.environment import launched_ranks
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.guard import (
-    NonFiniteError,
-    StopSignal,
-    agree,
-    first_rank_with,
-    nonfinite_gradient,
-)
+from torchtitan_lr.gradients import gradients_of
+from torchtitan_lr.guard import NonFiniteError, StopSignal, agree, first_rank_with
 from torchtitan_lr.metrics import LowRankMetricsProcessor, read_history
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
-from torchtitan_lr.parallel.grad_norm import gradient_norm
 from torchtitan_lr.parallel.gradient_compression import compressors_of
 from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.summary import build_summary, write_summary
@@ -76,6 +68,8 @@ class Trainer(titan_train.Trainer):
         job_config.job.save_config_file = job_config.job.save_config_file or "job_config.json"
         with _our_parts():
             super().__init__(job_config)
+        stages = self.parallel_dims.get_optional_mesh("pp")
+        self._gradients = gradients_of(self.optimizers, self.model_parts, stages)
         args = self.model_parts[0].model_args
         if isinstance(args, LlamaArgs):
             self.checkpointer.lanes = (args.lanes, args.sync_fraction)
@@ -127,9 +121,9 @@ class Trainer(titan_train.Trainer):
         self._residuals.measure(self.metrics_processor.should_log(self.step))
         with self._counted():
             loss = self._forward_backward(microbatches, global_tokens)
-            grad_norm = self._gradient_norm()
+            grad_norm = self._gradients.synchronize()
             if self._may_step(loss, grad_norm):
-                self._clip_gradients(grad_norm)
+                self._gradients.clip(self.job_config.training.max_norm, grad_norm)
                 self.checkpointer.maybe_wait_for_staging()
                 self.optimizers.step()
         self.lr_schedulers.step()
@@ -198,29 +192,16 @@ class Trainer(titan_train.Trainer):
         """Accumulate gradients; return this rank's share of the loss (detached scalar)."""
         losses = []
         for index, (input_dict, labels) in enumerate(microbatches):
-            synchronize_gradients(self.model_parts, index == len(microbatches) - 1)
+            last = index == len(microbatches) - 1
+            synchronize_gradients(self.model_parts, last)
             loss = self.forward_backward_step(
                 input_dict={k: v.to(self.device) for k, v in input_dict.items()},
                 labels=labels.to(self.device),
                 global_valid_tokens=torch.tensor(global_tokens, device=self.device),
             )
-            if isinstance(self.optimizers, TSROptimizers):
-                self.optimizers.accumulate(last=index == len(microbatches) - 1)
+            self._gradients.accumulate(last)
             losses.append(loss.detach())
         return torch.stack(losses).sum()
-
-    def _gradient_norm(self) -> torch.Tensor:
-        """Return the norm of what the optimizer will use, the same on all ranks."""
-        if isinstance(self.optimizers, TSROptimizers):
-            return self.optimizers.synchronize()
-        return gradient_norm(self._parameters(), self.parallel_dims.get_optional_mesh("pp"))
-
-    def _clip_gradients(self, norm: torch.Tensor) -> None:
-        max_norm = self.job_config.training.max_norm
-        if isinstance(self.optimizers, TSROptimizers):
-            self.optimizers.clip(max_norm, norm)
-        else:
-            clip_grads_with_norm_(self._parameters(), max_norm, norm, foreach=True)
 
     def _counted(self) -> AbstractContextManager[object]:
         """Count the collectives of a step that is logged, where ``metrics.comm_ledger`` asks."""
@@ -232,9 +213,6 @@ class Trainer(titan_train.Trainer):
             self._ledger = ledger_for(self.parallel_dims, self.model_parts)
         self._ledger.clear()
         return self._ledger
-
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        return [p for part in self.model_parts for p in part.parameters()]
 
     def _may_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> bool:
         """Agree with all ranks whether this step is finite, and whether to stop after it."""
@@ -259,10 +237,8 @@ class Trainer(titan_train.Trainer):
 
     def _nonfinite_gradient(self) -> str:
         """Name the first rank and parameter with a gradient that is not finite."""
-        found = nonfinite_gradient(self.model_parts)
-        if found is None and isinstance(self.optimizers, TSROptimizers):
-            found = self.optimizers.nonfinite()
-        return first_rank_with(found) or "every entry is finite, their squares overflow"
+        found = first_rank_with(self._gradients.nonfinite())
+        return found or "every entry is finite, their squares overflow"
 
     def _log_step(
         self, loss: torch.Tensor, token_share: float, grad_norm: torch.Tensor, lr: float

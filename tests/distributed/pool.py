@@ -11,7 +11,8 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -84,23 +85,62 @@ class RankPool:
             self._ranks.append((process, ours))
 
 
+class _GroupCache:
+    """Makes the process groups of device meshes once, and gives them to the meshes of later calls.
+
+    Gloo's threads poll for as long as a group exists, and torch keeps every group: after a hundred
+    runs of the trainer the ranks would do little else. A mesh gets the group that an equal one had
+    in an earlier call: of the same ranks, backend and description, and as manieth of these.
+    """
+
+    def __init__(self, new_group: Callable[..., Any]) -> None:
+        self._new_group = new_group
+        self._groups: dict[tuple[Any, ...], Any] = {}
+        self._used: Counter[tuple[Any, ...]] = Counter()
+
+    def start_call(self) -> None:
+        """Let the next call use all groups anew."""
+        self._used.clear()
+
+    def __call__(
+        self,
+        ranks: Sequence[int],
+        backend: str | None = None,
+        group_desc: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Stand in for `torch.distributed.new_group`."""
+        kind = (tuple(ranks), backend, group_desc)
+        self._used[kind] += 1
+        key = (*kind, self._used[kind])
+        if key not in self._groups:
+            self._groups[key] = self._new_group(
+                ranks=ranks, backend=backend, group_desc=group_desc, **options
+            )
+        return self._groups[key]
+
+
 def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), CUDA_VISIBLE_DEVICES=""
     )
     import torch
     import torch.distributed as dist
+    from torch.distributed import device_mesh
 
     torch.set_num_threads(1)
     gc.freeze()  # the trainer's collections need not walk every imported module, each time
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
     )
+    groups = _GroupCache(dist.new_group)
+    device_mesh.new_group = groups  # type: ignore[assignment]
     while True:
         try:
             function, args = pipe.recv()
         except EOFError:
             return
+        groups.start_call()
         try:
             answer = (False, function(*args))
         except BaseException:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Estimates against four ranks: bytes sent, bytes held, and what autograd keeps."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -139,16 +139,16 @@ def test_bytes_sent(name: str, runs: dict[str, Run], measured: dict[str, Any]) -
     for rank in measured[name]:
         traffic = step_traffic(run, rank["pp"], rehearsal)
         traffic = [row for row in traffic if row.scope != "step"]
-        assert rank["sent"] == bytes_by_dim(traffic, run.precision)
+        assert rank["sent"] == bytes_by_dim(traffic, run.wire_dtypes)
         # The control: another dtype on the wire is noticed.
-        wrong = replace(run.precision, compute=8)
+        wrong = run.wire_dtypes | dict.fromkeys(("activation", "parameter"), "float64")
         assert rank["sent"] != bytes_by_dim(traffic, wrong)
 
 
 def test_repeated_collectives_are_noticed(runs: dict[str, Run], measured: dict[str, Any]) -> None:
     """Full checkpointing under vanilla sends again; without its share the bytes do not agree."""
     run = runs["vanilla_fsdp2"]
-    without = bytes_by_dim(step_traffic(run, 0), run.precision)
+    without = bytes_by_dim(step_traffic(run, 0), run.wire_dtypes)
     assert measured["vanilla_fsdp2"][0]["sent"]["tp"] != without["tp"]
     assert measured["vanilla_fsdp2"][0]["sent"]["fsdp"] == without["fsdp"]
 

@@ -28,8 +28,9 @@ from tests.distributed.tp_cases import (
     shard_model,
     tp_mesh,
 )
-from torchtitan_lr.analysis.communication import Traffic, model_traffic
+from torchtitan_lr.analysis.communication import model_traffic
 from torchtitan_lr.analysis.data_parallel import DataParallel, data_parallel_traffic
+from torchtitan_lr.analysis.traffic import Traffic
 from torchtitan_lr.comm.comparison import compare, differences
 from torchtitan_lr.comm.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.loss import cross_entropy_sum

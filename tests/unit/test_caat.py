@@ -12,7 +12,8 @@ from torchtitan_lr.analysis.caat import (
     llama_block_operations,
     speed_up,
 )
-from torchtitan_lr.analysis.communication import block_traffic, count
+from torchtitan_lr.analysis.communication import block_traffic
+from torchtitan_lr.analysis.traffic import count
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plans import TPSettings

@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 
 from torchtitan_lr.analysis.communication import (
-    Traffic,
     block_traffic,
-    count,
     embedding_traffic,
     head_traffic,
     loss_traffic,
-    merge,
     model_traffic,
 )
 from torchtitan_lr.analysis.data_parallel import (
@@ -22,6 +19,7 @@ from torchtitan_lr.analysis.data_parallel import (
     linear_volume,
     padded,
 )
+from torchtitan_lr.analysis.traffic import Traffic, count, merge
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plans import TPSettings

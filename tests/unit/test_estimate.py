@@ -57,7 +57,7 @@ def test_every_config(path):
     split = sum(math.prod(shape) for shape in run.global_shapes.values())
     assert split / run.tp <= whole <= split
     traffic = [step_traffic(run, rank) for rank in range(run.pp)]
-    sent = [bytes_by_dim(rows, run.precision) for rows in traffic]
+    sent = [bytes_by_dim(rows, run.wire_dtypes) for rows in traffic]
     used = {name for name in ("tp", "fsdp", "dp_replicate", "pp") if run.mesh[name].size > 1}
     assert all(dims.keys() == used for dims in sent)
     time = step_time(run, traffic, load_hardware("h100", ROOT / "scripts" / "hardware"))

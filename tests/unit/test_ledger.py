@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtitan_lr.analysis.communication import Traffic
+from torchtitan_lr.analysis.traffic import Traffic
 from torchtitan_lr.comm.comparison import compare, differences
 from torchtitan_lr.comm.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.comm.operations import OPERATIONS, identify

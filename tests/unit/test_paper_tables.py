@@ -18,7 +18,7 @@ from torchtitan_lr.analysis.cola_memory import (
     cola_elements,
     full_rank_elements,
 )
-from torchtitan_lr.analysis.communication import block_traffic, count
+from torchtitan_lr.analysis.communication import block_traffic
 from torchtitan_lr.analysis.data_parallel import linear_volume
 from torchtitan_lr.analysis.flops import layer_flops
 from torchtitan_lr.analysis.intensity import arithmetic_intensity, feed_forward_products
@@ -29,6 +29,7 @@ from torchtitan_lr.analysis.published import (
     COLA_TABLE_5,
     COLA_TABLE_7,
 )
+from torchtitan_lr.analysis.traffic import count
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plans import TPSettings

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from torchtitan_lr.analysis.communication import Traffic
 from torchtitan_lr.analysis.step_time import (
     Hardware,
     MeshDim,
@@ -14,6 +13,7 @@ from torchtitan_lr.analysis.step_time import (
     exposed_seconds,
     model_step_time,
 )
+from torchtitan_lr.analysis.traffic import Traffic
 
 MACHINE = Hardware("test", 100.0, 0.5, 80.0, 8, 100.0, 10.0, 10.0)
 MESH = {"tp": MeshDim(8, 1), "fsdp": MeshDim(4, 8), "pp": MeshDim(2, 32)}

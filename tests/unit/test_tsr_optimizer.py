@@ -118,8 +118,7 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm():
         dict(model.named_parameters())[MATRIX].grad[1, 2] = float("nan")
         optimizer.accumulate(last=True)
         assert not torch.isfinite(optimizer.synchronize())
-        if steps_before:
-            assert optimizer.nonfinite() == MATRIX
+        assert optimizer.nonfinite() == MATRIX
 
 
 @pytest.mark.parametrize("moments", ["keep", "rotate", "reset"])

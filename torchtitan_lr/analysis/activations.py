@@ -3,9 +3,9 @@
 
 from dataclasses import dataclass
 
-from torchtitan_lr.analysis.communication import PlanSettings
 from torchtitan_lr.analysis.flops import FORWARD_AND_BACKWARD, layer_flops
 from torchtitan_lr.analysis.parameters import ModelShape, attention_sides, feed_forward_sides
+from torchtitan_lr.analysis.traffic import PlanSettings
 
 NORMS = 2
 """RMSNorms of a block."""

@@ -9,7 +9,7 @@ count sketch. Bits are those a rank hands to its collectives, per parameter, onc
 import math
 from dataclasses import dataclass
 
-from torchtitan_lr.analysis.communication import Traffic
+from torchtitan_lr.analysis.traffic import Traffic
 
 LEVELS: dict[str, tuple[float, float]] = {"2x": (2, 0.8), "4x": (4, 0.9), "10x": (10, 0.9875)}
 """Compression c and sparsity θ of the published levels (TAGC, Table 1)."""

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from torchtitan_lr.analysis.communication import PlanSettings, Traffic, merge
 from torchtitan_lr.analysis.parameters import (
     ModelShape,
     attention_sides,
@@ -19,6 +18,7 @@ from torchtitan_lr.analysis.parameters import (
     group_ranks,
     linear_parameters,
 )
+from torchtitan_lr.analysis.traffic import PlanSettings, Traffic, merge
 
 Shapes = list[tuple[int, ...]]
 """Shapes of a unit's parameters on one tensor-parallel rank."""

@@ -9,8 +9,8 @@ the next block mixes in: to drop them would make the model depend on where it is
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from torchtitan_lr.analysis.communication import PlanSettings, Traffic
 from torchtitan_lr.analysis.parameters import ModelShape
+from torchtitan_lr.analysis.traffic import PlanSettings, Traffic
 
 
 @dataclass(frozen=True)

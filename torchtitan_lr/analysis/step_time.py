@@ -13,7 +13,7 @@ only where they take longer; what TSR-Adam sends at the end of a step is exposed
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from torchtitan_lr.analysis.communication import Traffic
+from torchtitan_lr.analysis.traffic import Traffic
 
 _WIRE_SHARE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from torchtitan_lr.analysis.communication import Traffic, merge
+from torchtitan_lr.analysis.traffic import Traffic, merge
 from torchtitan_lr.analysis.tsr import sketch_elements
 
 BUCKET_ELEMENTS = 2**26

@@ -4,7 +4,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torchtitan_lr.analysis.communication import Traffic
+from torchtitan_lr.analysis.traffic import Traffic
 from torchtitan_lr.comm.ledger import in_reading_order
 
 IDENTITY = ("scope", "pass", "op", "mesh_dim", "dtype")

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_lr.analysis.communication import Traffic
 from torchtitan_lr.analysis.compression import (
     CodecSizes,
     all_reduce_traffic,
@@ -21,6 +20,7 @@ from torchtitan_lr.analysis.compression import (
     reduce_scatter_traffic,
     spreads_packed,
 )
+from torchtitan_lr.analysis.traffic import Traffic
 from torchtitan_lr.comm.codecs import Codec, DenseCodec, SketchCodec, SparseCodec, exchange, gather
 from torchtitan_lr.comm.codecs.bitmap import pack, unpack
 from torchtitan_lr.comm.codecs.hashing import step_seed

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from torchtitan_lr.analysis.communication import Traffic
 from torchtitan_lr.analysis.flops import flops_per_token
 from torchtitan_lr.analysis.parameters import count_parameters
 from torchtitan_lr.analysis.rehearsal import Rehearsal
 from torchtitan_lr.analysis.step_time import Hardware
+from torchtitan_lr.analysis.traffic import Traffic
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.memory import activation_bytes, in_flight, rank_memory, rehearse_run
 from torchtitan_lr.estimate.run import AC_MODES, Run, alternatives
@@ -92,7 +92,7 @@ def _pipeline_rank(
         "units": list(units),
         "microbatches_in_flight": in_flight(run, pp_rank, rehearsal)[1],
         "memory_bytes": rank_memory(run, pp_rank, rehearsal),
-        "comm_bytes": bytes_by_dim(traffic, run.precision),
+        "comm_bytes": bytes_by_dim(traffic, run.wire_dtypes),
     }
 
 
@@ -117,7 +117,7 @@ def _tsr_bytes(run: Run, pp_rank: int, averaged: list[list[Traffic]]) -> dict[st
         "all_refresh": optimizer_traffic(run, pp_rank, refreshing),
         "average": average,
     }
-    return {name: bytes_by_dim(traffic, run.precision) for name, traffic in rows.items()}
+    return {name: bytes_by_dim(traffic, run.wire_dtypes) for name, traffic in rows.items()}
 
 
 def _total(comm_bytes: dict[str, dict[str, int]]) -> int:

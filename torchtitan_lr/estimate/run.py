@@ -118,6 +118,26 @@ class Run:
         return Precision(*(TORCH_DTYPE_MAP[name].itemsize for name in names))
 
     @property
+    def wire_dtypes(self) -> dict[str, str]:
+        """Name of the dtype in which every kind of tensor travels, by `Traffic.role`.
+
+        Beside the roles stands ``stored``: what an optimizer sums are gradients as they are stored.
+        """
+        training = self.config.training
+        half_or_not = dict.fromkeys(("activation", "parameter"), training.mixed_precision_param)
+        wide = dict.fromkeys(("statistic", "loss", "core", "sketch"), "float32")
+        return {
+            **half_or_not,
+            **wide,
+            "gradient": training.mixed_precision_reduce,
+            "stored": training.dtype,
+            "core_bf16": "bfloat16",
+            "norm": "float64",
+            "checksum": "int64",
+            "index": "uint8",
+        }
+
+    @property
     def checkpointing(self) -> str:
         """The mode of activation checkpointing; a full-rank stand-in repeats whole blocks."""
         mode = str(self.config.activation_checkpoint.mode)

@@ -4,7 +4,6 @@
 from functools import partial
 
 from torchtitan_lr.analysis.activations import layer_recompute_flops, recompute_flops
-from torchtitan_lr.analysis.communication import Traffic
 from torchtitan_lr.analysis.flops import FORWARD_AND_BACKWARD, head_flops, layer_flops
 from torchtitan_lr.analysis.schedule import StageSeconds, makespan, pipeline_order
 from torchtitan_lr.analysis.step_time import (
@@ -14,6 +13,7 @@ from torchtitan_lr.analysis.step_time import (
     exposed_seconds,
     model_step_time,
 )
+from torchtitan_lr.analysis.traffic import Traffic
 from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.estimate.traffic import element_size
 
@@ -26,7 +26,7 @@ def step_time(run: Run, traffic: list[list[Traffic]], hardware: Hardware) -> Ste
         traffic: Every pipeline rank's, of a whole step.
         hardware: The machine.
     """
-    sizes = partial(element_size, precision=run.precision)
+    sizes = partial(element_size, dtypes=run.wire_dtypes)
     times = [
         model_step_time(
             sum(sum(_stage_seconds(run, stage, hardware)) for stage in run.stages_of(pp_rank))
@@ -50,7 +50,7 @@ def step_time(run: Run, traffic: list[list[Traffic]], hardware: Hardware) -> Ste
 
 def _bubble(run: Run, traffic: list[list[Traffic]], hardware: Hardware) -> float:
     """Seconds from the first action to the last, less those of the busiest rank."""
-    sizes = partial(element_size, precision=run.precision)
+    sizes = partial(element_size, dtypes=run.wire_dtypes)
     stages = [StageSeconds(0, 0)] * len(run.stages)
     for pp_rank, rows in enumerate(traffic):
         mine = run.stages_of(pp_rank)

@@ -6,22 +6,25 @@ except those that belong to TSR-Adam. With a pipeline and ``fsdp_reshard_after_f
 the weights' gathers are counted once a pass, which is less than micro-batches cause.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import lcm, prod
 from typing import Any
 
-from torchtitan_lr.analysis.communication import Traffic, merge, model_traffic
+import torch
+
+from torchtitan_lr.analysis.communication import model_traffic
 from torchtitan_lr.analysis.compression import (
     all_reduce_traffic,
     exchange_unit,
     reduce_scatter_traffic,
 )
 from torchtitan_lr.analysis.data_parallel import DataParallel, data_parallel_traffic
-from torchtitan_lr.analysis.memory import Precision, sharded
+from torchtitan_lr.analysis.memory import sharded
 from torchtitan_lr.analysis.pipeline import pipeline_traffic
 from torchtitan_lr.analysis.rehearsal import Rehearsal
+from torchtitan_lr.analysis.traffic import Traffic, merge
 from torchtitan_lr.analysis.tsr_traffic import TSRMatrix, TSRMesh, TSRStep, tsr_traffic
 from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.parallel.compression_settings import is_compressed, settings_for
@@ -44,36 +47,24 @@ def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> 
     return rows
 
 
-def element_size(row: Traffic, precision: Precision) -> int:
+def element_size(row: Traffic, dtypes: Mapping[str, str]) -> int:
     """Return the bytes of an element of a row.
 
     Args:
-        row: Its role decides; what an optimizer sums are the gradients as they are stored.
-        precision: Of the run.
+        row: Its role decides.
+        dtypes: As `Run.wire_dtypes` tells them.
     """
-    if row.role == "gradient" and row.pass_ == "optimizer":
-        return precision.parameter
-    return {
-        "activation": precision.compute,
-        "parameter": precision.compute,
-        "gradient": precision.reduce,
-        "statistic": max(4, precision.compute),
-        "loss": max(4, precision.compute),
-        "core": 4,
-        "core_bf16": 2,
-        "sketch": 4,
-        "norm": 8,
-        "checksum": 8,
-        "index": 1,
-    }[row.role]
+    stored = row.role == "gradient" and row.pass_ == "optimizer"
+    dtype: torch.dtype = getattr(torch, dtypes["stored" if stored else row.role])
+    return dtype.itemsize
 
 
-def bytes_by_dim(rows: Iterable[Traffic], precision: Precision) -> dict[str, dict[str, int]]:
-    """Add up bytes by mesh dimension and operation."""
+def bytes_by_dim(rows: Iterable[Traffic], dtypes: Mapping[str, str]) -> dict[str, dict[str, int]]:
+    """Add up bytes by mesh dimension and operation; ``dtypes`` as in `element_size`."""
     result: dict[str, dict[str, int]] = {}
     for row in rows:
         ops = result.setdefault(row.mesh_dim, {})
-        ops[row.op] = ops.get(row.op, 0) + row.elements * element_size(row, precision)
+        ops[row.op] = ops.get(row.op, 0) + row.elements * element_size(row, dtypes)
     return result
 
 

@@ -10,6 +10,7 @@ from torchtitan.components.optimizer import build_optimizers as titan_build_opti
 from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 
+from torchtitan_lr.config_optimizer import TSR
 from torchtitan_lr.optim.selection import TSRSettings
 from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
 
@@ -26,7 +27,7 @@ def build_optimizers(
         optimizer_config: ``[optimizer]``.
         parallel_dims: Degrees and meshes.
     """
-    if optimizer_config.name == "TSRAdam":
+    if optimizer_config.name == TSR:
         names = ("lr", "beta1", "beta2", "eps", "weight_decay")
         return TSROptimizers(
             model_parts,

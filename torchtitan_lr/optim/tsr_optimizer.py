@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
+from torchtitan_lr.guard import nonfinite_gradient
 from torchtitan_lr.models.initialization import clean_name
 from torchtitan_lr.optim.layout import derived, local, mesh_groups, shard_dims
 from torchtitan_lr.optim.mesh_sync import Ranks
@@ -215,8 +216,8 @@ class TSROptimizers(OptimizersContainer):
         self.synchronizer.end()
 
     def nonfinite(self) -> str | None:
-        """Name the first matrix of this rank whose core is not finite."""
-        return self.synchronizer.nonfinite()
+        """Name the first parameter of this rank whose gradient or core is not finite."""
+        return nonfinite_gradient(self.model_parts) or self.synchronizer.nonfinite()
 
 
 def _build_stacks(

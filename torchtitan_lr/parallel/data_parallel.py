@@ -28,6 +28,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
+from torchtitan_lr.config_optimizer import TSR
 from torchtitan_lr.parallel.compression_settings import compresses, settings_for
 from torchtitan_lr.parallel.gradient_compression import apply_gradient_compression, compressor_of
 
@@ -84,7 +85,7 @@ def apply_data_parallel(
 
 def optimizer_owns_replicas(job_config: JobConfig) -> bool:
     """Return whether the optimizer, not the wrapper, sums gradients over the replicas."""
-    return bool(job_config.optimizer.name == "TSRAdam")
+    return bool(job_config.optimizer.name == TSR)
 
 
 def mixed_precision_policy(job_config: JobConfig) -> MixedPrecisionPolicy:

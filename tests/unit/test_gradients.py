@@ -1,0 +1,48 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Gradients between backward and the optimizer step; TSR-Adam's are in test_tsr_optimizer.py."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan_lr.gradients import StoredGradients, gradients_of
+from torchtitan_lr.optim.selection import TSRSettings
+from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
+
+
+@pytest.fixture
+def parts():
+    """Two parts of a model: gradients of norms 3 and 4, and one parameter without."""
+    first, second = nn.Linear(3, 3, bias=False), nn.Linear(2, 2)
+    first.weight.grad = torch.ones(3, 3)
+    second.weight.grad = torch.full((2, 2), 2.0)
+    return [first, second]
+
+
+def test_norm_and_clipping(parts):
+    gradients = StoredGradients(parts, None)
+    gradients.accumulate(last=True)
+    norm = gradients.synchronize()
+    assert norm.item() == pytest.approx(5)
+    gradients.clip(10.0, norm)  # small enough
+    assert torch.equal(parts[0].weight.grad, torch.ones(3, 3))
+    gradients.clip(1.0, norm)
+    assert gradients.synchronize().item() == pytest.approx(1, rel=1e-5)
+    torch.testing.assert_close(parts[1].weight.grad, torch.full((2, 2), 0.4))
+    assert parts[1].bias.grad is None
+
+
+def test_what_is_not_finite_is_named(parts):
+    gradients = StoredGradients(parts, None)
+    assert gradients.nonfinite() is None
+    parts[1].weight.grad[1, 0] = float("inf")
+    assert gradients.nonfinite() == "weight"
+    assert not torch.isfinite(gradients.synchronize())
+
+
+def test_an_optimizer_that_sums_them_itself_is_asked(parts):
+    defaults = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+    optimizers = TSROptimizers(parts, TSRSettings(rank=2), defaults)
+    assert gradients_of(optimizers, parts, None) is optimizers
+    plain = torch.optim.AdamW(parts[0].parameters())
+    assert isinstance(gradients_of(plain, parts, None), StoredGradients)

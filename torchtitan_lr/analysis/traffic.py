@@ -1,0 +1,89 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Rows of predicted traffic, and the settings of a plan that decide what is sent.
+
+Elements are those of the logical tensor (input of a reduction, output of a gather), once per call.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+Pass = Literal["forward", "backward", "optimizer"]
+
+
+class PlanSettings(Protocol):
+    """How a model is split; ``TPSettings`` has these."""
+
+    @property
+    def plan(self) -> str:
+        """One of btp, vanilla, vanilla_replicated, megatron, caat, btp_caat."""
+
+    @property
+    def grouping(self) -> bool:
+        """Whether q, k, v (and gate, up) share collectives."""
+
+    @property
+    def norm(self) -> str:
+        """One of online, sync."""
+
+    @property
+    def norm_stat(self) -> str:
+        """One of async, column."""
+
+    @property
+    def comm(self) -> str:
+        """One of all_reduce, sequence."""
+
+    @property
+    def head(self) -> str:
+        """One of plain, scatter."""
+
+    @property
+    def loss_parallel(self) -> bool:
+        """Whether the loss works on sharded logits."""
+
+    @property
+    def wide_sums(self) -> bool:
+        """CAAT-Net: whether backward sums in fp32 behind a wire of half precision."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Equal collectives of one part of the model, in one micro-batch.
+
+    Args:
+        scope: ``block i``, ``embedding``, ``head`` or ``loss``.
+        pass_: ``forward`` or ``backward``; ``optimizer`` for what TSR-Adam sends.
+        op: ``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``.
+        role: What travels, which decides the dtype: ``activation`` (or its gradient),
+            ``statistic`` (at least fp32), ``loss`` (at least fp32), ``parameter``, ``gradient``.
+        calls: Number of calls.
+        elements: Of all calls together.
+        mesh_dim: Name of the mesh dimension.
+    """
+
+    scope: str
+    pass_: Pass
+    op: str
+    role: str
+    calls: int
+    elements: int
+    mesh_dim: str = "tp"
+
+
+def count(traffic: Iterable[Traffic], pass_: Pass) -> tuple[int, int]:
+    """Return calls and elements of one pass."""
+    rows = [row for row in traffic if row.pass_ == pass_]
+    return sum(row.calls for row in rows), sum(row.elements for row in rows)
+
+
+def merge(rows: Iterable[Traffic]) -> list[Traffic]:
+    """Add up the rows that differ in nothing but their numbers."""
+    merged: dict[Traffic, Traffic] = {}
+    for row in rows:
+        key = replace(row, calls=0, elements=0)
+        old = merged.get(key, key)
+        merged[key] = replace(
+            old, calls=old.calls + row.calls, elements=old.elements + row.elements
+        )
+    return list(merged.values())
