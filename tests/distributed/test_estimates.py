@@ -72,10 +72,9 @@ def measure(arguments: list[str]) -> dict[str, Any]:
     with ledger_for(trainer.parallel_dims, trainer.model_parts) as ledger:
         trainer.train_step(batches)
     sent: dict[str, dict[str, int]] = {}
-    known = trainer.parallel_dims.get_all_one_dimensional_meshes()
     for row in ledger.rows():
         if row["scope"] != "step":
-            ops = sent.setdefault(named(row["mesh_dim"], known), {})
+            ops = sent.setdefault(row["mesh_dim"], {})
             ops[row["op"]] = ops.get(row["op"], 0) + row["bytes"]
     parameters = [p for part in trainer.model_parts for p in part.parameters()]
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -96,17 +95,6 @@ def measure(arguments: list[str]) -> dict[str, Any]:
     gc.collect()
     dist.barrier()
     return result
-
-
-def named(mesh_dim: str, known: dict[str, Any]) -> str:
-    """Name a group of the same ranks: DTensor caches an equal mesh of the pool's run before."""
-    from torch.distributed.distributed_c10d import _resolve_process_group, get_process_group_ranks
-
-    if mesh_dim in known:
-        return mesh_dim
-    ranks = get_process_group_ranks(_resolve_process_group(mesh_dim))  # type: ignore[arg-type]
-    meshes = {name: known[name].get_group() for name in ("tp", "fsdp", "pp") if name in known}
-    return next(n for n, group in meshes.items() if get_process_group_ranks(group) == ranks)
 
 
 def bytes_of(tensors: list[Any]) -> int:
