@@ -99,8 +99,7 @@ def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
 
 def main(argv: list[str]) -> int:
     """Entry point; returns the exit status."""
-    if answer(measure, argv):
-        return 0
+    answer(measure, argv)
     parser = OneLineParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("config", metavar="CONFIG", help="a TOML file")
     parser.add_argument("--json", action="store_true", help="print a list of rows instead")

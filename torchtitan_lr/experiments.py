@@ -17,6 +17,7 @@ from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.environment import Environment, find_device, read_environment
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.metrics import HISTORY_FILE, read_history
+from torchtitan_lr.processes import leave
 from torchtitan_lr.summary import TRAIN_LOSS
 
 SECONDS = "time_metrics/end_to_end(s)"
@@ -178,22 +179,19 @@ def ask_ranks(script: str, arguments: Sequence[str], ranks: int | None = None) -
         return json.loads(result.read_text())
 
 
-def answer(measure: Callable[[list[str]], Any], arguments: list[str]) -> bool:
-    """Do this process's part where `ask_ranks` started it.
+def answer(measure: Callable[[list[str]], Any], arguments: list[str]) -> None:
+    """Do this process's part where `ask_ranks` started it, and end it; else do nothing.
 
     Args:
         measure: What to do with the arguments; rank 0 hands on what it returns, as JSON.
         arguments: The process's.
-
-    Returns:
-        Whether this process is such a rank.
     """
     if RANKS_RESULT not in os.environ:
-        return False
+        return
     found = measure(arguments)
     if os.environ["RANK"] == "0":
         Path(os.environ[RANKS_RESULT]).write_text(json.dumps(found))
-    return True
+    leave(0)
 
 
 def step_records(folder: Path) -> list[dict[str, Any]]:

@@ -8,8 +8,6 @@ PyTorch's profiler, the last one under the ledger; all others are those of any r
 """
 
 import json
-import os
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,6 +18,7 @@ import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from torchtitan_lr.comm.ledger import ledger_for
+from torchtitan_lr.processes import leave
 from torchtitan_lr.train import Trainer, main
 
 MEASUREMENT_FILE = "communication.json"
@@ -108,8 +107,4 @@ def union_length(spans: Iterable[tuple[float, float]]) -> float:
 
 
 if __name__ == "__main__":
-    status = main(trainer_class=MeasuredTrainer)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: a thread that the profiler left aborts the process, now and then, as it ends.
-    os._exit(status)
+    leave(main(trainer_class=MeasuredTrainer))

@@ -5,6 +5,7 @@ On SIGTERM torchrun kills its ranks, prints a traceback and fails even if they e
 reach this process alone, which passes them to the ranks; torchrun then sees them end by themselves.
 """
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -15,7 +16,7 @@ import sys
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, NoReturn
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _RANK_LINE = re.compile(rb"\[rank\d+\]:")
@@ -201,3 +202,18 @@ def _die_with_parent() -> None:
 
 # Loaded before any fork: a child must not load libraries between fork and exec.
 _LIBC = ctypes.CDLL(None)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process after what is registered for its end, but without a teardown.
+
+    Now and then a thread of torch's libraries still runs when the interpreter destroys it, which
+    aborts a rank that has done all its work.
+
+    Args:
+        status: The exit status.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)

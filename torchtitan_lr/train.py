@@ -36,6 +36,7 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.gradient_compression import compressors_of
 from torchtitan_lr.parallel.pipeline import Pipeline
+from torchtitan_lr.processes import leave
 from torchtitan_lr.summary import build_summary, write_summary
 from torchtitan_lr.validate import Validator
 
@@ -356,4 +357,4 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
