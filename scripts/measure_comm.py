@@ -93,8 +93,7 @@ def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
     if config.parallelism.pipeline_parallel_degree > 1:
         key = "parallelism.pipeline_parallel_degree"
         raise ConfigError(key, config.parallelism.pipeline_parallel_degree, "1 for this script")
-    table: list[dict[str, Any]] = ask_ranks(__file__, arguments)
-    return table
+    return list(ask_ranks(__file__, arguments))
 
 
 def main(argv: list[str]) -> int:

@@ -24,6 +24,10 @@ SECONDS = "time_metrics/end_to_end(s)"
 """Key of a record in ``metrics.jsonl``: seconds of a step, the mean since the last record."""
 
 
+RANKS_RESULT = "TORCHTITAN_LR_RANKS_RESULT"
+"""Environment variable that makes a script a rank: where rank 0 leaves what it found."""
+
+
 class RunFailedError(RuntimeError):
     """A run ended with an error, told in one line."""
 
@@ -144,10 +148,6 @@ def _one_machine(ranks: int | None) -> tuple[Environment, str]:
         raise ConfigError("COMM_MODE", environment.comm_mode, "nothing: these runs are real")
     environment = environment if ranks is None else replace(environment, ranks=ranks)
     return environment, find_device(environment)
-
-
-RANKS_RESULT = "TORCHTITAN_LR_RANKS_RESULT"
-"""Environment variable that makes a script a rank: where rank 0 leaves what it found."""
 
 
 def ask_ranks(script: str, arguments: Sequence[str], ranks: int | None = None) -> Any:

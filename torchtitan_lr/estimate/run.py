@@ -124,10 +124,10 @@ class Run:
         Beside the roles stands ``stored``: what an optimizer sums are gradients as they are stored.
         """
         training = self.config.training
-        half_or_not = dict.fromkeys(("activation", "parameter"), training.mixed_precision_param)
+        computed = dict.fromkeys(("activation", "parameter"), training.mixed_precision_param)
         wide = dict.fromkeys(("statistic", "loss", "core", "sketch"), "float32")
         return {
-            **half_or_not,
+            **computed,
             **wide,
             "gradient": training.mixed_precision_reduce,
             "stored": training.dtype,
