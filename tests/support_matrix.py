@@ -12,6 +12,7 @@ import tomli
 
 PATH = Path(__file__).resolve().parents[1] / "docs/support_matrix.toml"
 GLOBAL_BATCH = 16
+DRAWS_PER_COMMIT = 25
 COLUMN_AXES = ("data", "tensor", "pipeline")
 NONE = "none"
 
@@ -78,8 +79,8 @@ class SupportMatrix:
         )
         return {pair for pair in pairs_of_cells if pair in self.working_pairs}
 
-    def ci_draws(self) -> list[Combination]:
-        """Return the combinations that are trained on every change: every cell is in one."""
+    def every_draw(self) -> list[Combination]:
+        """Return combinations that hold every cell at least once; ``--full`` trains all of them."""
         source, missing = random.Random(0), set(self.cells)
         chosen: list[Combination] = []
         for ranks in (4, 8):  # most need no more than four
@@ -94,6 +95,16 @@ class SupportMatrix:
                     )
                     missing.difference_update(pairs(chosen[-1]))
         return chosen
+
+    def draws_of(self, commit: str) -> list[Combination]:
+        """Return the share of `every_draw` that one commit trains.
+
+        Args:
+            commit: Its hexadecimal name; the shares go round with it.
+        """
+        draws = self.every_draw()
+        shares = -(-len(draws) // DRAWS_PER_COMMIT)
+        return draws[int(commit, 16) % shares :: shares]
 
     @cached_property
     def working_pairs(self) -> set[Any]:

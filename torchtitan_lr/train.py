@@ -202,7 +202,8 @@ class Trainer(titan_train.Trainer):
             )
             self._gradients.accumulate(last)
             losses.append(loss.detach())
-        return torch.stack(losses).sum()
+        # In float64 on every rank: a stage without the loss has a zero of another precision.
+        return torch.stack(losses).sum(dtype=torch.float64)
 
     def _counted(self) -> AbstractContextManager[object]:
         """Count the collectives of a step that is logged, where ``metrics.comm_ledger`` asks."""

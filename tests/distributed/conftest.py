@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Rank pools shared by all multi-rank tests."""
+"""Rank pools shared by all multi-rank tests: each is started once, by the first test that uses it."""
 
 from collections.abc import Iterator
 
@@ -8,10 +8,8 @@ import pytest
 from tests.distributed.pool import RankPool
 
 
-@pytest.fixture(scope="session")
-def four_ranks() -> Iterator[RankPool]:
-    """Four gloo ranks."""
-    pool = RankPool(4)
+def _pool(world_size: int) -> Iterator[RankPool]:
+    pool = RankPool(world_size)
     yield pool
     pool.close()
 
@@ -19,6 +17,22 @@ def four_ranks() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def one_rank() -> Iterator[RankPool]:
     """One rank: the reference every layout is compared with."""
-    pool = RankPool(1)
-    yield pool
-    pool.close()
+    yield from _pool(1)
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[RankPool]:
+    """Two gloo ranks."""
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankPool]:
+    """Four gloo ranks."""
+    yield from _pool(4)
+
+
+@pytest.fixture(scope="session")
+def eight_ranks() -> Iterator[RankPool]:
+    """Eight gloo ranks."""
+    yield from _pool(8)

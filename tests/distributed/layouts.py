@@ -13,12 +13,15 @@ def degrees(tensor: int = 1, pipeline: int = 1, local_batch: int = 8) -> list[st
     ]
 
 
+DEEP = ["--model.flavor=parity4"]
+"""Enough layers for four stages."""
+
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "dp1": (1, degrees()),
     "tp2": (2, degrees(tensor=2)),
     "pp2": (2, degrees(pipeline=2)),
     "tp4": (4, degrees(tensor=4)),
-    "pp4": (4, degrees(pipeline=4)),
+    "pp4": (4, [*degrees(pipeline=4), *DEEP]),
     "pp2_tp2": (4, degrees(tensor=2, pipeline=2)),
     "fsdp2_tp2": (4, degrees(tensor=2, local_batch=4)),
     "fsdp2_pp2": (4, degrees(pipeline=2, local_batch=4)),
@@ -32,5 +35,11 @@ def model(family: str) -> list[str]:
 
 
 def schedule(name: str) -> list[str]:
-    """Return the argument that chooses a pipeline schedule."""
-    return [f"--parallelism.pipeline_parallel_schedule={name}"]
+    """Return the arguments that choose a pipeline schedule, and a model of as many stages."""
+    deep = DEEP if name in ("Interleaved1F1B", "ZBVZeroBubble") else []
+    return [f"--parallelism.pipeline_parallel_schedule={name}", *deep]
+
+
+def flavor(options: list[str]) -> list[str]:
+    """Return the last flavor that options choose, for their reference."""
+    return [option for option in options if option.startswith("--model.flavor=")][-1:]

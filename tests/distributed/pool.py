@@ -12,9 +12,11 @@ import os
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+DIED = "the process died"
 
 
 class RankPool:
@@ -39,11 +41,44 @@ class RankPool:
         Raises:
             RuntimeError: With the traceback of the first rank that failed.
         """
+        results = {}
+        for rank, failed, value in self._answers(function, args, timeout):
+            if failed:
+                self.close()
+                raise RuntimeError(f"rank {rank}:\n{value}")
+            results[rank] = value
+        return [results[rank] for rank in range(self.world_size)]
+
+    def errors(self, function: Callable[..., Any], *args: Any, timeout: float = 480) -> list[str]:
+        """Call ``function(*args)`` on every rank, where each must raise; the pool stays usable.
+
+        Args:
+            function: A module-level function that leaves no collective half done.
+            *args: Picklable arguments, equal on all ranks.
+            timeout: Seconds for all ranks together.
+
+        Returns:
+            Every rank's traceback, in rank order.
+
+        Raises:
+            RuntimeError: A rank returned, or died.
+        """
+        results = {}
+        for rank, failed, value in self._answers(function, args, timeout):
+            if not failed or value == DIED:
+                self.close()
+                raise RuntimeError(f"rank {rank} raised nothing: {value}")
+            results[rank] = value
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _answers(
+        self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
+    ) -> Iterator[tuple[int, bool, Any]]:
+        """Yield (rank, whether it failed, its result or traceback) as they come in."""
         if not self._ranks:
             self._start()
         for _, pipe in self._ranks:
             pipe.send((function, args))
-        results: dict[int, Any] = {}
         pending = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
         while pending:
             ready = wait(list(pending), timeout)
@@ -51,16 +86,11 @@ class RankPool:
                 self.close()
                 raise RuntimeError(f"ranks {sorted(pending.values())} gave no answer in time")
             for pipe in [pipe for pipe in pending if pipe in ready]:
-                rank = pending.pop(pipe)
                 try:
                     failed, value = pipe.recv()
-                except EOFError:
-                    failed, value = True, "the process died"
-                if failed:
-                    self.close()
-                    raise RuntimeError(f"rank {rank}:\n{value}")
-                results[rank] = value
-        return [results[rank] for rank in range(self.world_size)]
+                except (EOFError, ConnectionResetError):
+                    failed, value = True, DIED
+                yield pending.pop(pipe), failed, value
 
     def close(self) -> None:
         """End all processes."""

@@ -8,16 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.layouts import LAYOUTS, schedule
+from tests.distributed.layouts import LAYOUTS, flavor, schedule
 from tests.distributed.pool import RankPool
 from tests.distributed.test_tsr_training import LAYOUTS as TSR_LAYOUTS
-from tests.distributed.test_tsr_training import TOLERANCE as TSR_TOLERANCE
 from tests.distributed.test_tsr_training import TSR
-from tests.distributed.training import largest_difference, train
+from tests.distributed.training import (
+    BF16,
+    EXACT,
+    ROUNDING,
+    bf16_references,
+    largest_difference,
+    rounding_excess,
+    train,
+)
 from torchtitan_lr.models.generate import generate
 from torchtitan_lr.models.loading import build_model_args, load_model, read_run_config
 
-TOLERANCE = 1e-5
 CAAT = ["--model.name=llama_full", "--caat.lanes=4", "--caat.sync_fraction=0.5"]
 HYBRID = ["--model.name=llama_cola", *CAAT[1:], "--parallelism.tp_plan=btp_caat"]
 TP2, TP4 = LAYOUTS["fsdp2_tp2"][1], LAYOUTS["tp4"][1]
@@ -27,8 +33,8 @@ REPLICATE2_ACCUMULATE2 = [
     "--parallelism.data_parallel_shard_degree=1",
     "--training.local_batch_size=2",
 ]
-VALIDATED = ["--validation.enable", "--validation.steps=1", "--validation.seq_len=32"]
-COMPILE = ["--compile.enable", "--compile.backend=aot_eager"]
+VALIDATED = ["--validation.enable", "--validation.steps=1", "--validation.seq_len=16"]
+COMPILE = ["--compile.enable", "--compile.backend=eager"]
 SAVED = ["--checkpoint.enable", "--checkpoint.interval=1"]
 
 
@@ -62,48 +68,47 @@ def reference(one_rank: RankPool) -> Any:
 def test_layout_equals_one_process(
     model: list[str], options: list[str], four_ranks: RankPool, reference: Any
 ) -> None:
-    run, expected = four_ranks.run(train, [*model, *options])[0], reference(model)
-    assert largest_difference(run, expected) < TOLERANCE
+    run = four_ranks.run(train, [*model, *options])[0]
+    expected = reference([*model, *flavor(options)])
+    assert largest_difference(run, expected) < EXACT
     if "--validation.enable" in options:
-        assert run["val_losses"] == pytest.approx(expected["val_losses"], rel=TOLERANCE)
+        assert run["val_losses"] == pytest.approx(expected["val_losses"], rel=EXACT)
 
 
 def test_other_lanes_are_another_model(one_rank: RankPool, reference: Any) -> None:
     """The control: differences between models are far above the tolerance."""
-    options = [*LAYOUTS["dp1"][1], "--training.steps=5"]
-    fewer = one_rank.run(train, [*CAAT, "--caat.lanes=2", *options])[0]
+    fewer = one_rank.run(train, [*CAAT, "--caat.lanes=2", *LAYOUTS["dp1"][1]])[0]
     assert largest_difference(fewer, reference(CAAT)) > 1e-3
 
 
 def test_mixed_precision_is_the_same_regime(four_ranks: RankPool, one_rank: RankPool) -> None:
-    bf16 = [*CAAT, "--training.mixed_precision_param=bfloat16"]
-    alone = one_rank.run(train, [*bf16, *LAYOUTS["dp1"][1]])[0]
+    references = bf16_references(one_rank, [*CAAT, *LAYOUTS["dp1"][1]])
     for options in (TP4, [*TP2, "--caat.backward_sum=activation"]):
-        run = four_ranks.run(train, [*bf16, *options])[0]
-        assert run["losses"] == pytest.approx(alone["losses"], rel=5e-3)
-        assert run["losses"] != alone["losses"]
+        run = four_ranks.run(train, [*CAAT, *BF16, *options])[0]
+        assert rounding_excess(run, references) < ROUNDING, options
 
 
 def test_tsr_adam_trains_lanes(four_ranks: RankPool, one_rank: RankPool) -> None:
     """An optimizer that reads the weights' placements."""
     run = four_ranks.run(train, [*CAAT, *TSR, *TSR_LAYOUTS["tp2xdp2"]])[0]
     alone = one_rank.run(train, [*CAAT, *TSR, *LAYOUTS["dp1"][1]])[0]
-    assert largest_difference(run, alone) < TSR_TOLERANCE
+    assert largest_difference(run, alone) < EXACT
 
 
 def test_a_checkpoint_moves_between_degrees(
     four_ranks: RankPool, one_rank: RankPool, reference: Any
 ) -> None:
     """TP4 -> TP2 with FSDP2 -> one process -> TP2 with a pipeline, stopped by a signal each."""
-    options = [*CAAT, *SAVED]
+    steps = ["--training.steps=4"]
+    options = [*CAAT, *SAVED, *steps]
     folder = four_ranks.run(train, [*options, *TP4], "sigterm@1")[0]["dump_folder"]
     assert four_ranks.run(train, [*options, *TP2], "sigterm@2", folder)[0]["step"] == 2
     alone = [*options, *LAYOUTS["dp1"][1]]
-    assert one_rank.run(train, alone, "sigterm@4", folder)[0]["step"] == 4
+    assert one_rank.run(train, alone, "sigterm@3", folder)[0]["step"] == 3
     run = four_ranks.run(train, [*options, *PP2_TP2], "", folder)[0]
-    assert run["step"] == 5
-    assert largest_difference(run, reference(CAAT)) < TOLERANCE
-    check_sampling(Path(folder) / "checkpoint/step-5", run["parameters"])
+    assert run["step"] == 4
+    assert largest_difference(run, reference([*CAAT, *steps])) < EXACT
+    check_sampling(Path(folder) / "checkpoint/step-4", run["parameters"])
 
 
 def check_sampling(step_dir: Path, weights: dict[str, Any]) -> None:
@@ -111,7 +116,9 @@ def check_sampling(step_dir: Path, weights: dict[str, Any]) -> None:
     model = load_model(step_dir, build_model_args(read_run_config(step_dir)))
     assert (model.model_args.lanes, model.model_args.sync_fraction) == (4, 0.5)
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, torch.from_numpy(weights[name])), name
+        # The run computed in fp64; the model is read in the precision that the file records.
+        expected = torch.from_numpy(weights[name]).to(parameter.dtype)
+        assert torch.equal(parameter, expected), name
     tokens = generate(model, torch.tensor([[5, 6, 7]]), 4, 0.0, 0, 0)
     assert tokens.shape == (1, 7)
     with torch.no_grad():  # greedy: each is the likeliest after those before it
@@ -142,5 +149,5 @@ def test_a_checkpoint_of_other_lanes_is_refused(
             f"--checkpoint.initial_load_path={base}/checkpoint/step-1",
             "--checkpoint.initial_load_model_only",
         ]
-    with pytest.raises(RuntimeError, match=f"ConfigError: {line}"):
-        one_rank.run(train, [*one, *changes, *load], "", folder)
+    (error,) = one_rank.errors(train, [*one, *changes, *load], "", folder)
+    assert f"ConfigError: {line}" in error

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Every data-parallel layout trains like one process with the same global batch (fp32)."""
+"""Every data-parallel layout trains like one process with the same global batch (fp64)."""
 
 from functools import cache
 from typing import Any
@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 
 from tests.distributed.pool import RankPool
-from tests.distributed.training import largest_difference, train
-
-FAMILIES = ["full", "svd", "cola", "lax"]
-TOLERANCE = 1e-5
+from tests.distributed.training import (
+    BF16,
+    EXACT,
+    ROUNDING,
+    bf16_references,
+    largest_difference,
+    rounding_excess,
+    train,
+)
 
 LAYOUTS = {
     "fsdp4": ["--parallelism.data_parallel_shard_degree=4", "--training.local_batch_size=2"],
@@ -54,24 +59,39 @@ def reference(one_rank: RankPool) -> Any:
     return run
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+PURE = [*BF16, "--training.dtype=bfloat16"]
+
+# Data parallelism wraps whole blocks, whatever is in them: the family with the most inputs a block
+# meets every layout, each other family two.
+PAIRS = [
+    *(("lax", layout) for layout in LAYOUTS),
+    ("full", "fsdp4_accumulate2"),
+    ("full", "replicate4"),
+    ("svd", "hsdp2x2_accumulate2"),
+    ("svd", "fsdp4"),
+    ("cola", "replicate4_accumulate2"),
+    ("cola", "hsdp2x2"),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), PAIRS)
 def test_layout_equals_one_process(
     family: str, layout: str, four_ranks: RankPool, reference: Any
 ) -> None:
     run = four_ranks.run(train, [*model(family), *LAYOUTS[layout]])[0]
-    assert largest_difference(run, reference(family)) < TOLERANCE
+    assert largest_difference(run, reference(family)) < EXACT
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["full", "lax"])
 def test_accumulation_on_one_process(family: str, one_rank: RankPool, reference: Any) -> None:
     run = one_rank.run(train, [*model(family), "--training.local_batch_size=2"])[0]
-    assert largest_difference(run, reference(family)) < TOLERANCE
+    assert largest_difference(run, reference(family)) < EXACT
 
 
 def test_averaged_gradients_are_noticed(four_ranks: RankPool, reference: Any) -> None:
+    """The control: torchtitan's own replication divides gradients by the ranks once more."""
     run = four_ranks.run(train, [*model("cola"), *LAYOUTS["replicate4"]], "average")[0]
-    assert largest_difference(run, reference("cola")) > 100 * TOLERANCE
+    assert largest_difference(run, reference("cola")) > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -83,7 +103,7 @@ def test_averaged_gradients_are_noticed(four_ranks: RankPool, reference: Any) ->
             "--activation_checkpoint.selective_ac_option=op",
         ],
         ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"],
-        ["--compile.enable"],
+        ["--compile.enable", "--compile.backend=eager"],
     ],
     ids=["full_ac", "op_ac", "layer_ac", "compile"],
 )
@@ -91,32 +111,33 @@ def test_memory_and_speed_options_change_nothing(
     options: list[str], four_ranks: RankPool, reference: Any
 ) -> None:
     run = four_ranks.run(train, [*model("lax"), *LAYOUTS["fsdp4"], *options])[0]
-    assert largest_difference(run, reference("lax")) < TOLERANCE
+    assert largest_difference(run, reference("lax")) < EXACT
 
 
-def test_bf16_regimes_stay_near_fp32(four_ranks: RankPool, reference: Any) -> None:
-    exact = reference("cola")["losses"]
-    mixed = four_ranks.run(
-        train,
-        [*model("cola"), *LAYOUTS["fsdp4"], "--training.mixed_precision_param=bfloat16"],
-    )[0]
-    pure = four_ranks.run(
-        train,
-        [
-            *model("cola"),
-            *LAYOUTS["replicate4"],
-            "--training.mixed_precision_param=bfloat16",
-            "--training.dtype=bfloat16",
-        ],
-    )[0]
-    for losses in (mixed["losses"], pure["losses"]):
-        assert losses != exact
-        assert losses == pytest.approx(exact, rel=2e-2)
+def test_mixed_precision_is_the_same_regime_in_every_layout(
+    four_ranks: RankPool, one_rank: RankPool
+) -> None:
+    references = bf16_references(one_rank, [*model("cola"), "--training.local_batch_size=8"])
+    for layout in ("fsdp4", "replicate4_accumulate2"):
+        run = four_ranks.run(train, [*model("cola"), *LAYOUTS[layout], *BF16])[0]
+        assert rounding_excess(run, references) < ROUNDING, layout
+    # The controls: master weights in bf16 are another regime, and a fault shows in this one.
+    pure = one_rank.run(train, [*model("cola"), *PURE, "--training.local_batch_size=8"])[0]
+    assert rounding_excess(pure, references) > 5 * ROUNDING
+    average = [*model("cola"), *LAYOUTS["replicate4"], *BF16]
+    faulty = four_ranks.run(train, average, "average")[0]
+    assert rounding_excess(faulty, references) > 3 * ROUNDING
 
 
-def test_one_rank_has_the_same_mixed_precision(one_rank: RankPool, four_ranks: RankPool) -> None:
-    options = [*model("cola"), "--training.mixed_precision_param=bfloat16"]
-    alone = one_rank.run(train, [*options, "--training.local_batch_size=8"])[0]
-    sharded = four_ranks.run(train, [*options, *LAYOUTS["fsdp4"]])[0]
-    assert alone["losses"][0] == pytest.approx(sharded["losses"][0], rel=1e-5)
-    assert alone["losses"] == pytest.approx(sharded["losses"], rel=2e-3)
+def test_pure_bf16_replicas_train_like_one_process(
+    four_ranks: RankPool, one_rank: RankPool
+) -> None:
+    """bf16 master weights round every update: the loss is compared, in units of what it fell."""
+    options = [*model("cola"), "--training.steps=5", "--optimizer.lr=1e-2"]
+    alone = one_rank.run(train, [*options, *PURE, "--training.local_batch_size=8"])[0]["losses"]
+    run = four_ranks.run(train, [*options, *PURE, *LAYOUTS["replicate4"]])[0]["losses"]
+    fallen = alone[0] - alone[-1]
+    assert fallen > 0.1
+    # Sums of 128 tokens' gradients in bf16 differ by 2 ** -8 / sqrt(128) at most of their size.
+    assert abs(run[-1] - alone[-1]) < 0.05 * fallen
+    assert run != alone

@@ -3,8 +3,6 @@
 
 import re
 
-import pytest
-
 from tests.distributed.pool import RankPool
 from tests.distributed.training import SPOILT, train
 
@@ -12,27 +10,24 @@ FSDP4 = ["--training.local_batch_size=2", "--checkpoint.enable", "--checkpoint.i
 
 
 def test_nan_loss_stops_with_step_rank_and_checkpoint(four_ranks: RankPool) -> None:
-    with pytest.raises(
-        RuntimeError,
-        match=r"NonFiniteError: step 3: loss of rank 1 is not finite; "
-        r"last good checkpoint: .*/checkpoint/step-2",
-    ):
-        four_ranks.run(train, FSDP4, "nan@3")
+    told = (
+        r"NonFiniteError: step 3: loss of rank 1 is not finite; "
+        r"last good checkpoint: .*/checkpoint/step-2"
+    )
+    assert all(re.search(told, error) for error in four_ranks.errors(train, FSDP4, "nan@3"))
 
 
 def test_nan_gradient_stops_and_names_rank_and_parameter(four_ranks: RankPool) -> None:
-    with pytest.raises(
-        RuntimeError,
-        match=rf"NonFiniteError: step 3: gradient norm is nan \(rank 1: {re.escape(SPOILT)}\)",
-    ):
-        four_ranks.run(train, FSDP4, "nan_gradient@3")
+    told = f"NonFiniteError: step 3: gradient norm is nan (rank 1: {SPOILT})"
+    assert all(told in error for error in four_ranks.errors(train, FSDP4, "nan_gradient@3"))
 
 
 def test_a_step_may_be_skipped(four_ranks: RankPool) -> None:
-    runs = four_ranks.run(train, [*FSDP4, "--training.max_skipped_steps=1"], "nan@3")
-    plain = four_ranks.run(train, FSDP4)[0]
+    longer = [*FSDP4, "--training.steps=4"]
+    runs = four_ranks.run(train, [*longer, "--training.max_skipped_steps=1"], "nan@3")
+    plain = four_ranks.run(train, longer)[0]
     assert [run["skipped_steps"] for run in runs] == [1, 1, 1, 1]
-    assert [run["step"] for run in runs] == [5, 5, 5, 5]
+    assert [run["step"] for run in runs] == [4, 4, 4, 4]
     # Steps 1-3 see the same weights; the step that was left out changes those after it.
     assert runs[0]["losses"][:2] == plain["losses"][:2]
     assert runs[0]["losses"][2] is None
@@ -41,5 +36,5 @@ def test_a_step_may_be_skipped(four_ranks: RankPool) -> None:
 
 def test_more_bad_steps_than_allowed_stop(four_ranks: RankPool) -> None:
     options = [*FSDP4, "--training.max_skipped_steps=1", "--optimizer.lr=1e30"]
-    with pytest.raises(RuntimeError, match="NonFiniteError: step 3"):
-        four_ranks.run(train, [*options, "--lr_scheduler.warmup_steps=0"])
+    errors = four_ranks.errors(train, [*options, "--lr_scheduler.warmup_steps=0"])
+    assert all("NonFiniteError: step 3" in error for error in errors)

@@ -42,10 +42,10 @@ def test_messages_of_every_boundary(
     family: str, name: str, options: list[str], four_ranks: RankPool
 ) -> None:
     arguments = [*model(family), *options, *schedule(name), *SHORT]
-    runs = four_ranks.run(train, arguments)
+    runs = four_ranks.run(train, arguments, "", "", False)
     config = build_job_config([*TINY, *arguments])
     section, training = config.parallelism, config.training
-    args = FLAVORS[family]["debug"]
+    args = FLAVORS[family][config.model.flavor]
     args.update_from_config(config)
     boundaries = stage_boundaries(config, args, training.seq_len)
     assert len(boundaries) > 0
@@ -66,13 +66,13 @@ def test_messages_of_every_boundary(
 
 
 def test_the_formula_counts_what_the_papers_do_not(four_ranks: RankPool) -> None:
-    """LaX under BTP: d/T + 7r elements a token, not d; without the latents it would not fit."""
+    """LaX under BTP: d/T + 4 r_attention + 3 r_ffn elements per token, not d; without the latents it would not fit."""
     options = [*model("lax"), *PP2_TP2, *SHORT]
-    rows = four_ranks.run(train, options)[0]["ledger"]
+    rows = four_ranks.run(train, options, "", "", False)[0]["ledger"]
     sent = [row for row in rows if row["op"] == "send"]
-    d, r, tokens = 128, 32, 8 * 32
-    assert [(row["calls"], row["elements"]) for row in sent] == [(8, tokens * (d // 2 + 7 * r))]
-    assert sent[0]["bytes"] == 4 * tokens * (d // 2 + 7 * r)
+    d, latents, tokens = 64, 4 * 12 + 3 * 20, 8 * 16
+    assert [(row["calls"], row["elements"]) for row in sent] == [(8, tokens * (d // 2 + latents))]
+    assert sent[0]["bytes"] == 4 * tokens * (d // 2 + latents)
 
 
 def test_the_metrics_log_pipeline_bytes(four_ranks: RankPool) -> None:
@@ -80,8 +80,8 @@ def test_the_metrics_log_pipeline_bytes(four_ranks: RankPool) -> None:
 
     from torchtitan_lr.metrics import read_history
 
-    run = four_ranks.run(train, [*model("cola"), *PP2_TP2, *SHORT])[0]
+    run = four_ranks.run(train, [*model("cola"), *PP2_TP2, *SHORT], "", "", False)[0]
     record: dict[str, Any] = read_history(Path(run["dump_folder"]) / "metrics.jsonl")[-1]
     assert {"comm_bytes/tp", "comm_bytes/pp"} <= record.keys()
     # Messages out and back, and 8 bytes of the gradient norm.
-    assert record["comm_bytes/pp"] == 2 * 8 * 32 * 64 * 4 + 8
+    assert record["comm_bytes/pp"] == 2 * 8 * 16 * 32 * 4 + 8

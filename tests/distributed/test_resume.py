@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """An interrupted run goes on as if nothing had happened, at any data-parallel size."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.pool import RankPool
-from tests.distributed.training import largest_difference, train
+from tests.distributed.training import EXACT, largest_difference, train
 
 OPTIONS = [
     "--model.name=llama_lax",
@@ -17,7 +18,7 @@ OPTIONS = [
     "--checkpoint.interval=2",
     "--validation.enable",
     "--validation.steps=1",
-    "--validation.seq_len=32",
+    "--validation.seq_len=16",
     "--validation.freq=3",
 ]
 FSDP4 = [*OPTIONS, "--training.local_batch_size=2"]
@@ -61,7 +62,7 @@ def test_another_layout_continues(
 ) -> None:
     folder = four_ranks.run(train, FSDP4, "sigterm@3")[0]["dump_folder"]
     resumed = four_ranks.run(train, [*OPTIONS, *layout], "", folder)[0]
-    assert largest_difference(resumed, undisturbed) < 1e-5
+    assert largest_difference(resumed, undisturbed) < EXACT
 
 
 def test_another_number_of_ranks_continues(
@@ -69,7 +70,7 @@ def test_another_number_of_ranks_continues(
 ) -> None:
     folder = four_ranks.run(train, FSDP4, "sigterm@3")[0]["dump_folder"]
     resumed = one_rank.run(train, [*OPTIONS, "--training.local_batch_size=8"], "", folder)[0]
-    assert largest_difference(resumed, undisturbed) < 1e-5
+    assert largest_difference(resumed, undisturbed) < EXACT
 
 
 def test_a_validation_cut_off_is_made_up_for_once(
@@ -116,8 +117,8 @@ def test_a_half_written_checkpoint_is_not_trusted(
 def test_a_changed_global_batch_is_refused(four_ranks: RankPool) -> None:
     folder = four_ranks.run(train, FSDP4, "sigterm@3")[0]["dump_folder"]
     options = [*FSDP4, "--training.global_batch_size=16"]
-    with pytest.raises(RuntimeError, match=r"ConfigError: training.global_batch_size: got 16"):
-        four_ranks.run(train, options, "", folder)
+    for error in four_ranks.errors(train, options, "", folder):
+        assert "ConfigError: training.global_batch_size: got 16" in error
 
 
 def test_going_back_puts_the_later_checkpoints_aside(
@@ -154,5 +155,5 @@ def test_a_torn_first_checkpoint_does_not_hide_the_initial_one(
 
 def test_another_model_is_refused_in_one_line(four_ranks: RankPool) -> None:
     folder = four_ranks.run(train, FSDP4, "sigterm@3")[0]["dump_folder"]
-    with pytest.raises(RuntimeError, match=r"ConfigError: checkpoint: got .*step-3"):
-        four_ranks.run(train, [*FSDP4, "--low_rank.rank=16"], "", folder)
+    for error in four_ranks.errors(train, [*FSDP4, "--low_rank.rank=16"], "", folder):
+        assert re.search(r"ConfigError: checkpoint: got .*step-3", error)

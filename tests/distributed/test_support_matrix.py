@@ -1,36 +1,59 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Combinations drawn from the README's table train like one process."""
+"""Combinations drawn from the table of what works with what train like one process.
 
-from collections.abc import Callable, Iterator
+A run of the suite trains the share that its commit draws; ``--full`` trains all.
+"""
+
+import subprocess
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.distributed.layouts import DEEP
 from tests.distributed.pool import RankPool
-from tests.distributed.training import largest_difference, train
+from tests.distributed.training import (
+    EXACT,
+    ROUNDING,
+    bf16_references,
+    largest_difference,
+    rounding_excess,
+    train,
+)
 from tests.support_matrix import Combination, SupportMatrix, world_size
 
 MATRIX = SupportMatrix()
 ONE = ["--training.steps=1", "--lr_scheduler.warmup_steps=0"]
-DRAWS = MATRIX.ci_draws()
+
+
+def commit() -> str:
+    """Return the commit under test; 0 outside a git repository."""
+    command = ["git", "rev-parse", "HEAD"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else "0"
 
 
 def name(combination: Combination) -> str:
     return "-".join(value for value in combination.values() if value != "none")
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "combination" in metafunc.fixturenames:
+        full = metafunc.config.getoption("--full")
+        draws = MATRIX.every_draw() if full else MATRIX.draws_of(commit())
+        metafunc.parametrize("combination", draws, ids=name)
+
+
 @pytest.fixture(scope="module")
-def pool(four_ranks: RankPool, one_rank: RankPool) -> Iterator[Callable[[int], RankPool]]:
-    """A pool of a number of ranks; one at a time beside the shared ones."""
-    pools = {4: four_ranks, 1: one_rank}
+def pool(request: pytest.FixtureRequest) -> Any:
+    names = {2: "two_ranks", 4: "four_ranks", 8: "eight_ranks"}
+    return lambda ranks: request.getfixturevalue(names[ranks])
 
-    def of(ranks: int) -> RankPool:
-        return pools.setdefault(ranks, RankPool(ranks))
 
-    yield of
-    for ranks in pools.keys() - {1, 4}:
-        pools[ranks].close()
+def depth(combination: Combination) -> list[str]:
+    """Return the argument for a model with layers for four stages where there are four."""
+    return DEEP if combination["pipeline"] in ("Interleaved1F1B", "ZBVZeroBubble") else []
 
 
 @pytest.fixture(scope="module")
@@ -42,24 +65,32 @@ def reference(one_rank: RankPool) -> Any:
     return run
 
 
-@pytest.mark.parametrize("combination", DRAWS, ids=name)
+@pytest.fixture(scope="module")
+def rounding(one_rank: RankPool) -> Any:
+    @cache
+    def run(*arguments: str) -> list[dict[str, Any]]:
+        return bf16_references(one_rank, [*arguments, *ONE])
+
+    return run
+
+
 def test_a_combination_trains_like_one_process(
-    combination: Combination, pool: Callable[[int], RankPool], reference: Any
+    combination: Combination, pool: Any, reference: Any, rounding: Any
 ) -> None:
-    ranks = pool(world_size(combination))
-    run = ranks.run(train, [*MATRIX.arguments(combination, "eager"), *ONE])[0]
-    expected = reference(*MATRIX.reference(combination))
+    ranks: RankPool = pool(world_size(combination))
+    deep = depth(combination)
+    run = ranks.run(train, [*MATRIX.arguments(combination, "eager"), *deep, *ONE])[0]
+    alone = [*MATRIX.reference(combination | {"precision": "none"}), *deep]
     if combination["precision"] == "bf16":
-        assert run["losses"] == pytest.approx(expected["losses"], rel=5e-3)
-        assert run["grad_norms"] == pytest.approx(expected["grad_norms"], rel=5e-2)
+        assert rounding_excess(run, rounding(*alone)) < ROUNDING
     else:
-        assert largest_difference(run, expected) < 1e-5
+        assert largest_difference(run, reference(*alone)) < EXACT
 
 
 def test_another_family_would_be_noticed(reference: Any) -> None:
     """The control: a difference that is no rounding is far above the tolerance."""
+    first = MATRIX.every_draw()[0] | {"precision": "none"}
     families = [
-        reference(*MATRIX.reference(DRAWS[0] | {"family": family, "precision": "none"}))
-        for family in ("cola", "lax")
+        reference(*MATRIX.reference(first | {"family": family})) for family in ("cola", "lax")
     ]
     assert largest_difference(*families) > 1e-3

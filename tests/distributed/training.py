@@ -2,24 +2,32 @@
 """Short real runs of the trainer on the ranks of a pool, for comparing layouts."""
 
 import gc
+import importlib.util
 import os
 import signal
 import tempfile
 import time
-from functools import partial
+from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from torchtitan_lr.data.corpora import PythonStdlib
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.flavors import FLAVORS
 
 TINY = [
-    "--model.flavor=debug",
+    "--model.flavor=parity",
     "--training.dataset=python_stdlib",
-    "--training.seq_len=32",
+    "--training.seq_len=16",
     "--training.global_batch_size=8",
-    "--training.steps=5",
+    "--training.steps=3",
     "--training.dtype=float32",
     "--training.mixed_precision_param=float32",
     "--optimizer.lr=1e-3",
@@ -33,12 +41,51 @@ TINY = [
 ]
 """Arguments of a run that takes about a second; a test adds its layout."""
 
+EXACT = 1e-9
+"""
+Limit of `largest_difference` between two fp64 runs of the same training. Rounding in fp64 is
+1.1e-16 per operation; the longest chain, three steps of Adam whose second moments are near
+``eps`` squared, amplifies it to 1e-12 (measured: 2e-13 at most over all layouts). The smallest
+deliberate fault of these tests moves a parameter by 1e-5.
+"""
+
+
+def add_parity_flavors() -> None:
+    """Add the flavors ``parity`` (2 layers) and ``parity4`` (4 layers, for deep pipelines).
+
+    No two widths coincide, and every one divides by four.
+    """
+    for family, flavors in FLAVORS.items():
+        low_rank = family != "full"
+        for name, layers in (("parity", 2), ("parity4", 4)):
+            flavors._flavors[name] = LlamaArgs(
+                family=family,
+                dim=64,
+                n_layers=layers,
+                n_heads=8,
+                n_kv_heads=4,
+                ffn_dim=88,
+                vocab_size=4096,
+                rank_attention=12 if low_rank else 0,
+                rank_ffn=20 if low_rank else 0,
+                activation="fullrank" if family in ("full", "svd") else "both",
+            )
+
+
+add_parity_flavors()
+
 
 SPOILT = "layers.1.feed_forward.w1.A.weight"
 """Whose gradient the fault ``nan_gradient`` spoils."""
 
 
-def train(arguments: list[str], fault: str = "", dump_folder: str = "") -> dict[str, Any]:
+def train(
+    arguments: list[str],
+    fault: str = "",
+    dump_folder: str = "",
+    exact: bool = True,
+    everywhere: bool = False,
+) -> dict[str, Any]:
     """Train on the calling process group; call it on every rank.
 
     Args:
@@ -49,31 +96,41 @@ def train(arguments: list[str], fault: str = "", dump_folder: str = "") -> dict[
             pipeline ``raw_loss`` backpropagates the loss's sum as torchtitan does, and
             ``reset_latents`` and ``detach_latents`` cut LaX's latents off at every boundary.
         dump_folder: Where to write; a new folder by default.
+        exact: Whether everything that is float32 in the configuration is computed in float64.
+        everywhere: Whether every rank returns the parameters, and not rank 0 alone.
 
     Returns:
         ``losses``, ``grad_norms`` (one a step), ``val_losses``, ``skipped_steps``, ``step``,
-        ``dump_folder``, ``last_val_loss`` (as this rank knows it), ``ledger`` (this
-        rank's rows of the last logged step) and ``parameters`` (full arrays by name).
+        ``dump_folder``, ``last_val_loss`` (as this rank knows it), ``state_dtypes`` (of the
+        optimizer), ``ledger`` (this rank's rows of the last logged step) and ``parameters`` (full
+        arrays by name).
     """
-    import torch
     import torch.distributed as dist
     import torchtitan.train as titan_train
     from torchtitan.tools.logging import logger
 
+    from torchtitan_lr import summary
     from torchtitan_lr.config_checks import build_job_config, check_job_config
     from torchtitan_lr.metrics import read_history
 
-    logger.setLevel("WARNING")
+    logger.setLevel("ERROR")
     folders: list[Any] = [dump_folder or tempfile.mkdtemp()]
     dist.broadcast_object_list(folders)
     config = build_job_config([*TINY, f"--job.dump_folder={folders[0]}", *arguments])
-    check_job_config(config, dist.get_world_size(), "cpu")
-    trainer = _trainer_with(fault, config)
+    with patch.object(PythonStdlib, "_select", _select_once):
+        check_job_config(config, dist.get_world_size(), "cpu")
+    if exact:
+        use_float64(config)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    rest = SimpleNamespace(**vars(time) | {"sleep": _no_sleep})
+    trainer = None
     try:
-        with patch.object(
-            titan_train, "time", SimpleNamespace(**vars(time) | {"sleep": _no_sleep})
+        with (
+            patch.object(titan_train, "time", rest),
+            patch.object(summary, "draw_curve"),  # whole runs draw theirs in tests/integration
+            patch.object(PythonStdlib, "_select", _select_once),
         ):
+            trainer = _trainer_with(fault, config)
             trainer.train()
         result = {
             "step": trainer.step,
@@ -81,12 +138,14 @@ def train(arguments: list[str], fault: str = "", dump_folder: str = "") -> dict[
             "dump_folder": folders[0],
             "ledger": trainer._ledger.rows() if trainer._ledger else [],
             "last_val_loss": trainer.validator.last_loss if config.validation.enable else None,
-            "parameters": _full_parameters(trainer.model_parts),
+            "state_dtypes": _state_dtypes(trainer.optimizers),
+            "parameters": _full_parameters(trainer.model_parts, everywhere),
         }
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        trainer.close()
+        if trainer is not None:
+            trainer.close()
         del trainer
         torch._dynamo.reset()  # compiled blocks of many models in one process hit its limit
         gc.collect()  # torchtitan switches the collector off, and a trainer is full of cycles
@@ -102,6 +161,18 @@ def train(arguments: list[str], fault: str = "", dump_folder: str = "") -> dict[
     }
 
 
+def use_float64(config: Any) -> None:
+    """Compute in float64 what the configuration computes in float32; leave a bf16 run as it is.
+
+    torchtitan's table of dtypes has no float64, and our checks refuse what it does not have.
+    """
+    TORCH_DTYPE_MAP["float64"] = torch.float64
+    keys = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
+    if all(getattr(config.training, key) == "float32" for key in keys):
+        for key in keys:
+            setattr(config.training, key, "float64")
+
+
 def largest_difference(run: dict[str, Any], reference: dict[str, Any]) -> float:
     """Return the largest max|a - b| / max|b| over losses, gradient norms and every parameter."""
     assert run["parameters"].keys() == reference["parameters"].keys()
@@ -112,6 +183,85 @@ def largest_difference(run: dict[str, Any], reference: dict[str, Any]) -> float:
         *((run["parameters"][name], value) for name, value in reference["parameters"].items()),
     ]
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
+
+
+BF16 = ["--training.mixed_precision_param=bfloat16"]
+
+ROUNDING = 3.0
+"""
+Limit of `rounding_excess`. A layout in bf16 rounds other partial sums than one process does: 1.8
+times its error at most (measured, tensor parallel over 4 ranks; every other layout below 1.5). A
+gradient averaged once too often gives 16, bf16 master weights give 39.
+"""
+
+
+def bf16_references(pool: Any, arguments: list[str]) -> list[dict[str, Any]]:
+    """Train on one process: in float64, in float64 without moving, and with bf16 compute."""
+    still = ["--optimizer.lr=1e-30"]
+    return [pool.run(train, [*arguments, *more])[0] for more in ([], still, BF16)]
+
+
+def rounding_excess(run: dict[str, Any], references: list[dict[str, Any]]) -> float:
+    """Compare the rounding error of a bf16 run with that of one process in bf16.
+
+    The error of a parameter is ‖w - w_exact‖ / ‖w_exact - w_start‖, with float64 as exact.
+
+    Args:
+        run: What `train` returned.
+        references: What `bf16_references` returned for the same training.
+
+    Returns:
+        The largest ratio of the two errors over all parameters. A small parameter's own error may
+        be small by chance, so the median over parameters is the least that counts.
+    """
+    exact, start, alone = (reference["parameters"] for reference in references)
+
+    def errors(parameters: dict[str, Any]) -> dict[str, float]:
+        return {
+            name: float(
+                np.linalg.norm(parameters[name] - value) / np.linalg.norm(value - start[name])
+            )
+            for name, value in exact.items()
+        }
+
+    assert run["parameters"].keys() == exact.keys()
+    usual = errors(alone)
+    median = float(np.median(list(usual.values())))
+    assert 1e-3 < median < 0.2, "the reference is no bf16 run"
+    return max(error / max(usual[name], median) for name, error in errors(run["parameters"]).items())
+
+
+def write_seed_checkpoint(options: list[str]) -> str:
+    """Call `scripts/make_seed_checkpoint.py` in a rank, whose process group it finds in place.
+
+    Args:
+        options: As on the command line, without a TOML file.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    path = Path(__file__).resolve().parents[2] / "scripts/make_seed_checkpoint.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    with patch.object(torch.distributed, "destroy_process_group"):  # it is the pool's
+        return str(script.make_seed_checkpoint(options))
+
+
+_SELECT = PythonStdlib._select
+
+
+@cache
+def _files_of(root: Path, split: Any) -> list[tuple[str, int]]:
+    corpus = object.__new__(PythonStdlib)
+    corpus.root = root
+    return list(_SELECT(corpus, split))
+
+
+def _select_once(corpus: PythonStdlib, split: Any) -> Iterator[tuple[str, int]]:
+    """Walk the standard library once per process: it does not change between runs."""
+    return iter(_files_of(corpus.root, split))
 
 
 def _no_sleep(seconds: float) -> None:
@@ -157,17 +307,32 @@ def _cut_latents(kind: str, part: Any, args: tuple[Any, ...]) -> tuple[Any, ...]
     return x, *cut
 
 
-def _full_parameters(model_parts: list[Any]) -> dict[str, Any]:
+def _state_dtypes(optimizers: Any) -> set[str]:
+    states = [s for o in optimizers.optimizers for s in o.state.values()]
+    tensors = [value for state in states for value in state.values() if torch.is_tensor(value)]
+    return {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+
+
+def _full_parameters(model_parts: list[Any], everywhere: bool) -> dict[str, Any]:
+    """Gather whole parameters as arrays by name; on rank 0 alone unless ``everywhere``."""
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
+    wanted = everywhere or dist.get_rank() == 0
     parameters = {}
     for part in model_parts:
         for name, parameter in part.named_parameters():
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             clean = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-            parameters[clean] = full.detach().float().numpy().copy()
+            parameters[clean] = full.detach().double().numpy().copy()
     # Pipeline stages have different ones.
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, parameters)
-    return {name: value for rank in everywhere for name, value in sorted(rank.items())}
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, sorted(parameters))
+    owners = {name: rank for rank, found in reversed(list(enumerate(names))) for name in found}
+    for name, owner in sorted(owners.items()):
+        if len(set(owners.values())) == 1:
+            break
+        box = [parameters.get(name)]
+        dist.broadcast_object_list(box, src=owner)
+        parameters[name] = box[0]
+    return dict(sorted(parameters.items())) if wanted else {}
