@@ -1,9 +1,25 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Options of the whole suite."""
 
+import random
+
 import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--full``: everything that a default run draws from, too (the nightly job)."""
-    parser.addoption("--full", action="store_true", help="the whole matrices, not a share of them")
+    """Add ``--full`` (the nightly job) and ``--shuffle``."""
+    parser.addoption("--full", action="store_true", help="whole matrices, not a commit's share")
+    parser.addoption(
+        "--shuffle", type=int, metavar="SEED", help="run files, and the tests in each, in any order"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle files, and tests within their file: shared fixtures are still made once."""
+    seed = config.getoption("--shuffle")
+    if seed is None:
+        return
+    source = random.Random(seed)
+    rank = {path: source.random() for path in sorted({item.path for item in items})}
+    source.shuffle(items)
+    items.sort(key=lambda item: rank[item.path])

@@ -228,7 +228,9 @@ def rounding_excess(run: dict[str, Any], references: list[dict[str, Any]]) -> fl
     usual = errors(alone)
     median = float(np.median(list(usual.values())))
     assert 1e-3 < median < 0.2, "the reference is no bf16 run"
-    return max(error / max(usual[name], median) for name, error in errors(run["parameters"]).items())
+    return max(
+        error / max(usual[name], median) for name, error in errors(run["parameters"]).items()
+    )
 
 
 def write_seed_checkpoint(options: list[str]) -> str:
