@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Rank pools shared by all multi-rank tests: each is started once, by the first test that uses it."""
+"""Rank pools shared by all multi-rank tests; the first test that uses one starts it."""
 
 from collections.abc import Iterator
 

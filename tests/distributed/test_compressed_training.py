@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.pool import RankPool
-from tests.distributed.training import EXACT, largest_difference, train
+from tests.distributed.training import largest_difference, train
 
 FSDP4 = ["--model.name=llama_full", "--training.local_batch_size=2", "--training.steps=3"]
 HSDP = ["--parallelism.data_parallel_replicate_degree=2"]

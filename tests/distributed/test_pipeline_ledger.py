@@ -66,7 +66,7 @@ def test_messages_of_every_boundary(
 
 
 def test_the_formula_counts_what_the_papers_do_not(four_ranks: RankPool) -> None:
-    """LaX under BTP: d/T + 4 r_attention + 3 r_ffn elements per token, not d; without the latents it would not fit."""
+    """LaX under BTP sends d/T and seven latents per token, not d alone."""
     options = [*model("lax"), *PP2_TP2, *SHORT]
     rows = four_ranks.run(train, options, "", "", False)[0]["ledger"]
     sent = [row for row in rows if row["op"] == "send"]
