@@ -23,7 +23,7 @@ if [ $# -gt 0 ]; then
     stage "pytest" pytest "$@"
 else
     # One process a core: a unit test needs no more. The others start ranks enough by themselves.
-    stage "pytest: units" pytest tests/unit -n auto --dist worksteal
+    stage "pytest: units" pytest tests/unit tests/gpu -n auto --dist worksteal
     stage "pytest: ranks and whole runs" pytest tests/distributed tests/integration --durations=20
 fi
 echo
