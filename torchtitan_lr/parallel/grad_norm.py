@@ -12,7 +12,9 @@ from torch.nn.utils import get_total_norm
 
 @torch.no_grad()
 def gradient_norm(
-    parameters: Iterable[torch.Tensor], pp_mesh: DeviceMesh | None = None
+    parameters: Iterable[torch.Tensor],
+    pp_mesh: DeviceMesh | None = None,
+    fp64: bool | None = None,
 ) -> torch.Tensor:
     """Return the joint 2-norm of all gradients.
 
@@ -22,16 +24,19 @@ def gradient_norm(
     Args:
         parameters: All parameters of this rank; their gradients may be DTensors.
         pp_mesh: Pipeline ranks whose gradients belong to the same norm.
+        fp64: Whether to sum the squares in fp64; by default only where all gradients are on a CPU.
 
     Returns:
         A plain scalar, equal on all ranks.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if any(gradient.device.type != "cpu" for gradient in gradients):
-        total = get_total_norm(gradients, foreach=True)
-    else:
+    if fp64 is None:
+        fp64 = all(gradient.device.type == "cpu" for gradient in gradients)
+    if fp64:
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
         total = torch.linalg.vector_norm(torch.stack(norms))
+    else:
+        total = get_total_norm(gradients, foreach=True)
     total = total.full_tensor() if isinstance(total, DTensor) else total
     if pp_mesh is not None:
         total = total.square()

@@ -110,7 +110,9 @@ def insert(positions: Tensor, values: Tensor, row: int, seed: int) -> Tensor:
     return sketch
 
 
-def peel(sketch: Tensor, unknown: Tensor, m: int, seed: int, rounds: int) -> tuple[Tensor, Tensor]:
+def peel(
+    sketch: Tensor, unknown: Tensor, m: int, seed: int, rounds: int, compact: bool | None = None
+) -> tuple[Tensor, Tensor]:
     """Solve a sketch for the entries it holds.
 
     In every round all entries that are alone in one of their three cells are read off there and
@@ -122,6 +124,8 @@ def peel(sketch: Tensor, unknown: Tensor, m: int, seed: int, rounds: int) -> tup
         m: Entries of the row.
         seed: Of the step.
         rounds: How many.
+        compact: Whether a round looks only at what the ones before it left. By default on a CPU: on
+            an accelerator the host would have to wait for the number of these entries.
 
     Returns:
         Values (u,), and which entries remain unknown (u,), bool.
@@ -137,17 +141,17 @@ def peel(sketch: Tensor, unknown: Tensor, m: int, seed: int, rounds: int) -> tup
     values = sketch.new_zeros(unknown.shape)
     stuck = alive.clone()
     places = torch.arange(len(unknown), device=unknown.device)
-    # Asking what is left is free on a CPU; on an accelerator the host would have to wait.
-    ask = sketch.device.type == "cpu"
+    if compact is None:
+        compact = sketch.device.type == "cpu"
     for _ in range(rounds):
-        if ask:
+        if compact:
             left = alive.nonzero().flatten()
             if not len(left):
                 break
             cells, negative, places, alive = _pick(left, cells, negative, places, alive)
         ready, first = _alone(load, cells, alive)
         taken: tuple[Tensor, ...] = (cells, negative, first, ready, places)
-        if ask:
+        if compact:
             taken = _pick(ready.nonzero().flatten(), *taken)
         *entries, at = taken
         values.index_add_(0, at, _take_out(content, load, *entries))

@@ -1,0 +1,188 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Every autograd Function of the package on a group of one rank, against plain formulas in fp64.
+
+On one rank a collective is the identity, so a Function is the formula of its part of the model.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchtitan_lr
+from torchtitan_lr.models.lane_edges import lane_terms, share_channels
+from torchtitan_lr.parallel.caat import gather_for_lanes, share_over_ranks
+from torchtitan_lr.parallel.collectives import (
+    FEATURES,
+    TOKENS,
+    Ranks,
+    copy_to_ranks,
+    gather_partial,
+    gather_replicated,
+    reduce_over_ranks,
+    scatter_sum,
+    split_replicated,
+)
+from torchtitan_lr.parallel.ends import _ScatterHead
+from torchtitan_lr.parallel.grouped_linear import batched_linear, concatenated_linear
+from torchtitan_lr.parallel.online_norm import OnlineNorm, online_down, sync_norm
+
+B, S, D, R, G = 2, 6, 24, 8, 2
+EPS = 1e-5
+SHARED = 9
+
+LIMITS = {torch.float64: 1e-12, torch.bfloat16: 2.0**-7}
+"""Of |error| / |expected| over a whole tensor. In fp64 sums of at most 48 terms are off by 1e-14 at
+worst. In bf16 a result is rounded at most four times on its way, by at most 2⁻⁹ each."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A Function, what calls it, the same as a formula, and the shapes of its arguments."""
+
+    function: str
+    ours: Callable[..., Any]
+    formula: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    variant: str = ""
+
+
+def rms_norm(x: Tensor, gamma: Tensor) -> Tensor:
+    return x * gamma / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+
+
+def partial_sum(x: Tensor) -> Tensor:
+    total = x[..., :SHARED].sum(2, keepdim=True).expand(-1, -1, x.shape[2], -1)
+    return torch.cat((total, x[..., SHARED:]), -1)
+
+
+def lanes_apart(x: Tensor, weight: Tensor) -> Tensor:
+    pairs = zip(x.chunk(G, -1), weight.chunk(G, 1), strict=True)
+    return torch.stack([part @ columns.T for part, columns in pairs], 2)
+
+
+def linears(x: Tensor, *weights: Tensor) -> list[Tensor]:
+    return [x @ weight.T for weight in weights]
+
+
+def one_by_one(x: Tensor, *weights: Tensor) -> list[Tensor]:
+    return [x[..., i * R : (i + 1) * R] @ weight.T for i, weight in enumerate(weights)]
+
+
+def down(ranks: Ranks, x: Tensor, gamma: Tensor, *weights: Tensor, **options: bool) -> list[Tensor]:
+    return online_down(x, gamma, weights, OnlineNorm(ranks, D, EPS, **options))
+
+
+def exchanges() -> Iterator[Case]:
+    stream = ((B, S, D),)
+    for name, whole in {
+        "_CopyToRanks": copy_to_ranks,
+        "_ReduceOverRanks": reduce_over_ranks,
+    }.items():
+        yield Case(name, lambda ranks, x, call=whole: call(x, ranks), torch.clone, stream)
+    along = {
+        "_GatherPartial": gather_partial,
+        "_GatherReplicated": gather_replicated,
+        "_ScatterSum": scatter_sum,
+        "_SplitReplicated": split_replicated,
+    }
+    for name, cut in along.items():
+        for dim in (TOKENS, FEATURES):
+            call = lambda ranks, x, cut=cut, dim=dim: cut(x, ranks, dim)  # noqa: E731
+            yield Case(name, call, torch.clone, stream, f"dim{dim}")
+
+
+def cases() -> Iterator[Case]:
+    yield from exchanges()
+    norm = ((B, S, D), (D,))
+    group = (*norm, (R, D), (R + 3, D))
+    for options in ("", "column", "sequence", "column sequence"):
+        chosen = dict.fromkeys(options.split(), True)
+        for grouped in (True, False):
+            ours = partial(down, grouped=grouped, **chosen)
+            formula = lambda x, gamma, *w: linears(rms_norm(x, gamma), *w)  # noqa: E731
+            variant = f"{options} {'grouped' if grouped else 'alone'}".strip()
+            yield Case("_OnlineDown", ours, formula, group, variant)
+    yield Case("_SyncNorm", lambda ranks, x, g: sync_norm(x, g, D, EPS, ranks), rms_norm, norm)
+    yield Case(
+        "_ScatterHead",
+        lambda ranks, x, gamma, weight: _ScatterHead.apply(x, gamma, weight, D, EPS, ranks),
+        lambda x, gamma, weight: rms_norm(x, gamma) @ weight.T,
+        (*norm, (40, D)),
+    )
+    weights = ((R, D), (R, D), (R + 3, D))
+    concatenated = lambda ranks, x, *w: concatenated_linear(x, w)  # noqa: E731
+    side_by_side = lambda x, *w: torch.cat(linears(x, *w), -1)  # noqa: E731
+    yield Case("_ConcatenatedLinear", concatenated, side_by_side, ((B, S, D), *weights))
+    batched = lambda ranks, x, *w: batched_linear(x, w)  # noqa: E731
+    yield Case("_BatchedLinear", batched, one_by_one, ((B, S, 2 * R), (D, R), (D, R)))
+    yield Case(
+        "_ContiguousGradient",
+        lambda ranks, x, weight: lane_terms(x, weight, G),
+        lanes_apart,
+        ((B, S, G * R), (D, G * R)),
+    )
+    for wide in (True, False):
+        variant = "wide" if wide else "narrow"
+        streams = ((B, S, G, D),)
+        share = lambda ranks, x, wide=wide: share_channels(x, SHARED, wide)  # noqa: E731
+        yield Case("_ShareChannels", share, partial_sum, streams, variant)
+        over = lambda ranks, x, wide=wide: share_over_ranks(x, SHARED, ranks, wide)  # noqa: E731
+        yield Case("_ShareOverRanks", over, partial_sum, streams, variant)
+        gather = lambda ranks, x, wide=wide: gather_for_lanes(x, ranks, wide)  # noqa: E731
+        yield Case("_GatherForLanes", gather, torch.clone, ((B, S, D),), variant)
+
+
+CASES = list(cases())
+
+
+def test_every_function_has_a_case() -> None:
+    source = [path.read_text() for path in Path(torchtitan_lr.__file__).parent.rglob("*.py")]
+    pattern = re.compile(r"^class (\w+)\((?:torch\.)?autograd\.Function\)", re.MULTILINE)
+    functions = {name for text in source for name in pattern.findall(text)}
+    assert len(functions) >= 15
+    assert functions == {case.function for case in CASES}
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=["fp64", "bf16"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function} {c.variant}".strip())
+def test_forward_and_gradients(
+    case: Case, dtype: torch.dtype, device: torch.device, one_rank: Ranks
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    exact = [draw(shape).double().requires_grad_() for shape in case.shapes]
+    inputs = [x.detach().to(device, dtype).requires_grad_() for x in exact]
+    outputs, wanted = _listed(case.ours(one_rank, *inputs)), _listed(case.formula(*exact))
+    assert f"{case.function}Backward" in _nodes(outputs)
+    upstream = [draw(tuple(out.shape)) for out in wanted]
+    found = torch.autograd.grad(outputs, inputs, [g.to(device) for g in upstream])
+    expected = torch.autograd.grad(wanted, exact, [g.double() for g in upstream])
+    for ours, theirs in zip((*outputs, *found), (*wanted, *expected), strict=True):
+        assert ours.device.type == device.type and ours.dtype == dtype
+        error = (ours.detach().cpu().double() - theirs.detach()).norm() / theirs.detach().norm()
+        assert error <= LIMITS[dtype]
+
+
+def _listed(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def _nodes(outputs: list[Tensor]) -> set[str]:
+    """Names of the autograd nodes behind some outputs."""
+    names, left = set(), [out.grad_fn for out in outputs]
+    while left:
+        node = left.pop()
+        if node is not None:
+            names.add(node.name())
+            left.extend(parent for parent, _ in node.next_functions)
+    return names

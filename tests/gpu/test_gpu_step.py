@@ -1,0 +1,117 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""One step of the trainer on any device against the same step by hand, in fp64 on the CPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.trainers import IGNORED, micro_batches, trainer_on
+from torchtitan_lr.models import LlamaModel
+from torchtitan_lr.parallel.collectives import Ranks
+from torchtitan_lr.parallel.grad_norm import gradient_norm
+from torchtitan_lr.train import MicroBatch, Trainer
+
+MAX_NORM = 0.1
+
+
+def by_hand(
+    trainer: Trainer, batches: list[MicroBatch], dtype: torch.dtype, clip: bool = True
+) -> dict[str, Tensor]:
+    """Loss, gradient norm and parameters after a first step, by the formulas."""
+    model = LlamaModel(trainer.model_args)
+    model.load_state_dict(trainer.model_parts[0].state_dict())
+    model.to(dtype)
+    valid = [labels != IGNORED for _, labels in batches]
+    loss = torch.zeros((), dtype=dtype)
+    for (inputs, labels), counts in zip(batches, valid, strict=True):
+        log_p = model(inputs["input"]).log_softmax(-1)
+        of_labels = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        loss = loss - of_labels[counts].sum() / sum(mask.sum() for mask in valid)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
+    factor = min(1.0, MAX_NORM / (norm.item() + 1e-6)) if clip else 1.0
+    found = {"loss": loss.detach(), "norm": norm}
+    group = trainer.optimizers.optimizers[0].param_groups[0]
+    lr, eps, decay = group["lr"], group["eps"], group["weight_decay"]
+    for name, parameter in model.named_parameters():
+        g = factor * gradients[name]
+        # After one step m̂ = g and v̂ = g².
+        weight = parameter.detach()
+        found[name] = weight - lr * (decay * weight + g / (g.abs() + eps))
+    return found
+
+
+def by_trainer(
+    trainer: Trainer, batches: list[MicroBatch], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Tensor]:
+    found = {}
+    decide = trainer._may_step
+
+    def remember(loss: Tensor, norm: Tensor) -> bool:
+        found.update(loss=loss.cpu(), norm=norm.cpu())
+        return decide(loss, norm)
+
+    monkeypatch.setattr(trainer, "_may_step", remember)
+    trainer.step = 2  # the first is logged
+    trainer.train_step(iter(batches))
+    (model,) = trainer.model_parts
+    return found | {name: p.detach().cpu() for name, p in model.named_parameters()}
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor], start: dict[str, Tensor]) -> float:
+    """The largest |a - b| of what the step gave, over what it should have changed."""
+    assert a.keys() == b.keys()
+    changes = {name: b[name] - start.get(name, torch.zeros(())).double() for name in b}
+    return max(float((a[n].double() - b[n]).norm() / changes[n].norm()) for n in b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+def test_one_step(
+    dtype: torch.dtype,
+    device: torch.device,
+    one_rank: Ranks,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with trainer_on(device.type, tmp_path, monkeypatch) as trainer:
+        (model,) = trainer.model_parts
+        assert next(model.parameters()).device.type == device.type
+        batches = micro_batches(trainer.model_args.vocab_size)
+        start = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+        exact = by_hand(trainer, batches, torch.float64)
+        unclipped = distance(by_hand(trainer, batches, torch.float64, clip=False), exact, start)
+        # fp64: its rounding, 1e-16, amplified by two blocks, a loss and a quotient g / (|g| + ε).
+        limit = 1e-10
+        if dtype == torch.float32:
+            # The step by hand in fp32 shows what rounding does; other kernels add in other orders.
+            limit = 30 * distance(by_hand(trainer, batches, dtype), exact, start)
+        model.to(dtype)  # after the optimizer was built, which keeps the parameters
+        found = by_trainer(trainer, batches, monkeypatch)
+    assert found["tok_embeddings.weight"].dtype == dtype
+    assert distance(found, exact, start) <= limit
+    assert limit < 0.1 * unclipped
+
+
+@pytest.mark.parametrize("fp64", [None, False], ids=["as on this device", "as on a GPU"])
+def test_gradient_norm(fp64: bool | None, device: torch.device) -> None:
+    """Both ways of summing, of gradients whose squares' sum is known."""
+    parameters = [torch.nn.Parameter(torch.zeros(n, device=device)) for n in (300, 5, 7)]
+    parameters[0].grad = torch.full((300,), 0.1, device=device)
+    parameters[1].grad = torch.full((5,), -2.0, device=device)
+    found = gradient_norm(parameters, fp64=fp64)  # the third has no gradient
+    assert found.dim() == 0 and found.device.type == device.type
+    in_fp64 = fp64 is None and device.type == "cpu"
+    assert found.dtype == (torch.float64 if in_fp64 else torch.float32)
+    # 0.1 is rounded by 2e-8 in fp32, and a sum of 305 squares there by less than 305 · 2⁻²⁴.
+    limit = 1e-7 if in_fp64 else 305 * 2.0**-24
+    assert found.item() == pytest.approx((300 * 0.01 + 5 * 4) ** 0.5, rel=limit)
+
+
+def test_gradient_norm_is_fp32_where_the_device_is_no_cpu(unread_device: torch.device) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3, device=unread_device))
+    parameter.grad = torch.zeros(3, device=unread_device)
+    norm = gradient_norm([parameter])
+    assert norm.device.type == unread_device.type and norm.dtype == torch.float32

@@ -1,0 +1,164 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The host queues a step without waiting for the device, but for where it has to.
+
+Checked are forward, loss and backward of every micro-batch, the gradient norm, clipping, the
+optimizer step, and the four phases of a codec. Not checked, since these wait today:
+
+- `Trainer._forward_backward` copies a micro-batch and the number of tokens from pageable memory;
+- `Trainer._sum_over_batch` reads the number of tokens of the global batch;
+- `Trainer._may_step` reads loss, verdict and norm: whether to step is decided on the host;
+- what a logged step reads;
+- a refresh of TSR-Adam: the SVD asks the device whether it converged, lists of matrices are copied;
+- TSR-Adam's `_age` copies the ages of matrices to the device where they differ (``reset``).
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.syncs import no_synchronization
+from tests.gpu.trainers import MICRO_BATCHES, micro_batches, trainer_on
+from torchtitan_lr.comm.codecs import Codec, SketchCodec, SparseCodec
+from torchtitan_lr.gradients import gradients_of
+from torchtitan_lr.models import LlamaModel
+from torchtitan_lr.optim.build import build_optimizers
+from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
+from torchtitan_lr.parallel.collectives import Ranks
+from torchtitan_lr.parallel.parallelize import parallelize_llama
+from torchtitan_lr.train import Trainer
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool((x > 0).all()),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 0],
+    "float": lambda x: 2.0 * float(x[0]),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_read_is_noticed(read: Callable[[Tensor], Any], unread_device: torch.device) -> None:
+    x = torch.ones(3, device=unread_device)
+    with (
+        pytest.raises((RuntimeError, NotImplementedError)),
+        no_synchronization(unread_device),
+    ):
+        read(x)
+    with no_synchronization(unread_device):
+        assert (x + 1).device == x.device
+
+
+CODECS = [SparseCodec(0.9), *(SketchCodec(2, 4, 0.9, i) for i in ("exact", "sum1", "sum4"))]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=["sparse", "exact", "sum1", "sum4"])
+def test_codecs(codec: Codec, unread_device: torch.device) -> None:
+    rows = torch.ones(2, 1001, device=unread_device)
+    with torch.compiler.set_stance("force_eager" if unread_device.type == "meta" else "default"):
+        _reduce(codec, rows)  # compiles
+        with no_synchronization(unread_device):
+            total, owed = _reduce(codec, rows)
+    assert total.shape == (1001,) and owed.shape == (2, 1001)
+
+
+def _reduce(codec: Codec, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Reduce as one of two equal ranks does."""
+    message = codec.encode(rows.clone(), 3)
+    received = {name: x[:1].expand_as(x) for name, x in message.swapped.items()}
+    received |= {name: 2 * x[0] for name, x in message.summed.items()}
+    decoded = codec.decode(received, rows.shape[1], 3)
+    told = None if decoded.verdict is None else decoded.verdict.expand(2, -1)
+    return decoded.total, codec.unsent(rows.clone(), message, told)
+
+
+RUNS = {
+    "AdamW": [],
+    "checkpointed": ["--activation_checkpoint.mode=low_rank"],
+    "TSR-Adam": ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=8"],
+}
+
+
+@pytest.mark.parametrize("arguments", RUNS.values(), ids=RUNS)
+def test_training_step(
+    arguments: list[str],
+    unread_device: torch.device,
+    one_rank: Ranks,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if unread_device.type == "meta":
+        arguments = [*arguments, "--optimizer.implementation=foreach"]
+        # A trainer draws weights, which takes a device with values.
+        with trainer_on("cpu", tmp_path, monkeypatch, *arguments) as trainer:
+            _forget_values(trainer)
+            _stub_what_reads(trainer, monkeypatch)
+            _check_step(trainer, unread_device, monkeypatch)
+    else:
+        with trainer_on("cuda", tmp_path, monkeypatch, *arguments) as trainer:
+            trainer.step = 2  # the first step is logged
+            # TSR-Adam's first step refreshes all matrices.
+            trainer.train_step(iter(micro_batches(trainer.model_args.vocab_size)))
+            _check_step(trainer, unread_device, monkeypatch)
+
+
+def _check_step(trainer: Trainer, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+
+    def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            with no_synchronization(device):
+                return call(*args, **kwargs)
+
+        return run
+
+    gradients = ("accumulate", "synchronize", "clip")
+    owners = ((trainer, ("forward_backward_step",)), (trainer._gradients, gradients))
+    for owner, names in (*owners, (trainer.optimizers, ("step",))):
+        for name in names:
+            monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
+    trainer.step = 3
+    trainer.train_step(iter(micro_batches(trainer.model_args.vocab_size)))
+    twice = dict.fromkeys(("forward_backward_step", "accumulate"), MICRO_BATCHES)
+    assert calls == Counter(twice | {"synchronize": 1, "clip": 1, "step": 1})
+    assert all(p.device.type == device.type for p in trainer.model_parts[0].parameters())
+
+
+def _forget_values(trainer: Trainer) -> None:
+    """Give a trainer model and optimizer on ``meta``, past TSR-Adam's first refresh."""
+    config, dims = trainer.job_config, trainer.parallel_dims
+    with torch.device("meta"):
+        model = parallelize_llama(LlamaModel(trainer.model_args), dims, config)
+    trainer.device, trainer.model_parts = torch.device("meta"), [model]
+    trainer.optimizers = build_optimizers([model], config.optimizer, dims)
+    trainer.lr_schedulers = trainer.train_spec.build_lr_schedulers_fn(
+        trainer.optimizers, config.lr_scheduler, config.training.steps
+    )
+    trainer._gradients = gradients_of(trainer.optimizers, [model], None)
+    if isinstance(trainer.optimizers, TSROptimizers):
+        for optimizer in trainer.optimizers:
+            optimizer.steps += 1
+            for stack in optimizer.stacks:
+                stack.refreshes += 1
+
+
+def _stub_what_reads(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answer for the two methods that read by design; without values they fail, as they must."""
+
+    def answered(call: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with pytest.raises(RuntimeError):
+                call(*args)
+            return answer
+
+        return run
+
+    for name, answer in (("_sum_over_batch", 50.0), ("_may_step", True)):
+        monkeypatch.setattr(trainer, name, answered(getattr(trainer, name), answer))
