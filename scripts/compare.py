@@ -38,8 +38,7 @@ from torchtitan_lr.experiments import (
     on_signals_stop,
     step_records,
 )
-from torchtitan_lr.measure import MEASUREMENT_FILE, WATCHED_STEPS
-from torchtitan_lr.timing import as_text, draw, row_of
+from torchtitan_lr.timing import MEASUREMENT_FILE, WATCHED_STEPS, as_text, draw, row_of
 from torchtitan_lr.variants import PLANS, derive
 
 TABLES_CONFIG = "train_configs/boost_3b.toml"

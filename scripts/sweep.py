@@ -33,7 +33,6 @@ from torchtitan_lr.cli import OneLineParser, markdown_table, overrides_of
 from torchtitan_lr.config_checks import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.experiments import RunFailedError, Stopped, check_run, launch, on_signals_stop
-from torchtitan_lr.models.loading import build_model_args
 from torchtitan_lr.summary import SUMMARY_FILE
 
 POINT_FILE = "point.json"
@@ -119,6 +118,8 @@ class Sweep:
         Raises:
             ConfigError: A point cannot work, or its folder is another sweep's.
         """
+        from torchtitan_lr.models.loading import build_model_args  # late: --help needs no torch
+
         for point in self.points:
             path = self.work / point.name / POINT_FILE
             known = json.loads(path.read_text()) if path.is_file() else {}

@@ -20,7 +20,7 @@ from typing import Any
 from torchtitan_lr.analysis.compression import LEVELS, CodecSizes, codec_bits, peels, smallest_theta
 from torchtitan_lr.cli import OneLineParser
 from torchtitan_lr.experiments import launch, run_in_one_line
-from torchtitan_lr.metrics import HISTORY_FILE, read_history
+from torchtitan_lr.history import HISTORY_FILE, read_history
 from torchtitan_lr.summary import TRAIN_LOSS, VALIDATION_LOSS
 
 KINDS = {"sketch": ("sketch", "exact"), "sparse": ("sparse", "exact"), "sum1": ("sketch", "sum1")}

@@ -24,7 +24,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from torchtitan_lr.cli import OneLineParser
 from torchtitan_lr.data.corpora import Corpus, build_corpus
-from torchtitan_lr.data.tokenizer import (
+from torchtitan_lr.data.llama3 import (
     BOS,
     EOS,
     HF_FILE,

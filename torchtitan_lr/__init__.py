@@ -1,8 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Pre-training of low-rank LLaMA models at scale, as an extension of torchtitan 0.2.2.
 
-Importing the package registers ``llama_full``, ``llama_svd``, ``llama_cola`` and ``llama_lax`` with
-torchtitan, which is what ``experimental.custom_import = "torchtitan_lr"`` asks for.
+Importing the package loads nothing else. Importing ``torchtitan_lr.specs``, which is what
+``experimental.custom_import`` names by default, registers ``llama_full``, ``llama_svd``,
+``llama_cola`` and ``llama_lax`` with torchtitan.
 """
-
-import torchtitan_lr.specs  # noqa: F401

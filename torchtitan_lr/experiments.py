@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.environment import Environment, find_device, read_environment
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.metrics import HISTORY_FILE, read_history
+from torchtitan_lr.history import HISTORY_FILE, read_history
 from torchtitan_lr.processes import leave
 from torchtitan_lr.summary import TRAIN_LOSS
 

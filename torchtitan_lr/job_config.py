@@ -354,7 +354,7 @@ class Metrics:
 class Experimental:
     """Changed defaults of torchtitan's ``[experimental]``."""
 
-    custom_import: str = "torchtitan_lr"
+    custom_import: str = "torchtitan_lr.specs"
     """Module imported before the model is looked up; this one registers the four models."""
 
 

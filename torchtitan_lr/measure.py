@@ -19,12 +19,8 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from torchtitan_lr.comm.ledger import ledger_for
 from torchtitan_lr.processes import leave
+from torchtitan_lr.timing import MEASUREMENT_FILE
 from torchtitan_lr.train import Trainer, main
-
-MEASUREMENT_FILE = "communication.json"
-
-WATCHED_STEPS = 2
-"""How many of the last steps are not to be timed."""
 
 
 class MeasuredTrainer(Trainer):

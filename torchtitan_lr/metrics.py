@@ -26,9 +26,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import BaseModelArgs
 from torchtitan.tools.logging import logger
 
+from torchtitan_lr.history import HISTORY_FILE, read_history
 from torchtitan_lr.loss import perplexity
-
-HISTORY_FILE = "metrics.jsonl"
 
 _WANDB_VARIABLES = {
     "WANDB_PROJECT": "wandb_project",
@@ -232,19 +231,6 @@ def set_wandb_environment(job_config: JobConfig) -> None:
     if mode == "auto":
         mode = "online" if _has_wandb_credentials() else "offline"
     os.environ.setdefault("WANDB_MODE", mode)
-
-
-def read_history(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a ``metrics.jsonl``, oldest first; a line cut by a kill is skipped."""
-    if not path.is_file():
-        return []
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            logger.warning("%s: skipping a line that was cut off: %.40s", path, line)
-    return records
 
 
 def _has_wandb_credentials() -> bool:

@@ -1,7 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""One TrainSpec a model family: what torchtitan builds a run from."""
+"""One TrainSpec a model family: what torchtitan builds a run from.
+
+Importing this module registers them.
+"""
 
 from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.protocols import train_spec
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from torchtitan_lr.data.dataloader import build_dataloader
@@ -36,9 +40,14 @@ def build_train_spec(family: str) -> TrainSpec:
 
 
 def register_train_specs() -> None:
-    """Make ``llama_full``, ``llama_svd``, ``llama_cola`` and ``llama_lax`` known to torchtitan."""
+    """Make ``llama_full``, ``llama_svd``, ``llama_cola`` and ``llama_lax`` known to torchtitan.
+
+    What is registered already stays: torchtitan refuses to be told twice.
+    """
     for family in FLAVORS:
-        register_train_spec(f"llama_{family}", build_train_spec(family))
+        name = f"llama_{family}"
+        if name not in train_spec._extra_train_specs:
+            register_train_spec(name, build_train_spec(family))
 
 
 register_train_specs()

@@ -7,8 +7,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from torchtitan_lr.loss import perplexity
-
 SUMMARY_FILE = "summary.json"
 CURVE_FILE = "curve.png"
 
@@ -38,6 +36,9 @@ def build_summary(
         ``mfu`` (percent; None where the device's peak is unknown), ``peak_memory_gib,
         checkpoint`` and ``curve`` (filled in by `write_summary`).
     """
+    # Late: the launcher reads a summary without torch.
+    from torchtitan_lr.loss import perplexity
+
     train = [record for record in history if TRAIN_LOSS in record]
     val = [record for record in history if VALIDATION_LOSS in record]
     windows = train[1:] or train  # the first window holds warm-up and compilation

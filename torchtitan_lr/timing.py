@@ -9,6 +9,12 @@ from typing import Any
 from torchtitan_lr.cli import text_table
 from torchtitan_lr.experiments import SECONDS
 
+MEASUREMENT_FILE = "communication.json"
+"""What `torchtitan_lr.measure` writes into the dump folder."""
+
+WATCHED_STEPS = 2
+"""How many of a measured run's last steps are not to be timed."""
+
 
 def row_of(name: str, timed: list[dict[str, Any]], found: dict[str, Any]) -> dict[str, Any]:
     """Sum a run up.

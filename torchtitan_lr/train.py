@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
-import torchtitan.train as titan_train
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.config import JobConfig
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.logging import init_logger, logger
+from torchtitan_lr.collector import collector_paused
+
+with collector_paused():
+    import torch
+    import torchtitan.train as titan_train
+    from torchtitan.components.loss import IGNORE_INDEX
+    from torchtitan.config import JobConfig
+    from torchtitan.distributed import utils as dist_utils
+    from torchtitan.tools.logging import init_logger, logger
 
 from torchtitan_lr.checkpoint import CheckpointManager
 from torchtitan_lr.comm.ledger import CommLedger, ledger_for
@@ -31,7 +34,8 @@ from torchtitan_lr.environment import launched_ranks
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.gradients import gradients_of
 from torchtitan_lr.guard import NonFiniteError, StopSignal, agree, first_rank_with
-from torchtitan_lr.metrics import LowRankMetricsProcessor, read_history
+from torchtitan_lr.history import read_history
+from torchtitan_lr.metrics import LowRankMetricsProcessor
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.gradient_compression import compressors_of

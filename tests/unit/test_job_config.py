@@ -37,7 +37,7 @@ def config():
         ("model.flavor", "debug"),
         ("model.hf_assets_path", "torchtitan_lr/data/assets/bpe4k"),
         ("job.custom_config_module", "torchtitan_lr.job_config"),
-        ("experimental.custom_import", "torchtitan_lr"),
+        ("experimental.custom_import", "torchtitan_lr.specs"),
         # Untouched by ours, so the merge must have kept torchtitan's.
         ("optimizer.beta1", 0.9),
         ("training.seq_len", 2048),

@@ -21,13 +21,14 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING
 
 from torchtitan_lr.data.corpora import BlockCorpus
 from torchtitan_lr.data.paths import user_path
 from torchtitan_lr.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 TEXT = "text"
@@ -112,6 +113,10 @@ class LocalCorpus(BlockCorpus):
                 yield text.encode("utf-8", errors="replace").decode("utf-8")
 
     def _parquet(self, path: Path, part: int, count: int) -> Iterator[str]:
+        # Late: text needs no pyarrow.
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         try:
             with pq.ParquetFile(path) as file:
                 kind = file.schema_arrow.field(TEXT).type

@@ -11,55 +11,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import tiktoken
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
+from torchtitan_lr.data.llama3 import (
+    BOS,
+    EOS,
+    HF_FILE,
+    LLAMA3_SPLIT,
+    TIKTOKEN_FILE,
+    llama3_specials,
+)
 from torchtitan_lr.data.paths import user_path
 from torchtitan_lr.errors import ConfigError
-
-HF_FILE = "tokenizer.json"
-TIKTOKEN_FILE = "tokenizer.model"
-
-BOS = "<|begin_of_text|>"
-EOS = "<|end_of_text|>"
-
-# How llama-3 cuts text before BPE: contractions, words with one leading non-letter, numbers of up
-# to three digits, punctuation, line ends, spaces.
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-# The names llama-3.1 gives to places among its 256 special tokens; all others are reserved.
-_NAMED_SPECIALS = {
-    0: BOS,
-    1: EOS,
-    4: "<|finetune_right_pad_id|>",
-    6: "<|start_header_id|>",
-    7: "<|end_header_id|>",
-    8: "<|eom_id|>",
-    9: "<|eot_id|>",
-    10: "<|python_tag|>",
-}
-NUM_LLAMA3_SPECIALS = 256
 
 # tiktoken's regex engine recurses: it panics on very long strings and on long runs of one kind.
 _MAX_CHARS = 400_000
 _MAX_RUN = 25_000
-
-
-def llama3_specials(first_id: int) -> dict[str, int]:
-    """Return llama-3's special tokens and their ids.
-
-    Args:
-        first_id: The id behind the last ordinary token.
-
-    Returns:
-        256 names, with consecutive ids in order.
-    """
-    reserved = (f"<|reserved_special_token_{i}|>" for i in range(NUM_LLAMA3_SPECIALS))
-    names = (_NAMED_SPECIALS.get(i) or next(reserved) for i in range(NUM_LLAMA3_SPECIALS))
-    return {name: first_id + i for i, name in enumerate(names)}
 
 
 class TiktokenTokenizer(BaseTokenizer):
@@ -73,6 +40,8 @@ class TiktokenTokenizer(BaseTokenizer):
     """
 
     def __init__(self, path: str | Path) -> None:
+        import tiktoken  # late: few runs read a rank file
+
         super().__init__()
         ranks = _read_ranks(Path(path))
         specials = llama3_specials(len(ranks))

@@ -1,17 +1,19 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What ``[grad_compression]`` means for a run: numbers, and which tensors they apply to."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
-
-import torch
-from torchtitan.config import TORCH_DTYPE_MAP
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.analysis.compression import LEVELS, CodecSizes, peels, smallest_theta
 from torchtitan_lr.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 _ATTENTION = re.compile(r"\.attention\.w[qkv]\.")
@@ -66,6 +68,8 @@ def settings_for(config: Any, ranks: int) -> CompressionSettings:
     Raises:
         ConfigError: The sketch would not peel; names the smallest θ that would.
     """
+    from torchtitan.config import TORCH_DTYPE_MAP  # late: it imports torch
+
     section = config.grad_compression
     c, theta = LEVELS.get(section.level, (section.c, section.theta))
     raised = theta

@@ -1,0 +1,22 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The history of a run, ``metrics.jsonl``: one record a line. Reading it needs no torch."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+HISTORY_FILE = "metrics.jsonl"
+
+
+def read_history(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a ``metrics.jsonl``, oldest first; a line cut by a kill is skipped."""
+    if not path.is_file():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            logging.getLogger().warning("%s: skipping a line that was cut off: %.40s", path, line)
+    return records
