@@ -146,7 +146,7 @@ def _keep(request, descriptors):
     report, stdout, stderr = descriptors
     pid = os.fork()
     if pid == 0:
-        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE}:
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             ignored = number in request["ignored"]
             signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
         _become(request["arguments"], request["cwd"], request["env"], (-1, stdout, stderr))
@@ -188,6 +188,9 @@ def _become(arguments, cwd, env, files, keep=()):
         _forget_parent(unbuffered or bool(os.environ.get("PYTHONUNBUFFERED")))
         _take_signals()
         status = _run(arguments[unbuffered:])
+        if status == -signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
     finally:
         os._exit(status & 0xFF)
 
@@ -237,12 +240,13 @@ def _take_signals():
             signal.signal(number, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as Python does
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def _run(arguments):
-    """Runs a module or script as ``__main__`` and returns the exit status."""
+    """Runs a module or script as ``__main__`` and returns the exit status, negative for SIGINT."""
     subprocess.Popen._execute_child = _execute_child
     importlib.invalidate_caches()
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -259,9 +263,9 @@ def _run(arguments):
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if status and not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
-    except BaseException:
+    except BaseException as error:
         sys.excepthook(*sys.exc_info())
-        status = 1
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
