@@ -148,9 +148,9 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
         what = "killed" if group.was_ready else "stopped before training began"
         print(f"error: {what} by {group.signal_name}; logs: {log_folder}", file=sys.stderr)
         return 128 + group.signal_number
-    if expected and "0" not in environment.log_ranks.split(","):
-        for line in last_words(log_folder):
-            print(f"[rank0]:{line}", file=sys.stderr)
+    if expected:
+        for line in last_words(log_folder, set(map(int, environment.log_ranks.split(",")))):
+            print(line, file=sys.stderr)
     if status != 0:
         if expected:
             hint = how_to_go_on(config) if killed_rank(log_folder) else ""

@@ -51,7 +51,7 @@ class RankGroup:
         self._expected = expected
         self._process: subprocess.Popen[bytes] | None = None
         for number in _FORWARDED:
-            # A hang-up ignored by nohup stays ignored.
+            # What ``nohup`` or ``cmd &`` made this process ignore stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
         self._process = subprocess.Popen(

@@ -4,12 +4,13 @@
 import json
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.summary import SUMMARY_FILE
 
-# What only rank 0 says and everybody needs to know: why a run was refused, how to resume it.
+# What everybody needs to know: why a run was refused, how to resume it (only rank 0 says that).
 _LAST_WORDS = re.compile(r"^error: |\bStopped by .* after step ")
 _ENDED_BY_SIGNAL = re.compile(
     r"local_rank: (\d+)\)\n\s*exitcode\s*: -\d+ \(pid: \d+\)\s+\((SIG\w+)\)"
@@ -117,20 +118,31 @@ def killed_rank(log_folder: Path) -> tuple[int, str] | None:
     return None
 
 
-def last_words(log_folder: Path) -> list[str]:
-    """Finds in the output of rank 0 why it ended: its error, or how to resume.
+def last_words(log_folder: Path, shown: Collection[int]) -> list[str]:
+    """Finds in the ranks' output why they ended, unless a rank on the console said so.
+
+    The first rank that fails ends the others: any of them may be the only one that reports.
 
     Args:
         log_folder: Where torchrun wrote each rank's folder.
+        shown: Ranks of this machine whose output is on the console.
 
     Returns:
-        These lines; none if it said nothing, or is a rank of another machine.
+        The lines of the lowest rank that said why it ended, or how to resume, with its prefix.
     """
-    found = []
-    for path in sorted(log_folder.glob("*/attempt_*/0/std*.log")):
-        with path.open("rb") as file:
-            # They are the last things said; a long run's output is not read as a whole.
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            lines = file.read().decode("utf-8", errors="replace").splitlines()
-        found += [line for line in lines if _LAST_WORDS.search(line)]
-    return found
+    words: dict[int, list[str]] = {}
+    for path in sorted(log_folder.glob("*/attempt_*/*/std*.log")):
+        if lines := _last_words_of(path):
+            rank = int(path.parent.name)
+            words[rank] = words.get(rank, []) + [f"[rank{rank}]:{line}" for line in lines]
+    if not words or words.keys() & set(shown):
+        return []
+    return words[min(words)]
+
+
+def _last_words_of(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        # They are the last things said; a long run's output is not read as a whole.
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        lines = file.read().decode("utf-8", errors="replace").splitlines()
+    return [line for line in lines if _LAST_WORDS.search(line)]

@@ -6,9 +6,7 @@ Run by ``python -m torchtitan_lr.launch``, or directly: ``torchrun -m torchtitan
 """
 
 import math
-import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -349,10 +347,8 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         else:
             trainer.train()
     except (ConfigError, NonFiniteError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(3)  # torchrun ends all ranks with the first: let rank 0 have its say
+        # On every rank: torchrun ends the others when the first fails, whichever that is.
+        print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1
     finally:
         if trainer is not None:

@@ -31,7 +31,7 @@ class Run:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
-    """CoLA on 4 ranks with everything on, by the script, from another working directory."""
+    """CoLA on 4 ranks with everything on, truly started as a user does, from another folder."""
     base = tmp_path_factory.mktemp("finished")
     config = runs.write_config(
         base / "dump", "llama_cola", steps=99, interval=4, validation_freq=4, extra=WANDB

@@ -1,10 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Whole runs as a user starts them: processes of their own, each with a time limit."""
+"""Whole runs: processes of their own, each with a time limit."""
 
+import atexit
+import contextlib
+import functools
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -12,12 +14,21 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.fork_server import AVAILABLE, ROOT, ForkServer
 from torchtitan_lr.processes import child_pids
 
-ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 240  # seconds a process may take; a quiet machine needs a tenth
+LIMIT = 900  # seconds a process may take before it counts as hung; a quiet machine needs ten
 
 LAUNCH = [sys.executable, "-m", "torchtitan_lr.launch"]
+
+# Runs a command with the signals that its first argument names ignored, and no others.
+RESET = """
+import os, signal, sys
+ignored = [int(number) for number in sys.argv[1].split(",") if number]
+for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+    signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 CONFIG = """
 [job]
@@ -62,10 +73,10 @@ _EXACT = ("loss_metrics/", "grad_norm", "lr", "n_tokens_seen", "skipped_steps")
 _EXACT_VALIDATION = ("loss", "perplexity", "tokens", "unigram_entropy")
 
 # What a user's own environment could change.
-_VARIABLES = r"(NGPU|NNODES|CONFIG_FILE|LOG_RANK|COMM_MODE|TRAIN_FILE|RDZV_.*|WANDB_.*)$"
+_VARIABLES = r"(NGPU|NNODES|CONFIG_FILE|LOG_RANK|COMM_MODE|TRAIN_FILE|PYTHON|RDZV_.*|WANDB_.*)$"
 
 
-def write_config(folder, model="llama_svd", steps=30, interval=5, validation_freq=1000, extra=""):
+def write_config(folder, model="llama_svd", steps=14, interval=4, validation_freq=1000, extra=""):
     """Writes a small job's TOML beside its dump folder and returns its path."""
     path = folder.with_suffix(".toml")
     values = {"model": model, "steps": steps, "interval": interval}
@@ -85,38 +96,54 @@ def environment(**variables):
     }
 
 
+@functools.cache
+def fork_server():
+    server = ForkServer()
+    atexit.register(server.close)
+    return server
+
+
 class Process:
     """A started command; its output is read all the time.
 
+    It finds no signal ignored, whatever this process inherited from ``nohup`` or a shell.
+
     Args:
-        command: What to run.
+        command: What to run. A Python program comes from the fork server, where there is one.
         cwd: Where.
+        truly: Start a Python program as a user does.
+        ignored: Signals that it finds ignored.
         **variables: Added to the environment.
     """
 
-    def __init__(self, command, cwd=ROOT, **variables):
-        self._popen = subprocess.Popen(
-            [str(part) for part in command],
-            cwd=cwd,
-            env=environment(**variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, command, cwd=ROOT, truly=False, ignored=(), **variables):
+        command = [str(part) for part in command]
+        readers, (out, err) = zip(os.pipe(), os.pipe(), strict=True)
+        env = environment(**variables)
+        if AVAILABLE and not truly and command[0] == sys.executable:
+            self._popen = fork_server().start(command, cwd, env, out, err, ignored)
+        else:
+            reset = [sys.executable, "-c", RESET, ",".join(str(int(n)) for n in ignored)]
+            self._popen = subprocess.Popen(
+                [*reset, *command], cwd=cwd, env=env, stdout=out, stderr=err
+            )
+        os.close(out)
+        os.close(err)
         self.pid = self._popen.pid
         self._deadline = time.monotonic() + LIMIT
-        self._texts = {}
+        self._texts = [""] * 2
         self._readers = [
-            threading.Thread(target=self._read, args=(name,), daemon=True)
-            for name in ("stdout", "stderr")
+            threading.Thread(target=self._read, args=item, daemon=True)
+            for item in enumerate(readers)
         ]
         for reader in self._readers:
             reader.start()
 
-    def _read(self, name):
-        self._texts[name] = getattr(self._popen, name).read()
+    def _read(self, index, descriptor):
+        with open(descriptor, encoding="utf-8") as file:
+            self._texts[index] = file.read()
 
-    def wait_until(self, condition, pause=0.005):
+    def wait_until(self, condition):
         """Waits for a condition of a running process and returns its value."""
         while True:
             value = condition()
@@ -124,8 +151,9 @@ class Process:
                 return value
             if self._popen.poll() is not None:
                 raise AssertionError(f"ended too early:\n{self.finish().everything}")
-            self._check_time()
-            time.sleep(pause)
+            if time.monotonic() > self._deadline:
+                self._give_up()
+            time.sleep(0.005)
 
     def send(self, number):
         self._popen.send_signal(number)
@@ -134,22 +162,57 @@ class Process:
         """The ranks below the launcher's torchrun."""
         return [rank for torchrun in child_pids(self.pid) for rank in child_pids(torchrun)]
 
+    def wait_for_held(self, count):
+        """Waits until that many ranks hold, see `tests.integration.held_train`."""
+        return self.wait_until(
+            lambda: len(pids := [p for p in self.rank_pids() if state(p) == "T"]) == count and pids
+        )
+
     def finish(self):
-        while self._popen.poll() is None:
-            self._check_time()
-            time.sleep(0.02)
+        try:
+            self._popen.wait(timeout=max(0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._give_up()
+        for reader in self._readers:
+            reader.join(LIMIT)
+        return Finished(self._popen.returncode, *self._texts)
+
+    def _give_up(self):
+        # The launcher's ranks end with it; then the pipes close.
+        self._popen.kill()
+        self._popen.wait()
         for reader in self._readers:
             reader.join(30)
-        return Finished(self._popen.returncode, self._texts["stdout"], self._texts["stderr"])
+        raise AssertionError(f"no end within {LIMIT} s:\n{self._texts}")
 
-    def _check_time(self):
-        if time.monotonic() > self._deadline:
-            # The launcher's ranks end with it; then the pipes close.
-            self._popen.kill()
-            self._popen.wait()
-            for reader in self._readers:
-                reader.join(30)
-            raise AssertionError(f"no end within {LIMIT} s:\n{self._texts}")
+
+def state(pid):
+    """A process's state as in ``ps``, "" where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def is_pending(pid, number):
+    """Whether a signal waits for a process that is stopped."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (pending,) = re.findall(r"^ShdPnd:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return bool(int(pending, 16) >> (number - 1) & 1)
+
+
+def wait_until_gone(pids):
+    """Waits until processes that nobody here waits for have ended."""
+    deadline = time.monotonic() + LIMIT
+    while any(state(pid) not in ("", "Z") for pid in pids):
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.005)
+
+
+def send_all(pids, number):
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 class Finished:
@@ -167,9 +230,9 @@ class Finished:
         return [line for line in self.err.splitlines() if not line.startswith("[rank")]
 
 
-def run(command, cwd=ROOT, **variables):
+def run(command, cwd=ROOT, **options):
     """Runs a command to its end."""
-    return Process(command, cwd, **variables).finish()
+    return Process(command, cwd, **options).finish()
 
 
 def run_all(commands):
@@ -186,10 +249,17 @@ def run_all(commands):
         return {name: future.result() for name, future in started.items()}
 
 
-def launch(config, *arguments, ranks=2):
-    """Starts the launcher."""
+def launch(config, *arguments, ranks=2, hold=None):
+    """Starts the launcher; its ranks stop themselves at `hold`, see `held_train`."""
     variables = {"CONFIG_FILE": str(config), "NGPU": str(ranks)}
+    if hold is not None:
+        variables |= holding(hold)
     return Process([*LAUNCH, *arguments], **variables)
+
+
+def holding(where):
+    """The variables that make ranks stop themselves there."""
+    return {"TRAIN_FILE": "tests.integration.held_train", "HOLD": where}
 
 
 def history(folder):
@@ -216,12 +286,6 @@ def last_step(folder):
     return max((record["step"] for record in history(folder)), default=0)
 
 
-def history_file(folder):
-    """Tells one start's ``metrics.jsonl`` from another's: every start replaces the file."""
-    path = folder / "metrics.jsonl"
-    return path.stat().st_ino if path.is_file() else None
-
-
 def step_folders(folder):
     """Steps with a checkpoint folder, mapped to whether it is complete."""
     found = (folder / "checkpoint").glob("step-*")
@@ -230,12 +294,3 @@ def step_folders(folder):
 
 def complete_steps(folder):
     return {step for step, complete in step_folders(folder).items() if complete}
-
-
-def freeze(pids):
-    """Stops processes where they are, and waits until they are."""
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    for pid in pids:
-        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TZ":
-            time.sleep(0.001)

@@ -24,7 +24,7 @@ def steps(finished, undisturbed):
     """The last checkpoints of 4 ranks' CoLA and of 2 ranks' SVD."""
     return {
         "cola": finished.folder / "checkpoint" / "step-6",
-        "svd": undisturbed.folder / "checkpoint" / "step-30",
+        "svd": undisturbed.folder / "checkpoint" / "step-14",
     }
 
 

@@ -3,6 +3,7 @@
 
 import importlib.util
 import json
+import sys
 
 import pytest
 
@@ -19,16 +20,16 @@ def load(name):
     return module
 
 
-def test_loss_vs_bytes(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(runs.ROOT)
-    curves = load("tsr_loss_vs_bytes")
-    arguments = [
+def test_loss_vs_bytes(tmp_path):
+    command = [
+        *(sys.executable, "scripts/tsr_loss_vs_bytes.py"),
         *("--steps", "12", "--seeds", "1", "--methods", "AdamW", "TSR rotate"),
         *("--work", str(tmp_path / "runs"), "--out", str(tmp_path / "curves.png")),
         *("--override", *SMALL),
     ]
-    assert curves.main(arguments) == 0
-    report = json.loads(capsys.readouterr().out)
+    first = runs.run(command)
+    assert first.status == 0, first.everything
+    report = json.loads(first.out)
     assert set(report) == {"AdamW", "TSR rotate"}
     # Gradients of everything, against cores and the head.
     tsr, adamw = report["TSR rotate"], report["AdamW"]
@@ -39,9 +40,10 @@ def test_loss_vs_bytes(tmp_path, capsys, monkeypatch):
     # Again: finished runs are taken as they are, a run that lacks steps goes on.
     history = tmp_path / "runs" / "AdamW-0" / HISTORY_FILE
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").glob("*/*.jsonl")}
-    assert curves.main(arguments) == 0
+    again = runs.run(command)
+    assert again.status == 0, again.everything
     assert before == {path: path.stat().st_mtime_ns for path in before}
-    assert json.loads(capsys.readouterr().out) == report
+    assert json.loads(again.out) == report
     assert len(read_history(history)) >= 12
 
 

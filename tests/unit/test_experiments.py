@@ -2,6 +2,7 @@
 """What runs leave behind, and how one that fails is told; whole runs are in tests/integration."""
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -32,12 +33,15 @@ POPEN = experiments.subprocess.Popen
 
 def stand_in(monkeypatch, program):
     """Let a few lines of Python stand where the launcher's module stands."""
+    started = []
 
     def popen(command, **options):
         assert command[1:3] == ["-m", "torchtitan_lr.launch"]
-        return POPEN([sys.executable, "-c", program, *command[3:]], **options)
+        started.append(POPEN([sys.executable, "-c", program, *command[3:]], **options))
+        return started[-1]
 
     monkeypatch.setattr(experiments.subprocess, "Popen", popen)
+    return started
 
 
 def test_a_failure_is_the_launchers_last_line(monkeypatch, tmp_path):
@@ -77,32 +81,45 @@ def test_arguments_and_environment(monkeypatch, tmp_path):
     assert (ranks, x) == ("3", "y")
 
 
+def is_in(function, thread):
+    """Whether a thread runs a function, or what that called."""
+    frame = sys._current_frames()[thread.ident]
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 def test_a_stop_is_passed_on_and_waited_for(monkeypatch, tmp_path):
     program = (
-        "import signal, sys, time, pathlib\n"
+        "import os, signal, pathlib\n"
         f"folder = pathlib.Path({str(tmp_path)!r})\n"
-        "def end(*_):\n"
-        "    time.sleep(0.3); (folder / 'saved').touch(); sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, end); (folder / 'ready').touch()\n"
-        "time.sleep(60)"
+        "read, write = os.pipe()\n"
+        "signal.signal(signal.SIGTERM, lambda *_: os.write(write, b'1'))\n"
+        "(folder / 'ready').open('w').close()\n"
+        "os.read(read, 1)\n"
+        "(folder / 'saved').touch()"
     )
-    stand_in(monkeypatch, program)
+    os.mkfifo(tmp_path / "ready")
+    started = stand_in(monkeypatch, program)
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     experiments.on_signals_stop()
+    main = threading.main_thread()
 
     def interrupt():
-        while not (tmp_path / "ready").exists():
-            time.sleep(0.01)
+        (tmp_path / "ready").open().close()  # opens when the other side does
+        while not is_in(POPEN.wait, main):
+            time.sleep(0.001)
         # To the main thread, as the kernel would: that one waits.
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+        signal.pthread_kill(main.ident, signal.SIGTERM)
 
     try:
-        threading.Thread(target=interrupt).start()
+        threading.Thread(target=interrupt, daemon=True).start()
         with pytest.raises(experiments.Stopped, match="SIGTERM"):
             launch("a.toml", tmp_path, [])
     finally:
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGINT, before[1])
+    assert started[0].returncode == 0  # known: it was waited for
     assert (tmp_path / "saved").exists()
 
 

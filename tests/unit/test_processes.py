@@ -1,15 +1,18 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""How a process ends; the group of ranks is in test_launch.py and tests/integration."""
+"""How a process ends, and its children; the group of ranks is in tests/integration."""
 
+import os
 import subprocess
 import sys
 
+from torchtitan_lr.processes import child_pids
+
 PROGRAM = """
-import atexit, threading, time
+import atexit, threading
 from torchtitan_lr.processes import leave
 
 atexit.register(print, "registered")
-threading.Thread(target=time.sleep, args=(600,)).start()
+threading.Thread(target=threading.Event().wait).start()
 print("done", end=" ")
 leave(3)
 """
@@ -17,5 +20,17 @@ leave(3)
 
 def test_leaving_runs_what_is_registered_and_waits_for_no_thread():
     command = [sys.executable, "-c", PROGRAM]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    # A limit for one that hangs.
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "done registered\n", "")
+
+
+def test_child_pids():
+    command = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+        assert child.pid in child_pids(os.getpid())
+        assert child.pid not in child_pids(os.getppid())
+        child.stdin.close()
+        # Ended, but not waited for: a zombie does not count.
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert child.pid not in child_pids(os.getpid())

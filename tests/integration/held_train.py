@@ -1,0 +1,43 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""`torchtitan_lr.train` whose ranks stop themselves (SIGSTOP) at one point, until SIGCONT.
+
+A test that disturbs a run there disturbs it at that very point, however fast the machine is. The
+launcher starts it where ``TRAIN_FILE`` says so. ``HOLD`` is ``FOLDER:step:N``, where step N begins,
+on every rank, or ``FOLDER:saving:N``, where rank 0 has all parts of checkpoint N but its
+``.metadata``, of the run whose dump folder has that name.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+from torch.distributed.checkpoint import filesystem
+
+from torchtitan_lr.processes import leave
+from torchtitan_lr.train import Trainer, main
+
+FOLDER, POINT, STEP = os.environ["HOLD"].split(":")
+
+_finish = filesystem.FileSystemWriter.finish
+
+
+class HeldTrainer(Trainer):
+    def train_step(self, data_iterator):
+        hold("step", Path(self.job_config.job.dump_folder), self.step)
+        super().train_step(data_iterator)
+
+
+def finish(writer, *values, **keys):
+    checkpoint = Path(writer.checkpoint_id)
+    hold("saving", checkpoint.parents[1], int(checkpoint.name.removeprefix("step-")))
+    return _finish(writer, *values, **keys)
+
+
+def hold(point, folder, step):
+    if (folder.name, point, str(step)) == (FOLDER, POINT, STEP):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+if __name__ == "__main__":
+    filesystem.FileSystemWriter.finish = finish
+    leave(main(trainer_class=HeldTrainer))

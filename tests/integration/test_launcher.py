@@ -1,0 +1,305 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The launcher, with a small real program in place of the training (torchtitan's TRAIN_FILE)."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration import runs
+from tests.integration.runs import ROOT
+
+STANDIN = """
+import json, os, signal, sys
+from pathlib import Path
+
+mode, rank = os.environ["STANDIN"], os.environ.get("RANK", "0")
+folder = Path(next(a for a in sys.argv if a.startswith("--job.dump_folder=")).partition("=")[2])
+read, write = os.pipe()
+
+
+def leave(name, text=""):
+    # Under its name at once with all that it holds.
+    (folder / f"new-{name}").write_text(text)
+    os.replace(folder / f"new-{name}", folder / name)
+
+
+def wait_for_signal():
+    os.read(read, 1)
+
+
+if mode != "deaf":
+    signal.signal(signal.SIGTERM, lambda *_: os.write(write, b"1"))
+leave(f"pid{rank}", str(os.getpid()))
+print("threads", os.environ["OMP_NUM_THREADS"], flush=True)
+print("ready", rank, flush=True)
+print("a warning", file=sys.stderr, flush=True)
+if mode.startswith("refuse"):
+    # The ranks that STANDIN names say it, one after the other; the last one ends.
+    order = mode.removeprefix("refuse")
+    if rank == order[0]:
+        print("error: some.key: got 1, expected 2", file=sys.stderr, flush=True)
+        if order[1:]:
+            (folder / "turn").open("w").close()
+    elif rank == order[-1]:
+        (folder / "turn").open().close()
+        print("error: some.key: got 1, expected 2", file=sys.stderr, flush=True)
+    if rank == order[-1]:
+        sys.exit(2)
+    wait_for_signal()  # torchrun's
+    sys.exit(2)
+if mode in ("wait", "deaf", "stubborn"):
+    wait_for_signal()
+if mode == "stubborn":
+    leave(f"asked{rank}")
+    wait_for_signal()
+if mode == "fail" and rank == "1":
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    @record
+    def boom():
+        raise ValueError("no such luck\\nsecond line")
+
+    boom()
+if mode == "end" and rank == "0":
+    (folder / "summary.json").write_text(json.dumps({"steps": 3, "train_loss": 2.5, "mfu": None}))
+if mode == "wait" and rank == "0":
+    print("INFO - Stopped by SIGTERM after step 3 of 9: resume so", file=sys.stderr, flush=True)
+leave(f"saved{rank}")
+"""
+
+
+class Launch(runs.Process):
+    """A launcher of that program."""
+
+    def __init__(self, folder, mode, ranks=2, ignored=(), **variables):
+        (folder / "standin.py").write_text(STANDIN)
+        self.folder, self.ranks = folder, ranks
+        standard = {
+            "PYTHONPATH": f"{ROOT}:{folder}",
+            "TRAIN_FILE": "standin",
+            "STANDIN": mode,
+            "NGPU": str(ranks),
+            "CONFIG_FILE": str(ROOT / "train_configs" / "debug_cola.toml"),
+        }
+        command = [*runs.LAUNCH, f"--job.dump_folder={folder}"]
+        super().__init__(command, ignored=ignored, **standard | variables)
+
+    def wait_for(self, what):
+        """Waits for the file of every rank."""
+        paths = [self.folder / f"{what}{rank}" for rank in range(self.ranks)]
+        self.wait_until(lambda: all(path.exists() for path in paths))
+        return paths
+
+    def wait_for_ranks(self):
+        return [int(path.read_text()) for path in self.wait_for("pid")]
+
+    def saved(self):
+        return sorted(path.name for path in self.folder.glob("saved*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_lets_all_ranks_save_and_ends_well(tmp_path, number):
+    run = Launch(tmp_path, "wait")
+    pids = run.wait_for_ranks()
+    run.send(number)
+    done = run.finish()
+    assert done.status == 0, done.everything
+    assert run.saved() == ["saved0", "saved1"]
+    runs.wait_until_gone(pids)
+    assert "Traceback" not in done.err
+    # The ranks' own lines and nothing else.
+    assert all(line.startswith("[rank0]:") for line in (done.out + done.err).splitlines())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="waits for a process's state by /proc")
+@pytest.mark.parametrize("ignored", [signal.SIGINT, signal.SIGHUP])
+def test_what_a_shell_ignores_stays_ignored(tmp_path, ignored):
+    """SIGINT below ``cmd &``, SIGHUP below ``nohup``."""
+    run = Launch(tmp_path, "wait", ignored=[ignored])
+    run.wait_for_ranks()
+    # Both at the same time: were the ignored one heard, the other would be the second, which kills.
+    run.send(signal.SIGSTOP)
+    run.wait_until(lambda: runs.state(run.pid) == "T")
+    run.send(ignored)
+    run.send(signal.SIGTERM)
+    run.send(signal.SIGCONT)
+    done = run.finish()
+    assert done.status == 0, done.everything
+    assert run.saved() == ["saved0", "saved1"]
+
+
+def test_a_rank_that_cannot_save_is_no_success(tmp_path):
+    """The control: without a handler nothing is saved, and the launcher must not say it was."""
+    run = Launch(tmp_path, "deaf")
+    pids = run.wait_for_ranks()
+    run.send(signal.SIGTERM)
+    done = run.finish()
+    assert done.status == 143
+    assert run.saved() == []
+    runs.wait_until_gone(pids)
+    last = done.err.splitlines()[-1]
+    assert last.startswith("error: stopped before training began by SIGTERM; logs: ")
+    assert "Traceback" not in done.err
+
+
+def test_a_second_signal_kills(tmp_path):
+    run = Launch(tmp_path, "stubborn")
+    pids = run.wait_for_ranks()
+    run.send(signal.SIGINT)
+    run.wait_for("asked")  # it waits for the ranks to save
+    run.send(signal.SIGINT)
+    done = run.finish()
+    assert done.status == 130
+    assert run.saved() == []
+    runs.wait_until_gone(pids)
+    assert done.err.splitlines()[-1].startswith("error: killed by SIGINT; logs: ")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
+def test_a_killed_launcher_leaves_no_ranks(tmp_path):
+    run = Launch(tmp_path, "deaf")
+    pids = run.wait_for_ranks()
+    assert all(runs.state(pid) not in ("", "Z") for pid in pids)
+    run.send(signal.SIGKILL)
+    run.finish()
+    runs.wait_until_gone(pids)
+
+
+def test_a_failing_rank(tmp_path):
+    done = Launch(tmp_path, "fail").finish()
+    assert done.status == 1
+    last = done.err.splitlines()[-1]
+    assert last.startswith("error: rank 1 failed: ValueError: no such luck; its output: ")
+    folder = Path(last.rpartition(": ")[2])
+    assert "second line" in (folder / "stderr.log").read_text()
+    # torchrun's own words are in the log, not on the console.
+    assert "ChildFailedError" not in done.err
+    log = next((tmp_path / "logs").glob("*/launcher.log"))
+    assert "ChildFailedError" in log.read_text()
+
+
+def test_success_ends_with_the_summary(tmp_path):
+    done = Launch(tmp_path, "end", OMP_NUM_THREADS="").finish()
+    assert done.status == 0, done.everything
+    lines = done.out.splitlines()
+    assert "[rank0]:ready 0" in lines
+    assert not any("ready 1" in line for line in lines)
+    cores = len(os.sched_getaffinity(0))
+    assert f"[rank0]:threads {max(1, cores // 2)}" in lines
+    text = "\n".join(line for line in lines if not line.startswith("["))
+    assert "train loss             2.5000 nats/token" in text
+    assert "unknown peak" in text
+    folder = next((tmp_path / "logs").iterdir())
+    assert str(folder) in text
+    assert len(list(folder.glob("*/attempt_0/*/stdout.log"))) == 2
+
+
+def test_dry_run_is_one_process(tmp_path):
+    run = Launch(tmp_path, "end", ranks=4, COMM_MODE="fake_backend", OMP_NUM_THREADS="3")
+    done = run.finish()
+    assert done.status == 0, done.everything
+    assert "threads 3\nready 0\n" in done.out
+    assert done.out.endswith("dry run passed: one step as rank 0 of 4\n")
+    # The stand-in takes the first dump folder, the trainer the last one.
+    assert (tmp_path / "dry_run" / "logs").is_dir()
+    assert not (tmp_path / "logs").exists()
+    assert "a warning" in done.err
+
+
+def test_how_to_resume_is_shown_whatever_is_shown(tmp_path):
+    run = Launch(tmp_path, "wait", LOG_RANK="1")
+    run.wait_for_ranks()
+    run.send(signal.SIGTERM)
+    done = run.finish()
+    assert done.status == 0
+    assert "[rank1]:ready 1" in done.out and "ready 0" not in done.out
+    told = "[rank0]:INFO - Stopped by SIGTERM after step 3 of 9: resume so"
+    assert done.err.splitlines().count(told) == 1
+
+
+@pytest.mark.parametrize("shown", "01")
+@pytest.mark.parametrize("order", ["0", "1", "01", "10"])
+def test_a_refusal_is_shown_once_whoever_fails_first(tmp_path, order, shown):
+    """The ranks of `order` say it, and the last one's end makes torchrun kill the other."""
+    os.mkfifo(tmp_path / "turn")
+    done = Launch(tmp_path, f"refuse{order}", LOG_RANK=shown).finish()
+    assert done.status not in (0, 2), done.everything
+    teller = shown if shown in order else order
+    told = [line for line in done.err.splitlines() if "some.key" in line]
+    assert told == [f"[rank{teller}]:error: some.key: got 1, expected 2"]
+
+
+@pytest.mark.parametrize("variables", [{}, {"COMM_MODE": "fake_backend"}])
+def test_logs_that_is_a_file(tmp_path, variables):
+    folder = tmp_path / "dry_run" if variables else tmp_path
+    folder.mkdir(exist_ok=True)
+    (folder / "logs").write_text("")
+    done = Launch(tmp_path, "end", **variables).finish()
+    assert done.status == 2
+    assert done.err.startswith("error: job.dump_folder: got ") and len(done.err.splitlines()) == 1
+
+
+def test_refusal_comes_before_any_rank(tmp_path):
+    done = Launch(tmp_path, "end", CONFIG_FILE=str(tmp_path / "none.toml")).finish()
+    assert done.status == 2
+    assert done.out == ""
+    assert len(done.err.splitlines()) == 1
+    assert done.err.startswith("error: job.config_file: got ")
+    assert not list(tmp_path.glob("pid*"))
+    assert not (tmp_path / "logs").exists()
+
+
+DRIVER = """
+import os, sys, threading, time
+from pathlib import Path
+from torchtitan_lr.processes import RankGroup
+
+folder = Path(sys.argv[1])
+command = [sys.executable, str(folder / "parent.py"), str(folder)]
+group = RankGroup(command, dict(os.environ), folder / "log", expected=2)
+
+def watch():
+    while not group.was_ready:
+        time.sleep(0.005)
+    (folder / "noticed").touch()
+
+threading.Thread(target=watch, daemon=True).start()
+sys.exit(group.wait())
+"""
+PARENT = """
+import subprocess, sys
+command = [sys.executable, f"{sys.argv[1]}/child.py", sys.argv[1]]
+children = [subprocess.Popen([*command, rank]) for rank in "01"]
+sys.exit(max(child.wait() for child in children))
+"""
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+folder, rank = Path(sys.argv[1]), sys.argv[2]
+read, write = os.pipe()
+signal.signal(signal.SIGTERM, lambda *_: os.write(write, b"1"))
+if rank == "0":
+    (folder / "end").open().close()
+    (folder / "ending").write_text(str(os.getpid()))
+else:
+    os.read(read, 1)
+    (folder / "saved").touch()
+"""
+
+
+def test_ranks_that_end_one_by_one_may_be_interrupted(tmp_path):
+    for name, text in (("driver", DRIVER), ("parent", PARENT), ("child", CHILD)):
+        (tmp_path / f"{name}.py").write_text(text)
+    os.mkfifo(tmp_path / "end")
+    group = runs.Process([sys.executable, tmp_path / "driver.py", tmp_path])
+    group.wait_until((tmp_path / "noticed").exists)
+    (tmp_path / "end").open("w").close()
+    group.wait_until(lambda: (tmp_path / "ending").is_file() and (tmp_path / "ending").read_text())
+    runs.wait_until_gone([int((tmp_path / "ending").read_text())])
+    group.send(signal.SIGTERM)
+    done = group.finish()
+    assert done.status == 0, done.everything
+    assert (tmp_path / "saved").exists()

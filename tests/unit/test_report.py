@@ -1,0 +1,135 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What the launcher says at the end."""
+
+import json
+import math
+
+import pytest
+
+from torchtitan_lr.report import (
+    describe_failure,
+    killed_rank,
+    last_words,
+    read_summary,
+    summary_lines,
+)
+
+
+def test_summary_of_another_run_is_not_shown(tmp_path):
+    path = tmp_path / "summary.json"
+    assert read_summary(tmp_path, newer_than=0.0) is None
+    path.write_text('{"steps": 1}')
+    assert read_summary(tmp_path, newer_than=path.stat().st_mtime - 1) == {"steps": 1}
+    assert read_summary(tmp_path, newer_than=path.stat().st_mtime + 1) is None
+
+
+def test_summary_lines(tmp_path):
+    summary = {
+        "steps": 300,
+        "train_loss": 3.25,
+        "val_loss": 3.5,
+        "val_ppl": math.exp(3.5),
+        "unigram_entropy": 6.125,
+        "tokens_per_s": 12345.6,
+        "mfu": 41.5,
+        "peak_memory_gib": 1.5,
+        "checkpoint": "out/checkpoint/step-300",
+        "curve": "out/curve.png",
+    }
+    lines = summary_lines(summary, tmp_path, tmp_path / "logs")
+    assert len(lines) <= 12
+    text = "\n".join(lines)
+    for part in ("300", "3.2500", "3.5000", "33.12", "6.1250", "12,346", "41.50 %", "1.50 GiB"):
+        assert part in text
+    assert "step-300" in text and "curve.png" in text and str(tmp_path / "logs") in text
+
+
+def test_first_failure_is_the_one_told(tmp_path):
+    for rank, when in ((0, 20), (1, 10)):
+        folder = tmp_path / "run" / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        message = {"message": f"Error: of {rank}\nmore", "extraInfo": {"timestamp": str(when)}}
+        (folder / "error.json").write_text(json.dumps({"message": message}))
+    half = tmp_path / "run" / "attempt_0" / "2"
+    half.mkdir()
+    (half / "error.json").write_text('{"mess')
+    told = describe_failure(tmp_path, 1)
+    assert told == f"rank 1 failed: Error: of 1; its output: {tmp_path}/run/attempt_0/1"
+    assert describe_failure(tmp_path / "none", 3).startswith("the ranks ended with status 3")
+
+
+REPORT = """
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 13188)  (SIGTERM)
+  error_file: <N/A>
+Root Cause (first observed failure):
+[0]:
+  rank      : 5 (local_rank: 1)
+  exitcode  : {code}
+  error_file: <N/A>
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("-9 (pid: 13189)  (SIGKILL)", (1, "SIGKILL")),
+        ("-11 (pid: 13189)  (SIGSEGV)", (1, "SIGSEGV")),
+        ("1 (pid: 13189)", None),
+        ("-15 (pid: 13189)  (SIGTERM)", None),
+    ],
+)
+def test_a_rank_that_a_signal_ended_is_found(code, found, tmp_path):
+    assert killed_rank(tmp_path) is None
+    (tmp_path / "launcher.log").write_text(REPORT.format(code=code))
+    assert killed_rank(tmp_path) == found
+
+
+def test_a_killed_rank_is_the_cause_not_those_that_missed_it(tmp_path):
+    (tmp_path / "launcher.log").write_text(REPORT.format(code="-9 (pid: 1)  (SIGKILL)"))
+    folder = tmp_path / "run/attempt_0/1"
+    folder.mkdir(parents=True)
+    other = tmp_path / "run/attempt_0/0"
+    other.mkdir()
+    message = {"message": "RuntimeError: Connection closed", "extraInfo": {"timestamp": "1"}}
+    (other / "error.json").write_text(json.dumps({"message": message}))
+    told = describe_failure(tmp_path, 1)
+    assert told.startswith("rank 1 was ended by SIGKILL (which is also")
+    assert told.endswith(f"its output: {folder}")
+
+
+def test_a_rank_that_fell_after_telling_its_error_is_no_killed_one(tmp_path):
+    (tmp_path / "launcher.log").write_text(REPORT.format(code="-6 (pid: 1)  (SIGABRT)"))
+    assert killed_rank(tmp_path) == (1, "SIGABRT")
+    folder = tmp_path / "run/attempt_0/1"
+    folder.mkdir(parents=True)
+    message = {"message": "NonFiniteError: step 2", "extraInfo": {"timestamp": "1"}}
+    (folder / "error.json").write_text(json.dumps({"message": message}))
+    assert killed_rank(tmp_path) is None
+    assert describe_failure(tmp_path, 1).startswith("rank 1 failed: NonFiniteError: step 2;")
+
+
+@pytest.mark.parametrize(
+    ("words", "shown", "told"),
+    [
+        ({0: "error: a", 1: "error: b"}, {0}, []),
+        ({0: "error: a", 1: "error: b"}, {2}, ["[rank0]:error: a"]),
+        ({0: "", 1: "error: b"}, {0}, ["[rank1]:error: b"]),
+        ({0: "", 1: "error: b"}, {0, 1}, []),
+        ({2: "error: c", 10: "error: d"}, {0}, ["[rank2]:error: c"]),
+        ({0: "x - Stopped by SIGTERM after step 3 of 9"}, {1}, ["[rank0]:x - Stopped by SIGTERM"]),
+        ({0: "an error: of another kind"}, {1}, []),
+        ({}, {0}, []),
+    ],
+)
+def test_last_words_are_those_the_console_lacks(tmp_path, words, shown, told):
+    for rank, text in words.items():
+        folder = tmp_path / "run" / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        # Behind more than a long run's output ends with.
+        (folder / "stderr.log").write_text("a line\n" * 20_000 + text + "\nmore\n")
+        (folder / "stdout.log").write_text("another line\n")
+    found = last_words(tmp_path, shown)
+    assert [line[: len(start)] for line, start in zip(found, told, strict=True)] == told
