@@ -4,6 +4,7 @@
 import copy
 import gc
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -146,9 +147,12 @@ def saved_bytes(model: LlamaModel) -> int:
     return allocations.bytes_alive({t.untyped_storage()._cdata for t in outside})
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("save_attention", [False, True])
-@pytest.mark.parametrize("family", ["svd", "cola", "lax"])
+SAVED = list(product(("svd", "cola", "lax"), (False, True), (torch.float32,)))
+# The log-sum-exp is as wide as an fp64 activation and wider than a bf16 one.
+SAVED += [("cola", True, torch.float64), ("cola", True, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("family", "save_attention", "dtype"), SAVED)
 def test_saved_bytes(family: str, save_attention: bool, dtype: torch.dtype) -> None:
     model = build(family).to(dtype)
     everything = saved_bytes(model)
@@ -251,15 +255,16 @@ def test_kept_bytes_when_split() -> None:
     assert vanilla == stream + latents // t
 
 
-@pytest.mark.parametrize("save_attention", [False, True])
-def test_compiled(save_attention: bool) -> None:
+@pytest.mark.parametrize(("family", "save_attention"), [("cola", True), ("lax", False)])
+def test_compiled(family: str, save_attention: bool) -> None:
     """A compiled block keeps the same bytes, counted where autograd packs them."""
-    plain = build("lax").double()
+    plain = build(family, n_layers=2).double()
     compiled = copy.deepcopy(plain)
     apply_low_rank_checkpoint(compiled, save_attention)
     torch._dynamo.reset()
-    for name, block in compiled.layers.named_children():
-        compiled.layers[name] = torch.compile(block, backend="aot_eager", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    block = torch.compile(compiled.layers["1"], backend="aot_eager", fullgraph=True)
+    compiled.layers["1"] = block
     assert largest_difference(run(compiled), run(plain)) < 1e-12
     outside = {p.untyped_storage()._cdata for p in compiled.parameters()}
     packed: dict[int, torch.Tensor] = {}
@@ -269,10 +274,12 @@ def test_compiled(save_attention: bool) -> None:
         return x
 
     x = torch.ones(BATCH, SEQ, 64, dtype=torch.float64, requires_grad=True)
-    carried = tuple(torch.ones(BATCH, SEQ, r).double() for r in (16, 16, 16, 16, 24, 24, 24))
-    outside |= {t.untyped_storage()._cdata for t in (compiled.freqs_cis, *carried)}
+    ranks = (16, 16, 16, 16, 24, 24, 24) if family == "lax" else ()
+    carried = tuple(torch.ones(BATCH, SEQ, r).double().requires_grad_() for r in ranks) or None
+    outside |= {t.untyped_storage()._cdata for t in (compiled.freqs_cis, *(carried or ()))}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        output = compiled.layers["1"](x, compiled.freqs_cis, carried)
+        output = block(x, compiled.freqs_cis, carried)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # the one that ran above
     # Attention counts as random for the compiler, which keeps the generator's state to repeat it.
     activations = {k: t for k, t in packed.items() if t.dtype != torch.uint8 and k not in outside}
     size = sum(t.untyped_storage().nbytes() for t in activations.values())

@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.config import JobConfig
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.lanes import lane_block
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("small_library")
 
 ROWS, SEQ = 8, 32
 # (dp size, local batch): every split of eight rows over ranks and micro-batches that divides.
@@ -94,6 +95,8 @@ def test_batches_do_depend_on_the_global_batch_size(tokenizer, text):
 
 def test_stdlib_rows_are_packed_as_torchtitan_packs(tokenizer, monkeypatch):
     """Row j equals torchtitan's own dataset run over the files of lane j."""
+    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
+
     loader = build(tokenizer, 1, ROWS)[0]
     corpus = loader._corpus
     batches = steps([loader], ROWS, 20)
@@ -128,9 +131,16 @@ def test_every_document_comes_again_after_the_corpus_ends(tokenizer, text):
             assert f"file {i} line 4 " in seen
 
 
-@pytest.mark.parametrize("path", ["text", None])
-@pytest.mark.parametrize("done", [0, 3])
-def test_resume_at_any_split_through_a_real_checkpoint(tokenizer, text, tmp_path, path, done):
+FEW = [(4, 1), (2, 4), (8, 1)]
+MANY = [*FEW, (4, 2), (2, 1), (1, 8), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("path", "done", "splits"), [("text", 0, FEW), ("text", 3, MANY), (None, 3, FEW)]
+)
+def test_resume_at_any_split_through_a_real_checkpoint(
+    tokenizer, text, tmp_path, path, done, splits
+):
     path = text if path else None
     saved = build(tokenizer, 4, 1, path)
     if done:
@@ -138,7 +148,7 @@ def test_resume_at_any_split_through_a_real_checkpoint(tokenizer, text, tmp_path
     # Each of four ranks writes its own lanes; here one process writes the union of their keys.
     dcp.save({"dataloader": union(saved)}, checkpoint_id=str(tmp_path / "ckpt"))
     expected = steps(saved, 1, 30)
-    for dp, local_batch in [(4, 1), (4, 2), (2, 1), (2, 4), (1, 8), (1, 2), (8, 1)]:
+    for dp, local_batch in splits:
         loaders = build(tokenizer, dp, local_batch, path)
         for loader in loaders:
             loader.check_checkpoint(str(tmp_path / "ckpt"))

@@ -22,6 +22,9 @@ CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 MACHINES = sorted((ROOT / "scripts" / "hardware").glob("*.toml"))
 DEBUG = str(ROOT / "train_configs" / "debug_cola.toml")
 ONE = "--parallelism.tensor_parallel_degree=1"
+# The same blocks in two tests, so that they are rehearsed once; none of two kinds in turns.
+BLOCKS = ["--world=4", "--parallelism.tensor_parallel_degree=2"]
+BLOCKS += ["--activation_checkpoint.selective_ac_option=1"]
 KEYS = {"parameters", "flops_per_token", "memory_bytes", "comm_bytes", "step_time"}
 
 
@@ -65,8 +68,7 @@ def test_every_config(path):
 
 
 def test_json(script, capsys):
-    arguments = [DEBUG, "--world=4", "--json", "--parallelism.tensor_parallel_degree=2"]
-    assert script.main(arguments) == 0
+    assert script.main([DEBUG, *BLOCKS, "--json", "--training.local_batch_size=1"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report.keys() >= KEYS and report["world"] == 4
     others = report["alternatives"]
@@ -86,10 +88,10 @@ def test_json(script, capsys):
 
 
 def test_text_of_a_pipeline(script, capsys):
-    options = [ONE, "--parallelism.pipeline_parallel_degree=2", "--hardware=a100_80g_nvlink"]
-    assert script.main([DEBUG, *options]) == 0
+    options = ["--parallelism.pipeline_parallel_degree=2", "--hardware=a100_80g_nvlink"]
+    assert script.main([DEBUG, *BLOCKS, *options]) == 0
     text = capsys.readouterr().out
-    assert "2 ranks, A100-80G, NVLink" in text and "pp send (GiB a step)" in text
+    assert "4 ranks, A100-80G, NVLink" in text and "pp send (GiB a step)" in text
     assert "pipeline rank 0: stages [0]" in text and "pipeline rank 1: stages [1]" in text
     assert "bubble (s, modelled)" in text
 

@@ -108,18 +108,21 @@ def test_every_document_position_resumes(c4):
 def test_same_batches_at_any_split_and_after_resume(c4, tokenizer, rows):
     """With 12 rows two of them share a shard, and stay on one rank."""
     expected = steps(build(c4, tokenizer, 1, rows, rows), rows, rows, 60)
+    states = []
     splits = {4: [(4, 1), (2, 1), (1, 2)], 12: [(6, 2), (3, 2), (2, 6), (1, 4)]}[rows]
     for dp, local_batch in splits:
         loaders = build(c4, tokenizer, dp, local_batch, rows)
         assert torch.equal(steps(loaders, local_batch, rows, 45), expected[:45])
-        state = {}
+        states.append({})
         for loader in loaders:
-            state |= loader.state_dict()
-        for other_dp, other_batch in splits:
-            resumed = build(c4, tokenizer, other_dp, other_batch, rows)
-            for loader in resumed:
-                loader.load_state_dict(state)
-            assert torch.equal(steps(resumed, other_batch, rows, 15), expected[45:])
+            states[-1] |= loader.state_dict()
+    # Every split stores the same, so that each may resume from any: here from the next one's.
+    assert all(state == states[0] for state in states)
+    for (dp, local_batch), state in zip(splits, states[1:] + states[:1], strict=True):
+        resumed = build(c4, tokenizer, dp, local_batch, rows)
+        for loader in resumed:
+            loader.load_state_dict(state)
+        assert torch.equal(steps(resumed, local_batch, rows, 15), expected[45:])
 
 
 def test_a_split_that_tears_a_lane_apart_is_refused(c4, tokenizer):

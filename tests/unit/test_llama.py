@@ -171,17 +171,18 @@ def test_fp64_is_kept(family):
     assert 1e-9 < error < 1e-4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["full", "lax"])
 def test_blocks_compile_without_a_graph_break(family):
     torch._dynamo.reset()
     gate = {"lax_gate": "scalar"} if family == "lax" else {}
-    model = build_tiny(family, n_kv_heads=2, **gate)
+    model = build_tiny(family, torch.float64, n_kv_heads=2, **gate)
     ids = tokens(model.model_args)
     expected = model(ids)
     torch._dynamo.utils.counters.clear()
     for block in model.layers.values():
         block.compile(fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(model(ids), expected)
+    # The compiler may replace an operator by others, which round fp64 otherwise.
+    torch.testing.assert_close(model(ids), expected, rtol=1e-12, atol=1e-12)
     # One graph serves all blocks; LaX's first block, which receives nothing, is another.
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == (2 if family == "lax" else 1)

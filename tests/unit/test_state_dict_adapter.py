@@ -2,7 +2,6 @@
 import pytest
 import torch
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.unit.tiny import build_tiny, tiny_args, tokens
 from torchtitan_lr.errors import ConfigError
@@ -20,6 +19,8 @@ SHAPES = {
 
 
 def build_hf(args, seed=0):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**build_hf_config(args, torch.float32))).eval()
 

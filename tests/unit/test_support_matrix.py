@@ -34,7 +34,7 @@ def test_the_readme_has_this_table():
 def test_what_is_drawn_is_accepted_or_refused_as_the_matrix_says():
     source = random.Random(4)
     accepted = refused = 0
-    for _ in range(150):
+    for _ in range(60):
         combination = MATRIX.draw(source)
         keys = {rule["key"] for rule in MATRIX.refusals(combination)}
         if not keys:
@@ -46,7 +46,7 @@ def test_what_is_drawn_is_accepted_or_refused_as_the_matrix_says():
         assert refusal.value.key in keys, combination
         assert "\n" not in str(refusal.value)
         refused += 1
-    assert accepted > 20 and refused > 20
+    assert accepted > 15 and refused > 15
 
 
 @pytest.mark.parametrize("rule", MATRIX.rules, ids=lambda rule: "-".join(rule["when"]))

@@ -15,7 +15,10 @@ from torchtitan_lr.data.validation import build_validation_set, entropy
 from torchtitan_lr.errors import ConfigError
 
 
-def config(batch=3, steps=-1, seq_len=4096, dataset="python_stdlib", path=None):
+pytestmark = pytest.mark.usefixtures("small_library")
+
+
+def config(batch=3, steps=-1, seq_len=64, dataset="python_stdlib", path=None):
     job = JobConfig()
     job.model.hf_assets_path = "torchtitan_lr/data/assets/bpe4k"
     section = job.validation
@@ -30,7 +33,7 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def stream(tokenizer):
+def stream(tokenizer, small_library):
     """All tokens of the held-out files, in order."""
     tokens = []
     for text in PythonStdlib("validation", "k"):
@@ -52,9 +55,7 @@ def valid_rows(batches):
 
 
 # The last has fewer sequences than ranks.
-@pytest.mark.parametrize(
-    ("dp", "seq_len"), [(1, 4096), (2, 4096), (3, 4096), (4, 4096), (16, 16384)]
-)
+@pytest.mark.parametrize(("dp", "seq_len"), [(1, 64), (2, 64), (3, 64), (4, 64), (16, 400)])
 def test_every_sequence_is_on_one_rank(tokenizer, stream, dp, seq_len):
     expected = [stream[i : i + seq_len + 1] for i in range(0, len(stream) - seq_len, seq_len + 1)]
     sets = [

@@ -28,6 +28,7 @@ class LivingStorages(TorchDispatchMode):
         self.peak = 0
         self._outside = outside
         self._paused = False
+        self._froze = False
         self._at_most = 0
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -51,6 +52,10 @@ class LivingStorages(TorchDispatchMode):
         return out
 
     def __enter__(self) -> "LivingStorages":
+        # Walking through all that torch's modules made would take longer than a rehearsal.
+        self._froze = gc.get_freeze_count() == 0
+        if self._froze:
+            gc.freeze()
         find_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def paused(*args: Any) -> Any:
@@ -69,6 +74,8 @@ class LivingStorages(TorchDispatchMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._patch.stop()
+        if self._froze:
+            gc.unfreeze()
 
     def bytes(self) -> int:
         """Return the bytes of the living storages."""

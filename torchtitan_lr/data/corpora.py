@@ -137,12 +137,15 @@ class PythonStdlib(BlockCorpus):
     def _select(self, split: Split) -> Iterator[tuple[str, int]]:
         for folder, subfolders, files in os.walk(self.root):
             subfolders[:] = [name for name in subfolders if name not in self.EXCLUDED]
-            for path in (Path(folder, name) for name in files if name.endswith(".py")):
-                # A broken link is no file; an empty one no document.
-                size = path.stat().st_size if path.is_file() else 0
-                relative = path.relative_to(self.root).as_posix()
-                if size and self.is_validation(relative) == (split == "validation"):
-                    yield relative, size
+            inside = Path(folder).relative_to(self.root).as_posix()
+            prefix = "" if inside == "." else f"{inside}/"
+            for name in (name for name in files if name.endswith(".py")):
+                relative = prefix + name
+                if self.is_validation(relative) == (split == "validation"):
+                    path = os.path.join(folder, name)
+                    # A broken link is no file; an empty one no document.
+                    if os.path.isfile(path) and (size := os.path.getsize(path)):
+                        yield relative, size
 
     @property
     def num_blocks(self) -> int:

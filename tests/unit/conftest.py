@@ -1,0 +1,41 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What all unit tests share."""
+
+import gc
+
+import pytest
+
+
+def pytest_collection_finish():
+    """Keep the garbage collector away from what the imports made.
+
+    Many tests and parts of the package collect garbage to see which tensors are still there. Each
+    time it would walk through the millions of objects of torch's modules.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    # At its end the interpreter takes apart what is not frozen; some modules complain about a rest.
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def small_library(tmp_path_factory):
+    """Put a library of 60 short files, 15 of them held out, in place of the interpreter's."""
+    from torchtitan_lr.data.corpora import PythonStdlib
+
+    root = tmp_path_factory.mktemp("library")
+    wanted = {True: 15, False: 45}
+    for i in range(5000):
+        name = f"part{i % 7}/module_{i}.py"
+        held_out = PythonStdlib.is_validation(name)
+        if wanted[held_out]:
+            wanted[held_out] -= 1
+            (root / name).parent.mkdir(exist_ok=True)
+            lines = (f"def f{n}(x):  # {n * i % 97}\n    return x + {n * n}\n" for n in range(i % 40))
+            (root / name).write_text(f'"""Module {i}."""\n' + "".join(lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sysconfig.get_path", lambda name: str(root))
+        yield root
