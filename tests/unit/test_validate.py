@@ -8,6 +8,7 @@ table of bigram logits, so that a token's loss is one line of arithmetic.
 import json
 import math
 from contextlib import nullcontext
+from itertools import pairwise
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ class Bigrams(nn.Module):
 def losses_by_hand(window):
     """-log p(next | this) of a window's tokens."""
     losses = []
-    for this, following in zip(window[:-1], window[1:], strict=True):
+    for this, following in pairwise(window):
         row = TABLE[this].tolist()
         losses.append(math.log(sum(math.exp(logit) for logit in row)) - row[following])
     return losses
@@ -120,8 +121,8 @@ def record(validator):
 def test_loss_by_hand(validator_of):
     validator, model = validator_of(), Bigrams()
     validator.validate([model], step=7)
-    losses = [losses_by_hand(window) for window in WINDOWS]
-    expected = mean(sum(losses, []))
+    losses = [loss for window in WINDOWS for loss in losses_by_hand(window)]
+    expected = mean(losses)
     assert validator.last_loss == pytest.approx(expected, rel=EXACT)
     # What is logged, and what goes with it.
     logged = record(validator)
@@ -137,14 +138,14 @@ def test_loss_by_hand(validator_of):
     # Three batches, and training goes on afterwards.
     assert model.modes == [False, False, False] and model.training
     # Control: what could be taken for the loss is another number.
-    batches = [mean(losses[0] + losses[1]), mean(losses[2] + losses[3]), mean(losses[4])]
-    padding = losses_by_hand([0, 0]) * 3
+    batches = [mean(losses[:6]), mean(losses[6:12]), mean(losses[12:])]
+    of_padding = losses_by_hand([0, 0]) * 3
     for wrong in (
         mean(batches),
         sum(batches) / 4,
-        mean(sum(losses[:4], [])),
-        sum(sum(losses, [])) / 18,
-        mean(sum(losses, padding)),
+        mean(losses[:12]),
+        sum(losses) / 18,
+        mean(losses + of_padding),
     ):
         assert abs(wrong / expected - 1) > 1e-3
 
