@@ -1,0 +1,195 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What a logged step says about speed and memory: numbers by hand, a fake clock, a fake peak.
+
+One rank of eight: two replicas of two shards, each of two tensor-parallel ranks. Every rank reads
+the tokens of its data-parallel share, so a rank's tokens are four times in the batch, not eight.
+"""
+
+import json
+import math
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+import torchtitan.components.metrics as titan_metrics
+import torchtitan.tools.utils as titan_utils
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+
+from torchtitan_lr.device import bind_device
+from torchtitan_lr.metrics import build_metrics_processor
+
+GIB = 2**30
+# Ratios of a few fp64 numbers.
+EXACT = 1e-12
+
+SPEED = "throughput(tps)"
+ALL_RANKS = "throughput/tokens_per_s"
+SECONDS = "time_metrics/end_to_end(s)"
+LOADING = "time_metrics/data_loading(%)"
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    fake = Clock()
+    monkeypatch.setattr(time, "perf_counter", fake)
+    return fake
+
+
+@pytest.fixture
+def processor_of(tmp_path, monkeypatch, clock):
+    """Builds the processor of a rank on a device of a known peak and known memory."""
+    bind_device()
+    peaks = {
+        "active_bytes.all.peak": 3 * GIB,
+        "reserved_bytes.all.peak": 5 * GIB,
+        "num_alloc_retries": 7,
+        "num_ooms": 2,
+    }
+    device = SimpleNamespace(
+        get_device_name=lambda *_: "a device",
+        current_device=lambda: 0,
+        get_device_properties=lambda *_: SimpleNamespace(total_memory=8 * GIB),
+        memory_stats=lambda *_: peaks,
+        reset_peak_memory_stats=lambda: None,
+        empty_cache=lambda: None,
+    )
+    monkeypatch.setattr(titan_metrics, "device_module", device)
+
+    def build(rank=0, peak=200e12):
+        monkeypatch.setattr(titan_utils, "get_peak_flops", {"a device": peak}.__getitem__)
+        dist.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
+        dims = ParallelDims(dp_replicate=2, dp_shard=2, cp=1, tp=2, pp=1, ep=1, etp=1, world_size=8)
+        job = JobConfig()
+        job.job.dump_folder = str(tmp_path)
+        job.metrics.log_freq = 4
+        job.training.steps = 11
+        processor = build_metrics_processor(job, dims)
+        processor.num_flops_per_token = 10**9
+        return processor
+
+    yield build
+    dist.destroy_process_group()
+
+
+def log(processor, step, **extra):
+    """Logs a step and returns its record."""
+    processor.log(step, 2.5, 3.5, 0.25, extra)
+    return json.loads(processor.history.path.read_text().splitlines()[-1])
+
+
+def test_speed_by_hand(processor_of, clock):
+    processor = processor_of()
+    processor.ntokens_since_last_log += 6000
+    processor.data_loading_times += [0.2, 0.1]
+    clock.now += 1.5
+    record = log(processor, 1, lr=0.125)
+    # 6000 tokens on a rank, which computes half of each, in 1.5 s.
+    assert record[SPEED] == pytest.approx(2000, rel=EXACT)
+    # Four data-parallel shares of 6000 tokens.
+    assert record[ALL_RANKS] == pytest.approx(4 * 6000 / 1.5, rel=EXACT)
+    assert record["tflops"] == pytest.approx(2.0, rel=EXACT)
+    assert record["mfu(%)"] == pytest.approx(1.0, rel=EXACT)
+    assert record[SECONDS] == pytest.approx(1.5, rel=EXACT)
+    assert record[LOADING] == pytest.approx(20.0, rel=EXACT)
+    assert record["memory/max_active(GiB)"] == 3
+    assert record["memory/max_reserved(GiB)"] == 5
+    assert record["memory/num_alloc_retries"] == 7
+    assert record["memory/num_ooms"] == 2
+    assert record["loss_metrics/global_avg_loss"] == 2.5
+    assert record["loss_metrics/global_max_loss"] == 3.5
+    assert record["grad_norm"] == 0.25
+    assert (record["step"], record["lr"]) == (1, 0.125)
+
+
+def test_each_window_starts_anew(processor_of, clock):
+    processor = processor_of()
+    windows = []
+    for step, tokens, seconds in [(1, 800, 4.0), (4, 600, 3.0), (8, 100, 8.0)]:
+        processor.ntokens_since_last_log += tokens
+        processor.data_loading_times.append(1.0)
+        clock.now += seconds
+        record = log(processor, step)
+        windows.append((record[SPEED], record[SECONDS], record[LOADING]))
+    # Tokens a second and rank, seconds per step, percent of the time spent on loading.
+    assert windows == [(100, 4, 25), (100, 1, pytest.approx(100 / 3, rel=EXACT)), (6.25, 2, 12.5)]
+
+
+def test_pauses_do_not_count(processor_of, clock):
+    processor = processor_of()
+    clock.now += 2
+    processor.pause()
+    clock.now += 50
+    processor.pause()  # a save within a pause
+    clock.now += 50
+    processor.log_validation(2.0, 1)
+    processor.resume()
+    processor.resume()
+    clock.now += 1
+    processor.ntokens_since_last_log += 600
+    record = log(processor, 4)
+    assert record[SPEED] == pytest.approx(600 / (3 * 2), rel=EXACT)
+    # A pause that begins right after a window is no part of the next one.
+    processor.pause()
+    clock.now += 30
+    processor.resume()
+    clock.now += 2
+    processor.ntokens_since_last_log += 600
+    assert log(processor, 8)[SPEED] == pytest.approx(600 / (2 * 2), rel=EXACT)
+
+
+def test_a_resumed_run_counts_its_own_steps(processor_of, clock, tmp_path):
+    history = tmp_path / "metrics.jsonl"
+    history.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 4, 8)))
+    processor = processor_of()
+    processor.start_after(6)
+    clock.now += 5
+    record = log(processor, 8)
+    assert record[SECONDS] == pytest.approx(2.5, rel=EXACT)  # of steps 7 and 8
+    steps = [json.loads(line)["step"] for line in history.read_text().splitlines()]
+    assert steps == [1, 4, 8]  # the 8 of the run before is gone
+
+
+def test_an_unknown_peak_gives_no_mfu(processor_of, clock):
+    processor = processor_of(peak=math.nan)
+    clock.now += 1
+    processor.ntokens_since_last_log += 2000
+    record = log(processor, 1)
+    assert "mfu(%)" not in record
+    assert record["tflops"] == pytest.approx(1.0, rel=EXACT)
+
+
+def test_validation_record(processor_of):
+    processor = processor_of()
+    processor.log_validation(2.0, 3, {"validation_metrics/tokens": 12.0})
+    (line,) = processor.history.path.read_text().splitlines()
+    assert json.loads(line) == {
+        "step": 3,
+        "validation_metrics/loss": 2.0,
+        "validation_metrics/memory/max_reserved(GiB)": 5.0,
+        "validation_metrics/tokens": 12.0,
+    }
+
+
+def test_which_steps_are_logged(processor_of):
+    processor = processor_of()
+    assert [step for step in range(1, 13) if processor.should_log(step)] == [1, 4, 8, 11, 12]
+
+
+def test_only_rank_0_writes(processor_of, clock, tmp_path):
+    processor = processor_of(rank=1)
+    clock.now += 1
+    processor.log(1, 2.5, 3.5, 0.25)
+    assert processor.history is None and not list(tmp_path.iterdir())

@@ -1,0 +1,242 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A training step against one worked by hand in fp64, and what a run counts and logs."""
+
+import copy
+import math
+import re
+import time
+from functools import partial
+from itertools import islice
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torchtitan.components.loss import IGNORE_INDEX
+
+from tests.reference.validation_loss import sequence_losses, token_losses, windows
+from tests.unit.tiny_trainer import history, tiny_trainer
+from torchtitan_lr.data.corpora import PythonStdlib
+from torchtitan_lr.guard import NonFiniteError
+
+LR, EPS, DECAY = 1e-2, 1e-3, 0.1
+# Warm-up to the full rate over two steps, one more at it, then half-way down the cosine to 0.1.
+RATES = [LR / 2, LR, LR, LR * (0.1 + 0.9 * 0.5)]
+# EPS is large: Adam's first step would hardly show a wrong scale of the gradient otherwise.
+RECIPE = [
+    "--training.steps=4",
+    "--training.global_batch_size=6",
+    f"--optimizer.lr={LR}",
+    f"--optimizer.eps={EPS}",
+    f"--optimizer.weight_decay={DECAY}",
+    "--lr_scheduler.warmup_steps=2",
+    "--lr_scheduler.decay_type=cosine",
+    "--lr_scheduler.min_lr_factor=0.1",
+]
+# fp64: sums of some thousand numbers are exact to 1e-13.
+EXACT = 1e-10
+
+LOSS, LARGEST = "loss_metrics/global_avg_loss", "loss_metrics/global_max_loss"
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    with tiny_trainer(tmp_path, *RECIPE, "--training.max_skipped_steps=1") as trainer:
+        yield trainer
+
+
+def microbatches(seed=0, valid=(16, 5, 1)):
+    """Three micro-batches of two sequences; only so many of their 16 labels count."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for count in valid:
+        tokens = torch.randint(4096, (2, 9), generator=generator)
+        labels = tokens[:, 1:].clone()
+        labels.view(-1)[count:] = IGNORE_INDEX
+        batches.append(({"input": tokens[:, :-1].contiguous()}, labels))
+    return batches
+
+
+def step(trainer, batches):
+    trainer.step += 1
+    trainer.train_step(iter(batches))
+
+
+def losses_by_hand(model, batches):
+    """The losses of each micro-batch's valid tokens."""
+    return [
+        token_losses(model(tokens["input"]).flatten(0, 1)[valid], labels.flatten()[valid])
+        for tokens, labels in batches
+        for valid in [labels.flatten() != IGNORE_INDEX]
+    ]
+
+
+def gradients_by_hand(model, batches):
+    """The loss over all valid tokens of all micro-batches, and its gradient by name."""
+    model = copy.deepcopy(model)
+    model.zero_grad()
+    loss = torch.cat(losses_by_hand(model, batches)).mean()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def norm_by_hand(gradients):
+    return math.sqrt(sum((g**2).sum().item() for g in gradients.values()))
+
+
+def first_update_by_hand(weight, gradient, rate):
+    """AdamW's first step: both moments are the gradient's own after the correction of bias."""
+    return weight - rate * (gradient / (gradient.abs() + EPS) + DECAY * weight)
+
+
+def parameters(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_equal(tensors, expected):
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=EXACT, atol=EXACT * EPS, msg=name)
+
+
+@pytest.mark.parametrize("share", [0.25, 4.0])
+def test_step_by_hand(share, trainer):
+    """Three unequal micro-batches, with clipping to a quarter of the norm and without."""
+    (model,) = trainer.model_parts
+    batches = microbatches()
+    loss, gradients = gradients_by_hand(model, batches)
+    norm = norm_by_hand(gradients)
+    before = parameters(model)
+    trainer.job_config.training.max_norm = share * norm
+    step(trainer, batches)
+
+    (record,) = history(trainer)
+    assert record[LOSS] == pytest.approx(loss, rel=EXACT)
+    assert record[LARGEST] == pytest.approx(loss, rel=EXACT)
+    assert record["grad_norm"] == pytest.approx(norm, rel=EXACT)
+    # torch's clipping adds 1e-6 to the norm.
+    factor = min(1.0, share * norm / (norm + 1e-6))
+    clipped = {name: factor * gradient for name, gradient in gradients.items()}
+    assert_equal({name: p.grad for name, p in model.named_parameters()}, clipped)
+    expected = {
+        name: first_update_by_hand(before[name], gradient, RATES[0])
+        for name, gradient in clipped.items()
+    }
+    assert_equal(parameters(model), expected)
+    # Control: the mean of the micro-batches' means is another number.
+    means = [losses.mean().item() for losses in losses_by_hand(model, batches)]
+    assert abs(sum(means) / 3 / loss - 1) > 1e-4
+
+
+@pytest.mark.parametrize("bad", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_is_left_out(bad, trainer, caplog):
+    (model,) = trainer.model_parts
+    first, second = microbatches(1), microbatches(2)
+    before = parameters(model)
+    poison = model.layers["0"].feed_forward.w1.A.weight
+    if bad == "loss":
+        handle = model.register_forward_hook(lambda model, args, logits: logits * math.nan)
+    else:
+        handle = poison.register_hook(lambda gradient: gradient * math.inf)
+    step(trainer, first)
+    handle.remove()
+    assert_equal(parameters(model), before)
+    assert trainer.skipped_steps == 1
+    said = "loss of rank 0 is not finite"
+    if bad == "gradient":
+        said = r"gradient norm is (nan|inf) \(rank 0: layers.0.feed_forward.w1.A.weight\)"
+    assert re.search(f"step 1: {said}; optimizer step skipped", caplog.text)
+
+    # The rate goes on, the moments do not.
+    _, gradients = gradients_by_hand(model, second)
+    trainer.job_config.training.max_norm = 2 * norm_by_hand(gradients)
+    step(trainer, second)
+    expected = {
+        name: first_update_by_hand(before[name], gradient, RATES[1])
+        for name, gradient in gradients.items()
+    }
+    assert_equal(parameters(model), expected)
+    records = history(trainer)
+    assert [record["skipped_steps"] for record in records] == [1, 1]
+    assert (records[0][LOSS] is None) == (bad == "loss")
+
+    # No more than one step may be skipped.
+    model.register_forward_hook(lambda model, args, logits: logits * math.nan)
+    with pytest.raises(NonFiniteError, match="step 3: loss of rank 0 is not finite"):
+        step(trainer, first)
+    assert_equal(parameters(model), expected)
+
+
+def test_rates_and_tokens_of_each_step(trainer):
+    batches = trainer.batch_generator(batch for seed in range(4) for batch in microbatches(seed))
+    for _ in range(4):
+        trainer.step += 1
+        trainer.train_step(batches)
+    records = history(trainer)
+    assert [record["lr"] for record in records] == pytest.approx(RATES, rel=EXACT)
+    # Labels that do not count are tokens all the same.
+    assert [record["n_tokens_seen"] for record in records] == [48, 96, 144, 192]
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+
+
+def test_what_lies_between_steps_is_not_training_time(trainer, monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+
+    def passes(seconds):
+        clock.now += seconds
+
+    def loaded():
+        for seed in range(3):
+            for batch in microbatches(seed):
+                passes(2)
+                yield batch
+
+    trainer.model_parts[0].register_forward_hook(lambda *_: passes(1))
+    batches = trainer.batch_generator(loaded())
+    for _ in range(3):
+        trainer.step += 1
+        trainer.train_step(batches)
+        passes(1000)  # a validation and a save
+    # The first window began before the clock was changed. Three micro-batches of 16 tokens, each
+    # loaded in 2 s and computed in 1 s.
+    for record in history(trainer)[1:]:
+        assert record["time_metrics/end_to_end(s)"] == 9
+        assert record["throughput(tps)"] == pytest.approx(48 / 9, rel=EXACT)
+        assert record["time_metrics/data_loading(%)"] == pytest.approx(200 / 3, rel=EXACT)
+
+
+def test_validation_by_hand(tmp_path):
+    """The model's own validation, of sequences packed and summed by hand."""
+    options = ["--validation.enable", "--validation.dataset=python_stdlib", "--validation.steps=2"]
+    options += ["--validation.seq_len=8", "--validation.local_batch_size=3"]
+    with tiny_trainer(tmp_path, *RECIPE, *options) as trainer:
+        trainer.validator.validate(trainer.model_parts, 1)
+        encode = partial(trainer.tokenizer.encode, add_bos=False, add_eos=False)
+        begin, end = trainer.tokenizer.bos_id, trainer.tokenizer.eos_id
+        texts = islice(PythonStdlib("validation", "validation.dataset"), 2)
+        sequences = windows([[begin, *encode(text), end] for text in texts], 8)[:6]
+        expected = sequence_losses(trainer.model_parts[0], sequences).mean().item()
+        assert trainer.validator.last_loss == pytest.approx(expected, rel=EXACT)
+
+
+def test_counters_of_eight_ranks(tmp_path):
+    """Two replicas, two shards, two tensor-parallel ranks read four times what one rank reads."""
+    layout = [
+        "--parallelism.data_parallel_replicate_degree=2",
+        "--parallelism.tensor_parallel_degree=2",
+        # No messages arrive, so that the loss is anything.
+        "--training.max_skipped_steps=9",
+    ]
+    with tiny_trainer(tmp_path / "eight", *layout, ranks=8) as trainer:
+        trainer.load_state_dict({"step": 2, "ntokens_seen": 400, "skipped_steps": 5})
+        step(trainer, trainer.batch_generator(microbatches()))
+        (record,) = history(trainer)
+        state = trainer.state_dict()
+    assert record["step"] == 3
+    assert record["n_tokens_seen"] == 400 + 4 * 16
+    assert state["step"] == 3 and state["ntokens_seen"] == 464
+    assert state["skipped_steps"] == record["skipped_steps"] >= 5
+    with tiny_trainer(tmp_path / "one", *RECIPE) as trainer:
+        trainer.load_state_dict(state)
+        assert (trainer.step, trainer.ntokens_seen) == (3, 464)
+        assert trainer.state_dict() == state

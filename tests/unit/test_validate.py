@@ -1,0 +1,176 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The validation loss of one process against a loss computed by hand, in fp64.
+
+Five sequences of three tokens in batches of two: the last batch is half padding. The model is a
+table of bigram logits, so that a token's loss is one line of arithmetic.
+"""
+
+import json
+import math
+from contextlib import nullcontext
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+
+from torchtitan_lr.device import bind_device
+from torchtitan_lr.loss import cross_entropy_sum
+from torchtitan_lr.metrics import build_metrics_processor
+from torchtitan_lr.validate import build_validator
+
+BEGIN, END = 0, 1
+DOCUMENTS = ["cdef", "c", "ghfedc", "hgc"]
+# 22 ids: five windows of 4, and two ids too few for a sixth.
+WINDOWS = [
+    [BEGIN, 2, 3, 4],
+    [5, END, BEGIN, 2],
+    [END, BEGIN, 6, 7],
+    [5, 4, 3, 2],
+    [END, BEGIN, 7, 6],
+]
+VOCABULARY = 8
+TABLE = torch.randn(
+    VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+).mul(2)
+# Sums of a dozen fp64 numbers: rounding is below 1e-15, and the nearest wrong mean is 1e-3 away.
+EXACT = 1e-12
+
+
+class Letters(BaseTokenizer):
+    """Ids 2 to 7 are the letters c to h."""
+
+    def encode(self, text, add_bos=True, add_eos=True):
+        ids = [ord(letter) - ord("a") for letter in text]
+        return [BEGIN] * add_bos + ids + [END] * add_eos
+
+    def decode(self, ids):
+        raise NotImplementedError
+
+    def get_vocab_size(self):
+        return VOCABULARY
+
+
+class Bigrams(nn.Module):
+    """Notes in which mode it was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.modes = []
+
+    def forward(self, tokens):
+        self.modes.append(self.training)
+        return TABLE[tokens]
+
+
+def losses_by_hand(window):
+    """-log p(next | this) of a window's tokens."""
+    losses = []
+    for this, following in pairwise(window):
+        row = TABLE[this].tolist()
+        losses.append(math.log(sum(math.exp(logit) for logit in row)) - row[following])
+    return losses
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+@pytest.fixture(autouse=True)
+def process_group():
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def validator_of(tmp_path):
+    """Builds the validator of one of D ranks that share the corpus; it reduces with nobody."""
+    bind_device()
+    (tmp_path / "corpus.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS)
+    )
+
+    def build(rank=0, ranks=1, steps=-1, batch=2):
+        job = JobConfig()
+        job.job.dump_folder = str(tmp_path)
+        job.training.steps = 7
+        section = job.validation
+        section.dataset, section.dataset_path = "local", str(tmp_path / "corpus.jsonl")
+        section.seq_len, section.local_batch_size, section.steps = 3, batch, steps
+        section.freq = 4
+        dims = ParallelDims(1, 1, 1, 1, 1, 1, 1, world_size=1)
+        return build_validator(
+            job, ranks, rank, Letters(), dims, cross_entropy_sum, nullcontext, nullcontext(),
+            build_metrics_processor(job, dims),
+        )  # fmt: skip
+
+    return build
+
+
+def record(validator):
+    (line,) = validator.metrics_processor.history.path.read_text().splitlines()
+    return json.loads(line)
+
+
+def test_loss_by_hand(validator_of):
+    validator, model = validator_of(), Bigrams()
+    validator.validate([model], step=7)
+    losses = [loss for window in WINDOWS for loss in losses_by_hand(window)]
+    expected = mean(losses)
+    assert validator.last_loss == pytest.approx(expected, rel=EXACT)
+    # What is logged, and what goes with it.
+    logged = record(validator)
+    labels = [token for window in WINDOWS for token in window[1:]]
+    shares = [labels.count(token) / 15 for token in set(labels)]
+    assert logged["step"] == 7
+    assert logged["validation_metrics/loss"] == validator.last_loss
+    assert logged["validation_metrics/perplexity"] == pytest.approx(math.e**expected, rel=EXACT)
+    assert logged["validation_metrics/tokens"] == 15
+    assert logged["validation_metrics/unigram_entropy"] == pytest.approx(
+        -sum(share * math.log(share) for share in shares), rel=EXACT
+    )
+    # Three batches, and training goes on afterwards.
+    assert model.modes == [False, False, False] and model.training
+    # Control: what could be taken for the loss is another number.
+    batches = [mean(losses[:6]), mean(losses[6:12]), mean(losses[12:])]
+    of_padding = losses_by_hand([0, 0]) * 3
+    for wrong in (
+        mean(batches),
+        sum(batches) / 4,
+        mean(losses[:12]),
+        sum(losses) / 18,
+        mean(losses + of_padding),
+    ):
+        assert abs(wrong / expected - 1) > 1e-3
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_ranks_share_by_hand(validator_of, rank):
+    """Four ranks: two batches of one row for rank 0, for the others one of them all padding."""
+    validator = validator_of(rank, ranks=4, batch=1)
+    model = Bigrams()
+    validator.validate([model], step=1)
+    share = [loss for window in WINDOWS[rank::4] for loss in losses_by_hand(window)]
+    assert len(share) == (6 if rank == 0 else 3) and len(model.modes) == 2
+    assert validator.last_loss == pytest.approx(mean(share), rel=EXACT)
+    assert record(validator)["validation_metrics/tokens"] == len(share)
+
+
+def test_a_limited_set_by_hand(validator_of):
+    validator = validator_of(steps=1)
+    validator.validate([Bigrams()], step=1)
+    expected = mean(losses_by_hand(WINDOWS[0]) + losses_by_hand(WINDOWS[1]))
+    assert validator.last_loss == pytest.approx(expected, rel=EXACT)
+
+
+def test_when_it_is_due(validator_of):
+    validator = validator_of()
+    assert [step for step in range(1, 9) if validator.should_validate(step)] == [1, 4, 7, 8]
+    validator.suspended = True
+    assert not any(validator.should_validate(step) for step in range(1, 9))

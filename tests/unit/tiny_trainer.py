@@ -1,0 +1,68 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The real trainer around a model so small that building it takes a tenth of a second."""
+
+import gc
+import json
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.unit.tiny import tiny_args
+from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.train import Trainer
+
+OPTIONS = [
+    "--model.name=llama_svd",
+    "--model.flavor=debug",
+    "--training.dataset=python_stdlib",
+    "--training.seq_len=8",
+    "--training.local_batch_size=2",
+    "--training.dtype=float32",
+    "--training.mixed_precision_param=float32",
+    "--metrics.log_freq=1",
+    "--validation.no_enable",
+    "--checkpoint.no_enable",
+]
+
+# The tokenizer's vocabulary is what makes the usual models large.
+MODEL = tiny_args(
+    "svd", dim=16, n_layers=1, n_heads=2, ffn_dim=24, vocab_size=4096, rank_attention=4, rank_ffn=6
+)
+
+
+@contextmanager
+def tiny_trainer(folder, *options, ranks=1):
+    """Builds a trainer of one rank, in fp64; or in fp32 rank 0 of some whose messages get lost.
+
+    Collectives of the lost ones leave every tensor as it is.
+    """
+    if ranks == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
+    trainer = None
+    try:
+        with patch.dict(os.environ, environment), patch.dict(FLAVORS["svd"]._flavors, debug=MODEL):
+            config = build_job_config([*OPTIONS, f"--job.dump_folder={folder}", *options])
+            check_job_config(config, ranks, "cpu")
+            trainer = Trainer(config)
+            if ranks == 1:
+                trainer.model_parts[0].double()
+            yield trainer
+    finally:
+        if trainer is not None:
+            trainer.close()
+        dist.destroy_process_group()
+        gc.enable()  # torchtitan switches it off
+
+
+def history(trainer):
+    """Returns the records that the trainer has logged."""
+    path = Path(trainer.job_config.job.dump_folder) / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
