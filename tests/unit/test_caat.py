@@ -1,7 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The speed-up model of CAAT-Net's appendix C."""
+"""CAAT-Net: what lanes add up and in which precision, and the speed-up model of appendix C."""
 
 import pytest
+import torch
 
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.analysis.caat import (
@@ -16,10 +17,39 @@ from torchtitan_lr.analysis.communication import block_traffic
 from torchtitan_lr.analysis.traffic import count
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.lane_edges import share_channels
 from torchtitan_lr.parallel.plans import TPSettings
 
 D, S, T, R = 4096, 2048, 8, 20000.0
 OPERATIONS, PAYLOAD = gpt_block_operations(D, S), block_payload(D, S, 1.0)
+
+
+def test_shared_channels_are_cut_not_rounded() -> None:
+    """0.35 of 48 is 16.8: the seventeenth channel is private."""
+    args = tiny_args("full", lanes=4, sync_fraction=0.35)
+    assert args.shared_channels(48) == 16
+    assert args.shared_channels(80) == 28
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_forward_adds_lanes_up_in_fp32(wide: bool) -> None:
+    """256 + 1 + 1 + 1 + 3 is 262; bf16, whose unit is 2 there, forgets every 1 on its way."""
+    terms = (
+        torch.tensor([256.0, 1, 1, 1, 3], dtype=torch.bfloat16).view(1, 1, 5, 1).expand(1, 2, 5, 4)
+    )
+    out = share_channels(terms, 3, wide)  # `wide` is backward's
+    assert (out[..., :3] == 262).all()
+    assert torch.equal(out[..., 3:], terms[..., 3:])
+
+
+@pytest.mark.parametrize(("wide", "expected"), [(True, 262), (False, 260)])
+def test_backward_adds_lanes_up_as_it_is_told(wide: bool, expected: int) -> None:
+    x = torch.zeros(1, 2, 5, 4, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.tensor([256.0, 1, 1, 1, 3], dtype=torch.bfloat16).view(1, 1, 5, 1)
+    share_channels(x, 3, wide).backward(gradient.expand_as(x))
+    assert x.grad is not None
+    assert (x.grad[..., :3] == expected).all()
+    assert torch.equal(x.grad[..., 3:], gradient.expand_as(x)[..., 3:])
 
 
 def test_operations_are_the_products_of_a_gpt_block() -> None:
@@ -34,33 +64,55 @@ def test_our_block_has_three_matrices_in_its_feed_forward() -> None:
     assert llama_block_operations(shape, S) == 2 * (S * linears + 2 * S * S * D)
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 1.0])
-def test_speed_up_is_the_published_expression(fraction: float) -> None:
-    expected = (12 * D + 2 * S + R * T) / (12 * D + 2 * S + fraction * R * T)
-    assert speed_up(OPERATIONS, PAYLOAD, fraction, T, R) == pytest.approx(expected)
+# With d = 4096, s = 2048 and R = 20,000, in units of 2·d·s/T operations: products take 12d + 2s =
+# 53,248 and a whole payload takes RT. Worked out by hand from these numbers.
+@pytest.mark.parametrize(
+    ("fraction", "degree", "expected"),
+    [
+        (0.0, 8, 213_248 / 53_248),
+        (0.25, 8, 213_248 / 93_248),
+        (0.5, 8, 213_248 / 133_248),
+        (1.0, 8, 1.0),
+        (0.5, 2, 93_248 / 73_248),
+        (0.5, 16, 373_248 / 213_248),
+    ],
+)
+def test_speed_up(fraction: float, degree: int, expected: float) -> None:
+    assert speed_up(OPERATIONS, PAYLOAD, fraction, degree, R) == pytest.approx(expected, rel=1e-12)
 
 
-def test_speed_up_grows_with_ranks_and_falls_with_width() -> None:
-    by_degree = [speed_up(OPERATIONS, PAYLOAD, 0.5, t, R) for t in (2, 4, 8, 16)]
-    assert by_degree == sorted(by_degree) and by_degree[0] > 1
-    by_width = [
-        speed_up(gpt_block_operations(d, S), block_payload(d, S, 1.0), 0.5, T, R)
-        for d in (1024, 4096, 16384)
-    ]
-    assert by_width == sorted(by_width, reverse=True)
+@pytest.mark.parametrize(
+    ("fraction", "degree", "ratio", "expected"),
+    [
+        (0.5, 8, R, 2.0),  # 160,000 against 80,000: both above the products
+        (0.25, 8, R, 160_000 / 53_248),  # 40,000 hide behind the products
+        (0.0, 8, R, 160_000 / 53_248),
+        (0.5, 2, R, 1.0),  # all of 40,000 hides
+        (0.5, 2, 1.0, 1.0),
+    ],
+)
+def test_speed_up_where_reductions_overlap(
+    fraction: float, degree: int, ratio: float, expected: float
+) -> None:
+    found = speed_up(OPERATIONS, PAYLOAD, fraction, degree, ratio, overlapped=True)
+    assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_communication_hides_up_to_a_fraction() -> None:
-    p = hiding_fraction(OPERATIONS, PAYLOAD, T, R)
-    assert p == pytest.approx((12 * D + 2 * S) / (R * T)) and 0 < p < 1
-    at = [block_time(OPERATIONS, f * PAYLOAD, T, R, overlapped=True) for f in (0.0, p, 1.01 * p)]
-    assert at[0] == pytest.approx(at[1]) and at[2] > 1.005 * at[1]
-    assert speed_up(OPERATIONS, PAYLOAD, p, T, R, overlapped=True) == pytest.approx(1 / p)
+@pytest.mark.parametrize(("degree", "expected"), [(8, 53_248 / 160_000), (16, 0.1664), (2, 1.0)])
+def test_communication_hides_up_to_a_fraction(degree: int, expected: float) -> None:
+    assert hiding_fraction(OPERATIONS, PAYLOAD, degree, R) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_fast_link_hides_everything() -> None:
-    assert hiding_fraction(OPERATIONS, PAYLOAD, 2, 1.0) == 1.0
-    assert speed_up(OPERATIONS, PAYLOAD, 0.5, 2, 1.0, overlapped=True) == 1.0
+def test_times_of_a_block() -> None:
+    """In operations of one rank: 100 / 4 of products, and 6 elements of 3 operations each."""
+    assert block_time(100, 6, 4, 3.0) == 43.0
+    assert block_time(100, 6, 4, 3.0, overlapped=True) == 25.0
+    assert block_time(100, 6, 20, 3.0, overlapped=True) == 18.0
+
+
+def test_a_payload_has_whole_channels() -> None:
+    """2.8 of ten channels are two: for 3 tokens, in each of two reductions."""
+    assert block_payload(10, 3, 0.28) == 12
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5, 1.0])

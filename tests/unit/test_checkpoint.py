@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
 from torchtitan.config import JobConfig
 
@@ -52,7 +53,7 @@ def save_and_die_before_metadata(checkpoints: Any, step: int, monkeypatch: Any) 
     def die(*args: Any, **kwargs: Any) -> None:
         raise Killed
 
-    with monkeypatch.context() as patch, pytest.raises(BaseException, match=""):
+    with monkeypatch.context() as patch, pytest.raises(CheckpointException, match="Killed"):
         patch.setattr(FileSystemWriter, "finish", die)
         checkpoints.save(step)
 
@@ -88,6 +89,41 @@ def test_a_purged_checkpoint_loses_its_name_before_its_files(
     assert len(names) == 4
     assert deleted
     assert not any(name.startswith("step-") for name in deleted)
+
+
+def kept(checkpoints: Any) -> set[str]:
+    checkpoints.close()  # waits for the thread that deletes
+    return {path.name for path in Path(checkpoints.folder).iterdir() if path.name[:5] == "step-"}
+
+
+def torn_folder(tmp_path: Path, step: int) -> None:
+    """What a kill in the middle of a save leaves: data, and no metadata."""
+    folder = tmp_path / f"checkpoint/step-{step}"
+    folder.mkdir()
+    (folder / "__0_0.distcp").write_bytes(b"half")
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_torn_folder_pushes_no_checkpoint_out(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, CheckpointManager, keep=2)
+    checkpoints.states = {"model": checkpoints.states["model"]}
+    checkpoints.save(1)
+    checkpoints.save(2)
+    torn_folder(tmp_path, 3)
+    checkpoints.save(4)
+    assert kept(checkpoints) == {"step-2", "step-3", "step-4"}
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_save_in_the_background_counts_before_it_is_complete(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, CheckpointManager, keep=2)
+    checkpoints.states = {"model": checkpoints.states["model"]}
+    checkpoints.save(1)
+    checkpoints.save(2)
+    torn_folder(tmp_path, 3)
+    checkpoints._last_saved = str(tmp_path / "checkpoint/step-3")
+    checkpoints._purge_stale_checkpoints()
+    assert kept(checkpoints) == {"step-2", "step-3"}
 
 
 @pytest.mark.usefixtures("process_group")

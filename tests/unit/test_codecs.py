@@ -235,6 +235,50 @@ def test_packing_round_trip(bits, m):
     assert torch.equal(bitmap.unpack(packed, m, bits), mask)
 
 
+def test_the_first_entry_is_the_lowest_bit():
+    """Bytes written by hand: ranks of another version must read them alike."""
+    mask = torch.tensor([1, 1, 0, 0, 0, 0, 0, 1, 0, 1], dtype=torch.bool)
+    assert bitmap.pack(mask).tolist() == [0b10000011, 0b10]
+    assert bitmap.pack(mask[:3], 4).tolist() == [0x11, 0x00]
+    assert bitmap.pack(mask[7:], 4).tolist() == [0x01, 0x01]
+    packed = torch.tensor([0b01000001, 0b1], dtype=torch.uint8)
+    assert bitmap.unpack(packed, 9).nonzero().flatten().tolist() == [0, 6, 8]
+    # Two ranks marked the second entry and one the fourth.
+    sums = torch.tensor([0x20, 0x10], dtype=torch.uint8)
+    assert bitmap.unpack(sums, 4, 4).tolist() == [False, True, False, True]
+
+
+def test_zeros_have_no_place_in_the_exact_index():
+    """As an embedding's gradient has them: the tokens that did not occur."""
+    generator = torch.Generator().manual_seed(0)
+    occurs = torch.rand(W, W, M, generator=generator) < 0.015
+    x = rows(dtype=torch.float32, whole=True) * occurs
+    codec = SketchCodec(W, 10, 0.5)
+    index = bitmap.unpack(codec.encode(x[0].clone(), 0).swapped["index"], M)
+    assert torch.equal(index, x[0] != 0)
+    totals, owed, counts = reduce_in_process(codec, x, 0)
+    assert torch.equal(totals, x.sum(0)) and not owed.any()
+    entries = [int((x[:, owner] != 0).any(0).sum()) for owner in range(W)]
+    assert [int(count["indexed"]) for count in counts] == entries
+    # The control: 0.3 of a cell an entry would be far too many, had all of θ's half a place.
+    assert 10 * max(entries) / M < 0.75 < 10 * (1 - 0.5**W)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_rounds_of_peeling_suffice_at_the_limit(seed):
+    """At 0.75 of the cells 20 thousand entries take 16 rounds or 17, a million takes 17."""
+    entries = 20_000
+    row = -(-int(entries / 0.75) // 3)
+    places = torch.arange(entries)
+    values = torch.randn(1, entries, generator=torch.Generator().manual_seed(seed)).mul(99).round()
+    cells = sketch.insert(places[None], values, row, seed)[0]
+    rounds = SketchCodec(W, 10, 0.9).rounds
+    found, stuck = sketch.peel(cells.clone(), places, entries, seed, rounds)
+    assert not stuck.any() and torch.equal(found, values[0])
+    assert not sketch.peel(cells.clone(), places, entries, seed, rounds - 6)[1].any()
+    assert sketch.peel(cells.clone(), places, entries, seed, 15)[1].any()
+
+
 def test_hashes_spread_evenly_and_change_with_the_seed():
     n, row = 200_000, 1000
     cells, negative = hashing.cells_and_signs(torch.arange(n), row, 7)

@@ -103,6 +103,9 @@ def test_known_smallest_thetas():
     assert smallest_theta(2, 2) == 0.7906
     assert smallest_theta(4, 2) == 0.9014
     assert smallest_theta(10, 8) == 0.9904
+    # √(1 − 0.75/3) = 0.86602 and (1 − 0.75/10)^(1/4) = 0.98070, rounded up
+    assert smallest_theta(3, 2) == 0.8661
+    assert smallest_theta(10, 4) == 0.9807
 
 
 def test_counts_are_exact_where_floating_point_is_not():
@@ -111,6 +114,8 @@ def test_counts_are_exact_where_floating_point_is_not():
     assert kept_entries(8000, 0.9875) == 100
     assert kept_entries(5, 0.9875) == 1
     assert kept_entries(7, 0.0) == 7
+    assert kept_entries(300, 0.81) == 57  # 0.81·300 is 243.00000000000003
+    assert kept_entries(1000, 0.9875) == 12  # 987.5 are left out at least
     assert candidates(4, 100, 0.8) == 80 and candidates(8, 100, 0.8) == 100
     assert sketch_row(3001, 10) == 101 and sketch_row(1, 10) == 1
 

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from torchtitan_lr.analysis.compression import CodecSizes, sketch_row
 from torchtitan_lr.comm.codecs import DenseCodec, SketchCodec, SparseCodec
@@ -59,3 +60,40 @@ def test_every_name_has_its_codec():
     sketch = build_codec(CodecSizes("sketch", 4, 0.9, "sum4"), 2)
     assert isinstance(sketch, SketchCodec)
     assert (sketch.ranks, sketch.c, sketch.theta, sketch.index) == (2, 4, 0.9, "sum4")
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def exchanges(group, **options):
+    """Steps of a compressor on one rank: gradient, what was sent, what is owed afterwards."""
+    sizes, spans = CodecSizes("sketch", 4, 0.9), [Span(200, True)]
+    own = Compressor("unit", sizes, spans, group, torch.device("cpu"), **options)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        gradient = (torch.randn(1, 200, generator=generator) * 1000).round()
+        sent, _ = own.reduce_rows(gradient.clone())
+        yield gradient[0], sent, own.residual[0].float().clone()
+
+
+def test_what_is_not_sent_is_sent_later(one_rank):
+    """Error feedback by hand: each step sends the 20 largest of gradient plus debt, exactly."""
+    debt = torch.zeros(200)
+    for gradient, sent, owed in exchanges(one_rank):
+        debt += gradient
+        chosen = sent != 0
+        assert chosen.sum() == 20 and torch.equal(sent[chosen], debt[chosen])
+        debt -= sent
+        assert sent[chosen].abs().min() >= debt.abs().max()
+        assert torch.equal(owed, debt)
+
+
+def test_a_bf16_residual_is_the_debt_rounded_once(one_rank):
+    debt = torch.zeros(200)
+    for gradient, sent, owed in exchanges(one_rank, residual_dtype=torch.bfloat16):
+        debt = (debt + gradient - sent).bfloat16().float()
+        assert torch.equal(owed, debt) and debt.any()

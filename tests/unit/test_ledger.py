@@ -91,6 +91,21 @@ def test_scopes_and_passes() -> None:
     assert rows == expected
 
 
+def test_a_group_of_one_is_not_counted() -> None:
+    """Nothing leaves the rank, so a mesh dimension of size 1 adds no rows."""
+    alone = dist.new_group([0])
+    x = torch.ones(8)
+    ledger = new_ledger(Model())
+    with ledger:
+        dist.all_reduce(x, group=alone)
+        functional.wait_tensor(functional.all_reduce(x, "sum", alone.group_name))
+        dist.reduce_scatter_tensor(x.clone(), x, group=alone)
+    assert ledger.rows() == [] and ledger.bytes_by_mesh_dim() == {}
+    with ledger:
+        dist.all_reduce(x, group=dist.new_group([0, 1]))
+    assert [row["bytes"] for row in ledger.rows()] == [32]
+
+
 def test_two_microbatches_add_up() -> None:
     model = Model()
     once, twice = new_ledger(model), new_ledger(model)

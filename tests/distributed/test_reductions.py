@@ -1,0 +1,157 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What is summed over ranks: in which precision, how often, and to which norm."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torchtitan.distributed import ParallelDims
+
+from tests.distributed.pool import RankPool
+from tests.distributed.tp_cases import tp_mesh
+from tests.reference.rms_norm import half_units
+from tests.unit.tiny import build_tiny, tokens
+from torchtitan_lr.comm.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.config_checks import build_job_config
+from torchtitan_lr.loss import cross_entropy_sum
+from torchtitan_lr.parallel.caat import gather_for_lanes, share_over_ranks
+from torchtitan_lr.parallel.collectives import Ranks
+from torchtitan_lr.parallel.data_parallel import apply_data_parallel, synchronize_gradients
+from torchtitan_lr.parallel.grad_norm import gradient_norm
+
+MICROBATCHES = 3
+UNITS = 6
+"""What FSDP2 gathers and reduces at a time: embedding, three blocks, head, root (the last norm)."""
+
+
+def backward(model: nn.Module, micro: int, rank: int) -> None:
+    ids = tokens(model.model_args, seed=10 * micro + rank)
+    cross_entropy_sum(model(ids), ids).backward()
+
+
+def local_gradients(dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    """Every micro-batch's gradients of this rank's data alone, computed in a dtype."""
+    found = []
+    for micro in range(MICROBATCHES):
+        model = build_tiny("cola", dtype)
+        backward(model, micro, dist.get_rank())
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    return found
+
+
+def train_sharded(dtype: str, replicas: int) -> tuple[nn.Module, list[dict[str, Any]]]:
+    """Accumulate three micro-batches on 4 ranks as the trainer does; the rows of the ledger."""
+    config = build_job_config([f"--training.mixed_precision_param={dtype}"])
+    dims = ParallelDims(replicas, 4 // replicas, 1, 1, 1, 1, 1, world_size=4)
+    model = build_tiny("cola")
+    apply_data_parallel(model, dims, config)
+    names = ("dp_replicate", "fsdp") if replicas > 1 else ("fsdp",)
+    ledger = CommLedger([model], mesh_dims_of({name: dims.get_mesh(name) for name in names}))
+    with ledger:
+        for micro in range(MICROBATCHES):
+            synchronize_gradients([model], micro == MICROBATCHES - 1)
+            backward(model, micro, dist.get_rank())
+    return model, ledger.rows()
+
+
+def reduction(dtype: str, replicas: int) -> tuple[list[tuple[Any, ...]], float]:
+    """Calls by operation, mesh dimension and dtype; the error of the sums; on a rank.
+
+    The error is that of an entry, over the sum of its terms' magnitudes.
+    """
+    model, rows = train_sharded(dtype, replicas)
+    calls: dict[tuple[str, str, str], int] = {}
+    for row in rows:
+        key = row["op"], row["mesh_dim"], row["dtype"]
+        calls[key] = calls.get(key, 0) + row["calls"]
+    parts = local_gradients(getattr(torch, dtype))
+    worst = 0.0
+    for name, parameter in model.named_parameters():
+        terms = torch.stack([part[name].double() for part in parts])
+        total = torch.stack([terms.sum(0), terms.abs().sum(0)])
+        dist.all_reduce(total)
+        error = (parameter.grad.full_tensor().double() - total[0]).abs()
+        worst = max(worst, float((error / (total[1] + 1e-300)).max()))
+    return sorted((*key, n) for key, n in calls.items()), worst
+
+
+def sum_error(terms: int) -> float:
+    """Bound of the error of an fp32 sum over the sum of its terms' magnitudes, in any order."""
+    return terms * 2.0**-24
+
+
+def test_compute_in_bf16_reduces_in_fp32(four_ranks: RankPool) -> None:
+    """The sums over ranks and micro-batches of bf16 gradients are those of fp64, up to fp32."""
+    for calls, error in four_ranks.run(reduction, "bfloat16", 1):
+        assert error <= sum_error(4 * MICROBATCHES)  # a bf16 sum is off by 2⁻⁹ and more
+        dtypes = {(op, dtype) for op, _, dtype, _ in calls}
+        assert dtypes == {("all_gather", "bfloat16"), ("reduce_scatter", "float32")}
+
+
+def test_replicas_are_summed_after_the_last_micro_batch_only(four_ranks: RankPool) -> None:
+    for calls, error in four_ranks.run(reduction, "float32", 2):
+        sums = [call for call in calls if call[0] != "all_gather"]
+        assert sums == [
+            ("all_reduce", "dp_replicate", "float32", UNITS),
+            ("reduce_scatter", "fsdp", "float32", UNITS * MICROBATCHES),
+        ]
+        # Their backward passes differ in nothing but kernels' order of sums, if at all.
+        assert error <= 1e-5
+
+
+def lane_sums(wide: bool) -> tuple[float, float]:
+    """Errors, in half units of bf16, of both backward sums over ranks; on a rank."""
+    ranks = Ranks.of(tp_mesh(4))
+    generator = torch.Generator().manual_seed(0)
+    terms = torch.randn(4, 2, 8, 1, 64, generator=generator).bfloat16()  # a rank's first
+    x = torch.zeros(2, 8, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    share_over_ranks(x, 48, ranks, wide).backward(terms[ranks.rank])
+    exact = terms.double().sum(0)
+    assert x.grad is not None
+    assert torch.equal(x.grad[..., 48:], terms[ranks.rank][..., 48:])
+    shared = half_units(x.grad[..., :48], exact[..., :48])
+    own = torch.zeros(2, 8, 16, dtype=torch.bfloat16, requires_grad=True)
+    gather_for_lanes(own, ranks, wide).backward(terms[ranks.rank].squeeze(2))
+    assert own.grad is not None
+    return shared, half_units(own.grad, exact.squeeze(2).chunk(4, -1)[ranks.rank])
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_lanes_gradients_are_summed_in_fp32_if_asked(wide: bool, four_ranks: RankPool) -> None:
+    """Then a sum is the exact one rounded once; a thousand sums in bf16 are not."""
+    for errors in four_ranks.run(lane_sums, wide):
+        for error in errors:
+            # What fp32 loses of four terms counts 2⁻¹⁴ of bf16's half unit, more by cancellation.
+            assert error <= 1.01 if wide else error > 3
+
+
+def stage_norms() -> dict[str, float]:
+    """The norm over four stages, and over two of two shards each; on a rank."""
+    rank, found = dist.get_rank(), {}
+    stage = nn.ParameterList([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))])
+    for parameter, value in zip(stage, (1.0, 2.0), strict=True):
+        parameter.grad = torch.full_like(parameter, value * (rank + 1))
+    meshes = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+    found["stages"] = gradient_norm(stage.parameters(), meshes).item()
+    found["alone"] = gradient_norm(stage.parameters()).item()
+
+    meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
+    linear = nn.Linear(6, 5, bias=False)
+    nn.init.ones_(linear.weight)
+    fully_shard(linear, mesh=meshes["fsdp"])
+    weight = linear.weight * (1 + meshes["pp"].get_local_rank())
+    linear.weight.grad = weight.detach()
+    found["sharded stages"] = gradient_norm(linear.parameters(), meshes["pp"]).item()
+    return found
+
+
+def test_the_norm_is_the_root_of_the_stages_squares(four_ranks: RankPool) -> None:
+    """By hand: stage i has 3·i² + 4·(2i)² = 19·i², or 30 entries of 1 or 2."""
+    for rank, norms in enumerate(four_ranks.run(stage_norms)):
+        assert norms["stages"] == pytest.approx((19 * (1 + 4 + 9 + 16)) ** 0.5, rel=1e-14)
+        assert norms["alone"] == pytest.approx(19**0.5 * (rank + 1), rel=1e-14)
+        assert norms["sharded stages"] == pytest.approx((30 * (1 + 4)) ** 0.5, rel=1e-14)
