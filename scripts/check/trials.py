@@ -17,11 +17,16 @@ import traceback
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 PACKAGE = "torchtitan_lr"
+
+_MOST_FILES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -137,8 +142,8 @@ def run_trials(
             while waiting and free:
                 running.append(waiting.pop())
                 running[-1].start(free.pop())
-            watched = [x for trial in running for x in (trial.process.sentinel, trial.answer)]
-            wait(watched, min(trial.left() for trial in running))
+            # One may die without an answer while processes that it forked hold the pipe open.
+            wait([trial.answer for trial in running], min(1.0, *(t.left() for t in running)))
             for trial in [trial for trial in running if trial.ended()]:
                 running.remove(trial)
                 outcome = trial.finish()
@@ -189,6 +194,9 @@ def _run_tests(copy: Path, tests: list[str], module: str, answer: Connection) ->
             raise ImportError(f"{PACKAGE} came from {package.__file__}")
         if module:
             importlib.import_module(module)
+        if not all(test.startswith("tests/unit/") for test in tests):
+            importlib.import_module(f"{PACKAGE}.train")
+            _start_fork_server()
     except BaseException as error:
         traceback.print_exc()
         answer.send((None, (), 0, f"it cannot be imported: {error!r}"))
@@ -204,3 +212,25 @@ def _run_tests(copy: Path, tests: list[str], module: str, answer: Connection) ->
     ]
     status = int(pytest.main([*options, *tests], plugins=[recorder]))
     answer.send((status, tuple(recorder.failed), recorder.passed))
+
+
+def _start_fork_server() -> None:
+    """Fork multiprocessing's fork server from this process, which has imported everything.
+
+    One that is started as usual imports torch anew.
+    """
+
+    def fork(path: bytes, arguments: list[str], inherited: list[int]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            for low, high in pairwise([2, *sorted(inherited), _MOST_FILES]):
+                os.closerange(low + 1, high)
+            try:
+                exec(arguments[-1], {})  # what follows python -c
+            finally:
+                os._exit(0)
+        return pid
+
+    resource_tracker.ensure_running()  # first: it would be forked, too
+    with patch.object(util, "spawnv_passfds", fork):
+        forkserver.ensure_running()
