@@ -281,12 +281,12 @@ def test_vocabulary_smaller_than_the_tokenizers(tmp_path):
     folder.mkdir()
     import tokenizers
 
-    words = {f"w{i}": i for i in range(5000)}
+    words = {f"w{i}": i for i in range(4097)}
     model = tokenizers.models.WordLevel(words, unk_token="w0")
     tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
     text = refusal(f"--model.hf_assets_path={folder}", f"--job.dump_folder={tmp_path}")
     assert text.startswith("model.hf_assets_path: got ")
-    assert "at most 4096 tokens for llama_cola debug; this one has 5000" in text
+    assert "at most 4096 tokens for llama_cola debug; this one has 4097" in text
 
 
 def test_local_corpus_that_is_not_there(tmp_path):

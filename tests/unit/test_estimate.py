@@ -4,13 +4,15 @@
 import importlib.util
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from torchtitan_lr.analysis.flops import head_flops, layer_flops
 from torchtitan_lr.analysis.memory import static_memory
+from torchtitan_lr.analysis.rehearsal import Rehearsal
 from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.estimate.hardware import load_hardware
 from torchtitan_lr.estimate.run import alternatives, read_run
@@ -98,7 +100,6 @@ def test_text_of_a_pipeline(script, capsys):
 
 def test_memory_of_a_pipeline():
     """Stages share the parameters out; the first holds one micro-batch more in flight."""
-    from torchtitan_lr.analysis.rehearsal import Rehearsal
     from torchtitan_lr.estimate.memory import in_flight, rank_memory
 
     run = paper_run(DEBUG, 2, ONE, "--parallelism.pipeline_parallel_degree=2")
@@ -110,6 +111,47 @@ def test_memory_of_a_pipeline():
     assert sum(weights) == 4 * sum(math.prod(shape) for shape in run.global_shapes.values())
     one = paper_run(DEBUG, 1, ONE)
     assert rank_memory(one, 0, rehearsal)["weights"] == sum(weights) > max(weights)
+
+
+def test_gradients_of_an_earlier_micro_batch_are_held():
+    from torchtitan_lr.estimate.memory import rank_memory
+
+    rehearsal = Rehearsal(block=1000.0, ends=7, working=50)
+    for batch in (8, 16):  # of 8 sequences each
+        run = paper_run(DEBUG, 1, ONE, f"--training.global_batch_size={batch}")
+        parts = rank_memory(run, 0, rehearsal)
+        # On one rank in fp32 nothing but the rotary table: complex64, s by half a head.
+        assert parts["buffers"] == 8 * 128 * run.args.head_dim // 2
+        assert parts["activations"] == 1000 * run.args.n_layers + 7
+        forward, gradients = parts["activations"] + 50, parts["gradients"]
+        moving = gradients + forward if batch == 16 else max(forward, gradients + 1000)
+        assert parts["peak"] == parts["weights"] + parts["optimizer"] + parts["buffers"] + moving
+
+
+def test_every_micro_batch_sends():
+    degree = "--parallelism.tensor_parallel_degree=2"
+    runs = [paper_run(DEBUG, 2, degree, f"--training.global_batch_size={n}") for n in (8, 24)]
+    once, three_times = (list(step_traffic(run, 0)) for run in runs)
+    assert once and len(once) == len(three_times)
+    for a, b in zip(once, three_times, strict=True):
+        assert (b.calls, b.elements) == (3 * a.calls, 3 * a.elements)
+
+
+def test_bubble_of_two_stages():
+    """1F1B where the second stage is slower: the first one's passes, before and after."""
+    options = ["--parallelism.pipeline_parallel_degree=2", "--training.global_batch_size=16"]
+    run = paper_run(DEBUG, 2, ONE, *options)
+    assert (run.accumulation, run.microbatches, run.microbatch) == (2, 8, 1)
+    machine = load_hardware("h100", ROOT / "scripts" / "hardware")
+    machine = replace(machine, intra_node_gbytes_per_s=math.inf, latency_us=0.0)
+    time = step_time(run, [step_traffic(run, rank) for rank in (0, 1)], machine)
+    blocks = [sum(name.startswith("block") for name in stage) for stage in run.stages]
+    flops = [n * layer_flops(run.args, 128).total for n in blocks]
+    flops[1] += head_flops(run.args, 128)
+    assert flops[0] < flops[1]
+    speed = machine.peak_tflops * 1e12 * machine.matmul_efficiency
+    assert time.bubble == pytest.approx(2 * flops[0] / speed)
+    assert time.compute == pytest.approx(2 * 8 * flops[1] / speed)
 
 
 def test_thousands_of_ranks():

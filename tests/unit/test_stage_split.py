@@ -46,6 +46,7 @@ def test_stages_a_rank():
     assert stages_per_rank(job().parallelism, 4) == 1
     assert stages_per_rank(job("ZBVZeroBubble").parallelism, 4) == 2
     assert stages_per_rank(job("Interleaved1F1B", per_stage=1).parallelism, 4) == 3
+    assert stages_per_rank(job(per_stage=4).parallelism, 4) == 1  # 4 + 2 make two stages
     assert stages_per_rank(job("Interleaved1F1B", per_stage=2, degree=2).parallelism, 4) == 1.5
 
 

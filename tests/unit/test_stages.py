@@ -65,3 +65,21 @@ def test_two_parts_with_messages_are_the_model(family):
     assert torch.allclose(last(message), model(x), rtol=1e-12, atol=1e-12)
     # The control: another cut of the message is another model.
     assert family == "full" or not torch.allclose(last(message.flip(-1)), model(x))
+
+
+@pytest.mark.parametrize("family", ["full", "lax"])
+def test_gradients_cross_a_boundary(family):
+    args = tiny_args(family)
+    model, first, last = (build_tiny(family, torch.float64) for _ in range(3))
+    first.norm = first.output = last.tok_embeddings = None
+    del first.layers["1"], first.layers["2"], last.layers["0"]
+    boundary = stage_boundary(args, TPSettings(), 1, 16, latents=True)
+    pack_messages(first, None, boundary)
+    pack_messages(last, boundary, None)
+    x = tokens(args)
+    last(first(x)).square().sum().backward()
+    model(x).square().sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, parameter in (*first.named_parameters(), *last.named_parameters()):
+        # fp64: the same sums, in another order at most.
+        assert torch.allclose(parameter.grad, expected[name], rtol=1e-10, atol=1e-12), name

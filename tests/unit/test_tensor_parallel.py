@@ -56,6 +56,7 @@ def test_possible_settings_are_left_alone() -> None:
         (TPSettings("vanilla_replicated", head="scatter"), "cola", "tp_head"),
         (TPSettings("megatron", head="scatter"), "full", "tp_head"),
         (TPSettings("vanilla", comm="sequence"), "cola", "tp_comm"),
+        (TPSettings("vanilla_replicated", comm="sequence"), "cola", "tp_comm"),
         (TPSettings("btp", norm="sync", norm_stat="column"), "cola", "tp_norm_stat"),
         (TPSettings("megatron", grouping=False), "full", "tp_grouping"),
     ],
@@ -78,6 +79,7 @@ def test_settings_without_effect_are_refused(
         (TPSettings("caat"), "cola", "tp_plan"),
         (TPSettings(), "cola", "tp_plan"),  # the experimental plan is never chosen by itself
         (TPSettings("caat", comm="sequence"), "full", "tp_comm"),
+        (TPSettings("btp_caat", comm="sequence"), "cola", "tp_comm"),
         (TPSettings("caat", grouping=False), "full", "tp_grouping"),
         (TPSettings("caat", head="scatter"), "full", "tp_head"),
         (TPSettings("btp_caat", norm="sync"), "cola", "tp_norm"),

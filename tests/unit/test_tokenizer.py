@@ -106,6 +106,14 @@ def test_a_document_cannot_forge_a_special_token(ranks):
     assert max(ids) < ranks.bos_id and ranks.decode(ids) == "<|end_of_text|>"
 
 
+def test_ids_may_have_holes(tmp_path):
+    import tokenizers
+
+    model = tokenizers.models.WordLevel({"a": 0, "b": 9}, unk_token="a")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    assert check_tokenizer(config(tmp_path)) == 10
+
+
 def test_tokenizer_json_comes_first(tmp_path, rank_file):
     shutil.copytree(resolve_assets_path(SHIPPED), tmp_path / "both")
     shutil.copy(rank_file, tmp_path / "both")
