@@ -2,9 +2,7 @@
 """Whole runs of the trainer with compressed gradients: parity, metrics, resuming."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 
 from tests.distributed.pool import RankPool
 from tests.distributed.training import largest_difference, train
+from tests.integration import runs
 
 # Enough tokens that the embedding's gradient has more entries than are sent.
 FSDP4 = ["--model.name=llama_full", "--training.local_batch_size=2", "--training.seq_len=64"]
@@ -154,8 +153,7 @@ def test_measure_comm_knows_the_codecs(layout: list[str]) -> None:
         *(sys.executable, "scripts/measure_comm.py", "train_configs/debug_tagc.toml", "--json"),
         *("--training.local_batch_size=1", "--training.global_batch_size=8", *layout),
     ]
-    environment = os.environ | {"NGPU": "4"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(done.stdout)
+    done = runs.run(command, NGPU="4")
+    assert done.status == 0, done.everything
+    rows = json.loads(done.out)
     assert {"all_to_all", "all_gather"} <= {row["op"] for row in rows if row["dtype"] == "uint8"}

@@ -2,12 +2,9 @@
 """What the ledger counts on four ranks is what the formulas say, row by row."""
 
 import json
-import os
-import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +25,7 @@ from tests.distributed.tp_cases import (
     shard_model,
     tp_mesh,
 )
+from tests.integration import runs
 from torchtitan_lr.analysis.communication import model_traffic
 from torchtitan_lr.analysis.data_parallel import DataParallel, data_parallel_traffic
 from torchtitan_lr.analysis.traffic import Traffic
@@ -201,15 +199,11 @@ def test_fsdp_belongs_to_its_parameters(plan: str, compiled: bool, four_ranks: R
 
 def test_script() -> None:
     """On a real step of the trainer: every row agrees, and has the promised keys."""
-    root = Path(__file__).parents[2]
     command = [sys.executable, "scripts/measure_comm.py", "train_configs/debug_lax.toml", "--json"]
     options = ["--parallelism.tensor_parallel_degree=2", "--activation_checkpoint.mode=low_rank"]
-    environment = os.environ | {"NGPU": "4", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [*command, *options], cwd=root, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
+    done = runs.run([*command, *options], NGPU="4")
+    assert done.status == 0, done.everything
+    rows = json.loads(done.out)
     numbers = {"calls", "elements", "bytes", "expected_calls", "expected_elements"}
     assert all(row.keys() == {"scope", "pass", "op", "mesh_dim", "dtype"} | numbers for row in rows)
     assert {row["scope"] for row in rows} == {"embedding", "block", "head", "loss", "step"}

@@ -14,7 +14,6 @@ from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.data.validation import build_validation_set, entropy
 from torchtitan_lr.errors import ConfigError
 
-
 pytestmark = pytest.mark.usefixtures("small_library")
 
 
