@@ -5,6 +5,7 @@ Gradients here are whole numbers, whose sums are exact in fp32: what equals, equ
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.pool import RankPool
@@ -83,14 +84,18 @@ def gradient(name: str, unit: int, rank: int, step: int, micro: int) -> Tensor:
     return (torch.randn(SHAPES[name], generator=generator).exp() * 100).round()
 
 
+@cache
+def layout(hsdp: bool) -> DeviceMesh:
+    """Two replicas of two shards, or four shards; the groups are made once."""
+    shape = (2, 2) if hsdp else (1, 4)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "fsdp"))
+
+
 def build(case: Case) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(Weighted(), Weighted())
-    if case.hsdp:
-        meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp"))
-        shard_mesh, mesh = meshes["fsdp"], meshes["dp_replicate"]
-    else:
-        shard_mesh = mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+    meshes = layout(case.hsdp)
+    shard_mesh, mesh = meshes["fsdp"], meshes["dp_replicate" if case.hsdp else "fsdp"]
     for unit in (*model, model):
         fully_shard(unit, mesh=shard_mesh)
     sum_gradients(model)
@@ -192,9 +197,20 @@ CASES = {
 }
 
 
+def books_of_all() -> dict[str, dict[str, Any]]:
+    return {name: books(case) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def all_books(four_ranks: RankPool) -> list[dict[str, dict[str, Any]]]:
+    return four_ranks.run(books_of_all)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_sent_and_residual_are_the_gradient_exactly(name: str, four_ranks: RankPool) -> None:
-    for result in four_ranks.run(books, CASES[name]):
+def test_sent_and_residual_are_the_gradient_exactly(
+    name: str, all_books: list[dict[str, dict[str, Any]]]
+) -> None:
+    for result in (rank[name] for rank in all_books):
         assert result["errors"] == [0.0] * 4
         assert min(result["owed"]) > 100
         assert result["exchanges"] == [4, 4]
@@ -239,10 +255,7 @@ def ledger_differences(case: Case) -> tuple[list[Any], int, int]:
     """Compare one counted step of a small model with the formulas; count bytes and parameters."""
     torch.manual_seed(0)
     model = build_tiny("full")
-    if case.hsdp:
-        meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp"))
-    else:
-        meshes = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp_replicate", "fsdp"))
+    meshes = layout(case.hsdp)
     for unit in (model.tok_embeddings, *model.layers.values(), model.output, model):
         fully_shard(unit, mesh=meshes["fsdp"])
     sum_gradients(model)
@@ -273,15 +286,32 @@ def ledger_differences(case: Case) -> tuple[list[Any], int, int]:
     return differences(table), sum(row["bytes"] for row in rows), saved
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if "sticks" not in n])
-def test_the_ledger_counts_what_the_formulas_say(name: str, four_ranks: RankPool) -> None:
-    case = replace(CASES[name], min_size=1000)
-    wrong, measured, saved = four_ranks.run(ledger_differences, case)[0]
+def dense(case: Case) -> Case:
+    """The layout of a case with every codec's baseline."""
+    return Case(CodecSizes("dense"), case.hsdp, case.microbatches, min_size=1000)
+
+
+LEDGER = {
+    name: replace(case, min_size=1000) for name, case in CASES.items() if "sticks" not in name
+}
+
+
+def all_ledger_differences() -> dict[Case, tuple[list[Any], int, int]]:
+    cases = {*LEDGER.values(), *map(dense, LEDGER.values())}
+    return {case: ledger_differences(case) for case in sorted(cases, key=str)}
+
+
+@pytest.fixture(scope="module")
+def ledgers(four_ranks: RankPool) -> dict[Case, tuple[list[Any], int, int]]:
+    return four_ranks.run(all_ledger_differences)[0]
+
+
+@pytest.mark.parametrize("name", LEDGER)
+def test_the_ledger_counts_what_the_formulas_say(name: str, ledgers: dict[Case, Any]) -> None:
+    wrong, measured, saved = ledgers[LEDGER[name]]
     assert wrong == []
-    _, dense, nothing = four_ranks.run(
-        ledger_differences, replace(case, codec=CodecSizes("dense"))
-    )[0]
-    assert nothing == 0 and saved == dense - measured
+    _, whole, nothing = ledgers[dense(LEDGER[name])]
+    assert nothing == 0 and saved == whole - measured
 
 
 def test_a_formula_that_is_off_by_one_is_noticed(four_ranks: RankPool) -> None:

@@ -17,6 +17,7 @@ from tests.reference.rms_norm import half_units
 from tests.unit.tiny import build_tiny, tokens
 from torchtitan_lr.comm.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.config_checks import build_job_config
+from torchtitan_lr.device import bind_device
 from torchtitan_lr.loss import cross_entropy_sum
 from torchtitan_lr.parallel.caat import gather_for_lanes, share_over_ranks
 from torchtitan_lr.parallel.collectives import Ranks
@@ -45,6 +46,7 @@ def local_gradients(dtype: torch.dtype) -> list[dict[str, Tensor]]:
 
 def train_sharded(dtype: str, replicas: int) -> tuple[nn.Module, list[dict[str, Any]]]:
     """Accumulate three micro-batches on 4 ranks as the trainer does; the rows of the ledger."""
+    bind_device()
     config = build_job_config([f"--training.mixed_precision_param={dtype}"])
     dims = ParallelDims(replicas, 4 // replicas, 1, 1, 1, 1, 1, world_size=4)
     model = build_tiny("cola")
@@ -135,8 +137,8 @@ def stage_norms() -> dict[str, float]:
     stage = nn.ParameterList([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))])
     for parameter, value in zip(stage, (1.0, 2.0), strict=True):
         parameter.grad = torch.full_like(parameter, value * (rank + 1))
-    meshes = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
-    found["stages"] = gradient_norm(stage.parameters(), meshes).item()
+    pipeline = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+    found["stages"] = gradient_norm(stage.parameters(), pipeline).item()
     found["alone"] = gradient_norm(stage.parameters()).item()
 
     meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
