@@ -14,11 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.analysis.communication import block_traffic
-from torchtitan_lr.analysis.traffic import count
 from torchtitan_lr.cli import OneLineParser
-from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.plans import TPSettings
 
 SHARD, LATENT, SUM, CHUNK = "#bcd4ee", "#ffd9a8", "#c0392b", "#eef1f4"
 ROUND = "round,pad=0,rounding_size=0.08"
@@ -124,6 +120,12 @@ def draw_row(axes: Any, parts: tuple[Part, ...], title: str) -> None:
 
 def draw_volumes(axes: Any) -> None:
     """Draw the elements a token sends, in both passes, under every plan."""
+    # Late, because torchtitan takes seconds to import: --help does not wait.
+    from torchtitan_lr.analysis.communication import block_traffic
+    from torchtitan_lr.analysis.traffic import count
+    from torchtitan_lr.models.flavors import FLAVORS
+    from torchtitan_lr.parallel.plans import TPSettings
+
     names = {
         "megatron": "full rank (megatron)",
         "vanilla": "vanilla",

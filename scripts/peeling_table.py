@@ -15,8 +15,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torchtitan_lr.analysis.compression import (
     LEVELS,
     PEELING_LIMIT,
@@ -25,7 +23,6 @@ from torchtitan_lr.analysis.compression import (
     union_density,
 )
 from torchtitan_lr.cli import OneLineParser
-from torchtitan_lr.comm.codecs import SketchCodec, exchange_in_process
 
 RANKS = (2, 4, 8)
 
@@ -43,6 +40,10 @@ def peeled(ranks: int, c: float, theta: float, entries: int, seed: int) -> dict[
     Returns:
         ``density`` of the union, ``load`` c·density, ``peeled`` share of the sent entries.
     """
+    import torch  # late: --help needs none
+
+    from torchtitan_lr.comm.codecs import SketchCodec, exchange_in_process
+
     generator = torch.Generator().manual_seed(seed)
     codec = SketchCodec(ranks, c, theta, rounds=48)
     gradients = [torch.randn(1, entries, generator=generator) for _ in range(ranks)]

@@ -8,7 +8,7 @@ and need no process group: the launcher calls them before any rank starts, and e
 import importlib.util
 from typing import Any
 
-from torchtitan_lr.collector import collector_paused
+from torchtitan_lr.collector import collector_off
 from torchtitan_lr.config_compression import check_grad_compression
 from torchtitan_lr.config_optimizer import check_tsr
 from torchtitan_lr.config_pipeline import check_pipeline
@@ -46,7 +46,7 @@ def build_job_config(argv: list[str]) -> Any:
     raw = load_toml(paths[-1]) if paths and paths[-1] else {}
 
     # Late, because torchtitan imports torch: a wrong path is told before those seconds.
-    with collector_paused():
+    with collector_off():
         from torchtitan.config import ConfigManager, JobConfig
 
     from torchtitan_lr import job_config as extension

@@ -17,7 +17,7 @@ from torchtitan_lr.config_types import CONFIG_FILE_KEY, split_arguments
 from torchtitan_lr.config_values import complete_steps
 from torchtitan_lr.environment import Environment, place_ranks, read_environment
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.processes import RankGroup
+from torchtitan_lr.processes import RankGroup, leave
 from torchtitan_lr.report import (
     describe_failure,
     killed_rank,
@@ -209,4 +209,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from torchtitan_lr.collector import collector_paused
+from torchtitan_lr.collector import collector_off
 
-with collector_paused():
+with collector_off():
     import torch
     import torchtitan.train as titan_train
     from torchtitan.components.loss import IGNORE_INDEX

@@ -1,0 +1,155 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What importing loads, in fresh interpreters: no seconds are measured, ``sys.modules`` tells."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+HEAVY = ["torch", "torchtitan", "triton", "sympy", "datasets", "pyarrow", "pandas", "tiktoken"]
+HEAVY += ["transformers", "matplotlib", "wandb", "tensorboard", "safetensors"]
+
+# Programs for several ranks or of the test suite, and a page whose every line needs the models;
+# the two checks have no --help.
+HEAVY_SCRIPTS = {"bench_block", "bench_exchange", "bench_tsr_gpu", "paper_tables"}
+HEAVY_SCRIPTS |= {"parity_layouts", "parity_matrix", "check_env", "check_smoke"}
+SCRIPTS = sorted({path.stem for path in ROOT.glob("scripts/*.py")} - HEAVY_SCRIPTS)
+
+LIGHT = f"""
+import contextlib, io, json, os, runpy, sys
+HEAVY, SCRIPTS = {HEAVY!r}, {SCRIPTS!r}
+found = {{}}
+
+def note(what, status=0):
+    found[what] = [status, sorted(name for name in HEAVY if name in sys.modules)]
+
+import torchtitan_lr.errors
+note("errors")
+import torchtitan_lr.data.llama3, torchtitan_lr.data.local_corpus
+note("corpora")
+from torchtitan_lr import launch
+note("help", launch.main(["--help"]))
+note("path", launch.main(["--job.config_file=nope.toml"]))
+os.environ["CONFIG_FILE"] = "nope.toml"
+note("CONFIG_FILE", launch.main([]))
+note("syntax", launch.main(["--job.config_file=" + sys.argv[1]]))
+os.environ["NGPU"] = "none"
+note("NGPU", launch.main([]))
+for script in SCRIPTS:
+    sys.argv = [script, "--help"]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            runpy.run_path(f"scripts/{{script}}.py", run_name="__main__")
+    except SystemExit as end:
+        note(script, "shown" if not end.code and script in said.getvalue() else end.code)
+print(json.dumps(found))
+"""
+
+REGISTERED = f"""
+import gc, importlib, json, sys
+found = {{}}
+whole = gc.get_stats()[2]["collections"]
+frozen = gc.get_freeze_count()
+from torchtitan_lr.config_checks import build_job_config
+from torchtitan_lr.config_values import check_model
+old = build_job_config(["--experimental.custom_import=torchtitan_lr"])
+found["collections"] = gc.get_stats()[2]["collections"] - whole
+found["frozen"] = [frozen, gc.get_freeze_count()]
+found["enabled"] = gc.isenabled()
+
+import torchtitan_lr.train
+from torchtitan.protocols.train_spec import _extra_train_specs as table
+found["train"] = [name for name in {HEAVY!r} if name in sys.modules]
+found["none"] = sorted(table)
+check_model(old, 1, "cpu")
+found["old"] = sorted(table)
+
+table.clear()
+del sys.modules["torchtitan_lr.specs"]
+new = build_job_config([]).experimental.custom_import
+specs = importlib.import_module(new)
+found["new"] = sorted(table)
+first = dict(table)
+importlib.reload(specs)
+found["again"] = table == first
+print(json.dumps(found))
+"""
+
+OURS = ["llama_cola", "llama_full", "llama_lax", "llama_svd"]
+
+
+def python(code, *arguments):
+    """What an interpreter of its own prints last, as JSON, and what it complains of."""
+    variables = {k: v for k, v in os.environ.items() if k not in ("CONFIG_FILE", "NGPU")}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+@pytest.fixture(scope="module")
+def light(tmp_path_factory):
+    broken = tmp_path_factory.mktemp("toml") / "broken.toml"
+    broken.write_text("[training]\nsteps = = 3\n")
+    return python(LIGHT, str(broken))
+
+
+@pytest.fixture(scope="module")
+def registered():
+    return python(REGISTERED)
+
+
+@pytest.mark.parametrize(
+    ("what", "status"),
+    [
+        *(("errors", 0), ("corpora", 0), ("help", 0)),
+        *((refusal, 2) for refusal in ("path", "CONFIG_FILE", "syntax", "NGPU")),
+        *((script, "shown") for script in SCRIPTS),
+    ],
+)
+def test_answers_without_torch(light, what, status):
+    assert light[0][what] == [status, []]
+
+
+def test_refusals_are_one_line_each(light):
+    path, variable, syntax, ngpu = light[1].splitlines()
+    assert path == variable
+    assert "'nope.toml', expected a TOML file" in path
+    assert "broken.toml:2" in syntax or "line 2" in syntax
+    assert "NGPU: got 'none'" in ngpu
+
+
+def test_training_loads_only_what_torchtitan_does(registered):
+    """``datasets`` and what it needs are torchtitan's: its table of models imports them."""
+    loaded = registered[0]["train"]
+    assert {"torch", "torchtitan", "datasets"} <= set(loaded)  # the check can see them
+    assert not {"transformers", "matplotlib", "wandb", "tiktoken", "safetensors"} & set(loaded)
+
+
+def test_specs_are_registered_by_the_module_that_custom_import_names(registered):
+    found, _ = registered
+    assert found["none"] == []
+    assert found["new"] == OURS
+
+
+def test_the_old_custom_import_still_works(registered):
+    assert registered[0]["old"] == OURS
+
+
+def test_registering_twice_changes_nothing(registered):
+    assert registered[0]["again"]
+
+
+def test_torchtitan_is_imported_without_the_collector(registered):
+    found, said = registered
+    before, after = found["frozen"]
+    assert found["collections"] == 0
+    assert before == 0
+    assert after > 100_000  # torch alone makes that many
+    assert found["enabled"]
+    assert "leaked" not in said
