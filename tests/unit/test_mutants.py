@@ -32,7 +32,6 @@ def twice_two() -> int:
     return double(2)
 """
 TESTS = """
-import multiprocessing
 import subprocess
 import sys
 
@@ -50,12 +49,6 @@ def test_in_another_process():
     code = "from torchtitan_lr.maths import double; raise SystemExit(double(3))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 6
 
-def test_in_a_fork_server():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torchtitan_lr.maths"])
-    with context.Pool(1) as pool:
-        assert pool.apply(double, (3,)) == 6
-
 @pytest.mark.skip(reason="never")
 def test_skipped():
     pass
@@ -66,6 +59,16 @@ class TestClass:
 
 def test_fails():
     assert double(1) == 3
+"""
+RANKS = """
+import multiprocessing
+
+from torchtitan_lr.maths import double
+
+def test_in_a_fork_server():
+    context = multiprocessing.get_context("forkserver")
+    with context.Pool(2) as pool:
+        assert pool.map(double, [3, 4]) == [6, 8]
 """
 
 
@@ -83,6 +86,9 @@ def repository(tmp_path: Path) -> Path:
         "tests/__init__.py": "",
         "tests/unit/__init__.py": "",
         "tests/unit/test_maths.py": TESTS,
+        "tests/distributed/__init__.py": "",
+        "tests/distributed/test_ranks.py": RANKS,
+        "torchtitan_lr/train.py": "",
         "tests/unit/test_torn.py": "import nowhere\n\ndef test_it(): ...\n",
         ".gitignore": "ignored.py\n",
         "torchtitan_lr/ignored.py": "2 * x",
@@ -132,7 +138,7 @@ def test_killed_and_survived(jobs: int, repository: Path) -> None:
         + mutant("a third", "2 * x", "3 * x", f"{name}halve", f"{name}double")
         + mutant("of a class", "x // 2", "x // 3", f"{name}skipped", "test_maths.py::TestClass")
         + mutant("in a process", "2 * x", "4 * x", f"{name}in_another_process")
-        + mutant("in a fork server", "2 * x", "5 * x", f"{name}in_a_fork_server")
+        + mutant("in a fork server", "2 * x", "5 * x", "test_ranks.py")
         + mutant("another test", "2 * x", "7 * x", f"{name}halve"),
         f"--jobs={jobs}",
     )
@@ -142,7 +148,7 @@ def test_killed_and_survived(jobs: int, repository: Path) -> None:
         "a third": ("killed", "unit/test_maths.py::test_double"),
         "of a class": ("killed", "unit/test_maths.py::TestClass::test_inside"),
         "in a process": ("killed", "unit/test_maths.py::test_in_another_process"),
-        "in a fork server": ("killed", "unit/test_maths.py::test_in_a_fork_server"),
+        "in a fork server": ("killed", "distributed/test_ranks.py::test_in_a_fork_server"),
         "another test": ("survived", "test_maths.py::test_halve"),
     }
     assert done.stdout.splitlines()[-1] == "5 killed, 1 survived, 0 broken"
@@ -260,7 +266,6 @@ def test_unknown_revision(repository: Path) -> None:
 
 
 def test_tests_are_found_by_name(repository: Path) -> None:
-    (repository / "tests/distributed").mkdir()
     (repository / "tests/distributed/test_maths.py").write_text("def test_ranks(): ...\n")
     units, ranks = "tests/unit/test_maths.py", "tests/distributed/test_maths.py"
     assert find_tests(repository, "test_maths.py") == [units, ranks]

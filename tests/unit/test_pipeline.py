@@ -1,13 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What crosses stage boundaries, in closed form; and the loss that a pipeline divides."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.analysis.pipeline import Boundary, pipeline_traffic, stage_boundary
 from torchtitan_lr.loss import cross_entropy_sum
-from torchtitan_lr.parallel.pipeline import NormalizedLoss
+from torchtitan_lr.parallel.pipeline import NormalizedLoss, stage_boundaries
 from torchtitan_lr.parallel.plans import TPSettings
 
 # width 48, ranks 12 (q, k, v, o) and 20 (gate, up, down)
@@ -49,6 +51,14 @@ def test_lanes_in_the_bottleneck_leave_the_stream_alone():
 def test_no_latents_where_no_block_sends_any():
     boundary = stage_boundary(tiny_args("lax"), TPSettings("btp"), 2, 16, latents=False)
     assert boundary == Boundary(16, 24, ())
+
+
+def test_latents_cross_between_blocks_only():
+    names = [["tok_embeddings"], ["layers.0", "layers.1"], ["layers.2"], ["norm", "output"]]
+    section = SimpleNamespace(tensor_parallel_degree=1, module_fqns_per_model_part=names)
+    config = SimpleNamespace(parallelism=section)
+    boundaries = stage_boundaries(config, tiny_args("lax"), 16, TPSettings())
+    assert [sum(boundary.latents) for boundary in boundaries] == [0, LATENTS, 0]
 
 
 def test_messages_of_a_rank():
