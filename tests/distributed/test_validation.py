@@ -4,6 +4,7 @@
 import itertools
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from tests.reference.validation_loss import sequence_losses, token_losses, windo
 from torchtitan_lr.models import LlamaModel
 from torchtitan_lr.models.flavors import FLAVORS
 
-# Data-parallel ranks and arguments.
+# Ranks, data-parallel ranks among them, and arguments.
 CASES = {
-    "dp4": (4, [*degrees(local_batch=2), "--parallelism.data_parallel_replicate_degree=2"]),
-    "tp4": (1, LAYOUTS["tp4"][1]),
-    "pp4": (1, LAYOUTS["pp4"][1]),
-    "dp2_pp2": (2, LAYOUTS["fsdp2_pp2"][1]),
+    "dp4": (4, 4, [*degrees(local_batch=2), "--parallelism.data_parallel_replicate_degree=2"]),
+    "tp4": (4, 1, LAYOUTS["tp4"][1]),
+    "pp4": (4, 1, LAYOUTS["pp4"][1]),
+    "dp2_pp2": (4, 2, LAYOUTS["fsdp2_pp2"][1]),
+    "dp4_pp2": (8, 4, degrees(pipeline=2, local_batch=2)),
 }
 SEQ_LEN, BATCH = 16, 3
 VALIDATED = [
@@ -80,13 +82,25 @@ def log_losses(corpus: str, cases: list[list[str]]) -> list[list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def records(four_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def eight_ranks() -> Iterator[RankPool]:
+    pool = RankPool(8)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def records(
+    four_ranks: RankPool, eight_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """The validation record and the training record of each case."""
     corpus = tmp_path_factory.mktemp("corpus") / "documents.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
-    options = [options for _, options in CASES.values()]
-    by_case = four_ranks.run(log_losses, str(corpus), options)[0]
-    return dict(zip(CASES, by_case, strict=True))
+    found: dict[str, Any] = {}
+    for pool in (four_ranks, eight_ranks):
+        cases = {name: case for name, case in CASES.items() if case[0] == pool.world_size}
+        options = [options for _, _, options in cases.values()]
+        found |= zip(cases, pool.run(log_losses, str(corpus), options)[0], strict=True)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +139,7 @@ def limit(reference: LlamaModel) -> float:
 def test_validation_by_hand(
     case: str, records: dict[str, Any], losses: torch.Tensor, limit: float
 ) -> None:
-    ranks, _ = CASES[case]
+    _, ranks, _ = CASES[case]
     expected = losses.mean().item()
     logged = records[case][0]
     assert logged["validation_metrics/loss"] == pytest.approx(expected, abs=limit)
@@ -149,7 +163,7 @@ def test_validation_by_hand(
 def test_logged_training_losses_by_hand(
     case: str, records: dict[str, Any], reference: LlamaModel, limit: float
 ) -> None:
-    ranks, _ = CASES[case]
+    _, ranks, _ = CASES[case]
     rows = 8 // ranks
     of_ranks = []
     for rank in range(ranks):

@@ -61,6 +61,10 @@ def step(trainer, batches):
     trainer.train_step(iter(batches))
 
 
+def on_cpu(model):
+    return copy.deepcopy(model).cpu()
+
+
 def losses_by_hand(model, batches):
     """The losses of each micro-batch's valid tokens."""
     return [
@@ -72,7 +76,7 @@ def losses_by_hand(model, batches):
 
 def gradients_by_hand(model, batches):
     """The loss over all valid tokens of all micro-batches, and its gradient by name."""
-    model = copy.deepcopy(model)
+    model = on_cpu(model)
     model.zero_grad()
     loss = torch.cat(losses_by_hand(model, batches)).mean()
     loss.backward()
@@ -89,7 +93,7 @@ def first_update_by_hand(weight, gradient, rate):
 
 
 def parameters(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
 
 
 def assert_equal(tensors, expected):
@@ -116,14 +120,14 @@ def test_step_by_hand(share, trainer):
     # torch's clipping adds 1e-6 to the norm.
     factor = min(1.0, share * norm / (norm + 1e-6))
     clipped = {name: factor * gradient for name, gradient in gradients.items()}
-    assert_equal({name: p.grad for name, p in model.named_parameters()}, clipped)
+    assert_equal({name: p.grad.cpu() for name, p in model.named_parameters()}, clipped)
     expected = {
         name: first_update_by_hand(before[name], gradient, RATES[0])
         for name, gradient in clipped.items()
     }
     assert_equal(parameters(model), expected)
     # Control: the mean of the micro-batches' means is another number.
-    means = [losses.mean().item() for losses in losses_by_hand(model, batches)]
+    means = [losses.mean().item() for losses in losses_by_hand(on_cpu(model), batches)]
     assert abs(sum(means) / 3 / loss - 1) > 1e-4
 
 
@@ -215,7 +219,7 @@ def test_validation_by_hand(tmp_path):
         begin, end = trainer.tokenizer.bos_id, trainer.tokenizer.eos_id
         texts = islice(PythonStdlib("validation", "validation.dataset"), 2)
         sequences = windows([[begin, *encode(text), end] for text in texts], 8)[:6]
-        expected = sequence_losses(trainer.model_parts[0], sequences).mean().item()
+        expected = sequence_losses(on_cpu(trainer.model_parts[0]), sequences).mean().item()
         assert trainer.validator.last_loss == pytest.approx(expected, rel=EXACT)
 
 

@@ -65,7 +65,7 @@ class Bigrams(nn.Module):
 
     def forward(self, tokens):
         self.modes.append(self.training)
-        return TABLE[tokens]
+        return TABLE.to(tokens.device)[tokens]
 
 
 def losses_by_hand(window):
