@@ -225,12 +225,17 @@ def run_mutants(
         failed = run_baseline(whole, copies, seconds)
     for mutant, names in tests.items():
         for name in names:
-            if any(f == name or f.startswith((f"{name}::", f"{name}[")) for f in failed):
+            if any(_concerns(name, what) for what in failed):
                 wrong[mutant] = wrong[mutant] or f"{name} fails without it"
     yield from (Result(mutant, BROKEN, why) for mutant, why in wrong.items() if why)
     trials = {_trial(m, tests[m], texts, seconds): m for m in mutants if not wrong[m]}
     for trial, outcome, took in run_trials(trials, copies):
         yield judge(trials[trial], outcome, took)
+
+
+def _concerns(name: str, failed: str) -> bool:
+    """Whether a failure is a test's, one of its cases', or that of collecting its file."""
+    return failed in (name, name.partition("::")[0]) or failed.startswith((f"{name}::", f"{name}["))
 
 
 def _trial(mutant: Mutant, tests: list[str], texts: Texts, seconds: float) -> Trial:
@@ -288,6 +293,9 @@ def main() -> int:
         return 2
     except subprocess.CalledProcessError as error:
         print(error.stderr.decode().strip(), file=sys.stderr)
+        return 2
+    if arguments.only and not mutants:
+        print(f"no mutant, list or file is called {arguments.only!r}", file=sys.stderr)
         return 2
     if arguments.list:
         print("\n".join(f"{mutant.source}: {mutant.what}" for mutant in mutants))

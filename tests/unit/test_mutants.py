@@ -12,6 +12,7 @@ import pytest
 from scripts.check.mutants import (
     LISTS,
     Mutant,
+    _concerns,
     find_tests,
     read_mutants,
     read_package,
@@ -126,6 +127,14 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[str, str
 
 
 LINE = r"(\w+) +[\d.]+s  (.*)  (?:by|-) (.*)"
+
+
+def test_a_failure_concerns_a_test_its_cases_and_its_file() -> None:
+    assert _concerns("t.py::test_a", "t.py::test_a")
+    assert _concerns("t.py::test_a", "t.py::test_a[1]")
+    assert _concerns("t.py::test_a", "t.py") and _concerns("t.py", "t.py::test_a")
+    assert not _concerns("t.py::test_a", "t.py::test_ab")
+    assert not _concerns("t.py::test_a[1]", "t.py::test_a[12]")
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
@@ -259,8 +268,9 @@ def test_lists_that_cannot_be_read(repository: Path, mutants: str, message: str)
     assert re.match(message, done.stderr)
 
 
-def test_unknown_revision(repository: Path) -> None:
-    done = run(repository, mutant("a", "b", "c", "d"), "--changed-since=nowhere")
+@pytest.mark.parametrize("option", ["--changed-since=nowhere", "--only=nowhere"])
+def test_what_is_asked_for_is_not_there(repository: Path, option: str) -> None:
+    done = run(repository, mutant("a", "b", "c", "d"), option)
     assert done.returncode == 2
     assert "nowhere" in done.stderr and "Traceback" not in done.stderr
 
