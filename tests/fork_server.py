@@ -248,6 +248,7 @@ def _take_signals():
 def _run(arguments):
     """Runs a module or script as ``__main__`` and returns the exit status, negative for SIGINT."""
     subprocess.Popen._execute_child = _execute_child
+    _name_frames()
     importlib.invalidate_caches()
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     status = 0
@@ -271,6 +272,18 @@ def _run(arguments):
     sys.stdout.flush()
     sys.stderr.flush()
     return status
+
+
+def _name_frames():
+    """Tells `inspect` the modules of the frames below.
+
+    torchrun asks it for its whole stack all the time, and for the file of a module that is not in
+    `sys.modules` under its own name `inspect` would go through the thousands that are.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        inspect.modulesbyfile.setdefault(frame.f_code.co_filename, frame.f_globals["__name__"])
+        frame = frame.f_back
 
 
 def _execute_child(process, *values):

@@ -126,8 +126,7 @@ def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
     """The dump folder exists, or can be made."""
     folder = Path(os.path.abspath(config.job.dump_folder))
     user_path(str(folder), "job.dump_folder")
-    # os.path: a folder that may not be looked into has no answer, Path.exists would raise.
-    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
     ok = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
     _require(
         ok, "job.dump_folder", config.job.dump_folder, f"a folder that {nearest} lets you make"

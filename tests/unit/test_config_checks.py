@@ -443,7 +443,7 @@ def test_dump_folder_without_permission(tmp_path):
     assert text.startswith("job.dump_folder: got ") and f"a folder that {closed} lets" in text
     hidden.chmod(0)
     text = without_privileges(lambda: refusal(f"--job.dump_folder={hidden}/run"))
-    assert text.startswith("job.dump_folder: got ") and f"a folder that {hidden} lets" in text
+    assert text.startswith("job.dump_folder: got ") and "(Permission denied)" in text
     # The control: nothing but the permission was in the way.
     for folder in (closed, hidden):
         folder.chmod(0o700)
