@@ -96,7 +96,7 @@ def test_parity(case: Case, errors: dict[Case, Any]) -> None:
         (
             Case("lax", SEQUENCE, degree=2, gate="scalar"),
             ["compile_last_block", "fully_shard_blocks"],
-            "aot_eager",
+            "eager",
         ),
     ],
     ids=["inductor", "fsdp", "sequence-compiled-fsdp"],

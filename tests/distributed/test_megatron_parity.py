@@ -23,7 +23,7 @@ def test_parity(case: Case, four_ranks: RankPool) -> None:
 
 
 def test_compiled_parity(four_ranks: RankPool) -> None:
-    errors = four_ranks.run(wrapped_parity, SEQUENCE, ["compile_blocks"], "aot_eager")
+    errors = four_ranks.run(wrapped_parity, SEQUENCE, ["compile_blocks"], "eager")
     assert worst(errors) <= TOLERANCE[SEQUENCE.dtype]
 
 
