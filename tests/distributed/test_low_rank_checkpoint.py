@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.pool import RankPool
 from tests.distributed.test_ledger import build, measure, run
 from tests.distributed.tp_cases import Case
+from tests.distributed.tp_matrix import covering
 from torchtitan_lr.parallel.tensor_parallel import TPSettings
 
 BTP = [
@@ -20,7 +21,7 @@ BTP = [
     for comm in ("all_reduce", "sequence")
 ]
 BTP_CASES = [
-    *[Case("cola", settings) for settings in BTP],
+    *covering([Case("cola", settings) for settings in BTP]),
     Case("svd", TPSettings("btp")),
     Case("lax", TPSettings("btp"), gate="scalar"),
     Case("lax", TPSettings("btp", comm="sequence"), gate="scalar"),
