@@ -220,7 +220,7 @@ def _forget_parent(unbuffered):
             raw,
             encoding="utf-8",
             errors="strict" if name == "stdout" else "backslashreplace",
-            line_buffering=name == "stderr" or raw.isatty(),
+            line_buffering=not unbuffered and (name == "stderr" or raw.isatty()),
             write_through=unbuffered,
         )
         _KEPT.append(getattr(sys, name))  # its end would write what the parent had buffered

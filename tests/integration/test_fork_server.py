@@ -25,11 +25,14 @@ def signals(pid):
     # Without the C library's own signals.
     return [[n for n in signal.valid_signals() if mask >> (n - 1) & 1] for mask in masks]
 
+def is_open(number):  # the folder's own descriptor is closed again
+    return Path(f"/proc/self/fd/{number}").exists() or Path(f"/proc/self/fd/{number}").is_symlink()
+
 handlers = {str(n): str(signal.getsignal(n)).split(" at ")[0] for n in signal.valid_signals()}
 seen = {
     "name": __name__, "argv": sys.argv, "cwd": os.getcwd(), "path": sys.path,
     "environment": dict(os.environ), "signals": signals("self"), "handlers": handlers,
-    "files": sorted(map(int, os.listdir("/proc/self/fd")))[:-1],
+    "files": sorted(filter(is_open, list(map(int, os.listdir("/proc/self/fd"))))),
     "stdin": sys.stdin.read(), "encodings": [sys.stdout.encoding, sys.stderr.encoding],
     "lines": [sys.stdout.line_buffering, sys.stderr.line_buffering],
     "threads": [thread.name for thread in threading.enumerate()],
