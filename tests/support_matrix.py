@@ -79,6 +79,7 @@ class SupportMatrix:
         )
         return {pair for pair in pairs_of_cells if pair in self.working_pairs}
 
+    @cached_property
     def every_draw(self) -> list[Combination]:
         """Return combinations that hold every cell at least once; ``--full`` trains all of them."""
         source, missing = random.Random(0), set(self.cells)
@@ -102,7 +103,7 @@ class SupportMatrix:
         Args:
             commit: Its hexadecimal name; the shares go round with it.
         """
-        draws = self.every_draw()
+        draws = self.every_draw
         shares = -(-len(draws) // DRAWS_PER_COMMIT)
         return draws[int(commit, 16) % shares :: shares]
 

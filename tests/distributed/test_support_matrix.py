@@ -41,7 +41,7 @@ def name(combination: Combination) -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "combination" in metafunc.fixturenames:
         full = metafunc.config.getoption("--full")
-        draws = MATRIX.every_draw() if full else MATRIX.draws_of(commit())
+        draws = MATRIX.every_draw if full else MATRIX.draws_of(commit())
         metafunc.parametrize("combination", draws, ids=name)
 
 
@@ -89,7 +89,7 @@ def test_a_combination_trains_like_one_process(
 
 def test_another_family_would_be_noticed(reference: Any) -> None:
     """The control: a difference that is no rounding is far above the tolerance."""
-    first = MATRIX.every_draw()[0] | {"precision": "none"}
+    first = MATRIX.every_draw[0] | {"precision": "none"}
     families = [
         reference(*MATRIX.reference(first | {"family": family})) for family in ("cola", "lax")
     ]

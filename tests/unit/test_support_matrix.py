@@ -64,8 +64,8 @@ def test_every_rule_refuses_by_its_key(rule):
 
 
 def test_draws_are_the_same_every_time_and_cover_every_cell_and_value():
-    draws = MATRIX.every_draw()
-    assert draws == MATRIX.every_draw()
+    draws = MATRIX.every_draw
+    assert draws == SupportMatrix().every_draw
     assert MATRIX.cells <= {pair for combination in draws for pair in pairs(combination)}
     # A dot for each in the table, beside those of a value with itself and of a pair told twice.
     dots = MATRIX.table().count("●")
@@ -75,7 +75,7 @@ def test_draws_are_the_same_every_time_and_cover_every_cell_and_value():
 
 
 def test_a_few_commits_draw_everything():
-    draws = MATRIX.every_draw()
+    draws = MATRIX.every_draw
     shares = [MATRIX.draws_of(f"{number:040x}") for number in range(4)]
     assert all(15 <= len(share) <= 25 for share in shares)
     assert sorted(map(str, draws)) == sorted(str(c) for share in shares for c in share)
@@ -85,7 +85,7 @@ def test_enough_draws_cover_every_pair_that_works():
     draws = MATRIX.draws(seed=0, number=200, ranks=16)
     assert {pair for combination in draws for pair in pairs(combination)} == MATRIX.working_pairs
     # The control: a handful does not.
-    assert {p for c in MATRIX.every_draw() for p in pairs(c)} < MATRIX.working_pairs
+    assert {p for c in MATRIX.every_draw for p in pairs(c)} < MATRIX.working_pairs
 
 
 def test_the_table_goes_between_the_markers():
