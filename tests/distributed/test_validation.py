@@ -29,7 +29,12 @@ CASES = {
     "dp4_pp2": (8, 4, degrees(pipeline=2, local_batch=2)),
 }
 SEQ_LEN, BATCH = 16, 3
-VALIDATED = [
+TRAINED_SEQ_LEN, TRAINED_ROWS = 24, 8
+OPTIONS = [
+    *TINY,
+    *model("lax"),
+    f"--training.seq_len={TRAINED_SEQ_LEN}",
+    f"--training.global_batch_size={TRAINED_ROWS}",
     "--validation.enable",
     "--validation.dataset=local",
     f"--validation.seq_len={SEQ_LEN}",
@@ -44,7 +49,7 @@ MARGIN = 10
 def training_batch(dp_rank: int, rows: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """A rank's own sequences; of the first rank all labels count, of each other one fewer."""
     generator = torch.Generator().manual_seed(dp_rank)
-    tokens = torch.randint(4096, (rows, 33), generator=generator)
+    tokens = torch.randint(4096, (rows, TRAINED_SEQ_LEN + 1), generator=generator)
     labels = tokens[:, 1:].clone()
     labels.view(-1)[labels.numel() // (dp_rank + 1) :] = IGNORE_INDEX
     return {"input": tokens[:, :-1].contiguous()}, labels
@@ -61,8 +66,8 @@ def log_losses(corpus: str, cases: list[list[str]]) -> list[list[dict[str, Any]]
     for options in cases:
         folders: list[Any] = [tempfile.mkdtemp()]
         dist.broadcast_object_list(folders)
-        arguments = [*TINY, *model("lax"), *VALIDATED, f"--validation.dataset_path={corpus}"]
-        config = build_job_config([*arguments, *options, f"--job.dump_folder={folders[0]}"])
+        paths = [f"--validation.dataset_path={corpus}", f"--job.dump_folder={folders[0]}"]
+        config = build_job_config([*OPTIONS, *options, *paths])
         check_job_config(config, dist.get_world_size(), "cpu")
         trainer = Trainer(config)
         for part in trainer.model_parts:
@@ -164,10 +169,9 @@ def test_logged_training_losses_by_hand(
     case: str, records: dict[str, Any], reference: LlamaModel, limit: float
 ) -> None:
     _, ranks, _ = CASES[case]
-    rows = 8 // ranks
     of_ranks = []
     for rank in range(ranks):
-        batch, labels = training_batch(rank, rows)
+        batch, labels = training_batch(rank, TRAINED_ROWS // ranks)
         with torch.no_grad():
             logits = reference.double()(batch["input"])
         valid = labels != IGNORE_INDEX
