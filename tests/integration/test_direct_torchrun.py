@@ -20,7 +20,8 @@ def test_a_run_without_the_launcher(undisturbed):
 def test_a_rank_refuses_in_one_line_too(tmp_path):
     config = runs.write_config(tmp_path / "dump")
     command = [sys.executable, "-m", "torchtitan_lr.train", f"--job.config_file={config}"]
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    # Not rank 0: the first that fails ends the others, so each says it.
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
     # Refused before any port is opened: this one cannot be.
     variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     done = runs.run([*command, "--training.seq_len=0"], **variables)

@@ -5,6 +5,7 @@ SIGTERM, SIGINT, two signals, a kill in mid-save: each stage starts the same com
 the end there must be no trace of them in the numbers. The ranks hold where they are disturbed.
 """
 
+import json
 import shutil
 import signal
 import sys
@@ -42,9 +43,9 @@ class Life:
 
     def _live(self, name):
         hold = {"sigterm": "step:3", "sigint": "step:6", "twice": "step:9", "killed": "saving:12"}
+        hold["rest"] = f"step:{STEPS}"
         before = max(runs.complete_steps(self.folder), default=0)
-        where = f"{self.folder.name}:{hold[name]}" if name in hold else None
-        process = runs.launch(self.config, hold=where)
+        process = runs.launch(self.config, hold=f"{self.folder.name}:{hold[name]}")
         try:
             extra = getattr(self, f"_{name}")(process)
             done = process.finish()
@@ -85,7 +86,8 @@ class Life:
         return {"torn": 12, "pids": pids}
 
     def _rest(self, process):
-        return {}
+        """SIGTERM in the last step: there is nothing left to stop."""
+        return self._sigterm(process)
 
     def _copy(self, step):
         """Keeps a checkpoint folder as it is now, with what a reader needs beside it."""
@@ -162,6 +164,12 @@ def test_the_start_after_it_takes_the_last_complete_checkpoint(life):
     assert rest.last == STEPS
     # That step is saved again over what was torn.
     assert rest.folders[12]
+
+
+def test_a_signal_in_the_last_step_stops_nothing(life):
+    rest = life.stage("rest")
+    assert rest.folders[STEPS] and "Stopped by" not in rest.done.everything
+    assert json.loads((life.folder / "summary.json").read_text())["steps"] == STEPS
 
 
 def test_no_digit_differs_from_the_undisturbed_run(life, undisturbed):

@@ -69,15 +69,13 @@ def test_bad_arguments_are_told_in_one_line(name, arguments, told, capsys):
     assert told in capsys.readouterr().err
 
 
-def test_slow_link(capsys, monkeypatch):
-    monkeypatch.chdir(runs.ROOT)
-    script = load("slow_link")
+def test_slow_link():
     arguments = ["--steps", "6", "--mbit", "400", "--exchange", "2", "--override", *SMALL]
-    assert script.main(arguments) == 0
-    out = capsys.readouterr().out
-    if out.startswith("skipped: "):
-        pytest.skip(out.strip())
-    report = json.loads(out)
+    done = runs.run([sys.executable, "scripts/slow_link.py", *arguments])
+    assert done.status == 0, done.everything
+    if done.out.startswith("skipped: "):
+        pytest.skip(done.out.strip())
+    report = json.loads(done.out)
     adamw, tsr = report["AdamW"], report["TSRAdam"]
     assert tsr["bytes_per_step"] < adamw["bytes_per_step"] / 1.5
     # The control for the link: no step is faster than its bytes at 400 Mbit/s.
