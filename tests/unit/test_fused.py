@@ -8,35 +8,28 @@ import torch
 
 from torchtitan_lr.comm.codecs import bitmap, hashing
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
+def kernels(x, mask, row, *salts):
+    """The kernels in one graph: their C++ is compiled at once, which takes most of the time."""
+    found = list(hashing._hash_rows.__wrapped__(x, row, *salts))
+    for bits in (1, 4):
+        packed = bitmap._pack.__wrapped__(mask, bits)
+        found += [packed, bitmap._unpack.__wrapped__(packed, mask.shape[-1], bits)]
+    return found
 
 
-def compiled(function):
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
+def test_kernels_are_the_same_and_seeds_do_not_recompile():
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
-    return torch.compile(function.__wrapped__, dynamic=True, backend=counter), counter
-
-
-@needs_compiler
-def test_hashes_are_the_same_and_seeds_do_not_recompile():
-    function, counter = compiled(hashing._hash_rows)
+    function = torch.compile(kernels, dynamic=True, backend=counter)
+    mask = torch.rand(3, 1001, generator=torch.Generator().manual_seed(0)) < 0.5
     for size, row, seed in ((1000, 77, 3), (1003, 78, 12345), (64, 9, 2**31), (70, 5, 2**32 - 1)):
         x = torch.arange(size) * 4_000_000 % 2**32
-        got = function(x, row, seed, seed ^ 5, 17)
-        expected = hashing._hash_rows(x, row, seed, seed ^ 5, 17)
-        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+        found = function(x, mask, row, seed, seed ^ 5, 17)
+        expected = kernels(x, mask, row, seed, seed ^ 5, 17)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert torch.equal(found[3], mask) and torch.equal(found[5], mask)
     assert counter.frame_count == 1
-
-
-@needs_compiler
-@pytest.mark.parametrize("bits", [1, 4])
-def test_packing_is_the_same(bits):
-    pack, _ = compiled(bitmap._pack)
-    mask = torch.rand(3, 1001, generator=torch.Generator().manual_seed(0)) < 0.5
-    packed = pack(mask, bits)
-    assert torch.equal(packed, bitmap.pack(mask, bits))
-    unpack, _ = compiled(bitmap._unpack)
-    assert torch.equal(unpack(packed, 1001, bits), mask)
 
 
 def test_a_compiled_function_runs_compiled_inside_fsdps_hooks():

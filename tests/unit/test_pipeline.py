@@ -82,7 +82,7 @@ def test_neighbours_on_one_rank_send_nothing():
 
 
 def test_the_loss_is_divided_before_backward():
-    logits = torch.randn(2, 5, 7, requires_grad=True)
+    logits = torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(7, (2, 5))
     loss = NormalizedLoss(cross_entropy_sum)
     loss.tokens = torch.tensor(10.0)
@@ -90,4 +90,4 @@ def test_the_loss_is_divided_before_backward():
     divided = logits.grad.clone()
     logits.grad = None
     cross_entropy_sum(logits, labels).backward()
-    assert torch.allclose(divided, logits.grad / 10)
+    torch.testing.assert_close(divided, logits.grad / 10, rtol=1e-12, atol=1e-12)

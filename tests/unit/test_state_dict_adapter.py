@@ -1,4 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import copy
+
 import pytest
 import torch
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
@@ -34,6 +36,16 @@ def max_error(a, b):
     return ((a - b).abs().max() / b.abs().max()).item()
 
 
+def fp32_noise(model, ids):
+    """How far fp32's rounding moves the logits of this model on this machine."""
+    exact = copy.deepcopy(model).double()(ids)
+    return max_error(model(ids).double(), exact)
+
+
+# Two models in fp32, each with sums in another order, over the noise of one of them.
+MARGIN = 8
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_llama_full_gives_hugging_faces_logits(shape):
     args = tiny_args("full", **SHAPES[shape])
@@ -41,7 +53,7 @@ def test_llama_full_gives_hugging_faces_logits(shape):
     weights = LlamaStateDictAdapter(args, None).from_hf(theirs.state_dict())
     ours.load_state_dict(weights, strict=True)
     ids = tokens(args, s=32)
-    assert max_error(ours(ids), hf_logits(theirs, ids)) < 1e-5
+    assert max_error(ours(ids), hf_logits(theirs, ids)) < MARGIN * fp32_noise(ours, ids)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -81,7 +93,7 @@ def test_svd_merges_into_a_llama(shape):
     merged = LlamaStateDictAdapter(ours.model_args, None).to_hf(ours.state_dict())
     theirs.load_state_dict(merged, strict=True)
     ids = tokens(ours.model_args, s=32)
-    assert max_error(ours(ids), hf_logits(theirs, ids)) < 1e-5
+    assert max_error(ours(ids), hf_logits(theirs, ids)) < MARGIN * fp32_noise(ours, ids)
 
 
 def test_merging_a_cola_would_not_be_exact():
@@ -100,7 +112,9 @@ def test_merged_bf16_is_rounded_once():
     merged = merge_factors(weights)[f"{name}weight"]
     exact = weights[f"{name}B.weight"].double() @ weights[f"{name}A.weight"].double()
     assert merged.dtype == torch.bfloat16
-    torch.testing.assert_close(merged, exact.bfloat16(), rtol=2**-8, atol=0)
+    # One rounding to bf16, of a sum of 12 products in fp32.
+    sizes = weights[f"{name}B.weight"].double().abs() @ weights[f"{name}A.weight"].double().abs()
+    assert ((merged.double() - exact).abs() <= 2**-8 * exact.abs() + 12 * 2**-23 * sizes).all()
 
 
 def test_svd_cannot_be_read_from_hugging_face():
