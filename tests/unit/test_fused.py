@@ -8,6 +8,7 @@ import torch
 
 from torchtitan_lr.comm.codecs import bitmap, hashing
 
+
 def kernels(x, mask, row, *salts):
     """The kernels in one graph: their C++ is compiled at once, which takes most of the time."""
     found = list(hashing._hash_rows.__wrapped__(x, row, *salts))
