@@ -19,8 +19,11 @@ from torchtitan_lr.models.layers import (
 
 
 @pytest.fixture(autouse=True)
-def _seeded():
+def _seeded_fp64():
     torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 def test_factors_have_the_papers_shapes_and_no_bias():
