@@ -30,9 +30,10 @@ CASES = {
 }
 SEQ_LEN, BATCH = 16, 3
 TRAINED_SEQ_LEN, TRAINED_ROWS = 24, 8
+FLAVOR = "debug"  # four layers, for four stages
 OPTIONS = [
-    *TINY,
     *model("lax"),
+    f"--model.flavor={FLAVOR}",
     f"--training.seq_len={TRAINED_SEQ_LEN}",
     f"--training.global_batch_size={TRAINED_ROWS}",
     "--validation.enable",
@@ -67,7 +68,7 @@ def log_losses(corpus: str, cases: list[list[str]]) -> list[list[dict[str, Any]]
         folders: list[Any] = [tempfile.mkdtemp()]
         dist.broadcast_object_list(folders)
         paths = [f"--validation.dataset_path={corpus}", f"--job.dump_folder={folders[0]}"]
-        config = build_job_config([*OPTIONS, *options, *paths])
+        config = build_job_config([*TINY, *options, *OPTIONS, *paths])
         check_job_config(config, dist.get_world_size(), "cpu")
         trainer = Trainer(config)
         for part in trainer.model_parts:
@@ -111,7 +112,7 @@ def records(
 @pytest.fixture(scope="module")
 def reference() -> LlamaModel:
     """The fresh model that every layout starts from, in fp32."""
-    built = LlamaModel(FLAVORS["lax"]["debug"])
+    built = LlamaModel(FLAVORS["lax"][FLAVOR])
     built.init_weights()
     with torch.no_grad():
         built.output.weight.mul_(SHARPER)
