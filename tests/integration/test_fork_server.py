@@ -29,7 +29,7 @@ handlers = {str(n): str(signal.getsignal(n)).split(" at ")[0] for n in signal.va
 seen = {
     "name": __name__, "argv": sys.argv, "cwd": os.getcwd(), "path": sys.path,
     "environment": dict(os.environ), "signals": signals("self"), "handlers": handlers,
-    "files": sorted(map(int, os.listdir("/proc/self/fd")))[:-1],
+    "files": [int(n) for n in os.listdir("/proc/self/fd") if Path("/proc/self/fd", n).exists()],
     "stdin": sys.stdin.read(), "encodings": [sys.stdout.encoding, sys.stderr.encoding],
     "lines": [sys.stdout.line_buffering, sys.stderr.line_buffering],
     "threads": [thread.name for thread in threading.enumerate()],
