@@ -26,7 +26,7 @@ def signals(pid):
     return [[n for n in signal.valid_signals() if mask >> (n - 1) & 1] for mask in masks]
 
 def is_open(number):  # the folder's own descriptor is closed again
-    return Path(f"/proc/self/fd/{number}").exists() or Path(f"/proc/self/fd/{number}").is_symlink()
+    return Path(f"/proc/self/fd/{number}").is_symlink()
 
 handlers = {str(n): str(signal.getsignal(n)).split(" at ")[0] for n in signal.valid_signals()}
 seen = {
