@@ -4,7 +4,6 @@
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +84,6 @@ def log_losses(corpus: str, cases: list[list[str]]) -> list[list[dict[str, Any]]
         lines = (Path(folders[0]) / "metrics.jsonl").read_text().splitlines()
         results.append([json.loads(line) for line in lines])
     return results
-
-
-@pytest.fixture(scope="module")
-def eight_ranks() -> Iterator[RankPool]:
-    pool = RankPool(8)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

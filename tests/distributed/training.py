@@ -19,7 +19,7 @@ import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_lr.data.corpora import PythonStdlib
-from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.args import FAMILIES, LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 
 TINY = [
@@ -55,10 +55,10 @@ def add_parity_flavors() -> None:
 
     No two widths coincide, and every one divides by four.
     """
-    for family, flavors in FLAVORS.items():
+    for family in FAMILIES:
         low_rank = family != "full"
         for name, layers in (("parity", 2), ("parity4", 4)):
-            flavors._flavors[name] = LlamaArgs(
+            FLAVORS[family]._flavors[name] = LlamaArgs(
                 family=family,
                 dim=64,
                 n_layers=layers,
