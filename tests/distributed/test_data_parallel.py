@@ -128,7 +128,7 @@ def test_mixed_precision_is_the_same_regime_in_every_layout(
     assert rounding_excess(pure, references) > 5 * ROUNDING
     average = [*model("cola"), *LAYOUTS["replicate4"], *BF16]
     faulty = four_ranks.run(train, average, "average")[0]
-    assert rounding_excess(faulty, references) > 3 * ROUNDING
+    assert rounding_excess(faulty, references) > 2 * ROUNDING
 
 
 def test_pure_bf16_replicas_train_like_one_process(

@@ -25,6 +25,7 @@ from tests.distributed.tp_cases import (
     shard_model,
     tp_mesh,
 )
+from tests.distributed.tp_matrix import covering
 from tests.integration import runs
 from torchtitan_lr.analysis.communication import model_traffic
 from torchtitan_lr.analysis.data_parallel import DataParallel, data_parallel_traffic
@@ -111,7 +112,7 @@ BTP = [
     for head in ("plain", "scatter")
 ]
 CASES = [
-    *[Case("cola", settings) for settings in BTP],
+    *covering([Case("cola", settings) for settings in BTP]),
     *[
         Case(family, TPSettings(plan, grouping), gqa=gqa)
         for plan in ("vanilla", "vanilla_replicated")
@@ -147,7 +148,8 @@ def test_ledger_equals_formula(case: Case, measured: dict[Case, Any]) -> None:
 
 
 def test_another_formula_is_noticed(measured: dict[Case, Any]) -> None:
-    case = Case("cola", BTP[0])
+    case = CASES[0]
+    assert case.settings.grouping
     wrong = replace(case, settings=replace(case.settings, grouping=False))
     rows = disagreements(measured[case][0], expected(wrong), case)
     assert {row["scope"] for row in rows} == {"block 0", "block 1"}

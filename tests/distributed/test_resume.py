@@ -29,6 +29,18 @@ def undisturbed(four_ranks: RankPool) -> dict[str, Any]:
     return four_ranks.run(train, FSDP4)[0]
 
 
+@pytest.fixture(scope="module")
+def stopped_run(four_ranks: RankPool) -> Path:
+    """A run that a signal stopped after step 3."""
+    return Path(four_ranks.run(train, FSDP4, "sigterm@3")[0]["dump_folder"])
+
+
+@pytest.fixture
+def stopped(stopped_run: Path, tmp_path: Path) -> str:
+    """A copy of it."""
+    return str(shutil.copytree(stopped_run, tmp_path / "run"))
+
+
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_signal_saves_and_the_run_resumes_exactly(
     mode: str, four_ranks: RankPool, undisturbed: dict[str, Any]
@@ -58,17 +70,21 @@ def test_a_signal_saves_and_the_run_resumes_exactly(
     ids=["hsdp2x2", "replicate4_accumulate2"],
 )
 def test_another_layout_continues(
-    layout: list[str], four_ranks: RankPool, undisturbed: dict[str, Any], tmp_path: Path
+    stopped: str,
+    layout: list[str],
+    four_ranks: RankPool,
+    undisturbed: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
-    folder = four_ranks.run(train, FSDP4, "sigterm@3")[0]["dump_folder"]
+    folder = stopped
     resumed = four_ranks.run(train, [*OPTIONS, *layout], "", folder)[0]
     assert largest_difference(resumed, undisturbed) < EXACT
 
 
 def test_another_number_of_ranks_continues(
-    four_ranks: RankPool, one_rank: RankPool, undisturbed: dict[str, Any]
+    stopped: str, four_ranks: RankPool, one_rank: RankPool, undisturbed: dict[str, Any]
 ) -> None:
-    folder = four_ranks.run(train, FSDP4, "sigterm@3")[0]["dump_folder"]
+    folder = stopped
     resumed = one_rank.run(train, [*OPTIONS, "--training.local_batch_size=8"], "", folder)[0]
     assert largest_difference(resumed, undisturbed) < EXACT
 
@@ -90,18 +106,18 @@ def test_a_validation_cut_off_is_made_up_for_once(
 
 
 def test_forgetting_the_data_position_would_be_noticed(
-    four_ranks: RankPool, undisturbed: dict[str, Any]
+    stopped: str, four_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:
-    folder = four_ranks.run(train, FSDP4, "sigterm@3")[0]["dump_folder"]
+    folder = stopped
     options = [*FSDP4, "--checkpoint.exclude_from_loading=dataloader"]
     resumed = four_ranks.run(train, options, "", folder)[0]
     assert largest_difference(resumed, undisturbed) > 1e-3
 
 
 def test_a_half_written_checkpoint_is_not_trusted(
-    four_ranks: RankPool, undisturbed: dict[str, Any]
+    stopped: str, four_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:
-    folder = four_ranks.run(train, FSDP4, "sigterm@3")[0]["dump_folder"]
+    folder = stopped
     checkpoints = Path(folder) / "checkpoint"
     # What a kill in the middle of the save of step 4 leaves: data of some ranks, no .metadata.
     shutil.copytree(checkpoints / "step-3", checkpoints / "step-4")
@@ -114,8 +130,8 @@ def test_a_half_written_checkpoint_is_not_trusted(
     )
 
 
-def test_a_changed_global_batch_is_refused(four_ranks: RankPool) -> None:
-    folder = four_ranks.run(train, FSDP4, "sigterm@3")[0]["dump_folder"]
+def test_a_changed_global_batch_is_refused(stopped: str, four_ranks: RankPool) -> None:
+    folder = stopped
     options = [*FSDP4, "--training.global_batch_size=16"]
     for error in four_ranks.errors(train, options, "", folder):
         assert "ConfigError: training.global_batch_size: got 16" in error
@@ -153,7 +169,7 @@ def test_a_torn_first_checkpoint_does_not_hide_the_initial_one(
     assert run["losses"][0] < undisturbed["losses"][0] - 0.05
 
 
-def test_another_model_is_refused_in_one_line(four_ranks: RankPool) -> None:
-    folder = four_ranks.run(train, FSDP4, "sigterm@3")[0]["dump_folder"]
+def test_another_model_is_refused_in_one_line(stopped: str, four_ranks: RankPool) -> None:
+    folder = stopped
     for error in four_ranks.errors(train, [*FSDP4, "--low_rank.rank=16"], "", folder):
         assert re.search(r"ConfigError: checkpoint: got .*step-3", error)

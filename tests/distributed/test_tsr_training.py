@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """TSR-Adam through the trainer: every layout trains like one process, and resumes (fp64)."""
 
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -130,14 +131,23 @@ def undisturbed(four_ranks: RankPool) -> dict[str, Any]:
     return four_ranks.run(train, [*model("full"), *SAVING, *LAYOUTS["hsdp2x2"]])[0]
 
 
-def interrupted(four_ranks: RankPool) -> str:
+@pytest.fixture(scope="module")
+def interrupted_run(four_ranks: RankPool) -> Path:
     run = four_ranks.run(train, [*model("full"), *SAVING, *LAYOUTS["hsdp2x2"]], "sigterm@4")[0]
     assert run["step"] == 4
-    return str(run["dump_folder"])
+    return Path(run["dump_folder"])
 
 
-def test_resumes_bitwise(four_ranks: RankPool, undisturbed: dict[str, Any]) -> None:
-    folder = interrupted(four_ranks)
+@pytest.fixture
+def interrupted(interrupted_run: Path, tmp_path: Path) -> str:
+    """A copy of a run that a signal stopped after step 4."""
+    return str(shutil.copytree(interrupted_run, tmp_path / "run"))
+
+
+def test_resumes_bitwise(
+    interrupted: str, four_ranks: RankPool, undisturbed: dict[str, Any]
+) -> None:
+    folder = interrupted
     assert (Path(folder) / "checkpoint/step-4/.metadata").is_file()
     options = [*model("full"), *SAVING, *LAYOUTS["hsdp2x2"]]
     resumed = four_ranks.run(train, options, "", folder)[0]
@@ -147,18 +157,18 @@ def test_resumes_bitwise(four_ranks: RankPool, undisturbed: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("layout", ["replicate4", "fsdp4", "tp2xdp2", "fsdp2xtp2"])
 def test_resumes_in_another_layout(
-    layout: str, four_ranks: RankPool, undisturbed: dict[str, Any]
+    interrupted: str, layout: str, four_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:
-    folder = interrupted(four_ranks)
+    folder = interrupted
     options = [*model("full"), *SAVING, *LAYOUTS[layout]]
     resumed = four_ranks.run(train, options, "", folder)[0]
     assert largest_difference(resumed, undisturbed) < EXACT
 
 
 def test_forgetting_the_optimizer_is_noticed(
-    four_ranks: RankPool, undisturbed: dict[str, Any]
+    interrupted: str, four_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:
-    folder = interrupted(four_ranks)
+    folder = interrupted
     options = [*model("full"), *SAVING, *LAYOUTS["hsdp2x2"]]
     forget = "--checkpoint.exclude_from_loading=optimizer"
     resumed = four_ranks.run(train, [*options, forget], "", folder)[0]
