@@ -44,10 +44,8 @@ def test_summary(finished, summary, records):
     assert summary["train_loss"] == [r[LOSS] for r in records if LOSS in r][-1]
     assert summary["val_loss"] == [r[VAL_LOSS] for r in records if VAL_LOSS in r][-1]
     assert summary["val_ppl"] == pytest.approx(math.exp(summary["val_loss"]), rel=1e-12)
-    for loss in (summary["train_loss"], summary["val_loss"]):
-        # Six steps teach something, and only a little, about 4096 tokens.
-        assert 0.5 * math.log(4096) < loss < math.log(4096)
-    assert 0 < summary["unigram_entropy"] < math.log(4096)
+    # test_summary_by_hand.py has these losses and the entropy from the run's own checkpoints.
+    assert summary["unigram_entropy"] < summary["val_loss"]
     assert summary["tokens_per_s"] > 0
     assert summary["mfu"] is None
     assert 0.05 < summary["peak_memory_gib"] < 64
