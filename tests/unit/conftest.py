@@ -34,7 +34,9 @@ def small_library(tmp_path_factory):
         if wanted[held_out]:
             wanted[held_out] -= 1
             (root / name).parent.mkdir(exist_ok=True)
-            lines = (f"def f{n}(x):  # {n * i % 97}\n    return x + {n * n}\n" for n in range(i % 40))
+            lines = (
+                f"def f{n}(x):  # {n * i % 97}\n    return x + {n * n}\n" for n in range(i % 40)
+            )
             (root / name).write_text(f'"""Module {i}."""\n' + "".join(lines))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sysconfig.get_path", lambda name: str(root))
