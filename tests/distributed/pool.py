@@ -6,9 +6,13 @@ already form a process group. A function that fails on any rank fails the test w
 traceback; the pool is rebuilt after a failure or a time-out, since collectives may be out of step.
 """
 
+import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
+import signal
+import sys
 import tempfile
 import traceback
 from collections import Counter
@@ -17,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 DIED = "the process died"
+PR_SET_PDEATHSIG = 1
 
 
 class RankPool:
@@ -77,6 +82,7 @@ class RankPool:
         """Yield (rank, whether it failed, its result or traceback) as they come in."""
         if not self._ranks:
             self._start()
+        self._signal(signal.SIGCONT)
         for _, pipe in self._ranks:
             pipe.send((function, args))
         pending = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
@@ -91,6 +97,13 @@ class RankPool:
                 except (EOFError, ConnectionResetError):
                     failed, value = True, DIED
                 yield pending.pop(pipe), failed, value
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        """Stop ranks between calls, and wake them: the threads of an idle group poll."""
+        for process, _ in self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
     def close(self) -> None:
         """End all processes."""
@@ -159,6 +172,8 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
     from torch.distributed import device_mesh
 
     torch.set_num_threads(1)
+    if sys.platform == "linux":  # a stopped rank would not notice that nobody is left
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     gc.freeze()  # the trainer's collections need not walk every imported module, each time
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size

@@ -2,6 +2,7 @@
 """Megatron's two forms of the full-rank model equal one process."""
 
 import pytest
+import torch
 
 from tests.distributed.pool import RankPool
 from tests.distributed.test_btp_parity import worst, wrapped_parity
@@ -9,12 +10,14 @@ from tests.distributed.tp_cases import TOLERANCE, Case, faulty_parity, parity
 from tests.distributed.tp_matrix import all_cases
 from torchtitan_lr.parallel.tensor_parallel import TPSettings
 
-MATRIX = [case for case in all_cases() if case.settings.plan == "megatron"]
+MATRIX = [
+    case for case in all_cases() if case.settings.plan == "megatron" and case.dtype == torch.float64
+]
 SEQUENCE = Case("full", TPSettings("megatron", comm="sequence"))
 
 
 def test_the_matrix_is_run_whole() -> None:
-    assert len(MATRIX) == len(set(MATRIX)) == 16
+    assert len(MATRIX) == len(set(MATRIX)) == 8
 
 
 @pytest.mark.parametrize("case", MATRIX, ids=str)

@@ -21,18 +21,18 @@ OPTIONS = [
     "--validation.seq_len=16",
     "--validation.freq=3",
 ]
-FSDP4 = [*OPTIONS, "--training.local_batch_size=2"]
+FSDP2 = [*OPTIONS, "--training.local_batch_size=4"]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(four_ranks: RankPool) -> dict[str, Any]:
-    return four_ranks.run(train, FSDP4)[0]
+def undisturbed(two_ranks: RankPool) -> dict[str, Any]:
+    return two_ranks.run(train, FSDP2)[0]
 
 
 @pytest.fixture(scope="module")
-def stopped_run(four_ranks: RankPool) -> Path:
+def stopped_run(two_ranks: RankPool) -> Path:
     """A run that a signal stopped after step 3."""
-    return Path(four_ranks.run(train, FSDP4, "sigterm@3")[0]["dump_folder"])
+    return Path(two_ranks.run(train, FSDP2, "sigterm@3")[0]["dump_folder"])
 
 
 @pytest.fixture
@@ -43,14 +43,14 @@ def stopped(stopped_run: Path, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_signal_saves_and_the_run_resumes_exactly(
-    mode: str, four_ranks: RankPool, undisturbed: dict[str, Any]
+    mode: str, two_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:
-    options = [*FSDP4, f"--checkpoint.async_mode={mode}"]
-    stopped = four_ranks.run(train, options, "sigterm@3")
-    assert [run["step"] for run in stopped] == [3, 3, 3, 3]
+    options = [*FSDP2, f"--checkpoint.async_mode={mode}"]
+    stopped = two_ranks.run(train, options, "sigterm@3")
+    assert [run["step"] for run in stopped] == [3, 3]
     folder = stopped[0]["dump_folder"]
     assert (Path(folder) / "checkpoint/step-3/.metadata").is_file()
-    resumed = four_ranks.run(train, options, "", folder)[0]
+    resumed = two_ranks.run(train, options, "", folder)[0]
     assert resumed["losses"] == undisturbed["losses"]
     assert resumed["grad_norms"] == undisturbed["grad_norms"]
     assert resumed["val_losses"] == undisturbed["val_losses"]
@@ -82,7 +82,7 @@ def test_another_layout_continues(
 
 
 def test_another_number_of_ranks_continues(
-    stopped: str, four_ranks: RankPool, one_rank: RankPool, undisturbed: dict[str, Any]
+    stopped: str, two_ranks: RankPool, one_rank: RankPool, undisturbed: dict[str, Any]
 ) -> None:
     folder = stopped
     resumed = one_rank.run(train, [*OPTIONS, "--training.local_batch_size=8"], "", folder)[0]
@@ -90,9 +90,9 @@ def test_another_number_of_ranks_continues(
 
 
 def test_a_validation_cut_off_is_made_up_for_once(
-    four_ranks: RankPool, undisturbed: dict[str, Any]
+    two_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:
-    folder = four_ranks.run(train, FSDP4)[0]["dump_folder"]
+    folder = two_ranks.run(train, FSDP2)[0]["dump_folder"]
     history = Path(folder) / "metrics.jsonl"
     whole = history.read_text()
     # What a kill between the last save and the last validation leaves.
@@ -100,76 +100,76 @@ def test_a_validation_cut_off_is_made_up_for_once(
     assert "validation_metrics/loss" in lines[-1]
     history.write_text("".join(lines[:-1]))
     for _ in range(2):
-        resumed = four_ranks.run(train, FSDP4, "", folder)[0]
+        resumed = two_ranks.run(train, FSDP2, "", folder)[0]
         assert resumed["val_losses"] == undisturbed["val_losses"]
         assert len(history.read_text().splitlines()) == len(lines)
 
 
 def test_forgetting_the_data_position_would_be_noticed(
-    stopped: str, four_ranks: RankPool, undisturbed: dict[str, Any]
+    stopped: str, two_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:
     folder = stopped
-    options = [*FSDP4, "--checkpoint.exclude_from_loading=dataloader"]
-    resumed = four_ranks.run(train, options, "", folder)[0]
+    options = [*FSDP2, "--checkpoint.exclude_from_loading=dataloader"]
+    resumed = two_ranks.run(train, options, "", folder)[0]
     assert largest_difference(resumed, undisturbed) > 1e-3
 
 
 def test_a_half_written_checkpoint_is_not_trusted(
-    stopped: str, four_ranks: RankPool, undisturbed: dict[str, Any]
+    stopped: str, two_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:
     folder = stopped
     checkpoints = Path(folder) / "checkpoint"
     # What a kill in the middle of the save of step 4 leaves: data of some ranks, no .metadata.
     shutil.copytree(checkpoints / "step-3", checkpoints / "step-4")
     (checkpoints / "step-4/.metadata").rename(checkpoints / "step-4/.metadata.tmp")
-    (checkpoints / "step-4/__2_0.distcp").write_bytes(b"torn")
-    resumed = four_ranks.run(train, FSDP4, "", folder)[0]
+    (checkpoints / "step-4/__1_0.distcp").write_bytes(b"torn")
+    resumed = two_ranks.run(train, FSDP2, "", folder)[0]
     assert resumed["losses"] == undisturbed["losses"]
     assert sorted(path.name for path in (checkpoints / "step-4").iterdir()) == sorted(
         path.name for path in (checkpoints / "step-6").iterdir()
     )
 
 
-def test_a_changed_global_batch_is_refused(stopped: str, four_ranks: RankPool) -> None:
+def test_a_changed_global_batch_is_refused(stopped: str, two_ranks: RankPool) -> None:
     folder = stopped
-    options = [*FSDP4, "--training.global_batch_size=16"]
-    for error in four_ranks.errors(train, options, "", folder):
+    options = [*FSDP2, "--training.global_batch_size=16"]
+    for error in two_ranks.errors(train, options, "", folder):
         assert "ConfigError: training.global_batch_size: got 16" in error
 
 
 def test_going_back_puts_the_later_checkpoints_aside(
-    four_ranks: RankPool, undisturbed: dict[str, Any]
+    two_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:
-    folder = four_ranks.run(train, FSDP4)[0]["dump_folder"]
+    folder = two_ranks.run(train, FSDP2)[0]["dump_folder"]
     back = [
-        *FSDP4,
+        *FSDP2,
         "--checkpoint.load_step=2",
         "--training.steps=4",
         "--checkpoint.keep_latest_k=2",
     ]
-    run = four_ranks.run(train, back, "", folder)[0]
+    run = two_ranks.run(train, back, "", folder)[0]
     names = {path.name for path in (Path(folder) / "checkpoint").iterdir()}
     assert {name for name in names if name.startswith("step-")} == {"step-2", "step-4"}
     assert run["losses"][:3] == undisturbed["losses"][:3]
     # Goes on from where the second branch ended.
-    assert four_ranks.run(train, FSDP4, "", folder)[0]["step"] == 6
+    assert two_ranks.run(train, FSDP2, "", folder)[0]["step"] == 6
 
 
 @pytest.mark.parametrize("torn", [True, False])
 def test_a_torn_first_checkpoint_does_not_hide_the_initial_one(
-    torn: bool, four_ranks: RankPool, undisturbed: dict[str, Any], tmp_path: Path
+    torn: bool, two_ranks: RankPool, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
     if torn:
         (tmp_path / "checkpoint/step-1").mkdir(parents=True)
         (tmp_path / "checkpoint/step-1/__0_0.distcp").write_bytes(b"torn")
     source = Path(undisturbed["dump_folder"]) / "checkpoint/step-6"
-    options = [*FSDP4, f"--checkpoint.initial_load_path={source}", "--training.steps=1"]
-    run = four_ranks.run(train, options, "", str(tmp_path))[0]
+    options = [*FSDP2, f"--checkpoint.initial_load_path={source}", "--training.steps=1"]
+    run = two_ranks.run(train, options, "", str(tmp_path))[0]
     # A trained model's first loss, on the first batch: below a fresh one's.
     assert run["losses"][0] < undisturbed["losses"][0] - 0.05
 
 
-def test_another_model_is_refused_in_one_line(stopped: str, four_ranks: RankPool) -> None:
+def test_another_model_is_refused_in_one_line(stopped: str, two_ranks: RankPool) -> None:
     folder = stopped
-    for error in four_ranks.errors(train, [*FSDP4, "--low_rank.rank=16"], "", folder):
+    for error in two_ranks.errors(train, [*FSDP2, "--low_rank.rank=16"], "", folder):
         assert re.search(r"ConfigError: checkpoint: got .*step-3", error)
