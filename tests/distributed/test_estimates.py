@@ -10,7 +10,7 @@ import torch
 from tests.distributed.layouts import degrees, model, schedule
 from tests.distributed.pool import RankPool
 from tests.distributed.tp_cases import Case, build_model, model_args, shard_model, tp_mesh
-from tests.distributed.training import TINY
+from tests.distributed.training import BF16, TINY
 from torchtitan_lr.analysis.memory import static_memory
 from torchtitan_lr.analysis.rehearsal import rehearse
 from torchtitan_lr.config_checks import build_job_config, check_job_config
@@ -19,7 +19,6 @@ from torchtitan_lr.estimate.run import Run, read_run
 from torchtitan_lr.estimate.traffic import bytes_by_dim, step_traffic
 from torchtitan_lr.parallel.tensor_parallel import TPSettings, resolve_settings
 
-BF16 = ["--training.mixed_precision_param=bfloat16"]
 FULL_AC = ["--activation_checkpoint.mode=full"]
 LOW_RANK_AC = ["--activation_checkpoint.mode=low_rank"]
 VANILLA = ["--parallelism.tp_plan=vanilla"]

@@ -7,7 +7,7 @@ import pytest
 
 from tests.distributed.layouts import LAYOUTS, degrees, model, schedule
 from tests.distributed.pool import RankPool
-from tests.distributed.training import TINY, train
+from tests.distributed.training import BF16, TINY, train
 from torchtitan_lr.analysis.pipeline import pipeline_traffic
 from torchtitan_lr.comm.comparison import compare, differences
 from torchtitan_lr.config_checks import build_job_config
@@ -15,7 +15,6 @@ from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.pipeline import stage_boundaries
 
 PP2_TP2 = LAYOUTS["pp2_tp2"][1]
-BF16 = ["--training.mixed_precision_param=bfloat16"]
 SHORT = ["--training.steps=2", "--metrics.comm_ledger"]
 
 

@@ -76,16 +76,14 @@ def test_another_layout_continues(
     undisturbed: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    folder = stopped
-    resumed = four_ranks.run(train, [*OPTIONS, *layout], "", folder)[0]
+    resumed = four_ranks.run(train, [*OPTIONS, *layout], "", stopped)[0]
     assert largest_difference(resumed, undisturbed) < EXACT
 
 
 def test_another_number_of_ranks_continues(
     stopped: str, two_ranks: RankPool, one_rank: RankPool, undisturbed: dict[str, Any]
 ) -> None:
-    folder = stopped
-    resumed = one_rank.run(train, [*OPTIONS, "--training.local_batch_size=8"], "", folder)[0]
+    resumed = one_rank.run(train, [*OPTIONS, "--training.local_batch_size=8"], "", stopped)[0]
     assert largest_difference(resumed, undisturbed) < EXACT
 
 
@@ -108,22 +106,20 @@ def test_a_validation_cut_off_is_made_up_for_once(
 def test_forgetting_the_data_position_would_be_noticed(
     stopped: str, two_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:
-    folder = stopped
     options = [*FSDP2, "--checkpoint.exclude_from_loading=dataloader"]
-    resumed = two_ranks.run(train, options, "", folder)[0]
+    resumed = two_ranks.run(train, options, "", stopped)[0]
     assert largest_difference(resumed, undisturbed) > 1e-3
 
 
 def test_a_half_written_checkpoint_is_not_trusted(
     stopped: str, two_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:
-    folder = stopped
-    checkpoints = Path(folder) / "checkpoint"
+    checkpoints = Path(stopped) / "checkpoint"
     # What a kill in the middle of the save of step 4 leaves: data of some ranks, no .metadata.
     shutil.copytree(checkpoints / "step-3", checkpoints / "step-4")
     (checkpoints / "step-4/.metadata").rename(checkpoints / "step-4/.metadata.tmp")
     (checkpoints / "step-4/__1_0.distcp").write_bytes(b"torn")
-    resumed = two_ranks.run(train, FSDP2, "", folder)[0]
+    resumed = two_ranks.run(train, FSDP2, "", stopped)[0]
     assert resumed["losses"] == undisturbed["losses"]
     assert sorted(path.name for path in (checkpoints / "step-4").iterdir()) == sorted(
         path.name for path in (checkpoints / "step-6").iterdir()
@@ -131,9 +127,8 @@ def test_a_half_written_checkpoint_is_not_trusted(
 
 
 def test_a_changed_global_batch_is_refused(stopped: str, two_ranks: RankPool) -> None:
-    folder = stopped
     options = [*FSDP2, "--training.global_batch_size=16"]
-    for error in two_ranks.errors(train, options, "", folder):
+    for error in two_ranks.errors(train, options, "", stopped):
         assert "ConfigError: training.global_batch_size: got 16" in error
 
 
@@ -170,6 +165,5 @@ def test_a_torn_first_checkpoint_does_not_hide_the_initial_one(
 
 
 def test_another_model_is_refused_in_one_line(stopped: str, two_ranks: RankPool) -> None:
-    folder = stopped
-    for error in two_ranks.errors(train, [*FSDP2, "--low_rank.rank=16"], "", folder):
+    for error in two_ranks.errors(train, [*FSDP2, "--low_rank.rank=16"], "", stopped):
         assert re.search(r"ConfigError: checkpoint: got .*step-3", error)

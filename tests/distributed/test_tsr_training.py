@@ -147,10 +147,9 @@ def interrupted(interrupted_run: Path, tmp_path: Path) -> str:
 def test_resumes_bitwise(
     interrupted: str, four_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:
-    folder = interrupted
-    assert (Path(folder) / "checkpoint/step-4/.metadata").is_file()
+    assert (Path(interrupted) / "checkpoint/step-4/.metadata").is_file()
     options = [*model("full"), *SAVING, *LAYOUTS["hsdp2x2"]]
-    resumed = four_ranks.run(train, options, "", folder)[0]
+    resumed = four_ranks.run(train, options, "", interrupted)[0]
     assert resumed["losses"] == undisturbed["losses"]
     assert largest_difference(resumed, undisturbed) == 0.0
 
@@ -159,17 +158,15 @@ def test_resumes_bitwise(
 def test_resumes_in_another_layout(
     interrupted: str, layout: str, four_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:
-    folder = interrupted
     options = [*model("full"), *SAVING, *LAYOUTS[layout]]
-    resumed = four_ranks.run(train, options, "", folder)[0]
+    resumed = four_ranks.run(train, options, "", interrupted)[0]
     assert largest_difference(resumed, undisturbed) < EXACT
 
 
 def test_forgetting_the_optimizer_is_noticed(
     interrupted: str, four_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:
-    folder = interrupted
     options = [*model("full"), *SAVING, *LAYOUTS["hsdp2x2"]]
     forget = "--checkpoint.exclude_from_loading=optimizer"
-    resumed = four_ranks.run(train, [*options, forget], "", folder)[0]
+    resumed = four_ranks.run(train, [*options, forget], "", interrupted)[0]
     assert largest_difference(resumed, undisturbed) > 1e-3

@@ -1,5 +1,4 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-import importlib.util
 import json
 import runpy
 import sys
@@ -10,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+from tests.scripts import load_script
 from tests.unit.test_state_dict_adapter import MARGIN, fp32_noise, max_error
 from tests.unit.tiny import tiny_args, tokens
 from torchtitan_lr.errors import ConfigError
@@ -23,13 +23,6 @@ from torchtitan_lr.models.loading import (
 )
 
 ROOT = Path(__file__).parents[2]
-
-
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 export = load_script("export")
