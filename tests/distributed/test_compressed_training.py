@@ -12,6 +12,7 @@ import pytest
 from tests.distributed.pool import RankPool
 from tests.distributed.training import EXACT, largest_difference, train
 from tests.integration import runs
+from torchtitan_lr.history import HISTORY_FILE, read_history
 
 # Enough tokens that the embedding's gradient has more entries than are sent.
 FSDP4 = ["--model.name=llama_full", "--training.local_batch_size=2", "--training.seq_len=64"]
@@ -48,8 +49,7 @@ def test_a_codec_that_sends_everything_trains_as_fsdp(
 
 
 def history(run: dict[str, Any]) -> list[dict[str, Any]]:
-    lines = (Path(run["dump_folder"]) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return read_history(Path(run["dump_folder"]) / HISTORY_FILE)
 
 
 def test_metrics_tell_what_compression_did(four_ranks: RankPool, plain: dict[str, Any]) -> None:
@@ -86,7 +86,6 @@ def stopped(four_ranks: RankPool) -> str:
 
 
 def copy_of(folder: str, tmp_path: Path) -> str:
-
     shutil.copytree(folder, tmp_path / "run")
     return str(tmp_path / "run")
 

@@ -16,6 +16,7 @@ from tests.distributed.layouts import LAYOUTS, degrees, model
 from tests.distributed.pool import RankPool
 from tests.distributed.training import TINY
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
+from torchtitan_lr.history import HISTORY_FILE, read_history
 from torchtitan_lr.models import LlamaModel
 from torchtitan_lr.models.flavors import FLAVORS
 
@@ -81,8 +82,7 @@ def log_losses(corpus: str, cases: list[list[str]]) -> list[list[dict[str, Any]]
         trainer.train_step(iter([training_batch(rank, config.training.local_batch_size)]))
         trainer.close()
         dist.barrier()
-        lines = (Path(folders[0]) / "metrics.jsonl").read_text().splitlines()
-        results.append([json.loads(line) for line in lines])
+        results.append(read_history(Path(folders[0]) / HISTORY_FILE))
     return results
 
 

@@ -7,6 +7,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from tests.scripts import load_script
@@ -116,7 +118,7 @@ def train(
     folders: list[Any] = [dump_folder or tempfile.mkdtemp()]
     dist.broadcast_object_list(folders)
     config = build_job_config([*TINY, f"--job.dump_folder={folders[0]}", *arguments])
-    with patch.object(PythonStdlib, "_select", _select_once):
+    with known_corpus():
         check_job_config(config, dist.get_world_size(), "cpu")
     if exact:
         use_float64(config)
@@ -127,7 +129,7 @@ def train(
         with (
             patch.object(titan_train, "time", rest),
             patch.object(summary, "draw_curve"),  # whole runs draw theirs in tests/integration
-            patch.object(PythonStdlib, "_select", _select_once),
+            known_corpus(),
         ):
             trainer = _trainer_with(fault, config)
             trainer.train()
@@ -148,6 +150,7 @@ def train(
         del trainer
         torch._dynamo.reset()  # compiled blocks of many models in one process hit its limit
         gc.collect()  # torchtitan switches the collector off, and a trainer is full of cycles
+        gc.freeze()  # what is left are caches: the next run's collection need not walk them
     dist.barrier()
     history = read_history(Path(folders[0]) / "metrics.jsonl")
     keys = {
@@ -262,6 +265,22 @@ def write_seed_checkpoint(options: list[str]) -> str:
 
 
 _SELECT = PythonStdlib._select
+_ENCODE = HuggingFaceTokenizer.encode
+
+
+@contextmanager
+def known_corpus() -> Iterator[None]:
+    """Walk the standard library, and tokenise each of its files, once per process.
+
+    Neither changes between runs, and both take longer than the steps of a `TINY` run. That the
+    trainer reads the right tokens is shown by the unit tests of `torchtitan_lr.data` and by the
+    whole runs in tests/integration, which tokenise for themselves.
+    """
+    with (
+        patch.object(PythonStdlib, "_select", _select_once),
+        patch.object(HuggingFaceTokenizer, "encode", _encode_once),
+    ):
+        yield
 
 
 @cache
@@ -274,6 +293,16 @@ def _files_of(root: Path, split: Any) -> list[tuple[str, int]]:
 def _select_once(corpus: PythonStdlib, split: Any) -> Iterator[tuple[str, int]]:
     """Walk the standard library once per process: it does not change between runs."""
     return iter(_files_of(corpus.root, split))
+
+
+_TOKENS: dict[tuple[Any, ...], list[int]] = {}
+
+
+def _encode_once(tokenizer: HuggingFaceTokenizer, text: str, **options: bool) -> list[int]:
+    key = (tokenizer.tokenizer_path, text, *sorted(options.items()))
+    if key not in _TOKENS:
+        _TOKENS[key] = _ENCODE(tokenizer, text, **options)
+    return list(_TOKENS[key])
 
 
 def _no_sleep(seconds: float) -> None:

@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """``scripts/export.py`` and ``scripts/generate.py`` on checkpoints that ranks wrote."""
 
-import importlib.util
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import LlamaForCausalLM
 
 from tests.integration import runs
+from tests.scripts import load_script
 from torchtitan_lr.models import LlamaModel
 from torchtitan_lr.models.loading import read_model_args
 
@@ -43,10 +43,7 @@ def scripts(steps, tmp_path_factory):
 
 def call(name, *arguments):
     """Runs a script's ``main`` in this process, which has imported torch already."""
-    spec = importlib.util.spec_from_file_location(name, runs.ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main([str(argument) for argument in arguments])
+    return load_script(name).main([str(argument) for argument in arguments])
 
 
 def stored(step, tmp_path):

@@ -1,23 +1,16 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The scripts about TSR-Adam, at their smallest."""
 
-import importlib.util
 import json
 import sys
 
 import pytest
 
 from tests.integration import runs
+from tests.scripts import load_script
 from torchtitan_lr.metrics import HISTORY_FILE, read_history
 
 SMALL = ["training.local_batch_size=2", "training.seq_len=32", "validation.seq_len=32"]
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, runs.ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_loss_vs_bytes(tmp_path):
@@ -64,7 +57,7 @@ def test_loss_vs_bytes(tmp_path):
 )
 def test_bad_arguments_are_told_in_one_line(name, arguments, told, capsys):
     with pytest.raises(SystemExit) as info:
-        load(name).main(arguments)
+        load_script(name).main(arguments)
     assert info.value.code == 2
     assert told in capsys.readouterr().err
 
@@ -87,7 +80,7 @@ def test_slow_link():
 
 
 def test_slow_link_skips_with_a_reason(capsys, monkeypatch):
-    script = load("slow_link")
+    script = load_script("slow_link")
     monkeypatch.setattr(script.shutil, "which", lambda tool: None)
     assert script.main([]) == 0
     assert capsys.readouterr().out == "skipped: ip (iproute2) is not installed\n"
@@ -97,5 +90,5 @@ def test_gpu_benchmark_skips_with_a_reason(capsys, monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert load("bench_tsr_gpu").main([]) == 0
+    assert load_script("bench_tsr_gpu").main([]) == 0
     assert capsys.readouterr().out == "skipped: no GPU\n"

@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """``scripts/estimate.py`` and ``scripts/check_gpu_memory.py``: what they print and refuse."""
 
-import importlib.util
 import json
 import math
 from dataclasses import asdict, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.scripts import load_script
 from torchtitan_lr.analysis.flops import head_flops, layer_flops
 from torchtitan_lr.analysis.memory import static_memory
 from torchtitan_lr.analysis.rehearsal import Rehearsal
@@ -30,21 +30,14 @@ BLOCKS += ["--activation_checkpoint.selective_ac_option=1"]
 KEYS = {"parameters", "flops_per_token", "memory_bytes", "comm_bytes", "step_time"}
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def script():
-    return load("estimate")
+    return load_script("estimate")
 
 
 def paper_run(path, world=None, *overrides):
     config = build_job_config([f"--job.config_file={path}", *overrides])
-    world = load("estimate").default_world(config) if world is None else world
+    world = load_script("estimate").default_world(config) if world is None else world
     check_job_config(config, world, "cuda", on_paper=True)
     return read_run(config, world)
 
@@ -266,7 +259,7 @@ def test_no_assets_are_needed():
 
 
 def test_gpu_memory(capsys):
-    script = load("check_gpu_memory")
+    script = load_script("check_gpu_memory")
     gib = 2**30
     text, close = script.verdict({"weights": 4 * gib, "peak": 10 * gib}, int(9.5 * gib))
     assert close and "+5.3%" in text

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 from torchtitan_lr.comm.codecs import bitmap, hashing
 

@@ -1,23 +1,17 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """``scripts/peeling_table.py``: where the published levels hold and where they do not."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
+from tests.scripts import load_script
 from torchtitan_lr.analysis.compression import LEVELS, union_density
-
-PATH = Path(__file__).resolve().parents[2] / "scripts" / "peeling_table.py"
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("peeling_table", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("peeling_table")
 
 
 def test_the_union_is_as_dense_as_the_formula_says(script):

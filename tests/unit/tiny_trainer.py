@@ -2,7 +2,6 @@
 """The real trainer around a model so small that building it takes a tenth of a second."""
 
 import gc
-import json
 import os
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.history import HISTORY_FILE, read_history
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.train import Trainer
 
@@ -64,5 +64,4 @@ def tiny_trainer(folder, *options, ranks=1):
 
 def history(trainer):
     """Returns the records that the trainer has logged."""
-    path = Path(trainer.job_config.job.dump_folder) / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_history(Path(trainer.job_config.job.dump_folder) / HISTORY_FILE)

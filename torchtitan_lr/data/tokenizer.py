@@ -8,6 +8,7 @@ import binascii
 import os
 import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,9 @@ def resolve_assets_path(path: str) -> Path:
 def build_tokenizer(job_config: Any) -> BaseTokenizer:
     """Build the tokenizer that the assets folder holds (a ``TrainSpec``'s hook).
 
+    A process reads a Hugging Face folder once: checks and trainer get the same object until one of
+    its files changes.
+
     Args:
         job_config: The run's ``JobConfig``; ``model.hf_assets_path`` is read.
 
@@ -128,7 +132,7 @@ def build_tokenizer(job_config: Any) -> BaseTokenizer:
     folder = resolve_assets_path(path)
     if (folder / HF_FILE).is_file():
         try:
-            return HuggingFaceTokenizer(str(folder))
+            return _read_hf_folder(folder, _versions(folder))
         except Exception as error:  # the tokenizers library raises bare Exception
             raise ConfigError(
                 key, str(folder / HF_FILE), f"a readable {HF_FILE} ({error})"
@@ -136,6 +140,17 @@ def build_tokenizer(job_config: Any) -> BaseTokenizer:
     if (folder / TIKTOKEN_FILE).is_file():
         return TiktokenTokenizer(folder / TIKTOKEN_FILE)
     raise ConfigError(key, path, f"a folder that holds {HF_FILE} or {TIKTOKEN_FILE}")
+
+
+def _versions(folder: Path) -> tuple[Any, ...]:
+    """Return name, size and time of change of the files that a Hugging Face tokenizer may read."""
+    stats = ((path.name, path.stat()) for path in sorted(folder.glob("*.json")))
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+@lru_cache(maxsize=2)
+def _read_hf_folder(folder: Path, versions: tuple[Any, ...]) -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer(str(folder))
 
 
 def check_tokenizer(job_config: Any) -> int:
