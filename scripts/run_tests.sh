@@ -14,7 +14,18 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 setup_env dev
 export OMP_NUM_THREADS=1
 
-failed=()
+results=$(mktemp -d)
+lane=
+end() {
+    if [ -n "$lane" ]; then
+        kill -TERM -- "-$lane" 2>/dev/null
+        cat "$results/lane"
+    fi
+    rm -rf "$results"
+}
+trap end EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
 
 # stage NAME MODULE ARGS...
 stage() {
@@ -24,39 +35,57 @@ stage() {
     "$RUN_PYTHON" -m "$@" || status=$?
     printf '==== %s: %s, %d s\n' "$name" "$([ $status -eq 0 ] && echo passed || echo FAILED)" \
         $((SECONDS - begin))
-    [ $status -eq 0 ] || failed+=("$name")
+    [ $status -eq 0 ] || echo "$name" >>"$results/failed"
 }
 
-units=(tests/unit tests/gpu -n auto --dist worksteal)
-runs=(tests/distributed tests/integration --durations=15)
+style() {
+    stage "ruff check" ruff check .
+    stage "ruff format --check" ruff format --check .
+    stage "mypy" mypy
+}
 
-stage "ruff check" ruff check .
-stage "ruff format --check" ruff format --check .
-stage "mypy" mypy
+# Everything, in two lanes side by side: ranks often wait for one another, and then leave the cores
+# to the other lane. Its output comes when both have ended.
+everything() {
+    echo "Style, units and whole runs go on beside the ranks; their output comes at the end."
+    set -m # a process group of its own, which ends with this script
+    {
+        style
+        stage "units" pytest tests/unit tests/gpu -n auto --dist worksteal "$@"
+        stage "whole runs" pytest tests/integration --durations=10 "$@"
+    } >"$results/lane" 2>&1 &
+    lane=$!
+    set +m
+    stage "ranks" pytest tests/distributed --durations=15 "$@"
+    wait "$lane"
+    lane=
+    cat "$results/lane"
+}
+
 case ${1:-} in
     --quick)
+        style
         mapfile -t changed < <("$RUN_PYTHON" scripts/check/changed_tests.py)
         stage "units of what changed" pytest "${changed[@]}" -n auto --dist worksteal
         stage "one whole run" pytest tests/integration/test_finished_run.py
         ;;
     --full)
-        stage "units" pytest "${units[@]}" --full
-        stage "ranks and whole runs" pytest "${runs[@]}" --full
+        everything --full
         stage "mutants" scripts.check.mutants
         ;;
     "")
-        stage "units" pytest "${units[@]}"
-        stage "ranks and whole runs" pytest "${runs[@]}"
+        everything
         ;;
     *)
+        style
         stage "pytest" pytest "$@"
         ;;
 esac
 
 echo
-if [ ${#failed[@]} -gt 0 ]; then
+if [ -s "$results/failed" ]; then
     printf '==== FAILED after %d s:' "$SECONDS"
-    printf ' [%s]' "${failed[@]}"
+    printf ' [%s]' "$(paste -sd, "$results/failed" | sed 's/,/] [/g')"
     echo
     exit 1
 fi

@@ -12,6 +12,7 @@ import tomli
 
 PATH = Path(__file__).resolve().parents[1] / "docs/support_matrix.toml"
 GLOBAL_BATCH = 16
+MICRO_BATCHES = 4  # of a pipeline, at most
 DRAWS_PER_COMMIT = 25
 COLUMN_AXES = ("data", "tensor", "pipeline")
 NONE = "none"
@@ -136,6 +137,7 @@ class SupportMatrix:
             f"--parallelism.data_parallel_replicate_degree={replicas}",
             f"--parallelism.tensor_parallel_degree={_degree(combination, 'tensor')}",
             f"--parallelism.pipeline_parallel_degree={_degree(combination, 'pipeline')}",
+            f"--parallelism.pipeline_parallel_microbatch_size={max(1, local // MICRO_BATCHES)}",
             f"--compile.backend={backend}",
         ]
 

@@ -5,12 +5,17 @@ FAMILIES = ("full", "svd", "cola", "lax")
 
 
 def degrees(tensor: int = 1, pipeline: int = 1, local_batch: int = 8) -> list[str]:
-    """Return arguments for degrees; FSDP2 takes the ranks that are left."""
-    return [
+    """Return arguments for degrees; FSDP2 takes the ranks that are left.
+
+    A pipeline gets at most four micro-batches, as many as the deepest one has stages.
+    """
+    arguments = [
         f"--parallelism.tensor_parallel_degree={tensor}",
         f"--parallelism.pipeline_parallel_degree={pipeline}",
         f"--training.local_batch_size={local_batch}",
     ]
+    size = max(1, local_batch // 4) if pipeline > 1 else 1
+    return [*arguments, f"--parallelism.pipeline_parallel_microbatch_size={size}"]
 
 
 DEEP = ["--model.flavor=parity4"]

@@ -21,12 +21,12 @@ BTP = [
     for comm in ("all_reduce", "sequence")
 ]
 BTP_CASES = [
-    *covering([Case("cola", settings) for settings in BTP]),
-    Case("svd", TPSettings("btp")),
-    Case("lax", TPSettings("btp"), gate="scalar"),
-    Case("lax", TPSettings("btp", comm="sequence"), gate="scalar"),
+    *covering([Case("cola", settings, degree=2) for settings in BTP]),
+    Case("svd", TPSettings("btp"), degree=2),
+    Case("lax", TPSettings("btp"), degree=2, gate="scalar"),
+    Case("lax", TPSettings("btp", comm="sequence"), degree=2, gate="scalar"),
 ]
-VANILLA = [Case("cola", TPSettings(plan)) for plan in ("vanilla", "vanilla_replicated")]
+VANILLA = [Case("cola", TPSettings(plan), degree=2) for plan in ("vanilla", "vanilla_replicated")]
 
 
 def gradients(case: Case, *changes: str) -> dict[str, torch.Tensor]:
@@ -54,9 +54,9 @@ def differences(cases: list[Case], *options: str) -> list[float]:
     return found
 
 
-def test_gradients_are_the_same(four_ranks: RankPool) -> None:
+def test_gradients_are_the_same(two_ranks: RankPool) -> None:
     cases = [*BTP_CASES, *VANILLA]
-    for rank in four_ranks.run(differences, cases):
+    for rank in two_ranks.run(differences, cases):
         assert rank == [0.0] * (2 * len(cases))
 
 
@@ -76,8 +76,8 @@ def measure_pairs(cases: list[Case]) -> list[Any]:
     ]
 
 
-def test_btp_communicates_nothing_more(four_ranks: RankPool) -> None:
-    for without, *checkpointed in four_ranks.run(measure_pairs, BTP_CASES)[0]:
+def test_btp_communicates_nothing_more(two_ranks: RankPool) -> None:
+    for without, *checkpointed in two_ranks.run(measure_pairs, BTP_CASES)[0]:
         assert without
         assert all(rows == without for rows in checkpointed)
 
@@ -93,16 +93,16 @@ def test_btp_communicates_nothing_more_compiled(
     assert two_ranks.run(measure, case, change, "compile")[0] == without
 
 
-def test_vanilla_repeats_its_collectives(four_ranks: RankPool) -> None:
+def test_vanilla_repeats_its_collectives(two_ranks: RankPool) -> None:
     """The negative control: there the tensors behind the collectives are d- or f-wide."""
     for case in VANILLA:
-        rows = four_ranks.run(measure, case, "low_rank", "split")[0]
+        rows = two_ranks.run(measure, case, "low_rank", "split")[0]
         repeated = [row for row in rows if row["recompute"]]
         # All but the last of the block, whose result is the next block's input.
         calls = 7 if case.settings.plan == "vanilla" else 6
         assert [sum(r["calls"] for r in repeated if r["scope"] == "block 1")] == [calls]
         assert {row["pass"] for row in repeated} == {"backward"}
-        without = four_ranks.run(measure, case)[0]
+        without = two_ranks.run(measure, case)[0]
         assert [r for r in rows if not r["recompute"]] == [
             r | {"recompute": False} for r in without
         ]
@@ -119,6 +119,6 @@ def measure_unmarked(case: Case) -> list[dict[str, Any]]:
         return measure(case, "low_rank")
 
 
-def test_a_forgotten_mark_is_noticed(four_ranks: RankPool) -> None:
-    case = Case("cola", BTP[0])
-    assert four_ranks.run(measure_unmarked, case)[0] != four_ranks.run(measure, case)[0]
+def test_a_forgotten_mark_is_noticed(two_ranks: RankPool) -> None:
+    case = Case("cola", BTP[0], degree=2)
+    assert two_ranks.run(measure_unmarked, case)[0] != two_ranks.run(measure, case)[0]

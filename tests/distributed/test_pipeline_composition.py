@@ -64,7 +64,7 @@ def reference(one_rank: RankPool) -> Any:
         ("lax", [*degrees(pipeline=2, local_batch=2), *REPLICATE2]),
         ("cola", [*degrees(pipeline=2, local_batch=4), *REPLICATE2, *ZBV]),
         ("cola", [*PP2_FSDP2, "--parallelism.fsdp_reshard_after_forward=always"]),
-        ("lax", [*PP2_TP2, "--parallelism.pipeline_parallel_microbatch_size=2"]),
+        ("lax", [*PP2_TP2, "--parallelism.pipeline_parallel_microbatch_size=1"]),
         ("lax", [*PP2_TP2, "--low_rank.lax_gate=scalar", *ZBV]),
     ],
     ids=lambda value: (

@@ -56,6 +56,15 @@ def test_shipped_tokenizer():
     assert size < 400_000
 
 
+def test_a_changed_folder_is_read_anew(tmp_path):
+    shutil.copytree(resolve_assets_path(SHIPPED), tmp_path / "bpe")
+    first = build_tokenizer(config(tmp_path / "bpe"))
+    assert build_tokenizer(config(tmp_path / "bpe")) is first
+    file = tmp_path / "bpe" / "tokenizer_config.json"
+    file.write_text(file.read_text().replace("begin_of_text", "end_of_text"))
+    assert (first.bos_id, build_tokenizer(config(tmp_path / "bpe")).bos_id) == (0, 1)
+
+
 def test_shipped_tokenizer_compresses_held_out_text():
     tokenizer = build_tokenizer(config(SHIPPED))
     texts = list(PythonStdlib("validation", "k"))
