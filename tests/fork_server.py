@@ -118,7 +118,7 @@ class Forked:
 
 
 def serve(control):
-    """Forks what is asked for, until nobody can ask any more."""
+    """Forks every program that is requested, until the requesting process has ended."""
     for name in _PRELOAD:
         importlib.import_module(name)
     assert threading.active_count() == 1, threading.enumerate()
@@ -155,7 +155,7 @@ def _keep(request, descriptors):
     os.close(stderr)
     with socket.socket(fileno=report) as tests:
         tests.send(str(pid).encode())
-        # They hang up when they have ended: then nobody waits for the program either.
+        # They hang up when they have ended; then no process waits for the program.
         ended = os.pidfd_open(pid)
         if ended not in select.select([tests, ended], [], [])[0]:
             os.kill(pid, signal.SIGKILL)

@@ -172,7 +172,7 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
     from torch.distributed import device_mesh
 
     torch.set_num_threads(1)
-    if sys.platform == "linux":  # a stopped rank would not notice that nobody is left
+    if sys.platform == "linux":  # a stopped rank would not notice that its parent has ended
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     gc.freeze()  # the trainer's collections need not walk every imported module, each time
     dist.init_process_group(

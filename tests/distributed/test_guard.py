@@ -10,16 +10,16 @@ FSDP4 = ["--training.local_batch_size=2", "--checkpoint.enable", "--checkpoint.i
 
 
 def test_nan_loss_stops_with_step_rank_and_checkpoint(four_ranks: RankPool) -> None:
-    told = (
+    message = (
         r"NonFiniteError: step 3: loss of rank 1 is not finite; "
         r"last good checkpoint: .*/checkpoint/step-2"
     )
-    assert all(re.search(told, error) for error in four_ranks.errors(train, FSDP4, "nan@3"))
+    assert all(re.search(message, error) for error in four_ranks.errors(train, FSDP4, "nan@3"))
 
 
 def test_nan_gradient_stops_and_names_rank_and_parameter(four_ranks: RankPool) -> None:
-    told = f"NonFiniteError: step 3: gradient norm is nan (rank 1: {SPOILT})"
-    assert all(told in error for error in four_ranks.errors(train, FSDP4, "nan_gradient@3"))
+    message = f"NonFiniteError: step 3: gradient norm is nan (rank 1: {SPOILT})"
+    assert all(message in error for error in four_ranks.errors(train, FSDP4, "nan_gradient@3"))
 
 
 def test_a_step_may_be_skipped(four_ranks: RankPool) -> None:

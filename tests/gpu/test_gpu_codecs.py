@@ -137,9 +137,9 @@ def test_what_does_not_peel(device: torch.device) -> None:
         assert same(one.verdict, packed(failed[owner], 1))
         total = sent[:, owner].sum(0, dtype=np.float32)
         assert same(one.total, np.where(spread[owner], 0, total))
-    told = torch.stack([one.verdict for one in decoded])
+    verdicts = torch.stack([one.verdict for one in decoded])
     for own, message, chosen in zip(x, messages, mask, strict=True):
-        owed = codec.unsent(torch.from_numpy(own.copy()).to(device), message, told)
+        owed = codec.unsent(torch.from_numpy(own.copy()).to(device), message, verdicts)
         assert same(owed, np.where(chosen & ~spread, 0, own))
 
 

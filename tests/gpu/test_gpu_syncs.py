@@ -74,8 +74,8 @@ def _reduce(codec: Codec, rows: Tensor) -> tuple[Tensor, Tensor]:
     received = {name: x[:1].expand_as(x) for name, x in message.swapped.items()}
     received |= {name: 2 * x[0] for name, x in message.summed.items()}
     decoded = codec.decode(received, rows.shape[1], 3)
-    told = None if decoded.verdict is None else decoded.verdict.expand(2, -1)
-    return decoded.total, codec.unsent(rows.clone(), message, told)
+    verdict = None if decoded.verdict is None else decoded.verdict.expand(2, -1)
+    return decoded.total, codec.unsent(rows.clone(), message, verdict)
 
 
 RUNS = {

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tests.unit.tiny import build_tiny, tiny_args, tokens
+from tests.unit.tiny import build_tiny, tokens
 from torchtitan_lr.analysis.pipeline import Boundary, stage_boundary
 from torchtitan_lr.parallel.plans import TPSettings
 from torchtitan_lr.parallel.stages import pack, pack_messages, unpack
@@ -50,16 +50,21 @@ def test_views_are_copied():
     assert not message._is_view()
 
 
-@pytest.mark.parametrize("family", ["full", "lax"])
-def test_two_parts_with_messages_are_the_model(family):
-    args = tiny_args(family)
+def cut_after_the_first_layer(family):
+    """Returns a model, two parts of it that exchange messages, and their boundary."""
     model, first, last = (build_tiny(family, torch.float64) for _ in range(3))
     first.norm = first.output = last.tok_embeddings = None
     del first.layers["1"], first.layers["2"], last.layers["0"]
-    boundary = stage_boundary(args, TPSettings(), 1, 16, latents=True)
+    boundary = stage_boundary(model.model_args, TPSettings(), 1, 16, latents=True)
     pack_messages(first, None, boundary)
     pack_messages(last, boundary, None)
-    x = tokens(args)
+    return model, first, last, boundary
+
+
+@pytest.mark.parametrize("family", ["full", "lax"])
+def test_two_parts_with_messages_are_the_model(family):
+    model, first, last, boundary = cut_after_the_first_layer(family)
+    x = tokens(model.model_args)
     message = first(x)
     assert message.shape == (2, 16, boundary.width)
     assert torch.allclose(last(message), model(x), rtol=1e-12, atol=1e-12)
@@ -69,14 +74,8 @@ def test_two_parts_with_messages_are_the_model(family):
 
 @pytest.mark.parametrize("family", ["full", "lax"])
 def test_gradients_cross_a_boundary(family):
-    args = tiny_args(family)
-    model, first, last = (build_tiny(family, torch.float64) for _ in range(3))
-    first.norm = first.output = last.tok_embeddings = None
-    del first.layers["1"], first.layers["2"], last.layers["0"]
-    boundary = stage_boundary(args, TPSettings(), 1, 16, latents=True)
-    pack_messages(first, None, boundary)
-    pack_messages(last, boundary, None)
-    x = tokens(args)
+    model, first, last, _ = cut_after_the_first_layer(family)
+    x = tokens(model.model_args)
     last(first(x)).square().sum().backward()
     model(x).square().sum().backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
