@@ -26,7 +26,6 @@ from tests.distributed.tp_cases import (
 )
 from tests.distributed.tp_faults import FAULTS
 from tests.distributed.tp_matrix import all_cases, axes, covering, pairs
-from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.tensor_parallel import TPSettings
 
 MATRIX = [
@@ -42,14 +41,6 @@ def wrapped_parity(case: Case, names: list[str], backend: str) -> dict[str, floa
     if replica and "fully_shard_blocks" not in names:
         return {}  # it would compile and compute the same as the first one
     return parity(case, *(globals().get(name) or getattr(tp_cases, name) for name in names))
-
-
-def compile_last_block(model: LlamaModel, case: Case) -> None:
-    """The one that receives LaX's latents; two of them would cost twice as much."""
-    torch._dynamo.reset()
-    name, block = list(model.layers.named_children())[-1]
-    compiled: Any = torch.compile(block, backend=tp_cases.BACKEND, fullgraph=True)
-    model.layers.register_module(name, compiled)
 
 
 def worst(results: list[dict[str, float]]) -> float:

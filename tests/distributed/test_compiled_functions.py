@@ -69,7 +69,7 @@ def _gradients(function: Callable[..., Any], inputs: list[Tensor]) -> tuple[Tens
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_gradients(backend: str, four_ranks: RankPool) -> None:
-    for errors in four_ranks.run(worst_errors, backend):
+def test_compiled_gradients(backend: str, two_ranks: RankPool) -> None:
+    for errors in two_ranks.run(worst_errors, backend):
         assert len(errors) == 13
         assert max(errors.values()) < 1e-12, errors

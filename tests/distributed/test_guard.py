@@ -6,7 +6,10 @@ import re
 from tests.distributed.pool import RankPool
 from tests.distributed.training import SPOILT, train
 
-FSDP4 = ["--training.local_batch_size=2", "--checkpoint.enable", "--checkpoint.interval=2"]
+FSDP4 = [
+    *("--training.local_batch_size=2", "--training.steps=3"),
+    *("--checkpoint.enable", "--checkpoint.interval=2"),
+]
 
 
 def test_nan_loss_stops_with_step_rank_and_checkpoint(four_ranks: RankPool) -> None:

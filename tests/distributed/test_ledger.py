@@ -21,6 +21,7 @@ from tests.distributed.tp_cases import (
     Case,
     build_model,
     compile_blocks,
+    compile_last_block,
     model_args,
     shard_model,
     tp_mesh,
@@ -49,6 +50,8 @@ def build(case: Case, *changes: str) -> Any:
             apply_low_rank_checkpoint(model, save_attention="attention" in change)
         elif change == "compile":
             compile_blocks(model, case)
+        elif change == "compile_last":
+            compile_last_block(model, case)
         elif change == "fsdp":
             shard_as_the_trainer(model, case)
     return model
@@ -192,7 +195,7 @@ def test_compiled_blocks_are_counted(first: str, four_ranks: RankPool) -> None:
 @pytest.mark.parametrize("plan", ["btp", "vanilla"])
 def test_fsdp_belongs_to_its_parameters(plan: str, compiled: bool, four_ranks: RankPool) -> None:
     case = Case("cola", TPSettings(plan), degree=2, dtype=torch.float32)
-    changes = ("compile", "fsdp") if compiled else ("fsdp",)
+    changes = ("compile_last", "fsdp") if compiled else ("fsdp",)
     rows = four_ranks.run(measure, case, *changes)[0]
     layout = DataParallel(replicate=1, shard=2)
     weights = data_parallel_traffic(model_args(case), case.settings, case.degree, layout)

@@ -45,7 +45,7 @@ def differences(cases: list[Case], *options: str) -> list[float]:
     """The largest relative difference to a run that keeps everything, for each case and form."""
     found = []
     for case in cases:
-        plain = gradients(case, *[option for option in options if option != "compile"])
+        plain = gradients(case, *[option for option in options if option != "compile_last"])
         for form in ("low_rank", "low_rank_attention"):
             checkpointed = gradients(case, form, *options)
             assert checkpointed.keys() == plain.keys()
@@ -60,7 +60,7 @@ def test_gradients_are_the_same(two_ranks: RankPool) -> None:
         assert rank == [0.0] * (2 * len(cases))
 
 
-@pytest.mark.parametrize("options", [("fsdp",), ("compile", "fsdp")])
+@pytest.mark.parametrize("options", [("fsdp",), ("compile_last", "fsdp")])
 def test_gradients_are_the_same_compiled_and_sharded(
     options: tuple[str, ...], four_ranks: RankPool
 ) -> None:
@@ -89,8 +89,8 @@ def test_btp_communicates_nothing_more_compiled(
     comm: str, change: str, two_ranks: RankPool
 ) -> None:
     case = Case("cola", TPSettings("btp", comm=comm), degree=2)
-    without = two_ranks.run(measure, case, "compile")[0]
-    assert two_ranks.run(measure, case, change, "compile")[0] == without
+    without = two_ranks.run(measure, case, "compile_last")[0]
+    assert two_ranks.run(measure, case, change, "compile_last")[0] == without
 
 
 def test_vanilla_repeats_its_collectives(two_ranks: RankPool) -> None:

@@ -122,7 +122,7 @@ def test_a_checkpoint_moves_between_layouts(four_ranks: RankPool, reference: Any
 
 def test_forgetting_the_optimizer_would_be_noticed(four_ranks: RankPool, reference: Any) -> None:
     options = [*model("lax"), *DEEP, "--checkpoint.enable", "--checkpoint.interval=1"]
-    folder = four_ranks.run(train, [*options, *LAYOUTS["pp4"][1]], "sigterm@2")[0]["dump_folder"]
+    folder = four_ranks.run(train, [*options, *LAYOUTS["pp4"][1]], "sigterm@1")[0]["dump_folder"]
     forgets = [*options, *PP2_TP2, "--checkpoint.exclude_from_loading=optimizer"]
     run = four_ranks.run(train, forgets, "", folder)[0]
     assert largest_difference(run, reference("lax", *DEEP)) > 1e-3

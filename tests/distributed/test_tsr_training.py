@@ -19,6 +19,7 @@ from tests.distributed.training import (
 )
 
 TSR = [
+    "--training.steps=3",  # the third one with new bases of the embedding
     "--optimizer.name=TSRAdam",
     "--optimizer.tsr_rank=12",
     "--optimizer.tsr_refresh_interval=3",

@@ -29,7 +29,7 @@ TINY = [
     "--training.dataset=python_stdlib",
     "--training.seq_len=16",
     "--training.global_batch_size=8",
-    "--training.steps=3",
+    "--training.steps=2",
     "--training.dtype=float32",
     "--training.mixed_precision_param=float32",
     "--optimizer.lr=1e-3",
@@ -46,7 +46,7 @@ TINY = [
 EXACT = 1e-9
 """
 Limit of `largest_difference` between two fp64 runs of the same training. Rounding in fp64 is
-1.1e-16 per operation, and three steps make at most 2.2e-14 of it (measured on fourteen layouts).
+1.1e-16 per operation, and three steps made at most 2.2e-14 of it (measured on fourteen layouts).
 Every deliberate fault of these tests gives more than 1e-3.
 """
 
