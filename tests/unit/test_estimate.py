@@ -15,6 +15,7 @@ from torchtitan_lr.analysis.memory import static_memory
 from torchtitan_lr.analysis.rehearsal import Rehearsal
 from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.estimate.hardware import load_hardware
+from torchtitan_lr.estimate.memory import rehearse_run
 from torchtitan_lr.estimate.run import alternatives, read_run
 from torchtitan_lr.estimate.timing import block_flops, repeated_flops, step_time
 from torchtitan_lr.estimate.traffic import bytes_by_dim, step_traffic
@@ -267,3 +268,8 @@ def test_gpu_memory(capsys):
     if not torch.cuda.is_available():
         assert script.main([DEBUG]) == 0
         assert capsys.readouterr().out.startswith("skipped: 1 GPU(s) wanted, 0 found")
+
+
+def test_each_mode_of_a_run_is_rehearsed_by_itself():
+    run = paper_run(DEBUG, 4, *BLOCKS[1:])
+    assert rehearse_run(run, "full").block < rehearse_run(run, "none").block

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Blocks rehearsed without data leave what real ones leave; other plans: tests/distributed."""
 
+import gc
 from functools import cache
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from tests.unit.test_activations import Allocations
 from tests.unit.tiny import build_tiny, tiny_args
 from torchtitan_lr.analysis.activations import kept_bytes
 from torchtitan_lr.analysis.rehearsal import fused_norm_saving, rehearse
+from torchtitan_lr.analysis.storages import LivingStorages
 from torchtitan_lr.loss import cross_entropy_sum
 from torchtitan_lr.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan_lr.parallel.tensor_parallel import TPSettings
@@ -112,3 +114,16 @@ def test_collectives_that_run_again():
 def test_fused_norm():
     args = tiny_args("cola")
     assert fused_norm_saving(args, 10, torch.bfloat16) == 10 * 48 * (2 * 4 - 2)
+
+
+def test_what_only_refers_to_itself_does_not_count():
+    gc.disable()  # it might find the circle by itself
+    try:
+        with LivingStorages(set()) as living:
+            kept, circle = torch.zeros(3), [torch.zeros(5)]
+            circle.append(circle)
+            assert living.bytes() == 4 * (3 + 5)
+            del circle
+            assert living.bytes() == kept.nbytes
+    finally:
+        gc.enable()
