@@ -16,8 +16,8 @@ These three share one mode of activation checkpointing: the configured one, or "
 
 Weights, gradients, optimizer state and bytes are exact. Activations are counted by running blocks
 on tensors without data ("working" is what backward needs on top); "buffers" are FSDP's whole
-weights and the like. Blocks count as uncompiled. The step time is a model, and shorter than a real step, see
-torchtitan_lr/analysis/step_time.py.
+weights and the like. Blocks count as uncompiled. The step time is a model, and shorter than a real
+step, see torchtitan_lr/analysis/step_time.py.
 With a pipeline every rank is listed; the table shows the one with most memory, and most bytes.
 
 Exit status: 0, or 2 where the configuration, the number of ranks or the hardware is refused.
