@@ -76,7 +76,8 @@ def cola_training_flops() -> str:
 n = 256, d_ff = 2.5d, r = d/4. By Tables 3 and 4 GCP takes 1.33 of full rank's FLOPs, since each
 block's forward pass is repeated once, and CoLA-M about half. The printed numbers count what is
 repeated twice, attention included, and divide by full rank's linears alone. "4.6x" is what GCP
-repeats at 1B over what CoLA-M does, by Table 4: {same(paper.COLA_RECOMPUTATION, gcp / cola_m)} ({gcp / cola_m:.3f}).
+repeats at 1B over what CoLA-M does, by Table 4:
+{same(paper.COLA_RECOMPUTATION, gcp / cola_m)} ({gcp / cola_m:.3f}).
 
 {markdown_table(["model", "run", "printed", "twice, over linears", "Tables 3 and 4"], rows)}"""
 

@@ -150,13 +150,11 @@ def test_direction_with_ages_of_their_own():
 def test_kept_moments_mean_the_same_after_a_refresh(projection):
     """A gradient that only turns round: refreshing in every step changes nothing, whatever Ω."""
     settings = TSRSettings(rank=3, refresh_interval=1, moments="keep", projection=projection)
-    fixed, weights = gradient(0), []
+    weights = []
     for interval in (1, 100):
         changed = replace(settings, refresh_interval=interval, power_iterations=20)
-        turning = run(
-            replace(HYPER, moments="keep"), changed, 8, lambda t: fixed * (-1) ** (t // 3)
-        )
-        weights.append(turning)
+        hyper = replace(HYPER, moments="keep")
+        weights.append(run(hyper, changed, 8, lambda step: gradient(0) * (-1) ** (step // 3)))
     torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-6)
 
 
