@@ -40,7 +40,7 @@ from torchtitan_lr.parallel.plans import TPSettings
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # scripts/ is a folder of programs, not a package
 
-from scripts.paper_tables_cola import (  # noqa: E402
+from scripts.paper.cola import (  # noqa: E402
     cola_flops,
     cola_memory,
     cola_training_flops,

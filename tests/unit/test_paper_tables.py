@@ -41,7 +41,7 @@ from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plans import TPSettings
 
 page = load_script("paper_tables")
-cola_page = load_script("paper_tables_cola")
+cola_page = load_script("paper/cola")
 
 
 def shape(family: str = "cola", d: int = 1024, f: int = 2560, r: int = 256) -> LlamaArgs:
