@@ -6,8 +6,13 @@ under the vanilla plan, and under the bottleneck-aware one. With several CONFIGs
 is. The runs follow one another on NGPU ranks of this machine (default 4: GPUs, or processes where
 there are too few). Further arguments, --section.key=value, go to all runs.
 
+All runs have one mode of activation checkpointing, which the results name: the TOML's, or "full"
+where that is "low_rank" and full rank, which has none, is among the runs. Several CONFIGs of
+different modes are refused. --checkpointing gives single runs another mode.
+
     python scripts/compare.py train_configs/debug_cola.toml
     NGPU=4 python scripts/compare.py A.toml B.toml --steps 20 --training.seq_len=256
+    python scripts/compare.py train_configs/debug_cola.toml --checkpointing full=full,btp=low_rank
     python scripts/compare.py --tables       # BOOST's Figure 6 (left), on as many GPUs as there are
 
 Reported are the median seconds of a step and their range, tokens a second of all ranks, MFU from
@@ -30,6 +35,7 @@ from typing import Any
 
 from torchtitan_lr.analysis.published import BOOST_ITERATION_SECONDS, BoostRun
 from torchtitan_lr.cli import OneLineParser
+from torchtitan_lr.config_checks import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.experiments import (
     RunFailedError,
@@ -39,7 +45,7 @@ from torchtitan_lr.experiments import (
     step_records,
 )
 from torchtitan_lr.timing import MEASUREMENT_FILE, WATCHED_STEPS, as_text, draw, row_of
-from torchtitan_lr.variants import PLANS, derive
+from torchtitan_lr.variants import PLANS, derive, read_modes, shared_mode
 
 TABLES_CONFIG = "train_configs/boost_3b.toml"
 QUIET = [
@@ -50,11 +56,21 @@ QUIET = [
 
 @dataclass(frozen=True)
 class Case:
-    """One run: its name, its TOML, what overrides it, its ranks (None: NGPU), published seconds."""
+    """One run.
+
+    Args:
+        name: Of the run.
+        config: Its TOML.
+        arguments: What overrides that.
+        checkpointing: Its mode of activation checkpointing.
+        ranks: Processes; None for NGPU.
+        published: Seconds of a step that the paper prints.
+    """
 
     name: str
     config: str
     arguments: list[str]
+    checkpointing: str
     ranks: int | None = None
     published: float | None = None
 
@@ -63,37 +79,62 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
     """Return what to run.
 
     Raises:
-        ConfigError: A TOML cannot be read, or two have the same name.
+        ConfigError: A TOML cannot be read, two have the same name, or modes of activation
+            checkpointing differ without having been named.
     """
     if options.tables:
-        return table_cases(options.overrides)
+        return table_cases(options)
     if len(options.configs) > 1:
-        names = [Path(config).stem for config in options.configs]
-        for name, times in Counter(names).items():
-            if times > 1:
-                raise ConfigError("CONFIG", name, "files of different names")
-        pairs = zip(names, options.configs, strict=True)
-        return [Case(name, config, options.overrides) for name, config in pairs]
+        return file_cases(options)
     (config,) = options.configs
     overrides = options.overrides
-    return [Case(p, config, [*overrides, *derive(config, p, overrides)]) for p in options.plans]
+    named = read_modes(options.checkpointing, options.plans)
+    shared = shared_mode(configured_mode(config, overrides), options.plans)
+    return [
+        Case(p, config, [*overrides, *derive(config, p, overrides)], named.get(p, shared))
+        for p in options.plans
+    ]
 
 
-def table_cases(overrides: list[str]) -> list[Case]:
+def configured_mode(config: str, overrides: list[str]) -> str:
+    """Return a TOML's mode of activation checkpointing, overrides included."""
+    given = build_job_config([f"--job.config_file={config}", *overrides])
+    return str(given.activation_checkpoint.mode)
+
+
+def file_cases(options: argparse.Namespace) -> list[Case]:
+    """Return the runs of several TOMLs as they are; their modes of checkpointing must agree."""
+    configs = {Path(config).stem: config for config in options.configs}
+    for name, times in Counter(Path(config).stem for config in options.configs).items():
+        if times > 1:
+            raise ConfigError("CONFIG", name, "files of different names")
+    named = read_modes(options.checkpointing, configs)
+    modes = {name: configured_mode(file, options.overrides) for name, file in configs.items()}
+    if len({mode for name, mode in modes.items() if name not in named}) > 1:
+        got = ",".join(f"{name}={mode}" for name, mode in modes.items())
+        want = f"one mode for all, or those of single files named: --checkpointing {got}"
+        raise ConfigError("activation_checkpoint.mode", got, want)
+    modes |= named
+    return [Case(name, file, options.overrides, modes[name]) for name, file in configs.items()]
+
+
+def table_cases(options: argparse.Namespace) -> list[Case]:
     """Return the runs of BOOST's Figure 6 (left) that fit this machine's GPUs."""
     import torch
 
     cases, gpus = [], torch.cuda.device_count()
+    named = read_modes(options.checkpointing, ("full", "vanilla_replicated", "btp"))
     for row in BOOST_ITERATION_SECONDS:
         if row.ranks > gpus:
             print(f"skipped: {row.flavor} needs {row.ranks} GPUs, this machine has {gpus}")
             continue
         plans = {"full": row.full, "vanilla_replicated": row.vanilla, "btp": row.boost}
         for plan, seconds in plans.items():
-            arguments = [*boost_arguments(row), *overrides]
+            arguments = [*boost_arguments(row), *options.overrides]
+            shared = shared_mode(configured_mode(TABLES_CONFIG, arguments), plans)
             arguments += derive(TABLES_CONFIG, plan, arguments)
-            name = f"{row.flavor} {plan}"
-            cases.append(Case(name, TABLES_CONFIG, arguments, row.ranks, seconds))
+            name, mode = f"{row.flavor} {plan}", named.get(plan, shared)
+            cases.append(Case(name, TABLES_CONFIG, arguments, mode, row.ranks, seconds))
     return cases
 
 
@@ -119,7 +160,8 @@ def arguments_of(case: Case, options: argparse.Namespace) -> list[str]:
     """Return all overrides of a run."""
     steps = options.warmup + options.steps + WATCHED_STEPS
     length = [f"--training.steps={steps}", f"--lr_scheduler.warmup_steps={steps // 2}"]
-    return [*case.arguments, *QUIET, *length]
+    mode = f"--activation_checkpoint.mode={case.checkpointing}"
+    return [*case.arguments, mode, *QUIET, *length]
 
 
 def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
@@ -138,7 +180,8 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         for record in step_records(folder)
         if options.warmup < record["step"] <= options.warmup + options.steps
     ]
-    return row_of(case.name, timed, found) | {"published_seconds": case.published}
+    row = row_of(case.name, case.checkpointing, timed, found)
+    return row | {"published_seconds": case.published}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -181,6 +224,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--plans",
         default="full,vanilla,btp",
         help=f"with one CONFIG: some of {','.join(PLANS)} (default full,vanilla,btp)",
+    )
+    parser.add_argument(
+        "--checkpointing",
+        default="",
+        metavar="RUN=MODE,...",
+        help="modes of activation checkpointing of single runs (default: one mode for all)",
     )
     parser.add_argument("--tables", action="store_true", help="the paper's runs; takes no CONFIG")
     parser.add_argument("--work", default="outputs/compare", help="folder of runs and results")

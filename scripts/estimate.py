@@ -11,10 +11,13 @@ its collectives in a step by mesh dimension and operation, and a modelled step t
 configuration as it is and, on the same ranks with the same batches and with AdamW, for full rank,
 vanilla tensor parallelism and BTP. Further arguments override the TOML, as in a run.
 
+These three share one mode of activation checkpointing: the configured one, or "full" where that is
+"low_rank", which full rank does not have. --checkpointing btp=low_rank names another for a column.
+
 Weights, gradients, optimizer state and bytes are exact. Activations are counted by running blocks
 on tensors without data ("working" is what backward needs on top); "buffers" are FSDP's whole
-weights and the like. Blocks count as uncompiled. The step time is a model and a lower bound, see
-torchtitan_lr/analysis/step_time.py.
+weights and the like. Blocks count as uncompiled. The step time is a model, and shorter than a real
+step, see torchtitan_lr/analysis/step_time.py.
 With a pipeline every rank is listed; the table shows the one with most memory, and most bytes.
 
 Exit status: 0, or 2 where the configuration, the number of ranks or the hardware is refused.
@@ -43,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
         config = build_job_config([f"--job.config_file={options.config}", *overrides])
         world = default_world(config) if options.world is None else options.world
-        report = _estimate(config, world, hardware)
+        report = _estimate(config, world, hardware, options.checkpointing)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -63,6 +66,12 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         "--world", type=int, help="ranks; by default the product of the TOML's degrees"
     )
     parser.add_argument("--hardware", default="h100", help=f"{known}, or a TOML file (h100)")
+    parser.add_argument(
+        "--checkpointing",
+        default="",
+        metavar="COLUMN=MODE,...",
+        help="modes of activation checkpointing of full, vanilla or btp (default: one for all)",
+    )
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
     options, overrides = parser.parse_known_args(argv)
     if options.world is not None and options.world < 1:
@@ -81,14 +90,14 @@ def default_world(config: Any) -> int:
     )
 
 
-def _estimate(config: Any, world: int, hardware: Any) -> dict[str, Any]:
+def _estimate(config: Any, world: int, hardware: Any, checkpointing: str) -> dict[str, Any]:
     import torchtitan_lr.specs  # noqa: F401
     from torchtitan_lr.config_checks import check_job_config
     from torchtitan_lr.estimate.report import estimate
     from torchtitan_lr.estimate.run import read_run
 
     check_job_config(config, world, "cuda", on_paper=True)
-    return estimate(read_run(config, world), hardware)
+    return estimate(read_run(config, world), hardware, checkpointing)
 
 
 if __name__ == "__main__":

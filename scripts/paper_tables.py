@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.analysis import published as paper
-from torchtitan_lr.analysis.cola_memory import (
-    checkpointed_elements,
-    checkpointed_flops,
-    cola_elements,
-    full_rank_elements,
+from torchtitan_lr.analysis.caat import (
+    block_payload,
+    block_time,
+    gpt_block_operations,
+    hiding_fraction,
+    speed_up,
 )
 from torchtitan_lr.analysis.communication import block_traffic
 from torchtitan_lr.analysis.compression import LEVELS, PEELING_LIMIT, paper_bits, union_density
 from torchtitan_lr.analysis.data_parallel import linear_volume
-from torchtitan_lr.analysis.flops import layer_flops
 from torchtitan_lr.analysis.intensity import arithmetic_intensity, feed_forward_products
 from torchtitan_lr.analysis.parameters import count_parameters
 from torchtitan_lr.analysis.traffic import count
@@ -37,94 +37,26 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plans import TPSettings
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "paper_tables.md"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # scripts/ is a folder of programs, not a package
+
+from scripts.paper.cola import (  # noqa: E402
+    cola_flops,
+    cola_memory,
+    cola_training_flops,
+    same,
+)
+
+PAGE = ROOT / "docs" / "paper_tables.md"
 
 INTRODUCTION = """\
 # The papers' tables
 
-Each number that a paper prints, beside ours. This page is written by
+What the papers print and a formula gives, beside ours. This page is written by
 `python scripts/paper_tables.py`; tests/unit/test_paper_tables.py checks that it is up to date and
-that the formulas, at the precision printed, give what is marked *equal*. Numbers that need the
-authors' hardware have the command that measures them here."""
-
-
-def same(printed: str, value: float) -> str:
-    """Return the value at the precision printed, and whether it is equal."""
-    digits = len(printed.partition(".")[2])
-    ours = f"{value:.{digits}f}"
-    return f"{ours}, equal" if ours == printed else f"{ours}, **differs**"
-
-
-def cola_flops() -> str:
-    """CoLA, Tables 2, 3 and 7."""
-    rows = []
-    for flavor, printed in paper.COLA_TABLE_7.items():
-        full, cola = (layer_flops(FLAVORS[family][flavor], 256) for family in ("full", "cola"))
-        linears = [layer.attention_linears + layer.feed_forward for layer in (full, cola)]
-        ratio = linears[1] / linears[0]
-        whole = cola.total / full.total
-        rows.append([flavor, f"{printed}x", same(printed, ratio), f"{whole:.3f}"])
-    return f"""## CoLA, Tables 2, 3 and 7: FLOPs
-
-Table 2 (forward: 8nd² + 4n²d + 6nd·d_ff; backward twice that) and the rows *Full-Rank* and *CoLA*
-of Table 3 are `layer_flops`: equal to the last FLOP. The other rows of Table 3 are of methods that
-are not here. In its (Re)LoRA row C_CoLA stands for the linears alone, as Appendix B has it: with
-Table 3's own C_CoLA attention would count twice.
-
-Table 7 divides CoLA's FLOPs by full rank's, at n = 256. The printed ratios are those of the
-linears; with attention's products 130M would be 0.6.
-
-{markdown_table(["model", "printed", "linears", "whole block"], rows)}"""
-
-
-def cola_memory() -> str:
-    """CoLA, Tables 4 and 5."""
-    shape: dict[str, Any] = {"dim": 1024, "ffn_dim": 2560, "n_heads": 16}
-    full = LlamaArgs(family="full", rank_attention=0, rank_ffn=0, activation="fullrank", **shape)
-    cola = LlamaArgs(family="cola", rank_attention=256, rank_ffn=256, **shape)
-    n, h, d, r = 256, 16, 1024, 256
-    scores = 2 * n * n * h
-    vanilla, cola_m = checkpointed_flops(full, n), checkpointed_flops(cola, n)
-    attention = 4 * n * n * d
-    rows = [
-        ["Full-Rank", "20nd + 2n²h", f"{(full_rank_elements(full, n, h) - scores) / (n * d):g}nd"],
-        ["Vanilla GCP", "nd", f"{checkpointed_elements(full, n) / (n * d):g}nd".removeprefix("1")],
-        ["recomputed", "23nd² + 4n²d", f"{(vanilla[1] - attention) / (n * d * d):g}nd²"],
-        [
-            "CoLA",
-            "17.5nd + 2n²h + 14nr",
-            f"{(cola_elements(cola, n, h) - scores - 14 * n * r) / (n * d):g}nd",
-        ],
-        [
-            "CoLA-M",
-            "2nd + 7nr",
-            f"{(checkpointed_elements(cola, n) - 7 * n * r) / (n * d):g}nd",
-        ],
-        ["recomputed", "18.5ndr + 4n²d", f"{(cola_m[1] - attention) / (n * d * r):g}ndr"],
-    ]
-    sizes = []
-    for flavor, cells in paper.COLA_TABLE_5.items():
-        for family, (millions, memory) in zip(("full", "cola"), cells, strict=True):
-            total = count_parameters(FLAVORS[family][flavor]).total
-            line = [flavor, family, f"{millions} M", same(millions, total / 1e6)]
-            sizes.append([*line, memory, same(memory, 8 * total / 2**30)])
-    header = ["model", "family", "printed", "parameters", "printed GB", "8 bytes each, GiB"]
-    return f"""## CoLA, Table 4: activation memory and recomputation
-
-Elements of a block for one sequence, at d_ff = 2.5d; ours without the terms in n²h and nr, which
-agree. `analysis/cola_memory.py` counts as the paper does.
-
-{markdown_table(["row", "printed", "ours"], rows)}
-
-18.5ndr is half of the linears' forward pass. The linears that are really repeated, all
-up-projections but the last, cost 18ndr; and our CoLA-M keeps nd + 7nr, because the residual in the
-middle of a block is made again from the o latent (`analysis/activations.py`).
-
-## CoLA, Table 5: parameters and memory
-
-Weights, gradients and Adam's two moments in bf16: 8 bytes a parameter. The "GB" are GiB.
-
-{markdown_table(header, sizes)}"""
+that the formulas, at the precision printed, give what is marked *equal*. Losses and perplexities
+take the authors' training runs and are not here, nor are most of their timings; the last section
+has the commands for some."""
 
 
 def boost_communication() -> str:
@@ -230,6 +162,41 @@ second a little high.
 {markdown_table(["flavor", "layers", "heads", "d", "d_ff", "r", "here"], shapes)}"""
 
 
+def boost_memory() -> str:
+    """BOOST, Tables 4 and 5."""
+    parameters = count_parameters(FLAVORS["cola"]["7B"])
+    linears = parameters.attention + parameters.feed_forward
+    one_table = 2 * (linears + parameters.head) / 4 / 2**30
+    both = 2 * parameters.total / 4 / 2**30
+    rows = [
+        [part, printed, same(printed, one_table * (2 if part == "optimizer" else 1))]
+        for part, printed in paper.BOOST_TABLE_4.items()
+    ]
+    cells, ratio = [], {}
+    for (plan, batch), (saved, milliseconds, printed) in paper.BOOST_TABLE_5.items():
+        ratio[plan, batch] = value = saved / milliseconds
+        equal = same(printed, value).replace("**differs**", "not equal")
+        cells.append([plan, str(batch), f"{saved:,}", str(milliseconds), printed, equal])
+    times = [
+        same(printed, ratio["BOOST", batch] / ratio["Vanilla", batch])
+        for batch, printed in paper.BOOST_TABLE_5_TIMES.items()
+    ]
+    header = ["plan", "b", "MB saved", "ms more", "printed MB a ms", "quotient"]
+    return f"""## BOOST, Tables 4 and 5: memory and checkpointing
+
+CoLA 7B on T = 4 in pure bf16, two bytes an element and two moments; the "GB" are GiB. The numbers
+are those of the linears and one vocabulary table of 32,000 entries; with both of ours, untied,
+weights take {both:.2f}. "Act. + others", 30.73 and 22.14, is measured.
+
+{markdown_table(["part", "printed", "one table"], rows)}
+
+Table 5's memory and times are measured; its last column is their quotient. Vanilla's two are
+printed in each other's place. BOOST over vanilla: 1.70 printed, {times[0]} (b = 4); 1.56 printed,
+{times[1]} (b = 8).
+
+{markdown_table(header, cells)}"""
+
+
 def matches(flavor: str) -> bool:
     """Return whether a flavor has the shape of BOOST's Table 8."""
     a = FLAVORS["cola"][flavor]
@@ -289,6 +256,47 @@ the density of the union of all ranks is at most {PEELING_LIMIT} (measured by
 {markdown_table(["level", "zeros", "1 rank", "2 ranks", "4 ranks", "8 ranks"], rows)}"""
 
 
+def caat() -> str:
+    """CAAT-Net, equations 29 to 33."""
+    rows = []
+    for equation, (formula, name, holds) in caat_equations().items():
+        rows.append([equation, formula, f"`{name}`", "equal" if holds else "**differs**"])
+    return f"""## CAAT-Net, equations 29 to 33: speed-up of a block
+
+One forward pass of a GPT block, s tokens, width d, on T ranks; R operations are done while one
+element of a payload is reduced. The paper prints formulas and no values of them.
+`analysis/caat.py` has them for our blocks too.
+
+{markdown_table(["equation", "formula", "function", "at three shapes"], rows)}"""
+
+
+def caat_equations() -> dict[str, tuple[str, str, bool]]:
+    """Return formula, function and whether they agree, by equation."""
+    shapes = ((4096, 2048, 8, 0.5, 2e4), (768, 1024, 4, 0.25, 5e3), (8192, 4096, 16, 0.75, 1e5))
+    holds: dict[str, list[bool]] = {number: [] for number in ("29", "30", "31", "32", "33")}
+    for d, s, t, p, ratio in shapes:
+        work, payload = gpt_block_operations(d, s), block_payload(d, s, 1.0)
+        products, link = 12 * d + 2 * s, ratio * t  # both in units of 2ds/T operations
+        seconds = 2 * d * s / t * (products + p * link)
+        pairs = {
+            "29": (work, 24 * s * d * d + 4 * s * s * d),
+            "30": (block_payload(d, s, p), 2 * p * s * d),
+            "31": (block_time(work, block_payload(d, s, p), t, ratio), seconds),
+            "32": (speed_up(work, payload, p, t, ratio), (products + link) / (products + p * link)),
+            "33": (hiding_fraction(work, payload, t, ratio), min(1.0, products / link)),
+        }
+        for number, (ours, formula) in pairs.items():
+            holds[number].append(abs(ours / formula - 1) < 1e-12)
+    formulas = {
+        "29": ("24sd² + 4s²d", "gpt_block_operations"),
+        "30": ("that over T; 2psd", "block_payload"),
+        "31": ("2ds(12d + 2s + pRT)/T", "block_time"),
+        "32": ("(12d + 2s + RT) / (12d + 2s + pRT)", "speed_up"),
+        "33": ("min(1, (12d + 2s) / (RT))", "hiding_fraction"),
+    }
+    return {number: (*formulas[number], all(found)) for number, found in holds.items()}
+
+
 def measured() -> str:
     """What needs the authors' hardware."""
     rows = [
@@ -318,7 +326,9 @@ CoLA, Table 9, 1B on an H100, 64 sequences of 256 tokens. Each row is a run of
 
 def page() -> str:
     """Return the whole page."""
-    parts = (cola_flops, cola_memory, boost_communication, boost_intensity, tsr, tagc, measured)
+    cola = (cola_flops, cola_memory, cola_training_flops)
+    boost = (boost_communication, boost_intensity, boost_memory)
+    parts = (*cola, *boost, tsr, tagc, caat, measured)
     return "\n\n".join([INTRODUCTION, *(part() for part in parts)]) + "\n"
 
 

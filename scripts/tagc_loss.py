@@ -6,7 +6,7 @@ and at 2x, 4x and 10x with the sketch, with the sparse codec, and with the sketc
 is summed as published. Where a sketch would not peel at the published sparsity, theta is raised,
 and the table says so. The summed index loses what two ranks send at once and corrupts what shares
 its cells: compare each sum1 run with the sketch of its level. It costs most at 2x, where most
-overlaps, which explains the paper's highest curve.
+overlaps; that may be why the paper's highest curve is its 2x run with this index.
 
     python scripts/tagc_loss.py --ranks 2,4 --out docs/images/tagc_loss.png
 """

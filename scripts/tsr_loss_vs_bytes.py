@@ -27,7 +27,8 @@ SENT = "comm_bytes/dp_replicate"
 TSR = ["--optimizer.name=TSRAdam"]
 METHODS: dict[str, list[str]] = {
     "AdamW": ["--optimizer.name=AdamW", "--optimizer.lr=3e-3"],
-    # GaLore as published: one side, embedding dense, moments left as they are, scale 0.25.
+    # GaLore as published: one side, embedding dense, moments left as they are, scale 0.25. But its
+    # bases are decomposed by sketches, and take the signs of those before.
     "GaLore": [
         *TSR,
         "--optimizer.tsr_projection=one_sided",

@@ -104,7 +104,7 @@ class Optimizer:
     tsr_moments: Literal["keep", "rotate", "reset"] = "rotate"
     """
     TSRAdam: what becomes of Adam's moments when the bases change:
-    - 'keep': the numbers stay (the published code)
+    - 'keep': the numbers stay (the published code); new bases take the signs of the old ones
     - 'rotate': they are expressed in the new bases (the paper's theory)
     - 'reset': they start from zero, and so does the bias correction
     """
@@ -122,7 +122,10 @@ class Optimizer:
     """TSRAdam: dtype in which cores are summed over ranks; they are kept in fp32."""
 
     tsr_projection: Literal["two_sided", "one_sided"] = "two_sided"
-    """TSRAdam: both sides (cores r×r), or the shorter alone (r×max(m, n)), as GaLore."""
+    """
+    TSRAdam: both sides (cores r×r), or as GaLore the shorter alone (r×max(m, n)), a square matrix
+    on the right.
+    """
 
     tsr_include: list[str] = field(default_factory=lambda: ["*"])
     """TSRAdam: patterns (as of file names) of the parameters to compress; matrices only."""

@@ -16,11 +16,14 @@ WATCHED_STEPS = 2
 """How many of a measured run's last steps are not to be timed."""
 
 
-def row_of(name: str, timed: list[dict[str, Any]], found: dict[str, Any]) -> dict[str, Any]:
+def row_of(
+    name: str, checkpointing: str, timed: list[dict[str, Any]], found: dict[str, Any]
+) -> dict[str, Any]:
     """Sum a run up.
 
     Args:
         name: Of the run.
+        checkpointing: Its mode of activation checkpointing.
         timed: Records of ``metrics.jsonl`` of the steps that count.
         found: What `torchtitan_lr.measure` wrote.
 
@@ -35,6 +38,7 @@ def row_of(name: str, timed: list[dict[str, Any]], found: dict[str, Any]) -> dic
     utilization = [record["mfu(%)"] for record in timed if record.get("mfu(%)") is not None]
     return {
         "run": name,
+        "checkpointing": checkpointing,
         "ranks": len(of_ranks),
         "seconds": median(seconds),
         "seconds_min": min(seconds),
@@ -54,7 +58,7 @@ def row_of(name: str, timed: list[dict[str, Any]], found: dict[str, Any]) -> dic
 
 def as_text(rows: list[dict[str, Any]]) -> str:
     """Lay the rows out as a table; the speed-up is over the first run of the same model."""
-    header = ["run", "ranks", "s/step", "range", "speed-up", "tokens/s", "MFU %"]
+    header = ["run", "checkpointing", "ranks", "s/step", "range", "speed-up", "tokens/s", "MFU %"]
     header += ["comm MB", "calls", "comm s", "share", "peak GiB"]
     published = any(row["published_seconds"] is not None for row in rows)
     header += ["published s"] * published
@@ -64,7 +68,7 @@ def as_text(rows: list[dict[str, Any]]) -> str:
         # A name has a model in front only where there are several, in --tables.
         baseline = first.setdefault(row["run"].rpartition(" ")[0], row["seconds"])
         mfu, share = row["mfu"], row["comm_seconds"] / row["profiled_step_seconds"]
-        cells = [row["run"], str(row["ranks"]), f"{row['seconds']:.3f}"]
+        cells = [row["run"], row["checkpointing"], str(row["ranks"]), f"{row['seconds']:.3f}"]
         cells += [f"{row['seconds_min']:.3f}-{row['seconds_max']:.3f}"]
         cells += [f"{baseline / row['seconds']:.2f}x", f"{row['tokens_per_s']:,.0f}"]
         cells += ["-" if mfu is None else f"{mfu:.1f}", f"{row['comm_bytes'] / 1e6:.2f}"]
@@ -72,11 +76,11 @@ def as_text(rows: list[dict[str, Any]]) -> str:
         cells += [f"{row['peak_memory_gib']:.2f}"]
         cells += [f"{row['published_seconds'] or 0:.2f}"] * published
         lines.append(cells)
-    return text_table(header, lines)
+    return text_table(header, lines, left=2)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw seconds, communication and memory as bars, one a run."""
+    """Draw seconds, communication and memory as bars, one a run; the title names the modes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -111,6 +115,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axes.set_xticks(list(at), names, fontsize=8)
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
+    modes = {row["run"]: row["checkpointing"] for row in rows}
+    runs = {mode: ", ".join(run for run in modes if modes[run] == mode) for mode in modes.values()}
+    named = [mode if len(runs) == 1 else f"{mode} ({runs[mode]})" for mode in runs]
+    figure.suptitle(f"activation checkpointing: {', '.join(named)}", fontsize=9)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

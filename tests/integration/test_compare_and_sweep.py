@@ -41,6 +41,7 @@ def test_compare_measures_every_plan(compared):
     table = [line.split() for line in done.out.splitlines()]
     assert [line[0] for line in table] == ["run", "full", "vanilla", "btp"]
     for row in rows.values():
+        assert row["checkpointing"] == "none"
         assert len(row["steps"]) == 3 and row["ranks"] == 2 and row["mfu"] is None
         assert 0 < row["seconds_min"] <= row["seconds"] <= row["seconds_max"]
         # 2 sequences of 32 tokens a step, whatever the plan.

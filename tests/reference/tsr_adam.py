@@ -22,6 +22,12 @@ def leading_triplets(g, omega, rank, power_iterations):
     return u * flip * present, s[:rank], v * flip * present
 
 
+def turned(new, old):
+    """Each column of a new basis as itself or its negative, whichever is closer to the old one."""
+    closer = (new - old).norm(dim=0) <= (new + old).norm(dim=0)
+    return torch.where(closer, new, -new)
+
+
 class ReferenceTSR:
     """One process; weights and gradients are whole matrices by name.
 
@@ -59,6 +65,8 @@ class ReferenceTSR:
         key = (name, state["refreshes"])
         omega = draw_sketches([key], (plan.columns, plan.width), self.settings.seed, g)[0]
         u, _, v = leading_triplets(g, omega, plan.rank, self.settings.power_iterations)
+        if state["refreshes"]:
+            u, v = turned(u, state["u"]), turned(v, state["v"]) if plan.two_sided else v
         if state["refreshes"] == 0 or self.settings.moments == "reset":
             shape = (plan.rank, plan.rank if plan.two_sided else plan.columns)
             state["m"], state["v2"] = g.new_zeros(shape), g.new_zeros(shape)

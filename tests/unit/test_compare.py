@@ -1,12 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """``scripts/compare.py`` without its runs: what it would run, its rows, its refusals."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.unit.test_export import load_script
 from torchtitan_lr.analysis.published import BOOST_ITERATION_SECONDS
 from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.errors import ConfigError
 
 script = load_script("compare")
 
@@ -24,6 +27,47 @@ def test_three_runs_of_one_file():
         assert config.training.steps == 2 + 3 + 2  # warm-up, timed, watched
         assert config.metrics.log_freq == 1 and not config.checkpoint.enable
         assert config.low_rank.rank == (0 if case.name == "full" else 16)
+
+
+def modes_of(*arguments):
+    """Mode of every run by name, as the run's configuration has it."""
+    options = script._parse(list(arguments))
+    modes = {}
+    for case in script.cases_of(options):
+        overrides = script.arguments_of(case, options)
+        config = build_job_config([f"--job.config_file={case.config}", *overrides])
+        check_job_config(config, case.ranks or 4, "cpu")
+        modes[case.name] = config.activation_checkpoint.mode
+        assert case.checkpointing == modes[case.name]
+    return modes
+
+
+LOW_RANK = "--activation_checkpoint.mode=low_rank"
+
+
+def test_runs_that_are_compared_share_a_mode_of_checkpointing():
+    assert set(modes_of(CONFIG, LOW_RANK).values()) == {"full"}
+    # Without full rank, all have the configured one.
+    assert modes_of(CONFIG, LOW_RANK, "--plans=vanilla,btp") == {
+        "vanilla": "low_rank",
+        "btp": "low_rank",
+    }
+    named = modes_of(CONFIG, LOW_RANK, "--checkpointing=btp=low_rank,vanilla=none")
+    assert named == {"full": "full", "vanilla": "none", "btp": "low_rank"}
+
+
+def test_files_of_several_modes_need_them_named(tmp_path):
+    other = tmp_path / "other.toml"
+    text = Path("train_configs/debug_svd.toml").read_text()
+    other.write_text(text.replace('mode = "none"', 'mode = "full"'))
+    assert text != other.read_text()
+    named = ("--checkpointing", "debug_cola=none,other=full")
+    assert modes_of(CONFIG, str(other), *named) == {"debug_cola": "none", "other": "full"}
+    assert set(modes_of(CONFIG, str(other), "--activation_checkpoint.mode=full").values()) == {
+        "full"
+    }
+    with pytest.raises(ConfigError, match="debug_cola=none,other=full', expected one mode"):
+        script.cases_of(script._parse([CONFIG, str(other)]))
 
 
 def test_several_files_are_taken_as_they_are():
@@ -65,6 +109,8 @@ def test_the_papers_runs_without_gpus(monkeypatch, capsys):
         ([CONFIG, "--plans=full,btq"], "--plans: got 'btq', expected some of full"),
         ([CONFIG, "--tables"], "--tables: got CONFIG"),
         ([CONFIG, CONFIG], "CONFIG: got 'debug_cola', expected files of different names"),
+        ([CONFIG, "--checkpointing=vanilla"], "--checkpointing: got 'vanilla', expected"),
+        ([CONFIG, "--checkpointing=full=low_rank"], "activation_checkpoint.mode: got 'low_rank'"),
         ([CONFIG, "--beams=4"], "got '--beams=4'"),
         ([CONFIG, "--low_rank.rnk=4"], "low_rank.rnk"),
         ([CONFIG, "--parallelism.tensor_parallel_degree=3"], "tensor_parallel_degree: got 3"),

@@ -16,7 +16,7 @@ from torchtitan_lr.analysis.rehearsal import Rehearsal
 from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.estimate.hardware import load_hardware
 from torchtitan_lr.estimate.memory import rehearse_run
-from torchtitan_lr.estimate.run import alternatives, read_run
+from torchtitan_lr.estimate.run import alternative_modes, alternatives, read_run
 from torchtitan_lr.estimate.timing import block_flops, repeated_flops, step_time
 from torchtitan_lr.estimate.traffic import bytes_by_dim, step_traffic
 
@@ -28,7 +28,7 @@ ONE = "--parallelism.tensor_parallel_degree=1"
 # The same blocks in two tests, so that they are rehearsed once; none of two kinds in turns.
 BLOCKS = ["--world=4", "--parallelism.tensor_parallel_degree=2"]
 BLOCKS += ["--activation_checkpoint.selective_ac_option=1"]
-KEYS = {"parameters", "flops_per_token", "memory_bytes", "comm_bytes", "step_time"}
+KEYS = {"checkpointing", "parameters", "flops_per_token", "memory_bytes", "comm_bytes", "step_time"}
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_thousands_of_ranks():
     assert 4 * parameters / 1024 < held.weights < 1.01 * 4 * parameters / 1024 + 4 * 36 * 8192
     machine = load_hardware("h100", ROOT / "scripts" / "hardware")
     times = {}
-    for name, other in alternatives(run):
+    for name, other in alternatives(run, alternative_modes(run.config, run.world)):
         times[name] = step_time(other, [step_traffic(other, 0)], machine).total
     assert times["btp"] < min(times["full"], times["vanilla"])
 
@@ -183,12 +183,59 @@ def test_flops_of_a_block():
     assert repeated_flops(paper_run(DEBUG, 1, ONE, "--activation_checkpoint.mode=none")) == 0
 
 
+LOW_RANK = "--activation_checkpoint.mode=low_rank"
+
+
+@pytest.mark.parametrize(
+    ("named", "modes"),
+    [
+        ("", {"full": "full", "vanilla": "full", "btp": "full"}),
+        ("btp=low_rank", {"full": "full", "vanilla": "full", "btp": "low_rank"}),
+        ("full=none,vanilla=none", {"full": "none", "vanilla": "none", "btp": "full"}),
+    ],
+)
+def test_alternatives_share_a_mode_of_checkpointing(named, modes):
+    """Every plan repeats the same part of its blocks, but for those that are named."""
+    run = paper_run(DEBUG, 4, "--parallelism.tensor_parallel_degree=4", LOW_RANK)
+    found = dict(alternatives(run, alternative_modes(run.config, run.world, named)))
+    assert {name: other.checkpointing for name, other in found.items()} == modes
+    for name, other in found.items():
+        share = repeated_flops(other) / block_flops(other)
+        if modes[name] == "low_rank":
+            assert 0.1 < share < 0.9  # the control: this mode repeats less
+        else:
+            assert share == pytest.approx(1 if modes[name] == "full" else 0)
+    # What is configured stays the run's own.
+    assert run.checkpointing == "low_rank"
+
+
+def test_a_mode_that_all_have_is_kept():
+    run = paper_run(DEBUG, 4, "--activation_checkpoint.mode=selective")
+    assert set(alternative_modes(run.config, 4).values()) == {"selective"}
+
+
+def test_every_column_names_its_mode(script, capsys):
+    options = [DEBUG, *BLOCKS, LOW_RANK, "--checkpointing=vanilla=none"]
+    assert script.main(options) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (modes,) = [line[2:] for line in lines if line[:2] == ["activation", "checkpointing"]]
+    assert modes == ["low_rank", "full", "none", "full"]
+    assert script.main([*options, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    others = {name: column["checkpointing"] for name, column in report["alternatives"].items()}
+    assert others == {"full": "full", "vanilla": "none", "btp": "full"}
+    assert report["checkpointing"] == "low_rank"
+    # The control: BTP repeats more than as configured, where it keeps the latents.
+    btp = report["alternatives"]["btp"]["step_time"]
+    assert btp["compute"] > 1.05 * report["step_time"]["compute"]
+
+
 def test_a_plan_that_cannot_be(script, capsys):
     """Instead of an alternative that does not fit comes its reason."""
     run = paper_run(
         DEBUG, 4, "--parallelism.tensor_parallel_degree=4", "--low_rank.rank_attention=30"
     )
-    found = dict(alternatives(run))
+    found = dict(alternatives(run, alternative_modes(run.config, run.world)))
     assert "rank_attention = 30" in str(found["vanilla"])
     assert asdict(found["btp"].settings)["plan"] == "btp"
 
@@ -235,6 +282,10 @@ def test_wrong_hardware(text, message, tmp_path, script, capsys):
         ([DEBUG, "--training.sequence=3"], "training.sequence"),
         ([DEBUG, "--training.seq_len=many"], "training.seq_len"),
         ([DEBUG, "--model.flavor=huge"], "model.flavor"),
+        ([DEBUG, "--checkpointing=btp"], "--checkpointing: got 'btp', expected COLUMN=MODE"),
+        ([DEBUG, "--checkpointing=lax=full"], "of full, vanilla, btp and none, selective"),
+        ([DEBUG, "--checkpointing=full=low_rank"], "--checkpointing: got 'full=low_rank'"),
+        ([DEBUG, "--checkpointing=btp=memory_budget"], "activation_checkpoint.mode: got"),
     ],
 )
 def test_refusals(arguments, message, script, capsys):

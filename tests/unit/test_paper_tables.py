@@ -17,6 +17,8 @@ from torchtitan_lr.analysis.cola_memory import (
     checkpointed_flops,
     cola_elements,
     full_rank_elements,
+    printed_training_flops,
+    training_flops,
 )
 from torchtitan_lr.analysis.communication import block_traffic
 from torchtitan_lr.analysis.data_parallel import linear_volume
@@ -26,8 +28,12 @@ from torchtitan_lr.analysis.parameters import count_parameters
 from torchtitan_lr.analysis.pipeline import stage_boundary
 from torchtitan_lr.analysis.published import (
     BOOST_SHAPES,
+    BOOST_TABLE_4,
+    BOOST_TABLE_5,
+    COLA_RECOMPUTATION,
     COLA_TABLE_5,
     COLA_TABLE_7,
+    COLA_TABLE_9_FLOPS,
 )
 from torchtitan_lr.analysis.traffic import count
 from torchtitan_lr.models.args import LlamaArgs
@@ -35,6 +41,7 @@ from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plans import TPSettings
 
 page = load_script("paper_tables")
+cola_page = load_script("paper/cola")
 
 
 def shape(family: str = "cola", d: int = 1024, f: int = 2560, r: int = 256) -> LlamaArgs:
@@ -132,7 +139,69 @@ def test_cola_table_7(flavor: str, ratio: str) -> None:
     assert (with_attention == ratio) == (flavor != "130M")
 
 
+def test_cola_table_7_at_larger_ranks() -> None:
+    """Ranks of 0.7x are printed for BERT-Large alone; LLaMA's are those that round to it."""
+    d, attention, feed_forward = 1024, 384, 512
+    low = 4 * 2 * d * attention + 2 * 5 * d * feed_forward
+    assert cola_page.bert_large_ratio() == low / (12 * d * d)
+    assert printed(cola_page.bert_large_ratio(), "0.7") == "0.7"
+    assert "| 60M | 0.4x | 0.4, equal | 0.441 | 211 to 242 |" in cola_page.cola_flops()
+
+
+@pytest.mark.parametrize("flavor", COLA_TABLE_9_FLOPS)
+def test_cola_table_9(flavor: str) -> None:
+    """Tables 3 and 4 give 1.33 and .49 or .48; printed is the repetition twice, over linears."""
+    n, d = 256, FLAVORS["cola"][flavor].dim
+    full, low = shape("full", d, 5 * d // 2), shape("cola", d, 5 * d // 2, d // 4)
+    cells = COLA_TABLE_9_FLOPS[flavor]
+    twice = printed_training_flops(full, low, n)
+    assert {name: printed(twice[name], cell) for name, cell in cells.items()} == cells
+    # By hand, in units of nd².
+    linears, attention, r = 69, n / d, 1 / 4
+    assert twice["GCP"] == pytest.approx(1 + 2 * (23 + 4 * attention) / linears)
+    assert twice["CoLA-M"] == pytest.approx((111 * r + 2 * (18.5 * r + 4 * attention)) / linears)
+    once = training_flops(full, low, n)
+    assert once["GCP"] == pytest.approx(4 / 3)
+    assert printed(once["CoLA-M"], "0.48") == {"1B": "0.49", "7B": "0.48"}[flavor]
+    # The control: counted once, neither is what is printed.
+    assert all(printed(once[name], cells[name]) != cells[name] for name in ("GCP", "CoLA-M"))
+
+
+def test_cola_repeats_46_times_less() -> None:
+    n, d = 256, 2048
+    full, low = shape("full", d, 5 * d // 2), shape("cola", d, 5 * d // 2, d // 4)
+    ratio = checkpointed_flops(full, n)[0] / checkpointed_flops(low, n)[0]
+    assert ratio == pytest.approx((23 * d + 4 * n) / (18.5 * d / 4 + 4 * n))
+    assert printed(ratio, COLA_RECOMPUTATION) == COLA_RECOMPUTATION
+    # The control: by what is really repeated it is another number.
+    other = checkpointed_flops(full, n)[1] / checkpointed_flops(low, n)[1]
+    assert printed(other, COLA_RECOMPUTATION) != COLA_RECOMPUTATION
+
+
 # BOOST
+
+
+def test_boost_table_4() -> None:
+    """Weights of CoLA 7B on four ranks in bf16, with one of the two vocabulary tables."""
+    d, f, r, layers, vocabulary = 4096, 11008, 1024, 32, 32000
+    linears = layers * (8 * d * r + 3 * r * (d + f))
+    weights = 2 * (linears + vocabulary * d) / 4 / 2**30
+    for part, cell in BOOST_TABLE_4.items():
+        assert printed(weights * (2 if part == "optimizer" else 1), cell) == cell
+    # The control: both tables are too much.
+    assert printed(2 * (linears + 2 * vocabulary * d) / 4 / 2**30, "1.25") == "1.31"
+    text = page.boost_memory()
+    assert "| weights | 1.25 | 1.25, equal |" in text and "untied,\nweights take 1.31" in text
+
+
+def test_boost_table_5() -> None:
+    """The last column is the quotient of two others; vanilla's rows are exchanged in print."""
+    found = {key: (printed(mb / ms, "1.0"), cell) for key, (mb, ms, cell) in BOOST_TABLE_5.items()}
+    assert all(found["BOOST", batch][0] == found["BOOST", batch][1] for batch in (4, 8))
+    (four, printed_four), (eight, printed_eight) = found["Vanilla", 4], found["Vanilla", 8]
+    assert (four, eight) == (printed_eight, printed_four) != (eight, four)
+    text = page.boost_memory()
+    assert text.count("not equal") == 2 and "1.70, equal" in text and "1.56, equal" in text
 
 
 def volume(args: LlamaArgs, plan: str, pass_: str = "forward") -> int:
@@ -254,6 +323,22 @@ def test_boost_intensities_that_the_text_names() -> None:
 def test_boost_table_8(flavor: str) -> None:
     assert page.matches(flavor)
     assert FLAVORS["full"][flavor].ffn_dim == BOOST_SHAPES[flavor][3]
+
+
+# CAAT-Net
+
+
+def test_caat_equations() -> None:
+    equations = page.caat_equations()
+    assert list(equations) == ["29", "30", "31", "32", "33"]
+    assert all(holds for _, _, holds in equations.values())
+
+
+def test_another_equation_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a feed-forward of three matrices is not equation 29, nor 31 to 33."""
+    monkeypatch.setattr(page, "gpt_block_operations", lambda d, s: 32 * s * d * d + 4 * s * s * d)
+    holds = {number: found for number, (_, _, found) in page.caat_equations().items()}
+    assert holds == {"29": False, "30": True, "31": False, "32": False, "33": False}
 
 
 # The page

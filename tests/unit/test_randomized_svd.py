@@ -13,6 +13,7 @@ from torchtitan_lr.optim.randomized_svd import (
 )
 
 F64 = torch.float64
+AXES = ("rows", "columns")
 
 
 def draw(*size, seed=0):
@@ -24,9 +25,9 @@ def decaying(m, n, seed=0, ratio=0.3):
     return (u * ratio ** torch.arange(min(m, n), dtype=F64)) @ v.T
 
 
-def solve(gradients, rank, width, q=1, seed=0):
+def solve(gradients, rank, width, q=1, seed=0, earlier=None):
     omega = draw(len(gradients), gradients[0].shape[1], width, seed=seed)
-    return solve_alone(randomized_svd(gradients, omega, SketchSettings(rank, width, q)))
+    return solve_alone(randomized_svd(gradients, omega, SketchSettings(rank, width, q), earlier))
 
 
 @pytest.mark.parametrize("size", [(20, 12), (12, 20), (9, 9)])
@@ -55,6 +56,48 @@ def test_columns_are_orthonormal_and_signs_follow_the_sketch():
     # The right vectors' signs come from the sketch, so that the left ones carry the matrix's.
     torch.testing.assert_close(again.right, svd.right)
     torch.testing.assert_close(again.left, -svd.left)
+
+
+def test_a_fresh_sketch_keeps_the_signs_of_earlier_bases():
+    """On an unchanged gradient no vector turns, whatever Ω; on its negative no basis does."""
+    g = decaying(30, 20)
+    first = solve([g], 5, 8)
+    turned = 0
+    for seed in range(1, 9):
+        again = solve([g], 5, 8, q=3, seed=seed, earlier=(first.left, first.right))
+        torch.testing.assert_close(again, first, rtol=1e-6, atol=1e-6)
+        negative = solve([-g], 5, 8, q=3, seed=seed, earlier=(first.left, first.right))
+        torch.testing.assert_close(negative.left, first.left, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(negative.values, -first.values, rtol=1e-6, atol=1e-6)
+        # The control: the sketch's own signs are others.
+        fresh = solve([g], 5, 8, q=3, seed=seed)
+        turned += int(((fresh.left * first.left).sum(1) < 0).sum())
+    assert turned > 8
+
+
+@pytest.mark.parametrize("two_sided", [True, False])
+def test_turned_vectors_are_still_a_decomposition(two_sided):
+    g = decaying(12, 9)
+    earlier = draw(1, 12, 4, seed=3), draw(1, 9, 4, seed=4) if two_sided else None
+    plain, svd = solve([g], 4, 9), solve([g], 4, 9, earlier=earlier)
+    torch.testing.assert_close(
+        (svd.left * svd.values[:, None]) @ svd.right.mT,
+        (plain.left * plain.values[:, None]) @ plain.right.mT,
+    )
+    assert ((svd.left * earlier[0]).sum(1) > 0).all()
+    assert two_sided == bool((svd.right != plain.right).any())
+    if two_sided:
+        assert ((svd.right * earlier[1]).sum(1) > 0).all()
+
+
+def test_bases_that_say_nothing_leave_the_sketchs_signs():
+    """Before the first refresh they are zero; an orthogonal vector's product is rounding."""
+    g = decaying(12, 9)
+    plain = solve([g], 4, 9)
+    nothing = torch.zeros_like(plain.left), torch.zeros_like(plain.right)
+    noise = plain.left[..., [1, 2, 3, 0]] - 1e-15 * plain.left, nothing[1]
+    for earlier in (nothing, noise):
+        torch.testing.assert_close(solve([g], 4, 9, earlier=earlier), plain)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -121,8 +164,16 @@ def test_split_matrices_have_the_same_triplets(axis):
         pieces = [(block, omega) for block in g.split([6, 6, 2])]
     else:
         pieces = list(zip(g.split([5, 5, 1], 1), omega.split([5, 5, 1], 1), strict=True))
-    parts = split_solve([randomized_svd([b], o, settings) for b, o in pieces], axis)
-    whole = solve_alone(randomized_svd([g], omega, SketchSettings(4, 6, 1)))
+    earlier = draw(1, 14, 4, seed=3), draw(1, 11, 4, seed=4)
+    sizes = [b.shape[-1 if axis == "columns" else 0] for b, _ in pieces]
+    sides = zip(AXES, earlier, strict=True)
+    split = [old.split(sizes, 1) if side == axis else [old] * 3 for side, old in sides]
+    steps = [
+        randomized_svd([b], o, settings, old)
+        for (b, o), old in zip(pieces, zip(*split, strict=True), strict=True)
+    ]
+    parts = split_solve(steps, axis)
+    whole = solve_alone(randomized_svd([g], omega, SketchSettings(4, 6, 1), earlier))
     left, right = [part.left for part in parts], [part.right for part in parts]
     left = torch.cat(left, 1) if axis == "rows" else left[0]
     right = torch.cat(right, 1) if axis == "columns" else right[0]

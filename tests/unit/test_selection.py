@@ -44,6 +44,10 @@ def test_one_sided_projects_the_shorter_side():
     tall = plans["layers.0.feed_forward.w1.weight"]
     assert tall.transposed and (tall.rows, tall.columns) == (16, 40)
     assert not plan_matrices(SHAPES, BASE)[tall.name].transposed
+    # A square matrix is projected on the right, as one that is taller than wide; not a wide one.
+    assert plans["layers.0.attention.wq.weight"].transposed
+    wide = plan_matrices({"w2.weight": (16, 40)}, change(projection="one_sided"))["w2.weight"]
+    assert not wide.transposed and (wide.rows, wide.columns) == (16, 40)
 
 
 def test_everything_refreshes_first_and_then_in_turn():

@@ -37,7 +37,7 @@ def gradient(step):
     return (draw(9, 7, seed=step) * 2.0 ** -torch.arange(7)) @ draw(7, 7, seed=50 + step)
 
 
-def run(hyper, settings, steps=8):
+def run(hyper, settings, steps=8, gradient=gradient):
     """The pure function, refreshing as planned."""
     plan = plan_matrices({NAME: (9, 7)}, settings)[NAME]
     two_sided = plan.two_sided
@@ -144,6 +144,18 @@ def test_direction_with_ages_of_their_own():
     both = adam_direction(m, v, torch.tensor([1.0, 5.0], dtype=F64)[:, None, None], HYPER)
     for i, age in enumerate((1, 5)):
         torch.testing.assert_close(both[i], adam_direction(m[i], v[i], age, HYPER))
+
+
+@pytest.mark.parametrize("projection", ["two_sided", "one_sided"])
+def test_kept_moments_mean_the_same_after_a_refresh(projection):
+    """A gradient that only turns round: refreshing in every step changes nothing, whatever Ω."""
+    settings = TSRSettings(rank=3, refresh_interval=1, moments="keep", projection=projection)
+    weights = []
+    for interval in (1, 100):
+        changed = replace(settings, refresh_interval=interval, power_iterations=20)
+        hyper = replace(HYPER, moments="keep")
+        weights.append(run(hyper, changed, 8, lambda step: gradient(0) * (-1) ** (step // 3)))
+    torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-6)
 
 
 def test_weight_decay_is_decoupled():

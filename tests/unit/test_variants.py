@@ -3,7 +3,7 @@ import pytest
 
 from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.variants import PLANS, derive
+from torchtitan_lr.variants import PLANS, derive, shared_mode
 
 TP = "--parallelism.tensor_parallel_degree=2"
 
@@ -28,12 +28,20 @@ def test_choices_of_the_bottleneck_aware_plan_do_not_reach_the_others():
     ]
     for plan in PLANS:
         arguments = [f"--job.config_file={config}", *choices]
-        derived = build_job_config([*arguments, *derive(config, plan, choices)])
+        mode = shared_mode("low_rank", [plan])
+        changes = [*derive(config, plan, choices), f"--activation_checkpoint.mode={mode}"]
+        derived = build_job_config([*arguments, *changes])
         check_job_config(derived, 4, "cpu")
         assert derived.parallelism.tp_norm == ("sync" if plan == "btp" else "online")
-        mode = "full" if plan == "full" else "low_rank"
-        assert derived.activation_checkpoint.mode == mode
     # The control: without the derivation the same choices are refused.
     plain = build_job_config([*arguments, "--parallelism.tp_plan=vanilla"])
     with pytest.raises(ConfigError, match="tp_norm"):
         check_job_config(plain, 4, "cpu")
+
+
+def test_one_mode_of_checkpointing_for_all():
+    """Full rank has no latents to keep; without it the configured mode stays."""
+    assert shared_mode("low_rank", PLANS) == "full"
+    assert shared_mode("low_rank", ("vanilla", "btp")) == "low_rank"
+    for mode in ("none", "selective", "full", "memory_budget"):
+        assert shared_mode(mode, PLANS) == mode

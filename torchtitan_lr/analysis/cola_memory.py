@@ -56,3 +56,31 @@ def checkpointed_flops(shape: ModelShape, seq_len: int) -> tuple[float, int]:
     linears = (layer.attention_linears + layer.feed_forward) / FORWARD_AND_BACKWARD
     scores = layer.attention_scores / FORWARD_AND_BACKWARD
     return linears / 2 + scores, recompute_flops(shape, seq_len)
+
+
+def training_flops(full: ModelShape, low: ModelShape, seq_len: int) -> dict[str, float]:
+    """FLOPs of training over those of full rank, by Tables 3 and 4.
+
+    Args:
+        full: The full-rank shape; d_ff = 2.5d in the paper.
+        low: The CoLA shape.
+        seq_len: Tokens n.
+
+    Returns:
+        Shares of ``GCP`` (full rank, every block repeated), ``CoLA`` and ``CoLA-M``.
+    """
+    whole = layer_flops(full, seq_len).total
+    cola = layer_flops(low, seq_len).total
+    gcp, cola_m = (checkpointed_flops(shape, seq_len)[0] for shape in (full, low))
+    return {"GCP": 1 + gcp / whole, "CoLA": cola / whole, "CoLA-M": (cola + cola_m) / whole}
+
+
+def printed_training_flops(full: ModelShape, low: ModelShape, seq_len: int) -> dict[str, float]:
+    """The same as Table 9 prints it: what is repeated counts twice, over the linears alone.
+
+    The recomputation includes attention's products, of which the rest is left out.
+    """
+    layers = layer_flops(full, seq_len), layer_flops(low, seq_len)
+    whole, cola = (layer.attention_linears + layer.feed_forward for layer in layers)
+    gcp, cola_m = (2 * checkpointed_flops(shape, seq_len)[0] for shape in (full, low))
+    return {"GCP": 1 + gcp / whole, "CoLA": cola / whole, "CoLA-M": (cola + cola_m) / whole}

@@ -61,6 +61,36 @@ COLA_TABLE_5 = {
 COLA_TABLE_7 = {"60M": "0.4", "130M": "0.5", "350M": "0.4"}
 """CoLA, Table 7: FLOPs of CoLA at its default rank over those of full rank."""
 
+COLA_TABLE_7_MORE = "0.7"
+"""CoLA, Table 7: the same at larger ranks, which are not printed."""
+
+COLA_BERT_LARGE = (1024, 4096, 384, 512)
+"""CoLA, Appendix D.2: d and d_ff of BERT-Large, and the ranks of its attention and feed-forward at
+0.7 times its FLOPs."""
+
+COLA_TABLE_9_FLOPS = {
+    "1B": {"GCP": "1.68", "CoLA": "0.40", "CoLA-M": "0.55"},
+    "7B": {"GCP": "1.67", "CoLA": "0.40", "CoLA-M": "0.54"},
+}
+"""CoLA, Table 9: FLOPs over those of full rank, n = 256."""
+
+COLA_RECOMPUTATION = "4.6"
+"""CoLA, Figure 7 and section 4.2: what GCP repeats of a 1B block over what CoLA-M does."""
+
+BOOST_TABLE_4 = {"weights": "1.25", "gradients": "1.25", "optimizer": "2.50"}
+"""BOOST, Table 4: "GB" (which are GiB) on each of four ranks, CoLA 7B, both plans."""
+
+BOOST_TABLE_5 = {
+    ("Vanilla", 4): (26022, 229, "113.7"),
+    ("BOOST", 4): (17414, 90, "193.5"),
+    ("Vanilla", 8): (52280, 460, "113.6"),
+    ("BOOST", 8): (35392, 200, "177.0"),
+}
+"""BOOST, Table 5, by plan and batch: MB that checkpointing saves, ms that it costs, their ratio."""
+
+BOOST_TABLE_5_TIMES = {4: "1.70", 8: "1.56"}
+"""BOOST, section 5: BOOST's ratio over vanilla's, by batch."""
+
 BOOST_INTENSITY_7B = {"vanilla over full rank": 0.2, "btp over vanilla": 2.5}
 """BOOST, section 4.1: ratios of arithmetic intensity that the text names for the MLP of 7B."""
 

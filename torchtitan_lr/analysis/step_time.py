@@ -1,13 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A modelled step time: matrix products at a measured fraction of the peak, collectives by α-β.
 
-The model leaves out what it cannot know (kernel launches, the optimizer, element-wise work), so its
-times are lower bounds whose ratios between plans mean more than their values. A collective of N
-ranks costs α a call, and its bytes times the share that crosses a link (2(N-1)/N for an all-reduce,
-(N-1)/N for a gather, a scatter or an all-to-all, 1 for a message) over the link's bandwidth.
-Tensor-parallel activations and a pipeline's messages stand between two products and are exposed;
-the online norm's statistic and the data-parallel traffic run beside the computation and are exposed
-only where they take longer; what TSR-Adam sends at the end of a step is exposed.
+The model leaves out what it cannot know (kernel launches, the optimizer, element-wise work) and
+takes one efficiency for all products, which thin ones do not reach. So its times are too short, for
+low-rank plans more than for full rank, and the ratio of two of them bounds no measured ratio. A
+collective of N ranks costs α a call, and its bytes times the share that crosses a link (2(N-1)/N
+for an all-reduce, (N-1)/N for a gather, a scatter or an all-to-all, 1 for a message) over the
+link's bandwidth. Tensor-parallel activations and a pipeline's messages stand between two products
+and are exposed; the online norm's statistic and the data-parallel traffic run beside the
+computation and are exposed only where they take longer; what TSR-Adam sends at the end of a step is
+exposed.
 """
 
 from collections.abc import Callable, Iterable

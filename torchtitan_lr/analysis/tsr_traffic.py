@@ -163,7 +163,10 @@ def _cores(plain: Sequence[TSRMatrix], mesh: TSRMesh, step: TSRStep) -> list[Tra
 
 
 def _refresh(fresh: Sequence[TSRMatrix], mesh: TSRMesh, step: TSRStep) -> list[Traffic]:
-    """One round: the sums Y, (Z, Y)·q, B with a factorisation after each, signs, checks."""
+    """One round: the sums Y, (Z, Y)·q, B with a factorisation after each, signs, checks.
+
+    Signs are the sketch's, and then, for each side that is projected, those of the earlier bases.
+    """
     rows: list[Traffic] = []
     for axis in ("columns", *("rows", "columns") * step.power_iterations, "rows"):
         # Summed over one axis, Y and Z have the other's length.
@@ -179,12 +182,14 @@ def _refresh(fresh: Sequence[TSRMatrix], mesh: TSRMesh, step: TSRStep) -> list[T
             gathered = sum(ranks * m.width**2 for m in fresh if dim in _split(m, other))
             if gathered:
                 rows.append(_row("all_gather", "sketch", gathered, dim))
+    both = [m for m in fresh if m.two_sided]
     rows += _sum(fresh, "columns", [m.rank for m in fresh], mesh)
+    rows += _sum(fresh, "rows", [m.rank for m in fresh], mesh)
+    rows += _sum(both, "columns", [m.rank for m in both], mesh)
     rows += _over_replicas("checksum", 2 * len(fresh), mesh)
     if step.rotates:
         squares = [m.rank**2 for m in fresh]
         rows += _sum(fresh, "rows", squares, mesh)
-        both = [m for m in fresh if m.two_sided]
         rows += _sum(both, "columns", [m.rank**2 for m in both], mesh)
     return rows
 

@@ -14,7 +14,7 @@ from torchtitan_lr.analysis.step_time import Hardware
 from torchtitan_lr.analysis.traffic import Traffic
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.memory import activation_bytes, in_flight, rank_memory, rehearse_run
-from torchtitan_lr.estimate.run import AC_MODES, Run, alternatives
+from torchtitan_lr.estimate.run import AC_MODES, Run, alternative_modes, alternatives
 from torchtitan_lr.estimate.timing import step_time
 from torchtitan_lr.estimate.traffic import (
     average_optimizer_traffic,
@@ -27,24 +27,31 @@ from torchtitan_lr.estimate.traffic import (
 GIB = 2**30
 
 
-def estimate(run: Run, hardware: Hardware) -> dict[str, Any]:
+def estimate(run: Run, hardware: Hardware, checkpointing: str = "") -> dict[str, Any]:
     """Estimate a run, and its alternatives on the same ranks.
+
+    The alternatives share one mode of activation checkpointing, so that they compare.
 
     Args:
         run: The run.
         hardware: The machine.
+        checkpointing: Other modes of single alternatives, ``NAME=MODE,...``.
 
     Returns:
-        ``parameters``, ``flops_per_token``, ``memory_bytes`` (of the rank that needs most),
-        ``activations_by_mode``, ``comm_bytes`` (of the pipeline rank that sends most, by mesh
-        dimension and operation), ``step_time`` and ``pipeline_ranks``; with TSR-Adam
-        ``tsr_comm_bytes`` (``comm_bytes`` are those of a step without refresh, the time is that of
-        an average step); and the same of every plan in ``alternatives``.
+        ``checkpointing`` (the mode), ``parameters``, ``flops_per_token``, ``memory_bytes`` (of the
+        rank that needs most), ``activations_by_mode``, ``comm_bytes`` (of the pipeline rank that
+        sends most, by mesh dimension and operation), ``step_time`` and ``pipeline_ranks``; with
+        TSR-Adam ``tsr_comm_bytes`` (``comm_bytes`` are those of a step without refresh, the time is
+        that of an average step); and the same of every plan in ``alternatives``.
+
+    Raises:
+        ConfigError: ``checkpointing`` names what cannot be.
     """
+    modes = alternative_modes(run.config, run.world, checkpointing)
     with _quiet():
         report = _estimate(run, hardware, every_mode=True)
         others: dict[str, Any] = {}
-        for name, other in alternatives(run):
+        for name, other in alternatives(run, modes):
             if isinstance(other, ConfigError):
                 others[name] = {"refused": str(other)}
             else:
@@ -67,6 +74,7 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
     time = step_time(run, averaged, hardware)
     tokens = run.tokens * run.microbatches * run.accumulation * run.shard * run.replicas
     report = {
+        "checkpointing": run.checkpointing,
         "parameters": count_parameters(run.args).total,
         "flops_per_token": flops_per_token(run.args, run.seq_len),
         "memory_bytes": heaviest["memory_bytes"],
@@ -158,6 +166,7 @@ def as_text(report: dict[str, Any], hardware: Hardware) -> str:
 
 
 def _rows(columns: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    yield "activation checkpointing", [c["checkpointing"] for c in columns]
     yield "parameters (M)", [f"{c['parameters'] / 1e6:,.1f}" for c in columns]
     yield "GFLOP a token", [f"{c['flops_per_token'] / 1e9:,.3f}" for c in columns]
     for part in columns[0]["memory_bytes"]:

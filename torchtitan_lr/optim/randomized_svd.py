@@ -66,7 +66,8 @@ class SVD(NamedTuple):
 
     Attributes:
         left: U (b, m, r), orthonormal columns, sharded as the rows are.
-        values: σ (b, r), descending, equal on all ranks.
+        values: σ (b, r), of descending magnitude, equal on all ranks; negative where the signs of
+            earlier bases turned one side and not the other.
         right: V (b, n, r), orthonormal columns, sharded as the columns are.
     """
 
@@ -95,18 +96,24 @@ class SketchSettings:
 
 
 def randomized_svd(
-    gradients: Sequence[Tensor], sketches: Tensor, settings: SketchSettings
+    gradients: Sequence[Tensor],
+    sketches: Tensor,
+    settings: SketchSettings,
+    earlier: tuple[Tensor, Tensor | None] | None = None,
 ) -> Steps[SVD]:
     """Compute the leading singular triplets of equally shaped matrices (TSR-Adam, Algorithm 1).
 
-    Signs are fixed by the sketch, so that every layout of ranks finds the same vectors. Columns
-    that belong to a vanishing singular value are zero: the gradient does not determine them, and
-    whatever rounding put there would differ from layout to layout.
+    A gradient determines singular vectors up to a sign. The sketch chooses one, so that every
+    layout of ranks finds the same vectors; bases that are replaced turn each vector towards their
+    own (`_align`). Columns that belong to a vanishing singular value are zero: the gradient does
+    not determine them, and whatever rounding put there would differ from layout to layout.
 
     Args:
         gradients: b local blocks of G, each (m, n); the rank's own, perhaps empty.
         sketches: Ω (b, n, k), the rows of the shared draw that belong to this rank's columns.
         settings: Rank, width and what is split.
+        earlier: The bases that the result replaces, U (b, m, r) and V (b, n, r), or None where
+            that side is not projected; zeros before the first.
 
     Yields:
         Requests; see the module.
@@ -137,7 +144,33 @@ def randomized_svd(
     right = q_b @ small_right.mT[..., :rank]
     sides = yield from _sum(sketches[..., :1].mT @ right, "columns", False)
     keep = _signs(sides) * _is_present(values, rank)[:, None, :]
-    return SVD(left * keep, values[:, :rank], right * keep)
+    svd = SVD(left * keep, values[:, :rank], right * keep)
+    if earlier is None:
+        return svd
+    return (yield from _align(svd, *earlier))
+
+
+def _align(svd: SVD, earlier_left: Tensor, earlier_right: Tensor | None) -> Steps[SVD]:
+    """Turn each vector towards the one that it replaces; U·diag(σ)·Vᵀ stays what it was.
+
+    Moments that are kept belong to the vectors' numbers: where a vector changes its sign, so does
+    what the core says, and averages of before and after cancel. The sides turn independently: a
+    gradient that became its negative keeps both bases, and σ says so. Vectors that are nearly
+    orthogonal to the earlier ones, or have none, keep the sketch's sign, which rounding does not
+    touch.
+    """
+    turn = yield from _turns(svd.left, earlier_left, "rows")
+    left, values, right = svd.left * turn[:, None, :], svd.values * turn, svd.right
+    if earlier_right is not None:
+        turn = yield from _turns(right, earlier_right, "columns")
+        values, right = values * turn, right * turn[:, None, :]
+    return SVD(left, values, right)
+
+
+def _turns(vectors: Tensor, earlier: Tensor, axis: Axis) -> Steps[Tensor]:
+    """Signs (b, r) of the products of each vector with the earlier one, 1 where they say little."""
+    products = yield from _sum((vectors * earlier).sum(dim=-2), axis, False)
+    return _signs(products + torch.finfo(products.dtype).eps ** 0.5)
 
 
 def tsqr(tall: Tensor, axis: Axis, mesh_dims: int) -> Steps[tuple[Tensor, Tensor]]:

@@ -64,7 +64,8 @@ class MatrixPlan:
         offset: The steps that are this much after a multiple of the interval refresh it.
         two_sided: Whether both sides are projected.
         transposed: Whether rows and columns are those of the transposed parameter: a one-sided
-            projection is on the shorter side, called rows here.
+            projection is on the shorter side, called rows here. A square parameter is projected
+            on the right, as the published GaLore does, hence transposed.
     """
 
     name: str
@@ -135,7 +136,7 @@ def _plan(
         want = f"at most {min(shape)}, the shorter side of {name} {tuple(shape)}"
         raise ConfigError(f"optimizer.tsr_{prefix}rank", rank, f"{want}, or to exclude it")
     two_sided = settings.projection == "two_sided"
-    transposed = not two_sided and shape[0] > shape[1]
+    transposed = not two_sided and shape[0] >= shape[1]
     rows, columns = reversed(shape) if transposed else shape
     index, count = place
     offset = index * interval // count if settings.stagger else 0

@@ -221,8 +221,8 @@ class Synchronizer:
             stack.pending.append(refreshes[-1])
         if self.settings.moments == "rotate":
             steps = [
-                _overlaps(refresh.bases, stack.left[refresh.indices], _rows(stack.right, refresh))
-                for (stack, _, _), refresh in zip(jobs, refreshes, strict=True)
+                _overlaps(refresh.bases, *_bases_of(stack, indices))
+                for (stack, indices, _), refresh in zip(jobs, refreshes, strict=True)
             ]
             for refresh, found in zip(
                 refreshes, solve_together(steps, layouts, self.ranks), strict=True
@@ -238,7 +238,8 @@ class Synchronizer:
             replicas=self.ranks.replicas is not None and not dense,
         )
         gradients = [stack.gradient(index) for index in indices]
-        return randomized_svd(gradients, stack.sketches(indices), settings)
+        sketches = stack.sketches(indices)
+        return randomized_svd(gradients, sketches, settings, _bases_of(stack, indices))
 
     def _check_replicas(
         self, jobs: Sequence[tuple[MatrixStack, list[int], bool]], svds: Sequence[SVD]
@@ -284,8 +285,9 @@ def _overlaps(
     return left, right
 
 
-def _rows(stacked: Tensor | None, refresh: Refresh) -> Tensor | None:
-    return None if stacked is None else stacked[refresh.indices]
+def _bases_of(stack: MatrixStack, indices: list[int]) -> tuple[Tensor, Tensor | None]:
+    """Copies of the bases that some matrices of a stack have until the step is accepted."""
+    return stack.left[indices], None if stack.right is None else stack.right[indices]
 
 
 def _gradient_of(stack: MatrixStack, index: int) -> Tensor:

@@ -3,7 +3,8 @@
 
 W and G are (m, n). Two orthonormal bases U (m, r) and V (n, r) span where the gradient lives; Adam
 runs on the core C = UᵀGV (r, r), and its direction is lifted back. One-sided projection (GaLore)
-is the same without V, for a matrix that is not taller than wide: the core is (r, n).
+is the same without V, for a matrix that is not taller than wide: the core is (r, n). Matrices that
+are, square ones included, are transposed: GaLore projects them on the right.
 
 All functions take batches as well: equal matrices may be stacked in front.
 """
@@ -97,11 +98,12 @@ def tsr_adam_step(
         # C = UᵀGV
         core = project(gradient, state.bases)
     else:
-        assert settings is not None
-        # U, Σ, V ← rSVD(G), and then C = UᵀGV is Σ itself.
-        two_sided = state.bases.right is not None
-        svd = solve_alone(randomized_svd([gradient], sketch[None], settings))
-        bases, core = new_bases(SVD(*(part[0] for part in svd)), two_sided)
+        left, right = state.bases.left, state.bases.right
+        assert settings is not None and left is not None
+        # U, Σ, V ← rSVD(G), signs as before, and then C = UᵀGV is Σ itself.
+        earlier = (left[None], None if right is None else right[None])
+        svd = solve_alone(randomized_svd([gradient], sketch[None], settings, earlier))
+        bases, core = new_bases(SVD(*(part[0] for part in svd)), right is not None)
         state = change_bases(state, bases, hyper.moments)
     # m ← β₁m + (1 − β₁)C,  v ← β₂v + (1 − β₂)C∘C,  D = m̂ / (√v̂ + ε)
     average = hyper.beta1 * state.average + (1 - hyper.beta1) * core
@@ -167,8 +169,9 @@ def change_bases(state: State, bases: Bases, moments: Moments) -> State:
     Args:
         state: State with the old bases.
         bases: The new ones.
-        moments: ``keep`` leaves the numbers as they are (the published code), ``rotate`` expresses
-            them in the new bases (the paper's theory), ``reset`` forgets them.
+        moments: ``keep`` leaves the numbers as they are (the published code; the signs of the new
+            bases are those of the old ones for its sake), ``rotate`` expresses them in the new
+            bases (the paper's theory), ``reset`` forgets them.
     """
     if moments == "reset":
         nothing = torch.zeros_like(state.average)
