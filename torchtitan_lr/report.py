@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import signal
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,12 @@ from torchtitan_lr.summary import SUMMARY_FILE
 # What everybody needs to know: why a run was refused, how to resume it (only rank 0 says that).
 _LAST_WORDS = re.compile(r"^error: |\bStopped by .* after step ")
 _ENDED_BY_SIGNAL = re.compile(
-    r"local_rank: (\d+)\)\n\s*exitcode\s*: -\d+ \(pid: \d+\)\s+\((SIG\w+)\)"
+    r"local_rank: (\d+)\)\n\s*exitcode\s*: -\d+ \(pid: (\d+)\)\s+\((SIG\w+)\)"
 )
+_FRAME = re.compile(r'File "([^"]+)", line \d+, in (\w+)')
+_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+DID_NOT_END = "did not end when asked to, and was killed"
+"""End of a line of ``launcher.log`` that begins with ``rank process PID``."""
 _TAIL_BYTES = 1 << 16
 
 
@@ -88,20 +93,30 @@ def describe_failure(log_folder: Path, status: int) -> str:
         try:
             message = json.loads(path.read_text())["message"]
             when = float(message["extraInfo"]["timestamp"])
-            failures.append((when, path.parent, str(message["message"])))
+            stack = str(message["extraInfo"].get("py_callstack"))
+            failures.append((when, path.parent, str(message["message"]), stack))
         except (ValueError, KeyError, TypeError):
             continue  # a rank killed while writing leaves half a file
     if failures:
-        _, folder, reason = min(failures)
-        first_line = reason.strip().partition("\n")[0]
-        return f"rank {folder.name} failed: {first_line}; its output: {folder}"
+        _, folder, reason, stack = min(failures)
+        what = reason.strip().partition("\n")[0]
+        if _TIMED_OUT.search(what):
+            what += _collective_of(stack)
+        stuck = [f"rank {rank}" for rank, _, did_not_end in _signalled(log_folder) if did_not_end]
+        if stuck:
+            what += f"; {', '.join(stuck)} did not end when asked to: stopped, or stuck"
+        return f"rank {folder.name} failed: {what}; its output: {folder}"
+    if status < 0:
+        name = signal.Signals(-status).name
+        return f"torchrun was ended by {name}, and its ranks with it; their output: {log_folder}"
     return f"the ranks ended with status {status}; their output: {log_folder}"
 
 
 def killed_rank(log_folder: Path) -> tuple[int, str] | None:
     """Finds in torchrun's report a rank that a signal ended which torchrun did not send.
 
-    A rank that told its error before, and fell while it cleaned up, does not count.
+    A rank that told its error before, and fell while it cleaned up, does not count. Nor does one
+    that torchrun killed because it did not end after another had failed.
 
     Args:
         log_folder: Holds ``launcher.log``.
@@ -109,13 +124,31 @@ def killed_rank(log_folder: Path) -> tuple[int, str] | None:
     Returns:
         The rank on this machine and the signal's name, or None.
     """
+    for rank, name, did_not_end in _signalled(log_folder):
+        told = any(log_folder.glob(f"*/attempt_*/{rank}/error.json"))
+        if name != "SIGTERM" and not told and not did_not_end:  # SIGTERM is torchrun's own
+            return rank, name
+    return None
+
+
+def _signalled(log_folder: Path) -> list[tuple[int, str, bool]]:
+    """Ranks that a signal ended, its name, and whether torchrun had to kill the rank."""
     path = log_folder / "launcher.log"
     report = path.read_text(errors="replace") if path.is_file() else ""
-    for rank, name in _ENDED_BY_SIGNAL.findall(report):
-        told = any(log_folder.glob(f"*/attempt_*/{rank}/error.json"))
-        if name != "SIGTERM" and not told:  # torchrun's own, to those that were left
-            return int(rank), name
-    return None
+    return [
+        (int(rank), name, f"rank process {pid} {DID_NOT_END}" in report)
+        for rank, pid, name in _ENDED_BY_SIGNAL.findall(report)
+    ]
+
+
+def _collective_of(stack: str) -> str:
+    """Names the collective of a stack, and who called it, as the end of a phrase."""
+    calls = _FRAME.findall(stack)
+    collectives = [name for file, name in calls if "/torch/distributed/" in file]
+    collectives = [name for name in collectives if name != "wrapper"]  # torch's logger
+    ours = [f"{Path(file).name}: {name}" for file, name in calls if "/torchtitan_lr/" in file]
+    where = [*(f"in {name}" for name in collectives[-1:]), *(f"({call})" for call in ours[-1:])]
+    return "".join(f" {part}" for part in where)
 
 
 def last_words(log_folder: Path, shown: Collection[int]) -> list[str]:

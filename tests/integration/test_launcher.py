@@ -168,6 +168,24 @@ def test_a_killed_launcher_leaves_no_ranks(tmp_path):
     runs.wait_until_gone(pids)
 
 
+def test_two_jobs_in_one_folder(tmp_path):
+    first = Launch(tmp_path, "wait")
+    first.wait_for_ranks()
+    second = Launch(tmp_path, "end").finish()
+    assert second.status == 2, second.everything
+    (line,) = second.err.splitlines()
+    assert line.startswith("error: job.dump_folder: got ") and "no other job is at work" in line
+    assert f"process {first.pid} on " in line
+    # It started nothing and left nothing.
+    assert second.out == "" and first.saved() == []
+    assert len(list((tmp_path / "logs").iterdir())) == 1
+    # The lock is gone with its holder, however that ends.
+    first.send(signal.SIGKILL)
+    first.finish()
+    third = Launch(tmp_path, "end").finish()
+    assert third.status == 0, third.everything
+
+
 def test_a_failing_rank(tmp_path):
     done = Launch(tmp_path, "fail").finish()
     assert done.status == 1

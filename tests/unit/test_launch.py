@@ -100,10 +100,22 @@ def test_several_machines(variables, tmp_path):
     environment = launch.Environment(8, 2, "0", "", "torchtitan_lr.train")
     command, _ = launch.build_command(environment, ["--x.y=1"], tmp_path)
     assert "--nnodes=2" in command and "--rdzv_endpoint=host:1234" in command
-    assert "--standalone" not in command
+    assert "--rdzv_backend=loopback" not in command
     assert command[-3:] == ["-m", "torchtitan_lr.train", "--x.y=1"]
+
+
+def test_one_machine_keeps_to_itself(variables, tmp_path):
+    variables.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    variables.setenv("RDZV_ENDPOINT", "host:1234")
     single = launch.Environment(8, 1, "0", "", "torchtitan_lr.train")
-    assert "--standalone" in launch.build_command(single, [], tmp_path)[0]
+    command, child = launch.build_command(single, [], tmp_path)
+    assert "--rdzv_backend=loopback" in command and "host:1234" not in " ".join(command)
+    assert child["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    several = launch.Environment(8, 2, "0", "", "torchtitan_lr.train")
+    assert "GLOO_SOCKET_IFNAME" not in launch.build_command(several, [], tmp_path)[1]
+    # What the user says goes.
+    variables.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    assert launch.build_command(single, [], tmp_path)[1]["GLOO_SOCKET_IFNAME"] == "eth1"
 
 
 def test_threads_are_shared_out(variables, tmp_path):
