@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.config_optimizer import TSR
-from torchtitan_lr.data.paths import user_path
+from torchtitan_lr.config_outputs import check_dump_folder
 from torchtitan_lr.errors import ConfigError
 
 
@@ -120,17 +120,6 @@ def check_reporting(config: Any, world_size: int, device_type: str) -> None:
         want = f"at least profiler_active + profiler_warmup ({least})"
         freq = profiling.profile_freq
         _require(freq >= max(1, least), "profiling.profile_freq", freq, want)
-
-
-def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
-    """The dump folder exists, or can be made."""
-    folder = Path(os.path.abspath(config.job.dump_folder))
-    user_path(str(folder), "job.dump_folder")
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    ok = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
-    _require(
-        ok, "job.dump_folder", config.job.dump_folder, f"a folder that {nearest} lets you make"
-    )
 
 
 def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:

@@ -32,6 +32,7 @@ from torchtitan_lr.checkpoint import CheckpointManager
 from torchtitan_lr.comm.ledger import CommLedger, ledger_for
 from torchtitan_lr.comm.residuals import STATE_NAME, Residuals
 from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.config_outputs import CONFIG_RECORD
 from torchtitan_lr.device import bind_device
 from torchtitan_lr.environment import launched_ranks
 from torchtitan_lr.errors import ConfigError
@@ -73,7 +74,7 @@ class Trainer(titan_train.Trainer):
         self._stop = StopSignal()
         self._started = False
         self._ledger: CommLedger | None = None
-        job_config.job.save_config_file = job_config.job.save_config_file or "job_config.json"
+        job_config.job.save_config_file = job_config.job.save_config_file or CONFIG_RECORD
         with _our_parts():
             super().__init__(job_config)
         stages = self.parallel_dims.get_optional_mesh("pp")

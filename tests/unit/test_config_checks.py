@@ -356,6 +356,14 @@ def test_empty_config_file():
     assert refusal(config_file="").startswith("job.config_file: got '', expected a TOML file")
 
 
+@pytest.mark.parametrize("text", ["", "# nothing\n"])
+def test_config_file_without_settings(tmp_path, text):
+    path = tmp_path / "empty.toml"
+    path.write_text(text)
+    told = refusal(config_file=path)
+    assert told == f"job.config_file: got '{path}', expected a TOML file with settings; it has none"
+
+
 def test_empty_tables_of_names(tmp_path):
     path = tmp_path / "empty.toml"
     path.write_text('[model]\nname = ""\nflavor = ""\n')

@@ -169,15 +169,17 @@ def test_default_number_of_ranks(variables, monkeypatch, capsys, tmp_path, gpus,
             launch.place_ranks(launch.read_environment())
 
 
-def test_empty_dump_folder_of_a_dry_run(variables, monkeypatch, tmp_path):
+def test_dump_folder_of_a_dry_run(variables, monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(launch, "run", lambda env, args, logs, config: seen.append(logs) or 0)
     config = str(ROOT / "train_configs" / "debug_cola.toml")
     monkeypatch.chdir(tmp_path)
     variables.setenv("COMM_MODE", "fake_backend")
     variables.setenv("CONFIG_FILE", config)
-    assert launch.main(["--job.dump_folder="]) == 0
+    assert launch.main(["--job.dump_folder=."]) == 0
     assert len(seen) == 1 and (tmp_path / seen[0]).parent == tmp_path / "dry_run" / "logs"
+    assert launch.main(["--job.dump_folder="]) == 2
+    assert len(seen) == 1
 
 
 def test_how_to_go_on(tmp_path):
