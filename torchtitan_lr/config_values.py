@@ -112,6 +112,9 @@ def check_reporting(config: Any, world_size: int, device_type: str) -> None:
         "comm.init_timeout_seconds",
         "comm.train_timeout_seconds",
     )
+    for name in ("init_timeout_seconds", "train_timeout_seconds"):
+        seconds = getattr(config.comm, name)
+        _require(seconds <= 10**9, f"comm.{name}", seconds, "at most 10**9 seconds (30 years)")
     seed = config.debug.seed
     _require(0 <= seed < 2**63, "debug.seed", seed, "an integer from 0 to 2**63 - 1")
     profiling = config.profiling

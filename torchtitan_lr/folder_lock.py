@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import IO
@@ -37,21 +37,18 @@ def locked(dump_folder: str) -> Iterator[None]:
         ConfigError: Another job is at work there, or the folder takes no file.
     """
     path = Path(dump_folder) / LOCK_FILE
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+")
-    except OSError as error:
-        want = f"a folder in which {path} can be written ({error.strerror})"
-        raise ConfigError("job.dump_folder", dump_folder, want) from error
-    with file:
+    with ExitStack() as open_file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open_file.enter_context(path.open("ab", buffering=0))
+            _lock(file, path)
             _sign(file)
         except BlockingIOError:
             want = f"a folder in which no other job is at work; {_holder(path)}"
             raise ConfigError("job.dump_folder", dump_folder, want) from None
-        except OSError as error:  # a file system without locks, or a full one
-            print(f"warning: {path}: {error.strerror}; no other job may use it", file=sys.stderr)
+        except OSError as error:
+            want = f"a folder in which {path} can be written ({error.strerror})"
+            raise ConfigError("job.dump_folder", dump_folder, want) from error
         yield
 
 
@@ -74,12 +71,26 @@ def locked_by_rank(dump_folder: str, variables: Mapping[str, str]) -> Iterator[N
         yield
 
 
-def _sign(file: IO[str]) -> None:
+def _lock(file: IO[bytes], path: Path) -> None:
+    """Locks, or says that this file system cannot; raises `BlockingIOError` where another has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        print(
+            f"warning: {path} cannot be locked ({error.strerror}): see to it that no other job "
+            "uses this folder",
+            file=sys.stderr,
+        )
+
+
+def _sign(file: IO[bytes]) -> None:
     """Writes who holds the lock, for the one who comes second."""
     since = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
+    who = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
     file.truncate(0)
-    json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": since}, file)
-    file.flush()
+    file.write(json.dumps(who).encode())
 
 
 def _holder(path: Path) -> str:

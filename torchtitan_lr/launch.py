@@ -6,12 +6,14 @@
 """
 
 import os
+import signal
 import sys
 import time
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.config_types import CONFIG_FILE_KEY, split_arguments
@@ -27,6 +29,7 @@ from torchtitan_lr.folder_lock import HELD_VARIABLE, locked
 from torchtitan_lr.processes import RankGroup, leave
 from torchtitan_lr.report import (
     describe_failure,
+    full_disk,
     killed_rank,
     last_words,
     read_summary,
@@ -164,8 +167,10 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
             print(line, file=sys.stderr)
     if status != 0:
         if expected:
-            hint = how_to_go_on(config) if killed_rank(log_folder) else ""
-            print(f"error: {describe_failure(log_folder, status)}{hint}", file=sys.stderr)
+            failure = describe_failure(log_folder, status)
+            hint = full_disk(dump_folder, failure)
+            hint += how_to_go_on(config) if hint or killed_rank(log_folder) else ""
+            print(f"error: {failure}{hint}", file=sys.stderr)
         return status if 0 < status < 126 else 1
     if not expected:
         print(f"dry run passed: one step as rank 0 of {environment.world_size}")
@@ -222,5 +227,22 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
+def stop_before_ranks(number: int, frame: FrameType | None) -> NoReturn:
+    """Ends this process at once, as long as nothing is started: the handler of early signals.
+
+    Python's own would print where in torch's imports the signal met it.
+
+    Args:
+        number: The signal.
+        frame: Where it came.
+    """
+    name = signal.Signals(number).name
+    os.write(2, f"error: stopped before any rank started, by {name}\n".encode())
+    os._exit(128 + number)
+
+
 if __name__ == "__main__":
+    # Below `cmd &` SIGINT is ignored, and stays so.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, stop_before_ranks)
     leave(main())

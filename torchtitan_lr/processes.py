@@ -129,17 +129,22 @@ class RankGroup:
     def _relay(self, console_log: Path) -> None:
         """Shows the ranks' lines of the command's stderr; all lines go to the log."""
         assert self._process is not None and self._process.stderr is not None
-        with console_log.open("wb") as log:
-            _relay_lines(self._process.stderr, log)
+        try:
+            console_log.touch()
+        except OSError:  # a full disk: what the ranks say is still to be shown
+            console_log = Path(os.devnull)
+        with console_log.open("wb", buffering=0) as log:
+            for line in self._process.stderr:
+                _write(log, line)
+                if _RANK_LINE.match(line):
+                    _write(sys.stderr.buffer, line)
 
 
-def _relay_lines(stream: IO[bytes], log: IO[bytes]) -> None:
-    for line in stream:
-        log.write(line)
-        log.flush()
-        if _RANK_LINE.match(line):
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
+def _write(file: IO[bytes], line: bytes) -> None:
+    """Writes if it can. Whatever happens, the next line is read: torchrun waits for its reader."""
+    with contextlib.suppress(OSError):
+        file.write(line)
+        file.flush()
 
 
 def child_pids(parent: int) -> list[int]:

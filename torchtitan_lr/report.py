@@ -1,9 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What the launcher says at the end: the summary of a run, or why it failed."""
 
+import errno
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Collection
 from pathlib import Path
@@ -21,6 +23,7 @@ _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 DID_NOT_END = "did not end when asked to, and was killed"
 """End of a line of ``launcher.log`` that begins with ``rank process PID``."""
 _TAIL_BYTES = 1 << 16
+_LITTLE_SPACE = 1 << 20  # bytes: what is left where a write of less than a page more failed
 
 
 def read_summary(dump_folder: Path, newer_than: float) -> dict[str, Any] | None:
@@ -110,6 +113,23 @@ def describe_failure(log_folder: Path, status: int) -> str:
         name = signal.Signals(-status).name
         return f"torchrun was ended by {name}, and its ranks with it; their output: {log_folder}"
     return f"the ranks ended with status {status}; their output: {log_folder}"
+
+
+def full_disk(folder: Path, failure: str) -> str:
+    """Says that a disk is full, where that is or was so; then ranks can hardly say why they ended.
+
+    Args:
+        folder: On that disk.
+        failure: What is known of the failure.
+
+    Returns:
+        The end of a sentence, empty where there is space.
+    """
+    free = shutil.disk_usage(folder).free
+    said = (os.strerror(number) in failure for number in (errno.ENOSPC, errno.EDQUOT))
+    if free >= _LITTLE_SPACE and not any(said):
+        return ""
+    return f"; no space left in {folder} ({free / 2**20:.1f} MiB free)"
 
 
 def killed_rank(log_folder: Path) -> tuple[int, str] | None:

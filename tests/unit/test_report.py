@@ -3,12 +3,14 @@
 
 import json
 import math
+import shutil
 
 import pytest
 
 from torchtitan_lr.report import (
     DID_NOT_END,
     describe_failure,
+    full_disk,
     killed_rank,
     last_words,
     read_summary,
@@ -145,6 +147,15 @@ def test_a_rank_that_torchrun_had_to_kill_is_not_the_cause(tmp_path, stuck):
         "(guard.py: agree); rank 1 did not end when asked to: stopped, or stuck; "
         f"its output: {folder}"
     )
+
+
+def test_a_full_disk_is_told_with_what_is_free(tmp_path):
+    assert full_disk(tmp_path, "rank 0 failed: ValueError: no such luck") == ""
+    told = full_disk(tmp_path, "rank 0 failed: OSError: [Errno 28] No space left on device")
+    free = shutil.disk_usage(tmp_path).free / 2**20
+    start, _, rest = told.partition(f"; no space left in {tmp_path} (")
+    assert start == "" and rest.endswith(" MiB free)")
+    assert float(rest.split()[0]) == pytest.approx(free, rel=0.2)
 
 
 def test_torchrun_that_a_signal_ended_is_told(tmp_path):
