@@ -162,13 +162,16 @@ def _signalled(log_folder: Path) -> list[tuple[int, str, bool]]:
 
 
 def _collective_of(stack: str) -> str:
-    """Names the collective of a stack, and who called it, as the end of a phrase."""
+    """Names the collective of a stack, and who of us called it, as the end of a phrase."""
     calls = _FRAME.findall(stack)
-    collectives = [name for file, name in calls if "/torch/distributed/" in file]
-    collectives = [name for name in collectives if name != "wrapper"]  # torch's logger
-    ours = [f"{Path(file).name}: {name}" for file, name in calls if "/torchtitan_lr/" in file]
-    where = [*(f"in {name}" for name in collectives[-1:]), *(f"({call})" for call in ours[-1:])]
-    return "".join(f" {part}" for part in where)
+    ours = [i for i, (file, _) in enumerate(calls) if "/torchtitan_lr/" in file]
+    if not ours:
+        return ""
+    file, caller = calls[ours[-1]]
+    # What is called first says most; below it are torch's own waits and wrappers.
+    below = [name for path, name in calls[ours[-1] + 1 :] if "/distributed/" in path]
+    collectives = [f" in {name}" for name in below if name != "wrapper"]
+    return f"{''.join(collectives[:1])} ({Path(file).name}: {caller})"
 
 
 def last_words(log_folder: Path, shown: Collection[int]) -> list[str]:
