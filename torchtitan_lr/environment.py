@@ -143,7 +143,7 @@ def loopback_variables() -> dict[str, str]:
     """Environment variables that keep ranks of one machine to its loopback interface.
 
     What ranks send each other with gloo is unpickled, so no other machine may reach it. NCCL moves
-    data between the GPUs of a machine without sockets; it is left to choose its own.
+    data between the GPUs of a machine without sockets; ``NCCL_SOCKET_IFNAME`` is left alone.
     """
     return {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
