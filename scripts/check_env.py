@@ -54,6 +54,9 @@ def release(version: str) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print(f"usage: check_env.py [EXTRA ...]\n\n{__doc__}")
+        sys.exit(0)
     missing = [r for r in requirements(PYPROJECT.read_text(), sys.argv[1:]) if not satisfied(r)]
     if missing:
         print("not installed: " + ", ".join(missing))

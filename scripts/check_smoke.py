@@ -29,7 +29,16 @@ def problems(summary: dict[str, object], steps: int = 20) -> list[str]:
 
 
 if __name__ == "__main__":
-    wrong = problems(json.loads((Path(sys.argv[1]) / "summary.json").read_text()))
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print(f"usage: check_smoke.py DUMP_FOLDER\n\n{__doc__}")
+        sys.exit(0)
+    if len(sys.argv) != 2:
+        print("check_smoke.py: expected one argument, the run's dump folder", file=sys.stderr)
+        sys.exit(2)
+    try:
+        wrong = problems(json.loads((Path(sys.argv[1]) / "summary.json").read_text()))
+    except (OSError, ValueError) as error:
+        wrong = [f"no summary to judge ({error})"]
     for line in wrong:
         print(f"error: smoke: {line}", file=sys.stderr)
     if not wrong:

@@ -50,8 +50,15 @@ def check_args(args: argparse.Namespace) -> None:
         raise ConfigError("--max_new_tokens", args.max_new_tokens, "a positive integer")
     if not 0 <= args.temperature < float("inf"):
         raise ConfigError("--temperature", args.temperature, "0 (greedy) or a positive number")
-    if args.top_k < 0:
-        raise ConfigError("--top_k", args.top_k, "0 (all tokens) or a positive integer")
+    if not 0 <= args.top_k < 2**63:
+        raise ConfigError("--top_k", args.top_k, "0 (all tokens) or an integer up to 2**63 - 1")
+    if not 0 <= args.seed < 2**63:
+        raise ConfigError("--seed", args.seed, "an integer from 0 to 2**63 - 1")
+    try:
+        args.prompt.encode()
+    except UnicodeEncodeError as error:  # bytes of the command line that are no UTF-8
+        want = f"text in UTF-8 (position {error.start}: {error.reason})"
+        raise ConfigError("--prompt", args.prompt, want) from error
 
 
 def run(args: argparse.Namespace) -> str:

@@ -36,6 +36,12 @@ from torchtitan_lr.experiments import RunFailedError, Stopped, check_run, launch
 from torchtitan_lr.summary import SUMMARY_FILE
 
 POINT_FILE = "point.json"
+OWN_KEYS = {
+    "job.dump_folder": "each point has a folder of its own in --work",
+    "job.config_file": "the TOML file is the first argument",
+    "metrics.wandb_run_name": "each point has a name of its own",
+    "metrics.wandb_group": "use --group",
+}
 RESULTS = ("val_loss", "val_ppl", "train_loss", "tokens_per_s", "mfu", "peak_memory_gib")
 
 
@@ -74,6 +80,21 @@ def parse_grid(items: list[str]) -> dict[str, list[str]]:
             raise ConfigError("--set", item, "each value once")
         grid[key] = values
     return grid
+
+
+def check_own_keys(items: list[str]) -> None:
+    """Refuse to set what the sweep itself sets for each point.
+
+    Args:
+        items: Of ``--set``, and further overrides.
+
+    Raises:
+        ConfigError: One of them names such a key.
+    """
+    for item in items:
+        key = item.removeprefix("--").partition("=")[0].replace("-", "_")
+        if key in OWN_KEYS:
+            raise ConfigError(key, item, f"nothing: {OWN_KEYS[key]}")
 
 
 def points_of(grid: dict[str, list[str]], common: list[str], group: str) -> list[Point]:
@@ -214,9 +235,16 @@ def main(argv: list[str] | None = None) -> int:
     """Check the grid, run what is missing, sum up."""
     options = _parse(argv)
     work = Path(options.work)
-    work.mkdir(parents=True, exist_ok=True)
-    with (work / ".lock").open("w") as lock:
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        file = (work / ".lock").open("w")
+    except OSError as error:
+        want = f"a folder to write to ({error.strerror})"
+        print(f"error: {ConfigError('--work', options.work, want)}", file=sys.stderr)
+        return 2
+    with file as lock:
         try:
+            check_own_keys([*options.set, *options.overrides])
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

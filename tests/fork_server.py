@@ -34,8 +34,8 @@ AVAILABLE = sys.platform == "linux"  # elsewhere a fork of what torch has loaded
 _PRELOAD = (
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
-    "torch.distributed.run",
     "torch.profiler",
+    "torchtitan_lr.agent",
     "torchtitan_lr.launch",
     "torchtitan_lr.measure",
     "torchtitan_lr.models.export",

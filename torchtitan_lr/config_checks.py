@@ -21,6 +21,7 @@ from torchtitan_lr.config_types import (
     split_arguments,
 )
 from torchtitan_lr.config_values import FILE_CHECKS, VALUE_CHECKS
+from torchtitan_lr.data.paths import user_path
 from torchtitan_lr.errors import ConfigError
 
 CONFIG_MODULE = "torchtitan_lr.job_config"
@@ -44,6 +45,8 @@ def build_job_config(argv: list[str]) -> Any:
     if paths and paths[-1] == "":
         raise ConfigError(CONFIG_FILE_KEY, "", "a TOML file such as train_configs/debug_cola.toml")
     raw = load_toml(paths[-1]) if paths and paths[-1] else {}
+    if paths and paths[-1] and not raw:
+        raise ConfigError(CONFIG_FILE_KEY, paths[-1], "a TOML file with settings; it has none")
 
     # Late, because torchtitan imports torch: a wrong path is told before those seconds.
     with collector_off():
@@ -54,6 +57,8 @@ def build_job_config(argv: list[str]) -> Any:
     config_cls = ConfigManager._merge_configs(JobConfig, extension.JobConfig)
     values = apply_overrides(check_toml(raw, config_cls), overrides, config_cls)
     _check_before_merge(values)
+    if "dump_folder" in values.get("job", {}):
+        values["job"]["dump_folder"] = _dump_folder(values["job"]["dump_folder"])
     # What else the manager does (parse text, check the tokenizer) is done already or comes later.
     return ConfigManager()._dict_to_dataclass(config_cls, values)
 
@@ -94,6 +99,13 @@ def _check_before_merge(values: dict[str, Any]) -> None:
     if steps != -1 and steps <= 0:
         raise ConfigError("validation.steps", steps, "a positive integer, or -1 for the whole set")
     _check_import(values.get("experimental", {}).get("custom_import"))
+
+
+def _dump_folder(path: str) -> str:
+    """Returns ``job.dump_folder`` with ``~`` expanded: no shell does that after an equals sign."""
+    if not path.strip():
+        raise ConfigError("job.dump_folder", path, "a folder such as ./outputs")
+    return str(user_path(path, "job.dump_folder")) if path.startswith("~") else path
 
 
 def _check_import(module: str | None) -> None:

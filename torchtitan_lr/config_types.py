@@ -9,6 +9,7 @@ Nothing in this file imports torch, so that a wrong path or a typo is told at on
 import difflib
 import types
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -18,6 +19,9 @@ import tomli
 from torchtitan_lr.errors import ConfigError
 
 CONFIG_FILE_KEY = "job.config_file"
+
+LARGEST_INTEGER = 2**63 - 1
+"""What torch, and every file format here, can hold."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ def load_toml(path: str) -> dict[str, Any]:
         line = getattr(error, "lineno", None)
         where = f"{path}:{line}" if line is not None else path
         raise ConfigError(CONFIG_FILE_KEY, where, f"valid TOML ({error})") from error
+    except ValueError as error:  # an integer of thousands of digits, which Python does not read
+        raise ConfigError(CONFIG_FILE_KEY, path, f"shorter numbers ({error})") from error
 
 
 def check_toml(
@@ -120,7 +126,7 @@ def check_toml(
         else:
             checked[name] = _match(value, option.type)
             if checked[name] is MISSING:
-                raise ConfigError(key, value, describe_type(option))
+                raise ConfigError(key, value, describe_type(option) + _limit(value, option))
     return checked
 
 
@@ -231,8 +237,15 @@ def _override_value(override: Override, option: Field[Any], negated: bool) -> An
         raise ConfigError(override.key, "", describe_type(option))
     value = _parse_text(override.value, option.type)
     if value is MISSING:
-        raise ConfigError(override.key, override.value, describe_type(option))
+        limit = _limit(_parse_kind(override.value, float), option)
+        raise ConfigError(override.key, override.value, describe_type(option) + limit)
     return value
+
+
+def _limit(value: object, option: Field[Any]) -> str:
+    """Says the limit of an integer where a number is beyond it."""
+    beyond = isinstance(value, (int, float)) and abs(value) > LARGEST_INTEGER
+    return " of at most 2**63 - 1" if beyond and int in _alternatives(option.type) else ""
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -255,8 +268,9 @@ def _match(value: Any, annotation: Any) -> Any:
                     return items
         # type() rather than isinstance(): true is not an integer.
         elif kind is float and type(value) in (int, float):
-            return float(value)
-        elif type(value) is kind:
+            with suppress(OverflowError):
+                return float(value)
+        elif type(value) is kind and not (kind is int and abs(value) > LARGEST_INTEGER):
             return value
     return MISSING
 
@@ -283,9 +297,10 @@ def _parse_kind(text: str, kind: Any) -> Any:
         return [part.strip() for part in text.split(",")] if text.strip() else []
     if kind in (int, float):
         try:
-            return kind(text)
+            value = kind(text)
         except ValueError:
             return MISSING
+        return MISSING if kind is int and abs(value) > LARGEST_INTEGER else value
     return MISSING
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.config_optimizer import TSR
-from torchtitan_lr.data.paths import user_path
+from torchtitan_lr.config_outputs import check_dump_folder
 from torchtitan_lr.errors import ConfigError
 
 
@@ -112,6 +112,9 @@ def check_reporting(config: Any, world_size: int, device_type: str) -> None:
         "comm.init_timeout_seconds",
         "comm.train_timeout_seconds",
     )
+    for name in ("init_timeout_seconds", "train_timeout_seconds"):
+        seconds = getattr(config.comm, name)
+        _require(seconds <= 10**9, f"comm.{name}", seconds, "at most 10**9 seconds (30 years)")
     seed = config.debug.seed
     _require(0 <= seed < 2**63, "debug.seed", seed, "an integer from 0 to 2**63 - 1")
     profiling = config.profiling
@@ -120,17 +123,6 @@ def check_reporting(config: Any, world_size: int, device_type: str) -> None:
         want = f"at least profiler_active + profiler_warmup ({least})"
         freq = profiling.profile_freq
         _require(freq >= max(1, least), "profiling.profile_freq", freq, want)
-
-
-def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
-    """The dump folder exists, or can be made."""
-    folder = Path(os.path.abspath(config.job.dump_folder))
-    user_path(str(folder), "job.dump_folder")
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    ok = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
-    _require(
-        ok, "job.dump_folder", config.job.dump_folder, f"a folder that {nearest} lets you make"
-    )
 
 
 def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:

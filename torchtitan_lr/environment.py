@@ -2,6 +2,7 @@
 """The environment variables of a launch, and where its ranks compute."""
 
 import os
+import sys
 from dataclasses import dataclass, replace
 
 from torchtitan_lr.errors import ConfigError
@@ -136,6 +137,15 @@ def place_ranks(environment: Environment) -> tuple[Environment, str]:
     more = f"; NGPU={count} trains on what is there" if count else ""
     print(f"{found} here: training on {environment.ranks} CPU processes{more}", flush=True)
     return replace(environment, hide_gpus=count > 0), device
+
+
+def loopback_variables() -> dict[str, str]:
+    """Environment variables that keep ranks of one machine to its loopback interface.
+
+    What ranks send each other with gloo is unpickled, so no other machine may reach it. NCCL moves
+    data between the GPUs of a machine without sockets; ``NCCL_SOCKET_IFNAME`` is left alone.
+    """
+    return {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
 
 def launched_ranks(comm_mode: str) -> int:

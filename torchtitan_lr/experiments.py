@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Runs that the scripts start one after the other, and what they leave."""
 
+import functools
 import json
 import os
 import signal
@@ -14,10 +15,15 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from torchtitan_lr.config_checks import build_job_config, check_job_config
-from torchtitan_lr.environment import Environment, find_device, read_environment
+from torchtitan_lr.environment import (
+    Environment,
+    find_device,
+    loopback_variables,
+    read_environment,
+)
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.history import HISTORY_FILE, read_history
-from torchtitan_lr.processes import leave
+from torchtitan_lr.processes import end_with, leave
 from torchtitan_lr.summary import TRAIN_LOSS
 
 SECONDS = "time_metrics/end_to_end(s)"
@@ -166,14 +172,21 @@ def ask_ranks(script: str, arguments: Sequence[str], ranks: int | None = None) -
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(sys.executable, "-m", "torchtitan_lr.agent", "--rdzv_backend=loopback"),
             *(f"--nproc_per_node={environment.ranks}", script),
             *(*arguments, f"--job.dump_folder={folder}"),
         ]
-        variables = {"OMP_NUM_THREADS": "1"} | os.environ | {RANKS_RESULT: str(result)}
+        variables = {"OMP_NUM_THREADS": "1"} | loopback_variables() | os.environ
+        variables[RANKS_RESULT] = str(result)
         if device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""  # fewer GPUs than ranks
-        done = subprocess.run(command, env=variables, capture_output=True, text=True)
+        done = subprocess.run(
+            command,
+            env=variables,
+            capture_output=True,
+            text=True,
+            preexec_fn=functools.partial(end_with, os.getpid()),
+        )
         if done.returncode != 0 or not result.exists():
             raise RunFailedError(done.stderr.strip() or "the ranks ended without a result")
         return json.loads(result.read_text())

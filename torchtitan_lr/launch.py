@@ -6,20 +6,30 @@
 """
 
 import os
+import signal
 import sys
 import time
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.config_types import CONFIG_FILE_KEY, split_arguments
 from torchtitan_lr.config_values import complete_steps
-from torchtitan_lr.environment import Environment, place_ranks, read_environment
+from torchtitan_lr.environment import (
+    Environment,
+    loopback_variables,
+    place_ranks,
+    read_environment,
+)
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.folder_lock import HELD_VARIABLE, locked
 from torchtitan_lr.processes import RankGroup, leave
 from torchtitan_lr.report import (
     describe_failure,
+    full_disk,
     killed_rank,
     last_words,
     read_summary,
@@ -86,8 +96,10 @@ def build_command(
     if environment.comm_mode:
         variables |= {"NGPU": str(environment.ranks), "LOCAL_RANK": "0", "RANK": "0"}
         return [sys.executable, "-m", environment.train_module, *arguments], variables
-    rendezvous = ["--standalone"]
-    if environment.nodes > 1:
+    rendezvous = ["--rdzv_backend=loopback"]
+    if environment.nodes == 1:
+        variables = loopback_variables() | variables
+    else:
         rendezvous = [
             f"--nnodes={environment.nodes}",
             "--rdzv_backend=c10d",
@@ -95,7 +107,7 @@ def build_command(
             f"--rdzv_id={os.environ.get('RDZV_ID') or 'torchtitan_lr'}",
         ]
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", *rendezvous),
+        *(sys.executable, "-m", "torchtitan_lr.agent", *rendezvous),
         f"--nproc_per_node={environment.ranks}",
         f"--local-ranks-filter={environment.log_ranks}",
         *("--role", "rank", "--tee", "3", "--log-dir", str(log_folder)),
@@ -139,6 +151,8 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     """
     dump_folder = Path(config.job.dump_folder)
     command, variables = build_command(environment, arguments, log_folder)
+    if environment.nodes == 1:
+        variables[HELD_VARIABLE] = os.path.realpath(dump_folder)
     begin = time.time()
     # A dry run is one process below no torchrun: its output is the console's.
     expected = 0 if environment.comm_mode else environment.ranks
@@ -153,8 +167,10 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
             print(line, file=sys.stderr)
     if status != 0:
         if expected:
-            hint = how_to_go_on(config) if killed_rank(log_folder) else ""
-            print(f"error: {describe_failure(log_folder, status)}{hint}", file=sys.stderr)
+            failure = describe_failure(log_folder, status)
+            hint = full_disk(dump_folder, failure)
+            hint += how_to_go_on(config) if hint or killed_rank(log_folder) else ""
+            print(f"error: {failure}{hint}", file=sys.stderr)
         return status if 0 < status < 126 else 1
     if not expected:
         print(f"dry run passed: one step as rank 0 of {environment.world_size}")
@@ -201,12 +217,32 @@ def main(argv: list[str] | None = None) -> int:
             config = build_job_config(arguments)
         environment, device_type = place_ranks(environment)
         check_job_config(config, environment.world_size, device_type)
-        log_folder = make_log_folder(Path(config.job.dump_folder))
+        # Launchers of several machines share the folder: there rank 0 locks it.
+        lock = locked(config.job.dump_folder) if environment.nodes == 1 else nullcontext()
+        with lock:
+            log_folder = make_log_folder(Path(config.job.dump_folder))
+            return run(environment, arguments, log_folder, config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return run(environment, arguments, log_folder, config)
+
+
+def stop_before_ranks(number: int, frame: FrameType | None) -> NoReturn:
+    """Ends this process at once, as long as nothing is started: the handler of early signals.
+
+    Python's own would print where in torch's imports the signal met it.
+
+    Args:
+        number: The signal.
+        frame: Where it came.
+    """
+    name = signal.Signals(number).name
+    os.write(2, f"error: stopped before any rank started, by {name}\n".encode())
+    os._exit(128 + number)
 
 
 if __name__ == "__main__":
+    # Below `cmd &` SIGINT is ignored, and stays so.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, stop_before_ranks)
     leave(main())

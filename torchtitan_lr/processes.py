@@ -3,11 +3,14 @@
 
 On SIGTERM torchrun kills its ranks, prints a traceback and fails even if they end well. So signals
 reach this process alone, which passes them to the ranks; torchrun then sees them end by themselves.
+On Linux nobody outlives the others: the kernel kills torchrun with the launcher, and ranks with
+torchrun; torchrun ends all ranks when one of them is gone (:mod:`torchtitan_lr.agent`).
 """
 
 import atexit
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import signal
@@ -59,7 +62,7 @@ class RankGroup:
             env=variables,
             start_new_session=True,
             stderr=subprocess.PIPE if expected else None,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=functools.partial(end_with, os.getpid()),
         )
         self._reader = threading.Thread(target=self._relay, args=(console_log,), daemon=True)
         if expected:
@@ -126,17 +129,22 @@ class RankGroup:
     def _relay(self, console_log: Path) -> None:
         """Shows the ranks' lines of the command's stderr; all lines go to the log."""
         assert self._process is not None and self._process.stderr is not None
-        with console_log.open("wb") as log:
-            _relay_lines(self._process.stderr, log)
+        try:
+            console_log.touch()
+        except OSError:  # a full disk: what the ranks say is still to be shown
+            console_log = Path(os.devnull)
+        with console_log.open("wb", buffering=0) as log:
+            for line in self._process.stderr:
+                _write(log, line)
+                if _RANK_LINE.match(line):
+                    _write(sys.stderr.buffer, line)
 
 
-def _relay_lines(stream: IO[bytes], log: IO[bytes]) -> None:
-    for line in stream:
-        log.write(line)
-        log.flush()
-        if _RANK_LINE.match(line):
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
+def _write(file: IO[bytes], line: bytes) -> None:
+    """Writes if it can. Whatever happens, the next line is read: torchrun waits for its reader."""
+    with contextlib.suppress(OSError):
+        file.write(line)
+        file.flush()
 
 
 def child_pids(parent: int) -> list[int]:
@@ -195,9 +203,29 @@ def _send_group(pid: int, number: int) -> None:
         os.killpg(pid, number)
 
 
-def _die_with_parent() -> None:
-    """Makes the kernel end the child when the launcher is killed, so that no ranks are orphaned."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def end_with(parent: int) -> None:
+    """Makes the kernel kill this process with its parent, however that ends (Linux only).
+
+    The kernel goes by the thread that made this process: it must be one that stays.
+
+    Args:
+        parent: Process id. If it is gone already, this process ends at once.
+    """
+    if sys.platform != "linux":
+        return
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def end_with_torchrun() -> None:
+    """Does that in a rank that torchrun started; call it before the slow imports.
+
+    Our launcher's ranks are bound before they begin (:mod:`torchtitan_lr.agent`). This is for those
+    of torchrun itself: one that was killed before this call is not noticed.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())
 
 
 # Loaded before any fork: a child must not load libraries between fork and exec.

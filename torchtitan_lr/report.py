@@ -1,9 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What the launcher says at the end: the summary of a run, or why it failed."""
 
+import errno
 import json
 import os
 import re
+import shutil
+import signal
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,14 @@ from torchtitan_lr.summary import SUMMARY_FILE
 # What everybody needs to know: why a run was refused, how to resume it (only rank 0 says that).
 _LAST_WORDS = re.compile(r"^error: |\bStopped by .* after step ")
 _ENDED_BY_SIGNAL = re.compile(
-    r"local_rank: (\d+)\)\n\s*exitcode\s*: -\d+ \(pid: \d+\)\s+\((SIG\w+)\)"
+    r"local_rank: (\d+)\)\n\s*exitcode\s*: -\d+ \(pid: (\d+)\)\s+\((SIG\w+)\)"
 )
+_FRAME = re.compile(r'File "([^"]+)", line \d+, in (\w+)')
+_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+DID_NOT_END = "did not end when asked to, and was killed"
+"""End of a line of ``launcher.log`` that begins with ``rank process PID``."""
 _TAIL_BYTES = 1 << 16
+_LITTLE_SPACE = 1 << 20  # bytes: what is left where a write of less than a page more failed
 
 
 def read_summary(dump_folder: Path, newer_than: float) -> dict[str, Any] | None:
@@ -88,20 +96,47 @@ def describe_failure(log_folder: Path, status: int) -> str:
         try:
             message = json.loads(path.read_text())["message"]
             when = float(message["extraInfo"]["timestamp"])
-            failures.append((when, path.parent, str(message["message"])))
+            stack = str(message["extraInfo"].get("py_callstack"))
+            failures.append((when, path.parent, str(message["message"]), stack))
         except (ValueError, KeyError, TypeError):
             continue  # a rank killed while writing leaves half a file
     if failures:
-        _, folder, reason = min(failures)
-        first_line = reason.strip().partition("\n")[0]
-        return f"rank {folder.name} failed: {first_line}; its output: {folder}"
+        _, folder, reason, stack = min(failures)
+        what = reason.strip().partition("\n")[0]
+        if _TIMED_OUT.search(what):
+            what += _collective_of(stack)
+        stuck = [f"rank {rank}" for rank, _, did_not_end in _signalled(log_folder) if did_not_end]
+        if stuck:
+            what += f"; {', '.join(stuck)} did not end when asked to: stopped, or stuck"
+        return f"rank {folder.name} failed: {what}; its output: {folder}"
+    if status < 0:
+        name = signal.Signals(-status).name
+        return f"torchrun was ended by {name}, and its ranks with it; their output: {log_folder}"
     return f"the ranks ended with status {status}; their output: {log_folder}"
+
+
+def full_disk(folder: Path, failure: str) -> str:
+    """Says that a disk is full, where that is or was so; then ranks can hardly say why they ended.
+
+    Args:
+        folder: On that disk.
+        failure: What is known of the failure.
+
+    Returns:
+        The end of a sentence, empty where there is space.
+    """
+    free = shutil.disk_usage(folder).free
+    said = (os.strerror(number) in failure for number in (errno.ENOSPC, errno.EDQUOT))
+    if free >= _LITTLE_SPACE and not any(said):
+        return ""
+    return f"; no space left in {folder} ({free / 2**20:.1f} MiB free)"
 
 
 def killed_rank(log_folder: Path) -> tuple[int, str] | None:
     """Finds in torchrun's report a rank that a signal ended which torchrun did not send.
 
-    A rank that told its error before, and fell while it cleaned up, does not count.
+    A rank that told its error before, and fell while it cleaned up, does not count. Nor does one
+    that torchrun killed because it did not end after another had failed.
 
     Args:
         log_folder: Holds ``launcher.log``.
@@ -109,13 +144,34 @@ def killed_rank(log_folder: Path) -> tuple[int, str] | None:
     Returns:
         The rank on this machine and the signal's name, or None.
     """
+    for rank, name, did_not_end in _signalled(log_folder):
+        told = any(log_folder.glob(f"*/attempt_*/{rank}/error.json"))
+        if name != "SIGTERM" and not told and not did_not_end:  # SIGTERM is torchrun's own
+            return rank, name
+    return None
+
+
+def _signalled(log_folder: Path) -> list[tuple[int, str, bool]]:
+    """Ranks that a signal ended, its name, and whether torchrun had to kill the rank."""
     path = log_folder / "launcher.log"
     report = path.read_text(errors="replace") if path.is_file() else ""
-    for rank, name in _ENDED_BY_SIGNAL.findall(report):
-        told = any(log_folder.glob(f"*/attempt_*/{rank}/error.json"))
-        if name != "SIGTERM" and not told:  # torchrun's own, to those that were left
-            return int(rank), name
-    return None
+    return [
+        (int(rank), name, f"rank process {pid} {DID_NOT_END}" in report)
+        for rank, pid, name in _ENDED_BY_SIGNAL.findall(report)
+    ]
+
+
+def _collective_of(stack: str) -> str:
+    """Names the collective of a stack, and who of us called it, as the end of a phrase."""
+    calls = _FRAME.findall(stack)
+    ours = [i for i, (file, _) in enumerate(calls) if "/torchtitan_lr/" in file]
+    if not ours:
+        return ""
+    file, caller = calls[ours[-1]]
+    # What is called first says most; below it are torch's own waits and wrappers.
+    below = [name for path, name in calls[ours[-1] + 1 :] if "/distributed/" in path]
+    collectives = [f" in {name}" for name in below if name != "wrapper"]
+    return f"{''.join(collectives[:1])} ({Path(file).name}: {caller})"
 
 
 def last_words(log_folder: Path, shown: Collection[int]) -> list[str]:

@@ -6,16 +6,21 @@ Run by ``python -m torchtitan_lr.launch``, or directly: ``torchrun -m torchtitan
 """
 
 import math
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from torchtitan_lr.collector import collector_off
+from torchtitan_lr.processes import end_with_torchrun, leave
 
 with collector_off():
+    # Before the imports, which take seconds: torchrun may be killed meanwhile.
+    end_with_torchrun()
+
     import torch
     import torchtitan.train as titan_train
     from torchtitan.components.loss import IGNORE_INDEX
@@ -27,9 +32,11 @@ from torchtitan_lr.checkpoint import CheckpointManager
 from torchtitan_lr.comm.ledger import CommLedger, ledger_for
 from torchtitan_lr.comm.residuals import STATE_NAME, Residuals
 from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.config_outputs import CONFIG_RECORD
 from torchtitan_lr.device import bind_device
 from torchtitan_lr.environment import launched_ranks
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.folder_lock import locked_by_rank
 from torchtitan_lr.gradients import gradients_of
 from torchtitan_lr.guard import NonFiniteError, StopSignal, agree, first_rank_with
 from torchtitan_lr.history import read_history
@@ -38,7 +45,6 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.gradient_compression import compressors_of
 from torchtitan_lr.parallel.pipeline import Pipeline
-from torchtitan_lr.processes import leave
 from torchtitan_lr.summary import build_summary, write_summary
 from torchtitan_lr.validate import Validator
 
@@ -68,7 +74,7 @@ class Trainer(titan_train.Trainer):
         self._stop = StopSignal()
         self._started = False
         self._ledger: CommLedger | None = None
-        job_config.job.save_config_file = job_config.job.save_config_file or "job_config.json"
+        job_config.job.save_config_file = job_config.job.save_config_file or CONFIG_RECORD
         with _our_parts():
             super().__init__(job_config)
         stages = self.parallel_dims.get_optional_mesh("pp")
@@ -338,9 +344,11 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
     init_logger()
     device_type = bind_device()
     trainer: Trainer | None = None
+    lock = ExitStack()
     try:
         config = build_job_config(sys.argv[1:] if argv is None else argv)
         check_job_config(config, launched_ranks(config.comm.mode), device_type)
+        lock.enter_context(locked_by_rank(config.job.dump_folder, os.environ))
         trainer = trainer_class(config)
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
@@ -353,6 +361,7 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
     finally:
         if trainer is not None:
             trainer.close()
+        lock.close()
     torch.distributed.destroy_process_group()
     return 0
 

@@ -2,9 +2,11 @@
 """torchrun's own use of ``torchtitan_lr.train``, and what it refuses there."""
 
 import json
+import os
 import sys
 
 from tests.integration import runs
+from torchtitan_lr.folder_lock import locked
 
 
 def test_a_run_without_the_launcher(undisturbed):
@@ -32,6 +34,18 @@ def test_a_rank_refuses_in_one_line_too(tmp_path):
     assert done.err.splitlines()[-1].startswith("error: training.seq_len: got 0, expected ")
     assert "Traceback" not in done.err
     assert not (tmp_path / "dump").exists()
+
+
+def test_rank_0_refuses_a_folder_where_another_job_is_at_work(tmp_path):
+    config = runs.write_config(tmp_path / "dump")
+    command = [sys.executable, "-m", "torchtitan_lr.train", f"--job.config_file={config}"]
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    with locked(str(tmp_path / "dump")):
+        done = runs.run(command, **variables)
+    assert done.status == 2, done.everything
+    assert f"process {os.getpid()} on " in done.err.splitlines()[-1]
+    assert [path.name for path in (tmp_path / "dump").iterdir()] == ["run.lock"]
 
 
 def test_a_rank_without_torchruns_variables_is_refused_in_one_line(tmp_path):

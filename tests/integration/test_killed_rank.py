@@ -47,6 +47,21 @@ def test_the_others_end_with_one_clear_line(story):
     assert line.endswith(f"run the same command again to resume from {checkpoint}")
 
 
+def test_a_stopped_rank_is_not_taken_for_a_killed_one(tmp_path):
+    """Rank 1 answers nobody; rank 0 gives up a collective; torchrun must kill rank 1."""
+    config = runs.write_config(tmp_path / "dump", steps=STEPS)
+    # The limit holds from the second step on, which nothing but this wait is part of.
+    process = runs.launch(config, "--comm.train_timeout_seconds=2", hold="dump:step:2")
+    ranks = process.wait_for_held(2)
+    runs.send_all(ranks[:1], signal.SIGCONT)
+    done = process.finish()
+    runs.wait_until_gone(ranks)
+    (line,) = done.own_lines()
+    assert line.startswith("error: rank 0 failed: "), done.everything
+    assert "imed out" in line and " in dist_sum (train.py: _sum_over_batch)" in line
+    assert "; rank 1 did not end when asked to: stopped, or stuck; its output: " in line
+
+
 def test_a_restart_resumes_to_the_same_losses(story):
     assert story.resumed.status == 0, story.resumed.everything
     assert story.alone.status == 0, story.alone.everything

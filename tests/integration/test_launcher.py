@@ -2,7 +2,9 @@
 """The launcher, with a small real program in place of the training (torchtitan's TRAIN_FILE)."""
 
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -63,6 +65,14 @@ if mode == "fail" and rank == "1":
         raise ValueError("no such luck\\nsecond line")
 
     boom()
+if mode == "full" and rank == "1":
+    try:
+        with (folder / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+    except OSError:
+        print("words that the disk has no place for\\n" * 1000, file=sys.stderr, flush=True)
+    sys.exit(1)
 if mode == "end" and rank == "0":
     (folder / "summary.json").write_text(json.dumps({"steps": 3, "train_loss": 2.5, "mfu": None}))
 if mode == "wait" and rank == "0":
@@ -168,6 +178,24 @@ def test_a_killed_launcher_leaves_no_ranks(tmp_path):
     runs.wait_until_gone(pids)
 
 
+def test_two_jobs_in_one_folder(tmp_path):
+    first = Launch(tmp_path, "wait")
+    first.wait_for_ranks()
+    second = Launch(tmp_path, "end").finish()
+    assert second.status == 2, second.everything
+    (line,) = second.err.splitlines()
+    assert line.startswith("error: job.dump_folder: got ") and "no other job is at work" in line
+    assert f"process {first.pid} on " in line
+    # It started nothing and left nothing.
+    assert second.out == "" and first.saved() == []
+    assert len(list((tmp_path / "logs").iterdir())) == 1
+    # The lock is gone with its holder, however that ends.
+    first.send(signal.SIGKILL)
+    first.finish()
+    third = Launch(tmp_path, "end").finish()
+    assert third.status == 0, third.everything
+
+
 def test_a_failing_rank(tmp_path):
     done = Launch(tmp_path, "fail").finish()
     assert done.status == 1
@@ -179,6 +207,42 @@ def test_a_failing_rank(tmp_path):
     assert "ChildFailedError" not in done.err
     log = next((tmp_path / "logs").glob("*/launcher.log"))
     assert "ChildFailedError" in log.read_text()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder that is a disk of its own, of 1 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("nobody here may mount a small disk")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_a_full_disk_is_told_in_one_line(small_disk):
+    done = Launch(small_disk, "full").finish()
+    assert done.status == 1, done.everything
+    (line,) = done.own_lines()
+    assert line.startswith("error: ") and f"; no space left in {small_disk} (0.0 MiB free)" in line
+    assert line.endswith("; there is no checkpoint to resume from")
+    # Before anything starts, too.
+    again = runs.Process([*runs.LAUNCH, f"--job.dump_folder={small_disk}/new"]).finish()
+    assert again.status == 2, again.everything
+    (line,) = again.err.splitlines()
+    assert line.startswith("error: job.dump_folder: got ") and "(No space left on device)" in line
+
+
+def test_ctrl_c_before_the_ranks_is_one_line(tmp_path):
+    """In seconds of imports, or here: while the configuration is read."""
+    os.mkfifo(tmp_path / "config.toml")
+    run = runs.Process(runs.LAUNCH, CONFIG_FILE=str(tmp_path / "config.toml"))
+    with (tmp_path / "config.toml").open("w"):  # waits until the launcher reads it
+        run.send(signal.SIGINT)
+        done = run.finish()
+    assert done.status == 130, done.everything
+    assert done.err == "error: stopped before any rank started, by SIGINT\n"
 
 
 def test_success_ends_with_the_summary(tmp_path):

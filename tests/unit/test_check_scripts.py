@@ -2,6 +2,7 @@
 """``scripts/check_env.py`` and ``scripts/check_smoke.py``."""
 
 import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -42,6 +43,14 @@ def test_release_numbers():
     assert release("2.13.0+cpu") == (2, 13)
     assert release("2.14.0rc1") == (2, 14)
     assert release("2.9") < release("2.11")
+
+
+@pytest.mark.parametrize("arguments", [[], ["a", "b"], ["nowhere"]])
+def test_nothing_to_judge_is_one_line(arguments):
+    command = [sys.executable, "scripts/check_smoke.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == (1 if arguments == ["nowhere"] else 2)
+    assert done.stdout == "" and len(done.stderr.splitlines()) == 1
 
 
 def test_smoke_judge(tmp_path):

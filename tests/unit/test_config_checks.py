@@ -39,6 +39,8 @@ REFUSALS = [
     ("training.steps=-5", "-5", "a positive"),
     ("training.local_batch_size=0", "0", "a positive"),
     ("training.gc_freq=0", "0", "a positive"),
+    ("comm.init_timeout_seconds=9999999999", "9999999999", "at most 10**9 seconds"),
+    ("comm.train_timeout_seconds=9999999999", "9999999999", "at most 10**9 seconds"),
     ("training.max_norm=0", "0.0", "a positive"),
     ("training.max_norm=nan", "nan", "a positive"),
     ("training.max_skipped_steps=-1", "-1", "0 or a positive integer"),
@@ -354,6 +356,14 @@ def test_many_ranks_are_checked_at_once(tmp_path):
 
 def test_empty_config_file():
     assert refusal(config_file="").startswith("job.config_file: got '', expected a TOML file")
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n"])
+def test_config_file_without_settings(tmp_path, text):
+    path = tmp_path / "empty.toml"
+    path.write_text(text)
+    told = refusal(config_file=path)
+    assert told == f"job.config_file: got '{path}', expected a TOML file with settings; it has none"
 
 
 def test_empty_tables_of_names(tmp_path):

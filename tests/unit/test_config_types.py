@@ -240,3 +240,33 @@ def test_toml_nested_too_deeply(tmp_path):
     path.write_text("a = " + "[" * 100_000)
     text = message(load_toml, str(path))
     assert text.startswith("job.config_file: got ") and len(text) < 500
+
+
+LONG = "9" * 30
+
+
+@pytest.mark.parametrize("text", [LONG, f"-{LONG}", str(2**63)])
+def test_integers_that_nothing_here_can_hold(text):
+    want = "an integer such as 0 of at most 2**63 - 1"
+    for refuse in (
+        lambda: check_toml({"train": {"loader": {"num_workers": int(text)}}}, Config),
+        lambda: apply_overrides({}, [Override("train.loader.num_workers", text)], Config),
+    ):
+        with pytest.raises(ConfigError) as info:
+            refuse()
+        assert str(info.value).endswith(f"expected {want}")
+
+
+def test_the_largest_integer_is_taken():
+    largest = 2**63 - 1
+    table = {"train": {"loader": {"num_workers": largest}}}
+    assert check_toml(table, Config) == table
+    override = Override("train.loader.num_workers", str(largest))
+    assert apply_overrides({}, [override], Config) == table
+
+
+def test_a_number_too_long_to_read_is_refused(tmp_path):
+    path = tmp_path / "long.toml"
+    path.write_text(f"[train]\nsteps = {'9' * 5000}\n")
+    with pytest.raises(ConfigError, match=r"job\.config_file: got .* expected shorter numbers"):
+        load_toml(str(path))

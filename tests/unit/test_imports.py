@@ -14,10 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ["torch", "torchtitan", "triton", "sympy", "datasets", "pyarrow", "pandas", "tiktoken"]
 HEAVY += ["transformers", "matplotlib", "wandb", "tensorboard", "safetensors"]
 
-# Programs for several ranks or of the test suite, and a page whose every line needs the models;
-# the two checks have no --help.
+# Programs for several ranks or of the test suite, and a page whose every line needs the models.
 HEAVY_SCRIPTS = {"bench_block", "bench_exchange", "bench_tsr_gpu", "paper_tables"}
-HEAVY_SCRIPTS |= {"parity_layouts", "parity_matrix", "check_env", "check_smoke"}
+HEAVY_SCRIPTS |= {"parity_layouts", "parity_matrix"}
 SCRIPTS = sorted({path.stem for path in ROOT.glob("scripts/*.py")} - HEAVY_SCRIPTS)
 
 LIGHT = f"""

@@ -100,10 +100,22 @@ def test_several_machines(variables, tmp_path):
     environment = launch.Environment(8, 2, "0", "", "torchtitan_lr.train")
     command, _ = launch.build_command(environment, ["--x.y=1"], tmp_path)
     assert "--nnodes=2" in command and "--rdzv_endpoint=host:1234" in command
-    assert "--standalone" not in command
+    assert "--rdzv_backend=loopback" not in command
     assert command[-3:] == ["-m", "torchtitan_lr.train", "--x.y=1"]
+
+
+def test_one_machine_keeps_to_itself(variables, tmp_path):
+    variables.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    variables.setenv("RDZV_ENDPOINT", "host:1234")
     single = launch.Environment(8, 1, "0", "", "torchtitan_lr.train")
-    assert "--standalone" in launch.build_command(single, [], tmp_path)[0]
+    command, child = launch.build_command(single, [], tmp_path)
+    assert "--rdzv_backend=loopback" in command and "host:1234" not in " ".join(command)
+    assert child["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    several = launch.Environment(8, 2, "0", "", "torchtitan_lr.train")
+    assert "GLOO_SOCKET_IFNAME" not in launch.build_command(several, [], tmp_path)[1]
+    # What the user says goes.
+    variables.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    assert launch.build_command(single, [], tmp_path)[1]["GLOO_SOCKET_IFNAME"] == "eth1"
 
 
 def test_threads_are_shared_out(variables, tmp_path):
@@ -157,15 +169,17 @@ def test_default_number_of_ranks(variables, monkeypatch, capsys, tmp_path, gpus,
             launch.place_ranks(launch.read_environment())
 
 
-def test_empty_dump_folder_of_a_dry_run(variables, monkeypatch, tmp_path):
+def test_dump_folder_of_a_dry_run(variables, monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(launch, "run", lambda env, args, logs, config: seen.append(logs) or 0)
     config = str(ROOT / "train_configs" / "debug_cola.toml")
     monkeypatch.chdir(tmp_path)
     variables.setenv("COMM_MODE", "fake_backend")
     variables.setenv("CONFIG_FILE", config)
-    assert launch.main(["--job.dump_folder="]) == 0
+    assert launch.main(["--job.dump_folder=."]) == 0
     assert len(seen) == 1 and (tmp_path / seen[0]).parent == tmp_path / "dry_run" / "logs"
+    assert launch.main(["--job.dump_folder="]) == 2
+    assert len(seen) == 1
 
 
 def test_how_to_go_on(tmp_path):

@@ -4,6 +4,9 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from torchtitan_lr.processes import child_pids
 
@@ -23,6 +26,27 @@ def test_leaving_runs_what_is_registered_and_waits_for_no_thread():
     # A limit for one that hangs.
     ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "done registered\n", "")
+
+
+RELAY = """
+import os, sys
+from pathlib import Path
+from torchtitan_lr.processes import RankGroup
+
+# No more than a pipe holds: without a reader it fails instead of hanging.
+speak = "import sys; sys.stderr.writelines(['[rank0]:line', chr(10)] * 2000)"
+group = RankGroup([sys.executable, "-c", speak], dict(os.environ), Path(sys.argv[1]), expected=1)
+sys.exit(group.wait())
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no /dev/full")
+@pytest.mark.parametrize("log", ["/dev/full", "/nowhere/log"])
+def test_a_log_that_takes_nothing_does_not_stop_the_relay(log):
+    command = [sys.executable, "-c", RELAY, log]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0
+    assert done.stderr == "[rank0]:line\n" * 2000
 
 
 def test_child_pids():

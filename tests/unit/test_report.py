@@ -3,11 +3,14 @@
 
 import json
 import math
+import shutil
 
 import pytest
 
 from torchtitan_lr.report import (
+    DID_NOT_END,
     describe_failure,
+    full_disk,
     killed_rank,
     last_words,
     read_summary,
@@ -109,6 +112,54 @@ def test_a_rank_that_fell_after_telling_its_error_is_no_killed_one(tmp_path):
     (folder / "error.json").write_text(json.dumps({"message": message}))
     assert killed_rank(tmp_path) is None
     assert describe_failure(tmp_path, 1).startswith("rank 1 failed: NonFiniteError: step 2;")
+
+
+STACK = """Traceback (most recent call last):
+  File "/site/torchtitan/train.py", line 600, in train
+    self.train_step(data_iterator)
+  File "/src/torchtitan_lr/guard.py", line 75, in agree
+    dist.all_reduce(findings, op=dist.ReduceOp.MAX)
+  File "/site/torch/distributed/c10d_logger.py", line 83, in wrapper
+    return func(*args, **kwargs)
+  File "/site/torch/distributed/distributed_c10d.py", line 3100, in all_reduce
+    work.wait()
+"""
+
+
+@pytest.mark.parametrize("stuck", [True, False])
+def test_a_rank_that_torchrun_had_to_kill_is_not_the_cause(tmp_path, stuck):
+    """A rank is stopped, the other waits for it in vain, torchrun kills what does not end."""
+    folder = tmp_path / "run/attempt_0/0"
+    folder.mkdir(parents=True)
+    error = {"message": "RuntimeError: [gloo] Timed out waiting 1000ms", "extraInfo": {}}
+    error["extraInfo"] = {"timestamp": "1", "py_callstack": STACK}
+    (folder / "error.json").write_text(json.dumps({"message": error}))
+    said = f"rank process 77 {DID_NOT_END}\n" if stuck else ""
+    report = REPORT.format(code="-9 (pid: 77)  (SIGKILL)")
+    (tmp_path / "launcher.log").write_text(said + report)
+    told = describe_failure(tmp_path, 1)
+    if not stuck:
+        assert told.startswith("rank 1 was ended by SIGKILL")
+        return
+    assert killed_rank(tmp_path) is None
+    assert told == (
+        "rank 0 failed: RuntimeError: [gloo] Timed out waiting 1000ms in all_reduce "
+        "(guard.py: agree); rank 1 did not end when asked to: stopped, or stuck; "
+        f"its output: {folder}"
+    )
+
+
+def test_a_full_disk_is_told_with_what_is_free(tmp_path):
+    assert full_disk(tmp_path, "rank 0 failed: ValueError: no such luck") == ""
+    told = full_disk(tmp_path, "rank 0 failed: OSError: [Errno 28] No space left on device")
+    free = shutil.disk_usage(tmp_path).free / 2**20
+    start, _, rest = told.partition(f"; no space left in {tmp_path} (")
+    assert start == "" and rest.endswith(" MiB free)")
+    assert float(rest.split()[0]) == pytest.approx(free, rel=0.2)
+
+
+def test_torchrun_that_a_signal_ended_is_told(tmp_path):
+    assert describe_failure(tmp_path, -9).startswith("torchrun was ended by SIGKILL, and its ranks")
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,35 @@ def test_what_is_no_grid(items):
         script.parse_grid(items)
 
 
+@pytest.mark.parametrize(
+    ("item", "instead"),
+    [
+        ("--set=job.dump_folder=a,b", "each point has a folder of its own"),
+        ("--job.dump-folder=a", "each point has a folder of its own"),
+        ("--job.config_file=a", "the TOML file is the first argument"),
+        ("--set=metrics.wandb_run_name=a,b", "each point has a name of its own"),
+        ("--metrics.wandb_group=a", "use --group"),
+    ],
+)
+def test_what_the_sweep_sets_itself_is_refused(tmp_path, capsys, item, instead):
+    assert script.main([CONFIG, *GRID, f"--work={tmp_path}", item]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and instead in line
+
+
+@pytest.mark.parametrize("blocked", ["work", "work/below", "work/.lock"])
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path, capsys, blocked):
+    path = tmp_path / "work"
+    if blocked == "work/.lock":
+        (path / ".lock").mkdir(parents=True)
+    else:
+        path.write_text("")
+    work = path / "below" if blocked == "work/below" else path
+    assert script.main([CONFIG, *GRID, f"--work={work}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --work: got '{work}', expected a folder to write to (")
+
+
 def test_names_that_fall_together_are_refused():
     with pytest.raises(ConfigError, match="names differ"):
         script.points_of({"a.path": ["x/y", "x:y"]}, [], "g")

@@ -1,0 +1,60 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Whoever of launcher, torchrun and ranks is killed: the others end too."""
+
+import signal
+import sys
+import time
+
+import pytest
+
+from tests.integration import runs
+from tests.integration.test_launcher import Launch
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
+
+STATUS = {"launcher": -signal.SIGKILL, "torchrun": 1, "rank": 1}
+TOLD = {"torchrun": "torchrun was ended by SIGKILL, and its ranks with it; their output: "}
+TOLD |= {"rank": "rank 1 was ended by SIGKILL", "launcher": ""}
+
+
+def end_survivors(pids):
+    """Ends ranks in the way that leaves a trace, if there are any left."""
+    while any(runs.state(pid) not in ("", "Z") for pid in pids):
+        runs.send_all(pids, signal.SIGTERM)
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("victim", ["launcher", "torchrun", "rank"])
+def test_nobody_outlives_a_killed_one(tmp_path, victim):
+    """The ranks wait for ever, and one SIGTERM does not end them."""
+    run = Launch(tmp_path, "stubborn")
+    ranks = run.wait_for_ranks()
+    (torchrun,) = runs.child_pids(run.pid)
+    runs.send_all([{"launcher": run.pid, "torchrun": torchrun, "rank": ranks[1]}[victim]], 9)
+    done = run.finish()
+    runs.wait_until_gone([torchrun])
+    # Before a process is seen to be gone, the kernel has sent SIGKILL to those bound to it.
+    end_survivors(ranks)
+    # Only torchrun, when it ends the rank that is left, sends a SIGTERM first.
+    asked = {path.name for path in tmp_path.glob("asked*")}
+    assert asked == ({"asked0"} if victim == "rank" else set())
+    assert done.status == STATUS[victim], done.everything
+    told = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert len(told) == (victim != "launcher")
+    assert all(line.startswith(f"error: {TOLD[victim]}") for line in told)
+
+
+def test_ranks_of_torchrun_itself_end_with_it(tmp_path):
+    config = runs.write_config(tmp_path / "dump", steps=1_000_000, interval=1_000_000)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    train = ["-m", "torchtitan_lr.train", f"--job.config_file={config}"]
+    run = runs.Process([*torchrun, "--nproc_per_node=2", *train])
+    run.wait_until(lambda: runs.last_step(tmp_path / "dump"))
+    ranks = runs.child_pids(run.pid)
+    run.send(signal.SIGKILL)
+    runs.wait_until_gone([run.pid])
+    end_survivors(ranks)
+    assert len(ranks) == 2
+    # A rank that lived on would have saved.
+    assert runs.step_folders(tmp_path / "dump") == {}
+    assert "Stopped by" not in run.finish().everything

@@ -1,0 +1,92 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Who may write into a dump folder; two real launches are in tests/integration/test_launcher.py."""
+
+import fcntl
+import json
+import os
+import socket
+
+import pytest
+
+from torchtitan_lr import folder_lock
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.folder_lock import HELD_VARIABLE, LOCK_FILE, locked, locked_by_rank
+
+
+def test_the_second_job_is_told_who_is_at_work(tmp_path):
+    folder = str(tmp_path / "new" / "dump")
+    with locked(folder), pytest.raises(ConfigError) as info, locked(folder):
+        pass
+    told = str(info.value)
+    assert told.startswith(f"job.dump_folder: got {folder!r}, expected a folder in which no other")
+    assert f"process {os.getpid()} on {socket.gethostname()} has been since 20" in told
+    # What is left in the file holds nothing.
+    with locked(folder):
+        pass
+
+
+def test_a_link_to_the_folder_is_the_same_folder(tmp_path):
+    (tmp_path / "dump").mkdir()
+    (tmp_path / "link").symlink_to("dump")
+    with locked(str(tmp_path / "dump")), pytest.raises(ConfigError), locked(f"{tmp_path}/link"):
+        pass
+    with locked(str(tmp_path / "dump")), locked(str(tmp_path / "other")):
+        pass
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
+def test_a_holder_that_has_not_signed_yet(tmp_path, text):
+    with (tmp_path / LOCK_FILE).open("w") as file:
+        file.write(text)
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="not written yet"), locked(str(tmp_path)):
+            pass
+
+
+def test_the_newest_holder_signs(tmp_path):
+    (tmp_path / LOCK_FILE).write_text('{"pid": 1, "host": "long ago", "since": "then"}')
+    with locked(str(tmp_path)):
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("blocked", ["dump", f"dump/{LOCK_FILE}"])
+def test_a_folder_that_takes_no_lock_is_refused(tmp_path, blocked):
+    path = tmp_path / blocked
+    if blocked == "dump":
+        path.write_text("")
+    else:
+        path.mkdir(parents=True)
+    refused = pytest.raises(ConfigError, match=r"job.dump_folder: got .*can be written")
+    with refused, locked(str(tmp_path / "dump")):
+        pass
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+    def no_locks(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(folder_lock.fcntl, "flock", no_locks)
+    with locked(str(tmp_path)):
+        pass
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: ") and "Operation not supported" in line
+
+
+@pytest.mark.parametrize(
+    ("variables", "takes"),
+    [({}, True), ({"RANK": "0"}, True), ({"RANK": "1"}, False)],
+)
+def test_rank_0_locks(tmp_path, variables, takes):
+    with locked_by_rank(str(tmp_path), variables):
+        assert (tmp_path / LOCK_FILE).exists() == takes
+
+
+def test_a_rank_relies_on_its_launcher_for_that_folder_only(tmp_path):
+    folder = str(tmp_path / "dump")
+    with locked(folder):
+        with locked_by_rank(folder, {"RANK": "0", HELD_VARIABLE: os.path.realpath(folder)}):
+            pass
+        other = {"RANK": "0", HELD_VARIABLE: str(tmp_path)}
+        with pytest.raises(ConfigError), locked_by_rank(folder, other):
+            pass
