@@ -11,6 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.checkpoint_layout import (
+    LANES,
+    TRAINING_STATES,
+    complete_steps,
+    is_complete,
+    is_dcp,
+    step_folder,
+)
 from torchtitan_lr.config_optimizer import TSR
 from torchtitan_lr.data.paths import user_path
 from torchtitan_lr.errors import ConfigError
@@ -144,7 +152,7 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
     if checkpoint.last_save_in_hf and not checkpoint.last_save_model_only:
         want = "false, or checkpoint.last_save_model_only = true: safetensors hold only tensors"
         raise ConfigError("checkpoint.last_save_in_hf", True, want)
-    parts = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state", "grad_compression")
+    parts = ("model", *(name for name in TRAINING_STATES if name != LANES))
     for name in checkpoint.exclude_from_loading:
         want = "some of " + ", ".join(parts)
         _require(name in parts, "checkpoint.exclude_from_loading", name, want)
@@ -160,7 +168,7 @@ def _check_load_paths(config: Any) -> None:
     checkpoint = config.checkpoint
     folder = Path(config.job.dump_folder) / checkpoint.folder
     step = checkpoint.load_step
-    if step != -1 and not _is_complete(folder / f"step-{step}"):
+    if step != -1 and not is_complete(step_folder(folder, step)):
         steps = complete_steps(folder)
         have = (
             f"one of {', '.join(map(str, steps))}" if steps else f"-1: {folder} has no checkpoint"
@@ -168,7 +176,7 @@ def _check_load_paths(config: Any) -> None:
         raise ConfigError("checkpoint.load_step", step, have)
     path = checkpoint.initial_load_path
     in_hf = checkpoint.initial_load_in_hf
-    if path and not os.path.exists(path if in_hf else os.path.join(path, ".metadata")):
+    if path and not (os.path.exists(path) if in_hf else is_dcp(path)):
         want = "the folder of one complete checkpoint such as outputs/checkpoint/step-100"
         for parent in (Path(path), Path(path).parent):
             if steps := complete_steps(parent):
@@ -180,25 +188,6 @@ def _check_load_paths(config: Any) -> None:
         raise ConfigError("checkpoint.initial_load_in_hf", True, want)
     if checkpoint.initial_load_in_hf_quantized:
         raise ConfigError("checkpoint.initial_load_in_hf_quantized", True, "false: not supported")
-
-
-def _is_complete(folder: Path) -> bool:
-    """Whether a save into the folder has ended; both files are written last."""
-    # os.path, because Path.is_file() raises where a name is too long.
-    return any(
-        os.path.isfile(folder / name) for name in (".metadata", "model.safetensors.index.json")
-    )
-
-
-def complete_steps(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints in a folder, in order; none where it is not."""
-    if not os.path.isdir(folder):
-        return []
-    return sorted(
-        int(path.name[5:])
-        for path in folder.glob("step-*")
-        if path.name[5:].isdecimal() and _is_complete(path)
-    )
 
 
 def check_model(config: Any, world_size: int, device_type: str) -> None:

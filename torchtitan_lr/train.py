@@ -5,6 +5,7 @@ Run by ``python -m torchtitan_lr.launch``, or directly: ``torchrun -m torchtitan
 --job.config_file FILE``.
 """
 
+import json
 import math
 import sys
 from collections.abc import Iterator
@@ -24,8 +25,9 @@ with collector_off():
     from torchtitan.tools.logging import init_logger, logger
 
 from torchtitan_lr.checkpoint import CheckpointManager
+from torchtitan_lr.checkpoint_layout import RESIDUALS
 from torchtitan_lr.comm.ledger import CommLedger, ledger_for
-from torchtitan_lr.comm.residuals import STATE_NAME, Residuals
+from torchtitan_lr.comm.residuals import Residuals
 from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.device import bind_device
 from torchtitan_lr.environment import launched_ranks
@@ -35,6 +37,8 @@ from torchtitan_lr.guard import NonFiniteError, StopSignal, agree, first_rank_wi
 from torchtitan_lr.history import read_history
 from torchtitan_lr.metrics import LowRankMetricsProcessor
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
+from torchtitan_lr.models.loading import RUN_CONFIG
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.gradient_compression import compressors_of
 from torchtitan_lr.parallel.pipeline import Pipeline
@@ -68,17 +72,21 @@ class Trainer(titan_train.Trainer):
         self._stop = StopSignal()
         self._started = False
         self._ledger: CommLedger | None = None
-        job_config.job.save_config_file = job_config.job.save_config_file or "job_config.json"
+        # Upstream would write the record now: over that of checkpoints which may yet be refused.
+        record, job_config.job.save_config_file = job_config.job.save_config_file, None
         with _our_parts():
             super().__init__(job_config)
+        job_config.job.save_config_file = record or RUN_CONFIG
         stages = self.parallel_dims.get_optional_mesh("pp")
         self._gradients = gradients_of(self.optimizers, self.model_parts, stages)
         args = self.model_parts[0].model_args
         if isinstance(args, LlamaArgs):
             self.checkpointer.lanes = (args.lanes, args.sync_fraction)
+            tokenizer = tokenizer_digest(job_config.model.hf_assets_path)
+            self.checkpointer.fingerprint = model_fingerprint(args) | {TOKENIZER: tokenizer}
         self._residuals = Residuals(compressors_of(self.model_parts))
         if self._residuals.compressors:
-            self.checkpointer.states[STATE_NAME] = self._residuals
+            self.checkpointer.states[RESIDUALS] = self._residuals
 
     def train(self) -> None:
         """Train to ``training.steps`` or a stop signal, then leave a checkpoint and a summary."""
@@ -94,12 +102,23 @@ class Trainer(titan_train.Trainer):
         """Say whether another step follows; upstream asks after loading and after each step."""
         if not self._started:
             self._started = True
+            self.write_record()
             self.metrics_processor.start_after(self.step)
             self._make_up_for_validation()
         if self.interrupted:
             self.checkpointer.save_interrupted(self.step)
             return False
         return super().should_continue_training()
+
+    def write_record(self) -> None:
+        """Write the run's configuration beside its checkpoints, once nothing refuses them."""
+        if torch.distributed.get_rank() == 0:
+            job = self.job_config.job
+            path = Path(job.dump_folder) / job.save_config_file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scratch = path.with_name(path.name + ".tmp")
+            scratch.write_text(json.dumps(self.job_config.to_dict(), indent=2))
+            scratch.replace(path)
 
     def train_step(self, data_iterator: Iterator[MicroBatch]) -> None:
         """Run one optimizer step over all micro-batches of this rank.
@@ -283,7 +302,7 @@ class Trainer(titan_train.Trainer):
             self.validator.validate(self.model_parts, self.step)
 
     def _report_interruption(self) -> None:
-        saved = self.checkpointer.last_good()
+        saved = self.checkpointer.newest()
         if torch.distributed.get_rank() == 0:
             how = "run the same command again to resume" if saved else "checkpointing is off"
             if saved and self.job_config.checkpoint.load_step != -1:
@@ -305,7 +324,7 @@ class Trainer(titan_train.Trainer):
             torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
         if self.metrics_processor.history is not None:
             history = read_history(self.metrics_processor.history.path)
-            summary = build_summary(history, self.step, peak.item(), self.checkpointer.last_good())
+            summary = build_summary(history, self.step, peak.item(), self.checkpointer.newest())
             path = write_summary(summary, history, Path(self.job_config.job.dump_folder))
             logger.info("Summary written to %s", path)
 
@@ -343,6 +362,7 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         check_job_config(config, launched_ranks(config.comm.mode), device_type)
         trainer = trainer_class(config)
         if config.checkpoint.create_seed_checkpoint:
+            trainer.write_record()
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
             trainer.train()

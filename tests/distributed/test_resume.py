@@ -132,6 +132,32 @@ def test_a_changed_global_batch_is_refused(stopped: str, two_ranks: RankPool) ->
         assert "ConfigError: training.global_batch_size: got 16" in error
 
 
+def files_of(folder: str) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--training.global_batch_size=16"], ["--low_rank.rank=16", "--metrics.enable_tensorboard"]],
+    ids=["batch", "model"],
+)
+def test_a_refused_resume_changes_no_file(
+    options: list[str], stopped: str, two_ranks: RankPool
+) -> None:
+    torn = Path(stopped) / "checkpoint/step-4"
+    torn.mkdir()
+    (torn / "__0_0.distcp").write_bytes(b"torn")
+    before = files_of(stopped)
+    assert f"{stopped}/job_config.json" in before
+    two_ranks.errors(train, [*FSDP2, *options], "", stopped)
+    assert files_of(stopped) == before
+    # The control: the run that is not refused writes its record, curve and checkpoints.
+    two_ranks.run(train, [*FSDP2, "--training.gc_freq=40"], "", stopped)
+    changed = {path for path, text in files_of(stopped).items() if before.get(path) != text}
+    assert {f"{stopped}/job_config.json", f"{stopped}/metrics.jsonl"} <= changed
+    assert not torn.exists() or (torn / ".metadata").is_file()
+
+
 def test_going_back_puts_the_later_checkpoints_aside(
     two_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:
@@ -166,4 +192,12 @@ def test_a_torn_first_checkpoint_does_not_hide_the_initial_one(
 
 def test_another_model_is_refused_in_one_line(stopped: str, two_ranks: RankPool) -> None:
     for error in two_ranks.errors(train, [*FSDP2, "--low_rank.rank=16"], "", stopped):
-        assert re.search(r"ConfigError: checkpoint: got .*step-3", error)
+        assert re.search(
+            r"ConfigError: low_rank.rank_attention: got 16, expected 12 as .*step-3", error
+        )
+
+
+def test_without_a_manifest_the_shapes_tell_in_one_line(stopped: str, two_ranks: RankPool) -> None:
+    (Path(stopped) / "checkpoint/step-3/manifest.json").unlink()
+    for error in two_ranks.errors(train, [*FSDP2, "--low_rank.rank=16"], "", stopped):
+        assert re.search(r"ConfigError: checkpoint: got .*step-3.* \(.*[sS]ize.*\)", error)
