@@ -137,7 +137,7 @@ class _Reader(FileSystemReader):
     # Upstream looks for a parameter of the name kwargs: where there is none it does not try to
     # read a rank's own metadata, another pickle.
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        metadata = read_metadata(self.path)
+        metadata = read_metadata(Path(self.path))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
