@@ -58,6 +58,7 @@ def write_run(folder, family, dtype=torch.float32, **low_rank):
     state["train_state"] = {"step": torch.tensor(20)}
     state["lr_scheduler"] = {"last_epoch": 20}
     state["dataloader"] = {"sample": 1280}
+    state["grad_compression"] = {"layers.0.residual": torch.ones(2, 5), "layers.0.exchanges": 20}
     dcp.save(state, checkpoint_id=str(step), no_dist=True)
     return step, model
 
