@@ -224,6 +224,48 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
         raise ConfigError("model.hf_assets_path", config.model.hf_assets_path, want)
 
 
+def check_stored_model(config: Any, world_size: int, device_type: str) -> None:
+    """The checkpoint to go on from is this model's: its manifest alone is read."""
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    from torchtitan_lr.manifest import read_manifest
+    from torchtitan_lr.models.fingerprint import (
+        TOKENIZER,
+        check_fingerprint,
+        model_fingerprint,
+        tokenizer_digest,
+    )
+    from torchtitan_lr.safe_metadata import DamagedError
+
+    path = _stored_model(config)
+    if path is None:
+        return
+    try:
+        manifest = read_manifest(path)
+    except DamagedError:  # the ranks look for one that is whole
+        return
+    model_args: Any = get_train_spec(config.model.name).model_args[config.model.flavor]
+    model_args.update_from_config(config)
+    digest = tokenizer_digest(config.model.hf_assets_path)
+    if manifest is not None:
+        here = model_fingerprint(model_args) | {TOKENIZER: digest}
+        check_fingerprint(manifest.model, here, path)
+
+
+def _stored_model(config: Any) -> str | None:
+    """Return the checkpoint whose model must be the one at hand, None if there is none."""
+    checkpoint = config.checkpoint
+    if not checkpoint.enable:
+        return None
+    folder = Path(config.job.dump_folder) / checkpoint.folder
+    if steps := complete_steps(folder):
+        return step_folder(
+            folder, steps[-1] if checkpoint.load_step == -1 else checkpoint.load_step
+        )
+    any_model = checkpoint.initial_load_in_hf or checkpoint.initial_load_other_model
+    return None if any_model else checkpoint.initial_load_path
+
+
 def check_data(config: Any, world_size: int, device_type: str) -> None:
     """The corpora exist."""
     from torchtitan_lr.data.corpora import check_corpus
@@ -243,6 +285,7 @@ VALUE_CHECKS: tuple[Check, ...] = (
     check_checkpoint,
     check_model,
     check_vocabulary,
+    check_stored_model,
     check_data,
 )
 """Everything :func:`check_job_config` asks about values, in order: the slow ones last."""
@@ -251,6 +294,7 @@ FILE_CHECKS: tuple[Check, ...] = (
     check_dump_folder,
     check_checkpoint,
     check_vocabulary,
+    check_stored_model,
     check_data,
 )
 """Those that ask what is on this machine: an estimate does without."""

@@ -128,9 +128,9 @@ def load(state_dict: dict[str, Any], step_dir: str | Path, no_dist: bool = False
 
 
 def describe(error: BaseException) -> str:
-    """Say in one line what an exception says, or its kind where it says nothing."""
+    """Say in one line of what kind an exception is and what it says, if it says anything."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return ": ".join([type(error).__name__, *lines[:1]])
 
 
 class _Reader(FileSystemReader):

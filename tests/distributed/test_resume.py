@@ -141,7 +141,7 @@ def files_of(folder: str) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     "options",
-    [["--training.global_batch_size=16"], ["--low_rank.rank=16", "--metrics.enable_tensorboard"]],
+    [["--training.global_batch_size=16", "--metrics.enable_tensorboard"], ["--low_rank.rank=16"]],
     ids=["batch", "model"],
 )
 def test_a_refused_resume_changes_no_file(

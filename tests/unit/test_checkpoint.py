@@ -273,3 +273,29 @@ def test_ruined_weights_are_no_good_checkpoint(ruin: float, tmp_path: Path) -> N
     checkpoints.save(3)
     assert checkpoints.newest() == f"{tmp_path}/checkpoint/step-3"
     assert checkpoints.last_good() == f"{tmp_path}/checkpoint/step-2"
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    ("name", "left", "line"),
+    [
+        (".metadata", 0.5, ".metadata cannot be read (UnpicklingError: pickle data was truncated)"),
+        (".metadata", 0.0, ".metadata cannot be read (EOFError: Ran out of input)"),
+        ("__0_0.distcp", 0.5, "__0_0.distcp has "),
+        ("__0_0.distcp", None, "__0_0.distcp is missing"),
+    ],
+)
+def test_damage_without_a_manifest_is_one_line_too(
+    name: str, left: float | None, line: str, tmp_path: Path
+) -> None:
+    checkpoints = model_only(tmp_path, steps=1)
+    (tmp_path / "checkpoint/step-1/manifest.json").unlink()
+    path = tmp_path / "checkpoint/step-1" / name
+    data = path.read_bytes()
+    path.unlink()
+    if left is not None:
+        path.write_bytes(data[: int(left * len(data))])
+    with pytest.raises(ConfigError) as error:
+        checkpoints.load()
+    assert f"({line}" in str(error.value)
+    assert "\n" not in str(error.value)

@@ -19,7 +19,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.manifest import damage_of
 from torchtitan_lr.models.lane_record import check_lanes
 from torchtitan_lr.models.loading import load_model
-from torchtitan_lr.safe_metadata import DamagedError, load, read_metadata
+from torchtitan_lr.safe_metadata import DamagedError, describe, load, read_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -131,3 +131,9 @@ def test_files_elsewhere_are_not_read(name: str, saved: Path) -> None:
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(DamagedError, match="names a file outside its folder"):
         read_metadata(saved)
+
+
+def test_an_exception_without_words_is_described() -> None:
+    assert describe(EOFError()) == "EOFError"
+    assert describe(KeyError("a")) == "KeyError: 'a'"
+    assert describe(RuntimeError("one\ntwo")) == "RuntimeError: one"

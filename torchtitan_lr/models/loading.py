@@ -16,7 +16,12 @@ from torchtitan_lr.checkpoint_layout import TRAINING_STATES
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.manifest import Manifest, find_damage, newest_whole_before, read_manifest
 from torchtitan_lr.models.args import FAMILIES, LlamaArgs
-from torchtitan_lr.models.fingerprint import check_fingerprint, model_fingerprint
+from torchtitan_lr.models.fingerprint import (
+    TOKENIZER,
+    check_fingerprint,
+    model_fingerprint,
+    tokenizer_digest,
+)
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.lane_record import check_lanes
 from torchtitan_lr.models.llama import LlamaModel
@@ -103,12 +108,13 @@ def read_model_args(path: Path) -> LlamaArgs:
         raise ConfigError(str(path), str(error), "what scripts/export.py wrote") from error
 
 
-def load_model(step_dir: Path, args: LlamaArgs) -> LlamaModel:
+def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaModel:
     """Verify a checkpoint, from any number of ranks, and load its weights onto the CPU.
 
     Args:
         step_dir: Folder of a distributed checkpoint (DCP).
         args: The shape of the model in it.
+        assets_path: Folder of the tokenizer that will be used with it, if any.
 
     Returns:
         The model in the checkpoint's precision, in evaluation mode.
@@ -122,7 +128,8 @@ def load_model(step_dir: Path, args: LlamaArgs) -> LlamaModel:
         model = LlamaModel(args)
     model.to(_check_stored(step_dir, stored, model))
     if manifest is not None:
-        check_fingerprint(manifest.model, model_fingerprint(args), step_dir)
+        tokenizer = {TOKENIZER: tokenizer_digest(assets_path)} if assets_path else {}
+        check_fingerprint(manifest.model, model_fingerprint(args) | tokenizer, step_dir)
     check_lanes(step_dir, (args.lanes, args.sync_fraction))
     model.to_empty(device="cpu")
     weights = model.state_dict()
