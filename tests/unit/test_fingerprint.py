@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from tests.unit.tiny import build_tiny, tiny_args
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.fingerprint import check_fingerprint, model_fingerprint, tokenizer_digest
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
@@ -54,6 +56,14 @@ def test_what_changes_no_function_may_differ() -> None:
         check_fingerprint(stored, model_fingerprint(tiny_args("cola", **changes)), "step-4")
 
 
+def test_every_value_of_a_model_is_told_or_known_to_be_harmless() -> None:
+    told = model_fingerprint(tiny_args("lax"))
+    names = {"family"} | told["model.flavor"].keys() | {key.partition(".")[2] for key in told}
+    harmless = {"max_seq_len", "init_seed", "backward_sum", "_enforced"}
+    fields = {field.name for field in dataclasses.fields(LlamaArgs)}
+    assert fields - names == harmless
+
+
 def test_every_flavor_survives_json() -> None:
     for family, flavors in FLAVORS.items():
         for name in flavors:
@@ -69,7 +79,7 @@ def test_what_only_one_side_knows_is_not_compared() -> None:
 
 def test_a_tokenizer_is_its_file(tmp_path: Path) -> None:
     here = tokenizer_digest(ASSETS)
-    assert len(here) == 16
+    assert re.fullmatch("sha256:[0-9a-f]{16}", here)
     assert tokenizer_digest(str(tmp_path)) == ""
     copy = tmp_path / "tokenizer.json"
     shutil.copy(Path(__file__).parents[2] / ASSETS / copy.name, copy)

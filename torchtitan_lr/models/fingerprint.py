@@ -56,12 +56,13 @@ def tokenizer_digest(assets_path: str) -> str:
         assets_path: ``model.hf_assets_path``.
 
     Returns:
-        The first 16 hexadecimal digits of its SHA-256; "" where there is none.
+        ``sha256:`` and the first 16 hexadecimal digits of it; "" where there is no such file.
     """
     folder = resolve_assets_path(assets_path)
     for name in (HF_FILE, TIKTOKEN_FILE):
         if (folder / name).is_file():
-            return hashlib.sha256((folder / name).read_bytes()).hexdigest()[:16]
+            digest = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+            return f"sha256:{digest[:16]}"
     return ""
 
 
