@@ -37,7 +37,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     args = build_model_args(config)
     seq_len = min(options.seq_len or config.training.seq_len, args.max_seq_len)
     tokens = read_tokens(config, options, seq_len)
-    model = load_model(options.checkpoint, args)
+    model = load_model(options.checkpoint, args, config.model.hf_assets_path)
     try:
         model = model.to(options.device)
         tokens = tokens.to(options.device)

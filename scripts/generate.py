@@ -91,7 +91,8 @@ def run(args: argparse.Namespace) -> str:
         raise ConfigError("--prompt", args.prompt, "a text of at least one token")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        model = load_model(args.checkpoint, model_args).to(device)
+        model = load_model(args.checkpoint, model_args, config.model.hf_assets_path)
+        model = model.to(device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError("--device", device, "a device of this machine, such as cpu") from error
     tokens = generate(

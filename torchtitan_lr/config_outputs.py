@@ -5,12 +5,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.checkpoint_layout import RUN_CONFIG
 from torchtitan_lr.data.paths import user_path
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.history import HISTORY_FILE
-
-CONFIG_RECORD = "job_config.json"
-"""The run's own record of its configuration, where ``job.save_config_file`` names no other."""
 
 
 def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
@@ -29,7 +27,7 @@ def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
         _check_folder(folder / value, key, value)
-    for name in (HISTORY_FILE, config.job.save_config_file or CONFIG_RECORD):
+    for name in (HISTORY_FILE, config.job.save_config_file or RUN_CONFIG):
         path = folder / name
         if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
             want = f"a folder in which {name} is a file to write to, which {path} is not"

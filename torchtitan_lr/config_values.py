@@ -11,6 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.checkpoint_layout import (
+    LANES,
+    TRAINING_STATES,
+    complete_steps,
+    is_complete,
+    is_dcp,
+    step_folder,
+)
 from torchtitan_lr.config_optimizer import TSR
 from torchtitan_lr.config_outputs import check_dump_folder
 from torchtitan_lr.errors import ConfigError
@@ -136,7 +144,7 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
     if checkpoint.last_save_in_hf and not checkpoint.last_save_model_only:
         want = "false, or checkpoint.last_save_model_only = true: safetensors hold only tensors"
         raise ConfigError("checkpoint.last_save_in_hf", True, want)
-    parts = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state", "grad_compression")
+    parts = ("model", *(name for name in TRAINING_STATES if name != LANES))
     for name in checkpoint.exclude_from_loading:
         want = "some of " + ", ".join(parts)
         _require(name in parts, "checkpoint.exclude_from_loading", name, want)
@@ -152,7 +160,7 @@ def _check_load_paths(config: Any) -> None:
     checkpoint = config.checkpoint
     folder = Path(config.job.dump_folder) / checkpoint.folder
     step = checkpoint.load_step
-    if step != -1 and not _is_complete(folder / f"step-{step}"):
+    if step != -1 and not is_complete(step_folder(folder, step)):
         steps = complete_steps(folder)
         have = (
             f"one of {', '.join(map(str, steps))}" if steps else f"-1: {folder} has no checkpoint"
@@ -160,7 +168,7 @@ def _check_load_paths(config: Any) -> None:
         raise ConfigError("checkpoint.load_step", step, have)
     path = checkpoint.initial_load_path
     in_hf = checkpoint.initial_load_in_hf
-    if path and not os.path.exists(path if in_hf else os.path.join(path, ".metadata")):
+    if path and not (os.path.exists(path) if in_hf else is_dcp(path)):
         want = "the folder of one complete checkpoint such as outputs/checkpoint/step-100"
         for parent in (Path(path), Path(path).parent):
             if steps := complete_steps(parent):
@@ -172,25 +180,6 @@ def _check_load_paths(config: Any) -> None:
         raise ConfigError("checkpoint.initial_load_in_hf", True, want)
     if checkpoint.initial_load_in_hf_quantized:
         raise ConfigError("checkpoint.initial_load_in_hf_quantized", True, "false: not supported")
-
-
-def _is_complete(folder: Path) -> bool:
-    """Whether a save into the folder has ended; both files are written last."""
-    # os.path, because Path.is_file() raises where a name is too long.
-    return any(
-        os.path.isfile(folder / name) for name in (".metadata", "model.safetensors.index.json")
-    )
-
-
-def complete_steps(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints in a folder, in order; none where it is not."""
-    if not os.path.isdir(folder):
-        return []
-    return sorted(
-        int(path.name[5:])
-        for path in folder.glob("step-*")
-        if path.name[5:].isdecimal() and _is_complete(path)
-    )
 
 
 def check_model(config: Any, world_size: int, device_type: str) -> None:
@@ -227,6 +216,48 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
         raise ConfigError("model.hf_assets_path", config.model.hf_assets_path, want)
 
 
+def check_stored_model(config: Any, world_size: int, device_type: str) -> None:
+    """The checkpoint to go on from is this model's: its manifest alone is read."""
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    from torchtitan_lr.manifest import read_manifest
+    from torchtitan_lr.models.fingerprint import (
+        TOKENIZER,
+        check_fingerprint,
+        model_fingerprint,
+        tokenizer_digest,
+    )
+    from torchtitan_lr.safe_metadata import DamagedError
+
+    path = _stored_model(config)
+    if path is None:
+        return
+    try:
+        manifest = read_manifest(path)
+    except DamagedError:  # the ranks look for one that is whole
+        return
+    model_args: Any = get_train_spec(config.model.name).model_args[config.model.flavor]
+    model_args.update_from_config(config)
+    digest = tokenizer_digest(config.model.hf_assets_path)
+    if manifest is not None:
+        here = model_fingerprint(model_args) | {TOKENIZER: digest}
+        check_fingerprint(manifest.model, here, path)
+
+
+def _stored_model(config: Any) -> str | None:
+    """Return the checkpoint whose model must be the one at hand, None if there is none."""
+    checkpoint = config.checkpoint
+    if not checkpoint.enable:
+        return None
+    folder = Path(config.job.dump_folder) / checkpoint.folder
+    if steps := complete_steps(folder):
+        return step_folder(
+            folder, steps[-1] if checkpoint.load_step == -1 else checkpoint.load_step
+        )
+    any_model = checkpoint.initial_load_in_hf or checkpoint.initial_load_other_model
+    return None if any_model else checkpoint.initial_load_path
+
+
 def check_data(config: Any, world_size: int, device_type: str) -> None:
     """The corpora exist."""
     from torchtitan_lr.data.corpora import check_corpus
@@ -246,6 +277,7 @@ VALUE_CHECKS: tuple[Check, ...] = (
     check_checkpoint,
     check_model,
     check_vocabulary,
+    check_stored_model,
     check_data,
 )
 """Everything :func:`check_job_config` asks about values, in order: the slow ones last."""
@@ -254,6 +286,7 @@ FILE_CHECKS: tuple[Check, ...] = (
     check_dump_folder,
     check_checkpoint,
     check_vocabulary,
+    check_stored_model,
     check_data,
 )
 """Those that ask what is on this machine: an estimate does without."""

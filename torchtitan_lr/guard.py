@@ -96,3 +96,22 @@ def first_rank_with(found: str | None) -> str | None:
         if name is not None:
             return f"rank {rank}: {name}"
     return None
+
+
+def finite_weights(model_parts: Iterable[nn.Module]) -> bool:
+    """Say whether every parameter on every rank has a finite norm; call it on every rank.
+
+    Weights whose squares overflow make every norm of the model infinite: they count as ruined.
+
+    Args:
+        model_parts: This rank's parts of the model.
+    """
+    norms = [
+        torch.linalg.vector_norm(getattr(parameter, "_local_tensor", parameter).detach().float())
+        for part in model_parts
+        for parameter in part.parameters()
+    ]
+    finite = torch.stack(norms).isfinite().all().to(torch.int32)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+    return bool(finite.item())

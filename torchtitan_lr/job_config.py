@@ -321,10 +321,22 @@ class Validation:
 
 @dataclass
 class Checkpoint:
-    """Changed defaults of torchtitan's ``[checkpoint]``."""
+    """Changed defaults of torchtitan's ``[checkpoint]``, and what may be loaded."""
 
     last_save_model_only: bool = False
     """Save only the model at the last step. Such a checkpoint cannot be resumed."""
+
+    fall_back: bool = False
+    """
+    Where the checkpoint to resume from is damaged, go on from the newest older one that is whole,
+    instead of naming it and stopping. The damaged one is put aside.
+    """
+
+    initial_load_other_model: bool = False
+    """
+    Let ``initial_load_path`` name a checkpoint of another family, activation or tokenizer, whose
+    weights have the same names and shapes. A run's own checkpoints must always be this model's.
+    """
 
 
 @dataclass

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from torchtitan_lr.checkpoint_layout import complete_steps, step_folder
 from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.config_types import CONFIG_FILE_KEY, split_arguments
-from torchtitan_lr.config_values import complete_steps
 from torchtitan_lr.environment import (
     Environment,
     loopback_variables,
@@ -191,7 +191,7 @@ def how_to_go_on(config: Any) -> str:
     steps = complete_steps(folder) if config.checkpoint.enable else []
     if not steps:
         return "; there is no checkpoint to resume from"
-    return f"; run the same command again to resume from {folder / f'step-{steps[-1]}'}"
+    return f"; run the same command again to resume from {step_folder(folder, steps[-1])}"
 
 
 def main(argv: list[str] | None = None) -> int:

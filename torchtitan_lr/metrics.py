@@ -45,16 +45,18 @@ class HistoryLogger(BaseLogger):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Append one record; NaN and infinity become null, which JSON can hold."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         record = {"step": step} | {key: _finite_or_none(v) for key, v in metrics.items()}
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
     def rewind(self, step: int) -> None:
         """Drop the records after ``step``, which a run resumed from there will write again."""
+        if not self.path.is_file():
+            return
         kept = [record for record in read_history(self.path) if record["step"] <= step]
         scratch = self.path.with_suffix(".tmp")
         scratch.write_text("".join(json.dumps(record) + "\n" for record in kept))
@@ -76,16 +78,15 @@ class LowRankMetricsProcessor(MetricsProcessor):
         self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None
     ) -> None:
         set_wandb_environment(job_config)
-        # Upstream's choice is a rank of the last pipeline stage; here every rank has the loss.
-        with patch.object(titan_metrics, "_get_metrics_rank", lambda *_: 0):
+        # Upstream opens its loggers here, before a checkpoint may refuse the run.
+        with patch.object(titan_metrics, "_build_metric_logger", lambda *_: BaseLogger()):
             super().__init__(job_config, parallel_dims, tag)
+        self._tag = tag
         self.history: HistoryLogger | None = None
         if torch.distributed.get_rank() == 0:
-            container = LoggerContainer()
-            container.add_logger(self.logger)
             self.history = HistoryLogger(Path(job_config.job.dump_folder) / HISTORY_FILE)
-            container.add_logger(self.history)
-            self.logger = container
+            self.logger = LoggerContainer()
+            self.logger.add_logger(self.history)
         self._paused_at: float | None = None
         self._last_logged_step = 0
 
@@ -94,8 +95,17 @@ class LowRankMetricsProcessor(MetricsProcessor):
         return super().should_log(step) or step == self.job_config.training.steps
 
     def start_after(self, step: int) -> None:
-        """Begin with the step after ``step``, where a checkpoint left off."""
+        """Begin with the step after ``step``, where a checkpoint left off: open the loggers."""
         self._last_logged_step = step
+        container = LoggerContainer()
+        # Upstream's choice is a rank of the last pipeline stage; here every rank has the loss.
+        with patch.object(titan_metrics, "_get_metrics_rank", lambda *_: 0):
+            container.add_logger(
+                titan_metrics._build_metric_logger(self.job_config, self.parallel_dims, self._tag)
+            )
+        if self.history is not None:
+            container.add_logger(self.history)
+        self.logger = container
         if self.history is not None:
             self.history.rewind(step)
 

@@ -5,6 +5,7 @@ Run by ``python -m torchtitan_lr.launch``, or directly: ``torchrun -m torchtitan
 --job.config_file FILE``.
 """
 
+import json
 import math
 import os
 import sys
@@ -29,10 +30,10 @@ with collector_off():
     from torchtitan.tools.logging import init_logger, logger
 
 from torchtitan_lr.checkpoint import CheckpointManager
+from torchtitan_lr.checkpoint_layout import RESIDUALS, RUN_CONFIG
 from torchtitan_lr.comm.ledger import CommLedger, ledger_for
-from torchtitan_lr.comm.residuals import STATE_NAME, Residuals
+from torchtitan_lr.comm.residuals import Residuals
 from torchtitan_lr.config_checks import build_job_config, check_job_config
-from torchtitan_lr.config_outputs import CONFIG_RECORD
 from torchtitan_lr.device import bind_device
 from torchtitan_lr.environment import launched_ranks
 from torchtitan_lr.errors import ConfigError
@@ -42,6 +43,7 @@ from torchtitan_lr.guard import NonFiniteError, StopSignal, agree, first_rank_wi
 from torchtitan_lr.history import read_history
 from torchtitan_lr.metrics import LowRankMetricsProcessor
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.gradient_compression import compressors_of
 from torchtitan_lr.parallel.pipeline import Pipeline
@@ -74,17 +76,21 @@ class Trainer(titan_train.Trainer):
         self._stop = StopSignal()
         self._started = False
         self._ledger: CommLedger | None = None
-        job_config.job.save_config_file = job_config.job.save_config_file or CONFIG_RECORD
+        # Upstream would write the record now: over that of checkpoints which may yet be refused.
+        record, job_config.job.save_config_file = job_config.job.save_config_file, None
         with _our_parts():
             super().__init__(job_config)
+        job_config.job.save_config_file = record or RUN_CONFIG
         stages = self.parallel_dims.get_optional_mesh("pp")
         self._gradients = gradients_of(self.optimizers, self.model_parts, stages)
         args = self.model_parts[0].model_args
         if isinstance(args, LlamaArgs):
             self.checkpointer.lanes = (args.lanes, args.sync_fraction)
+            tokenizer = tokenizer_digest(job_config.model.hf_assets_path)
+            self.checkpointer.fingerprint = model_fingerprint(args) | {TOKENIZER: tokenizer}
         self._residuals = Residuals(compressors_of(self.model_parts))
         if self._residuals.compressors:
-            self.checkpointer.states[STATE_NAME] = self._residuals
+            self.checkpointer.states[RESIDUALS] = self._residuals
 
     def train(self) -> None:
         """Train to ``training.steps`` or a stop signal, then leave a checkpoint and a summary."""
@@ -100,12 +106,23 @@ class Trainer(titan_train.Trainer):
         """Say whether another step follows; upstream asks after loading and after each step."""
         if not self._started:
             self._started = True
+            self.write_record()
             self.metrics_processor.start_after(self.step)
             self._make_up_for_validation()
         if self.interrupted:
             self.checkpointer.save_interrupted(self.step)
             return False
         return super().should_continue_training()
+
+    def write_record(self) -> None:
+        """Write the run's configuration beside its checkpoints, once nothing refuses them."""
+        if torch.distributed.get_rank() == 0:
+            job = self.job_config.job
+            path = Path(job.dump_folder) / job.save_config_file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scratch = path.with_name(path.name + ".tmp")
+            scratch.write_text(json.dumps(self.job_config.to_dict(), indent=2))
+            scratch.replace(path)
 
     def train_step(self, data_iterator: Iterator[MicroBatch]) -> None:
         """Run one optimizer step over all micro-batches of this rank.
@@ -289,7 +306,7 @@ class Trainer(titan_train.Trainer):
             self.validator.validate(self.model_parts, self.step)
 
     def _report_interruption(self) -> None:
-        saved = self.checkpointer.last_good()
+        saved = self.checkpointer.newest()
         if torch.distributed.get_rank() == 0:
             how = "run the same command again to resume" if saved else "checkpointing is off"
             if saved and self.job_config.checkpoint.load_step != -1:
@@ -311,7 +328,7 @@ class Trainer(titan_train.Trainer):
             torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
         if self.metrics_processor.history is not None:
             history = read_history(self.metrics_processor.history.path)
-            summary = build_summary(history, self.step, peak.item(), self.checkpointer.last_good())
+            summary = build_summary(history, self.step, peak.item(), self.checkpointer.newest())
             path = write_summary(summary, history, Path(self.job_config.job.dump_folder))
             logger.info("Summary written to %s", path)
 
@@ -351,6 +368,7 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         lock.enter_context(locked_by_rank(config.job.dump_folder, os.environ))
         trainer = trainer_class(config)
         if config.checkpoint.create_seed_checkpoint:
+            trainer.write_record()
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
             trainer.train()

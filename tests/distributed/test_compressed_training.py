@@ -13,6 +13,7 @@ from tests.distributed.pool import RankPool
 from tests.distributed.training import EXACT, largest_difference, train
 from tests.integration import runs
 from torchtitan_lr.history import HISTORY_FILE, read_history
+from torchtitan_lr.models.loading import build_model_args, load_model, read_run_config
 
 # Enough tokens that the embedding's gradient has more entries than are sent.
 FSDP4 = ["--model.name=llama_full", "--training.local_batch_size=2", "--training.seq_len=64"]
@@ -97,6 +98,13 @@ def test_a_stopped_run_resumes_with_its_residuals(
     assert resumed["losses"] == undisturbed["losses"]
     assert resumed["grad_norms"] == undisturbed["grad_norms"]
     assert largest_difference(resumed, undisturbed) == 0.0
+
+
+def test_a_checkpoint_with_residuals_can_be_sampled(undisturbed: dict[str, Any]) -> None:
+    step = Path(undisturbed["dump_folder"]) / "checkpoint/step-4"
+    model = load_model(step, build_model_args(read_run_config(step)))
+    for name, value in model.state_dict().items():
+        assert (value.numpy() == undisturbed["parameters"][name]).all(), name
 
 
 def test_a_run_without_its_residuals_is_noticed(

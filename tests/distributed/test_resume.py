@@ -10,6 +10,7 @@ import pytest
 
 from tests.distributed.pool import RankPool
 from tests.distributed.training import EXACT, largest_difference, train
+from torchtitan_lr.manifest import damage_of, read_manifest
 
 OPTIONS = [
     "--model.name=llama_lax",
@@ -49,7 +50,9 @@ def test_a_signal_saves_and_the_run_resumes_exactly(
     stopped = two_ranks.run(train, options, "sigterm@3")
     assert [run["step"] for run in stopped] == [3, 3]
     folder = stopped[0]["dump_folder"]
-    assert (Path(folder) / "checkpoint/step-3/.metadata").is_file()
+    for step in (2, 3):  # saved in the background, where the mode says so, and on the signal
+        assert damage_of(f"{folder}/checkpoint/step-{step}") is None
+        assert read_manifest(f"{folder}/checkpoint/step-{step}") is not None
     resumed = two_ranks.run(train, options, "", folder)[0]
     assert resumed["losses"] == undisturbed["losses"]
     assert resumed["grad_norms"] == undisturbed["grad_norms"]
@@ -132,6 +135,32 @@ def test_a_changed_global_batch_is_refused(stopped: str, two_ranks: RankPool) ->
         assert "ConfigError: training.global_batch_size: got 16" in error
 
 
+def files_of(folder: str) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--training.global_batch_size=16", "--metrics.enable_tensorboard"], ["--low_rank.rank=16"]],
+    ids=["batch", "model"],
+)
+def test_a_refused_resume_changes_no_file(
+    options: list[str], stopped: str, two_ranks: RankPool
+) -> None:
+    torn = Path(stopped) / "checkpoint/step-4"
+    torn.mkdir()
+    (torn / "__0_0.distcp").write_bytes(b"torn")
+    before = files_of(stopped)
+    assert f"{stopped}/job_config.json" in before
+    two_ranks.errors(train, [*FSDP2, *options], "", stopped)
+    assert files_of(stopped) == before
+    # The control: the run that is not refused writes its record, curve and checkpoints.
+    two_ranks.run(train, [*FSDP2, "--training.gc_freq=40"], "", stopped)
+    changed = {path for path, text in files_of(stopped).items() if before.get(path) != text}
+    assert {f"{stopped}/job_config.json", f"{stopped}/metrics.jsonl"} <= changed
+    assert not torn.exists() or (torn / ".metadata").is_file()
+
+
 def test_going_back_puts_the_later_checkpoints_aside(
     two_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:
@@ -166,4 +195,48 @@ def test_a_torn_first_checkpoint_does_not_hide_the_initial_one(
 
 def test_another_model_is_refused_in_one_line(stopped: str, two_ranks: RankPool) -> None:
     for error in two_ranks.errors(train, [*FSDP2, "--low_rank.rank=16"], "", stopped):
-        assert re.search(r"ConfigError: checkpoint: got .*step-3", error)
+        assert re.search(
+            r"ConfigError: low_rank.rank_attention: got 16, expected 12 as .*step-3", error
+        )
+
+
+def test_another_family_is_refused_though_every_shape_fits(
+    stopped: str, two_ranks: RankPool
+) -> None:
+    for error in two_ranks.errors(train, [*FSDP2, "--model.name=llama_cola"], "", stopped):
+        line = r"ConfigError: model.name: got 'llama_cola', expected 'llama_lax' as .*step-3"
+        assert re.search(line, error)
+
+
+def damaged(stopped: str) -> Path:
+    """Change one bit of what rank 1 saved in step 3; step 2 stays whole."""
+    shard = Path(stopped) / "checkpoint/step-3/__1_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    return shard
+
+
+def test_every_rank_refuses_a_flipped_bit(stopped: str, two_ranks: RankPool) -> None:
+    step = damaged(stopped).parent
+    for error in two_ranks.errors(train, FSDP2, "", stopped):
+        line = error.splitlines()[-1]
+        assert f"ConfigError: checkpoint: got '{step}', expected a whole one" in line
+        assert "__1_0.distcp has another checksum" in line
+        assert f"{step.parent}/step-2: checkpoint.fall_back = true" in line
+
+
+def test_falling_back_loses_one_step_and_no_digit(
+    stopped: str, two_ranks: RankPool, undisturbed: dict[str, Any]
+) -> None:
+    damaged(stopped)
+    resumed = two_ranks.run(train, [*FSDP2, "--checkpoint.fall_back"], "", stopped)[0]
+    assert resumed["losses"] == undisturbed["losses"]
+    assert largest_difference(resumed, undisturbed) == 0.0
+    assert (Path(stopped) / "checkpoint/aside-3-0/manifest.json").is_file()
+
+
+def test_without_a_manifest_the_shapes_tell_in_one_line(stopped: str, two_ranks: RankPool) -> None:
+    (Path(stopped) / "checkpoint/step-3/manifest.json").unlink()
+    for error in two_ranks.errors(train, [*FSDP2, "--low_rank.rank=16"], "", stopped):
+        assert re.search(r"ConfigError: checkpoint: got .*step-3.* \(.*[sS]ize.*\)", error)

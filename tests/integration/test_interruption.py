@@ -153,7 +153,7 @@ def test_a_kill_in_mid_save_leaves_nothing_to_trust(life):
     done = runs.run([sys.executable, "scripts/export.py", stage.copy, stage.copy / "out"])
     assert done.status == 2, done.everything
     (line,) = done.err.splitlines()
-    assert "no .metadata" in line
+    assert ".metadata is missing" in line
 
 
 def test_the_start_after_it_takes_the_last_complete_checkpoint(life):

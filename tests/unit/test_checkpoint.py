@@ -12,6 +12,7 @@ from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpoin
 from torchtitan.config import JobConfig
 
 from torchtitan_lr.checkpoint import CheckpointManager
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.build import build_optimizers
 
 
@@ -136,3 +137,165 @@ def test_an_interrupted_run_saves_its_step_once(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint/step-3/.metadata").stat().st_mtime_ns == written
     checkpoints.save_interrupted(4)
     assert (tmp_path / "checkpoint/step-4/.metadata").is_file()
+
+
+def model_only(tmp_path: Path, keep: int = 10, steps: int = 0) -> Any:
+    """A manager of the model alone, that has saved some steps."""
+    checkpoints = manager(tmp_path, CheckpointManager, keep=keep)
+    checkpoints.states = {"model": checkpoints.states["model"]}
+    for step in range(1, steps + 1):
+        checkpoints.save(step)
+    return checkpoints
+
+
+def folders(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
+
+
+@pytest.mark.usefixtures("process_group")
+def test_the_last_save_purges_too(tmp_path: Path) -> None:
+    checkpoints = model_only(tmp_path, keep=3, steps=4)
+    checkpoints.save(5, last_step=True)
+    assert kept(checkpoints) == {"step-3", "step-4", "step-5"}
+    assert folders(tmp_path) == ["step-3", "step-4", "step-5"]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_an_interrupted_save_purges_too(tmp_path: Path) -> None:
+    checkpoints = model_only(tmp_path, keep=2, steps=3)
+    checkpoints.save_interrupted(4)
+    assert kept(checkpoints) == {"step-3", "step-4"}
+
+
+@pytest.mark.usefixtures("process_group")
+def test_the_next_start_deletes_what_a_kill_left(tmp_path: Path) -> None:
+    model_only(tmp_path, steps=2).close()
+    for name in ("discarded-1-77", "step-3", "aside-9-0"):
+        shutil.copytree(tmp_path / "checkpoint/step-1", tmp_path / "checkpoint" / name)
+    (tmp_path / "checkpoint/step-3/.metadata").unlink()  # killed in mid-save
+    checkpoints = model_only(tmp_path)
+    assert checkpoints.load()
+    checkpoints.close()  # waits for what is being deleted
+    assert folders(tmp_path) == ["aside-9-0", "step-1", "step-2"]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_what_a_run_leaves_behind_by_going_back_is_kept(tmp_path: Path) -> None:
+    for _ in range(2):
+        checkpoints = model_only(tmp_path, steps=3)
+        assert checkpoints.load(1)
+        checkpoints.close()
+    assert folders(tmp_path) == ["aside-2-0", "aside-2-1", "aside-3-0", "aside-3-1", "step-1"]
+
+
+def flip_a_bit(tmp_path: Path, step: int) -> None:
+    """Change one byte of the model's weights."""
+    shard = tmp_path / f"checkpoint/step-{step}/__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("step", [-1, 4])
+def test_a_flipped_bit_is_refused_and_the_way_out_named(step: int, tmp_path: Path) -> None:
+    checkpoints = model_only(tmp_path, steps=4)
+    flip_a_bit(tmp_path, 4)
+    flip_a_bit(tmp_path, 3)
+    with pytest.raises(ConfigError) as error:
+        checkpoints.load(step)
+    line = str(error.value)
+    assert line.startswith(f"checkpoint: got '{tmp_path}/checkpoint/step-4', expected a whole one")
+    assert "(__0_0.distcp has another checksum than when it was saved)" in line
+    assert f"whole is {tmp_path}/checkpoint/step-2: checkpoint.fall_back = true" in line
+    assert folders(tmp_path) == ["step-1", "step-2", "step-3", "step-4"]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_falling_back_goes_on_from_the_newest_whole_one(tmp_path: Path) -> None:
+    checkpoints = model_only(tmp_path, steps=2)
+    weight = checkpoints.states["model"].model[0].weight
+    with torch.no_grad():
+        expected = weight.clone()
+        weight.zero_()
+    checkpoints.save(3)
+    flip_a_bit(tmp_path, 3)
+    again = model_only(tmp_path)
+    again._fall_back = True
+    assert again.load()
+    again.close()
+    assert torch.equal(again.states["model"].model[0].weight, expected)
+    assert folders(tmp_path) == ["aside-3-0", "step-1", "step-2"]
+    for step in (1, 2):
+        flip_a_bit(tmp_path, step)
+    with pytest.raises(ConfigError, match="there is no older one that is whole"):
+        again.load()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_another_models_weights_need_a_word(tmp_path: Path) -> None:
+    source = model_only(tmp_path / "source")
+    source.fingerprint = {"model.name": "llama_cola"}
+    source.save(1)
+    checkpoints = model_only(tmp_path / "run")
+    checkpoints.fingerprint = {"model.name": "llama_svd"}
+    checkpoints.initial_load_path = str(tmp_path / "source/checkpoint/step-1")
+    with pytest.raises(ConfigError, match=r"^model\.name: got 'llama_svd', expected 'llama_cola' "):
+        checkpoints.load()
+    checkpoints._other_model = True
+    assert checkpoints.load()
+    # A run's own folder is no initial one.
+    source.fingerprint, source._other_model = checkpoints.fingerprint, True
+    with pytest.raises(ConfigError, match=r"^model\.name: got 'llama_svd', expected 'llama_cola' "):
+        source.load()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_an_old_checkpoint_loads_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = model_only(tmp_path, steps=1)
+    assert checkpoints.load()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    (tmp_path / "checkpoint/step-1/manifest.json").unlink()
+    assert checkpoints.load()
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "step-1 has no manifest" in warning.getMessage()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("ruin", [float("nan"), float("inf"), 1e30])
+def test_ruined_weights_are_no_good_checkpoint(ruin: float, tmp_path: Path) -> None:
+    checkpoints = model_only(tmp_path, steps=2)
+    assert checkpoints.last_good() == checkpoints.newest() == f"{tmp_path}/checkpoint/step-2"
+    with torch.no_grad():
+        checkpoints.states["model"].model[0].weight[1, 2] = ruin
+    checkpoints.save(3)
+    assert checkpoints.newest() == f"{tmp_path}/checkpoint/step-3"
+    assert checkpoints.last_good() == f"{tmp_path}/checkpoint/step-2"
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    ("name", "left", "line"),
+    [
+        (".metadata", 0.5, ".metadata cannot be read (UnpicklingError: pickle data was truncated)"),
+        (".metadata", 0.0, ".metadata cannot be read (EOFError: Ran out of input)"),
+        ("__0_0.distcp", 0.5, "__0_0.distcp has "),
+        ("__0_0.distcp", None, "__0_0.distcp is missing"),
+    ],
+)
+def test_damage_without_a_manifest_is_one_line_too(
+    name: str, left: float | None, line: str, tmp_path: Path
+) -> None:
+    checkpoints = model_only(tmp_path, steps=1)
+    (tmp_path / "checkpoint/step-1/manifest.json").unlink()
+    path = tmp_path / "checkpoint/step-1" / name
+    data = path.read_bytes()
+    path.unlink()
+    if left is not None:
+        path.write_bytes(data[: int(left * len(data))])
+    with pytest.raises(ConfigError) as error:
+        checkpoints.load()
+    assert f"({line}" in str(error.value)
+    assert "\n" not in str(error.value)

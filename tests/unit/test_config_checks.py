@@ -1,5 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import ctypes
+import json
 import math
 import os
 import struct
@@ -11,6 +12,8 @@ import pytest
 
 from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models import fingerprint
+from torchtitan_lr.models.flavors import FLAVORS
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -276,8 +279,6 @@ def test_sections_have_one_order_everywhere():
 
 
 def test_vocabulary_smaller_than_the_tokenizers(tmp_path):
-    from torchtitan_lr.models.flavors import FLAVORS
-
     assert FLAVORS["cola"]["debug"].vocab_size == 4096
     folder = tmp_path / "big"
     folder.mkdir()
@@ -315,6 +316,23 @@ def test_load_step_lists_what_there_is(tmp_path):
     assert text.endswith(f"; in {folder} are the steps 9, 10, 100")
     assert refusal(f"--checkpoint.initial_load_path={folder}").endswith("9, 10, 100")
     check(f"--checkpoint.initial_load_path={folder}/step-9")
+
+
+def test_a_checkpoint_of_another_family_is_refused_before_any_rank(tmp_path):
+    model = fingerprint.model_fingerprint(FLAVORS["cola"]["debug"])
+    step = tmp_path / "checkpoint/step-5"
+    step.mkdir(parents=True)
+    (step / ".metadata").write_text("")
+    (step / "manifest.json").write_text(json.dumps({"model": model}))
+    here, svd = f"--job.dump_folder={tmp_path}", "--model.name=llama_svd"
+    check(here, "--training.seq_len=256")
+    line = f"model.name: got 'llama_svd', expected 'llama_cola' as in the checkpoint {step}"
+    assert refusal(here, svd).startswith(line)
+    elsewhere = [f"--job.dump_folder={tmp_path}/new", f"--checkpoint.initial_load_path={step}"]
+    assert refusal(*elsewhere, svd).startswith(line)
+    check(*elsewhere, svd, "--checkpoint.initial_load_other_model")
+    (step / "manifest.json").write_text("{")
+    check(here, svd)  # the ranks find out what is whole
 
 
 def test_negative_rank_behind_the_ranks_of_both_groups(tmp_path):

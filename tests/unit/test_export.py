@@ -58,6 +58,7 @@ def write_run(folder, family, dtype=torch.float32, **low_rank):
     state["train_state"] = {"step": torch.tensor(20)}
     state["lr_scheduler"] = {"last_epoch": 20}
     state["dataloader"] = {"sample": 1280}
+    state["grad_compression"] = {"layers.0.residual": torch.ones(2, 5), "layers.0.exchanges": 20}
     dcp.save(state, checkpoint_id=str(step), no_dist=True)
     return step, model
 
@@ -191,13 +192,18 @@ def test_a_checkpoint_with_more_layers_than_the_model_is_refused(tmp_path, monke
 
 def test_damage_is_refused(tmp_path, capsys):
     step, _ = write_run(tmp_path / "run", "cola")
-    for shard in step.glob("*.distcp"):
-        shard.write_bytes(shard.read_bytes()[:1000])
-    assert "damaged files" in refusal(capsys, step, tmp_path / "out")
-    (step / ".metadata").write_bytes(b"not a pickle")
-    assert "damaged .metadata" in refusal(capsys, step, tmp_path / "out")
+    (shard,) = step.glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:1000])
+    line = refusal(capsys, step, tmp_path / "out")
+    assert "found: __0_0.distcp has 1000 bytes instead of " in line
+    shard.unlink()
+    assert "__0_0.distcp is missing" in refusal(capsys, step, tmp_path / "out")
+    whole = (step / ".metadata").read_bytes()
+    for text in (b"not a pickle", whole[: len(whole) // 2], b""):
+        (step / ".metadata").write_bytes(text)
+        assert ".metadata cannot be read (" in refusal(capsys, step, tmp_path / "out")
     (step / ".metadata").unlink()
-    assert "no .metadata" in refusal(capsys, step, tmp_path / "out")
+    assert ".metadata is missing" in refusal(capsys, step, tmp_path / "out")
     (tmp_path / "run" / "job_config.json").write_text("{")
     assert "job_config.json" in refusal(capsys, step, tmp_path / "out")
     (tmp_path / "run" / "job_config.json").write_text('{"model": {}}')

@@ -2,21 +2,18 @@
 """Residuals as part of a checkpoint, and what compression did as metrics."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torchtitan.tools.logging import logger
 
+from torchtitan_lr.checkpoint_layout import RESIDUALS, is_dcp
 from torchtitan_lr.comm.compressor import COUNTS, Compressor
 from torchtitan_lr.errors import ConfigError
-
-STATE_NAME = "grad_compression"
-"""Name of the residuals among a checkpoint's states."""
+from torchtitan_lr.safe_metadata import read_metadata
 
 
 class Residuals:
@@ -95,7 +92,7 @@ class Residuals:
             ConfigError: It has no residuals, or those of other ranks or tensors.
         """
         saved = _saved_shapes(checkpoint_id)
-        skip = f"checkpoint.exclude_from_loading = ['{STATE_NAME}'] to start without residuals"
+        skip = f"checkpoint.exclude_from_loading = ['{RESIDUALS}'] to start without residuals"
         if not saved:
             want = f"a checkpoint saved with gradient compression, or {skip}"
             raise ConfigError("checkpoint", checkpoint_id, want)
@@ -118,12 +115,10 @@ def warn_of_dropped_residuals(checkpoint_id: str) -> None:
 
 def _saved_shapes(checkpoint_id: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the residuals in a checkpoint; only its metadata is read."""
-    if not (Path(checkpoint_id) / ".metadata").is_file():
+    if not is_dcp(checkpoint_id):
         return {}
-    found: Iterable[tuple[str, Any]] = (
-        FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata.items()
-    )
-    prefix = STATE_NAME + "."
+    found: Iterable[tuple[str, Any]] = read_metadata(checkpoint_id).state_dict_metadata.items()
+    prefix = RESIDUALS + "."
     return {
         name.removeprefix(prefix): tuple(entry.size)
         for name, entry in found

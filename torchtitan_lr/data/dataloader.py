@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
@@ -16,6 +15,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_lr.data.corpora import BlockCorpus, Corpus, build_corpus, check_workers
 from torchtitan_lr.data.lanes import Lane
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.safe_metadata import load
 
 
 class LaneDataLoader(BaseDataLoader):
@@ -154,7 +154,7 @@ class LaneDataLoader(BaseDataLoader):
         """
         stored = {"dataloader": self._identity()}
         # no_dist: each rank reads three small values; no collective, so any rank may raise.
-        dcp.load(stored, checkpoint_id=checkpoint_id, no_dist=True)
+        load(stored, checkpoint_id, no_dist=True)
         self._check_identity(stored["dataloader"])
 
     def _check_identity(self, stored: dict[str, Any]) -> None:

@@ -6,18 +6,15 @@ they are those of another function: loaded with other values they would go on, s
 every checkpoint of a model with lanes holds (G, p), and one without it has one lane.
 """
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from torchtitan_lr.checkpoint_layout import LANES
 from torchtitan_lr.errors import ConfigError
-
-RECORD = "caat"
-"""Name of the record among a checkpoint's states: a tensor (2,) in fp64."""
+from torchtitan_lr.safe_metadata import load, read_metadata
 
 Lanes = tuple[int, float]
 """G and p."""
@@ -27,10 +24,10 @@ ORDINARY: Lanes = (1, 1.0)
 
 
 def record_of(lanes: Lanes) -> dict[str, Tensor]:
-    """Return what to save beside a model's weights; nothing for an ordinary model."""
+    """Return what to save beside a model's weights: a tensor (2,); nothing for an ordinary one."""
     if lanes == ORDINARY:
         return {}
-    return {RECORD: torch.tensor(lanes, dtype=torch.float64)}
+    return {LANES: torch.tensor(lanes, dtype=torch.float64)}
 
 
 def stored_lanes(step_dir: str | Path) -> Lanes:
@@ -39,15 +36,11 @@ def stored_lanes(step_dir: str | Path) -> Lanes:
     Args:
         step_dir: The folder of a complete checkpoint.
     """
-    reader = dcp.FileSystemReader(str(step_dir))
-    if RECORD not in reader.read_metadata().state_dict_metadata:
+    if LANES not in read_metadata(step_dir).state_dict_metadata:
         return ORDINARY
-    stored: dict[str, Any] = {RECORD: torch.zeros(2, dtype=torch.float64)}
-    with warnings.catch_warnings():
-        # DCP warns that it runs without a process group, which is what we ask for.
-        warnings.simplefilter("ignore")
-        dcp.load(stored, checkpoint_id=str(step_dir), no_dist=True)
-    lanes, fraction = stored[RECORD].tolist()
+    stored: dict[str, Any] = {LANES: torch.zeros(2, dtype=torch.float64)}
+    load(stored, step_dir, no_dist=True)
+    lanes, fraction = stored[LANES].tolist()
     return int(lanes), fraction
 
 

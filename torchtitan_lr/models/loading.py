@@ -2,27 +2,30 @@
 """From a training checkpoint to a model in one process, without a process group."""
 
 import json
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
+from torchtitan.tools.logging import logger
 
+from torchtitan_lr.checkpoint_layout import RUN_CONFIG, TRAINING_STATES
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.manifest import Manifest, find_damage, newest_whole_before, read_manifest
 from torchtitan_lr.models.args import FAMILIES, LlamaArgs
+from torchtitan_lr.models.fingerprint import (
+    TOKENIZER,
+    check_fingerprint,
+    model_fingerprint,
+    tokenizer_digest,
+)
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.models.lane_record import RECORD, check_lanes
+from torchtitan_lr.models.lane_record import check_lanes
 from torchtitan_lr.models.llama import LlamaModel
-
-RUN_CONFIG = "job_config.json"
-"""What a run writes into its dump folder, two levels above each step's folder."""
-
-# What a checkpoint holds beside the model's parameters.
-_TRAINING_STATE = ("optimizer", "lr_scheduler", "dataloader", "train_state", RECORD)
+from torchtitan_lr.safe_metadata import load, read_metadata
 
 
 def read_run_config(step_dir: Path, config_file: Path | None = None) -> Any:
@@ -102,50 +105,55 @@ def read_model_args(path: Path) -> LlamaArgs:
         raise ConfigError(str(path), str(error), "what scripts/export.py wrote") from error
 
 
-def load_model(step_dir: Path, args: LlamaArgs) -> LlamaModel:
-    """Load the weights of a checkpoint, from any number of ranks, onto the CPU.
+def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaModel:
+    """Verify a checkpoint, from any number of ranks, and load its weights onto the CPU.
 
     Args:
         step_dir: Folder of a distributed checkpoint (DCP).
         args: The shape of the model in it.
+        assets_path: Folder of the tokenizer that will be used with it, if any.
 
     Returns:
         The model in the checkpoint's precision, in evaluation mode.
 
     Raises:
-        ConfigError: If the folder is no such checkpoint, or holds another model.
+        ConfigError: If the folder is no such checkpoint, is damaged, or holds another model.
     """
-    stored = _read_metadata(step_dir).state_dict_metadata
+    manifest, metadata = _verify(step_dir)
+    stored = metadata.state_dict_metadata
     with torch.device("meta"):
         model = LlamaModel(args)
     model.to(_check_stored(step_dir, stored, model))
+    if manifest is not None:
+        tokenizer = {TOKENIZER: tokenizer_digest(assets_path)} if assets_path else {}
+        check_fingerprint(manifest.model, model_fingerprint(args) | tokenizer, step_dir)
     check_lanes(step_dir, (args.lanes, args.sync_fraction))
     model.to_empty(device="cpu")
     weights = model.state_dict()
     try:
-        with warnings.catch_warnings():
-            # DCP warns that it runs without a process group, which is what we ask for.
-            warnings.simplefilter("ignore")
-            dcp.load(weights, checkpoint_id=str(step_dir), no_dist=True)
+        load(weights, step_dir, no_dist=True)
     # A damaged file surfaces as whatever its reader stumbles over; DCP wraps some of it in an
     # exception that is no Exception.
-    except (Exception, dcp.CheckpointException) as error:
+    except (Exception, CheckpointException) as error:
         raise _no_checkpoint(step_dir, "damaged files") from error
+    if manifest is None:
+        logger.warning("%s has no manifest: it is loaded without checksums", step_dir)
     return model.eval()
 
 
-def _read_metadata(step_dir: Path) -> Metadata:
-    if not (step_dir / ".metadata").is_file():
-        raise _no_checkpoint(step_dir, "no .metadata in it")
-    try:
-        return dcp.FileSystemReader(str(step_dir)).read_metadata()
-    except Exception as error:
-        raise _no_checkpoint(step_dir, "a damaged .metadata") from error
+def _verify(step_dir: Path) -> tuple[Manifest | None, Metadata]:
+    """Read all of a checkpoint once: its files are those that were saved."""
+    damage = find_damage(step_dir)
+    if damage is not None:
+        raise _no_checkpoint(step_dir, damage, newest_whole_before(step_dir))
+    return read_manifest(step_dir), read_metadata(step_dir)
 
 
-def _no_checkpoint(step_dir: Path, why: str) -> ConfigError:
-    want = f"a complete checkpoint such as outputs/checkpoint/step-100 (found {why})"
-    return ConfigError("CHECKPOINT", str(step_dir), want)
+def _no_checkpoint(step_dir: Path, why: str, older: str | None = None) -> ConfigError:
+    example = older or "outputs/checkpoint/step-100"
+    return ConfigError(
+        "CHECKPOINT", str(step_dir), f"a complete checkpoint such as {example} (found: {why})"
+    )
 
 
 def _check_stored(step_dir: Path, stored: dict[str, Any], model: LlamaModel) -> torch.dtype:
@@ -154,7 +162,7 @@ def _check_stored(step_dir: Path, stored: dict[str, Any], model: LlamaModel) -> 
     found = {
         name: tuple(value.size) if isinstance(value, TensorStorageMetadata) else None
         for name, value in stored.items()
-        if name.split(".")[0] not in _TRAINING_STATE
+        if name.split(".")[0] not in TRAINING_STATES
     }
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
