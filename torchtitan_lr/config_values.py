@@ -226,11 +226,12 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
 
     name, flavor = config.model.name, config.model.flavor
     model_args: Any = get_train_spec(name).model_args[flavor]
+    model_args.update_from_config(config)
     tokens = check_tokenizer(config)
     if tokens > model_args.vocab_size:
         want = (
-            f"a tokenizer of at most {model_args.vocab_size} tokens for {name} {flavor}; "
-            f"this one has {tokens}"
+            f"a tokenizer of at most {model_args.vocab_size} tokens for {name} {flavor}, "
+            f"or model.vocab_size = {tokens}: this one has {tokens}"
         )
         raise ConfigError("model.hf_assets_path", config.model.hf_assets_path, want)
 

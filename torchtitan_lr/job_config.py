@@ -28,6 +28,13 @@ class Model:
     flavor: str = "debug"
     """Which size of it: debug, tiny, 60M, 130M, 350M, 1B, 1B_boost, 3B, 7B, 8B, 13B or 30B."""
 
+    vocab_size: int = 0
+    """
+    Rows of the embedding and of the head, for a tokenizer of one's own; 0 takes the flavor's. It is
+    rounded up to a multiple of 64, so that the model is the same at every tensor-parallel degree
+    that divides 64, and to one of any other degree and of ``caat.lanes``.
+    """
+
     hf_assets_path: str = "torchtitan_lr/data/assets/bpe4k"
     """
     Folder with the tokenizer: a Hugging Face tokenizer.json, or a tiktoken rank file named

@@ -125,13 +125,14 @@ class Trainer(titan_train.Trainer):
         with self._counted():
             loss = self._forward_backward(microbatches, global_tokens)
             grad_norm = self._gradients.synchronize()
-            if self._may_step(loss, grad_norm):
+            if self._may_step(loss, grad_norm, global_tokens):
                 self._gradients.clip(self.job_config.training.max_norm, grad_norm)
                 self.checkpointer.maybe_wait_for_staging()
                 self.optimizers.step()
         self.lr_schedulers.step()
         if self.metrics_processor.should_log(self.step):
-            self._log_step(loss, local_tokens / global_tokens, grad_norm, lr)
+            share = local_tokens / global_tokens if global_tokens else math.nan
+            self._log_step(loss, share, grad_norm, lr)
         # What follows until the next step, validation and saving, is not training time.
         self.metrics_processor.pause()
         self._maybe_stop()
@@ -218,18 +219,19 @@ class Trainer(titan_train.Trainer):
         self._ledger.clear()
         return self._ledger
 
-    def _may_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> bool:
+    def _may_step(self, loss: torch.Tensor, grad_norm: torch.Tensor, global_tokens: float) -> bool:
         """Agree with all ranks whether this step is finite, and whether to stop after it."""
         verdict = agree(loss.item(), self._stop.name is not None, self.device)
         self.interrupted = verdict.stop
         norm = grad_norm.item()
         if verdict.nonfinite_rank is None and math.isfinite(norm):
             return True
-        what = (
-            f"loss of rank {verdict.nonfinite_rank} is not finite"
-            if verdict.nonfinite_rank is not None
-            else f"gradient norm is {norm} ({self._nonfinite_gradient()})"
-        )
+        if not global_tokens:  # 0/0, which is no fault of the weights
+            what = "no token of the whole batch has a label to learn from (all are ignored)"
+        elif verdict.nonfinite_rank is not None:
+            what = f"loss of rank {verdict.nonfinite_rank} is not finite"
+        else:
+            what = f"gradient norm is {norm} ({self._nonfinite_gradient()})"
         if self.skipped_steps >= self.job_config.training.max_skipped_steps:
             raise NonFiniteError(
                 f"step {self.step}: {what}; last good checkpoint: "
@@ -252,11 +254,13 @@ class Trainer(titan_train.Trainer):
         if pipeline is not None:
             # Only the last stage knows the loss: now every rank does, and rank 0 can write it.
             torch.distributed.all_reduce(loss, group=pipeline.get_group())
+        # A rank without any valid token has no average of its own.
+        own = loss / token_share if token_share else torch.full_like(loss, -math.inf)
         counted = {} if self._ledger is None else self._ledger.bytes_by_mesh_dim()
         self.metrics_processor.log(
             self.step,
             dist_utils.dist_sum(loss, mesh),
-            dist_utils.dist_max(loss / token_share, mesh),
+            dist_utils.dist_max(own, mesh),
             grad_norm.item(),
             extra_metrics={
                 "n_tokens_seen": self.ntokens_seen * self._batch_degree,

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.config_values import check_vocabulary
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models.loading import build_model_args
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -111,10 +113,11 @@ REFUSALS = [
     ("compile.components=model,optimizer", "'optimizer'", "'model' and/or 'loss'"),
     ("model.name=llama3", "'llama3'", "one of llama_cola, llama_full, llama_lax, llama_svd"),
     ("model.flavor=2B", "'2B'", "one of debug, tiny, 60M"),
+    ("model.vocab_size=-1", "-1", "0 (the flavor's) or a positive integer"),
     ("model.converters=float8", "['float8']", "no float8"),
     ("model.hf_assets_path=/no/such", "'/no/such'", "a folder that holds tokenizer.json"),
     ("model.tokenizer_path=x", "'x'", "model.hf_assets_path"),
-    ("low_rank.rank=-1", "-1", "a rank from 1 to 64"),
+    ("low_rank.rank=-1", "-1", "a rank from 1 to 128"),
     ("model.name=", "''", "one of llama_cola"),
     ("model.flavor=", "''", "one of debug"),
     ("model.hf_assets_path=~nosuchuser/x", "'~nosuchuser/x'", "a path to use here"),
@@ -122,7 +125,7 @@ REFUSALS = [
     ("experimental.custom_import=nosuch.sub", "'nosuch.sub'", "a module that can be imported"),
     ("experimental.custom_import=.", "'.'", "a module that can be imported"),
     ("low_rank.rank_ffn=-1", "-1", "a rank from 1 to 128"),
-    ("low_rank.rank_attention=65", "65", "a rank from 1 to 64"),
+    ("low_rank.rank_attention=129", "129", "a rank from 1 to 128"),
     ("low_rank.rank_ffn=129", "129", "a rank from 1 to 128"),
     ("low_rank.activation=relu", "'relu'", "one of 'flavor', 'both'"),
     ("low_rank.lax_gate=scalar", "'scalar'", "'identity' unless llama_lax"),
@@ -286,7 +289,12 @@ def test_vocabulary_smaller_than_the_tokenizers(tmp_path):
     tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
     text = refusal(f"--model.hf_assets_path={folder}", f"--job.dump_folder={tmp_path}")
     assert text.startswith("model.hf_assets_path: got ")
-    assert "at most 4096 tokens for llama_cola debug; this one has 4097" in text
+    assert "at most 4096 tokens for llama_cola debug, or model.vocab_size = 4097" in text
+    # What the refusal proposes works.
+    options = [f"--model.hf_assets_path={folder}", f"--job.dump_folder={tmp_path}"]
+    config = build_job_config([f"--job.config_file={MAIN}", *options, "--model.vocab_size=4097"])
+    check_vocabulary(config, 4, "cpu")
+    assert build_model_args(config).vocab_size == 4160
 
 
 def test_local_corpus_that_is_not_there(tmp_path):
