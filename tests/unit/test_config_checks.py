@@ -11,6 +11,7 @@ import pytest
 
 from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.config_values import check_vocabulary
+from torchtitan_lr.data.corpora import validation_source
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.loading import build_model_args
 
@@ -51,7 +52,7 @@ REFUSALS = [
     ("training.dataset=wikipedia", "'wikipedia'", "one of python_stdlib"),
     ("training.dataset=local", "None", "a file, folder or pattern"),
     ("training.dataloader.num_workers=2", "2", "0"),
-    ("validation.dataset=nothing", "'nothing'", "one of python_stdlib"),
+    ("validation.dataset=nothing", "'nothing'", "one of training, python_stdlib"),
     ("validation.steps=0", "0", "a positive integer, or -1"),
     ("validation.steps=-2", "-2", "a positive integer, or -1"),
     ("validation.freq=0", "0", "a positive"),
@@ -295,6 +296,16 @@ def test_vocabulary_smaller_than_the_tokenizers(tmp_path):
     config = build_job_config([f"--job.config_file={MAIN}", *options, "--model.vocab_size=4097"])
     check_vocabulary(config, 4, "cpu")
     assert build_model_args(config).vocab_size == 4160
+
+
+def test_a_local_corpus_alone_is_validated_on(tmp_path):
+    """The main job's TOML, and the two arguments that name one's own text."""
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "text {i}"}}\n' for i in range(900)))
+    argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}"]
+    config = build_job_config([f"--job.config_file={MAIN}", *argv])
+    assert config.validation.enable
+    source = validation_source(config)
+    assert (source.name, source.path, source.split) == ("local", str(tmp_path), "validation")
 
 
 def test_local_corpus_that_is_not_there(tmp_path):

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 from torchtitan.config import JobConfig
 
-from torchtitan_lr.data.corpora import PythonStdlib, build_corpus, check_corpus
+from torchtitan_lr.data.corpora import (
+    PythonStdlib,
+    build_corpus,
+    check_corpus,
+    validation_source,
+)
 from torchtitan_lr.errors import ConfigError
 
 
@@ -97,7 +102,8 @@ def test_sources_missing_is_refused(tmp_path):
 def test_good_corpora_pass(tmp_path):
     (tmp_path / "a.txt").write_text("some text\n")
     check_corpus(config())
-    check_corpus(config("local", str(tmp_path), "local", str(tmp_path / "*.txt")))
+    (tmp_path / "b.txt").write_text("other text\n")
+    check_corpus(config("local", str(tmp_path / "a.txt"), "local", str(tmp_path / "b.txt")))
 
 
 def test_c4_is_checked_without_opening_it(monkeypatch):
@@ -108,6 +114,7 @@ def test_c4_is_checked_without_opening_it(monkeypatch):
 
     monkeypatch.setattr(hub.HubCorpus, "__init__", opened)
     check_corpus(config("c4", None, "c4_validation"))
+    check_corpus(config("c4", None, "training"))
     with pytest.raises(AssertionError):  # the trap itself works
         build_corpus("c4", None, "train", "training")
 
@@ -117,6 +124,18 @@ def test_c4_is_checked_without_opening_it(monkeypatch):
     [
         (config("c5"), ["training.dataset", "'c5'", "python_stdlib, local, c4"]),
         (config(validation="c4"), ["validation.dataset", "'c4'", "c4_validation"]),
+        (
+            config("c4_validation", None, "training"),
+            ["validation.dataset", "'training'", "another corpus", "holds nothing out"],
+        ),
+        (
+            config("c4_validation", None, "c4_validation"),
+            ["validation.dataset", "'c4_validation'", "another corpus"],
+        ),
+        (
+            config(validation="training", validation_path="/tmp"),
+            ["validation.dataset_path", "'/tmp'", "validation.dataset = 'local'"],
+        ),
         (config("local"), ["training.dataset_path", "None", ".jsonl"]),
         (config("local", "/no/such"), ["training.dataset_path", "'/no/such'", "existing"]),
         (config("local", "/no/such/*.txt"), ["training.dataset_path", "pattern that matches"]),
@@ -132,6 +151,45 @@ def test_refusals(job, parts):
     with pytest.raises(ConfigError) as error:
         check_corpus(job)
     one_line(error, *parts)
+
+
+@pytest.mark.parametrize("pattern", ["", "*.txt", "../corpus/sub", "sub/b.txt", "link.txt"])
+def test_validation_on_files_that_are_trained_on_is_refused(tmp_path, pattern):
+    corpus = tmp_path / "corpus"
+    write(corpus, "a.txt", "some text\n")
+    write(corpus, "sub/b.txt", "more text\n")
+    write(tmp_path, "other.txt", "other text\n")
+    (corpus / "link.txt").symlink_to(corpus / "a.txt")
+    with pytest.raises(ConfigError) as error:
+        check_corpus(config("local", str(corpus), "local", str(corpus / pattern)))
+    one_line(error, "validation.dataset_path", "not trained on", "validation.dataset = 'training'")
+    check_corpus(config("local", str(corpus), "local", str(tmp_path / "other.txt")))
+
+
+@pytest.mark.parametrize(
+    ("trained", "expected"),
+    [
+        (("python_stdlib", None), ("python_stdlib", None, "validation")),
+        (("local", "/text"), ("local", "/text", "validation")),
+        (("c4", "/copy"), ("c4_validation", "/copy", "validation")),
+    ],
+)
+def test_validation_is_what_training_holds_out_unless_another_is_named(trained, expected):
+    source = validation_source(config(*trained, validation="training"))
+    assert (source.name, source.path, source.split, source.key) == (*expected, "training")
+    named = validation_source(config(*trained, validation="local", validation_path="/other"))
+    assert (named.name, named.path, named.split, named.key) == (
+        "local", "/other", "all", "validation",
+    )  # fmt: skip
+
+
+def test_a_corpus_of_one_document_has_nothing_to_hold_out(tmp_path):
+    write(tmp_path, "a.jsonl", '{"text": "alone"}\n{"text": "alone"}\n')
+    with pytest.raises(ConfigError) as error:
+        check_corpus(config("local", str(tmp_path), "training"))
+    one_line(error, "validation.dataset", "'training'", "too little text to hold a part out")
+    write(tmp_path, "b.jsonl", '{"text": "not alone"}\n')
+    check_corpus(config("local", str(tmp_path), "training"))
 
 
 def test_validation_is_not_checked_when_off():

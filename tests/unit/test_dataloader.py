@@ -11,6 +11,7 @@ from torchtitan.config import JobConfig
 
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.lanes import lane_block
+from torchtitan_lr.data.local_corpus import LocalCorpus
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError
 
@@ -127,8 +128,10 @@ def test_every_document_comes_again_after_the_corpus_ends(tokenizer, text):
     for row in (0, 3, 7):
         seen = tokenizer.decode(windows[:, row].flatten().tolist())
         # Whatever the blocks, a line stays in one piece; the corpus is smaller than the rows read.
-        for i in range(19):
-            assert f"file {i} line 4 " in seen
+        held_out = [i for i in range(19) if f"file {i} line 4 " not in seen]
+        validation = "".join(LocalCorpus(text, "k", split="validation"))
+        assert held_out == [i for i in range(19) if f"file {i} line 4 " in validation]
+        assert 1 <= len(held_out) < 6
 
 
 FEW = [(4, 1), (2, 4), (8, 1)]
@@ -248,6 +251,15 @@ def test_another_corpus_is_refused(tokenizer, text, tmp_path):
         message = str(error.value)
         assert "training.dataset" in message and "\n" not in message
         assert "python_stdlib blocks=" in message and "local blocks=" in message
+
+
+def test_a_checkpoint_from_before_the_split_is_refused(tokenizer, text):
+    state = build(tokenizer, 1, 8, text)[0].state_dict()
+    assert state["corpus"].endswith(" held_out=1/200")
+    build(tokenizer, 1, 8, text)[0].load_state_dict(state)
+    state["corpus"] = state["corpus"].removesuffix(" held_out=1/200")
+    with pytest.raises(ConfigError, match=r"training\.dataset: got .*held_out=1/200"):
+        build(tokenizer, 1, 8, text)[0].load_state_dict(state)
 
 
 def test_sizes_that_do_not_divide_and_workers_are_refused(tokenizer):

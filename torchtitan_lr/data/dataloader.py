@@ -13,7 +13,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
 
-from torchtitan_lr.data.corpora import BlockCorpus, Corpus, build_corpus, check_workers
+from torchtitan_lr.data.corpora import BlockCorpus, Corpus, check_workers, training_source
 from torchtitan_lr.data.lanes import Lane
 from torchtitan_lr.errors import ConfigError
 
@@ -200,7 +200,7 @@ def build_dataloader(
     rows = training.global_batch_size
     if rows < 0:
         rows = training.local_batch_size * dp_world_size
-    corpus = build_corpus(training.dataset, training.dataset_path, "train", "training", rows)
+    corpus = training_source(job_config).open(rows)
     if isinstance(corpus, BlockCorpus) and corpus.num_blocks < rows and dp_rank == 0:
         logger.warning(
             f"{corpus.name} has {corpus.num_blocks} blocks for {rows} rows of a batch: "
