@@ -47,6 +47,8 @@ def check_training(config: Any, world_size: int, device_type: str) -> None:
     )
     skipped = config.training.max_skipped_steps
     _require(skipped >= 0, "training.max_skipped_steps", skipped, "0 or a positive integer")
+    bad = config.training.max_bad_records
+    _require(bad >= 0, "training.max_bad_records", bad, "0 or a positive integer")
     degree = data_parallel_degree(config, world_size)
     unit = config.training.local_batch_size * degree
     batch = config.training.global_batch_size

@@ -168,6 +168,19 @@ class Training:
     stops. 0 stops at the first.
     """
 
+    max_bad_records: int = 0
+    """
+    How many records of 'local' that cannot be read (a line that is not the JSON it should be, a
+    damaged .parquet) may be skipped, in the whole run, before it saves and stops. 0 stops at the
+    first. A record counts once, however often it is met.
+    """
+
+    allow_changed_corpus: bool = False
+    """
+    Resume although the corpus is not the one the checkpoint was made with: after a file was mended,
+    added or removed. The run goes on at about the same place, and may repeat or miss some text.
+    """
+
 
 @dataclass
 class Parallelism:

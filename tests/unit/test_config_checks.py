@@ -48,6 +48,7 @@ REFUSALS = [
     ("training.global_batch_size=33", "33", "a multiple of 16 (training.local_batch_size 8 x 2"),
     ("training.global_batch_size=0", "0", "such as 16, or -1"),
     ("training.global_batch_size=8", "8", "such as 16, or -1"),
+    ("training.max_bad_records=-1", "-1", "0 or a positive integer"),
     ("training.dtype=float16", "'float16'", "one of 'bfloat16', 'float32'"),
     ("training.dataset=wikipedia", "'wikipedia'", "one of python_stdlib"),
     ("training.dataset=local", "None", "a file, folder or pattern"),
@@ -312,7 +313,7 @@ def test_local_corpus_that_is_not_there(tmp_path):
     argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}/*.txt"]
     text = refusal(*argv, f"--job.dump_folder={tmp_path}")
     assert text.startswith("training.dataset_path: got ")
-    (tmp_path / "a.txt").write_text("some text to train on\n" * 50)
+    (tmp_path / "a.txt").write_text("some text to train on\n" * 5000)
     check(*argv, f"--job.dump_folder={tmp_path}")
 
 

@@ -155,11 +155,12 @@ class Lane:
         """Return the position of the next token: the document and the offset in it (JSON)."""
         return {"document": self._position, "offset": self._offset}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any], changed: bool = False) -> None:
         """Go to a position that :meth:`state` returned.
 
         Args:
             state: The position.
+            changed: Whether the corpus may have changed since; the position is approximate then.
 
         Raises:
             ConfigError: The document is shorter than the offset, so it or the tokenizer changed.
@@ -168,7 +169,11 @@ class Lane:
         self._position, self._tokens, self._offset = None, [], 0
         if state["document"] is None:
             return
-        if not self._next_document() or len(self._tokens) < state["offset"]:
+        found = self._next_document()
+        if changed:
+            self._offset = min(state["offset"], len(self._tokens))
+            return
+        if not found or len(self._tokens) < state["offset"]:
             raise ConfigError(
                 "model.hf_assets_path",
                 f"{len(self._tokens)} tokens in the document the checkpoint stopped in",
