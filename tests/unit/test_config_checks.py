@@ -309,6 +309,16 @@ def test_a_local_corpus_alone_is_validated_on(tmp_path):
     assert (source.name, source.path, source.split) == ("local", str(tmp_path), "validation")
 
 
+def test_a_corpus_without_one_sequence_is_refused_before_ranks_start(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a few words"}\n{"text": "some words"}\n')
+    argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}"]
+    argv += [f"--job.dump_folder={tmp_path}", "--validation.no_enable"]
+    text = refusal(*argv)
+    assert text.startswith("training.seq_len: got 128, expected at most ")
+    (tmp_path / "a.jsonl").write_text('{"text": "a few words"}\n' * 100)
+    check(*argv)
+
+
 def test_local_corpus_that_is_not_there(tmp_path):
     argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}/*.txt"]
     text = refusal(*argv, f"--job.dump_folder={tmp_path}")

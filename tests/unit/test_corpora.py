@@ -12,8 +12,10 @@ from torchtitan_lr.data.corpora import (
     PythonStdlib,
     build_corpus,
     check_corpus,
+    check_sequences,
     validation_source,
 )
+from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError
 
 
@@ -190,6 +192,84 @@ def test_a_corpus_of_one_document_has_nothing_to_hold_out(tmp_path):
     one_line(error, "validation.dataset", "'training'", "too little text to hold a part out")
     write(tmp_path, "b.jsonl", '{"text": "not alone"}\n')
     check_corpus(config("local", str(tmp_path), "training"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("a.txt", "text in UTF-16\n".encode("utf-16"), "UTF-16"),
+        ("a.txt", ("text in UTF-16\n" * 9).encode("utf-16-le"), "UTF-16 without"),
+        ("a.jsonl", ('{"text": "x"}\n' * 9).encode("utf-16-be"), "UTF-16 without"),
+        ("a.txt", b"PK\x03\x04\x14\x00\x08\x08 and some letters after it", "binary"),
+        ("a.txt", "русский текст".encode("koi8-r"), "another encoding"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path, name, content, part):
+    (tmp_path / "0.jsonl").write_text("".join(f'{{"text": "{i}"}}\n' for i in range(40)))
+    check_corpus(config("local", str(tmp_path)))
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "z.txt").write_text("more\n")
+    with pytest.raises(ConfigError) as error:
+        check_corpus(config("local", str(tmp_path)))
+    one_line(error, "training.dataset_path", name, part, "text in UTF-8")
+
+
+def test_a_few_bytes_that_are_no_utf8_are_forgiven(tmp_path):
+    (tmp_path / "a.txt").write_bytes("déjà vu, a lot of text around it\n".encode("latin-1") * 30)
+    check_corpus(config("local", str(tmp_path)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    job = JobConfig()
+    job.model.hf_assets_path = "torchtitan_lr/data/assets/bpe4k"
+    return build_tokenizer(job)
+
+
+def test_a_corpus_without_one_sequence_is_refused(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "text {i}"}}\n' for i in range(30)))
+    tokens = [
+        sum(len(tokenizer.encode(text, add_bos=True, add_eos=True)) for text in corpus)
+        for corpus in (
+            build_corpus("local", str(tmp_path), split, "training")
+            for split in ("train", "validation")
+        )
+    ]
+    job = config("local", str(tmp_path), "training")
+    job.training.seq_len, job.validation.seq_len = tokens[0] - 1, tokens[1] - 1
+    check_sequences(job, tokenizer)
+    job.validation.seq_len += 1
+    with pytest.raises(ConfigError) as error:
+        check_sequences(job, tokenizer)
+    one_line(error, f"validation.seq_len: got {tokens[1]}, expected at most {tokens[1] - 1}")
+    one_line(error, "held-out part", f"has {tokens[1]} tokens")
+    job.validation.enable = False
+    check_sequences(job, tokenizer)
+    job.training.seq_len += 1
+    with pytest.raises(ConfigError) as error:
+        check_sequences(job, tokenizer)
+    one_line(error, f"training.seq_len: got {tokens[0]}, expected at most {tokens[0] - 1}")
+
+
+def test_no_more_is_tokenised_than_a_sequence(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("many words in one text\n" * 40_000)
+
+    class Counting:
+        characters = 0
+
+        def encode(self, text, **options):
+            self.characters += len(text)
+            return tokenizer.encode(text, **options)
+
+    counting = Counting()
+    job = config("local", str(tmp_path), "training")
+    job.training.seq_len = job.validation.seq_len = 64
+    check_sequences(job, counting)
+    assert 0 < counting.characters <= 2 * 16 * 65
+    # One token of very many characters: the beginning of the document is not enough.
+    (tmp_path / "a.txt").write_text("=" * 100_000 + " the end of a long line\n" * 20)
+    job.validation.enable = False
+    check_sequences(job, tokenizer)
 
 
 def test_validation_is_not_checked_when_off():

@@ -22,11 +22,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torchtitan_lr.data.lanes import BlockStream, DocumentStream
 from torchtitan_lr.data.paths import user_path
 from torchtitan_lr.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from torchtitan.components.tokenizer import BaseTokenizer
 
 TRAINING_CORPORA = ("python_stdlib", "local", "c4", "c4_validation")
 VALIDATION_CORPORA = ("training", "python_stdlib", "local", "c4_validation")
@@ -325,11 +328,55 @@ def check_corpus(job_config: Any) -> None:
     _check_text(source, validation.dataset)
 
 
+def check_sequences(job_config: Any, tokenizer: BaseTokenizer) -> None:
+    """Check that a corpus fills one sequence; call it after :func:`check_corpus`.
+
+    No more is tokenised than that. What is streamed from the Hub is taken to be long enough.
+
+    Args:
+        job_config: The run's ``JobConfig``.
+        tokenizer: The run's tokenizer.
+
+    Raises:
+        ConfigError: All text of a corpus is shorter than one sequence.
+        DataError: A record on the way there cannot be read.
+    """
+    sections = [("training", job_config.training, training_source(job_config))]
+    if job_config.validation.enable:
+        source = validation_source(job_config)
+        sections.append(("validation", job_config.validation, source))
+    for key, section, source in sections:
+        if source.name.startswith("c4"):
+            continue
+        wanted, found = section.seq_len + 1, 0
+        for text in source.open():
+            found += _count_tokens(text, tokenizer, wanted - found)
+            if found >= wanted:
+                break
+        else:
+            part = "held-out part of the" if source.split == "validation" else "whole"
+            want = f"at most {found - 1}: the {part} corpus {source.name!r} has {found} tokens"
+            raise ConfigError(f"{key}.seq_len", section.seq_len, want)
+
+
+def _count_tokens(text: str, tokenizer: BaseTokenizer, wanted: int) -> int:
+    """Count a document's tokens; of one that has many, no more than are wanted."""
+    beginning = text[: 16 * wanted]
+    found = len(tokenizer.encode(beginning, add_bos=True, add_eos=True))
+    if found >= wanted or len(beginning) == len(text):
+        return found
+    return len(tokenizer.encode(text, add_bos=True, add_eos=True))
+
+
 def _check_text(source: Source, named: str) -> Corpus | None:
     """Check that a corpus has text, and return it; one of the Hub is not opened."""
+    from torchtitan_lr.data.local_corpus import LocalCorpus
+
     if source.name.startswith("c4"):
         return None
     corpus = source.open()
+    if isinstance(corpus, LocalCorpus):
+        corpus.check_encoding()
     if next(iter(corpus), None) is None:
         key, want = f"{source.key}.dataset", "a corpus with text in it"
         if source.split == "validation":

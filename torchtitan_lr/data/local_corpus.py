@@ -17,6 +17,7 @@ depend on the batch, pieces are: the lines that start in 4 KiB of it.
 
 from __future__ import annotations
 
+import codecs
 import functools
 import glob
 import json
@@ -98,12 +99,31 @@ class LocalCorpus(BlockCorpus):
         self._split = split
         self._limit = USUAL_LIMIT
         if split != "all" and sum(sizes) <= SMALL_BYTES:
+            self.check_encoding()
             self._limit = small_limit(self._hashes())
 
     @property
     def paths(self) -> list[Path]:
         """The files, in order."""
         return self._paths
+
+    def check_encoding(self) -> None:
+        """Refuse files that are no text in UTF-8, by the beginning of each.
+
+        Raises:
+            DataError: A file of lines is binary or in another encoding.
+        """
+        for path in self._paths:
+            if path.suffix == ".parquet":
+                continue
+            try:
+                with path.open("rb") as file:
+                    head = file.read(HEAD_BYTES)
+            except OSError as error:
+                why = error.strerror or error
+                raise DataError(self.key, str(path), f"a readable file ({why})") from error
+            if (what := _not_utf8(head)) is not None:
+                raise DataError(self.key, str(path), f"text in UTF-8; this is {what}")
 
     def fingerprint(self) -> str:
         """Return what :class:`BlockCorpus` does, and the rule of what is held out."""
@@ -246,6 +266,21 @@ def _find(path: str, key: str) -> list[Path]:
     if not filled:
         raise ConfigError(key, path, "files that are not empty")
     return sorted(filled, key=lambda file: file.as_posix())
+
+
+def _not_utf8(head: bytes) -> str | None:
+    """Say what the beginning of a file is, None for UTF-8; a few wrong bytes are forgiven."""
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16 (or 32)"
+    zeros = head.count(b"\0")
+    if zeros * 4 > len(head):  # every other byte of Latin letters
+        return "UTF-16 without a byte order mark, or binary"
+    if zeros:
+        return "binary"
+    text = head.decode("utf-8", errors="replace")
+    if text.count("\ufffd") * 10 > len(text):
+        return "in another encoding, or binary"
+    return None
 
 
 def _piece_of(line: Line) -> int:
