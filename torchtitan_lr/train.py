@@ -257,10 +257,13 @@ class Trainer(titan_train.Trainer):
         if self.step > self._first_step:
             saved = self.checkpointer.save_interrupted(self.step)
         how = f"saved as {saved}" if saved else "nothing is saved"
-        raise BadDataError(
-            f"step {failed}: {first_rank_with(why)}; {how}: mend the data and resume with "
-            "training.allow_changed_corpus = true, or skip it with training.max_bad_records"
-        )
+        advice = "run the same command again"
+        if self.job_config.training.dataset == "local":
+            advice = (
+                "mend the file and resume with training.allow_changed_corpus = true, or skip what "
+                "cannot be read with training.max_bad_records"
+            )
+        raise BadDataError(f"step {failed}: {first_rank_with(why)}; {how}: {advice}")
 
     def _forward_backward(
         self, microbatches: list[MicroBatch], global_tokens: float

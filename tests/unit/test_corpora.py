@@ -16,7 +16,7 @@ from torchtitan_lr.data.corpora import (
     validation_source,
 )
 from torchtitan_lr.data.tokenizer import build_tokenizer
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, DataError
 
 
 def config(dataset="python_stdlib", path=None, validation="python_stdlib", validation_path=None):
@@ -83,6 +83,16 @@ def test_stdlib_replaces_what_is_no_utf8(tmp_path):
         (tmp_path / name).write_bytes(b"# \xff caf\xc3\xa9\n")
     texts = list(PythonStdlib("train", "k", tmp_path))
     assert texts and set(texts) == {"# \ufffd café\n"}
+
+
+def test_a_file_that_is_gone_is_named(tmp_path):
+    write(tmp_path, "a.py")
+    corpus = PythonStdlib("train", "training.dataset", tmp_path)
+    assert list(corpus) == ["x = 1\n"]
+    (tmp_path / "a.py").unlink()
+    with pytest.raises(DataError) as error:
+        corpus.stream(0, 1, infinite=True).next_document()
+    one_line(error, "training.dataset", "a.py", "readable")
 
 
 def test_fingerprint_follows_the_files(tmp_path):

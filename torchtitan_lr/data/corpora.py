@@ -192,7 +192,11 @@ class PythonStdlib(BlockCorpus):
     def documents(self, block: int) -> Iterator[str | DataError]:
         """Yield the text of one file."""
         path = self.root / self._blocks[block]
-        yield path.read_bytes().decode("utf-8", errors="replace")
+        try:
+            yield path.read_bytes().decode("utf-8", errors="replace")
+        except OSError as error:  # an interpreter that was replaced while the run went on
+            want = f"a readable file ({error.strerror or error})"
+            yield DataError(self.key, str(path), want)
 
 
 def _path_hash(relative_path: str) -> int:
