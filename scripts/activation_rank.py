@@ -63,16 +63,16 @@ def read_tokens(config: Any, options: argparse.Namespace, seq_len: int) -> Any:
     """
     import torch
 
-    from torchtitan_lr.data.corpora import build_corpus
+    from torchtitan_lr.data.corpora import validation_source
     from torchtitan_lr.data.tokenizer import build_tokenizer
 
     tokenizer: Any = build_tokenizer(config)
     if options.text is None:
         try:
-            dataset, path = config.validation.dataset, config.validation.dataset_path
+            source = validation_source(config)
         except AttributeError as error:  # no complete record of a run
             raise ConfigError("--text", None, "a file: the run has no [validation]") from error
-        documents = iter(build_corpus(dataset, path, "validation", "validation"))
+        documents = iter(source.open())
     else:
         documents = iter([options.text.read_text(errors="replace")])
     found: list[int] = []

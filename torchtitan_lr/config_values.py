@@ -55,6 +55,8 @@ def check_training(config: Any, world_size: int, device_type: str) -> None:
     )
     skipped = config.training.max_skipped_steps
     _require(skipped >= 0, "training.max_skipped_steps", skipped, "0 or a positive integer")
+    bad = config.training.max_bad_records
+    _require(bad >= 0, "training.max_bad_records", bad, "0 or a positive integer")
     degree = data_parallel_degree(config, world_size)
     unit = config.training.local_batch_size * degree
     batch = config.training.global_batch_size
@@ -207,11 +209,12 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
 
     name, flavor = config.model.name, config.model.flavor
     model_args: Any = get_train_spec(name).model_args[flavor]
+    model_args.update_from_config(config)
     tokens = check_tokenizer(config)
     if tokens > model_args.vocab_size:
         want = (
-            f"a tokenizer of at most {model_args.vocab_size} tokens for {name} {flavor}; "
-            f"this one has {tokens}"
+            f"a tokenizer of at most {model_args.vocab_size} tokens for {name} {flavor}, "
+            f"or model.vocab_size = {tokens}: this one has {tokens}"
         )
         raise ConfigError("model.hf_assets_path", config.model.hf_assets_path, want)
 
@@ -259,10 +262,12 @@ def _stored_model(config: Any) -> str | None:
 
 
 def check_data(config: Any, world_size: int, device_type: str) -> None:
-    """The corpora exist."""
-    from torchtitan_lr.data.corpora import check_corpus
+    """The corpora exist and fill a sequence; call it after `check_vocabulary`."""
+    from torchtitan_lr.data.corpora import check_corpus, check_sequences
+    from torchtitan_lr.data.tokenizer import build_tokenizer
 
     check_corpus(config)
+    check_sequences(config, build_tokenizer(config))
 
 
 Check = Callable[[Any, int, str], None]

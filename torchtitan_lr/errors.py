@@ -17,3 +17,7 @@ class ConfigError(ValueError):
         self.got = got
         self.want = want
         super().__init__(" ".join(f"{key}: got {got!r}, expected {want}".split()))
+
+
+class DataError(ConfigError):
+    """Text that cannot be read: ``got`` is the file and, where there are lines, the line."""

@@ -22,6 +22,10 @@ class NonFiniteError(RuntimeError):
     """A loss or gradient became NaN or infinite and no more steps may be skipped."""
 
 
+class BadDataError(RuntimeError):
+    """A rank could not read its data; the run was saved as it was before the step."""
+
+
 class StopSignal:
     """Remembers SIGTERM or SIGINT, so that the step at hand can be finished and saved.
 

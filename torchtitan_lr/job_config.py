@@ -28,6 +28,13 @@ class Model:
     flavor: str = "debug"
     """Which size of it: debug, tiny, 60M, 130M, 350M, 1B, 1B_boost, 3B, 7B, 8B, 13B or 30B."""
 
+    vocab_size: int = 0
+    """
+    Rows of the embedding and of the head, for a tokenizer of one's own; 0 takes the flavor's. It is
+    rounded up to a multiple of 64, so that the model is the same at every tensor-parallel degree
+    that divides 64, and to one of any other degree and of ``caat.lanes``.
+    """
+
     hf_assets_path: str = "torchtitan_lr/data/assets/bpe4k"
     """
     Folder with the tokenizer: a Hugging Face tokenizer.json, or a tiktoken rank file named
@@ -162,6 +169,19 @@ class Training:
     """
     How many steps with a non-finite loss or gradient may be skipped, in the whole run, before it
     stops. 0 stops at the first.
+    """
+
+    max_bad_records: int = 0
+    """
+    How many records of 'local' that cannot be read (a line that is not the JSON it should be, a
+    damaged .parquet) may be skipped, in the whole run, before it saves and stops. 0 stops at the
+    first. A record counts once, however often it is met.
+    """
+
+    allow_changed_corpus: bool = False
+    """
+    Resume although the corpus is not the one the checkpoint was made with: after a file was mended,
+    added or removed. The run goes on at about the same place, and may repeat or miss some text.
     """
 
 
@@ -315,8 +335,15 @@ class ActivationCheckpoint:
 class Validation:
     """Changed defaults of torchtitan's ``[validation]``."""
 
-    dataset: str = "python_stdlib"
-    """What to validate on; the choices of ``training.dataset``, their held-out part."""
+    dataset: str = "training"
+    """
+    What to validate on:
+    - 'training': what is held out from the training corpus: one file in 20 of 'python_stdlib', one
+      document in 200 of 'local' (chosen by hash, never trained on), the validation split of 'c4'
+    - 'python_stdlib': its held-out files
+    - 'local': all of the files that ``dataset_path`` names, none of which may be trained on
+    - 'c4_validation': streamed from the Hugging Face hub
+    """
 
 
 @dataclass

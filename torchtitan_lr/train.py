@@ -34,12 +34,19 @@ from torchtitan_lr.checkpoint_layout import RESIDUALS, RUN_CONFIG
 from torchtitan_lr.comm.ledger import CommLedger, ledger_for
 from torchtitan_lr.comm.residuals import Residuals
 from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.data.dataloader import LaneDataLoader
 from torchtitan_lr.device import bind_device
 from torchtitan_lr.environment import launched_ranks
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.folder_lock import locked_by_rank
 from torchtitan_lr.gradients import gradients_of
-from torchtitan_lr.guard import NonFiniteError, StopSignal, agree, first_rank_with
+from torchtitan_lr.guard import (
+    BadDataError,
+    NonFiniteError,
+    StopSignal,
+    agree,
+    first_rank_with,
+)
 from torchtitan_lr.history import read_history
 from torchtitan_lr.metrics import LowRankMetricsProcessor
 from torchtitan_lr.models.args import LlamaArgs
@@ -61,6 +68,7 @@ class Trainer(titan_train.Trainer):
 
     Attributes:
         skipped_steps: Optimizer steps left out for a non-finite loss or gradient; checkpointed.
+        bad_records: Where the records are that any rank skipped; checkpointed with the data.
         interrupted: Whether a signal ended the run early.
     """
 
@@ -72,9 +80,11 @@ class Trainer(titan_train.Trainer):
     def __init__(self, job_config: JobConfig) -> None:
         bind_device()
         self.skipped_steps = 0
+        self.bad_records: set[str] = set()
         self.interrupted = False
         self._stop = StopSignal()
         self._started = False
+        self._first_step = 0
         self._ledger: CommLedger | None = None
         # Upstream would write the record now: over that of checkpoints which may yet be refused.
         record, job_config.job.save_config_file = job_config.job.save_config_file, None
@@ -107,6 +117,7 @@ class Trainer(titan_train.Trainer):
         if not self._started:
             self._started = True
             self.write_record()
+            self._first_step = self.step
             self.metrics_processor.start_after(self.step)
             self._make_up_for_validation()
         if self.interrupted:
@@ -136,25 +147,25 @@ class Trainer(titan_train.Trainer):
         Raises:
             NonFiniteError: If the loss or gradient is not finite and
                 ``training.max_skipped_steps`` is used up.
+            BadDataError: If any rank cannot read its data; raised on all of them.
         """
         self.metrics_processor.resume()
         self.optimizers.zero_grad()
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        microbatches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
-        local_tokens = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in microbatches)
-        global_tokens = self._sum_over_batch(local_tokens)
+        microbatches, local_tokens, global_tokens = self._read(data_iterator)
 
         self._residuals.measure(self.metrics_processor.should_log(self.step))
         with self._counted():
             loss = self._forward_backward(microbatches, global_tokens)
             grad_norm = self._gradients.synchronize()
-            if self._may_step(loss, grad_norm):
+            if self._may_step(loss, grad_norm, global_tokens):
                 self._gradients.clip(self.job_config.training.max_norm, grad_norm)
                 self.checkpointer.maybe_wait_for_staging()
                 self.optimizers.step()
         self.lr_schedulers.step()
         if self.metrics_processor.should_log(self.step):
-            self._log_step(loss, local_tokens / global_tokens, grad_norm, lr)
+            share = local_tokens / global_tokens if global_tokens else math.nan
+            self._log_step(loss, share, grad_norm, lr)
         # What follows until the next step, validation and saving, is not training time.
         self.metrics_processor.pause()
         self._maybe_stop()
@@ -206,11 +217,76 @@ class Trainer(titan_train.Trainer):
     def _batch_degree(self) -> int:
         return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
 
-    def _sum_over_batch(self, value: float) -> float:
-        mesh = self.parallel_dims.get_optional_mesh("batch")
-        return dist_utils.dist_sum(
-            torch.tensor(value, dtype=torch.float64, device=self.device), mesh
-        )
+    def _read(self, data_iterator: Iterator[MicroBatch]) -> tuple[list[MicroBatch], int, float]:
+        """Read a step's micro-batches; return them, and the valid tokens here and in the batch.
+
+        What a rank could not read, and how many records it skipped, travels with its tokens in one
+        all-reduce: no rank may begin a step that another one cannot take.
+        """
+        before, why = self.ntokens_seen, None
+        microbatches = []
+        if isinstance(self.dataloader, LaneDataLoader):
+            self.dataloader.mark()
+        try:
+            for _ in range(self.gradient_accumulation_steps):
+                microbatches.append(next(data_iterator))
+        except ConfigError as error:
+            why = str(error)
+        tokens = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in microbatches)
+        skipped = self._newly_skipped()
+        counts = self._sum_over_ranks(tokens, len(skipped), int(why is not None))
+        all_tokens, any_skipped, any_failed = counts
+        if any_skipped:
+            why = self._count_skipped(skipped) or why
+        if any_failed or why is not None:
+            self.ntokens_seen = before
+            self._stop_for_data(why)
+        # Ranks that differ only in their part of the model read the same tokens.
+        return microbatches, tokens, all_tokens / self.parallel_dims.non_data_parallel_size
+
+    def _sum_over_ranks(self, *counts: int) -> list[int]:
+        sums = torch.tensor(counts, dtype=torch.int64, device=self.device)
+        torch.distributed.all_reduce(sums)
+        return [int(count) for count in sums.tolist()]
+
+    def _newly_skipped(self) -> set[str]:
+        if not isinstance(self.dataloader, LaneDataLoader):
+            return set()
+        return self.dataloader.bad_records - self.bad_records
+
+    def _count_skipped(self, skipped: set[str]) -> str | None:
+        """Let every rank know what any of them skipped; say why to stop where it is too much."""
+        everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everywhere, sorted(skipped))
+        new = sorted(set().union(*everywhere) - self.bad_records)
+        self.bad_records.update(new)
+        logger.warning("step %d: skipped what cannot be read: %s", self.step, ", ".join(new))
+        most = self.job_config.training.max_bad_records
+        if len(self.bad_records) <= most:
+            return None
+        return f"{len(self.bad_records)} records cannot be read, the last at {new[-1]}"
+
+    def _stop_for_data(self, why: str | None) -> None:
+        """Save the run as it was before this step, and stop on every rank.
+
+        Raises:
+            BadDataError: Always.
+        """
+        failed = self.step
+        self.step -= 1
+        if isinstance(self.dataloader, LaneDataLoader):
+            self.dataloader.return_to_mark()
+        saved = self.checkpointer.last_good()
+        if self.step > self._first_step:
+            saved = self.checkpointer.save_interrupted(self.step)
+        how = f"saved as {saved}" if saved else "nothing is saved"
+        advice = "run the same command again"
+        if self.job_config.training.dataset == "local":
+            advice = (
+                "mend the file and resume with training.allow_changed_corpus = true, or skip what "
+                "cannot be read with training.max_bad_records"
+            )
+        raise BadDataError(f"step {failed}: {first_rank_with(why)}; {how}: {advice}")
 
     def _forward_backward(
         self, microbatches: list[MicroBatch], global_tokens: float
@@ -241,18 +317,19 @@ class Trainer(titan_train.Trainer):
         self._ledger.clear()
         return self._ledger
 
-    def _may_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> bool:
+    def _may_step(self, loss: torch.Tensor, grad_norm: torch.Tensor, global_tokens: float) -> bool:
         """Agree with all ranks whether this step is finite, and whether to stop after it."""
         verdict = agree(loss.item(), self._stop.name is not None, self.device)
         self.interrupted = verdict.stop
         norm = grad_norm.item()
         if verdict.nonfinite_rank is None and math.isfinite(norm):
             return True
-        what = (
-            f"loss of rank {verdict.nonfinite_rank} is not finite"
-            if verdict.nonfinite_rank is not None
-            else f"gradient norm is {norm} ({self._nonfinite_gradient()})"
-        )
+        if not global_tokens:  # 0/0, which is no fault of the weights
+            what = "no token of the whole batch has a label to learn from (all are ignored)"
+        elif verdict.nonfinite_rank is not None:
+            what = f"loss of rank {verdict.nonfinite_rank} is not finite"
+        else:
+            what = f"gradient norm is {norm} ({self._nonfinite_gradient()})"
         if self.skipped_steps >= self.job_config.training.max_skipped_steps:
             raise NonFiniteError(
                 f"step {self.step}: {what}; last good checkpoint: "
@@ -275,20 +352,28 @@ class Trainer(titan_train.Trainer):
         if pipeline is not None:
             # Only the last stage knows the loss: now every rank does, and rank 0 can write it.
             torch.distributed.all_reduce(loss, group=pipeline.get_group())
+        # A rank without any valid token has no average of its own.
+        own = loss / token_share if token_share else torch.full_like(loss, -math.inf)
         counted = {} if self._ledger is None else self._ledger.bytes_by_mesh_dim()
         self.metrics_processor.log(
             self.step,
             dist_utils.dist_sum(loss, mesh),
-            dist_utils.dist_max(loss / token_share, mesh),
+            dist_utils.dist_max(own, mesh),
             grad_norm.item(),
             extra_metrics={
                 "n_tokens_seen": self.ntokens_seen * self._batch_degree,
                 "lr": lr,
                 "skipped_steps": self.skipped_steps,
+                **self._bad_record_metrics(),
                 **{f"comm_bytes/{dim}": size for dim, size in counted.items()},
                 **self._residuals.metrics(),
             },
         )
+
+    def _bad_record_metrics(self) -> dict[str, int]:
+        if not self.job_config.training.max_bad_records:
+            return {}
+        return {"bad_records": len(self.bad_records)}
 
     def _maybe_stop(self) -> None:
         """Let nothing delay an agreed stop; a run that just ended is no interruption."""
@@ -356,7 +441,7 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         trainer_class: What trains.
 
     Returns:
-        The exit status: 0 done or stopped and saved, 1 non-finite, 2 refused.
+        The exit status: 0 done or stopped and saved, 1 non-finite or bad data, 2 refused.
     """
     init_logger()
     device_type = bind_device()
@@ -372,7 +457,7 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
             trainer.train()
-    except (ConfigError, NonFiniteError) as error:
+    except (ConfigError, NonFiniteError, BadDataError) as error:
         # On every rank: torchrun ends the others when the first fails, whichever that is.
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1

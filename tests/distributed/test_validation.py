@@ -48,11 +48,16 @@ MARGIN = 10
 
 
 def training_batch(dp_rank: int, rows: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A rank's own sequences; of the first rank all labels count, of each other one fewer."""
+    """A rank's own sequences; fewer labels of each further rank count, of four ranks' first none.
+
+    The first, because a maximum over ranks drops a NaN of the last ones on some backends.
+    """
     generator = torch.Generator().manual_seed(dp_rank)
     tokens = torch.randint(4096, (rows, TRAINED_SEQ_LEN + 1), generator=generator)
     labels = tokens[:, 1:].clone()
-    labels.view(-1)[labels.numel() // (dp_rank + 1) :] = IGNORE_INDEX
+    first_of_four = dp_rank == 0 and rows == TRAINED_ROWS // 4
+    valid = 0 if first_of_four else labels.numel() // (dp_rank + 1)
+    labels.view(-1)[valid:] = IGNORE_INDEX
     return {"input": tokens[:, :-1].contiguous()}, labels
 
 
@@ -169,7 +174,7 @@ def test_logged_training_losses_by_hand(
             logits = reference.double()(batch["input"])
         valid = labels != IGNORE_INDEX
         of_ranks.append(token_losses(logits[valid], labels[valid]))
-    means = [losses.mean().item() for losses in of_ranks]
+    means = [losses.mean().item() for losses in of_ranks if len(losses)]
     expected = torch.cat(of_ranks).mean().item()
     logged = records[case][1]
     assert logged["loss_metrics/global_avg_loss"] == pytest.approx(expected, abs=limit)

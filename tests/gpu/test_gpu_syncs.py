@@ -5,7 +5,7 @@ Checked are forward, loss and backward of every micro-batch, the gradient norm, 
 optimizer step, and the four phases of a codec. Not checked, since these wait today:
 
 - `Trainer._forward_backward` copies a micro-batch and the number of tokens from pageable memory;
-- `Trainer._sum_over_batch` reads the number of tokens of the global batch;
+- `Trainer._sum_over_ranks` reads the number of tokens of the global batch;
 - `Trainer._may_step` reads loss, verdict and norm: whether to step is decided on the host;
 - what a logged step reads;
 - a refresh of TSR-Adam: the SVD asks the device whether it converged, lists of matrices are copied;
@@ -160,5 +160,5 @@ def _stub_what_reads(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    for name, answer in (("_sum_over_batch", 50.0), ("_may_step", True)):
+    for name, answer in (("_sum_over_ranks", [50, 0, 0]), ("_may_step", True)):
         monkeypatch.setattr(trainer, name, answered(getattr(trainer, name), answer))

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Runs that must not start, a run that must not go on, and one that only rehearses."""
 
+import json
 import re
 
 import pytest
@@ -73,3 +74,37 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     assert (checkpoint / ".metadata").is_file()
     assert "Traceback" not in done.out + done.err
     assert not (tmp_path / "dump" / "summary.json").exists()
+
+
+def write_corpus(path, broken):
+    """Writes more than the launcher reads as a whole; a line near the beginning may be broken."""
+    texts = [f"document {i}: {'some words ' * (30 if i < 9 else 6000)}" for i in range(150)]
+    lines = [json.dumps({"text": text}) for text in texts]
+    if broken:
+        lines[5] = lines[5][:-1]
+    path.write_text("\n".join(lines))
+    assert path.stat().st_size > 8 << 20
+
+
+def test_a_broken_line_saves_and_ends_the_run_in_one_line(tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    config = runs.write_config(tmp_path / "dump", steps=30, interval=1000)
+    command = ["--training.dataset=local", f"--training.dataset_path={corpus}"]
+    command += ["--validation.no_enable"]
+    write_corpus(corpus, broken=True)
+    done = runs.launch(config, *command).finish()
+    assert done.status not in (0, 2) and done.status < 128, done.everything
+    (line,) = done.own_lines()
+    found = re.match(r"error: rank [01] failed: BadDataError: step (\d+): rank \d: (.*)", line)
+    assert found, done.everything
+    last = int(found[1]) - 1
+    assert f"training.dataset_path: got '{corpus}:6', expected a JSON object" in found[2]
+    assert f"saved as {tmp_path}/dump/checkpoint/step-{last}: mend the file" in found[2]
+    assert "Traceback" not in done.out + done.err
+    assert runs.complete_steps(tmp_path / "dump") == {last}
+
+    write_corpus(corpus, broken=False)
+    done = runs.launch(config, *command, "--training.allow_changed_corpus").finish()
+    assert done.status == 0, done.everything
+    steps = [record["step"] for record in runs.history(tmp_path / "dump")]
+    assert steps == list(range(1, 31))

@@ -1,8 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from tests.unit.tiny import job_config, tiny_args
+from tests.unit.tiny import job_config, tiny_args, tokens
+from torchtitan_lr.analysis.parameters import count_parameters
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models import FLAVORS, LlamaArgs, LlamaModel
 
@@ -43,8 +46,8 @@ def test_ranks_per_group(overrides, ranks):
     ("family", "overrides", "key"),
     [
         ("cola", {"rank": -1}, "low_rank.rank"),
-        ("cola", {"rank": 65}, "low_rank.rank"),  # wk of the debug flavor has 64 outputs
-        ("cola", {"rank_attention": 65}, "low_rank.rank_attention"),
+        ("cola", {"rank": 129}, "low_rank.rank"),
+        ("cola", {"rank_attention": 129}, "low_rank.rank_attention"),
         ("cola", {"rank_attention": -5}, "low_rank.rank_attention"),
         ("cola", {"rank_ffn": 129}, "low_rank.rank_ffn"),
         ("cola", {"activation": "gelu"}, "low_rank.activation"),
@@ -67,8 +70,55 @@ def test_refusals_name_the_key_in_one_line(family, overrides, key):
 
 def test_the_largest_rank_is_accepted():
     args = FLAVORS["cola"]["debug"]
-    args.update_from_config(job_config(rank_attention=64, rank_ffn=128))
-    assert (args.rank_attention, args.rank_ffn) == (64, 128)
+    args.update_from_config(job_config(rank_attention=128, rank_ffn=128))
+    assert (args.rank_attention, args.rank_ffn) == (128, 128)
+
+
+def test_colas_rank_with_eight_query_heads_a_key_head():
+    """r = d/4 is above the width of k and v, d/8; formulas count what the model has."""
+    args = tiny_args("cola", dim=64, n_heads=8, n_kv_heads=1, rank_attention=16)
+    assert args.rank_attention > args.kv_dim == 8
+    model = LlamaModel(args)
+    model.init_weights()
+    assert model.layers["0"].attention.wk.B.weight.shape == (8, 16)
+    assert count_parameters(args).total == sum(p.numel() for p in model.parameters())
+    assert torch.isfinite(model(tokens(args))).all()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "degree", "lanes", "rows"),
+    [
+        (0, 3, 1, 4096),  # the flavor's
+        (8192, 1, 1, 8192),
+        (8193, 1, 1, 8256),
+        (8193, 8, 1, 8256),  # the same model at every usual degree
+        (8193, 3, 1, 8256),
+        (8192, 3, 1, 8256),
+        (1, 1, 1, 64),
+        (4097, 1, 5, 4160),
+        (4161, 4, 5, 4480),
+    ],
+)
+def test_vocabulary_of_ones_own(wanted, degree, lanes, rows):
+    config = job_config()
+    config.model = SimpleNamespace(vocab_size=wanted)
+    config.parallelism = SimpleNamespace(tensor_parallel_degree=degree)
+    args = tiny_args("full", n_heads=40, n_kv_heads=20, dim=160, vocab_size=4096)
+    if lanes > 1:
+        config.caat = SimpleNamespace(lanes=lanes, sync_fraction=0.5, backward_sum="float32")
+    args.update_from_config(config)
+    assert args.vocab_size == rows
+    with torch.device("meta"):
+        model = LlamaModel(args)
+    assert model.tok_embeddings.weight.shape[0] == model.output.weight.shape[0] == rows
+    assert count_parameters(args).total == sum(p.numel() for p in model.parameters())
+
+
+def test_a_negative_vocabulary_is_refused():
+    config = job_config()
+    config.model = SimpleNamespace(vocab_size=-1)
+    with pytest.raises(ConfigError, match=r"model\.vocab_size: got -1, expected 0"):
+        FLAVORS["cola"]["debug"].update_from_config(config)
 
 
 @pytest.mark.parametrize(

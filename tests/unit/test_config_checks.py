@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.config_values import check_vocabulary
+from torchtitan_lr.data.corpora import validation_source
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models import fingerprint
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.loading import build_model_args
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -50,11 +53,12 @@ REFUSALS = [
     ("training.global_batch_size=33", "33", "a multiple of 16 (training.local_batch_size 8 x 2"),
     ("training.global_batch_size=0", "0", "such as 16, or -1"),
     ("training.global_batch_size=8", "8", "such as 16, or -1"),
+    ("training.max_bad_records=-1", "-1", "0 or a positive integer"),
     ("training.dtype=float16", "'float16'", "one of 'bfloat16', 'float32'"),
     ("training.dataset=wikipedia", "'wikipedia'", "one of python_stdlib"),
     ("training.dataset=local", "None", "a file, folder or pattern"),
     ("training.dataloader.num_workers=2", "2", "0"),
-    ("validation.dataset=nothing", "'nothing'", "one of python_stdlib"),
+    ("validation.dataset=nothing", "'nothing'", "one of training, python_stdlib"),
     ("validation.steps=0", "0", "a positive integer, or -1"),
     ("validation.steps=-2", "-2", "a positive integer, or -1"),
     ("validation.freq=0", "0", "a positive"),
@@ -116,10 +120,11 @@ REFUSALS = [
     ("compile.components=model,optimizer", "'optimizer'", "'model' and/or 'loss'"),
     ("model.name=llama3", "'llama3'", "one of llama_cola, llama_full, llama_lax, llama_svd"),
     ("model.flavor=2B", "'2B'", "one of debug, tiny, 60M"),
+    ("model.vocab_size=-1", "-1", "0 (the flavor's) or a positive integer"),
     ("model.converters=float8", "['float8']", "no float8"),
     ("model.hf_assets_path=/no/such", "'/no/such'", "a folder that holds tokenizer.json"),
     ("model.tokenizer_path=x", "'x'", "model.hf_assets_path"),
-    ("low_rank.rank=-1", "-1", "a rank from 1 to 64"),
+    ("low_rank.rank=-1", "-1", "a rank from 1 to 128"),
     ("model.name=", "''", "one of llama_cola"),
     ("model.flavor=", "''", "one of debug"),
     ("model.hf_assets_path=~nosuchuser/x", "'~nosuchuser/x'", "a path to use here"),
@@ -127,7 +132,7 @@ REFUSALS = [
     ("experimental.custom_import=nosuch.sub", "'nosuch.sub'", "a module that can be imported"),
     ("experimental.custom_import=.", "'.'", "a module that can be imported"),
     ("low_rank.rank_ffn=-1", "-1", "a rank from 1 to 128"),
-    ("low_rank.rank_attention=65", "65", "a rank from 1 to 64"),
+    ("low_rank.rank_attention=129", "129", "a rank from 1 to 128"),
     ("low_rank.rank_ffn=129", "129", "a rank from 1 to 128"),
     ("low_rank.activation=relu", "'relu'", "one of 'flavor', 'both'"),
     ("low_rank.lax_gate=scalar", "'scalar'", "'identity' unless llama_lax"),
@@ -289,14 +294,39 @@ def test_vocabulary_smaller_than_the_tokenizers(tmp_path):
     tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
     text = refusal(f"--model.hf_assets_path={folder}", f"--job.dump_folder={tmp_path}")
     assert text.startswith("model.hf_assets_path: got ")
-    assert "at most 4096 tokens for llama_cola debug; this one has 4097" in text
+    assert "at most 4096 tokens for llama_cola debug, or model.vocab_size = 4097" in text
+    # What the refusal proposes works.
+    options = [f"--model.hf_assets_path={folder}", f"--job.dump_folder={tmp_path}"]
+    config = build_job_config([f"--job.config_file={MAIN}", *options, "--model.vocab_size=4097"])
+    check_vocabulary(config, 4, "cpu")
+    assert build_model_args(config).vocab_size == 4160
+
+
+def test_a_local_corpus_alone_is_validated_on(tmp_path):
+    """The main job's TOML, and the two arguments that name one's own text."""
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "text {i}"}}\n' for i in range(900)))
+    argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}"]
+    config = build_job_config([f"--job.config_file={MAIN}", *argv])
+    assert config.validation.enable
+    source = validation_source(config)
+    assert (source.name, source.path, source.split) == ("local", str(tmp_path), "validation")
+
+
+def test_a_corpus_without_one_sequence_is_refused_before_ranks_start(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a few words"}\n{"text": "some words"}\n')
+    argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}"]
+    argv += [f"--job.dump_folder={tmp_path}", "--validation.no_enable"]
+    text = refusal(*argv)
+    assert text.startswith("training.seq_len: got 128, expected at most ")
+    (tmp_path / "a.jsonl").write_text('{"text": "a few words"}\n' * 100)
+    check(*argv)
 
 
 def test_local_corpus_that_is_not_there(tmp_path):
     argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}/*.txt"]
     text = refusal(*argv, f"--job.dump_folder={tmp_path}")
     assert text.startswith("training.dataset_path: got ")
-    (tmp_path / "a.txt").write_text("some text to train on\n" * 50)
+    (tmp_path / "a.txt").write_text("some text to train on\n" * 5000)
     check(*argv, f"--job.dump_folder={tmp_path}")
 
 

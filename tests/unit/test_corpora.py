@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 from torchtitan.config import JobConfig
 
-from torchtitan_lr.data.corpora import PythonStdlib, build_corpus, check_corpus
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.data.corpora import (
+    PythonStdlib,
+    build_corpus,
+    check_corpus,
+    check_sequences,
+    validation_source,
+)
+from torchtitan_lr.data.tokenizer import build_tokenizer
+from torchtitan_lr.errors import ConfigError, DataError
 
 
 def config(dataset="python_stdlib", path=None, validation="python_stdlib", validation_path=None):
@@ -78,6 +85,16 @@ def test_stdlib_replaces_what_is_no_utf8(tmp_path):
     assert texts and set(texts) == {"# \ufffd café\n"}
 
 
+def test_a_file_that_is_gone_is_named(tmp_path):
+    write(tmp_path, "a.py")
+    corpus = PythonStdlib("train", "training.dataset", tmp_path)
+    assert list(corpus) == ["x = 1\n"]
+    (tmp_path / "a.py").unlink()
+    with pytest.raises(DataError) as error:
+        corpus.stream(0, 1, infinite=True).next_document()
+    one_line(error, "training.dataset", "a.py", "readable")
+
+
 def test_fingerprint_follows_the_files(tmp_path):
     for name in ("a.py", "b.py", "c.py"):
         write(tmp_path, name)
@@ -97,7 +114,8 @@ def test_sources_missing_is_refused(tmp_path):
 def test_good_corpora_pass(tmp_path):
     (tmp_path / "a.txt").write_text("some text\n")
     check_corpus(config())
-    check_corpus(config("local", str(tmp_path), "local", str(tmp_path / "*.txt")))
+    (tmp_path / "b.txt").write_text("other text\n")
+    check_corpus(config("local", str(tmp_path / "a.txt"), "local", str(tmp_path / "b.txt")))
 
 
 def test_c4_is_checked_without_opening_it(monkeypatch):
@@ -108,6 +126,7 @@ def test_c4_is_checked_without_opening_it(monkeypatch):
 
     monkeypatch.setattr(hub.HubCorpus, "__init__", opened)
     check_corpus(config("c4", None, "c4_validation"))
+    check_corpus(config("c4", None, "training"))
     with pytest.raises(AssertionError):  # the trap itself works
         build_corpus("c4", None, "train", "training")
 
@@ -117,6 +136,18 @@ def test_c4_is_checked_without_opening_it(monkeypatch):
     [
         (config("c5"), ["training.dataset", "'c5'", "python_stdlib, local, c4"]),
         (config(validation="c4"), ["validation.dataset", "'c4'", "c4_validation"]),
+        (
+            config("c4_validation", None, "training"),
+            ["validation.dataset", "'training'", "another corpus", "holds nothing out"],
+        ),
+        (
+            config("c4_validation", None, "c4_validation"),
+            ["validation.dataset", "'c4_validation'", "another corpus"],
+        ),
+        (
+            config(validation="training", validation_path="/tmp"),
+            ["validation.dataset_path", "'/tmp'", "validation.dataset = 'local'"],
+        ),
         (config("local"), ["training.dataset_path", "None", ".jsonl"]),
         (config("local", "/no/such"), ["training.dataset_path", "'/no/such'", "existing"]),
         (config("local", "/no/such/*.txt"), ["training.dataset_path", "pattern that matches"]),
@@ -132,6 +163,123 @@ def test_refusals(job, parts):
     with pytest.raises(ConfigError) as error:
         check_corpus(job)
     one_line(error, *parts)
+
+
+@pytest.mark.parametrize("pattern", ["", "*.txt", "../corpus/sub", "sub/b.txt", "link.txt"])
+def test_validation_on_files_that_are_trained_on_is_refused(tmp_path, pattern):
+    corpus = tmp_path / "corpus"
+    write(corpus, "a.txt", "some text\n")
+    write(corpus, "sub/b.txt", "more text\n")
+    write(tmp_path, "other.txt", "other text\n")
+    (corpus / "link.txt").symlink_to(corpus / "a.txt")
+    with pytest.raises(ConfigError) as error:
+        check_corpus(config("local", str(corpus), "local", str(corpus / pattern)))
+    one_line(error, "validation.dataset_path", "not trained on", "validation.dataset = 'training'")
+    check_corpus(config("local", str(corpus), "local", str(tmp_path / "other.txt")))
+
+
+@pytest.mark.parametrize(
+    ("trained", "expected"),
+    [
+        (("python_stdlib", None), ("python_stdlib", None, "validation")),
+        (("local", "/text"), ("local", "/text", "validation")),
+        (("c4", "/copy"), ("c4_validation", "/copy", "validation")),
+    ],
+)
+def test_validation_is_what_training_holds_out_unless_another_is_named(trained, expected):
+    source = validation_source(config(*trained, validation="training"))
+    assert (source.name, source.path, source.split, source.key) == (*expected, "training")
+    named = validation_source(config(*trained, validation="local", validation_path="/other"))
+    assert (named.name, named.path, named.split, named.key) == (
+        "local", "/other", "all", "validation",
+    )  # fmt: skip
+
+
+def test_a_corpus_of_one_document_has_nothing_to_hold_out(tmp_path):
+    write(tmp_path, "a.jsonl", '{"text": "alone"}\n{"text": "alone"}\n')
+    with pytest.raises(ConfigError) as error:
+        check_corpus(config("local", str(tmp_path), "training"))
+    one_line(error, "validation.dataset", "'training'", "too little text to hold a part out")
+    write(tmp_path, "b.jsonl", '{"text": "not alone"}\n')
+    check_corpus(config("local", str(tmp_path), "training"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("a.txt", "text in UTF-16\n".encode("utf-16"), "UTF-16"),
+        ("a.txt", ("text in UTF-16\n" * 9).encode("utf-16-le"), "UTF-16 without"),
+        ("a.jsonl", ('{"text": "x"}\n' * 9).encode("utf-16-be"), "UTF-16 without"),
+        ("a.txt", b"PK\x03\x04\x14\x00\x08\x08 and some letters after it", "binary"),
+        ("a.txt", "русский текст".encode("koi8-r"), "another encoding"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path, name, content, part):
+    (tmp_path / "0.jsonl").write_text("".join(f'{{"text": "{i}"}}\n' for i in range(40)))
+    check_corpus(config("local", str(tmp_path)))
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "z.txt").write_text("more\n")
+    with pytest.raises(ConfigError) as error:
+        check_corpus(config("local", str(tmp_path)))
+    one_line(error, "training.dataset_path", name, part, "text in UTF-8")
+
+
+def test_a_few_bytes_that_are_no_utf8_are_forgiven(tmp_path):
+    (tmp_path / "a.txt").write_bytes("déjà vu, a lot of text around it\n".encode("latin-1") * 30)
+    check_corpus(config("local", str(tmp_path)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    job = JobConfig()
+    job.model.hf_assets_path = "torchtitan_lr/data/assets/bpe4k"
+    return build_tokenizer(job)
+
+
+def test_a_corpus_without_one_sequence_is_refused(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "text {i}"}}\n' for i in range(30)))
+    tokens = [
+        sum(len(tokenizer.encode(text, add_bos=True, add_eos=True)) for text in corpus)
+        for corpus in (
+            build_corpus("local", str(tmp_path), split, "training")
+            for split in ("train", "validation")
+        )
+    ]
+    job = config("local", str(tmp_path), "training")
+    job.training.seq_len, job.validation.seq_len = tokens[0] - 1, tokens[1] - 1
+    check_sequences(job, tokenizer)
+    job.validation.seq_len += 1
+    with pytest.raises(ConfigError) as error:
+        check_sequences(job, tokenizer)
+    one_line(error, f"validation.seq_len: got {tokens[1]}, expected at most {tokens[1] - 1}")
+    one_line(error, "held-out part", f"has {tokens[1]} tokens")
+    job.validation.enable = False
+    check_sequences(job, tokenizer)
+    job.training.seq_len += 1
+    with pytest.raises(ConfigError) as error:
+        check_sequences(job, tokenizer)
+    one_line(error, f"training.seq_len: got {tokens[0]}, expected at most {tokens[0] - 1}")
+
+
+def test_no_more_is_tokenised_than_a_sequence(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("many words in one text\n" * 40_000)
+
+    class Counting:
+        characters = 0
+
+        def encode(self, text, **options):
+            self.characters += len(text)
+            return tokenizer.encode(text, **options)
+
+    counting = Counting()
+    job = config("local", str(tmp_path), "training")
+    job.training.seq_len = job.validation.seq_len = 64
+    check_sequences(job, counting)
+    assert 0 < counting.characters <= 2 * 16 * 65
+    # One token of very many characters: the beginning of the document is not enough.
+    (tmp_path / "a.txt").write_text("=" * 100_000 + " the end of a long line\n" * 20)
+    job.validation.enable = False
+    check_sequences(job, tokenizer)
 
 
 def test_validation_is_not_checked_when_off():

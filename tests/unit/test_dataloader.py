@@ -9,10 +9,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.config import JobConfig
 
+from torchtitan_lr.data import local_corpus
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.lanes import lane_block
+from torchtitan_lr.data.local_corpus import LocalCorpus
 from torchtitan_lr.data.tokenizer import build_tokenizer
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.usefixtures("small_library")
 
@@ -127,8 +129,10 @@ def test_every_document_comes_again_after_the_corpus_ends(tokenizer, text):
     for row in (0, 3, 7):
         seen = tokenizer.decode(windows[:, row].flatten().tolist())
         # Whatever the blocks, a line stays in one piece; the corpus is smaller than the rows read.
-        for i in range(19):
-            assert f"file {i} line 4 " in seen
+        held_out = [i for i in range(19) if f"file {i} line 4 " not in seen]
+        validation = "".join(LocalCorpus(text, "k", split="validation"))
+        assert held_out == [i for i in range(19) if f"file {i} line 4 " in validation]
+        assert 1 <= len(held_out) < 6
 
 
 FEW = [(4, 1), (2, 4), (8, 1)]
@@ -248,6 +252,101 @@ def test_another_corpus_is_refused(tokenizer, text, tmp_path):
         message = str(error.value)
         assert "training.dataset" in message and "\n" not in message
         assert "python_stdlib blocks=" in message and "local blocks=" in message
+
+
+def test_a_checkpoint_from_before_the_split_is_refused(tokenizer, text):
+    state = build(tokenizer, 1, 8, text)[0].state_dict()
+    assert state["corpus"].endswith(" held_out=1/200")
+    build(tokenizer, 1, 8, text)[0].load_state_dict(state)
+    state["corpus"] = state["corpus"].removesuffix(" held_out=1/200")
+    with pytest.raises(ConfigError, match=r"training\.dataset: got .*held_out=1/200"):
+        build(tokenizer, 1, 8, text)[0].load_state_dict(state)
+
+
+def write_lines(folder, broken=(), n=120):
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps({"text": f"line {i} " + "word " * (i % 9)}) for i in range(n)]
+    for i in broken:
+        lines[i] = lines[i][:-1]
+    (folder / "a.jsonl").write_text("".join(line + "\n" for line in lines))
+    return str(folder)
+
+
+def test_a_changed_corpus_goes_on_where_it_is_allowed(tokenizer, tmp_path):
+    path = write_lines(tmp_path / "text")
+    loader = build(tokenizer, 1, ROWS, path)[0]
+    steps([loader], ROWS, 3)
+    state = loader.state_dict()
+    expected = steps([loader], ROWS, 5)
+    write_lines(tmp_path / "text", n=150)
+    with pytest.raises(ConfigError, match=r"training\.allow_changed_corpus = true"):
+        build(tokenizer, 1, ROWS, path)[0].load_state_dict(state)
+
+    def changed(path, key="training.allow_changed_corpus"):
+        job = config(ROWS, path)
+        job.training.allow_changed_corpus = True
+        loader = build_dataloader(dp_world_size=1, dp_rank=0, tokenizer=tokenizer, job_config=job)
+        loader.load_state_dict(state)
+        return loader
+
+    loader = changed(path)
+    assert loader.state_dict()["sample_index"] == 3 * ROWS
+    assert not torch.equal(steps([loader], ROWS, 5), expected)
+    # An unchanged corpus is resumed exactly, and another kind is none that changed.
+    write_lines(tmp_path / "text")
+    assert torch.equal(steps([changed(path)], ROWS, 5), expected)
+    with pytest.raises(ConfigError) as error:
+        changed(None)
+    assert "allow_changed_corpus" not in str(error.value)
+
+
+def test_a_position_beyond_a_changed_document_is_its_end(tokenizer, tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(8):
+        (folder / f"{i}.txt").write_text(f"text {i} " * 400)
+    loader = build(tokenizer, 1, 1, str(folder), rows=1)[0]
+    steps([loader], 1, 3, rows=1)
+    state = loader.state_dict()
+    for i in range(8):
+        (folder / f"{i}.txt").write_text(f"text {i} ")
+    job = config(1, str(folder), rows=1)
+    job.training.allow_changed_corpus = True
+    loader = build_dataloader(dp_world_size=1, dp_rank=0, tokenizer=tokenizer, job_config=job)
+    loader.load_state_dict(state)
+    steps([loader], 1, 2, rows=1)
+
+
+def test_skipped_records_are_part_of_the_position(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(local_corpus, "SMALL_BYTES", 0)
+    path = write_lines(tmp_path / "text", broken=(0, 50))
+    job = config(ROWS, path)
+    job.training.max_bad_records = 2
+    options = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokenizer, "job_config": job}
+    loader = build_dataloader(**options)
+    steps([loader], ROWS, 20)
+    bad = {f"{path}/a.jsonl:1", f"{path}/a.jsonl:51"}
+    assert loader.bad_records == bad
+    state = loader.state_dict()
+    expected = steps([loader], ROWS, 5)
+    again = build_dataloader(**options)
+    again.load_state_dict(state)
+    assert again.bad_records == bad
+    assert torch.equal(steps([again], ROWS, 5), expected)
+    job.training.max_bad_records = 1
+    with pytest.raises(DataError, match=r"training\.max_bad_records = 1 are skipped already"):
+        steps([build_dataloader(**options)], ROWS, 20)
+
+
+def test_the_marked_position_is_the_one_to_save(tokenizer, text):
+    loader = build(tokenizer, 1, ROWS, text)[0]
+    steps([loader], ROWS, 3)
+    before = loader.state_dict()
+    loader.mark()
+    steps([loader], ROWS, 2)
+    assert loader.state_dict() != before
+    loader.return_to_mark()
+    assert loader.state_dict() == before
 
 
 def test_sizes_that_do_not_divide_and_workers_are_refused(tokenizer):

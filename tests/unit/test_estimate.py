@@ -63,6 +63,25 @@ def test_every_config(path):
     assert 0 < time.compute <= time.total < math.inf and time.bubble >= 0
 
 
+def test_the_vocabulary_is_counted(tmp_path):
+    """Twice the rows of embedding and head, in every formula that has them."""
+    small, large = (
+        paper_run(DEBUG, 4, f"--model.vocab_size={rows}", *BLOCKS[1:2]) for rows in (4096, 8192)
+    )
+
+    def parameters(run):
+        return sum(math.prod(shape) for shape in run.global_shapes.values())
+
+    more = 4096 * small.args.dim
+    assert large.args.vocab_size == 8192
+    assert parameters(large) - parameters(small) == 2 * more
+    flops = [head_flops(run.args, run.seq_len) for run in (small, large)]
+    assert flops[1] == 2 * flops[0] > 0
+    traffic = [bytes_by_dim(step_traffic(run, 0), run.wire_dtypes) for run in (small, large)]
+    sent = [sum(dims["fsdp"].values()) for dims in traffic]
+    assert sent[1] > sent[0]
+
+
 def test_json(script, capsys):
     assert script.main([DEBUG, *BLOCKS, "--json", "--training.local_batch_size=1"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -1,5 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import json
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -44,10 +45,13 @@ def run_record(family, seq_len=64, **low_rank):
     }
 
 
-def write_run(folder, family, dtype=torch.float32, **low_rank):
+def write_run(folder, family, dtype=torch.float32, vocab_size=None, **low_rank):
     """A dump folder with one checkpoint, laid out as torchtitan's CheckpointManager does."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "job_config.json").write_text(json.dumps(run_record(family, **low_rank)))
+    record = run_record(family, **low_rank)
+    if vocab_size is not None:
+        record["model"]["vocab_size"] = vocab_size
+    (folder / "job_config.json").write_text(json.dumps(record))
     step = folder / "checkpoint" / "step-20"
     args = build_model_args(read_run_config(step))
     model = LlamaModel(args)
@@ -106,6 +110,17 @@ def test_factored_goes_round(tmp_path, family, low_rank):
     assert torch.equal(again(ids), model(ids))
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_every_file_has_the_mode_of_the_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        export_factored(LlamaModel(tiny_args("cola")), tmp_path)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"model.safetensors": 0o666 & ~umask, "model_args.json": 0o666 & ~umask}
+
+
 def test_model_args_keep_the_rope_scaling(tmp_path):
     args = tiny_args("cola", rope_scaling=FLAVORS["cola"]["8B"].rope_scaling, n_kv_heads=2)
     export_factored(LlamaModel(args), tmp_path)
@@ -133,6 +148,18 @@ def test_transformers_loads_the_hf_export(tmp_path, family):
     with torch.no_grad():
         other = LlamaForCausalLM(theirs.config)(ids).logits
     assert max_error(other, expected) > 1e-2
+
+
+def test_a_vocabulary_of_ones_own_is_exported(tmp_path):
+    step, model = write_run(tmp_path / "run", "full", vocab_size=5000)
+    assert model.tok_embeddings.weight.shape[0] == 5056
+    for form in ("factored", "hf"):
+        out = tmp_path / form
+        assert export.main([str(step), str(out), "--format", form]) == 0
+        described = "config.json" if form == "hf" else "model_args.json"
+        assert json.loads((out / described).read_text())["vocab_size"] == 5056
+        shapes = [tuple(w.shape) for w in load_file(out / "model.safetensors").values()]
+        assert shapes.count((5056, 128)) == 2
 
 
 @pytest.mark.parametrize(

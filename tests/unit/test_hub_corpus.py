@@ -11,7 +11,7 @@ from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.hub_corpus import HubCorpus
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.data.validation import build_validation_set
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, DataError
 
 SHARDS, DOCUMENTS, SEQ = 6, 11, 32
 README = """---
@@ -143,6 +143,20 @@ def test_validation_split(c4, tokenizer):
     tokens = sum(len(tokenizer.encode(text, add_bos=True, add_eos=True)) for text in held)
     assert sets[0].num_tokens == tokens // (SEQ + 1) * SEQ
     assert len({len(list(one)) for one in sets}) == 1
+
+
+def test_a_shard_that_breaks_off_is_a_data_error(tmp_path):
+    (tmp_path / "README.md").write_text(README)
+    good = json.dumps({"text": "a document", "url": "u"})
+    (tmp_path / "train-00000.json").write_text(f"{good}\n")
+    (tmp_path / "train-00001.json").write_text("[1, 2\n")
+    (tmp_path / "validation.json").write_text(f"{good}\n")
+    stream = HubCorpus("c4", str(tmp_path), "training").stream(0, 1, infinite=True)
+    assert stream.next_document()[1] == "a document"
+    with pytest.raises(DataError) as error:
+        stream.next_document()
+    text = str(error.value)
+    assert text.startswith("training.dataset: got 'c4'") and "\n" not in text
 
 
 def test_what_does_not_open_is_refused(tmp_path):

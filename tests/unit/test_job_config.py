@@ -28,7 +28,7 @@ def config():
         ("training.max_skipped_steps", 0),
         ("training.dataset", "python_stdlib"),
         ("training.max_norm", 0.5),
-        ("validation.dataset", "python_stdlib"),
+        ("validation.dataset", "training"),
         ("checkpoint.last_save_model_only", False),
         ("optimizer.name", "AdamW"),
         ("optimizer.beta2", 0.999),

@@ -170,6 +170,21 @@ def test_a_step_that_is_not_finite_is_left_out(bad, trainer, caplog):
     assert_equal(parameters(model), expected)
 
 
+def test_a_batch_without_labels_is_named(trainer, caplog):
+    before = parameters(trainer.model_parts[0])
+    nothing = microbatches(valid=(0, 0, 0))
+    step(trainer, nothing)
+    assert "step 1: no token of the whole batch has a label" in caplog.text
+    assert_equal(parameters(trainer.model_parts[0]), before)
+    (record,) = history(trainer)
+    assert (record["skipped_steps"], record[LOSS], record[LARGEST]) == (1, None, None)
+    # One label is enough, and one more batch without any is one too many.
+    step(trainer, microbatches(valid=(0, 1, 0)))
+    assert history(trainer)[-1][LARGEST] is not None
+    with pytest.raises(NonFiniteError, match="step 3: no token of the whole batch has a label"):
+        step(trainer, nothing)
+
+
 def test_rates_and_tokens_of_each_step(trainer):
     batches = trainer.batch_generator(batch for seed in range(4) for batch in microbatches(seed))
     for _ in range(4):

@@ -17,7 +17,7 @@ WORDS = "the low rank model reads what it is given, and writes what it has read;
 def text(tmp_path):
     path = tmp_path / "text.txt"
     words = WORDS.split()
-    lines = (" ".join(words[(i * k) % len(words)] + str(i) for k in range(9)) for i in range(400))
+    lines = (" ".join(words[(i * k) % len(words)] + str(i) for k in range(9)) for i in range(800))
     path.write_text("\n".join(lines) + "\n    indented caf\u00e9\n")
     return path
 

@@ -1,6 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The validation set: each sequence once for any dp size, and an exact unigram entropy."""
 
+import itertools
+import json
 import math
 from collections import Counter
 
@@ -10,6 +12,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import JobConfig
 
 from torchtitan_lr.data.corpora import PythonStdlib
+from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.data.validation import build_validation_set, entropy
 from torchtitan_lr.errors import ConfigError
@@ -123,6 +126,33 @@ def test_iterating_again_gives_the_same(tokenizer):
     one = build_validation_set(config(), 2, 1, tokenizer)
     for (a, la), (b, lb) in zip(one, one, strict=True):
         assert torch.equal(a["input"], b["input"]) and torch.equal(la, lb)
+
+
+def test_the_default_is_what_training_holds_out(tokenizer, tmp_path):
+    lines = [f"document {i} of many, with some words" for i in range(300)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in lines))
+    job = config(2, -1, 64, "training")
+    job.training.dataset, job.training.dataset_path = "local", str(tmp_path)
+    job.training.seq_len, job.training.local_batch_size, job.training.global_batch_size = 64, 4, 4
+
+    def texts(windows):
+        """The documents that lie in one window as a whole."""
+        pieces = (piece for w in windows for piece in tokenizer.decode(w).split("document ")[1:])
+        return {f"document {piece}" for piece in pieces} & set(lines)
+
+    held = texts(valid_rows(build_validation_set(job, 1, 0, tokenizer)))
+    assert len(held) >= 20
+    loader = build_dataloader(dp_world_size=1, dp_rank=0, tokenizer=tokenizer, job_config=job)
+    trained = texts(
+        [*x, y[-1]]
+        for inputs, labels in itertools.islice(loader, 400)
+        for x, y in zip(inputs["input"].tolist(), labels.tolist(), strict=True)
+    )
+    assert len(trained) > 150 and not trained & held
+    # Control: the corpus as a whole has both.
+    job.validation.dataset, job.validation.dataset_path = "local", str(tmp_path)
+    whole = texts(valid_rows(build_validation_set(job, 1, 0, tokenizer)))
+    assert whole & held and whole & trained
 
 
 def test_local_validation_and_a_corpus_that_is_too_short(tokenizer, tmp_path):

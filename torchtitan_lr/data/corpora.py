@@ -7,6 +7,10 @@
     Files of one's own: .txt, .jsonl or .parquet (:mod:`torchtitan_lr.data.local_corpus`).
 ``c4``, ``c4_validation``
     torchtitan's Hugging Face streams (:mod:`torchtitan_lr.data.hub_corpus`).
+
+Each has a part that is never trained on: ``python_stdlib`` one file in twenty, ``local`` one
+document in two hundred (:mod:`torchtitan_lr.data.held_out`), ``c4`` its own validation split.
+``training``, the default of ``validation.dataset``, is that part of the training corpus.
 """
 
 from __future__ import annotations
@@ -16,17 +20,21 @@ import os
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torchtitan_lr.data.lanes import BlockStream, DocumentStream
 from torchtitan_lr.data.paths import user_path
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from torchtitan.components.tokenizer import BaseTokenizer
 
 TRAINING_CORPORA = ("python_stdlib", "local", "c4", "c4_validation")
-VALIDATION_CORPORA = ("python_stdlib", "local", "c4_validation")
+VALIDATION_CORPORA = ("training", "python_stdlib", "local", "c4_validation")
 
-Split = Literal["train", "validation"]
+Split = Literal["train", "validation", "all"]
 
 
 class Corpus(Protocol):
@@ -58,12 +66,20 @@ class BlockCorpus(ABC):
         name: The corpus's name in the TOML.
         key: The TOML key to name in errors.
         files: ``(name, bytes)`` of each file, in order; the fingerprint is made of these.
+        max_bad_records: How many records that cannot be read may be skipped.
+
+    Attributes:
+        skipped: Where the records are that were skipped, each once.
     """
 
-    def __init__(self, name: str, key: str, files: Iterable[tuple[str, int]]) -> None:
+    def __init__(
+        self, name: str, key: str, files: Iterable[tuple[str, int]], max_bad_records: int = 0
+    ) -> None:
         self.name = name
         self.key = key
         self._files = list(files)
+        self._max_bad_records = max_bad_records
+        self.skipped: set[str] = set()
 
     @property
     @abstractmethod
@@ -71,8 +87,25 @@ class BlockCorpus(ABC):
         """How many blocks there are."""
 
     @abstractmethod
-    def documents(self, block: int) -> Iterator[str]:
-        """Yield the non-empty documents of one block, in order."""
+    def documents(self, block: int) -> Iterator[str | DataError]:
+        """Yield the non-empty documents of one block, in order, and what cannot be read."""
+
+    def skip(self, error: DataError) -> None:
+        """Note a record that cannot be read.
+
+        Args:
+            error: What is wrong with it.
+
+        Raises:
+            DataError: It is one more than may be skipped.
+        """
+        most = self._max_bad_records
+        if str(error.got) in self.skipped:
+            return
+        if len(self.skipped) >= most:
+            more = f" (training.max_bad_records = {most} are skipped already)" if most else ""
+            raise DataError(error.key, error.got, error.want + more)
+        self.skipped.add(str(error.got))
 
     def fingerprint(self) -> str:
         """Return name, blocks, files, bytes and a hash of the files' names and sizes."""
@@ -93,7 +126,11 @@ class BlockCorpus(ABC):
     def __iter__(self) -> Iterator[str]:
         """Yield every document once, block by block."""
         for block in range(self.num_blocks):
-            yield from self.documents(block)
+            for document in self.documents(block):
+                if isinstance(document, DataError):
+                    self.skip(document)
+                else:
+                    yield document
 
 
 class PythonStdlib(BlockCorpus):
@@ -152,10 +189,14 @@ class PythonStdlib(BlockCorpus):
         """How many files there are."""
         return len(self._files)
 
-    def documents(self, block: int) -> Iterator[str]:
+    def documents(self, block: int) -> Iterator[str | DataError]:
         """Yield the text of one file."""
         path = self.root / self._blocks[block]
-        yield path.read_bytes().decode("utf-8", errors="replace")
+        try:
+            yield path.read_bytes().decode("utf-8", errors="replace")
+        except OSError as error:  # an interpreter that was replaced while the run went on
+            want = f"a readable file ({error.strerror or error})"
+            yield DataError(self.key, str(path), want)
 
 
 def _path_hash(relative_path: str) -> int:
@@ -163,22 +204,29 @@ def _path_hash(relative_path: str) -> int:
 
 
 def build_corpus(
-    name: str, path: str | None, split: Split, key: str, rows: int | None = None
+    name: str,
+    path: str | None,
+    split: Split,
+    key: str,
+    rows: int | None = None,
+    max_bad_records: int = 0,
 ) -> Corpus:
     """Open a corpus by name.
 
     Args:
         name: One of the corpora of this module.
         path: ``dataset_path`` of the same TOML section.
-        split: ``train`` or ``validation``; only ``python_stdlib`` looks at it.
+        split: What to read of a corpus that is cut here; ``python_stdlib`` has no ``all``.
         key: The TOML section, ``training`` or ``validation``, to name in errors.
         rows: Rows of the global batch, so that ``local`` can choose its block size.
+        max_bad_records: Records of ``local`` that may be skipped.
 
     Returns:
         The corpus.
 
     Raises:
         ConfigError: Unknown name, nothing there, or a path where none is used.
+        DataError: ``local`` is small, is therefore read here, and has a bad record.
     """
     _check_name(name, path, key)
     if name == "python_stdlib":
@@ -186,12 +234,76 @@ def build_corpus(
     if name == "local":
         from torchtitan_lr.data.local_corpus import LocalCorpus
 
-        return LocalCorpus(path or "", f"{key}.dataset_path", rows)
+        return LocalCorpus(path or "", f"{key}.dataset_path", rows, split, max_bad_records)
     from torchtitan_lr.data.hub_corpus import HubCorpus
 
     if path and _is_local(path):
         path = str(user_path(path, f"{key}.dataset_path"))
     return HubCorpus(name, path, key)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where text comes from: the arguments of :func:`build_corpus`.
+
+    Attributes:
+        name: The corpus.
+        path: Its files.
+        split: The part of it.
+        key: The TOML section to name in errors.
+        max_bad_records: Records of it that may be skipped.
+    """
+
+    name: str
+    path: str | None
+    split: Split
+    key: str
+    max_bad_records: int = 0
+
+    def open(self, rows: int | None = None) -> Corpus:
+        """Open the corpus; ``rows`` and errors as of :func:`build_corpus`."""
+        corpus = (self.name, self.path, self.split, self.key)
+        return build_corpus(*corpus, rows, self.max_bad_records)
+
+
+def training_source(job_config: Any) -> Source:
+    """Return what a run trains on.
+
+    Args:
+        job_config: The run's ``JobConfig``, or its record; section ``training`` is read.
+    """
+    section = job_config.training
+    most = getattr(section, "max_bad_records", 0)
+    return Source(section.dataset, section.dataset_path, "train", "training", most)
+
+
+def validation_source(job_config: Any) -> Source:
+    """Return what a run validates on: what is held out from training, unless another is named.
+
+    Args:
+        job_config: The run's ``JobConfig``, or its record; sections ``training`` and
+            ``validation`` are read.
+
+    Returns:
+        The source. Errors in it name the section that names the files.
+
+    Raises:
+        ConfigError: A path without the name of its corpus, or a training corpus that has no
+            held-out part.
+    """
+    section, training = job_config.validation, training_source(job_config)
+    if section.dataset != "training":
+        part: Split = "all" if section.dataset == "local" else "validation"
+        named = (section.dataset, section.dataset_path, part, "validation")
+        return Source(*named, training.max_bad_records)
+    if section.dataset_path:
+        want = "no path, or validation.dataset = 'local' with it"
+        raise ConfigError("validation.dataset_path", section.dataset_path, want)
+    name = {"c4": "c4_validation"}.get(training.name, training.name)
+    if name == training.name and name == "c4_validation":
+        want = "another corpus than training.dataset = 'c4_validation', which holds nothing out"
+        raise ConfigError("validation.dataset", section.dataset, want)
+    return replace(training, name=name, split="validation")
 
 
 def check_corpus(job_config: Any) -> None:
@@ -202,19 +314,98 @@ def check_corpus(job_config: Any) -> None:
 
     Raises:
         ConfigError: An unknown name, a missing or empty corpus, a pattern without a match, or a
-            loader setting that this loader has no use for.
+            loader setting that this loader has no use for; validation on what is trained on.
+        DataError: The first records cannot be read.
     """
     training, validation = job_config.training, job_config.validation
-    sections: list[tuple[str, Any, Split]] = [("training", training, "train")]
-    if validation.enable:
-        sections.append(("validation", validation, "validation"))
-    for key, section, split in sections:
-        check_workers(section.dataloader, key)
-        _check_name(section.dataset, section.dataset_path, key)
-        if not section.dataset.startswith("c4"):
-            corpus = build_corpus(section.dataset, section.dataset_path, split, key)
-            if next(iter(corpus), None) is None:
-                raise ConfigError(f"{key}.dataset", section.dataset, "a corpus with text in it")
+    check_workers(training.dataloader, "training")
+    source = training_source(job_config)
+    _check_name(source.name, source.path, "training")
+    trained = _check_text(source, training.dataset)
+    if not validation.enable:
+        return
+    check_workers(validation.dataloader, "validation")
+    _check_name(validation.dataset, validation.dataset_path, "validation")
+    source = validation_source(job_config)
+    if source.key == "validation":
+        _check_other_text(source, trained, training)
+    _check_text(source, validation.dataset)
+
+
+def check_sequences(job_config: Any, tokenizer: BaseTokenizer) -> None:
+    """Check that a corpus fills one sequence; call it after :func:`check_corpus`.
+
+    No more is tokenised than that. What is streamed from the Hub is taken to be long enough.
+
+    Args:
+        job_config: The run's ``JobConfig``.
+        tokenizer: The run's tokenizer.
+
+    Raises:
+        ConfigError: All text of a corpus is shorter than one sequence.
+        DataError: A record on the way there cannot be read.
+    """
+    sections = [("training", job_config.training, training_source(job_config))]
+    if job_config.validation.enable:
+        source = validation_source(job_config)
+        sections.append(("validation", job_config.validation, source))
+    for key, section, source in sections:
+        if source.name.startswith("c4"):
+            continue
+        wanted, found = section.seq_len + 1, 0
+        for text in source.open():
+            found += _count_tokens(text, tokenizer, wanted - found)
+            if found >= wanted:
+                break
+        else:
+            part = "held-out part of the" if source.split == "validation" else "whole"
+            want = f"at most {found - 1}: the {part} corpus {source.name!r} has {found} tokens"
+            raise ConfigError(f"{key}.seq_len", section.seq_len, want)
+
+
+def _count_tokens(text: str, tokenizer: BaseTokenizer, wanted: int) -> int:
+    """Count a document's tokens; of one that has many, no more than are wanted."""
+    beginning = text[: 16 * wanted]
+    found = len(tokenizer.encode(beginning, add_bos=True, add_eos=True))
+    if found >= wanted or len(beginning) == len(text):
+        return found
+    return len(tokenizer.encode(text, add_bos=True, add_eos=True))
+
+
+def _check_text(source: Source, named: str) -> Corpus | None:
+    """Check that a corpus has text, and return it; one of the Hub is not opened."""
+    from torchtitan_lr.data.local_corpus import LocalCorpus
+
+    if source.name.startswith("c4"):
+        return None
+    corpus = source.open()
+    if isinstance(corpus, LocalCorpus):
+        corpus.check_encoding()
+    if next(iter(corpus), None) is None:
+        key, want = f"{source.key}.dataset", "a corpus with text in it"
+        if source.split == "validation":
+            want = "'local' with a file of one's own: too little text to hold a part out"
+            key = "validation.dataset"
+        raise ConfigError(key, named, want)
+    return corpus
+
+
+def _check_other_text(source: Source, trained: Corpus | None, training: Any) -> None:
+    """Refuse to validate on a corpus that is named and is the one trained on."""
+    from torchtitan_lr.data.local_corpus import LocalCorpus
+
+    advice = "validation.dataset = 'training' takes what is held out from it"
+    if source.name == "local" and isinstance(trained, LocalCorpus):
+        corpus = source.open()
+        assert isinstance(corpus, LocalCorpus)
+        files = {path.resolve() for path in trained.paths}
+        shared = [path for path in corpus.paths if path.resolve() in files]
+        if shared:
+            want = f"files that are not trained on ({shared[0]} is); {advice}"
+            raise ConfigError("validation.dataset_path", source.path, want)
+    if source.name == training.dataset == "c4_validation":
+        want = "another corpus than training.dataset"
+        raise ConfigError("validation.dataset", source.name, want)
 
 
 def check_workers(dataloader: Any, key: str) -> None:

@@ -12,7 +12,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
 
-from torchtitan_lr.data.corpora import BlockCorpus, Corpus, build_corpus, check_workers
+from torchtitan_lr.data.corpora import BlockCorpus, Corpus, check_workers, training_source
 from torchtitan_lr.data.lanes import Lane
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.safe_metadata import load
@@ -38,6 +38,7 @@ class LaneDataLoader(BaseDataLoader):
         infinite: Whether to start over at the end of the corpus. Otherwise a rank stops when the
             first of its lanes has no full window left; ranks need not stop together.
         pin_memory: Whether to put the batches in pinned memory (where there is CUDA).
+        allow_changed: Whether the position of another corpus of the same kind may be taken over.
 
     Raises:
         ConfigError: The batch sizes do not divide, or the corpus cannot be split that way.
@@ -55,6 +56,7 @@ class LaneDataLoader(BaseDataLoader):
         dp_rank: int,
         infinite: bool = True,
         pin_memory: bool = False,
+        allow_changed: bool = False,
     ) -> None:
         self._corpus = corpus
         self._batch = local_batch_size
@@ -62,7 +64,10 @@ class LaneDataLoader(BaseDataLoader):
         self._stride = dp_world_size * local_batch_size
         self._first = dp_rank * local_batch_size
         self._pin_memory = pin_memory and torch.cuda.is_available()
+        self._allow_changed = allow_changed
         self._sample_index = 0
+        self._mark: tuple[int, dict[int, Any]] | None = None
+        self._at_mark = False
         _check_batch(self._rows, local_batch_size, dp_world_size)
         num_lanes = corpus.num_lanes(self._rows)
         self._rows_per_lane = _rows_per_lane(corpus, self._rows, num_lanes, local_batch_size)
@@ -98,16 +103,42 @@ class LaneDataLoader(BaseDataLoader):
             self._sample_index += self._stride
             yield {"input": batch[:, :-1].contiguous()}, batch[:, 1:].contiguous()
 
+    @property
+    def bad_records(self) -> set[str]:
+        """Where the records are that this rank skipped."""
+        return self._corpus.skipped if isinstance(self._corpus, BlockCorpus) else set()
+
+    def mark(self) -> None:
+        """Remember the position, so that a step whose data cannot be read leaves no trace."""
+        positions = {lane: reader.state() for lane, reader in self._lanes.items()}
+        self._mark = (self._sample_index, positions)
+
+    def return_to_mark(self) -> None:
+        """Make :meth:`state_dict` return the position of the last :meth:`mark`, to be saved.
+
+        Nothing can be read any more: the lanes stay where they met what they could not read.
+        """
+        if self._mark is None:
+            raise RuntimeError("there is no mark to return to")
+        self._sample_index = self._mark[0]
+        self._at_mark = True
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position: one entry a lane, so that any rank can ask for the lanes it owns.
 
         Returns:
             ``sample_index`` (samples consumed by all ranks together), ``global_batch_size``,
-            ``corpus`` (its fingerprint) and ``lane_<j>`` (JSON) for the lanes of this rank.
+            ``corpus`` (its fingerprint) and ``lane_<j>`` (JSON) for the lanes of this rank. The
+            first of these has what this rank skipped.
         """
         state = self._identity()
-        for lane, reader in self._lanes.items():
-            state[f"lane_{lane}"] = json.dumps(reader.state())
+        positions = {lane: reader.state() for lane, reader in self._lanes.items()}
+        if self._at_mark and self._mark is not None:
+            positions = self._mark[1]
+        bad = {"bad_records": sorted(self.bad_records)} if self.bad_records else {}
+        for lane, position in positions.items():
+            state[f"lane_{lane}"] = json.dumps(position | bad)
+            bad = {}
         return state
 
     def _identity(self) -> dict[str, Any]:
@@ -136,8 +167,11 @@ class LaneDataLoader(BaseDataLoader):
                 self._batch,
                 f"a split that has a micro-batch border at row {sample_index % self._rows}",
             )
+        changed = state_dict["corpus"] != self._corpus.fingerprint()
         for lane, reader in self._lanes.items():
-            reader.load_state(json.loads(state_dict[f"lane_{lane}"]))
+            position = json.loads(state_dict[f"lane_{lane}"])
+            self.bad_records.update(position.pop("bad_records", []))
+            reader.load_state(position, changed)
         self._sample_index = sample_index
 
     def check_checkpoint(self, checkpoint_id: str) -> None:
@@ -166,10 +200,15 @@ class LaneDataLoader(BaseDataLoader):
                 f"{stored['global_batch_size']} as in the checkpoint: its data position counts "
                 "rows of that batch (-1 means local_batch_size * data-parallel size)",
             )
-        if stored["corpus"] != here["corpus"]:
-            raise ConfigError(
-                "training.dataset", here["corpus"], f"{stored['corpus']} as in the checkpoint"
-            )
+        if stored["corpus"] == here["corpus"]:
+            return
+        want = f"{stored['corpus']} as in the checkpoint"
+        if _same_kind(stored["corpus"], here["corpus"]):
+            if self._allow_changed:
+                logger.warning(f"The corpus was {stored['corpus']} and is {here['corpus']}")
+                return
+            want += ", or training.allow_changed_corpus = true to go on in what it is now"
+        raise ConfigError("training.dataset", here["corpus"], want)
 
 
 def build_dataloader(
@@ -200,7 +239,7 @@ def build_dataloader(
     rows = training.global_batch_size
     if rows < 0:
         rows = training.local_batch_size * dp_world_size
-    corpus = build_corpus(training.dataset, training.dataset_path, "train", "training", rows)
+    corpus = training_source(job_config).open(rows)
     if isinstance(corpus, BlockCorpus) and corpus.num_blocks < rows and dp_rank == 0:
         logger.warning(
             f"{corpus.name} has {corpus.num_blocks} blocks for {rows} rows of a batch: "
@@ -216,7 +255,21 @@ def build_dataloader(
         dp_rank=dp_rank,
         infinite=infinite,
         pin_memory=training.dataloader.pin_memory,
+        allow_changed=getattr(training, "allow_changed_corpus", False),
     )
+
+
+def _same_kind(fingerprint: str, other: str) -> bool:
+    """Say whether a position in one corpus means something in another.
+
+    Positions differ from corpus to corpus; those in a stream of the Hub belong to its shards.
+    """
+
+    def kind(text: str) -> list[str]:
+        name, *rest = text.split()
+        return [name, *(word for word in rest if word.startswith("shards="))]
+
+    return kind(fingerprint) == kind(other)
 
 
 def _check_batch(rows: int, local_batch_size: int, dp_world_size: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
 from torchtitan_lr.data.lanes import DocumentStream
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, DataError
 
 
 class HubCorpus:
@@ -98,7 +98,12 @@ class _HubStream:
     def next_document(self) -> tuple[Any, str] | None:
         """Return the next document and its position, or None after the last one."""
         for _ in range(2):
-            sample = next(self._samples, None)
+            try:
+                sample = next(self._samples, None)
+            except Exception as error:  # datasets, its HTTP layer and parsers raise what they like
+                why = f"{type(error).__name__}: {str(error)[:200]}"
+                want = f"a dataset that can be read on ({why})"
+                raise DataError("training.dataset", self._corpus.name, want) from error
             if sample is not None:
                 position = [self._pass, self._state]
                 self._state = self._shards.state_dict()

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from math import gcd
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from torchtitan.components.tokenizer import BaseTokenizer
@@ -92,8 +92,8 @@ class BlockStream:
         """Make document ``d`` of the ``k``-th block the next one, ``position = [k, d]``."""
         self._k, skip = (0, 0) if position is None else (int(position[0]), int(position[1]))
         self._d = 0
-        self._documents: Iterator[str] = self._open(self._k)
-        for _ in range(skip):
+        self._documents: Iterator[str | DataError] = self._open(self._k)
+        for _ in range(skip):  # a record that cannot be read counts, skipped or not
             if next(self._documents, None) is None:
                 break
             self._d += 1
@@ -101,10 +101,11 @@ class BlockStream:
     def next_document(self) -> tuple[Any, str] | None:
         """Return the next document and its ``[k, d]``, or None after the last one."""
         for _ in range(self._corpus.num_blocks + 1):
-            text = next(self._documents, None)
-            if text is not None:
+            for text in self._documents:
                 self._d += 1
-                return [self._k, self._d - 1], text
+                if isinstance(text, str):
+                    return [self._k, self._d - 1], text
+                self._corpus.skip(text)
             if not self._infinite and self._last_of_pass(self._k):
                 return None
             self._k, self._d = self._k + 1, 0
@@ -115,7 +116,7 @@ class BlockStream:
     def _last_of_pass(self, k: int) -> bool:
         return self._lane + (k + 1) * self._num_lanes >= self._corpus.num_blocks
 
-    def _open(self, k: int) -> Iterator[str]:
+    def _open(self, k: int) -> Iterator[str | DataError]:
         if not self._infinite and self._lane + k * self._num_lanes >= self._corpus.num_blocks:
             return iter(())
         block = lane_block(self._lane, self._num_lanes, self._corpus.num_blocks, k)
@@ -154,11 +155,12 @@ class Lane:
         """Return the position of the next token: the document and the offset in it (JSON)."""
         return {"document": self._position, "offset": self._offset}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any], changed: bool = False) -> None:
         """Go to a position that :meth:`state` returned.
 
         Args:
             state: The position.
+            changed: Whether the corpus may have changed since; the position is approximate then.
 
         Raises:
             ConfigError: The document is shorter than the offset, so it or the tokenizer changed.
@@ -167,7 +169,11 @@ class Lane:
         self._position, self._tokens, self._offset = None, [], 0
         if state["document"] is None:
             return
-        if not self._next_document() or len(self._tokens) < state["offset"]:
+        found = self._next_document()
+        if changed:
+            self._offset = min(state["offset"], len(self._tokens))
+            return
+        if not found or len(self._tokens) < state["offset"]:
             raise ConfigError(
                 "model.hf_assets_path",
                 f"{len(self._tokens)} tokens in the document the checkpoint stopped in",

@@ -10,22 +10,34 @@ Each file is cut into blocks by its size alone, so that opening a corpus costs o
 
 A document is a line's ``"text"`` (.jsonl), a row's ``text`` (.parquet), or all lines of a block
 (.txt: a file no larger than a block is one document).
+
+One document in 200 is held out (:mod:`torchtitan_lr.data.held_out`). Of a .txt file, whose blocks
+depend on the batch, pieces are: the lines that start in 4 KiB of it.
 """
 
 from __future__ import annotations
 
+import codecs
+import functools
 import glob
 import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan_lr.data.corpora import BlockCorpus
+from torchtitan_lr.data.corpora import BlockCorpus, Split
+from torchtitan_lr.data.held_out import (
+    ONE_IN,
+    SMALL_BYTES,
+    USUAL_LIMIT,
+    document_hash,
+    small_limit,
+)
 from torchtitan_lr.data.paths import user_path
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -38,6 +50,15 @@ MIN_BLOCK_BYTES = 1 << 10
 MAX_BLOCK_BYTES = 1 << 20
 BLOCKS_PER_LANE = 4
 
+PIECE_BYTES = 1 << 12
+"""Bytes of a .txt file whose lines are held out together."""
+
+HEAD_BYTES = 1 << 16
+"""How much of a file shows whether it is text."""
+
+Line = tuple[int, bytes]
+"""A line and the byte it starts at."""
+
 
 class LocalCorpus(BlockCorpus):
     """The documents of a file, of a folder's files, or of the files a pattern matches.
@@ -48,55 +69,151 @@ class LocalCorpus(BlockCorpus):
         key: The TOML key to name in errors.
         rows: Rows of the global batch; blocks shrink until each row has four, down to 1 KiB. By
             default blocks are as large as they may be, 1 MiB.
+        split: What is held out, the rest, or both.
+        max_bad_records: See :class:`BlockCorpus`.
 
     Raises:
         ConfigError: No such file, no file of a known kind, or only empty ones.
+        DataError: A small corpus, which is read here, has a record that cannot be read.
     """
 
-    def __init__(self, path: str, key: str, rows: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        key: str,
+        rows: int | None = None,
+        split: Split = "all",
+        max_bad_records: int = 0,
+    ) -> None:
         found = _find(path, key)
         root = Path(os.path.commonpath([file.parent for file in found]))
         self._paths = found
         sizes = [file.stat().st_size for file in found]
         names = [file.relative_to(root).as_posix() for file in found]
-        super().__init__("local", key, zip(names, sizes, strict=True))
+        super().__init__("local", key, zip(names, sizes, strict=True), max_bad_records)
         wanted = MAX_BLOCK_BYTES if rows is None else sum(sizes) // (BLOCKS_PER_LANE * rows)
         self.block_bytes = min(MAX_BLOCK_BYTES, max(MIN_BLOCK_BYTES, wanted))
         # Of file i: blocks [ends[i - 1], ends[i]).
         self._counts = [-(-size // self.block_bytes) for size in sizes]
         self._ends = list(accumulate(self._counts))
+        self._split = split
+        self._limit = USUAL_LIMIT
+        if split != "all" and sum(sizes) <= SMALL_BYTES:
+            self.check_encoding()
+            self._limit = small_limit(self._hashes())
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files, in order."""
+        return self._paths
+
+    def check_encoding(self) -> None:
+        """Refuse files that are no text in UTF-8, by the beginning of each.
+
+        Raises:
+            DataError: A file of lines is binary or in another encoding.
+        """
+        for path in self._paths:
+            if path.suffix == ".parquet":
+                continue
+            try:
+                with path.open("rb") as file:
+                    head = file.read(HEAD_BYTES)
+            except OSError as error:
+                why = error.strerror or error
+                raise DataError(self.key, str(path), f"a readable file ({why})") from error
+            if (what := _not_utf8(head)) is not None:
+                raise DataError(self.key, str(path), f"text in UTF-8; this is {what}")
+
+    def fingerprint(self) -> str:
+        """Return what :class:`BlockCorpus` does, and the rule of what is held out."""
+        rule = f" held_out=1/{ONE_IN}" if self._split != "all" else ""
+        return super().fingerprint() + rule
 
     @property
     def num_blocks(self) -> int:
         """How many blocks all files together have."""
         return self._ends[-1]
 
-    def documents(self, block: int) -> Iterator[str]:
-        """Yield the documents of one block.
+    def documents(self, block: int) -> Iterator[str | DataError]:
+        """Yield the documents of one block that belong to the split.
 
         Args:
             block: Which block.
 
-        Raises:
-            ConfigError: A line or a file that does not hold what it should.
+        Yields:
+            A document, or what is wrong with a record: a line that is not what it should be, the
+            rest of a block that cannot be read.
         """
+        index, part, count = self._place(block)
+        path = self._paths[index]
+        if path.suffix == ".txt":
+            yield from self._texts(index, part, count)
+            return
+        for record in self._records(path, index, part, count):
+            if isinstance(record, DataError) or self._wanted(document_hash(record)):
+                yield record
+
+    def _place(self, block: int) -> tuple[int, int, int]:
+        """Return a block's file, its number in the file, and how many the file has."""
         index = bisect_right(self._ends, block)
-        path, count = self._paths[index], self._counts[index]
-        part = block - (self._ends[index] - count)
+        count = self._counts[index]
+        return index, block - (self._ends[index] - count), count
+
+    def _wanted(self, key: int) -> bool:
+        return self._split == "all" or (key < self._limit) == (self._split == "validation")
+
+    def _hashes(self) -> Iterator[tuple[int, int]]:
+        """Yield hash and bytes of everything that can be held out, by reading the corpus."""
+        for block in range(self.num_blocks):
+            index, part, count = self._place(block)
+            path, (name, _) = self._paths[index], self._files[index]
+            if path.suffix == ".txt":
+                for piece, lines in groupby(self._lines_of(index, part, count), _piece_of):
+                    yield _piece_hash(name, piece), sum(len(line) for _, line in lines)
+                continue
+            for record in self._records(path, index, part, count):
+                if isinstance(record, DataError):
+                    self.skip(record)
+                else:
+                    yield document_hash(record), len(record.encode())
+
+    def _lines_of(self, index: int, part: int, count: int) -> Iterator[Line]:
+        size = self._files[index][1]
+        return _lines(self._paths[index], part * size // count, (part + 1) * size // count)
+
+    def _texts(self, index: int, part: int, count: int) -> Iterator[str | DataError]:
+        """Yield the text of a block; what the other split has in the middle cuts it in two."""
+        name = self._files[index][0]
+
+        @functools.cache
+        def wanted(piece: int) -> bool:
+            return self._wanted(_piece_hash(name, piece))
+
+        lines = self._lines_of(index, part, count)
+        try:
+            for ours, run in groupby(lines, lambda line: wanted(_piece_of(line))):
+                text = b"".join(line for _, line in run).decode("utf-8", errors="replace")
+                if ours and text:
+                    yield text
+        except OSError as error:
+            yield self._unreadable(index, error)
+
+    def _unreadable(self, index: int, error: OSError) -> DataError:
+        why = error.strerror or error
+        return DataError(self.key, str(self._paths[index]), f"a readable file ({why})")
+
+    def _records(self, path: Path, index: int, part: int, count: int) -> Iterator[str | DataError]:
+        """Yield what a block of .jsonl or .parquet holds, whatever the split."""
         if path.suffix == ".parquet":
             yield from self._parquet(path, part, count)
             return
-        size = self._files[index][1]
-        lines = _lines(path, part * size // count, (part + 1) * size // count)
         try:
-            if path.suffix == ".jsonl":
-                yield from self._jsonl(path, lines)
-            elif text := b"".join(line for _, line in lines).decode("utf-8", errors="replace"):
-                yield text
+            yield from self._jsonl(path, self._lines_of(index, part, count))
         except OSError as error:
-            raise ConfigError(self.key, str(path), f"a readable file ({error})") from error
+            yield self._unreadable(index, error)
 
-    def _jsonl(self, path: Path, lines: Iterator[tuple[int, bytes]]) -> Iterator[str]:
+    def _jsonl(self, path: Path, lines: Iterator[Line]) -> Iterator[str | DataError]:
         for start, line in lines:
             if not line.strip():
                 continue
@@ -107,12 +224,12 @@ class LocalCorpus(BlockCorpus):
                 text = None
             if not isinstance(text, str):
                 where = f"{path}:{_line_number(path, start)}"
-                raise ConfigError(self.key, where, f'a JSON object with a string "{TEXT}"')
-            if text:
+                yield DataError(self.key, where, f'a JSON object with a string "{TEXT}"')
+            elif text:
                 # JSON can spell half a surrogate pair, which no tokenizer takes.
                 yield text.encode("utf-8", errors="replace").decode("utf-8")
 
-    def _parquet(self, path: Path, part: int, count: int) -> Iterator[str]:
+    def _parquet(self, path: Path, part: int, count: int) -> Iterator[str | DataError]:
         # Late: text needs no pyarrow.
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -121,15 +238,14 @@ class LocalCorpus(BlockCorpus):
             with pq.ParquetFile(path) as file:
                 kind = file.schema_arrow.field(TEXT).type
                 if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-                    raise ConfigError(self.key, str(path), f"strings in column '{TEXT}'")
+                    yield DataError(self.key, str(path), f"strings in column '{TEXT}'")
+                    return
                 rows = file.metadata.num_rows
                 yield from _rows(file, part * rows // count, (part + 1) * rows // count)
-        except ConfigError:
-            raise
         # Whatever its parts stumble over in a damaged file; ValueError is text that is no UTF-8.
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:
             want = f"intact parquet with a column '{TEXT}' ({type(error).__name__})"
-            raise ConfigError(self.key, str(path), want) from error
+            yield DataError(self.key, str(path), want)
 
 
 def _find(path: str, key: str) -> list[Path]:
@@ -152,7 +268,31 @@ def _find(path: str, key: str) -> list[Path]:
     return sorted(filled, key=lambda file: file.as_posix())
 
 
-def _lines(path: Path, low: int, high: int) -> Iterator[tuple[int, bytes]]:
+def _not_utf8(head: bytes) -> str | None:
+    """Say what the beginning of a file is, None for UTF-8; a few wrong bytes are forgiven."""
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16 (or 32)"
+    zeros = head.count(b"\0")
+    if zeros * 4 > len(head):  # every other byte of Latin letters
+        return "UTF-16 without a byte order mark, or binary"
+    if zeros:
+        return "binary"
+    text = head.decode("utf-8", errors="replace")
+    if text.count("\ufffd") * 10 > len(text):
+        return "in another encoding, or binary"
+    return None
+
+
+def _piece_of(line: Line) -> int:
+    return line[0] // PIECE_BYTES
+
+
+def _piece_hash(name: str, piece: int) -> int:
+    """Return the hash of a piece's place: to hash its text, a block would read its neighbours."""
+    return document_hash(f"{name}:{piece}")
+
+
+def _lines(path: Path, low: int, high: int) -> Iterator[Line]:
     """Yield ``(start, line)`` of the lines that start in bytes ``[low, high)``."""
     with path.open("rb") as file:
         if low > 0:

@@ -17,7 +17,7 @@ import torch
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from torchtitan_lr.data.corpora import Corpus, build_corpus, check_workers
+from torchtitan_lr.data.corpora import Corpus, check_workers, validation_source
 from torchtitan_lr.errors import ConfigError
 
 
@@ -77,8 +77,9 @@ def build_validation_set(
     Every rank walks through all of it, so that all know the entropy without communication.
 
     Args:
-        job_config: The run's ``JobConfig``; section ``validation`` is read. ``steps = -1`` takes
-            every full window of the corpus, ``steps > 0`` at most that many batches a rank.
+        job_config: The run's ``JobConfig``; section ``validation`` is read, and ``training`` for
+            its held-out part. ``steps = -1`` takes every full window of the corpus,
+            ``steps > 0`` at most that many batches a rank.
         dp_world_size: Data-parallel ranks.
         dp_rank: This one.
         tokenizer: The run's tokenizer.
@@ -91,7 +92,7 @@ def build_validation_set(
     """
     section = job_config.validation
     check_workers(section.dataloader, "validation")
-    corpus = build_corpus(section.dataset, section.dataset_path, "validation", "validation")
+    corpus = validation_source(job_config).open()
     limit = None
     if section.steps > 0:
         limit = section.steps * section.local_batch_size * dp_world_size
@@ -107,7 +108,7 @@ def build_validation_set(
         raise ConfigError(
             "validation.seq_len",
             section.seq_len,
-            f"fewer tokens than all of the validation corpus {section.dataset!r} has",
+            f"fewer tokens than all of the validation corpus {corpus.name!r} has",
         )
     empty = torch.empty(0, section.seq_len + 1, dtype=torch.int32)
     return ValidationSet(

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What defines a model: one dataclass, checked as a whole, filled from the job's configuration."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +24,11 @@ FAMILIES: tuple[Family, ...] = ("full", "svd", "cola", "lax")
 ACTIVATIONS: tuple[Activation, ...] = ("both", "lowrank", "reduced", "fullrank", "none")
 LAX_GATES: tuple[LaxGate, ...] = ("identity", "scalar")
 BACKWARD_SUMS: tuple[BackwardSum, ...] = ("float32", "activation")
+
+
+VOCABULARY_UNIT = 64
+"""What ``model.vocab_size`` is rounded up to a multiple of. A vocabulary that followed the
+tensor-parallel degree alone would be another model, with other losses, at every degree."""
 
 
 @dataclass
@@ -68,7 +74,7 @@ class LlamaArgs(BaseModelArgs):
     """Positions in the rotary table; the job's training.seq_len replaces it."""
 
     rank_attention: int = 64
-    """Rank r of wq, wk, wv, wo; 0 for the full-rank family."""
+    """Rank r of wq, wk, wv, wo, at most d; 0 for the full-rank family."""
 
     rank_ffn: int = 64
     """Rank r of w1, w2, w3; 0 for the full-rank family."""
@@ -142,15 +148,17 @@ class LlamaArgs(BaseModelArgs):
         self._check_choices()
         self._check_sizes()
         if self.low_rank:
-            self._check_rank("rank_attention", self.rank_attention, min(self.dim, self.kv_dim))
-            self._check_rank("rank_ffn", self.rank_ffn, min(self.dim, self.ffn_dim))
+            for group in ("attention", "ffn"):
+                name = f"rank_{group}"
+                self._check_rank(f"low_rank.{name}", getattr(self, name), self._largest_rank(group))
         self._check_lanes()
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
         """Take over what the job says about the model; called once by the trainer.
 
         Args:
-            job_config: Anything with the sections ``low_rank``, ``training`` and ``debug``.
+            job_config: Anything with the sections ``low_rank``, ``training`` and ``debug``; of
+                ``model``, ``parallelism`` and ``caat`` what there is.
             **kwargs: Part of torchtitan's interface; unused.
 
         Raises:
@@ -170,6 +178,7 @@ class LlamaArgs(BaseModelArgs):
         if lanes is not None:
             self.lanes, self.sync_fraction = lanes.lanes, float(lanes.sync_fraction)
             self.backward_sum = lanes.backward_sum
+        self._override_vocabulary(job_config)
         self.max_seq_len = job_config.training.seq_len
         seed = job_config.debug.seed
         self.init_seed = 0 if seed is None else seed
@@ -230,11 +239,19 @@ class LlamaArgs(BaseModelArgs):
             if width % lanes:
                 raise ConfigError("caat.lanes", lanes, f"a divisor of the model's {name} = {width}")
 
+    def _largest_rank(self, group: str) -> int:
+        """Return the smallest side of a group's projections, narrow k and v not counted.
+
+        Grouped queries make k and v narrower than q and o, and CoLA's r = d/4 can exceed their
+        width: with σ in the bottleneck such a rank has a meaning.
+        """
+        return self.dim if group == "attention" else min(self.dim, self.ffn_dim)
+
     @staticmethod
-    def _check_rank(name: str, rank: int, smallest_side: int, key: str = "") -> None:
-        if not 0 < rank <= smallest_side:
-            want = f"a rank from 1 to {smallest_side}, the smallest side of these projections"
-            raise ConfigError(key or f"low_rank.{name}", rank, want)
+    def _check_rank(key: str, rank: int, largest: int) -> None:
+        if not 0 < rank <= largest:
+            want = f"a rank from 1 to {largest}, the smallest side of these projections"
+            raise ConfigError(key, rank, want)
 
     def _override_rank(self, section: Any, group: str) -> None:
         name = f"rank_{group}"
@@ -244,9 +261,20 @@ class LlamaArgs(BaseModelArgs):
             key, rank = "low_rank.rank", section.rank
         if rank == 0:
             return
-        side = min(self.dim, self.kv_dim if group == "attention" else self.ffn_dim)
-        self._check_rank(name, rank, side, key)
+        self._check_rank(key, rank, self._largest_rank(group))
         setattr(self, name, rank)
+
+    def _override_vocabulary(self, job_config: Any) -> None:
+        # The record of a run from before there was such a key has none.
+        wanted = getattr(getattr(job_config, "model", None), "vocab_size", 0)
+        if wanted < 0:
+            raise ConfigError("model.vocab_size", wanted, "0 (the flavor's) or a positive integer")
+        if wanted:
+            sections = getattr(job_config, "parallelism", None)
+            degree = getattr(sections, "tensor_parallel_degree", 1)
+            # Degrees and lanes that are no positive numbers are refused elsewhere.
+            unit = math.lcm(VOCABULARY_UNIT, max(1, degree), max(1, self.lanes))
+            self.vocab_size = -(-wanted // unit) * unit
 
     def _refuse_unused_overrides(self, section: Any) -> None:
         """A setting that would be silently without effect is a mistake of the user's."""

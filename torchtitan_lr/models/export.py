@@ -120,7 +120,11 @@ def build_hf_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
 
 def _save(weights: dict[str, Tensor], out_dir: Path, dtype: torch.dtype | None) -> None:
     tensors = {name: value.to(dtype or value.dtype).contiguous() for name, value in weights.items()}
-    save_file(tensors, out_dir / WEIGHTS, metadata={"format": "pt"})
+    path = out_dir / WEIGHTS
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)  # safetensors replaces it by a file that only its owner may read
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
