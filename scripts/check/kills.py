@@ -1,0 +1,263 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Kills a run again and again, mostly while it saves, and compares it with the same run left alone.
+
+Every life of the run is started through the whole launcher and ended by SIGKILL: of the launcher,
+of torchrun, of one rank, or of all of them at once. The next life resumes. The victim and the
+moment are drawn from ``--seed``; the moment is a random time after a save has begun. After the last
+kill the run trains to its end.
+
+    python scripts/check/kills.py                 # 20 kills of 2 ranks
+    python scripts/check/kills.py --kills 100 --ranks 4 --seed 7
+
+Three things must hold: whoever was killed, the others end within five seconds; losses and gradient
+norms are those of the undisturbed run to the last digit; ``metrics.jsonl`` has every step once.
+One line per kill is printed.
+
+Exit status: 0 all of it holds, 1 something does not, 2 the arguments are wrong.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # scripts/ is a folder of programs, not a package
+
+from torchtitan_lr.cli import OneLineParser  # noqa: E402
+from torchtitan_lr.history import HISTORY_FILE, read_history  # noqa: E402
+from torchtitan_lr.processes import child_pids  # noqa: E402
+
+ORPHAN_SECONDS = 5.0
+"""How long anyone may outlive the first one that was killed."""
+
+PATIENCE = 600.0
+"""Seconds after which a life that does nothing counts as hung."""
+
+VICTIMS = ("launcher", "torchrun", "rank", "all")
+
+SMALL = [
+    *("--training.local_batch_size=2", "--training.seq_len=32", "--metrics.log_freq=1"),
+    *("--validation.no_enable", "--checkpoint.enable", "--checkpoint.interval=1"),
+    *("--checkpoint.keep_latest_k=3", "--metrics.no_enable_tensorboard"),
+]
+"""Steps so short that a run spends most of its time in saves."""
+
+EXACT = ("step", "loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "grad_norm", "lr")
+"""Keys of a record that are functions of the configuration alone."""
+
+
+class Life(Protocol):
+    """A started launcher."""
+
+    pid: int
+
+    def finish(self) -> Any:
+        """Wait for its end; return an object with ``status`` and ``everything`` it wrote."""
+
+
+Start = Callable[[Sequence[str]], Life]
+"""Starts the launcher with arguments."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a launcher ended."""
+
+    status: int
+    everything: str
+
+
+class Launched:
+    """A launcher that is started as a user starts it."""
+
+    def __init__(self, arguments: Sequence[str], ranks: int) -> None:
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115, it lives as long as this
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "torchtitan_lr.launch", *arguments],
+            cwd=ROOT,
+            env=os.environ | {"NGPU": str(ranks)},
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+        )
+        self.pid = self._popen.pid
+
+    def finish(self) -> Ended:
+        """Wait for the end."""
+        status = self._popen.wait()
+        self._output.seek(0)
+        return Ended(status, self._output.read())
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One kill: who, while which step was saved, and how long the last of the others lived."""
+
+    victim: str
+    step: int
+    seconds: float
+
+    def __str__(self) -> str:
+        """Return the line that is printed."""
+        return f"step {self.step}: {self.victim} killed; all had ended {self.seconds:.1f} s later"
+
+
+class Broken(Exception):
+    """Something that must hold does not."""
+
+
+def live_and_die(start: Start, arguments: Sequence[str], folder: Path, draw: random.Random) -> Kill:
+    """Start or resume the run, and kill a part of it while it saves.
+
+    Args:
+        start: Starts the launcher.
+        arguments: Of the launcher.
+        folder: The run's dump folder.
+        draw: Chooses the victim and the moment.
+
+    Raises:
+        Broken: The run ended by itself, or somebody outlived the kill for too long.
+    """
+    step = max(saves(folder), default=0) + draw.randint(1, 2)
+    victim, delay = draw.choice(VICTIMS), draw.uniform(0, 0.1)
+    life = start(arguments)
+    deadline = time.monotonic() + PATIENCE
+    while step not in saves(folder):
+        if not alive(life.pid) or time.monotonic() > deadline:
+            raise Broken(f"no save of step {step}:\n{life.finish().everything}")
+        time.sleep(0.002)
+    time.sleep(delay)
+    family = [life.pid, *below(life.pid)]
+    for pid in chosen(victim, family, draw):
+        os.kill(pid, signal.SIGKILL)
+    begin = time.monotonic()
+    while left := [pid for pid in family if alive(pid)]:
+        if time.monotonic() - begin > ORPHAN_SECONDS:
+            raise Broken(f"{victim} was killed; after {ORPHAN_SECONDS} s {left} of {family} live")
+        time.sleep(0.01)
+    life.finish()
+    return Kill(victim, step, time.monotonic() - begin)
+
+
+def chosen(victim: str, family: Sequence[int], draw: random.Random) -> list[int]:
+    """Return the processes of a victim; ``family`` is launcher, torchrun, ranks."""
+    launcher, torchrun, *ranks = family
+    if victim == "rank":
+        return [draw.choice(ranks)]
+    return {"launcher": [launcher], "torchrun": [torchrun], "all": list(family)}[victim]
+
+
+def saves(folder: Path) -> list[int]:
+    """Return the steps whose save has at least begun."""
+    names = (path.name for path in (folder / "checkpoint").glob("step-*"))
+    return [int(name.removeprefix("step-")) for name in names]
+
+
+def below(pid: int) -> list[int]:
+    """Return torchrun and the ranks below a launcher."""
+    return [found for child in child_pids(pid) for found in (child, *child_pids(child))]
+
+
+def alive(pid: int) -> bool:
+    """Say whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def compare(folder: Path, undisturbed: Path, steps: int) -> None:
+    """Compare two finished runs.
+
+    Raises:
+        Broken: A step is missing or there twice, or a number differs.
+    """
+    disturbed, expected = (
+        [{key: record.get(key) for key in EXACT} for record in records(path)]
+        for path in (folder, undisturbed)
+    )
+    found = [record["step"] for record in disturbed]
+    if found != list(range(1, steps + 1)):
+        raise Broken(f"{HISTORY_FILE} has steps {found}, expected 1 to {steps} once each")
+    for record, other in zip(disturbed, expected, strict=True):
+        if record != other:
+            raise Broken(f"step {record['step']}: {record}, the undisturbed run has {other}")
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of training steps as they are in the file."""
+    return [r for r in read_history(folder / HISTORY_FILE) if "grad_norm" in r]
+
+
+def kill_and_compare(
+    start: Start, arguments: Sequence[str], work: Path, kills: int, seed: int
+) -> Iterator[Kill]:
+    """Kill a run, let it end, and compare it; yields each kill as it happens.
+
+    Args:
+        start: Starts the launcher.
+        arguments: Of the launcher, without dump folder and steps.
+        work: Where both runs write.
+        kills: How many.
+        seed: Of victims and moments.
+
+    Raises:
+        Broken: Something that must hold does not.
+    """
+    steps = 4 * (kills + 1)  # a life gets a few steps further
+    draw = random.Random(seed)
+    jobs = {
+        name: [*arguments, f"--training.steps={steps}", f"--job.dump_folder={work / name}"]
+        for name in ("killed", "alone")
+    }
+    for _ in range(kills):
+        yield live_and_die(start, jobs["killed"], work / "killed", draw)
+    for job in jobs.values():
+        if (ended := start(job).finish()).status:
+            raise Broken(ended.everything)
+    compare(work / "killed", work / "alone", steps)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point.
+
+    Args:
+        argv: Arguments; the process's by default.
+    """
+    parser = OneLineParser(
+        prog="kills.py", description=str(__doc__).partition("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--config", default=str(ROOT / "train_configs/debug_cola.toml"))
+    options = parser.parse_args(argv)
+    parser.check_at_least(options, kills=1, ranks=1)
+    parser.check_toml(options.config)
+    arguments = [f"--job.config_file={options.config}", *SMALL]
+    with tempfile.TemporaryDirectory() as work:
+        try:
+            for kill in kill_and_compare(
+                lambda more: Launched(more, options.ranks),
+                arguments,
+                Path(work),
+                options.kills,
+                options.seed,
+            ):
+                print(kill, flush=True)
+        except Broken as broken:
+            print(f"error: {broken}", file=sys.stderr)
+            return 1
+    print(f"{options.kills} kills (seed {options.seed}): every step once, every number the same")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
