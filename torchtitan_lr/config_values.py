@@ -240,7 +240,7 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
 
 def check_data(config: Any, world_size: int, device_type: str) -> None:
     """The corpora exist and fill a sequence; call it after `check_vocabulary`."""
-    from torchtitan_lr.data.corpora import check_corpus, check_sequences
+    from torchtitan_lr.data.checks import check_corpus, check_sequences
     from torchtitan_lr.data.tokenizer import build_tokenizer
 
     check_corpus(config)
