@@ -263,7 +263,7 @@ def _stored_model(config: Any) -> str | None:
 
 def check_data(config: Any, world_size: int, device_type: str) -> None:
     """The corpora exist and fill a sequence; call it after `check_vocabulary`."""
-    from torchtitan_lr.data.corpora import check_corpus, check_sequences
+    from torchtitan_lr.data.checks import check_corpus, check_sequences
     from torchtitan_lr.data.tokenizer import build_tokenizer
 
     check_corpus(config)

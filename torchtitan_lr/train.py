@@ -24,7 +24,6 @@ with collector_off():
 
     import torch
     import torchtitan.train as titan_train
-    from torchtitan.components.loss import IGNORE_INDEX
     from torchtitan.config import JobConfig
     from torchtitan.distributed import utils as dist_utils
     from torchtitan.tools.logging import init_logger, logger
@@ -34,7 +33,6 @@ from torchtitan_lr.checkpoint_layout import RESIDUALS, RUN_CONFIG
 from torchtitan_lr.comm.ledger import CommLedger, ledger_for
 from torchtitan_lr.comm.residuals import Residuals
 from torchtitan_lr.config_checks import build_job_config, check_job_config
-from torchtitan_lr.data.dataloader import LaneDataLoader
 from torchtitan_lr.device import bind_device
 from torchtitan_lr.environment import launched_ranks
 from torchtitan_lr.errors import ConfigError
@@ -54,10 +52,9 @@ from torchtitan_lr.models.fingerprint import TOKENIZER, model_fingerprint, token
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.gradient_compression import compressors_of
 from torchtitan_lr.parallel.pipeline import Pipeline
+from torchtitan_lr.step_data import MicroBatch, StepReader
 from torchtitan_lr.summary import build_summary, write_summary
 from torchtitan_lr.validate import Validator
-
-MicroBatch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class Trainer(titan_train.Trainer):
@@ -68,7 +65,6 @@ class Trainer(titan_train.Trainer):
 
     Attributes:
         skipped_steps: Optimizer steps left out for a non-finite loss or gradient; checkpointed.
-        bad_records: Where the records are that any rank skipped; checkpointed with the data.
         interrupted: Whether a signal ended the run early.
     """
 
@@ -76,11 +72,11 @@ class Trainer(titan_train.Trainer):
     metrics_processor: LowRankMetricsProcessor
     pp_schedule: Pipeline
     validator: Validator
+    ntokens_seen: int
 
     def __init__(self, job_config: JobConfig) -> None:
         bind_device()
         self.skipped_steps = 0
-        self.bad_records: set[str] = set()
         self.interrupted = False
         self._stop = StopSignal()
         self._started = False
@@ -91,6 +87,12 @@ class Trainer(titan_train.Trainer):
         with _our_parts():
             super().__init__(job_config)
         job_config.job.save_config_file = record or RUN_CONFIG
+        self._reader = StepReader(
+            self.dataloader,
+            self.device,
+            self.parallel_dims.non_data_parallel_size,
+            job_config.training.max_bad_records,
+        )
         stages = self.parallel_dims.get_optional_mesh("pp")
         self._gradients = gradients_of(self.optimizers, self.model_parts, stages)
         args = self.model_parts[0].model_args
@@ -152,11 +154,16 @@ class Trainer(titan_train.Trainer):
         self.metrics_processor.resume()
         self.optimizers.zero_grad()
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        microbatches, local_tokens, global_tokens = self._read(data_iterator)
+        seen = self.ntokens_seen
+        data = self._reader.read(data_iterator, self.gradient_accumulation_steps, self.step)
+        if data.problem is not None:
+            self.ntokens_seen = seen
+            self._stop_for_data(data.problem)
+        global_tokens = data.global_tokens
 
         self._residuals.measure(self.metrics_processor.should_log(self.step))
         with self._counted():
-            loss = self._forward_backward(microbatches, global_tokens)
+            loss = self._forward_backward(data.microbatches, global_tokens)
             grad_norm = self._gradients.synchronize()
             if self._may_step(loss, grad_norm, global_tokens):
                 self._gradients.clip(self.job_config.training.max_norm, grad_norm)
@@ -164,7 +171,7 @@ class Trainer(titan_train.Trainer):
                 self.optimizers.step()
         self.lr_schedulers.step()
         if self.metrics_processor.should_log(self.step):
-            share = local_tokens / global_tokens if global_tokens else math.nan
+            share = data.tokens / global_tokens if global_tokens else math.nan
             self._log_step(loss, share, grad_norm, lr)
         # What follows until the next step, validation and saving, is not training time.
         self.metrics_processor.pause()
@@ -217,56 +224,7 @@ class Trainer(titan_train.Trainer):
     def _batch_degree(self) -> int:
         return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
 
-    def _read(self, data_iterator: Iterator[MicroBatch]) -> tuple[list[MicroBatch], int, float]:
-        """Read a step's micro-batches; return them, and the valid tokens here and in the batch.
-
-        What a rank could not read, and how many records it skipped, travels with its tokens in one
-        all-reduce: no rank may begin a step that another one cannot take.
-        """
-        before, why = self.ntokens_seen, None
-        microbatches = []
-        if isinstance(self.dataloader, LaneDataLoader):
-            self.dataloader.mark()
-        try:
-            for _ in range(self.gradient_accumulation_steps):
-                microbatches.append(next(data_iterator))
-        except ConfigError as error:
-            why = str(error)
-        tokens = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in microbatches)
-        skipped = self._newly_skipped()
-        counts = self._sum_over_ranks(tokens, len(skipped), int(why is not None))
-        all_tokens, any_skipped, any_failed = counts
-        if any_skipped:
-            why = self._count_skipped(skipped) or why
-        if any_failed or why is not None:
-            self.ntokens_seen = before
-            self._stop_for_data(why)
-        # Ranks that differ only in their part of the model read the same tokens.
-        return microbatches, tokens, all_tokens / self.parallel_dims.non_data_parallel_size
-
-    def _sum_over_ranks(self, *counts: int) -> list[int]:
-        sums = torch.tensor(counts, dtype=torch.int64, device=self.device)
-        torch.distributed.all_reduce(sums)
-        return [int(count) for count in sums.tolist()]
-
-    def _newly_skipped(self) -> set[str]:
-        if not isinstance(self.dataloader, LaneDataLoader):
-            return set()
-        return self.dataloader.bad_records - self.bad_records
-
-    def _count_skipped(self, skipped: set[str]) -> str | None:
-        """Let every rank know what any of them skipped; say why to stop where it is too much."""
-        everywhere: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everywhere, sorted(skipped))
-        new = sorted(set().union(*everywhere) - self.bad_records)
-        self.bad_records.update(new)
-        logger.warning("step %d: skipped what cannot be read: %s", self.step, ", ".join(new))
-        most = self.job_config.training.max_bad_records
-        if len(self.bad_records) <= most:
-            return None
-        return f"{len(self.bad_records)} records cannot be read, the last at {new[-1]}"
-
-    def _stop_for_data(self, why: str | None) -> None:
+    def _stop_for_data(self, why: str) -> None:
         """Save the run as it was before this step, and stop on every rank.
 
         Raises:
@@ -274,8 +232,7 @@ class Trainer(titan_train.Trainer):
         """
         failed = self.step
         self.step -= 1
-        if isinstance(self.dataloader, LaneDataLoader):
-            self.dataloader.return_to_mark()
+        self._reader.return_to_mark()
         saved = self.checkpointer.last_good()
         if self.step > self._first_step:
             saved = self.checkpointer.save_interrupted(self.step)
@@ -286,7 +243,7 @@ class Trainer(titan_train.Trainer):
                 "mend the file and resume with training.allow_changed_corpus = true, or skip what "
                 "cannot be read with training.max_bad_records"
             )
-        raise BadDataError(f"step {failed}: {first_rank_with(why)}; {how}: {advice}")
+        raise BadDataError(f"step {failed}: {why}; {how}: {advice}")
 
     def _forward_backward(
         self, microbatches: list[MicroBatch], global_tokens: float
@@ -364,16 +321,11 @@ class Trainer(titan_train.Trainer):
                 "n_tokens_seen": self.ntokens_seen * self._batch_degree,
                 "lr": lr,
                 "skipped_steps": self.skipped_steps,
-                **self._bad_record_metrics(),
+                **self._reader.metrics(),
                 **{f"comm_bytes/{dim}": size for dim, size in counted.items()},
                 **self._residuals.metrics(),
             },
         )
-
-    def _bad_record_metrics(self) -> dict[str, int]:
-        if not self.job_config.training.max_bad_records:
-            return {}
-        return {"bad_records": len(self.bad_records)}
 
     def _maybe_stop(self) -> None:
         """Let nothing delay an agreed stop; a run that just ended is no interruption."""

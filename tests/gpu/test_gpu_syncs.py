@@ -5,7 +5,7 @@ Checked are forward, loss and backward of every micro-batch, the gradient norm, 
 optimizer step, and the four phases of a codec. Not checked, since these wait today:
 
 - `Trainer._forward_backward` copies a micro-batch and the number of tokens from pageable memory;
-- `Trainer._sum_over_ranks` reads the number of tokens of the global batch;
+- `StepReader.sum_over_ranks` reads the number of tokens of the global batch;
 - `Trainer._may_step` reads loss, verdict and norm: whether to step is decided on the host;
 - what a logged step reads;
 - a refresh of TSR-Adam: the SVD asks the device whether it converged, lists of matrices are copied;
@@ -137,6 +137,7 @@ def _forget_values(trainer: Trainer) -> None:
     with torch.device("meta"):
         model = parallelize_llama(LlamaModel(trainer.model_args), dims, config)
     trainer.device, trainer.model_parts = torch.device("meta"), [model]
+    trainer._reader._device = trainer.device
     trainer.optimizers = build_optimizers([model], config.optimizer, dims)
     trainer.lr_schedulers = trainer.train_spec.build_lr_schedulers_fn(
         trainer.optimizers, config.lr_scheduler, config.training.steps
@@ -160,5 +161,6 @@ def _stub_what_reads(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    for name, answer in (("_sum_over_ranks", [50, 0, 0]), ("_may_step", True)):
-        monkeypatch.setattr(trainer, name, answered(getattr(trainer, name), answer))
+    reads = ((trainer._reader, "sum_over_ranks", [50, 0, 0]), (trainer, "_may_step", True))
+    for owner, name, answer in reads:
+        monkeypatch.setattr(owner, name, answered(getattr(owner, name), answer))

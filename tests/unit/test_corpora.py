@@ -8,13 +8,8 @@ from pathlib import Path
 import pytest
 from torchtitan.config import JobConfig
 
-from torchtitan_lr.data.corpora import (
-    PythonStdlib,
-    build_corpus,
-    check_corpus,
-    check_sequences,
-    validation_source,
-)
+from torchtitan_lr.data.checks import check_corpus, check_sequences
+from torchtitan_lr.data.corpora import PythonStdlib, build_corpus, validation_source
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
 

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What text to train on: the corpora by name, and the check that they are there.
+"""What text to train on, and to validate on: the corpora by name.
 
 ``python_stdlib``
     The standard library's source files of the running interpreter: real text on every machine.
@@ -22,14 +22,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torchtitan_lr.data.lanes import BlockStream, DocumentStream
 from torchtitan_lr.data.paths import user_path
 from torchtitan_lr.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from torchtitan.components.tokenizer import BaseTokenizer
 
 TRAINING_CORPORA = ("python_stdlib", "local", "c4", "c4_validation")
 VALIDATION_CORPORA = ("training", "python_stdlib", "local", "c4_validation")
@@ -228,7 +225,7 @@ def build_corpus(
         ConfigError: Unknown name, nothing there, or a path where none is used.
         DataError: ``local`` is small, is therefore read here, and has a bad record.
     """
-    _check_name(name, path, key)
+    check_name(name, path, key)
     if name == "python_stdlib":
         return PythonStdlib(split, f"{key}.dataset")
     if name == "local":
@@ -306,134 +303,17 @@ def validation_source(job_config: Any) -> Source:
     return replace(training, name=name, split="validation")
 
 
-def check_corpus(job_config: Any) -> None:
-    """Check, without the network and without reading the text, that the corpora are there.
+def check_name(name: str, path: str | None, key: str) -> None:
+    """Refuse a corpus that does not exist, or a path that it has no use for.
 
     Args:
-        job_config: The run's ``JobConfig``; sections ``training`` and ``validation`` are read.
+        name: ``dataset`` of a TOML section.
+        path: ``dataset_path`` of it.
+        key: The section, ``training`` or ``validation``.
 
     Raises:
-        ConfigError: An unknown name, a missing or empty corpus, a pattern without a match, or a
-            loader setting that this loader has no use for; validation on what is trained on.
-        DataError: The first records cannot be read.
+        ConfigError: Which of the two cannot work.
     """
-    training, validation = job_config.training, job_config.validation
-    check_workers(training.dataloader, "training")
-    source = training_source(job_config)
-    _check_name(source.name, source.path, "training")
-    trained = _check_text(source, training.dataset)
-    if not validation.enable:
-        return
-    check_workers(validation.dataloader, "validation")
-    _check_name(validation.dataset, validation.dataset_path, "validation")
-    source = validation_source(job_config)
-    if source.key == "validation":
-        _check_other_text(source, trained, training)
-    _check_text(source, validation.dataset)
-
-
-def check_sequences(job_config: Any, tokenizer: BaseTokenizer) -> None:
-    """Check that a corpus fills one sequence; call it after :func:`check_corpus`.
-
-    No more is tokenised than that. What is streamed from the Hub is taken to be long enough.
-
-    Args:
-        job_config: The run's ``JobConfig``.
-        tokenizer: The run's tokenizer.
-
-    Raises:
-        ConfigError: All text of a corpus is shorter than one sequence.
-        DataError: A record on the way there cannot be read.
-    """
-    sections = [("training", job_config.training, training_source(job_config))]
-    if job_config.validation.enable:
-        source = validation_source(job_config)
-        sections.append(("validation", job_config.validation, source))
-    for key, section, source in sections:
-        if source.name.startswith("c4"):
-            continue
-        wanted, found = section.seq_len + 1, 0
-        for text in source.open():
-            found += _count_tokens(text, tokenizer, wanted - found)
-            if found >= wanted:
-                break
-        else:
-            part = "held-out part of the" if source.split == "validation" else "whole"
-            want = f"at most {found - 1}: the {part} corpus {source.name!r} has {found} tokens"
-            raise ConfigError(f"{key}.seq_len", section.seq_len, want)
-
-
-def _count_tokens(text: str, tokenizer: BaseTokenizer, wanted: int) -> int:
-    """Count a document's tokens; of one that has many, no more than are wanted."""
-    beginning = text[: 16 * wanted]
-    found = len(tokenizer.encode(beginning, add_bos=True, add_eos=True))
-    if found >= wanted or len(beginning) == len(text):
-        return found
-    return len(tokenizer.encode(text, add_bos=True, add_eos=True))
-
-
-def _check_text(source: Source, named: str) -> Corpus | None:
-    """Check that a corpus has text, and return it; one of the Hub is not opened."""
-    from torchtitan_lr.data.local_corpus import LocalCorpus
-
-    if source.name.startswith("c4"):
-        return None
-    corpus = source.open()
-    if isinstance(corpus, LocalCorpus):
-        corpus.check_encoding()
-    if next(iter(corpus), None) is None:
-        key, want = f"{source.key}.dataset", "a corpus with text in it"
-        if source.split == "validation":
-            want = "'local' with a file of one's own: too little text to hold a part out"
-            key = "validation.dataset"
-        raise ConfigError(key, named, want)
-    return corpus
-
-
-def _check_other_text(source: Source, trained: Corpus | None, training: Any) -> None:
-    """Refuse to validate on a corpus that is named and is the one trained on."""
-    from torchtitan_lr.data.local_corpus import LocalCorpus
-
-    advice = "validation.dataset = 'training' takes what is held out from it"
-    if source.name == "local" and isinstance(trained, LocalCorpus):
-        corpus = source.open()
-        assert isinstance(corpus, LocalCorpus)
-        files = {path.resolve() for path in trained.paths}
-        shared = [path for path in corpus.paths if path.resolve() in files]
-        if shared:
-            want = f"files that are not trained on ({shared[0]} is); {advice}"
-            raise ConfigError("validation.dataset_path", source.path, want)
-    if source.name == training.dataset == "c4_validation":
-        want = "another corpus than training.dataset"
-        raise ConfigError("validation.dataset", source.name, want)
-
-
-def check_workers(dataloader: Any, key: str) -> None:
-    """Refuse worker processes: the lanes live in the training process.
-
-    Args:
-        dataloader: The ``[training.dataloader]`` or ``[validation.dataloader]`` section.
-        key: The TOML section it belongs to.
-
-    Raises:
-        ConfigError: Worker settings are given.
-    """
-    for name, idle in (
-        ("num_workers", 0),
-        ("persistent_workers", False),
-        ("prefetch_factor", None),
-    ):
-        got = getattr(dataloader, name)
-        if got != idle:
-            want = "no value" if idle is None else str(idle).lower()
-            raise ConfigError(
-                f"{key}.dataloader.{name}",
-                got,
-                f"{want}: rows are tokenised in the training process",
-            )
-
-
-def _check_name(name: str, path: str | None, key: str) -> None:
     names = VALIDATION_CORPORA if key == "validation" else TRAINING_CORPORA
     if name not in names:
         raise ConfigError(f"{key}.dataset", name, "one of " + ", ".join(names))

@@ -17,7 +17,8 @@ import torch
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from torchtitan_lr.data.corpora import Corpus, check_workers, validation_source
+from torchtitan_lr.data.checks import check_workers
+from torchtitan_lr.data.corpora import Corpus, validation_source
 from torchtitan_lr.errors import ConfigError
 
 
