@@ -224,9 +224,9 @@ class CheckpointManager(TitanCheckpointManager):
                 raise _damaged(folder, damage, older)
             if _is_first_rank():
                 logger.warning("%s is damaged (%s): going on from %s", folder, damage, older)
-            folder = older
-        self._verified = folder
-        return int(folder.rpartition("-")[2])
+            step = int(older.rpartition("-")[2])
+        self._verified = self._create_checkpoint_id(step)
+        return step
 
     def _tidy(self, step: int) -> None:
         """Put aside what follows ``step``; delete torn folders and what kills left to delete."""

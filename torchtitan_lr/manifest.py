@@ -158,9 +158,9 @@ def newest_whole_before(step_dir: str | Path) -> str | None:
     Returns:
         The folder of the newest older step beside it that is whole, None if there is none.
     """
-    folder, name = os.path.split(os.path.abspath(step_dir))
+    folder, name = os.path.split(os.path.normpath(step_dir))
     number = name.removeprefix("step-")
-    steps = complete_steps(folder) if number.isdecimal() else []
+    steps = complete_steps(folder or ".") if number.isdecimal() else []
     for step in from_first_rank([step for step in steps if step < int(number)])[::-1]:
         older = step_folder(folder, step)
         if is_dcp(older) and damage_of(older) is None:
