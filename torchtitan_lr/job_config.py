@@ -249,7 +249,7 @@ class GradCompression:
     - 'sparse': a bitmap and the largest values, 1 + 32(1 - theta) bits a parameter, exact
     - 'sketch': an index and a count sketch, 1 + 32/c bits a parameter; needs a sparse union
     What is not sent is kept and added to the next gradient: fp32 memory of a whole unsharded
-    gradient on every rank.
+    gradient on every rank, twice where ``training.max_skipped_steps`` is above 0.
     """
 
     level: Literal["2x", "4x", "10x", "custom"] = "10x"

@@ -129,6 +129,9 @@ class Trainer(titan_train.Trainer):
                 self._gradients.clip(self.job_config.training.max_norm, grad_norm)
                 self.checkpointer.maybe_wait_for_staging()
                 self.optimizers.step()
+                self._residuals.commit()
+            else:
+                self._residuals.drop()
         self.lr_schedulers.step()
         if self.metrics_processor.should_log(self.step):
             self._log_step(loss, local_tokens / global_tokens, grad_norm, lr)

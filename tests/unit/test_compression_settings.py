@@ -92,3 +92,17 @@ def test_the_dimension_that_is_exchanged():
     assert not compresses(config) and exchanging_ranks(config, 8) == 4
     config.parallelism.data_parallel_replicate_degree = 2
     assert exchanging_ranks(config, 8) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "revocable"),
+    [
+        ([], False),
+        (["--training.max_skipped_steps=1"], True),
+        (["--checkpoint.async_mode=async"], False),
+        (["--checkpoint.async_mode=async_with_pinned_mem"], True),
+    ],
+)
+def test_a_second_residual_only_where_the_first_is_needed_meanwhile(options, revocable):
+    config = build_job_config(["--grad_compression.codec=sketch", *options])
+    assert settings_for(config, 4).revocable is revocable

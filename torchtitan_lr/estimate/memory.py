@@ -165,13 +165,16 @@ def buffer_bytes(run: Run, pp_rank: int) -> int:
 
 
 def _owed_bytes(run: Run) -> int:
-    """What compression has not sent: a number for every compressed entry that a rank adds to."""
+    """What compression has not sent: a number for every compressed entry that a rank adds to.
+
+    Twice where a step may be skipped: what is owed after the step, and what before it.
+    """
     crosses_hosts = run.replicas > 1
     settings = settings_for(run.config, run.replicas if crosses_hosts else run.shard)
     if settings.codec.name == "dense":
         return 0
     entries = sum(compressed for _, compressed, _ in compressed_units(run))
-    copies = 1 if crosses_hosts else run.shard
+    copies = (1 if crosses_hosts else run.shard) * (2 if settings.revocable else 1)
     return settings.residual_dtype.itemsize * entries * copies
 
 

@@ -32,6 +32,8 @@ class CompressionSettings:
         min_size: Smaller tensors travel dense.
         residual_dtype: Of what was not sent.
         seed: Of the hash functions.
+        revocable: Whether residuals change with the step, not with its exchanges: it may be
+            skipped, or a checkpoint may still be read from them. Costs a second residual.
     """
 
     codec: CodecSizes
@@ -42,6 +44,7 @@ class CompressionSettings:
     min_size: int
     residual_dtype: torch.dtype
     seed: int
+    revocable: bool = False
 
 
 def compresses(config: Any) -> bool:
@@ -97,6 +100,10 @@ def settings_for(config: Any, ranks: int) -> CompressionSettings:
         min_size=section.min_size,
         residual_dtype=TORCH_DTYPE_MAP[section.residual_dtype],
         seed=section.seed,
+        revocable=(
+            config.training.max_skipped_steps > 0
+            or config.checkpoint.async_mode == "async_with_pinned_mem"
+        ),
     )
 
 

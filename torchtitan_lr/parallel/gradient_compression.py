@@ -138,6 +138,7 @@ def apply_gradient_compression(
             settings.residual_dtype,
             settings.seed,
             all_reduce,
+            settings.revocable,
         )
         if all_reduce:
             module.set_all_reduce_hook(CompressedAllReduce(compressor))
