@@ -255,7 +255,8 @@ class GradCompression:
     level: Literal["2x", "4x", "10x", "custom"] = "10x"
     """
     The published levels: c = 2, 4, 10 at theta = 0.8, 0.9, 0.9875. 'custom' takes ``c`` and
-    ``theta``. A sketch decodes while c(1 - theta^ranks) is at most 0.75.
+    ``theta``. A sketch decodes while c(1 - theta^ranks) is at most 0.75; units too small for that
+    travel dense.
     """
 
     c: float = 10.0

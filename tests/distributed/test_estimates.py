@@ -48,6 +48,12 @@ RUNS: dict[str, list[str]] = {
         *(*model("full"), *degrees(local_batch=1)),
         *("--grad_compression.codec=sketch", "--grad_compression.auto"),
     ],
+    # A block's norms alone are too small for a sketch.
+    "tagc_small_units": [
+        *(*model("full"), *degrees(local_batch=2), "--grad_compression.codec=sketch"),
+        *("--grad_compression.layers=patterns", "--grad_compression.min_size=1"),
+        "--grad_compression.patterns=layers.*.attention_norm.*,output.*",
+    ],
 }
 
 

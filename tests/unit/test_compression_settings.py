@@ -7,6 +7,7 @@ from torchtitan_lr.parallel.compression_settings import (
     clean_name,
     compresses,
     describe_selection,
+    describe_small_units,
     exchanging_ranks,
     is_compressed,
     settings_for,
@@ -73,6 +74,15 @@ def test_auto_raises_theta_only_where_needed(ranks, auto, theta):
     resolved = settings(ranks, auto=auto)
     assert resolved.codec.theta == theta and resolved.requested_theta == 0.9875
     assert resolved.codec.c == 10 and resolved.residual_dtype == torch.float32
+
+
+def test_small_units_are_named_by_size_with_the_reason():
+    units = {"layers.0": 16, "layers.1": 16, "output": 64}
+    assert describe_small_units(settings().codec, units, 4) == (
+        "too small for a sketch to peel, so dense: "
+        "layers.* (16 entries a destination: load 1.21 above 0.00), "
+        "output (64 entries a destination: load 0.43 above 0.24)"
+    )
 
 
 def test_levels_override_c_and_theta_and_custom_does_not():

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lr.analysis.compression import LEVELS, CodecSizes, peels, smallest_theta
+from torchtitan_lr.analysis.compression import (
+    LEVELS,
+    CodecSizes,
+    load_limit,
+    peels,
+    smallest_theta,
+    unit_load,
+)
 from torchtitan_lr.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -149,6 +156,22 @@ def describe_selection(sizes: Mapping[str, int], chosen: Iterable[str]) -> str:
     )
 
 
+def describe_small_units(codec: CodecSizes, entries: Mapping[str, int], ranks: int) -> str:
+    """Say which units travel dense, and why, units of equal size together.
+
+    Args:
+        codec: The sketch that would not peel.
+        entries: Entries of a destination by unit.
+        ranks: Ranks that exchange gradients.
+    """
+    reasons = []
+    for m in sorted(set(entries.values())):
+        load, limit = unit_load(m, codec, ranks), max(0.0, load_limit(m, codec))
+        units = _merged(name for name, size in entries.items() if size == m)
+        reasons.append(f"{units} ({m} entries a destination: load {load:.2f} above {limit:.2f})")
+    return f"too small for a sketch to peel, so dense: {', '.join(reasons)}"
+
+
 def _merged(names: Iterable[str]) -> str:
-    merged = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    merged = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
     return ", ".join(name.removesuffix(".weight") for name in merged) or "none"
