@@ -248,6 +248,7 @@ class GradCompression:
     - 'dense': all of them, by the path of the codecs, for comparison
     - 'sparse': a bitmap and the largest values, 1 + 32(1 - theta) bits a parameter, exact
     - 'sketch': an index and a count sketch, 1 + 32/c bits a parameter; needs a sparse union
+    Under HSDP the sums return to all replicas, min(32, 1 + 32·replicas(1 - theta)) bits more.
     What is not sent is kept and added to the next gradient: fp32 memory of a whole unsharded
     gradient on every rank, twice where ``training.max_skipped_steps`` is above 0.
     """

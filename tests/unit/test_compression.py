@@ -9,6 +9,7 @@ from torchtitan_lr.analysis.compression import (
     all_reduce_traffic,
     candidates,
     codec_bits,
+    exchange_unit,
     kept_entries,
     load_limit,
     paper_bits,
@@ -72,6 +73,30 @@ def test_exact_bytes_are_the_bits_where_sizes_divide(codec, level):
     assert [row.elements for row in verdict] == (
         [] if codec == "sparse" else [ranks * verdict_bytes(m)]
     )
+
+
+@pytest.mark.parametrize("codec", ["sketch", "sparse"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_exact_bytes_of_an_all_reduce_are_its_bits(codec, level, replicas):
+    """What replicas get back is part of it: bitmap and values, or all of the sum."""
+    kind, shard = CodecSizes(codec, *LEVELS[level]), 960_000 * replicas
+    unit = exchange_unit(shard, 0, replicas, kind, all_reduce=True)
+    rows = all_reduce_traffic(unit, kind, "block 0")
+    size = {"index": 1, "gradient": 4}
+    total = 8 * sum(size[row.role] * row.elements for row in rows)
+    bits = sum(codec_bits(kind, replicas).values())
+    verdicts = 8 * replicas * verdict_bytes(unit.compressed) if codec == "sketch" else 0
+    assert total - verdicts == pytest.approx(bits * shard, rel=1e-6)
+    assert bits > sum(codec_bits(kind).values()) + 1
+
+
+def test_bits_on_two_replicas():
+    """1 + 3.2 there and 1 + 0.8 back."""
+    kind = CodecSizes("sketch", *LEVELS["10x"])
+    assert sum(codec_bits(kind, 2).values()) == pytest.approx(6.0)
+    assert codec_bits(CodecSizes("sparse", 1, 0.4), 2)["returned"] == 32
+    assert codec_bits(CodecSizes("dense"), 2) == {"values": 32}
 
 
 @pytest.mark.parametrize(

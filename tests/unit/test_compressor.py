@@ -47,6 +47,16 @@ def test_sizes_of_a_reduce_scatter_and_of_an_all_reduce():
     assert whole.residual.shape == (4, 2)
 
 
+@pytest.mark.parametrize(("all_reduce", "bits"), [(False, 4.2), (True, 6.0)])
+def test_bytes_saved_count_what_returns_to_the_replicas(all_reduce, bits):
+    size = 1_600_000
+    group, device = SimpleNamespace(size=lambda: 2), torch.device("cpu")
+    sizes = CodecSizes("sketch", 10, 0.9875)
+    own = Compressor("u", sizes, [Span(size, True)], group, device, all_reduce=all_reduce)
+    exchanged = size if all_reduce else 2 * size  # a reduce-scatter's input has a row for each rank
+    assert 8 * own.bytes_saved() / exchanged == pytest.approx(32 - bits, abs=2e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_residual_has_the_dtype_that_was_asked_for(dtype):
     residual = compressor(CodecSizes("sparse", 1, 0.9), residual_dtype=dtype).residual

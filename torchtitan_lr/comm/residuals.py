@@ -80,7 +80,8 @@ class Residuals:
         Returns:
             ``sparsity`` achieved, ``unpeeled_share`` of the sent entries that the owner could not
             decode, ``index_collisions`` of a summed index, ``residual_norm`` over all ranks, and
-            ``bytes_saved`` by this rank in one step; empty where no step was measured.
+            ``bytes_saved`` by this rank in one step, where HSDP's plain all-reduce counts its shard
+            once, as the ledger has it; empty where no step was measured.
         """
         measured = [
             torch.cat([c.counts, c.residual.double().square().sum().view(1)])
