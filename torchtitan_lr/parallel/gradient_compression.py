@@ -90,6 +90,7 @@ class CompressedAllReduce:
         """Sum the shard (s,) over the replicas."""
         compressor = self.compressor
         _require_size(compressor, shard)
+        _hold_for_this_stream(shard)
         flat, dense = split_spans(shard, compressor.spans)
         if compressor.owes:
             ranks = compressor.unit.ranks
@@ -207,6 +208,18 @@ def _param_groups(module: FSDPModule) -> list[Any]:
     if groups is None:  # before torch 2.13
         groups = [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def _hold_for_this_stream(buffer: Tensor) -> None:
+    """Keep a buffer of another stream from being reused before the current one is done with it.
+
+    FSDP2 allocates the shard for its reduce-scatters and calls the hook on its all-reduce stream.
+    Where gradients are stored in another dtype than they are summed in, it drops the shard as soon
+    as the cast is queued; only for its own all-reduce does it hold it. The next unit's
+    reduce-scatter could write over what is still being summed.
+    """
+    if buffer.device.type != "cpu":
+        buffer.record_stream(torch.get_device_module(buffer.device).current_stream())
 
 
 def _require_sum(op: Any, async_op: bool) -> None:
