@@ -7,7 +7,8 @@ CONFIG is a TOML file of ./run_llama_train.sh; further arguments override it. Th
 real, on NGPU ranks (default 4) of this machine: GPUs, or gloo processes where there is none.
 Elements are those of the logical tensor, once per call. `block` is one decoder block, where all are
 alike; elsewhere the blocks have rows of their own. Formulas describe the model; the scalars of the
-scope `step` (clipping, logging) have none.
+scope `step` (clipping, logging) have none. What activation checkpointing repeats is no formula: it
+is rehearsed on tensors without data.
 
 Exit status: 0 all rows agree, 1 some differ or the run failed, 2 the configuration is refused.
 """
@@ -40,16 +41,11 @@ def measure(arguments: list[str]) -> list[dict[str, Any]]:
         arguments: As of a training run.
 
     Returns:
-        The ledger's rows with the formulas' numbers.
+        The ledger's rows.
     """
-    import torch.distributed as dist
-
     import torchtitan_lr.specs  # noqa: F401
-    from torchtitan_lr.comm.comparison import compare
     from torchtitan_lr.comm.ledger import ledger_for
     from torchtitan_lr.config_checks import build_job_config
-    from torchtitan_lr.estimate.run import read_run
-    from torchtitan_lr.estimate.traffic import step_traffic
     from torchtitan_lr.train import Trainer
 
     trainer = Trainer(build_job_config(arguments))
@@ -57,12 +53,9 @@ def measure(arguments: list[str]) -> list[dict[str, Any]]:
     trainer.step = 1
     with ledger_for(trainer.parallel_dims, trainer.model_parts) as ledger:
         trainer.train_step(batches)
-    run = read_run(trainer.job_config, dist.get_world_size())
-    # What an optimizer sums over the replicas is in the scope `step`.
-    expected = [row for row in step_traffic(run, 0) if row.scope != "step"]
-    table = compare(ledger.rows(), expected, run.wire_dtypes)
+    rows = ledger.rows()
     trainer.close()
-    return table
+    return rows
 
 
 def one_block(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -80,7 +73,7 @@ def one_block(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
-    """Start all ranks of this machine, wait, and return the table.
+    """Start all ranks of this machine, wait, and return what they counted beside the formulas.
 
     Args:
         arguments: As of a training run.
@@ -89,11 +82,21 @@ def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
         ConfigError: If the configuration cannot run.
         RunFailedError: If a rank failed.
     """
+    from torchtitan_lr.comm.comparison import compare
+    from torchtitan_lr.environment import read_environment
+    from torchtitan_lr.estimate.memory import repeated_by_block
+    from torchtitan_lr.estimate.run import read_run
+    from torchtitan_lr.estimate.traffic import step_traffic
+
     config = check_run(arguments)
     if config.parallelism.pipeline_parallel_degree > 1:
         key = "parallelism.pipeline_parallel_degree"
         raise ConfigError(key, config.parallelism.pipeline_parallel_degree, "1 for this script")
-    return list(ask_ranks(__file__, arguments))
+    run = read_run(config, read_environment().ranks)
+    # What an optimizer sums over the replicas is in the scope `step`.
+    expected = [row for row in step_traffic(run, 0) if row.scope != "step"]
+    expected += repeated_by_block(run)
+    return compare(ask_ranks(__file__, arguments), expected, run.wire_dtypes)
 
 
 def main(argv: list[str]) -> int:

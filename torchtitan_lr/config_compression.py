@@ -40,6 +40,21 @@ def check_grad_compression(config: Any, world_size: int, device_type: str) -> No
     sizes = {name: math.prod(shape) for name, shape in model_shapes(args).items()}
     if not any(is_compressed(name, size, settings) for name, size in sizes.items()):
         _refuse_empty_selection(section)
+    _check_unit_sizes(config, world_size, ranks)
+
+
+def _check_unit_sizes(config: Any, world_size: int, ranks: int) -> None:
+    """Some unit is large enough for a sketch to peel."""
+    if config.grad_compression.codec != "sketch" or ranks == 1:
+        return
+    # Late: it imports models and plans.
+    from torchtitan_lr.estimate.run import read_run
+    from torchtitan_lr.estimate.traffic import exchanged_units
+
+    units = exchanged_units(read_run(config, world_size))
+    if not any(unit.compressed and codec.name == "sketch" for _, unit, codec in units):
+        want = "'sparse' or 'none': every unit of this selection is too small for a sketch to peel"
+        raise ConfigError("grad_compression.codec", "sketch", want)
 
 
 def _check_ranges(section: Any) -> None:

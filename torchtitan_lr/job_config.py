@@ -271,14 +271,16 @@ class GradCompression:
     - 'dense': all of them, by the path of the codecs, for comparison
     - 'sparse': a bitmap and the largest values, 1 + 32(1 - theta) bits a parameter, exact
     - 'sketch': an index and a count sketch, 1 + 32/c bits a parameter; needs a sparse union
+    Under HSDP the sums return to all replicas, min(32, 1 + 32·replicas(1 - theta)) bits more.
     What is not sent is kept and added to the next gradient: fp32 memory of a whole unsharded
-    gradient on every rank.
+    gradient on every rank, twice where ``training.max_skipped_steps`` is above 0.
     """
 
     level: Literal["2x", "4x", "10x", "custom"] = "10x"
     """
     The published levels: c = 2, 4, 10 at theta = 0.8, 0.9, 0.9875. 'custom' takes ``c`` and
-    ``theta``. A sketch decodes while c(1 - theta^ranks) is at most 0.75.
+    ``theta``. A sketch decodes while c(1 - theta^ranks) is at most 0.75; units too small for that
+    travel dense.
     """
 
     c: float = 10.0

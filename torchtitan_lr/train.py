@@ -169,6 +169,9 @@ class Trainer(titan_train.Trainer):
                 self._gradients.clip(self.job_config.training.max_norm, grad_norm)
                 self.checkpointer.maybe_wait_for_staging()
                 self.optimizers.step()
+                self._residuals.commit()
+            else:
+                self._residuals.drop()
         self.lr_schedulers.step()
         if self.metrics_processor.should_log(self.step):
             share = data.tokens / global_tokens if global_tokens else math.nan

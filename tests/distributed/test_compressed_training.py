@@ -4,16 +4,26 @@
 import json
 import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from tests.distributed.pool import RankPool
-from tests.distributed.training import EXACT, largest_difference, train
+from tests.distributed.training import EXACT, TINY, known_corpus, largest_difference, train
 from tests.integration import runs
+from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.estimate.memory import buffer_bytes
+from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.history import HISTORY_FILE, read_history
 from torchtitan_lr.models.loading import build_model_args, load_model, read_run_config
+from torchtitan_lr.parallel.gradient_compression import compressors_of
 
 # Enough tokens that the embedding's gradient has more entries than are sent.
 FSDP4 = ["--model.name=llama_full", "--training.local_batch_size=2", "--training.seq_len=64"]
@@ -150,6 +160,97 @@ def test_tensor_parallel_shards_are_compressed_too(four_ranks: RankPool) -> None
     plain = four_ranks.run(train, options)[0]
     run = four_ranks.run(train, [*options, *LEFT_OUT["sketch"]])[0]
     assert largest_difference(run, plain) < EXACT
+
+
+SPARSE = ["--grad_compression.codec=sparse", "--grad_compression.level=10x"]
+SKIPPING = [*FSDP4, "--training.steps=4", "--training.max_skipped_steps=1"]
+
+
+def around_a_skipped_step(arguments: list[str], revocable: bool = True) -> dict[str, Any]:
+    """Take two steps, one with a NaN in rank 1's gradient, and one more, on this rank.
+
+    Args:
+        arguments: As on the command line.
+        revocable: Whether exchanges wait for the step's verdict, as they should.
+
+    Returns:
+        ``changed`` (entries of the residuals, by the skipped step and by the next one), ``skipped``
+        steps, bytes of the ``residuals``, and how many the ``estimate`` adds for skipping.
+    """
+    from torchtitan_lr.train import Trainer
+
+    folders: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    config = build_job_config([*TINY, f"--job.dump_folder={folders[0]}", *arguments])
+    check_job_config(config, dist.get_world_size(), "cpu")
+    with known_corpus():
+        trainer = Trainer(config)
+        compressors = compressors_of(trainer.model_parts)
+        for compressor in compressors:
+            compressor.revocable = revocable
+        batches = trainer.batch_generator(trainer.dataloader)
+        changed = []
+        for step in range(1, 5):
+            trainer.step = step
+            before = [compressor.residual.clone() for compressor in compressors]
+            with spoilt_gradient(trainer.model_parts[0]) if step == 3 else nullcontext():
+                trainer.train_step(batches)
+            pairs = zip(compressors, before, strict=True)
+            changed.append(sum(int((c.residual != old).sum()) for c, old in pairs))
+    run = read_run(config, dist.get_world_size())
+    bytes_of_buffers = buffer_bytes(run, 0)
+    config.training.max_skipped_steps = 0
+    held = [t for c in compressors for t in (c._residual, c._spare) if t is not None]
+    result = {
+        "changed": changed[2:],
+        "skipped": trainer.skipped_steps,
+        "residuals": sum(tensor.nbytes for tensor in held),
+        "estimate": bytes_of_buffers - buffer_bytes(run, 0),
+    }
+    trainer.close()
+    return result
+
+
+@contextmanager
+def spoilt_gradient(model: nn.Module) -> Iterator[None]:
+    """Make one entry of what rank 1 hands back to the model's last norm a NaN."""
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        spoilt = gradient.clone()
+        if dist.get_rank() == 1:
+            spoilt.view(-1)[0] = float("nan")
+        return spoilt
+
+    def watch(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(spoil)
+
+    handle = model.get_submodule("norm").register_forward_hook(watch)
+    yield
+    handle.remove()
+
+
+@pytest.mark.parametrize("layout", [[], HSDP], ids=["fsdp", "hsdp"])
+@pytest.mark.parametrize("codec", [SKETCH, SPARSE], ids=["sketch", "sparse"])
+def test_a_skipped_step_leaves_every_residual_bit(
+    codec: list[str], layout: list[str], four_ranks: RankPool
+) -> None:
+    for rank in four_ranks.run(around_a_skipped_step, [*SKIPPING, *codec, *layout]):
+        assert rank["skipped"] == 1
+        by_the_skipped_step, by_the_next_one = rank["changed"]
+        assert by_the_skipped_step == 0 and by_the_next_one > 1000
+
+
+def test_a_residual_of_a_skipped_step_would_be_noticed(four_ranks: RankPool) -> None:
+    for rank in four_ranks.run(around_a_skipped_step, [*SKIPPING, *SKETCH], False):
+        assert rank["skipped"] == 1 and rank["changed"][0] > 100
+
+
+def test_the_second_residual_is_in_the_estimate(four_ranks: RankPool) -> None:
+    for layout in ([], HSDP):
+        rank = four_ranks.run(around_a_skipped_step, [*SKIPPING, *SKETCH, *layout])[0]
+        assert rank["residuals"] == 2 * rank["estimate"] > 0
+    once = four_ranks.run(around_a_skipped_step, [*SKIPPING, *SKETCH], False)[0]
+    assert once["residuals"] == once["estimate"]
 
 
 @pytest.mark.parametrize("layout", [[], HSDP], ids=["fsdp", "hsdp"])

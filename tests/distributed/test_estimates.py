@@ -13,8 +13,9 @@ from tests.distributed.tp_cases import Case, build_model, model_args, shard_mode
 from tests.distributed.training import BF16, TINY
 from torchtitan_lr.analysis.memory import static_memory
 from torchtitan_lr.analysis.rehearsal import rehearse
+from torchtitan_lr.comm.comparison import compare, differences
 from torchtitan_lr.config_checks import build_job_config, check_job_config
-from torchtitan_lr.estimate.memory import rehearse_run
+from torchtitan_lr.estimate.memory import rehearse_run, repeated_by_block
 from torchtitan_lr.estimate.run import Run, read_run
 from torchtitan_lr.estimate.traffic import bytes_by_dim, step_traffic
 from torchtitan_lr.parallel.tensor_parallel import TPSettings, resolve_settings
@@ -32,6 +33,13 @@ RUNS: dict[str, list[str]] = {
     "fsdp4_accumulating": [*model("cola"), *degrees(local_batch=1), *BF16],
     "btp_fsdp2": [*model("cola"), *degrees(tensor=2, local_batch=4), *BF16, *LOW_RANK_AC],
     "vanilla_fsdp2": [*model("lax"), *degrees(tensor=2, local_batch=4), *VANILLA, *FULL_AC],
+    "btp_every_second_block": [
+        *(*model("lax"), *degrees(tensor=2, local_batch=2), *BF16),
+        *(
+            "--activation_checkpoint.mode=selective",
+            "--activation_checkpoint.selective_ac_option=2",
+        ),
+    ],
     "pp2_fsdp2": [*model("lax"), *degrees(pipeline=2, local_batch=4)],
     "pp2_tp2": [
         *model("cola"),
@@ -47,6 +55,12 @@ RUNS: dict[str, list[str]] = {
     "tagc_fsdp4": [
         *(*model("full"), *degrees(local_batch=1)),
         *("--grad_compression.codec=sketch", "--grad_compression.auto"),
+    ],
+    # A block's norms alone are too small for a sketch.
+    "tagc_small_units": [
+        *(*model("full"), *degrees(local_batch=2), "--grad_compression.codec=sketch"),
+        *("--grad_compression.layers=patterns", "--grad_compression.min_size=1"),
+        "--grad_compression.patterns=layers.*.attention_norm.*,output.*",
     ],
 }
 
@@ -82,6 +96,7 @@ def measure(arguments: list[str]) -> dict[str, Any]:
     dims = trainer.parallel_dims
     meshes = {n: dims.get_optional_mesh(n) for n in ("pp", "fsdp")}
     result = {
+        "rows": ledger.rows(),
         "sent": sent,
         "weights": bytes_of(parameters),
         "gradients": bytes_of(gradients),
@@ -130,6 +145,30 @@ def test_bytes_sent(name: str, runs: dict[str, Run], measured: dict[str, Any]) -
         # The control: another dtype on the wire is noticed.
         wrong = run.wire_dtypes | dict.fromkeys(("activation", "parameter"), "float64")
         assert rank["sent"] != bytes_by_dim(traffic, wrong)
+
+
+CHECKPOINTED = ("btp_fsdp2", "vanilla_fsdp2", "btp_every_second_block")
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_every_row_under_checkpointing(
+    name: str, runs: dict[str, Run], measured: dict[str, Any]
+) -> None:
+    """Which block sends what again; low_rank repeats nothing under btp, the others do."""
+    run, rows = runs[name], measured[name][0]["rows"]
+    once = [row for row in step_traffic(run, 0) if row.scope != "step"]
+    repeated = repeated_by_block(run)
+    assert differences(compare(rows, [*once, *repeated], run.wire_dtypes)) == []
+    scopes = {row["scope"] for row in differences(compare(rows, once, run.wire_dtypes))}
+    assert scopes == {row.scope for row in repeated}
+    assert (
+        scopes
+        == {
+            "btp_fsdp2": set(),
+            "vanilla_fsdp2": {"block 0", "block 1"},
+            "btp_every_second_block": {"block 1"},
+        }[name]
+    )
 
 
 def test_repeated_collectives_are_noticed(runs: dict[str, Run], measured: dict[str, Any]) -> None:

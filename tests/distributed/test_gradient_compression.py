@@ -4,6 +4,7 @@
 Gradients here are whole numbers, whose sums are exact in fp32: what equals, equals in every bit.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -18,10 +19,11 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.pool import RankPool
 from tests.unit.tiny import build_tiny
-from torchtitan_lr.analysis.compression import CodecSizes, smallest_theta
+from torchtitan_lr.analysis.compression import CodecSizes
 from torchtitan_lr.comm.comparison import compare, differences
 from torchtitan_lr.comm.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.loss import cross_entropy_sum
+from torchtitan_lr.parallel import gradient_compression
 from torchtitan_lr.parallel.compression_settings import CompressionSettings
 from torchtitan_lr.parallel.data_parallel import sum_gradients, synchronize_gradients
 from torchtitan_lr.parallel.gradient_compression import (
@@ -44,6 +46,8 @@ class Case:
     min_size: int = 60
     layers: str = "all"
     patterns: tuple[str, ...] = ()
+    forced: bool = False
+    """Whether units send a sketch that they are too small for."""
 
     @property
     def ranks(self) -> int:
@@ -100,8 +104,18 @@ def build(case: Case) -> tuple[nn.Module, Any]:
         fully_shard(unit, mesh=shard_mesh)
     sum_gradients(model)
     if case.codec.name != "none":
-        apply_gradient_compression(model, mesh, case.settings(), all_reduce=case.hsdp)
+        compress(model, mesh, case)
     return model, mesh
+
+
+def compress(model: nn.Module, mesh: DeviceMesh, case: Case) -> None:
+    forced = patch.object(gradient_compression, "unit_codec", as_asked)
+    with forced if case.forced else nullcontext():
+        apply_gradient_compression(model, mesh, case.settings(), all_reduce=case.hsdp)
+
+
+def as_asked(codec: CodecSizes, *size: Any) -> CodecSizes:
+    return codec
 
 
 def step_gradients(model: nn.Module, case: Case, step: int) -> dict[str, Tensor]:
@@ -182,13 +196,15 @@ def books(case: Case, steps: int = 4, fault: str = "") -> dict[str, Any]:
     return {"errors": errors, "owed": owed, "exchanges": exchanges}
 
 
-SKETCH = CodecSizes("sketch", 4, smallest_theta(4, 4))
+SKETCH = CodecSizes("sketch", 4, 0.96)
+"""Units here are small: at the smallest theta for large ones they would travel dense."""
+
 CASES = {
     "sparse": Case(CodecSizes("sparse", 1, 0.9)),
     "sketch": Case(SKETCH),
     "sketch_10x": Case(CodecSizes("sketch", 10, 0.9875)),
     "sketch_sum4": Case(replace(SKETCH, index="sum4")),
-    "sketch_that_sticks": Case(CodecSizes("sketch", 10, 0.8)),
+    "sketch_that_sticks": Case(CodecSizes("sketch", 10, 0.8), forced=True),
     "sparse_accumulate3": Case(CodecSizes("sparse", 1, 0.9), microbatches=3),
     "sketch_accumulate3": Case(SKETCH, microbatches=3),
     "sparse_hsdp": Case(CodecSizes("sparse", 1, 0.9), hsdp=True),
@@ -322,6 +338,49 @@ def test_a_formula_that_is_off_by_one_is_noticed(four_ranks: RankPool) -> None:
 def ledger_with_wrong_formula() -> None:
     with patch("torchtitan_lr.analysis.compression.verdict_bytes", lambda m: 1 + m // 8):
         assert ledger_differences(replace(CASES["sketch"], min_size=1000))[0] == []
+
+
+SIZES = (16, 64, 4000)
+"""Entries of a destination, by unit: the first two are too small for a tenfold sketch."""
+
+
+def units_of_all_sizes(forced: bool, steps: int = 12) -> tuple[str, list[float]]:
+    """Reduce units of three sizes; return what was logged, and what share of each was delivered."""
+    model = nn.Sequential(*(nn.Linear(size // 2, 8, bias=False) for size in SIZES))
+    mesh = layout(False)["fsdp"]
+    for unit in (*model, model):
+        fully_shard(unit, mesh=mesh)
+    sum_gradients(model)
+    case = Case(CodecSizes("sketch", 10, 0.9875), min_size=1, forced=forced)
+    with patch.object(gradient_compression.logger, "info") as log:
+        compress(model, mesh, case)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    sent, added = torch.zeros(2, len(SIZES), dtype=torch.float64)
+    for _ in range(steps):
+        model.zero_grad()
+        for index, unit in enumerate(model):
+            # Every row of the weight's gradient is this rank's input.
+            x = torch.randint(1, 9, (1, SIZES[index] // 2), generator=generator).float()
+            unit(x).sum().backward()
+            sent[index] += unit.weight.grad.full_tensor().sum()
+            added[index] += 8 * x.sum()
+    dist.all_reduce(added)
+    lines = [call.args[0] % call.args[1:] for call in log.call_args_list]
+    return "\n".join(lines), (sent / added).tolist()
+
+
+def test_a_unit_too_small_for_its_sketch_travels_dense(four_ranks: RankPool) -> None:
+    for log, delivered in four_ranks.run(units_of_all_sizes, False):
+        assert delivered[:2] == [1, 1] and 0.05 < delivered[2] < 1
+        assert "1 of 3 tensors compressed" in log and "dense: 0, 1" in log
+        assert "too small for a sketch to peel, so dense: 0 (16 entries a destination: load " in log
+        assert "1 (64 entries a destination: load 0.43 above 0.24)" in log
+
+
+def test_a_sketch_of_a_small_unit_delivers_little(four_ranks: RankPool) -> None:
+    """The control: the same units, sent by sketch."""
+    for log, delivered in four_ranks.run(units_of_all_sizes, True):
+        assert max(delivered[:2]) < 0.5 and "too small" not in log
 
 
 def after_a_nan(case: Case) -> tuple[bool, bool, float]:

@@ -1,5 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
+import torch
 
 from torchtitan_lr.analysis.compression import (
     LEVELS,
@@ -8,16 +9,21 @@ from torchtitan_lr.analysis.compression import (
     all_reduce_traffic,
     candidates,
     codec_bits,
+    exchange_unit,
     kept_entries,
+    load_limit,
     paper_bits,
     peels,
     reduce_scatter_traffic,
     sketch_row,
     smallest_theta,
     spreads_packed,
+    unit_codec,
+    unit_load,
     verdict_block,
     verdict_bytes,
 )
+from torchtitan_lr.comm.codecs import SketchCodec, reduce_in_process
 
 
 @pytest.mark.parametrize(
@@ -69,6 +75,30 @@ def test_exact_bytes_are_the_bits_where_sizes_divide(codec, level):
     )
 
 
+@pytest.mark.parametrize("codec", ["sketch", "sparse"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_exact_bytes_of_an_all_reduce_are_its_bits(codec, level, replicas):
+    """What replicas get back is part of it: bitmap and values, or all of the sum."""
+    kind, shard = CodecSizes(codec, *LEVELS[level]), 960_000 * replicas
+    unit = exchange_unit(shard, 0, replicas, kind, all_reduce=True)
+    rows = all_reduce_traffic(unit, kind, "block 0")
+    size = {"index": 1, "gradient": 4}
+    total = 8 * sum(size[row.role] * row.elements for row in rows)
+    bits = sum(codec_bits(kind, replicas).values())
+    verdicts = 8 * replicas * verdict_bytes(unit.compressed) if codec == "sketch" else 0
+    assert total - verdicts == pytest.approx(bits * shard, rel=1e-6)
+    assert bits > sum(codec_bits(kind).values()) + 1
+
+
+def test_bits_on_two_replicas():
+    """1 + 3.2 there and 1 + 0.8 back."""
+    kind = CodecSizes("sketch", *LEVELS["10x"])
+    assert sum(codec_bits(kind, 2).values()) == pytest.approx(6.0)
+    assert codec_bits(CodecSizes("sparse", 1, 0.4), 2)["returned"] == 32
+    assert codec_bits(CodecSizes("dense"), 2) == {"values": 32}
+
+
 @pytest.mark.parametrize(
     ("ranks", "level", "holds"),
     [
@@ -106,6 +136,57 @@ def test_known_smallest_thetas():
     # √(1 − 0.75/3) = 0.86602 and (1 − 0.75/10)^(1/4) = 0.98070, rounded up
     assert smallest_theta(3, 2) == 0.8661
     assert smallest_theta(10, 4) == 0.9807
+
+
+def unpeeled(m, codec, ranks, trials=4):
+    """Share of the sent entries that owners cannot decode, of random gradients."""
+    generator = torch.Generator().manual_seed(m)
+    stuck = indexed = 0.0
+    for seed in range(trials):
+        rows = torch.randn(ranks, ranks, m, generator=generator)
+        counts = reduce_in_process(SketchCodec(ranks, codec.c, codec.theta), rows, seed)[2]
+        stuck += sum(float(own["unpeeled"]) for own in counts)
+        indexed += sum(float(own["indexed"]) for own in counts)
+    return stuck / indexed
+
+
+AUTO8 = CodecSizes("sketch", 10, smallest_theta(10, 8))
+"""Just peels on eight ranks, where a unit is large."""
+
+
+def test_whole_entries_and_cells_decide():
+    """Of 16 entries each of 8 ranks sends one, not .15, to 3 cells, not 1.6."""
+    assert peels(AUTO8.c, AUTO8.theta, 8)
+    assert unit_load(16, AUTO8, 8) == pytest.approx(16 * (1 - (15 / 16) ** 8) / 3)
+    assert unit_load(10**6, AUTO8, 8) == pytest.approx(10 * (1 - 0.9904**8), rel=1e-3)
+    assert unit_codec(AUTO8, 10**6, 8, False) == AUTO8
+    for small in (1, 16, 64):
+        assert unit_codec(AUTO8, small, 8, False) == CodecSizes("dense")
+    # Of an all-reduced shard each rank owns one part.
+    assert unit_codec(AUTO8, 64 * 8, 8, True) == CodecSizes("dense")
+    assert unit_codec(AUTO8, 2500, 8, False) == AUTO8
+    assert unit_codec(AUTO8, 2500, 8, True) == CodecSizes("dense")
+    sparse = CodecSizes("sparse", 1, 0.99)
+    assert unit_codec(sparse, 16, 8, False) == sparse
+
+
+def test_small_units_do_not_peel_where_large_ones_do():
+    """What the check is for: the same codec, by the size of the unit."""
+    assert unpeeled(16, AUTO8, 8) > 0.9 and unpeeled(64, AUTO8, 8) > 0.4
+    assert unpeeled(2500, AUTO8, 8, trials=1) < 0.06
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("c", [2, 4, 10])
+def test_accepted_units_peel(c, ranks):
+    """Each of these sketches is the smallest that is accepted at its sparsity."""
+    for theta in (smallest_theta(c, ranks), 1 - (1 - smallest_theta(c, ranks)) / 2):
+        codec = CodecSizes("sketch", c, theta)
+        accepted = [m for m in range(8, 6000, 8) if unit_codec(codec, m, ranks, False) == codec]
+        m = accepted[0]
+        assert unit_load(m, codec, ranks) <= load_limit(m, codec) <= 0.75
+        # 4 to 9% in the mean of many trials, of which a small sketch needs more to show it.
+        assert unpeeled(m, codec, ranks, trials=4 if m > 100 else 40) < 0.15
 
 
 def test_counts_are_exact_where_floating_point_is_not():

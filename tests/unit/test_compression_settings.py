@@ -7,6 +7,7 @@ from torchtitan_lr.parallel.compression_settings import (
     clean_name,
     compresses,
     describe_selection,
+    describe_small_units,
     exchanging_ranks,
     is_compressed,
     settings_for,
@@ -75,6 +76,15 @@ def test_auto_raises_theta_only_where_needed(ranks, auto, theta):
     assert resolved.codec.c == 10 and resolved.residual_dtype == torch.float32
 
 
+def test_small_units_are_named_by_size_with_the_reason():
+    units = {"layers.0": 16, "layers.1": 16, "output": 64}
+    assert describe_small_units(settings().codec, units, 4) == (
+        "too small for a sketch to peel, so dense: "
+        "layers.* (16 entries a destination: load 1.21 above 0.00), "
+        "output (64 entries a destination: load 0.43 above 0.24)"
+    )
+
+
 def test_levels_override_c_and_theta_and_custom_does_not():
     assert settings(2, level="2x", c=7.0, theta=0.5).codec.theta == 0.8
     custom = settings(2, level="custom", c=1.0, theta=0.5, residual_dtype="bfloat16")
@@ -92,3 +102,17 @@ def test_the_dimension_that_is_exchanged():
     assert not compresses(config) and exchanging_ranks(config, 8) == 4
     config.parallelism.data_parallel_replicate_degree = 2
     assert exchanging_ranks(config, 8) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "revocable"),
+    [
+        ([], False),
+        (["--training.max_skipped_steps=1"], True),
+        (["--checkpoint.async_mode=async"], False),
+        (["--checkpoint.async_mode=async_with_pinned_mem"], True),
+    ],
+)
+def test_a_second_residual_only_where_the_first_is_needed_meanwhile(options, revocable):
+    config = build_job_config(["--grad_compression.codec=sketch", *options])
+    assert settings_for(config, 4).revocable is revocable

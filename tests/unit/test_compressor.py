@@ -47,6 +47,16 @@ def test_sizes_of_a_reduce_scatter_and_of_an_all_reduce():
     assert whole.residual.shape == (4, 2)
 
 
+@pytest.mark.parametrize(("all_reduce", "bits"), [(False, 4.2), (True, 6.0)])
+def test_bytes_saved_count_what_returns_to_the_replicas(all_reduce, bits):
+    size = 1_600_000
+    group, device = SimpleNamespace(size=lambda: 2), torch.device("cpu")
+    sizes = CodecSizes("sketch", 10, 0.9875)
+    own = Compressor("u", sizes, [Span(size, True)], group, device, all_reduce=all_reduce)
+    exchanged = size if all_reduce else 2 * size  # a reduce-scatter's input has a row for each rank
+    assert 8 * own.bytes_saved() / exchanged == pytest.approx(32 - bits, abs=2e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_residual_has_the_dtype_that_was_asked_for(dtype):
     residual = compressor(CodecSizes("sparse", 1, 0.9), residual_dtype=dtype).residual
@@ -97,3 +107,41 @@ def test_a_bf16_residual_is_the_debt_rounded_once(one_rank):
     for gradient, sent, owed in exchanges(one_rank, residual_dtype=torch.bfloat16):
         debt = (debt + gradient - sent).bfloat16().float()
         assert torch.equal(owed, debt) and debt.any()
+
+
+def exchange_once(own, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return own.reduce_rows(torch.randn(1, 200, generator=generator) * 1000)[0]
+
+
+@pytest.mark.parametrize("codec", ["sketch", "sparse"])
+@pytest.mark.parametrize("skipped", [[7], [7, 8]], ids=["once", "accumulating"])
+def test_a_dropped_exchange_leaves_every_bit(one_rank, codec, skipped):
+    sizes, device = CodecSizes(codec, 4, 0.9), torch.device("cpu")
+    own = Compressor("u", sizes, [Span(200, True)], one_rank, device, revocable=True)
+    plain = Compressor("u", sizes, [Span(200, True)], one_rank, device)
+    for seed in (0, 1):
+        assert torch.equal(exchange_once(own, seed), exchange_once(plain, seed))
+        own.commit()
+    before = own.residual.clone()
+    assert before.any() and torch.equal(before, plain.residual)
+    for seed in skipped:
+        exchange_once(own, seed)
+        exchange_once(plain, seed)
+    assert torch.equal(own.residual, before)
+    # The control: without the way back, what was sent is gone.
+    assert not torch.equal(plain.residual, before)
+    own.drop()
+    own.commit()
+    assert torch.equal(own.residual, before)
+
+
+def test_exchanges_of_one_step_build_on_each_other(one_rank):
+    sizes, device = CodecSizes("sketch", 4, 0.9), torch.device("cpu")
+    own = Compressor("u", sizes, [Span(200, True)], one_rank, device, revocable=True)
+    plain = Compressor("u", sizes, [Span(200, True)], one_rank, device)
+    for seed in range(3):
+        assert torch.equal(exchange_once(own, seed), exchange_once(plain, seed))
+    assert not own.residual.any()
+    own.commit()
+    assert torch.equal(own.residual, plain.residual)

@@ -43,6 +43,11 @@ REFUSALS = [
     (["layers=patterns"], "patterns: got []", "shell patterns"),
     (["patterns=layers.*"], "patterns: got ['layers.*']", "with layers = 'patterns' only"),
     (
+        ["layers=patterns", "patterns=layers.*.ffn_norm.*", "min_size=1"],
+        "codec: got 'sketch'",
+        "'sparse' or 'none': every unit of this selection is too small",
+    ),
+    (
         ["layers=patterns", "patterns=layer.*"],
         "patterns: got ['layer.*']",
         "patterns that some tensor of at least min_size (16384) entries fits",
@@ -90,6 +95,10 @@ def test_a_sketch_that_would_not_peel_names_the_smallest_theta(world, options, l
         (4, ["layers=non_attention"]),
         (4, ["layers=patterns", "patterns=layers.*.feed_forward.*,output.*"]),
         (4, ["index=sum1"]),
+        # The head is large enough, and the sparse codec needs no size.
+        (4, ["layers=patterns", "patterns=layers.*.ffn_norm.*,output.*", "min_size=1"]),
+        (4, ["codec=sparse", "layers=patterns", "patterns=layers.*.ffn_norm.*", "min_size=1"]),
+        (1, ["layers=patterns", "patterns=layers.*.ffn_norm.*", "min_size=1"]),
         (1, []),
     ],
 )

@@ -14,6 +14,7 @@ from torchtitan_lr.analysis.flops import head_flops, layer_flops
 from torchtitan_lr.analysis.memory import static_memory
 from torchtitan_lr.analysis.rehearsal import Rehearsal
 from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.hardware import load_hardware
 from torchtitan_lr.estimate.memory import rehearse_run
 from torchtitan_lr.estimate.run import alternative_modes, alternatives, read_run
@@ -148,6 +149,16 @@ def test_every_micro_batch_sends():
     assert once and len(once) == len(three_times)
     for a, b in zip(once, three_times, strict=True):
         assert (b.calls, b.elements) == (3 * a.calls, 3 * a.elements)
+
+
+def test_only_the_compiler_knows_what_a_memory_budget_repeats():
+    from torchtitan_lr.estimate.memory import repeated_by_block
+
+    options = ["--activation_checkpoint.mode=memory_budget", "--compile.enable"]
+    run = paper_run(DEBUG, 2, "--parallelism.tensor_parallel_degree=2", *options)
+    with pytest.raises(ConfigError, match="mode: got 'memory_budget', expected 'none', 'sel"):
+        repeated_by_block(run)
+    assert repeated_by_block(paper_run(DEBUG, 2, ONE, *options)) == []
 
 
 def test_bubble_of_two_stages():

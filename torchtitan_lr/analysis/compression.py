@@ -20,6 +20,16 @@ HASH_ROWS = 3
 PEELING_LIMIT = 0.75
 """Largest c·(union density) at which peeling is relied upon; it breaks between .78 and .82."""
 
+SHARP_LIMIT = 0.818
+"""Load at which peeling breaks in an endless sketch of three rows."""
+
+SMALL_SKETCH = 1.2
+"""How much earlier it breaks in a small one: at `SHARP_LIMIT` less this times row^(-2/3).
+
+At that load 3 to 9% of the entries remain, on 2 to 8 ranks and from 3 cells a row up (measured).
+From 75 cells on `PEELING_LIMIT` is the lower limit, and ever fewer remain.
+"""
+
 VERDICT_BITS = 1024
 """Blocks per destination, at most, whose decoding the owner vouches for one by one."""
 
@@ -116,8 +126,48 @@ def union_density(ranks: int, theta: float) -> float:
 
 
 def peels(c: float, theta: float, ranks: int) -> bool:
-    """Return whether a sketch of compression c decodes: c·(1 − θ^W) ≤ 0.75."""
+    """Return whether a large sketch of compression c decodes: c·(1 − θ^W) ≤ 0.75.
+
+    `unit_codec` decides for the sizes of one unit.
+    """
     return c * union_density(ranks, theta) <= PEELING_LIMIT + 1e-12
+
+
+def unit_load(m: int, codec: CodecSizes, ranks: int) -> float:
+    """Unknowns for each cell of one destination's sketch, where ranks choose independently.
+
+    The whole entries and cells of a real exchange: of m entries each rank sends at least one, and
+    a row of the sketch has at least one cell, so that a small unit's load is above c·(1 − θ^W).
+
+    Args:
+        m: Compressed entries of the destination.
+        codec: A sketch.
+        ranks: Ranks W.
+    """
+    unsent = (1 - kept_entries(m, codec.theta) / m) ** ranks
+    return m * (1 - unsent) / (HASH_ROWS * sketch_row(m, codec.c))
+
+
+def load_limit(m: int, codec: CodecSizes) -> float:
+    """Largest load at which a sketch of m entries peels but for a few percent of them.
+
+    Whether three cells hold a loop of entries is a matter of luck: in a small sketch it happens at
+    lower loads (finite-size scaling of random hypergraphs, whose exponent is 2/3).
+    """
+    early = SMALL_SKETCH * sketch_row(m, codec.c) ** (-2 / 3)
+    return min(PEELING_LIMIT, SHARP_LIMIT - early)
+
+
+def unit_codec(codec: CodecSizes, compressed: int, ranks: int, all_reduce: bool) -> CodecSizes:
+    """Return what a unit's gradients travel by: dense where a sketch of its size does not peel.
+
+    Arguments as of `exchange_unit`.
+    """
+    m = -(-compressed // ranks) if all_reduce else compressed
+    if codec.name != "sketch" or m == 0 or ranks == 1:
+        return codec
+    peels_here = unit_load(m, codec, ranks) <= load_limit(m, codec) + 1e-12
+    return codec if peels_here else CodecSizes("dense")
 
 
 def smallest_theta(c: float, ranks: int) -> float:
@@ -148,17 +198,27 @@ def paper_bits(c: float, index_bits: int, algorithm: str = "tagc") -> dict[str, 
     return {"index": 2.0 * index_bits, "sketch": calls * 32 / c}
 
 
-def codec_bits(codec: CodecSizes) -> dict[str, float]:
+def codec_bits(codec: CodecSizes, replicas: int = 0) -> dict[str, float]:
     """Bits per parameter and rank by operation in the limit of large tensors, fp32 values.
 
     Sketch: 1 + 32/c (index, cells); sparse: 1 + 32(1 − θ) (index, values). The owner's verdict
-    on a sketch is 128 bytes a destination whatever its size, nothing in this limit.
+    on a sketch is 128 bytes a destination whatever its size, nothing in this limit. Where every
+    replica needs the sum, the owners' sums travel back: as bitmap and values, of which there may
+    be a share W(1 − θ), or whole where that is less: min(32, 1 + 32·W(1 − θ)).
+
+    Args:
+        codec: What travels.
+        replicas: HSDP's replicas W, whose shards are all-reduced; 0 for FSDP's reduce-scatter.
     """
     if codec.name == "dense":
         return {"values": 32.0}
     if codec.name == "sparse":
-        return {"index": 1.0, "values": 32 * (1 - codec.theta)}
-    return {"index": 4.0 if codec.index == "sum4" else 1.0, "sketch": 32 / codec.c}
+        bits = {"index": 1.0, "values": 32 * (1 - codec.theta)}
+    else:
+        bits = {"index": 4.0 if codec.index == "sum4" else 1.0, "sketch": 32 / codec.c}
+    if replicas:
+        bits["returned"] = min(32.0, 1 + 32 * replicas * (1 - codec.theta))
+    return bits
 
 
 def reduce_scatter_traffic(

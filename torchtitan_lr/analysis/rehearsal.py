@@ -33,6 +33,9 @@ from torchtitan_lr.parallel.tensor_parallel import TPSettings, apply_tensor_para
 Prepare = Callable[[nn.Module], None]
 """What is done to the model between tensor parallelism and the forward pass: checkpointing."""
 
+Repeats = dict[tuple[str, str, str], tuple[int, int]]
+"""Collectives that run again: calls and elements by part of the model, operation and dtype."""
+
 
 @dataclass(frozen=True)
 class Rehearsal:
@@ -86,11 +89,44 @@ def rehearse(
         )
     blocks = 2 * period
     block = (three.kept - one.kept) / blocks
-    repeated = {}
-    for key, (calls, elements) in three.repeated.items():
-        less = one.repeated.get(key, (0, 0))
-        repeated[key] = ((calls - less[0]) / blocks, (elements - less[1]) / blocks)
+    less, repeated = _over_parts(one.repeated), {}
+    for key, (calls, elements) in _over_parts(three.repeated).items():
+        first = less.get(key, (0, 0))
+        repeated[key] = ((calls - first[0]) / blocks, (elements - first[1]) / blocks)
     return Rehearsal(block, one.kept - round(period * block), three.peak - three.kept, repeated)
+
+
+def rehearse_repeats(
+    args: LlamaArgs,
+    settings: TPSettings,
+    tp_degree: int,
+    batch: int,
+    seq_len: int,
+    dtype: torch.dtype,
+    prepare: Prepare,
+) -> Repeats:
+    """Run the whole model on tensors without data; return what checkpointing repeats, where.
+
+    Blocks need not be alike: LaX's first one has no latents to add, and checkpointing may leave
+    some of them alone.
+
+    Args:
+        args: The model.
+        settings: A resolved plan; says nothing at degree 1.
+        tp_degree: Tensor-parallel ranks T.
+        batch: Sequences b of a micro-batch.
+        seq_len: Tokens s of a sequence.
+        dtype: The dtype that blocks compute in.
+        prepare: Applied to the model after tensor parallelism.
+
+    Returns:
+        Of one micro-batch on one rank.
+
+    Raises:
+        RuntimeError: If this process has a process group already and T > 1.
+    """
+    with fake_ranks(tp_degree) as mesh:
+        return _run(args, settings, mesh, batch, seq_len, dtype, prepare).repeated
 
 
 def fused_norm_saving(args: LlamaArgs, tokens: int, dtype: torch.dtype) -> int:
@@ -130,7 +166,7 @@ class _Count:
 
     kept: int
     peak: int
-    repeated: dict[tuple[str, str], tuple[int, int]]
+    repeated: Repeats
 
 
 def _run(
@@ -171,12 +207,20 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _repeated(ledger: CommLedger) -> dict[tuple[str, str], tuple[int, int]]:
+def _repeated(ledger: CommLedger) -> Repeats:
+    return {
+        (row["scope"], row["op"], row["dtype"]): (row["calls"], row["elements"])
+        for row in ledger.rows(split_recompute=True)
+        if row["recompute"]
+    }
+
+
+def _over_parts(repeats: Repeats) -> dict[tuple[str, str], tuple[int, int]]:
+    """Add up the parts of the model."""
     found: dict[tuple[str, str], tuple[int, int]] = {}
-    for row in ledger.rows(split_recompute=True):
-        if row["recompute"]:
-            calls, elements = found.get((row["op"], row["dtype"]), (0, 0))
-            found[row["op"], row["dtype"]] = calls + row["calls"], elements + row["elements"]
+    for (_, op, dtype), (calls, elements) in repeats.items():
+        before = found.get((op, dtype), (0, 0))
+        found[op, dtype] = before[0] + calls, before[1] + elements
     return found
 
 

@@ -2,7 +2,9 @@
 """One compressed exchange after another: error feedback around a codec.
 
 What a rank did not send is its residual, added to its next gradient (TAGC, Algorithm 1). Every rank
-keeps one for the whole of what it contributes to, as large as the unsharded gradient.
+keeps one for the whole of what it contributes to, as large as the unsharded gradient. Where a step
+may be skipped, an exchange writes a second one, which replaces the first when the step is taken:
+what a skipped step sent was never applied, so it is still owed.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ from torchtitan_lr.comm.codecs.hashing import step_seed
 ITEM_SIZE = {"gradient": 4, "index": 1}
 """Bytes of an element by the role of its row; gradients are exchanged in fp32."""
 
-COUNTS = ("sent", "unpeeled", "indexed", "collisions", "residual_square")
+COUNTS = ("sent", "unpeeled", "indexed", "collisions")
 """What `Compressor.counts` holds, in order."""
 
 
@@ -57,12 +59,13 @@ class Compressor:
         residual_dtype: fp32, or bf16 for half the memory; its rounding is lost.
         seed: Of the hash functions.
         all_reduce: Whether every rank needs the whole sum.
+        revocable: Whether exchanges wait for `commit`, at the price of a second residual.
 
     Attributes:
         exchanges: How many there have been.
         owes: Whether anything can be left unsent.
         measuring: Whether the next exchange also counts.
-        counts: The last counts, fp64 (5,), see `COUNTS`; None where nothing was measured.
+        counts: The last counts, fp64 (4,), see `COUNTS`; None where nothing was measured.
     """
 
     def __init__(
@@ -75,10 +78,11 @@ class Compressor:
         residual_dtype: torch.dtype = torch.float32,
         seed: int = 0,
         all_reduce: bool = False,
+        revocable: bool = False,
     ) -> None:
         self.name, self.sizes, self.spans = name, sizes, tuple(spans)
         self.group, self.device, self.seed, self.all_reduce = group, device, seed, all_reduce
-        self.residual_dtype = residual_dtype
+        self.residual_dtype, self.revocable = residual_dtype, revocable
         ranks = group.size()
         self.compressed_size = sum(span.size for span in spans if span.compressed)
         dense = sum(span.size for span in spans) - self.compressed_size
@@ -89,14 +93,26 @@ class Compressor:
         self.measuring = False
         self.counts: Tensor | None = None
         self._residual: Tensor | None = None
+        self._spare: Tensor | None = None  # takes turns with the residual
+        self._waits = False  # whether the spare one is what this rank owes if the step is taken
 
     @property
     def residual(self) -> Tensor:
-        """What this rank owes, (W, m); made on first use."""
+        """What this rank owes after the last step that was taken, (W, m); made on first use."""
         if self._residual is None:
             shape = (self.unit.ranks, self.unit.compressed)
             self._residual = torch.zeros(shape, dtype=self.residual_dtype, device=self.device)
         return self._residual
+
+    def commit(self) -> None:
+        """Take over what the exchanges since the last step left: the step is taken."""
+        if self._waits:
+            self._residual, self._spare = self._spare, self._residual
+            self._waits = False
+
+    def drop(self) -> None:
+        """Forget what the exchanges since the last step left: the step is skipped."""
+        self._waits = False
 
     def traffic(self, scope: str, mesh_dim: str) -> list[Traffic]:
         """Every collective of one exchange, from the formulas."""
@@ -112,6 +128,9 @@ class Compressor:
     def reduce_rows(self, rows: Tensor, dense: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Reduce-scatter rows, compressed, with error feedback.
 
+        Where `revocable`, the residual changes with the next `commit` only; until then several
+        exchanges build on each other.
+
         Args:
             rows: (W, m); overwritten.
             dense: (W, e), reduced as they are; none by default.
@@ -122,7 +141,7 @@ class Compressor:
         seed = step_seed(self.seed, self.name, self.exchanges)
         self.exchanges += 1
         if self.owes:
-            rows += self.residual
+            rows += self._debt()
         message = self.codec.encode(rows, seed)
         if dense is not None and dense.numel():
             message.summed["dense"] = dense
@@ -130,19 +149,29 @@ class Compressor:
         decoded = self.codec.decode(received, rows.shape[1], seed)
         if self.owes:
             told = None if decoded.verdict is None else gather(decoded.verdict, self.group)
-            owed = self.codec.unsent(rows, message, told)
-            # A NaN or infinity is among the largest, so it is sent and the step is skipped; kept,
-            # it would spoil every step to come. What was owed before is still owed then.
-            self.residual.copy_(torch.where(owed.isfinite(), owed, self.residual))
+            self._keep(self.codec.unsent(rows, message, told))
         if self.measuring:
             sent = rows if message.values is None else message.values
             counts = {name: value.double() for name, value in decoded.counts.items()}
             counts["sent"] = sent.count_nonzero().double()
-            if self.owes:
-                counts["residual_square"] = self.residual.double().square().sum()
             zero = torch.zeros((), dtype=torch.float64, device=rows.device)
             self.counts = torch.stack([counts.get(name, zero) for name in COUNTS])
         return decoded.total, received.get("dense", rows.new_empty(0))
+
+    def _debt(self) -> Tensor:
+        """Return what the next exchange adds: the residual, or what waits to become it."""
+        return self._spare if self._waits and self._spare is not None else self.residual
+
+    def _keep(self, owed: Tensor) -> None:
+        """Remember what an exchange did not send, for good or until the step is decided."""
+        debt = self._debt()
+        if self.revocable and self._spare is None:
+            self._spare = torch.empty_like(self.residual)
+        kept = self._spare if self.revocable and self._spare is not None else self.residual
+        # A NaN or infinity is among the largest, so it is sent and the step is skipped; kept, it
+        # would spoil every step to come. What was owed before is still owed then.
+        kept.copy_(torch.where(owed.isfinite(), owed, debt))
+        self._waits = self.revocable
 
     def spread(self, total: Tensor) -> Tensor:
         """Give every rank all sums: as bitmap and values where that is less.

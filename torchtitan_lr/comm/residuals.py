@@ -54,6 +54,16 @@ class Residuals:
             local = saved.to_local() if isinstance(saved, DTensor) else saved
             compressor.residual.copy_(local.reshape(compressor.residual.shape))
 
+    def commit(self) -> None:
+        """Keep what the step at hand left unsent: it is taken."""
+        for compressor in self.compressors:
+            compressor.commit()
+
+    def drop(self) -> None:
+        """Go back to what was owed before the step at hand: it is skipped."""
+        for compressor in self.compressors:
+            compressor.drop()
+
     def measure(self, enabled: bool) -> None:
         """Say whether the next step is counted."""
         for compressor in self.compressors:
@@ -62,17 +72,24 @@ class Residuals:
     def metrics(self) -> dict[str, float]:
         """Return what the last measured step did, over all ranks; call it on every rank.
 
+        Call it after `commit` or `drop`.
+
         Returns:
             ``sparsity`` achieved, ``unpeeled_share`` of the sent entries that the owner could not
             decode, ``index_collisions`` of a summed index, ``residual_norm`` over all ranks, and
-            ``bytes_saved`` by this rank in one step; empty where no step was measured.
+            ``bytes_saved`` by this rank in one step, where HSDP's plain all-reduce counts its shard
+            once, as the ledger has it; empty where no step was measured.
         """
-        measured = [c.counts for c in self.compressors if c.counts is not None]
+        measured = [
+            torch.cat([c.counts, c.residual.double().square().sum().view(1)])
+            for c in self.compressors
+            if c.counts is not None
+        ]
         if not measured:
             return {}
         total = torch.stack(measured).sum(0)
         dist.all_reduce(total)
-        sums = dict(zip(COUNTS, total.tolist(), strict=True))
+        sums = dict(zip((*COUNTS, "residual_square"), total.tolist(), strict=True))
         entries = sum(c.unit.ranks * c.unit.compressed for c in self.compressors)
         return {
             "grad_compression/sparsity": 1 - sums["sent"] / (entries * dist.get_world_size()),

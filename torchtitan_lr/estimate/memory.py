@@ -6,14 +6,23 @@ from functools import partial
 from math import prod
 from types import SimpleNamespace
 
+import torch
 from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_lr.analysis.memory import core_elements, gathered_bytes, sharded, static_memory
-from torchtitan_lr.analysis.rehearsal import Rehearsal, fused_norm_saving, rehearse
+from torchtitan_lr.analysis.rehearsal import (
+    Rehearsal,
+    fused_norm_saving,
+    rehearse,
+    rehearse_repeats,
+)
 from torchtitan_lr.analysis.schedule import most_in_flight, pipeline_order
+from torchtitan_lr.analysis.traffic import Traffic
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.run import Run, blocks_of
-from torchtitan_lr.estimate.traffic import boundaries_of, compressed_units
+from torchtitan_lr.estimate.traffic import boundaries_of, exchanged_units, repeated_row
+from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan_lr.parallel.compression_settings import settings_for
 from torchtitan_lr.parallel.plans import TPSettings
@@ -78,19 +87,45 @@ def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> 
         )
     option = section.selective_ac_option
     period = int(option) if mode == "selective" and option.isdecimal() else 1
-    dtype = TORCH_DTYPE_MAP[run.config.training.mixed_precision_param]
-    settings = run.settings if run.tp > 1 else TPSettings()  # says nothing there
-    sizes = (run.tp, run.microbatch, run.seq_len, dtype)
+    what, dtype = _rehearsed(run), TORCH_DTYPE_MAP[run.config.training.mixed_precision_param]
     # Alternatives, and runs that differ in their ranks only, often have the same blocks.
-    key = repr((run.args, settings, *sizes, replace(section, mode=mode)))
+    key = repr((*what, replace(section, mode=mode)))
     if key not in _KNOWN:
-        prepare = _checkpointing(run, mode)
-        _KNOWN[key] = rehearse(run.args, settings, *sizes, prepare, period)
+        _KNOWN[key] = rehearse(*what, _checkpointing(run, mode), period)
     result = _KNOWN[key]
     if mode == "none" and run.tp == 1 and fused_norm:
         saving = fused_norm_saving(run.args, run.tokens, dtype)
         result = replace(result, block=result.block - 2 * saving, ends=max(0, result.ends - saving))
     return result
+
+
+def repeated_by_block(run: Run) -> list[Traffic]:
+    """Return what activation checkpointing sends again in a step, block by block.
+
+    Args:
+        run: A run without a pipeline.
+
+    Raises:
+        ConfigError: Only the compiler decides what is repeated.
+    """
+    if run.tp == 1 or run.checkpointing == "none":
+        return []
+    if run.checkpointing == "memory_budget":
+        want = "'none', 'selective', 'full' or 'low_rank': only the compiler knows what it repeats"
+        raise ConfigError("activation_checkpoint.mode", "memory_budget", want)
+    prepare = _checkpointing(run, run.checkpointing)
+    count = run.microbatches * run.accumulation
+    return [
+        repeated_row(run, *what, count * calls, count * elements)
+        for what, (calls, elements) in rehearse_repeats(*_rehearsed(run), prepare).items()
+    ]
+
+
+def _rehearsed(run: Run) -> tuple[LlamaArgs, TPSettings, int, int, int, torch.dtype]:
+    """Return the model, plan, degree, sizes of a micro-batch and dtype of a rehearsal."""
+    settings = run.settings if run.tp > 1 else TPSettings()  # says nothing there
+    dtype = TORCH_DTYPE_MAP[run.config.training.mixed_precision_param]
+    return run.args, settings, run.tp, run.microbatch, run.seq_len, dtype
 
 
 def _checkpointing(run: Run, mode: str) -> partial[None]:
@@ -165,14 +200,14 @@ def buffer_bytes(run: Run, pp_rank: int) -> int:
 
 
 def _owed_bytes(run: Run) -> int:
-    """What compression has not sent: a number for every compressed entry that a rank adds to."""
-    crosses_hosts = run.replicas > 1
-    settings = settings_for(run.config, run.replicas if crosses_hosts else run.shard)
-    if settings.codec.name == "dense":
-        return 0
-    entries = sum(compressed for _, compressed, _ in compressed_units(run))
-    copies = 1 if crosses_hosts else run.shard
-    return settings.residual_dtype.itemsize * entries * copies
+    """What compression has not sent: a number for every compressed entry that a rank adds to.
+
+    Twice where a step may be skipped: what is owed after the step, and what before it.
+    """
+    settings = settings_for(run.config, run.replicas if run.replicas > 1 else run.shard)
+    owing = [unit for _, unit, codec in exchanged_units(run) if codec.name != "dense"]
+    entries = sum(unit.ranks * unit.compressed for unit in owing)
+    return settings.residual_dtype.itemsize * entries * (2 if settings.revocable else 1)
 
 
 def _received_bytes(run: Run, stages: list[int]) -> int:

@@ -16,9 +16,12 @@ import torch
 
 from torchtitan_lr.analysis.communication import model_traffic
 from torchtitan_lr.analysis.compression import (
+    CodecSizes,
+    Unit,
     all_reduce_traffic,
     exchange_unit,
     reduce_scatter_traffic,
+    unit_codec,
 )
 from torchtitan_lr.analysis.data_parallel import DataParallel, data_parallel_traffic
 from torchtitan_lr.analysis.memory import sharded
@@ -88,18 +91,17 @@ def _tensor(run: Run, pp_rank: int) -> list[Traffic]:
 def _repeated(run: Run, pp_rank: int, rehearsal: Rehearsal) -> list[Traffic]:
     """What checkpointed blocks send again in backward."""
     count = blocks_of(run.units_of(pp_rank)) * run.microbatches * run.accumulation
-    wide = "float32" if run.precision.compute < 4 else ""
     return [
-        Traffic(
-            "blocks",
-            "backward",
-            op,
-            "statistic" if dtype == wide else "activation",
-            round(calls * count),
-            round(elements * count),
-        )
+        repeated_row(run, "blocks", op, dtype, round(calls * count), round(elements * count))
         for (op, dtype), (calls, elements) in rehearsal.repeated.items()
     ]
+
+
+def repeated_row(run: Run, scope: str, op: str, dtype: str, calls: int, elements: int) -> Traffic:
+    """Return a row of what checkpointing sends again; fp32 beside bf16 is the norm's statistic."""
+    wide = "float32" if run.precision.compute < 4 else ""
+    role = "statistic" if dtype == wide else "activation"
+    return Traffic(scope, "backward", op, role, calls, elements)
 
 
 def _messages(run: Run, pp_rank: int) -> list[Traffic]:
@@ -140,25 +142,26 @@ def _compressed(run: Run, uncompressed: Sequence[Traffic]) -> list[Traffic]:
         elif row.mesh_dim != crossed:
             k = run.accumulation
             rows.append(replace(row, calls=row.calls // k, elements=row.elements // k))
-    for scope, compressed, dense in compressed_units(run):
-        ranks = run.mesh[crossed].size
-        codec = settings_for(run.config, ranks).codec
-        unit = exchange_unit(compressed, dense, ranks, codec, run.replicas > 1)
-        rows_of = all_reduce_traffic if run.replicas > 1 else reduce_scatter_traffic
+    rows_of = all_reduce_traffic if run.replicas > 1 else reduce_scatter_traffic
+    for scope, unit, codec in exchanged_units(run):
         rows += rows_of(unit, codec, scope, crossed)
     return merge(rows)
 
 
-def compressed_units(run: Run) -> list[tuple[str, int, int]]:
-    """Return every FSDP unit's scope, and its compressed and other entries of one shard."""
-    settings = settings_for(run.config, run.replicas if run.replicas > 1 else run.shard)
+def exchanged_units(run: Run) -> list[tuple[str, Unit, CodecSizes]]:
+    """Return the scope of every FSDP unit, what it exchanges, and by which codec."""
+    crosses_hosts = run.replicas > 1
+    ranks = run.replicas if crosses_hosts else run.shard
+    settings = settings_for(run.config, ranks)
     units = []
     for name, parameters in run.stages[0].items():
         entries = {True: 0, False: 0}
         for parameter, shape in parameters.items():
             chosen = is_compressed(parameter, prod(run.global_shapes[parameter]), settings)
             entries[chosen] += prod(sharded(shape, run.shard))
-        units.append(("head" if name == "root" else name, entries[True], entries[False]))
+        codec = unit_codec(settings.codec, entries[True], ranks, crosses_hosts)
+        unit = exchange_unit(entries[True], entries[False], ranks, codec, crosses_hosts)
+        units.append(("head" if name == "root" else name, unit, codec))
     return units
 
 

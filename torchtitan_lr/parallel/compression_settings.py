@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lr.analysis.compression import LEVELS, CodecSizes, peels, smallest_theta
+from torchtitan_lr.analysis.compression import (
+    LEVELS,
+    CodecSizes,
+    load_limit,
+    peels,
+    smallest_theta,
+    unit_load,
+)
 from torchtitan_lr.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +39,8 @@ class CompressionSettings:
         min_size: Smaller tensors travel dense.
         residual_dtype: Of what was not sent.
         seed: Of the hash functions.
+        revocable: Whether residuals change with the step, not with its exchanges: it may be
+            skipped, or a checkpoint may still be read from them. Costs a second residual.
     """
 
     codec: CodecSizes
@@ -42,6 +51,7 @@ class CompressionSettings:
     min_size: int
     residual_dtype: torch.dtype
     seed: int
+    revocable: bool = False
 
 
 def compresses(config: Any) -> bool:
@@ -97,6 +107,10 @@ def settings_for(config: Any, ranks: int) -> CompressionSettings:
         min_size=section.min_size,
         residual_dtype=TORCH_DTYPE_MAP[section.residual_dtype],
         seed=section.seed,
+        revocable=(
+            config.training.max_skipped_steps > 0
+            or config.checkpoint.async_mode == "async_with_pinned_mem"
+        ),
     )
 
 
@@ -142,6 +156,22 @@ def describe_selection(sizes: Mapping[str, int], chosen: Iterable[str]) -> str:
     )
 
 
+def describe_small_units(codec: CodecSizes, entries: Mapping[str, int], ranks: int) -> str:
+    """Say which units travel dense, and why, units of equal size together.
+
+    Args:
+        codec: The sketch that would not peel.
+        entries: Entries of a destination by unit.
+        ranks: Ranks that exchange gradients.
+    """
+    reasons = []
+    for m in sorted(set(entries.values())):
+        load, limit = unit_load(m, codec, ranks), max(0.0, load_limit(m, codec))
+        units = _merged(name for name, size in entries.items() if size == m)
+        reasons.append(f"{units} ({m} entries a destination: load {load:.2f} above {limit:.2f})")
+    return f"too small for a sketch to peel, so dense: {', '.join(reasons)}"
+
+
 def _merged(names: Iterable[str]) -> str:
-    merged = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    merged = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
     return ", ".join(name.removesuffix(".weight") for name in merged) or "none"

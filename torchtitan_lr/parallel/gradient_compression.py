@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torchtitan.tools.logging import logger
 
-from torchtitan_lr.analysis.compression import codec_bits
+from torchtitan_lr.analysis.compression import CodecSizes, codec_bits, unit_codec
 from torchtitan_lr.comm.codecs.base import reduce_scatter
 from torchtitan_lr.comm.compressor import Compressor, Span, join_spans, split_spans
 from torchtitan_lr.errors import ConfigError
@@ -26,6 +26,7 @@ from torchtitan_lr.parallel.compression_settings import (
     CompressionSettings,
     clean_name,
     describe_selection,
+    describe_small_units,
     is_compressed,
 )
 
@@ -89,6 +90,7 @@ class CompressedAllReduce:
         """Sum the shard (s,) over the replicas."""
         compressor = self.compressor
         _require_size(compressor, shard)
+        _hold_for_this_stream(shard)
         flat, dense = split_spans(shard, compressor.spans)
         if compressor.owes:
             ranks = compressor.unit.ranks
@@ -107,6 +109,8 @@ def apply_gradient_compression(
 ) -> None:
     """Give every FSDP2 unit of a model its compressor.
 
+    A unit too small for its sketch to peel travels dense.
+
     Args:
         model: Sharded with `fully_shard`; may still be on the meta device.
         mesh: The dimension to compress: the shards, or HSDP's replicas.
@@ -118,32 +122,53 @@ def apply_gradient_compression(
     """
     names = {id(p): clean_name(name) for name, p in model.named_parameters()}
     sizes = {clean_name(name): p.numel() for name, p in model.named_parameters()}
-    chosen = [name for name, size in sizes.items() if is_compressed(name, size, settings)]
+    chosen = {name for name, size in sizes.items() if is_compressed(name, size, settings)}
     if not chosen and settings.codec.name != "dense":
         raise ConfigError(
             "grad_compression.layers", settings.layers, "a selection that some tensor fits"
         )
-    device = torch.device(mesh.device_type)
-    if device.type != "cpu":
-        device = torch.device(device.type, torch.get_device_module(device).current_device())
-    for module_name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        compressor = Compressor(
-            clean_name(module_name + ".").rstrip(".") or "root",
-            settings.codec,
-            list(_spans(module, names, set(chosen))),
-            mesh.get_group(),
-            device,
-            settings.residual_dtype,
-            settings.seed,
-            all_reduce,
-        )
+    too_small: dict[str, int] = {}
+    for unit_name, module in _units(model):
+        parts = dict(_parts(module, names))
+        entries = sum(size for name, size in parts.items() if name in chosen)
+        codec = unit_codec(settings.codec, entries, mesh.size(), all_reduce)
+        if codec != settings.codec:
+            too_small[unit_name] = -(-entries // mesh.size()) if all_reduce else entries
+            chosen -= parts.keys()
+        spans = [Span(size, name in chosen) for name, size in parts.items()]
+        compressor = _compressor(unit_name, codec, spans, mesh, settings, all_reduce)
         if all_reduce:
             module.set_all_reduce_hook(CompressedAllReduce(compressor))
         else:
             module.set_custom_reduce_scatter(CompressedReduceScatter(compressor))
-    _log(settings, sizes, chosen)
+    _log(settings, sizes, [name for name in sizes if name in chosen], all_reduce)
+    if too_small:
+        what = describe_small_units(settings.codec, too_small, mesh.size())
+        logger.info("Gradient compression: %s", what)
+
+
+def _compressor(
+    name: str,
+    codec: CodecSizes,
+    spans: list[Span],
+    mesh: DeviceMesh,
+    settings: CompressionSettings,
+    all_reduce: bool,
+) -> Compressor:
+    device = torch.device(mesh.device_type)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
+    return Compressor(
+        name,
+        codec,
+        spans,
+        mesh.get_group(),
+        device,
+        settings.residual_dtype,
+        settings.seed,
+        all_reduce,
+        settings.revocable,
+    )
 
 
 def compressor_of(module: object) -> Compressor | None:
@@ -162,12 +187,19 @@ def compressors_of(model_parts: Iterable[nn.Module]) -> list[Compressor]:
     return [compressor for compressor in found if compressor and compressor.owes]
 
 
-def _spans(module: FSDPModule, names: dict[int, str], chosen: set[str]) -> Iterator[Span]:
+def _units(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
+    """Yield every FSDP2 unit with its name."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            yield clean_name(name + ".").rstrip(".") or "root", module
+
+
+def _parts(module: FSDPModule, names: dict[int, str]) -> Iterator[tuple[str, int]]:
     """Yield what one destination gets of each tensor of a unit, FSDP2's padding included."""
     for group in _param_groups(module):
         for parameter in group.fsdp_params:
             name = names[id(parameter.sharded_param)]
-            yield Span(parameter.padded_sharded_param_size.numel(), name in chosen)
+            yield name, parameter.padded_sharded_param_size.numel()
 
 
 def _param_groups(module: FSDPModule) -> list[Any]:
@@ -176,6 +208,18 @@ def _param_groups(module: FSDPModule) -> list[Any]:
     if groups is None:  # before torch 2.13
         groups = [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def _hold_for_this_stream(buffer: Tensor) -> None:
+    """Keep a buffer of another stream from being reused before the current one is done with it.
+
+    FSDP2 allocates the shard for its reduce-scatters and calls the hook on its all-reduce stream.
+    Where gradients are stored in another dtype than they are summed in, it drops the shard as soon
+    as the cast is queued; only for its own all-reduce does it hold it. The next unit's
+    reduce-scatter could write over what is still being summed.
+    """
+    if buffer.device.type != "cpu":
+        buffer.record_stream(torch.get_device_module(buffer.device).current_stream())
 
 
 def _require_sum(op: Any, async_op: bool) -> None:
@@ -192,7 +236,9 @@ def _require_size(compressor: Compressor, shard: Tensor) -> None:
         )
 
 
-def _log(settings: CompressionSettings, sizes: dict[str, int], chosen: list[str]) -> None:
+def _log(
+    settings: CompressionSettings, sizes: dict[str, int], chosen: list[str], all_reduce: bool
+) -> None:
     codec = settings.codec
     if codec.theta > settings.requested_theta:
         logger.info(
@@ -208,6 +254,6 @@ def _log(settings: CompressionSettings, sizes: dict[str, int], chosen: list[str]
         codec.name if codec.name != "sketch" else f"sketch (c = {codec.c:g}, index {codec.index})",
         settings.ranks,
         codec.theta,
-        sum(codec_bits(codec).values()),
+        sum(codec_bits(codec, settings.ranks if all_reduce else 0).values()),
         describe_selection(sizes, chosen),
     )

@@ -1,0 +1,44 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""HSDP's hook on a stream of its own: the shard's memory is not given away before it is done."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchtitan_lr.analysis.compression import CodecSizes, kept_entries
+from torchtitan_lr.comm.compressor import Compressor, Span
+from torchtitan_lr.parallel.collectives import Ranks
+from torchtitan_lr.parallel.gradient_compression import CompressedAllReduce
+
+SIZE = 2**22
+CYCLES = 2**31
+"""A second or so of a busy stream: far longer than it takes to allocate once."""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("codec", [CodecSizes("dense"), CodecSizes("sparse", 1, 0.9)], ids=str)
+def test_the_shards_memory_is_not_reused_before_the_sum_is_done(
+    codec: CodecSizes, one_rank: Ranks
+) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    device = torch.device("cuda", torch.cuda.current_device())
+    hook = CompressedAllReduce(
+        Compressor("unit", codec, [Span(SIZE, True)], group, device, all_reduce=True)
+    )
+    scatters, reduces = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(scatters):
+        shard = torch.ones(SIZE, device=device)
+    reduces.wait_stream(scatters)
+    with torch.cuda.stream(reduces):
+        torch.cuda._sleep(CYCLES)
+        hook(shard)
+        stored = shard.bfloat16()
+    place = shard.data_ptr()
+    del shard  # as FSDP2 does after the cast
+    with torch.cuda.stream(scatters):
+        following = torch.zeros(SIZE, device=device)
+    assert following.data_ptr() != place
+    torch.cuda.synchronize()
+    assert stored.count_nonzero() == kept_entries(SIZE, codec.theta)

@@ -1,0 +1,45 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""HSDP's hook and the stream that it runs on; the exchange itself is tested on ranks."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchtitan_lr.analysis.compression import CodecSizes
+from torchtitan_lr.comm.compressor import Compressor, Span
+from torchtitan_lr.parallel.gradient_compression import CompressedAllReduce
+
+
+@pytest.fixture
+def hook(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    group, device = dist.group.WORLD, torch.device("cpu")
+    sizes, spans = CodecSizes("dense"), [Span(100, True)]
+    yield CompressedAllReduce(Compressor("u", sizes, spans, group, device, all_reduce=True))
+    dist.destroy_process_group()
+
+
+class OnAnAccelerator(torch.Tensor):
+    """Says that it is not on the CPU, and notes which streams use it."""
+
+    device = torch.device("cuda")
+
+    def record_stream(self, stream):
+        self.streams = [*getattr(self, "streams", []), stream]
+
+
+def test_the_shard_is_held_for_the_hooks_stream(hook, monkeypatch):
+    """Allocated on the reduce-scatter's stream, it may be dropped before the sum is done."""
+    handle = SimpleNamespace(current_stream=lambda: "the hook's stream")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: handle)
+    shard = torch.arange(100.0).as_subclass(OnAnAccelerator)
+    hook(shard)
+    assert shard.streams == ["the hook's stream"]
+
+
+def test_a_cpu_has_no_streams(hook):
+    shard = torch.arange(100.0)
+    hook(shard)
+    assert torch.equal(shard, torch.arange(100.0))  # the sum of one rank
