@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.fork_server import AVAILABLE, ROOT, ForkServer
 from torchtitan_lr.processes import child_pids
 
-LIMIT = 900  # seconds a process may take before it counts as hung; a quiet machine needs ten
+LIMIT = 480  # seconds a process may take before it counts as hung; a quiet machine needs ten
 
 LAUNCH = [sys.executable, "-m", "torchtitan_lr.launch"]
 
