@@ -50,9 +50,9 @@ def by_trainer(
     found = {}
     decide = trainer._may_step
 
-    def remember(loss: Tensor, norm: Tensor) -> bool:
+    def remember(loss: Tensor, norm: Tensor, tokens: float) -> bool:
         found.update(loss=loss.cpu(), norm=norm.cpu())
-        return decide(loss, norm)
+        return decide(loss, norm, tokens)
 
     monkeypatch.setattr(trainer, "_may_step", remember)
     trainer.step = 2  # the first is logged

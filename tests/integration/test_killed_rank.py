@@ -58,7 +58,7 @@ def test_a_stopped_rank_is_not_taken_for_a_killed_one(tmp_path):
     runs.wait_until_gone(ranks)
     (line,) = done.own_lines()
     assert line.startswith("error: rank 0 failed: "), done.everything
-    assert "imed out" in line and " in dist_sum (train.py: _sum_over_batch)" in line
+    assert "imed out" in line and " in all_reduce (step_data.py: sum_over_ranks)" in line
     assert "; rank 1 did not end when asked to: stopped, or stuck; its output: " in line
 
 

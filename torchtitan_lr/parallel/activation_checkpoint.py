@@ -4,7 +4,7 @@
 import torch
 from torch import nn
 from torchtitan.config import JobConfig
-from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.distributed import activation_checkpoint as titan_ac
 
 from torchtitan_lr.parallel.low_rank_checkpoint import apply_low_rank_checkpoint
 
@@ -23,14 +23,20 @@ torchtitan keeps every second matmul on top of this; its own list lacks the CPU'
 
 
 def apply_activation_checkpoint(model: nn.Module, job_config: JobConfig) -> None:
-    """Wrap each decoder block as ``[activation_checkpoint]`` says; ``none`` leaves it alone."""
+    """Wrap each decoder block as ``[activation_checkpoint]`` says; ``none`` leaves it alone.
+
+    ``selective_ac_option = "2"`` wraps every second block of the whole model, whatever stage of a
+    pipeline holds it.
+    """
     section = job_config.activation_checkpoint
     if section.mode == "none":
         return
     if section.mode == "low_rank":
         apply_low_rank_checkpoint(model, section.low_rank_save_attention)
         return
-    apply_ac(
+    # Upstream counts blocks through all models of a process, the rehearsed ones too.
+    titan_ac._layer_sac_count = int(next(iter(getattr(model, "layers")), 0))  # noqa: B009
+    titan_ac.apply_ac(
         model,
         section,
         model_compile_enabled=compiles_model(job_config),
