@@ -181,6 +181,7 @@ def _run_tests(copy: Path, tests: list[str], module: str, answer: Connection) ->
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # importing them takes longer than a test
     here = Path(__file__).resolve()
     ours = ("", str(here.parent), str(here.parents[2]))
+    os.environ.pop("PYTEST_ADDOPTS", None)  # options of the tests that started this
     sys.path[:] = [str(copy), *(path for path in sys.path if path not in ours)]
     sys.dont_write_bytecode, sys.argv = True, ["pytest"]
     # Processes of multiprocessing import the main module: there is none for them.

@@ -36,6 +36,9 @@ def missing(text):
         section, _, key = word.removeprefix("--").partition("=")[0].partition(".")
         if re.fullmatch(rf"[\w/.]+\.({'|'.join(SUFFIXES)})|[\w/]+/", word):
             found = (ROOT / word).exists() or (ROOT / "torchtitan_lr" / word).exists()
+        elif test := re.fullmatch(r"([\w/.]+\.py)::(\w+)", word):
+            path = ROOT / test[1]
+            found = path.exists() and f"def {test[2]}(" in path.read_text()
         elif section in SECTIONS and re.fullmatch(r"\w+", key):
             found = hasattr(getattr(config, section), key)
         elif re.fullmatch(r"[A-Za-z_]\w{3,}(\.\w+)?", word) and ("_" in word or word[0].isupper()):
@@ -61,9 +64,11 @@ def test_what_a_page_names_exists(page):
 
 def test_names_that_do_not_exist_are_noticed():
     text = (
-        "`parallel/btq.py` and `DownEdgy`, `low_rank.rnk=3`; `btp` is none; `models/layers.py` is"
+        "`parallel/btq.py` and `DownEdgy`, `low_rank.rnk=3`; `btp` is none; `models/layers.py` is; "
+        "`tests/unit/test_docs.py::test_no` is none, `tests/unit/test_docs.py::missing` is"
     )
-    assert missing(text) == ["parallel/btq.py", "DownEdgy", "low_rank.rnk=3"]
+    lost = ["parallel/btq.py", "DownEdgy", "low_rank.rnk=3", "tests/unit/test_docs.py::test_no"]
+    assert missing(text) == lost
 
 
 def test_commands_of_the_pages_name_scripts_that_exist():
