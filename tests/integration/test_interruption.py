@@ -56,7 +56,10 @@ class Life:
         last = runs.last_step(self.folder)
         if "torn" in extra:
             extra["copy"] = self._copy(extra["torn"])
-        return SimpleNamespace(before=before, done=done, folders=folders, last=last, **extra)
+        summary = (self.folder / "summary.json").exists()
+        return SimpleNamespace(
+            before=before, done=done, folders=folders, last=last, summary=summary, **extra
+        )
 
     def _sigterm(self, process, number=signal.SIGTERM):
         pids = process.wait_for_held(2)
@@ -120,7 +123,7 @@ def test_a_signal_saves_that_very_step(life, name, step):
     assert "Traceback" not in stage.done.out + stage.done.err
     assert stage.done.own_lines() == []
     # An unfinished run has no summary to be taken for a finished one's.
-    assert not (life.folder / "summary.json").exists()
+    assert not stage.summary
 
 
 def test_the_next_start_goes_on_from_there(life):
