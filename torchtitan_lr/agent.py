@@ -34,7 +34,7 @@ from torchtitan_lr.report import DID_NOT_END
 
 LOOPBACK = "127.0.0.1"
 
-GRACE_SECONDS = 3
+GRACE_SECONDS = 2
 """How long ranks may take to end after one of them has failed; they cannot save without it."""
 
 _torchruns_close = SubprocessContext._close
