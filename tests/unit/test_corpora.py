@@ -208,6 +208,7 @@ def test_a_corpus_of_one_document_has_nothing_to_hold_out(tmp_path):
         ("a.txt", b"PK\x03\x04\x14\x00\x08\x08 and some letters after it", "binary"),
         ("a.txt", "русский текст".encode("koi8-r"), "another encoding"),
     ],
+    ids=["utf16", "utf16_without_mark", "utf16_jsonl", "binary", "koi8"],
 )
 def test_what_is_no_text_is_refused(tmp_path, name, content, part):
     (tmp_path / "0.jsonl").write_text("".join(f'{{"text": "{i}"}}\n' for i in range(40)))
