@@ -31,6 +31,7 @@ from typing import Any, Protocol
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # scripts/ is a folder of programs, not a package
 
+from torchtitan_lr.checkpoint_layout import all_steps  # noqa: E402
 from torchtitan_lr.cli import OneLineParser  # noqa: E402
 from torchtitan_lr.history import HISTORY_FILE, read_history  # noqa: E402
 from torchtitan_lr.processes import child_pids  # noqa: E402
@@ -125,11 +126,11 @@ def live_and_die(start: Start, arguments: Sequence[str], folder: Path, draw: ran
     Raises:
         Broken: The run ended by itself, or somebody outlived the kill for too long.
     """
-    step = max(saves(folder), default=0) + draw.randint(1, 2)
+    step = max(all_steps(folder / "checkpoint"), default=0) + draw.randint(1, 2)
     victim, delay = draw.choice(VICTIMS), draw.uniform(0, 0.1)
     life = start(arguments)
     deadline = time.monotonic() + PATIENCE
-    while step not in saves(folder):
+    while step not in all_steps(folder / "checkpoint"):  # the save has at least begun
         if not alive(life.pid) or time.monotonic() > deadline:
             raise Broken(f"no save of step {step}:\n{life.finish().everything}")
         time.sleep(0.002)
@@ -152,12 +153,6 @@ def chosen(victim: str, family: Sequence[int], draw: random.Random) -> list[int]
     if victim == "rank":
         return [draw.choice(ranks)]
     return {"launcher": [launcher], "torchrun": [torchrun], "all": list(family)}[victim]
-
-
-def saves(folder: Path) -> list[int]:
-    """Return the steps whose save has at least begun."""
-    names = (path.name for path in (folder / "checkpoint").glob("step-*"))
-    return [int(name.removeprefix("step-")) for name in names]
 
 
 def below(pid: int) -> list[int]:

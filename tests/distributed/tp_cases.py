@@ -223,15 +223,17 @@ def parity(case: Case, *wrappers: Callable[[LlamaModel, Case], None]) -> dict[st
 
 def compile_last_block(model: LlamaModel, case: Case) -> None:
     """The one that receives LaX's latents; two of them would cost twice as much."""
-    torch._dynamo.reset()
-    name, block = list(model.layers.named_children())[-1]
-    compiled: Any = torch.compile(block, backend=BACKEND, fullgraph=True)
-    model.layers.register_module(name, compiled)
+    _compile(model, list(model.layers)[-1:])
 
 
 def compile_blocks(model: LlamaModel, case: Case) -> None:
+    _compile(model, list(model.layers))
+
+
+def _compile(model: LlamaModel, names: list[str]) -> None:
     torch._dynamo.reset()
-    for name, block in model.layers.named_children():
+    for name in names:
+        block = model.layers[name]
         compiled: Any = torch.compile(block, backend=BACKEND, fullgraph=True)
         model.layers.register_module(name, compiled)
 

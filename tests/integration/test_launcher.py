@@ -216,7 +216,7 @@ def small_disk(tmp_path):
     disk.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)]
     if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("nobody here may mount a small disk")
+        pytest.skip("this user may not mount a small disk")
     yield disk
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
 

@@ -61,7 +61,7 @@ def data_parallel_traffic(
 
     Args:
         shape: Shape and family of the model.
-        settings: The tensor-parallel plan; says nothing at degree 1.
+        settings: The tensor-parallel plan; ignored when T is 1.
         tp_degree: Tensor-parallel ranks T.
         layout: Degrees and policy.
 

@@ -71,7 +71,7 @@ def rehearse(
 
     Args:
         args: The model; one and three of its blocks are run, or as many periods.
-        settings: A resolved plan; says nothing at degree 1.
+        settings: A resolved plan; ignored when T is 1.
         tp_degree: Tensor-parallel ranks T.
         batch: Sequences b of a micro-batch.
         seq_len: Tokens s of a sequence.
@@ -112,7 +112,7 @@ def rehearse_repeats(
 
     Args:
         args: The model.
-        settings: A resolved plan; says nothing at degree 1.
+        settings: A resolved plan; ignored when T is 1.
         tp_degree: Tensor-parallel ranks T.
         batch: Sequences b of a micro-batch.
         seq_len: Tokens s of a sequence.

@@ -115,8 +115,8 @@ def resolve_assets_path(path: str) -> Path:
 def build_tokenizer(job_config: Any) -> BaseTokenizer:
     """Build the tokenizer that the assets folder holds (a ``TrainSpec``'s hook).
 
-    A process reads a Hugging Face folder once: checks and trainer get the same object until one of
-    its files changes.
+    A process reads a folder once: checks and trainer get the same object until one of its files
+    changes.
 
     Args:
         job_config: The run's ``JobConfig``; ``model.hf_assets_path`` is read.
@@ -129,28 +129,34 @@ def build_tokenizer(job_config: Any) -> BaseTokenizer:
         ConfigError: No such folder, no tokenizer in it, or a broken one.
     """
     key, path = "model.hf_assets_path", job_config.model.hf_assets_path
-    folder = resolve_assets_path(path)
-    if (folder / HF_FILE).is_file():
-        try:
-            return _read_hf_folder(folder, _versions(folder))
-        except Exception as error:  # the tokenizers library raises bare Exception
-            raise ConfigError(
-                key, str(folder / HF_FILE), f"a readable {HF_FILE} ({error})"
-            ) from error
-    if (folder / TIKTOKEN_FILE).is_file():
-        return TiktokenTokenizer(folder / TIKTOKEN_FILE)
-    raise ConfigError(key, path, f"a folder that holds {HF_FILE} or {TIKTOKEN_FILE}")
+    file = tokenizer_file(resolve_assets_path(path))
+    if file is None:
+        raise ConfigError(key, path, f"a folder that holds {HF_FILE} or {TIKTOKEN_FILE}")
+    try:
+        return _read(file, _versions(file.parent))
+    except ConfigError:
+        raise
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise ConfigError(key, str(file), f"a readable {file.name} ({error})") from error
+
+
+def tokenizer_file(folder: Path) -> Path | None:
+    """Return the file that a folder's tokenizer is built from, None if it holds none."""
+    files = (folder / name for name in (HF_FILE, TIKTOKEN_FILE))
+    return next((file for file in files if file.is_file()), None)
 
 
 def _versions(folder: Path) -> tuple[Any, ...]:
-    """Return name, size and time of change of the files that a Hugging Face tokenizer may read."""
-    stats = ((path.name, path.stat()) for path in sorted(folder.glob("*.json")))
+    """Return name, size and time of change of every file that a tokenizer may read."""
+    stats = ((path.name, path.stat()) for path in sorted(folder.iterdir()))
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 @lru_cache(maxsize=2)
-def _read_hf_folder(folder: Path, versions: tuple[Any, ...]) -> HuggingFaceTokenizer:
-    return HuggingFaceTokenizer(str(folder))
+def _read(file: Path, versions: tuple[Any, ...]) -> BaseTokenizer:
+    if file.name == HF_FILE:
+        return HuggingFaceTokenizer(str(file.parent))
+    return TiktokenTokenizer(file)
 
 
 def check_tokenizer(job_config: Any) -> int:

@@ -123,7 +123,7 @@ def repeated_by_block(run: Run) -> list[Traffic]:
 
 def _rehearsed(run: Run) -> tuple[LlamaArgs, TPSettings, int, int, int, torch.dtype]:
     """Return the model, plan, degree, sizes of a micro-batch and dtype of a rehearsal."""
-    settings = run.settings if run.tp > 1 else TPSettings()  # says nothing there
+    settings = run.settings if run.tp > 1 else TPSettings()  # ignored there
     dtype = TORCH_DTYPE_MAP[run.config.training.mixed_precision_param]
     return run.args, settings, run.tp, run.microbatch, run.seq_len, dtype
 

@@ -11,8 +11,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.data.llama3 import HF_FILE, TIKTOKEN_FILE
-from torchtitan_lr.data.tokenizer import resolve_assets_path
+from torchtitan_lr.data.tokenizer import resolve_assets_path, tokenizer_file
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 
@@ -58,12 +57,8 @@ def tokenizer_digest(assets_path: str) -> str:
     Returns:
         ``sha256:`` and the first 16 hexadecimal digits of it; "" where there is no such file.
     """
-    folder = resolve_assets_path(assets_path)
-    for name in (HF_FILE, TIKTOKEN_FILE):
-        if (folder / name).is_file():
-            digest = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-            return f"sha256:{digest[:16]}"
-    return ""
+    file = tokenizer_file(resolve_assets_path(assets_path))
+    return "" if file is None else f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"
 
 
 def check_fingerprint(stored: dict[str, Any], here: dict[str, Any], step_dir: str | Path) -> None:
