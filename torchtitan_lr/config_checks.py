@@ -6,6 +6,7 @@ and need no process group: the launcher calls them before any rank starts, and e
 """
 
 import importlib.util
+from functools import cache
 from typing import Any
 
 from torchtitan_lr.collector import collector_off
@@ -48,19 +49,27 @@ def build_job_config(argv: list[str]) -> Any:
     if paths and paths[-1] and not raw:
         raise ConfigError(CONFIG_FILE_KEY, paths[-1], "a TOML file with settings; it has none")
 
-    # Late, because torchtitan imports torch: a wrong path is told before those seconds.
+    # Late, because torchtitan imports torch: a wrong path is refused before those seconds.
     with collector_off():
-        from torchtitan.config import ConfigManager, JobConfig
+        from torchtitan.config import ConfigManager
 
-    from torchtitan_lr import job_config as extension
-
-    config_cls = ConfigManager._merge_configs(JobConfig, extension.JobConfig)
+    config_cls = config_class()
     values = apply_overrides(check_toml(raw, config_cls), overrides, config_cls)
     _check_before_merge(values)
     if "dump_folder" in values.get("job", {}):
         values["job"]["dump_folder"] = _dump_folder(values["job"]["dump_folder"])
     # What else the manager does (parse text, check the tokenizer) is done already or comes later.
     return ConfigManager()._dict_to_dataclass(config_cls, values)
+
+
+@cache
+def config_class() -> Any:
+    """Returns torchtitan's JobConfig with the sections of ``torchtitan_lr.job_config`` merged in."""
+    from torchtitan.config import ConfigManager, JobConfig
+
+    from torchtitan_lr import job_config as extension
+
+    return ConfigManager._merge_configs(JobConfig, extension.JobConfig)
 
 
 def check_job_config(

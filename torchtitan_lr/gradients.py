@@ -8,11 +8,12 @@ that an optimizer takes from there after each micro-batch and sums itself (TSR-A
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.utils import clip_grads_with_norm_
 
 from torchtitan_lr.guard import nonfinite_gradient
+from torchtitan_lr.optim.shard_adam import local_shards
 from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
 from torchtitan_lr.parallel.grad_norm import gradient_norm
 
@@ -51,9 +52,12 @@ class StoredGradients:
         """Return the norm; the wrappers have summed the gradients."""
         return gradient_norm(self._parameters(), self.pp_mesh)
 
+    @torch.no_grad()
     def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale the gradients in place."""
-        clip_grads_with_norm_(self._parameters(), max_norm, norm, foreach=True)
+        """Scale this rank's shards of the gradients in place."""
+        gradients = [p.grad for p in self._parameters() if p.grad is not None]
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_(local_shards(gradients), coefficient)
 
     def nonfinite(self) -> str | None:
         """Name the first parameter with a gradient that is not finite on this rank."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.pool import RankPool
-from tests.distributed.training import EXACT, TINY, known_corpus, largest_difference, train
+from tests.distributed.training import EXACT, TINY, known_setup, largest_difference, train
 from tests.integration import runs
 from torchtitan_lr.config_checks import build_job_config, check_job_config
 from torchtitan_lr.estimate.memory import buffer_bytes
@@ -182,8 +182,8 @@ def around_a_skipped_step(arguments: list[str], revocable: bool = True) -> dict[
     folders: list[Any] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folders)
     config = build_job_config([*TINY, f"--job.dump_folder={folders[0]}", *arguments])
-    check_job_config(config, dist.get_world_size(), "cpu")
-    with known_corpus():
+    with known_setup():
+        check_job_config(config, dist.get_world_size(), "cpu")
         trainer = Trainer(config)
         compressors = compressors_of(trainer.model_parts)
         for compressor in compressors:

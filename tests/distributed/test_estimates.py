@@ -10,7 +10,7 @@ import torch
 from tests.distributed.layouts import degrees, model, schedule
 from tests.distributed.pool import RankPool
 from tests.distributed.tp_cases import Case, build_model, model_args, shard_model, tp_mesh
-from tests.distributed.training import BF16, TINY
+from tests.distributed.training import BF16, TINY, known_setup
 from torchtitan_lr.analysis.memory import static_memory
 from torchtitan_lr.analysis.rehearsal import rehearse
 from torchtitan_lr.comm.comparison import compare, differences
@@ -78,12 +78,13 @@ def measure(arguments: list[str]) -> dict[str, Any]:
     folders: list[Any] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folders)
     config = build_job_config([*TINY, f"--job.dump_folder={folders[0]}", *arguments])
-    check_job_config(config, dist.get_world_size(), "cpu")
-    trainer = Trainer(config)
-    batches = trainer.batch_generator(trainer.dataloader)
-    trainer.step = 1
-    with ledger_for(trainer.parallel_dims, trainer.model_parts) as ledger:
-        trainer.train_step(batches)
+    with known_setup():
+        check_job_config(config, dist.get_world_size(), "cpu")
+        trainer = Trainer(config)
+        batches = trainer.batch_generator(trainer.dataloader)
+        trainer.step = 1
+        with ledger_for(trainer.parallel_dims, trainer.model_parts) as ledger:
+            trainer.train_step(batches)
     sent: dict[str, dict[str, int]] = {}
     for row in ledger.rows():
         if row["scope"] != "step":

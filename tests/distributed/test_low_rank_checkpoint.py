@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Low-rank checkpointing under tensor parallelism: exact, and silent under BTP."""
 
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -41,12 +42,15 @@ def gradients(case: Case, *changes: str) -> dict[str, torch.Tensor]:
     return parts
 
 
-def differences(cases: list[Case], *options: str) -> list[float]:
+FORMS = ("low_rank", "low_rank_attention")
+
+
+def differences(cases: list[Case], forms: Sequence[str], *options: str) -> list[float]:
     """The largest relative difference to a run that keeps everything, for each case and form."""
     found = []
     for case in cases:
         plain = gradients(case, *[option for option in options if option != "compile_last"])
-        for form in ("low_rank", "low_rank_attention"):
+        for form in forms:
             checkpointed = gradients(case, form, *options)
             assert checkpointed.keys() == plain.keys()
             pairs = [(checkpointed[name], part) for name, part in plain.items()]
@@ -56,16 +60,20 @@ def differences(cases: list[Case], *options: str) -> list[float]:
 
 def test_gradients_are_the_same(two_ranks: RankPool) -> None:
     cases = [*BTP_CASES, *VANILLA]
-    for rank in two_ranks.run(differences, cases):
+    for rank in two_ranks.run(differences, cases, FORMS):
         assert rank == [0.0] * (2 * len(cases))
 
 
-@pytest.mark.parametrize("options", [("fsdp",), ("compile_last", "fsdp")])
+@pytest.mark.parametrize(
+    ("forms", "options"),
+    [(FORMS, ["fsdp"]), (["low_rank_attention"], ["compile_last", "fsdp"])],
+    ids=["eager", "compiled"],
+)
 def test_gradients_are_the_same_compiled_and_sharded(
-    options: tuple[str, ...], four_ranks: RankPool
+    forms: Sequence[str], options: list[str], four_ranks: RankPool
 ) -> None:
     case = Case("cola", TPSettings("btp"), degree=2)
-    for rank in four_ranks.run(differences, [case], *options):
+    for rank in four_ranks.run(differences, [case], forms, *options):
         assert max(rank) < 1e-12
 
 

@@ -14,7 +14,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from tests.distributed.layouts import LAYOUTS, degrees, model
 from tests.distributed.pool import RankPool
-from tests.distributed.training import TINY
+from tests.distributed.training import TINY, known_setup
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
 from torchtitan_lr.history import HISTORY_FILE, read_history
 from torchtitan_lr.models import LlamaModel
@@ -74,8 +74,9 @@ def log_losses(corpus: str, cases: list[list[str]]) -> list[list[dict[str, Any]]
         dist.broadcast_object_list(folders)
         paths = [f"--validation.dataset_path={corpus}", f"--job.dump_folder={folders[0]}"]
         config = build_job_config([*TINY, *options, *OPTIONS, *paths])
-        check_job_config(config, dist.get_world_size(), "cpu")
-        trainer = Trainer(config)
+        with known_setup():
+            check_job_config(config, dist.get_world_size(), "cpu")
+            trainer = Trainer(config)
         for part in trainer.model_parts:
             if part.output is not None:
                 with torch.no_grad():

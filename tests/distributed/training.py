@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,12 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
 
 from tests.scripts import load_script
 from torchtitan_lr.data.corpora import PythonStdlib
@@ -118,7 +123,7 @@ def train(
     folders: list[Any] = [dump_folder or tempfile.mkdtemp()]
     dist.broadcast_object_list(folders)
     config = build_job_config([*TINY, f"--job.dump_folder={folders[0]}", *arguments])
-    with known_corpus():
+    with known_setup():
         check_job_config(config, dist.get_world_size(), "cpu")
     if exact:
         use_float64(config)
@@ -129,7 +134,7 @@ def train(
         with (
             patch.object(titan_train, "time", rest),
             patch.object(summary, "draw_curve"),  # whole runs draw theirs in tests/integration
-            known_corpus(),
+            known_setup(),
         ):
             trainer = _trainer_with(fault, config)
             trainer.train()
@@ -269,16 +274,19 @@ _ENCODE = HuggingFaceTokenizer.encode
 
 
 @contextmanager
-def known_corpus() -> Iterator[None]:
-    """Walk the standard library, and tokenise each of its files, once per process.
+def known_setup() -> Iterator[None]:
+    """Set up once per process what is equal in all runs and takes longer than a `TINY` run's steps.
 
-    Neither changes between runs, and both take longer than the steps of a `TINY` run. That the
-    trainer reads the right tokens is shown by the unit tests of `torchtitan_lr.data` and by the
-    whole runs in tests/integration, which tokenise for themselves.
+    The standard library's list of files and their tokens: that the trainer reads the right ones is
+    shown by the unit tests of `torchtitan_lr.data` and by the whole runs in tests/integration,
+    which tokenise for themselves. And the device meshes of equal degrees, which FSDP2 concatenates
+    with tensor parallelism's anew for every parameter.
     """
     with (
         patch.object(PythonStdlib, "_select", _select_once),
         patch.object(HuggingFaceTokenizer, "encode", _encode_once),
+        patch.object(ParallelDims, "build_mesh", _build_meshes_once),
+        patch.object(DeviceMesh, "_concatenate", staticmethod(_concatenate_once)),
     ):
         yield
 
@@ -303,6 +311,28 @@ def _encode_once(tokenizer: HuggingFaceTokenizer, text: str, **options: bool) ->
     if key not in _TOKENS:
         _TOKENS[key] = _ENCODE(tokenizer, text, **options)
     return list(_TOKENS[key])
+
+
+_MESHES: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_BUILD_MESHES = ParallelDims.build_mesh
+_CONCATENATED: dict[tuple[int, ...], tuple[list[DeviceMesh], DeviceMesh]] = {}
+_CONCATENATE = DeviceMesh._concatenate
+
+
+def _build_meshes_once(dims: ParallelDims) -> DeviceMesh:
+    key = tuple(getattr(dims, f.name) for f in fields(dims) if not f.name.startswith("_"))
+    if key not in _MESHES:
+        _BUILD_MESHES(dims)
+        _MESHES[key] = dims._world_mesh, dims._global_meshes, dims._meshes
+    dims._world_mesh, dims._global_meshes, dims._meshes = _MESHES[key]
+    return _MESHES[key][0]
+
+
+def _concatenate_once(meshes: list[DeviceMesh]) -> DeviceMesh:
+    key = tuple(map(id, meshes))
+    if key not in _CONCATENATED:  # holds the meshes, so that no other one gets their ids
+        _CONCATENATED[key] = meshes, _CONCATENATE(meshes)
+    return _CONCATENATED[key][1]
 
 
 def _no_sleep(seconds: float) -> None:
@@ -357,22 +387,39 @@ def _state_dtypes(optimizers: Any) -> set[str]:
 def _full_parameters(model_parts: list[Any], everywhere: bool) -> dict[str, Any]:
     """Gather whole parameters as arrays by name; on rank 0 alone unless ``everywhere``."""
     import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
 
-    wanted = everywhere or dist.get_rank() == 0
-    parameters = {}
+    parts: dict[str, _Part] = {}
     for part in model_parts:
         for name, parameter in part.named_parameters():
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             clean = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-            parameters[clean] = full.detach().double().numpy().copy()
-    # Pipeline stages have different ones.
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, sorted(parameters))
-    owners = {name: rank for rank, found in reversed(list(enumerate(names))) for name in found}
-    if len(set(owners.values())) > 1:
-        for name, owner in sorted(owners.items()):
-            box = [parameters.get(name)]
-            dist.broadcast_object_list(box, src=owner)
-            parameters[name] = box[0]
-    return dict(sorted(parameters.items())) if wanted else {}
+            parts[clean] = _part_of(parameter)
+    ranks: list[Any] = [None] * dist.get_world_size()
+    if everywhere:
+        dist.all_gather_object(ranks, parts)
+    else:
+        dist.gather_object(parts, ranks if dist.get_rank() == 0 else None)
+    whole: dict[str, Any] = {}
+    for name, (shape, offset, values) in (item for rank in ranks if rank for item in rank.items()):
+        target = whole.setdefault(name, np.full(shape, np.nan))
+        region = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
+        known = target[region]
+        assert np.isnan(known).all() or np.array_equal(known, values, equal_nan=True), (
+            f"ranks hold different values of {name}"
+        )
+        target[region] = values
+    return dict(sorted(whole.items()))
+
+
+_Part = tuple[tuple[int, ...], tuple[int, ...], Any]
+"""A parameter's whole shape, where this rank's part begins, and its values."""
+
+
+def _part_of(parameter: torch.Tensor) -> _Part:
+    if not isinstance(parameter, DTensor):
+        return tuple(parameter.shape), (0,) * parameter.dim(), parameter.detach().double().numpy()
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    local = parameter.to_local().detach().double().numpy()
+    assert local.shape == tuple(shape)
+    return tuple(parameter.shape), tuple(offset), local

@@ -21,6 +21,7 @@ import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -196,6 +197,7 @@ class PythonStdlib(BlockCorpus):
             yield DataError(self.key, str(path), want)
 
 
+@cache  # a run opens the corpus for the checks, for training and for validation
 def _path_hash(relative_path: str) -> int:
     return int(hashlib.sha256(relative_path.encode()).hexdigest(), 16)
 

@@ -12,6 +12,7 @@ from torchtitan.distributed import ParallelDims
 
 from torchtitan_lr.config_optimizer import TSR
 from torchtitan_lr.optim.selection import TSRSettings
+from torchtitan_lr.optim.shard_adam import step_on_shards
 from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
 
 
@@ -36,7 +37,10 @@ def build_optimizers(
             _group(parallel_dims, "dp_replicate"),
             _group(parallel_dims, "pp"),
         )
-    return titan_build_optimizers(model_parts, optimizer_config, parallel_dims)
+    optimizers = titan_build_optimizers(model_parts, optimizer_config, parallel_dims)
+    for optimizer in optimizers:
+        step_on_shards(optimizer)
+    return optimizers
 
 
 def _group(parallel_dims: ParallelDims, name: str) -> dist.ProcessGroup | None:

@@ -1,0 +1,72 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Adam on shards against torch's own; layouts against one process are in tests/distributed."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan_lr.optim.shard_adam import ShardAdam, ShardAdamW, step_on_shards
+
+SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1, "fused": True}
+PAIRS = [(torch.optim.Adam, ShardAdam), (torch.optim.AdamW, ShardAdamW)]
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+class Kinds(TorchDispatchMode):
+    """Records what the fused kernel is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "_fused_adam" in str(func):
+            self.found.update(type(tensor) for tensors in args[:4] for tensor in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("theirs", "ours"), PAIRS)
+def test_steps_are_torchs_own(theirs, ours, mesh):
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 4)
+    model = copy.deepcopy(plain)
+    for name, parameter in list(model.named_parameters()):
+        sharded = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+        model.register_parameter(name, sharded)
+    optimizer = theirs(model.parameters(), **SETTINGS)
+    step_on_shards(optimizer)
+    assert type(optimizer) is ours
+    start = [parameter.detach().clone() for parameter in plain.parameters()]
+    expected = theirs(plain.parameters(), **SETTINGS)
+    for _ in range(3):
+        for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+            a.grad = torch.randn(a.shape)
+            b.grad = distribute_tensor(a.grad.clone(), mesh, b.placements)
+        expected.step()
+        with Kinds() as kinds:
+            optimizer.step()
+        assert kinds.found and DTensor not in kinds.found
+    for before, a, b in zip(start, plain.parameters(), model.parameters(), strict=True):
+        assert not torch.equal(before, a)
+        assert torch.equal(a, b.full_tensor())
+        state = optimizer.state[b]
+        assert isinstance(state["exp_avg"], DTensor) and isinstance(state["exp_avg_sq"], DTensor)
+        assert state["step"] == 3
+
+
+def test_other_optimizers_stay_as_they_are():
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    step_on_shards(optimizer)
+    assert type(optimizer) is torch.optim.SGD
