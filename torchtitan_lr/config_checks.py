@@ -64,7 +64,7 @@ def build_job_config(argv: list[str]) -> Any:
 
 @cache
 def config_class() -> Any:
-    """Returns torchtitan's JobConfig with the sections of ``torchtitan_lr.job_config`` merged in."""
+    """Returns torchtitan's JobConfig merged with ``torchtitan_lr.job_config``."""
     from torchtitan.config import ConfigManager, JobConfig
 
     from torchtitan_lr import job_config as extension

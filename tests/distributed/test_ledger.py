@@ -184,7 +184,7 @@ def test_one_call_more_is_noticed(four_ranks: RankPool) -> None:
 
 
 def measure_compiled(case: Case) -> list[list[dict[str, Any]]]:
-    """Compiled blocks under a ledger that sees their compilation, and under one that comes later."""
+    """Compiled blocks under a ledger that sees their compilation, and under a later one."""
     model = build(case, "compile")
     return [count(model, case) for _ in range(2)]
 

@@ -27,7 +27,7 @@ class ShardAdam(torch.optim.Adam):
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         # Torch collects parameters, gradients and states here, and steps on what it collected.
-        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        has_complex: bool = super()._init_group(group, *lists)
         for tensors in lists:
             tensors[:] = local_shards(tensors)
         return has_complex
