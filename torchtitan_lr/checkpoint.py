@@ -14,6 +14,7 @@ import os
 import shutil
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -29,10 +30,12 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
 from torchtitan_lr.checkpoint_layout import (
+    MANIFEST,
     RESIDUALS,
     all_steps,
     complete_steps,
     is_complete,
+    is_dcp,
 )
 from torchtitan_lr.comm.residuals import warn_of_dropped_residuals
 from torchtitan_lr.errors import ConfigError
@@ -43,6 +46,7 @@ from torchtitan_lr.manifest import (
     from_first_rank,
     newest_whole_before,
     read_manifest,
+    write_manifest,
 )
 from torchtitan_lr.models.fingerprint import check_fingerprint
 from torchtitan_lr.models.lane_record import ORDINARY, Lanes, check_lanes, record_of
@@ -102,12 +106,12 @@ class CheckpointManager(TitanCheckpointManager):
             self._delete(renamed)
         _barrier()
         self._last_saved = checkpoint_id
-        if to_hf:
-            return super().dcp_save(
-                state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
-            )
-        state_dict = {**state_dict, **record_of(self.lanes)}
         finite = MODEL not in self.states or finite_weights(self.states[MODEL].model)
+        if to_hf:  # upstream saves in this format at the end of a run, and never in the background
+            super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+            write_manifest(checkpoint_id, finite)
+            return None
+        state_dict = {**state_dict, **record_of(self.lanes)}
         writer = ManifestWriter(checkpoint_id, self.fingerprint, finite)
         result: Future[Any] | AsyncSaveResponse | None = None
         if async_mode == AsyncMode.DISABLED:
@@ -150,6 +154,9 @@ class CheckpointManager(TitanCheckpointManager):
                 corpus, or it does not hold this model.
         """
         if from_hf:
+            has_manifest = from_first_rank((Path(checkpoint_id) / MANIFEST).is_file())
+            if has_manifest and (damage := damage_of(checkpoint_id)):
+                raise _damaged(checkpoint_id, damage, None)
             return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
         try:
             has_manifest = self._check_before_loading(state_dict, checkpoint_id)
@@ -218,7 +225,8 @@ class CheckpointManager(TitanCheckpointManager):
         if step == -1:
             return step
         folder = self._create_checkpoint_id(step)
-        if damage := damage_of(folder):
+        whole = from_first_rank(is_dcp(folder))
+        if damage := damage_of(folder) if whole else _MODEL_ALONE:
             older = newest_whole_before(folder)
             if older is None or not self._fall_back:
                 raise _damaged(folder, damage, older)
@@ -317,6 +325,9 @@ class CheckpointManager(TitanCheckpointManager):
         self._deleting.append(thread)
 
 
+_MODEL_ALONE = "it holds the model alone, in Hugging Face's format"
+
+
 def _barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
@@ -335,7 +346,8 @@ def _damaged(folder: str, damage: str, older: str | None) -> ConfigError:
             f"the newest older one that is whole is {older}: checkpoint.fall_back = true, or "
             f"checkpoint.load_step = {step}, goes on from it"
         )
-    return ConfigError("checkpoint", folder, f"a whole one ({damage}); {instead}")
+    want = "one to resume" if damage == _MODEL_ALONE else "a whole one"
+    return ConfigError("checkpoint", folder, f"{want} ({damage}); {instead}")
 
 
 def _rename_away(folder: str, prefix: str) -> str | None:

@@ -5,7 +5,7 @@ The checksums are of the bytes as they are handed to the file system, on every r
 files; they travel to the first rank with DCP's own results. It writes ``manifest.json`` between
 ``.metadata.tmp`` and the renaming to ``.metadata`` that ends a save: a complete checkpoint has its
 manifest, whenever a kill strikes. Loading reads every file once more and compares, each rank its
-share.
+share. Files in Hugging Face's format, which another library writes, are summed once they are there.
 """
 
 import json
@@ -105,6 +105,25 @@ class ManifestWriter(FileSystemWriter):
         super().finish(metadata, results)
 
 
+def write_manifest(step_dir: str | Path, finite: bool) -> None:
+    """Write the manifest of files that are there, each rank reading its share; call it on all.
+
+    Args:
+        step_dir: The checkpoint's folder.
+        finite: Whether its weights are finite.
+    """
+    names = [path.name for path in Path(step_dir).iterdir() if path.is_file()]
+    names = from_first_rank(sorted(name for name in names if name != MANIFEST))
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    shares: list[dict[str, Sum]] = [{}] * ranks
+    shares[rank] = {name: _sum_of(Path(step_dir) / name) for name in names[rank::ranks]}
+    if dist.is_initialized():
+        dist.all_gather_object(shares, shares[rank])
+    if rank == 0:
+        files = {name: found for share in shares for name, found in share.items()}
+        _write(Path(step_dir) / MANIFEST, asdict(Manifest(files, finite=finite)))
+
+
 def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | None:
     """Compare one rank's share of a checkpoint's files with its manifest.
 
@@ -126,7 +145,7 @@ def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | No
             names = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))
             for name in names[rank::ranks]:
                 _check_file(Path(step_dir) / name, *manifest.files[name])
-        if rank == 0:
+        if rank == 0 and (manifest is None or METADATA in manifest.files):
             read_metadata(step_dir)
     except DamagedError as error:
         return str(error)
@@ -179,19 +198,24 @@ def from_first_rank(value: Any) -> Any:
 def _check_file(path: Path, size: int, checksum: int) -> None:
     """Read a file to its end and compare."""
     try:
-        with path.open("rb", buffering=0) as file:
-            found = os.fstat(file.fileno()).st_size
-            if found != size:
-                raise DamagedError(path.name, f"has {found} bytes instead of {size}")
-            computed, buffer = 0, bytearray(min(size, _CHUNK) or 1)
-            while count := file.readinto(buffer):
-                computed = zlib.crc32(memoryview(buffer)[:count], computed)
+        found = path.stat().st_size
+        if found != size:
+            raise DamagedError(path.name, f"has {found} bytes instead of {size}")
+        found, computed = _sum_of(path)
     except FileNotFoundError as error:
         raise DamagedError(path.name, "is missing") from error
     except OSError as error:
         raise DamagedError(path.name, f"cannot be read ({describe(error)})") from error
     if computed != checksum:
         raise DamagedError(path.name, "has another checksum than when it was saved")
+
+
+def _sum_of(path: Path) -> Sum:
+    size, checksum, buffer = 0, 0, bytearray(_CHUNK)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            size, checksum = size + count, zlib.crc32(memoryview(buffer)[:count], checksum)
+    return [size, checksum]
 
 
 def _check_sizes(step_dir: Path, rank: int, ranks: int) -> None:

@@ -210,11 +210,14 @@ def test_another_family_is_refused_though_every_shape_fits(
 
 def damaged(stopped: str) -> Path:
     """Change one bit of what rank 1 saved in step 3; step 2 stays whole."""
-    shard = Path(stopped) / "checkpoint/step-3/__1_0.distcp"
-    data = bytearray(shard.read_bytes())
+    return flip(Path(stopped) / "checkpoint/step-3/__1_0.distcp")
+
+
+def flip(file: Path) -> Path:
+    data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
-    return shard
+    file.write_bytes(data)
+    return file
 
 
 def test_every_rank_refuses_a_flipped_bit(stopped: str, two_ranks: RankPool) -> None:
@@ -240,3 +243,24 @@ def test_without_a_manifest_the_shapes_tell_in_one_line(stopped: str, two_ranks:
     (Path(stopped) / "checkpoint/step-3/manifest.json").unlink()
     for error in two_ranks.errors(train, [*FSDP2, "--low_rank.rank=16"], "", stopped):
         assert re.search(r"ConfigError: checkpoint: got .*step-3.* \(.*[sS]ize.*\)", error)
+
+
+def test_hugging_faces_format_has_a_manifest_too(two_ranks: RankPool) -> None:
+    saves = ["--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.last_save_model_only"]
+    options = ["--model.name=llama_full", "--training.local_batch_size=4", *saves]
+    in_hf = [*options, "--checkpoint.last_save_in_hf"]
+    run = two_ranks.run(train, in_hf)[0]
+    step = Path(run["dump_folder"]) / "checkpoint/step-2"
+    manifest = read_manifest(step)
+    assert manifest is not None
+    files = {path.name for path in step.iterdir() if path.is_file()}
+    assert files == {*manifest.files, "manifest.json"} and len(files) == 3
+    # It starts a run, and resumes none.
+    start = ["--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={step}"]
+    assert two_ranks.run(train, [*options, *start])[0]["losses"][0] < run["losses"][0]
+    for error in two_ranks.errors(train, in_hf, "", run["dump_folder"]):
+        assert "step-2', expected one to resume (it holds the model alone" in error
+        assert "checkpoint.load_step = 1, goes on from it" in error
+    flip(step / "model-00001-of-00001.safetensors")
+    for error in two_ranks.errors(train, [*options, *start]):
+        assert "model-00001-of-00001.safetensors has another checksum" in error.splitlines()[-1]
