@@ -107,8 +107,8 @@ class CheckpointManager(TitanCheckpointManager):
         _barrier()
         self._last_saved = checkpoint_id
         finite = MODEL not in self.states or finite_weights(self.states[MODEL].model)
-        if to_hf:  # upstream saves in this format at the end of a run, and never in the background
-            super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        if to_hf:  # at the end of a run, never in the background
+            super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, True)
             write_manifest(checkpoint_id, finite)
             return None
         state_dict = {**state_dict, **record_of(self.lanes)}
