@@ -20,8 +20,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.cli import OneLineParser, text_table
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.tools.cli import OneLineParser, text_table
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -30,8 +30,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     Raises:
         ConfigError: For anything that cannot be read or used.
     """
-    from torchtitan_lr.analysis.effective_rank import activation_spectra, effective_rank
-    from torchtitan_lr.models.loading import build_model_args, load_model, read_run_config
+    from torchtitan_lr.tools.effective_rank import activation_spectra, effective_rank
+    from torchtitan_lr.tools.loading import build_model_args, load_model, read_run_config
 
     config = read_run_config(options.checkpoint, options.config)
     args = build_model_args(config)

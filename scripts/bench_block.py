@@ -29,19 +29,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan_lr.analysis.flops import layer_flops
-from torchtitan_lr.cli import OneLineParser
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.formulas.flops import layer_flops
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.low_rank_checkpoint import apply_low_rank_checkpoint
 from torchtitan_lr.parallel.parallelize import apply_compile
-from torchtitan_lr.parallel.tensor_parallel import (
+from torchtitan_lr.parallel.recompute.low_rank_checkpoint import apply_low_rank_checkpoint
+from torchtitan_lr.parallel.tensor.tensor_parallel import (
     TPSettings,
     apply_tensor_parallel,
     resolve_settings,
 )
+from torchtitan_lr.tools.cli import OneLineParser
 
 Row: TypeAlias = dict[str, Any]
 """Numbers of one variant, by name; None where there is nothing to measure."""

@@ -20,9 +20,9 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from torchtitan_lr.analysis.compression import LEVELS, CodecSizes, codec_bits, smallest_theta
-from torchtitan_lr.cli import OneLineParser
-from torchtitan_lr.comm.compressor import Compressor, Span
+from torchtitan_lr.compression.compressor import Compressor, Span
+from torchtitan_lr.formulas.compression import LEVELS, CodecSizes, codec_bits, smallest_theta
+from torchtitan_lr.tools.cli import OneLineParser
 
 CODECS = ("dense", "sketch", "sparse")
 

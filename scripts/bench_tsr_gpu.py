@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan_lr.cli import OneLineParser
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim import stack
-from torchtitan_lr.optim.selection import TSRSettings
-from torchtitan_lr.optim.tsr_adam import adam_direction
-from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr import stack
+from torchtitan_lr.optim.tsr.adam import adam_direction
+from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.selection import TSRSettings
+from torchtitan_lr.tools.cli import OneLineParser
 
 PAPER = {"60M": (256, 64), "130M": (384, 96), "350M": (384, 128), "1B": (512, 256)}
 """Rank and embedding rank."""

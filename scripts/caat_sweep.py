@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan_lr.cli import OneLineParser
+from torchtitan_lr.tools.cli import OneLineParser
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0)
 LANES = (4, 8)

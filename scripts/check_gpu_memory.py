@@ -15,9 +15,9 @@ import os
 import sys
 from typing import Any
 
-from torchtitan_lr.cli import OneLineParser
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.experiments import RunFailedError, answer, ask_ranks
+from torchtitan_lr.tools.cli import OneLineParser
+from torchtitan_lr.tools.experiments import RunFailedError, answer, ask_ranks
 
 TOLERANCE = 0.1
 
@@ -36,9 +36,9 @@ def measure(arguments: list[str]) -> int:
     """Train on this rank of a started run; return the largest rank's peak of allocated bytes."""
     import torch
 
-    import torchtitan_lr.specs  # noqa: F401
-    from torchtitan_lr.config_checks import build_job_config
-    from torchtitan_lr.train import Trainer
+    import torchtitan_lr.training.register  # noqa: F401
+    from torchtitan_lr.config.build import build_job_config
+    from torchtitan_lr.training.trainer import Trainer
 
     trainer = Trainer(build_job_config(arguments))
     batches = trainer.batch_generator(trainer.dataloader)
@@ -56,8 +56,9 @@ def measure(arguments: list[str]) -> int:
 
 def estimated(arguments: list[str], world: int) -> dict[str, int]:
     """Return the estimate by part, of the rank that needs most."""
-    import torchtitan_lr.specs  # noqa: F401
-    from torchtitan_lr.config_checks import build_job_config, check_job_config
+    import torchtitan_lr.training.register  # noqa: F401
+    from torchtitan_lr.checks.job import check_job_config
+    from torchtitan_lr.config.build import build_job_config
     from torchtitan_lr.estimate.memory import rank_memory, rehearse_run
     from torchtitan_lr.estimate.run import read_run
 

@@ -33,19 +33,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.analysis.published import BOOST_ITERATION_SECONDS, BoostRun
-from torchtitan_lr.cli import OneLineParser
-from torchtitan_lr.config_checks import build_job_config
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.experiments import (
+from torchtitan_lr.formulas.papers.published import BOOST_ITERATION_SECONDS, BoostRun
+from torchtitan_lr.tools.cli import OneLineParser
+from torchtitan_lr.tools.experiments import (
     RunFailedError,
     check_run,
     launch,
     on_signals_stop,
     step_records,
 )
-from torchtitan_lr.timing import MEASUREMENT_FILE, WATCHED_STEPS, as_text, draw, row_of
-from torchtitan_lr.variants import PLANS, derive, read_modes, shared_mode
+from torchtitan_lr.tools.timing import MEASUREMENT_FILE, WATCHED_STEPS, as_text, draw, row_of
+from torchtitan_lr.tools.variants import PLANS, derive, read_modes, shared_mode
 
 TABLES_CONFIG = "train_configs/boost_3b.toml"
 QUIET = [
@@ -172,7 +172,7 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """
     folder = Path(options.work) / case.name.replace(" ", "_")
     (folder / MEASUREMENT_FILE).unlink(missing_ok=True)
-    module = {"TRAIN_FILE": "torchtitan_lr.measure"}
+    module = {"TRAIN_FILE": "torchtitan_lr.tools.measure"}
     launch(case.config, folder, arguments_of(case, options), case.ranks, module)
     found = json.loads((folder / MEASUREMENT_FILE).read_text())
     timed = [

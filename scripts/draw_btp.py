@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.cli import OneLineParser
+from torchtitan_lr.tools.cli import OneLineParser
 
 SHARD, LATENT, SUM, CHUNK = "#bcd4ee", "#ffd9a8", "#c0392b", "#eef1f4"
 ROUND = "round,pad=0,rounding_size=0.08"
@@ -121,10 +121,10 @@ def draw_row(axes: Any, parts: tuple[Part, ...], title: str) -> None:
 def draw_volumes(axes: Any) -> None:
     """Draw the elements a token sends, in both passes, under every plan."""
     # Late, because torchtitan takes seconds to import: --help does not wait.
-    from torchtitan_lr.analysis.communication import block_traffic
-    from torchtitan_lr.analysis.traffic import count
+    from torchtitan_lr.formulas.communication import block_traffic
+    from torchtitan_lr.formulas.traffic import count
     from torchtitan_lr.models.flavors import FLAVORS
-    from torchtitan_lr.parallel.plans import TPSettings
+    from torchtitan_lr.parallel.tensor.plans import TPSettings
 
     names = {
         "megatron": "full rank (megatron)",

@@ -17,7 +17,7 @@ These three share one mode of activation checkpointing: the configured one, or "
 Weights, gradients, optimizer state and bytes are exact. Activations are counted by running blocks
 on tensors without data ("working" is what backward needs on top); "buffers" are FSDP's whole
 weights and the like. Blocks count as uncompiled. The step time is a model, and shorter than a real
-step, see torchtitan_lr/analysis/step_time.py.
+step, see torchtitan_lr/estimate/step_time.py.
 With a pipeline every rank is listed; the table shows the one with most memory, and most bytes.
 
 Exit status: 0, or 2 where the configuration, the number of ranks or the hardware is refused.
@@ -29,8 +29,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.cli import OneLineParser
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.tools.cli import OneLineParser
 
 HARDWARE = Path(__file__).parent / "hardware"
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         hardware = load_hardware(options.hardware, HARDWARE)
-        from torchtitan_lr.config_checks import build_job_config
+        from torchtitan_lr.config.build import build_job_config
 
         config = build_job_config([f"--job.config_file={options.config}", *overrides])
         world = default_world(config) if options.world is None else options.world
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    from torchtitan_lr.estimate.report import as_text
+    from torchtitan_lr.tools.estimate_report import as_text
 
     print(json.dumps(report, indent=2) if options.json else as_text(report, hardware))
     return 0
@@ -91,10 +91,10 @@ def default_world(config: Any) -> int:
 
 
 def _estimate(config: Any, world: int, hardware: Any, checkpointing: str) -> dict[str, Any]:
-    import torchtitan_lr.specs  # noqa: F401
-    from torchtitan_lr.config_checks import check_job_config
-    from torchtitan_lr.estimate.report import estimate
+    import torchtitan_lr.training.register  # noqa: F401
+    from torchtitan_lr.checks.job import check_job_config
     from torchtitan_lr.estimate.run import read_run
+    from torchtitan_lr.tools.estimate_report import estimate
 
     check_job_config(config, world, "cuda", on_paper=True)
     return estimate(read_run(config, world), hardware, checkpointing)

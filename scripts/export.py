@@ -15,8 +15,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchtitan_lr.cli import OneLineParser
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.tools.cli import OneLineParser
 
 DTYPES = ("checkpoint", "float32", "bfloat16")
 
@@ -51,8 +51,8 @@ def export(args: argparse.Namespace) -> None:
     # Late, because torchtitan takes seconds to import: --help and a wrong argument do not wait.
     import torch
 
-    from torchtitan_lr.models.export import check_hf_exportable, export_factored, export_hf
-    from torchtitan_lr.models.loading import build_model_args, load_model, read_run_config
+    from torchtitan_lr.tools.export import check_hf_exportable, export_factored, export_hf
+    from torchtitan_lr.tools.loading import build_model_args, load_model, read_run_config
 
     model_args = build_model_args(read_run_config(args.checkpoint, args.config))
     if args.format == "hf":

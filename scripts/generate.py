@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.cli import OneLineParser
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.tools.cli import OneLineParser
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> str:
     import torch
 
     from torchtitan_lr.data.tokenizer import build_tokenizer, check_tokenizer
-    from torchtitan_lr.models.generate import generate
-    from torchtitan_lr.models.loading import build_model_args, load_model, read_run_config
+    from torchtitan_lr.tools.generate import generate
+    from torchtitan_lr.tools.loading import build_model_args, load_model, read_run_config
 
     config = read_run_config(args.checkpoint, args.config)
     model_args = build_model_args(config)

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_lr.cli import OneLineParser
-from torchtitan_lr.experiments import launch, run_in_one_line, step_records
-from torchtitan_lr.summary import TRAIN_LOSS
+from torchtitan_lr.tools.cli import OneLineParser
+from torchtitan_lr.tools.experiments import launch, run_in_one_line, step_records
+from torchtitan_lr.training.summary import TRAIN_LOSS
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,7 +16,7 @@ import socket
 import sys
 from pathlib import Path
 
-from torchtitan_lr.config_checks import build_job_config
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 
 ONE_PROCESS = [

@@ -17,9 +17,9 @@ import json
 import sys
 from typing import Any
 
-from torchtitan_lr.cli import OneLineParser, text_table
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.experiments import RunFailedError, answer, ask_ranks, check_run
+from torchtitan_lr.tools.cli import OneLineParser, text_table
+from torchtitan_lr.tools.experiments import RunFailedError, answer, ask_ranks, check_run
 
 QUIET = [
     "--training.steps=1",
@@ -43,10 +43,10 @@ def measure(arguments: list[str]) -> list[dict[str, Any]]:
     Returns:
         The ledger's rows.
     """
-    import torchtitan_lr.specs  # noqa: F401
-    from torchtitan_lr.comm.ledger import ledger_for
-    from torchtitan_lr.config_checks import build_job_config
-    from torchtitan_lr.train import Trainer
+    import torchtitan_lr.training.register  # noqa: F401
+    from torchtitan_lr.config.build import build_job_config
+    from torchtitan_lr.ledger.ledger import ledger_for
+    from torchtitan_lr.training.trainer import Trainer
 
     trainer = Trainer(build_job_config(arguments))
     batches = trainer.batch_generator(trainer.dataloader)
@@ -82,11 +82,11 @@ def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
         ConfigError: If the configuration cannot run.
         RunFailedError: If a rank failed.
     """
-    from torchtitan_lr.comm.comparison import compare
-    from torchtitan_lr.environment import read_environment
     from torchtitan_lr.estimate.memory import repeated_by_block
     from torchtitan_lr.estimate.run import read_run
     from torchtitan_lr.estimate.traffic import step_traffic
+    from torchtitan_lr.launch.environment import read_environment
+    from torchtitan_lr.ledger.comparison import compare
 
     config = check_run(arguments)
     if config.parallelism.pipeline_parallel_degree > 1:
@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
     except RunFailedError as error:
         print(error, file=sys.stderr)
         return 1
-    from torchtitan_lr.comm.comparison import differences
+    from torchtitan_lr.ledger.comparison import differences
 
     rows = one_block(table)
     print(json.dumps(rows, indent=1) if options.json else as_text(rows))

@@ -12,30 +12,30 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.analysis import published as paper
-from torchtitan_lr.analysis.caat import (
+from torchtitan_lr.formulas.communication import block_traffic
+from torchtitan_lr.formulas.compression import LEVELS, PEELING_LIMIT, paper_bits, union_density
+from torchtitan_lr.formulas.data_parallel import linear_volume
+from torchtitan_lr.formulas.intensity import arithmetic_intensity, feed_forward_products
+from torchtitan_lr.formulas.papers import published as paper
+from torchtitan_lr.formulas.papers.caat import (
     block_payload,
     block_time,
     gpt_block_operations,
     hiding_fraction,
     speed_up,
 )
-from torchtitan_lr.analysis.communication import block_traffic
-from torchtitan_lr.analysis.compression import LEVELS, PEELING_LIMIT, paper_bits, union_density
-from torchtitan_lr.analysis.data_parallel import linear_volume
-from torchtitan_lr.analysis.intensity import arithmetic_intensity, feed_forward_products
-from torchtitan_lr.analysis.parameters import count_parameters
-from torchtitan_lr.analysis.traffic import count
-from torchtitan_lr.analysis.tsr import (
+from torchtitan_lr.formulas.parameters import count_parameters
+from torchtitan_lr.formulas.traffic import count
+from torchtitan_lr.formulas.tsr import (
     TSRShape,
     published_adamw,
     published_galore_memory,
     published_tsr,
 )
-from torchtitan_lr.cli import OneLineParser, markdown_table
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.tensor.plans import TPSettings
+from torchtitan_lr.tools.cli import OneLineParser, markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # scripts/ is a folder of programs, not a package

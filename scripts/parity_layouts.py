@@ -36,7 +36,7 @@ from tests.distributed.training import (
     write_seed_checkpoint,
 )
 from tests.support_matrix import SupportMatrix, world_size
-from torchtitan_lr.cli import OneLineParser
+from torchtitan_lr.tools.cli import OneLineParser
 
 SCHEDULES = {
     f"{layout}_{name}": (LAYOUTS[layout][0], [*LAYOUTS[layout][1], *schedule(name)])

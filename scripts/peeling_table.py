@@ -15,14 +15,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.analysis.compression import (
+from torchtitan_lr.formulas.compression import (
     LEVELS,
     PEELING_LIMIT,
     peels,
     smallest_theta,
     union_density,
 )
-from torchtitan_lr.cli import OneLineParser
+from torchtitan_lr.tools.cli import OneLineParser
 
 RANKS = (2, 4, 8)
 
@@ -42,7 +42,7 @@ def peeled(ranks: int, c: float, theta: float, entries: int, seed: int) -> dict[
     """
     import torch  # late: --help needs none
 
-    from torchtitan_lr.comm.codecs import SketchCodec, exchange_in_process
+    from torchtitan_lr.compression.codecs import SketchCodec, exchange_in_process
 
     generator = torch.Generator().manual_seed(seed)
     codec = SketchCodec(ranks, c, theta, rounds=48)

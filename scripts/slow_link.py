@@ -24,8 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from torchtitan_lr.cli import OneLineParser, overrides_of
-from torchtitan_lr.experiments import SECONDS, step_records
+from torchtitan_lr.tools.cli import OneLineParser, overrides_of
+from torchtitan_lr.tools.experiments import SECONDS, step_records
 
 SENT = ("comm_bytes/dp_replicate", "comm_bytes/fsdp")
 DEVICE = "slow0"

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.support_matrix import SupportMatrix
-from torchtitan_lr.cli import OneLineParser
+from torchtitan_lr.tools.cli import OneLineParser
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"

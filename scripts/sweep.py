@@ -28,12 +28,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from torchtitan_lr.analysis.parameters import count_parameters
-from torchtitan_lr.cli import OneLineParser, markdown_table, overrides_of
-from torchtitan_lr.config_checks import build_job_config
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.experiments import RunFailedError, Stopped, check_run, launch, on_signals_stop
-from torchtitan_lr.summary import SUMMARY_FILE
+from torchtitan_lr.formulas.parameters import count_parameters
+from torchtitan_lr.tools.cli import OneLineParser, markdown_table, overrides_of
+from torchtitan_lr.tools.experiments import (
+    RunFailedError,
+    Stopped,
+    check_run,
+    launch,
+    on_signals_stop,
+)
+from torchtitan_lr.training.summary import SUMMARY_FILE
 
 POINT_FILE = "point.json"
 OWN_KEYS = {
@@ -139,7 +145,7 @@ class Sweep:
         Raises:
             ConfigError: A point cannot work, or its folder is another sweep's.
         """
-        from torchtitan_lr.models.loading import build_model_args  # late: --help needs no torch
+        from torchtitan_lr.tools.loading import build_model_args  # late: --help needs no torch
 
         for point in self.points:
             path = self.work / point.name / POINT_FILE

@@ -17,11 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.analysis.compression import LEVELS, CodecSizes, codec_bits, peels, smallest_theta
-from torchtitan_lr.cli import OneLineParser
-from torchtitan_lr.experiments import launch, run_in_one_line
-from torchtitan_lr.history import HISTORY_FILE, read_history
-from torchtitan_lr.summary import TRAIN_LOSS, VALIDATION_LOSS
+from torchtitan_lr.formulas.compression import LEVELS, CodecSizes, codec_bits, peels, smallest_theta
+from torchtitan_lr.tools.cli import OneLineParser
+from torchtitan_lr.tools.experiments import launch, run_in_one_line
+from torchtitan_lr.training.history import HISTORY_FILE, read_history
+from torchtitan_lr.training.summary import TRAIN_LOSS, VALIDATION_LOSS
 
 KINDS = {"sketch": ("sketch", "exact"), "sparse": ("sparse", "exact"), "sum1": ("sketch", "sum1")}
 

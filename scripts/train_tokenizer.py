@@ -22,7 +22,6 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from torchtitan_lr.cli import OneLineParser
 from torchtitan_lr.data.corpora import Corpus, build_corpus
 from torchtitan_lr.data.llama3 import (
     BOS,
@@ -33,6 +32,7 @@ from torchtitan_lr.data.llama3 import (
     TIKTOKEN_FILE,
 )
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.tools.cli import OneLineParser
 
 NUM_BYTES = 256
 MAX_VOCAB = 1_000_000

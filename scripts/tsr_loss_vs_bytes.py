@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_lr.cli import OneLineParser, overrides_of
-from torchtitan_lr.experiments import last_value, launch, run_in_one_line, step_records
-from torchtitan_lr.summary import TRAIN_LOSS, VALIDATION_LOSS
+from torchtitan_lr.tools.cli import OneLineParser, overrides_of
+from torchtitan_lr.tools.experiments import last_value, launch, run_in_one_line, step_records
+from torchtitan_lr.training.summary import TRAIN_LOSS, VALIDATION_LOSS
 
 SENT = "comm_bytes/dp_replicate"
 

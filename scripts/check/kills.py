@@ -31,10 +31,10 @@ from typing import Any, Protocol
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # scripts/ is a folder of programs, not a package
 
-from torchtitan_lr.checkpoint_layout import all_steps  # noqa: E402
-from torchtitan_lr.cli import OneLineParser  # noqa: E402
-from torchtitan_lr.history import HISTORY_FILE, read_history  # noqa: E402
-from torchtitan_lr.processes import child_pids  # noqa: E402
+from torchtitan_lr.checkpoints.layout import all_steps  # noqa: E402
+from torchtitan_lr.launch.processes import child_pids  # noqa: E402
+from torchtitan_lr.tools.cli import OneLineParser  # noqa: E402
+from torchtitan_lr.training.history import HISTORY_FILE, read_history  # noqa: E402
 
 ORPHAN_SECONDS = 5.0
 """How long anyone may outlive the first one that was killed."""
@@ -82,7 +82,7 @@ class Launched:
     def __init__(self, arguments: Sequence[str], ranks: int) -> None:
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115, it lives as long as this
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "torchtitan_lr.launch", *arguments],
+            [sys.executable, "-m", "torchtitan_lr.launch.launcher", *arguments],
             cwd=ROOT,
             env=os.environ | {"NGPU": str(ranks)},
             stdout=self._output,

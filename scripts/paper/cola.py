@@ -3,8 +3,9 @@
 
 from typing import Any
 
-from torchtitan_lr.analysis import published as paper
-from torchtitan_lr.analysis.cola_memory import (
+from torchtitan_lr.formulas.flops import layer_flops
+from torchtitan_lr.formulas.papers import published as paper
+from torchtitan_lr.formulas.papers.cola_memory import (
     checkpointed_elements,
     checkpointed_flops,
     cola_elements,
@@ -12,11 +13,10 @@ from torchtitan_lr.analysis.cola_memory import (
     printed_training_flops,
     training_flops,
 )
-from torchtitan_lr.analysis.flops import layer_flops
-from torchtitan_lr.analysis.parameters import count_parameters, linear_parameters
-from torchtitan_lr.cli import markdown_table
+from torchtitan_lr.formulas.parameters import count_parameters, linear_parameters
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.tools.cli import markdown_table
 
 
 def same(printed: str, value: float) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.distributed.pool import RankPool
 from tests.distributed.tp_cases import TOLERANCE, Case, faulty_parity
-from torchtitan_lr.parallel.tensor_parallel import TPSettings
+from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
 
 NOTICED = 1e-3
 """A fault counts as noticed only far above rounding."""

@@ -26,7 +26,7 @@ from tests.distributed.tp_cases import (
 )
 from tests.distributed.tp_faults import FAULTS
 from tests.distributed.tp_matrix import all_cases, axes, covering, pairs
-from torchtitan_lr.parallel.tensor_parallel import TPSettings
+from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
 
 MATRIX = [
     case for case in all_cases() if case.settings.plan == "btp" and case.dtype == torch.float64

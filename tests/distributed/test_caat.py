@@ -20,7 +20,7 @@ from tests.distributed.tp_cases import (
     run_model,
     shard_model,
 )
-from torchtitan_lr.parallel.tensor_parallel import TPSettings
+from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
 
 CAAT, WIDE = TPSettings("caat"), TPSettings("caat", wide_sums=True)
 GATHERED = TPSettings("caat", loss_parallel=False)

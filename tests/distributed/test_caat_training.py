@@ -21,8 +21,8 @@ from tests.distributed.training import (
     rounding_excess,
     train,
 )
-from torchtitan_lr.models.generate import generate
-from torchtitan_lr.models.loading import build_model_args, load_model, read_run_config
+from torchtitan_lr.tools.generate import generate
+from torchtitan_lr.tools.loading import build_model_args, load_model, read_run_config
 
 CAAT = ["--model.name=llama_full", "--caat.lanes=4", "--caat.sync_fraction=0.5"]
 HYBRID = ["--model.name=llama_cola", *CAAT[1:], "--parallelism.tp_plan=btp_caat"]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.distributed.pool import RankPool
 from tests.distributed.tp_cases import tp_mesh
-from torchtitan_lr.parallel import collectives
-from torchtitan_lr.parallel.collectives import Ranks
+from torchtitan_lr.parallel.tensor import collectives
+from torchtitan_lr.parallel.tensor.collectives import Ranks
 
 SHAPE = (4, 8, 4)
 

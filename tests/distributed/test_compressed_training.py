@@ -18,12 +18,13 @@ from torch import nn
 from tests.distributed.pool import RankPool
 from tests.distributed.training import EXACT, TINY, known_setup, largest_difference, train
 from tests.integration import runs
-from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.compression.fsdp import compressors_of
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.estimate.memory import buffer_bytes
 from torchtitan_lr.estimate.run import read_run
-from torchtitan_lr.history import HISTORY_FILE, read_history
-from torchtitan_lr.models.loading import build_model_args, load_model, read_run_config
-from torchtitan_lr.parallel.gradient_compression import compressors_of
+from torchtitan_lr.tools.loading import build_model_args, load_model, read_run_config
+from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
 # Enough tokens that the embedding's gradient has more entries than are sent.
 FSDP4 = ["--model.name=llama_full", "--training.local_batch_size=2", "--training.seq_len=64"]
@@ -177,7 +178,7 @@ def around_a_skipped_step(arguments: list[str], revocable: bool = True) -> dict[
         ``changed`` (entries of the residuals, by the skipped step and by the next one), ``skipped``
         steps, bytes of the ``residuals``, and how many the ``estimate`` adds for skipping.
     """
-    from torchtitan_lr.train import Trainer
+    from torchtitan_lr.training.trainer import Trainer
 
     folders: list[Any] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folders)

@@ -11,14 +11,15 @@ from tests.distributed.layouts import degrees, model, schedule
 from tests.distributed.pool import RankPool
 from tests.distributed.tp_cases import Case, build_model, model_args, shard_model, tp_mesh
 from tests.distributed.training import BF16, TINY, known_setup
-from torchtitan_lr.analysis.memory import static_memory
-from torchtitan_lr.analysis.rehearsal import rehearse
-from torchtitan_lr.comm.comparison import compare, differences
-from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.estimate.memory import rehearse_run, repeated_by_block
+from torchtitan_lr.estimate.rehearsal import rehearse
 from torchtitan_lr.estimate.run import Run, read_run
 from torchtitan_lr.estimate.traffic import bytes_by_dim, step_traffic
-from torchtitan_lr.parallel.tensor_parallel import TPSettings, resolve_settings
+from torchtitan_lr.formulas.memory import static_memory
+from torchtitan_lr.ledger.comparison import compare, differences
+from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, resolve_settings
 
 FULL_AC = ["--activation_checkpoint.mode=full"]
 LOW_RANK_AC = ["--activation_checkpoint.mode=low_rank"]
@@ -72,8 +73,8 @@ def measure(arguments: list[str]) -> dict[str, Any]:
 
     import torch.distributed as dist
 
-    from torchtitan_lr.comm.ledger import ledger_for
-    from torchtitan_lr.train import Trainer
+    from torchtitan_lr.ledger.ledger import ledger_for
+    from torchtitan_lr.training.trainer import Trainer
 
     folders: list[Any] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folders)
@@ -217,7 +218,7 @@ def checkpointing(mode: str) -> Any:
 
     from torchtitan.config.job_config import ActivationCheckpoint
 
-    from torchtitan_lr.parallel.activation_checkpoint import apply_activation_checkpoint
+    from torchtitan_lr.parallel.recompute.activation_checkpoint import apply_activation_checkpoint
 
     section: Any = ActivationCheckpoint(mode=mode)  # type: ignore[arg-type]
     section.selective_ac_option, section.preserve_rng_state = "op", False
@@ -240,8 +241,8 @@ def saved_on_ranks(cases: list[Case]) -> list[dict[str, int]]:
     from torch.distributed.tensor.parallel import loss_parallel
 
     from tests.distributed.tp_cases import BATCH, TOKENS
-    from torchtitan_lr.analysis.storages import LivingStorages
-    from torchtitan_lr.loss import cross_entropy_sum
+    from torchtitan_lr.estimate.storages import LivingStorages
+    from torchtitan_lr.models.loss import cross_entropy_sum
 
     results = []
     for case in cases:

@@ -19,18 +19,14 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.pool import RankPool
 from tests.unit.tiny import build_tiny
-from torchtitan_lr.analysis.compression import CodecSizes
-from torchtitan_lr.comm.comparison import compare, differences
-from torchtitan_lr.comm.ledger import CommLedger, mesh_dims_of
-from torchtitan_lr.loss import cross_entropy_sum
-from torchtitan_lr.parallel import gradient_compression
-from torchtitan_lr.parallel.compression_settings import CompressionSettings
+from torchtitan_lr.compression import fsdp as gradient_compression
+from torchtitan_lr.compression.fsdp import apply_gradient_compression, compressor_of, compressors_of
+from torchtitan_lr.compression.settings import CompressionSettings
+from torchtitan_lr.formulas.compression import CodecSizes
+from torchtitan_lr.ledger.comparison import compare, differences
+from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import sum_gradients, synchronize_gradients
-from torchtitan_lr.parallel.gradient_compression import (
-    apply_gradient_compression,
-    compressor_of,
-    compressors_of,
-)
 
 SHAPES = {"wide": (37, 11), "tiny": (3,), "tall": (50, 7), "odd": (5, 13), "scale": (1,)}
 """None divides by the ranks; `min_size` 60 leaves two of them dense, between the others."""
@@ -336,7 +332,7 @@ def test_a_formula_that_is_off_by_one_is_noticed(four_ranks: RankPool) -> None:
 
 
 def ledger_with_wrong_formula() -> None:
-    with patch("torchtitan_lr.analysis.compression.verdict_bytes", lambda m: 1 + m // 8):
+    with patch("torchtitan_lr.formulas.compression.verdict_bytes", lambda m: 1 + m // 8):
         assert ledger_differences(replace(CASES["sketch"], min_size=1000))[0] == []
 
 

@@ -28,15 +28,15 @@ from tests.distributed.tp_cases import (
 )
 from tests.distributed.tp_matrix import covering
 from tests.integration import runs
-from torchtitan_lr.analysis.communication import model_traffic
-from torchtitan_lr.analysis.data_parallel import DataParallel, data_parallel_traffic
-from torchtitan_lr.analysis.traffic import Traffic
-from torchtitan_lr.comm.comparison import compare, differences
-from torchtitan_lr.comm.ledger import CommLedger, mesh_dims_of
-from torchtitan_lr.loss import cross_entropy_sum
+from torchtitan_lr.formulas.communication import model_traffic
+from torchtitan_lr.formulas.data_parallel import DataParallel, data_parallel_traffic
+from torchtitan_lr.formulas.traffic import Traffic
+from torchtitan_lr.ledger.comparison import compare, differences
+from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import sum_gradients
-from torchtitan_lr.parallel.low_rank_checkpoint import apply_low_rank_checkpoint
-from torchtitan_lr.parallel.tensor_parallel import TPSettings
+from torchtitan_lr.parallel.recompute.low_rank_checkpoint import apply_low_rank_checkpoint
+from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
 
 N = BATCH * TOKENS
 
@@ -161,8 +161,8 @@ def test_another_formula_is_noticed(measured: dict[Case, Any]) -> None:
 
 def measure_with_one_more_call(case: Case) -> list[dict[str, Any]]:
     """As `measure`, with an all-reduce too many in every down edge."""
-    from torchtitan_lr.parallel import btp
-    from torchtitan_lr.parallel.collectives import Ranks
+    from torchtitan_lr.parallel.tensor import btp
+    from torchtitan_lr.parallel.tensor.collectives import Ranks
 
     original = btp.reduce_over_ranks
 

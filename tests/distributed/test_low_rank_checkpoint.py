@@ -13,7 +13,7 @@ from tests.distributed.pool import RankPool
 from tests.distributed.test_ledger import build, measure, run
 from tests.distributed.tp_cases import Case
 from tests.distributed.tp_matrix import covering
-from torchtitan_lr.parallel.tensor_parallel import TPSettings
+from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
 
 BTP = [
     TPSettings("btp", grouping, norm, stat, comm)
@@ -118,7 +118,7 @@ def test_vanilla_repeats_its_collectives(two_ranks: RankPool) -> None:
 
 def measure_unmarked(case: Case) -> list[dict[str, Any]]:
     """As `measure`, when the norm's statistic is not marked."""
-    from torchtitan_lr.parallel import online_norm
+    from torchtitan_lr.parallel.tensor import online_norm
 
     def forget(x: torch.Tensor) -> torch.Tensor:
         return x

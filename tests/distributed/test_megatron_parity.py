@@ -8,7 +8,7 @@ from tests.distributed.pool import RankPool
 from tests.distributed.test_btp_parity import worst, wrapped_parity
 from tests.distributed.tp_cases import TOLERANCE, Case, faulty_parity, parity
 from tests.distributed.tp_matrix import all_cases
-from torchtitan_lr.parallel.tensor_parallel import TPSettings
+from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
 
 MATRIX = [
     case for case in all_cases() if case.settings.plan == "megatron" and case.dtype == torch.float64

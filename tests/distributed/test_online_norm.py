@@ -14,7 +14,7 @@ from tests.distributed.tp_cases import relative, tp_mesh
 from tests.reference import rms_norm
 from tests.reference.rms_norm import DIM as DIM_64
 from tests.reference.rms_norm import EPS
-from torchtitan_lr.parallel.collectives import (
+from torchtitan_lr.parallel.tensor.collectives import (
     FEATURES,
     TOKENS,
     Ranks,
@@ -24,8 +24,8 @@ from torchtitan_lr.parallel.collectives import (
     reduce_over_ranks,
     split_replicated,
 )
-from torchtitan_lr.parallel.ends import _ScatterHead
-from torchtitan_lr.parallel.online_norm import OnlineNorm, online_down, sync_norm
+from torchtitan_lr.parallel.tensor.ends import _ScatterHead
+from torchtitan_lr.parallel.tensor.online_norm import OnlineNorm, online_down, sync_norm
 
 BATCH, SEQUENCE, DIM = 2, 4, 16
 RANKS_OF_LATENTS = (3, 5)

@@ -8,11 +8,11 @@ import pytest
 from tests.distributed.layouts import LAYOUTS, degrees, model, schedule
 from tests.distributed.pool import RankPool
 from tests.distributed.training import BF16, TINY, train
-from torchtitan_lr.analysis.pipeline import pipeline_traffic
-from torchtitan_lr.comm.comparison import compare, differences
-from torchtitan_lr.config_checks import build_job_config
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.formulas.pipeline import pipeline_traffic
+from torchtitan_lr.ledger.comparison import compare, differences
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.pipeline import stage_boundaries
+from torchtitan_lr.parallel.pipeline.pipeline import stage_boundaries
 
 PP2_TP2 = LAYOUTS["pp2_tp2"][1]
 SHORT = ["--training.steps=2", "--metrics.comm_ledger"]
@@ -77,7 +77,7 @@ def test_the_formula_counts_what_the_papers_do_not(four_ranks: RankPool) -> None
 def test_the_metrics_log_pipeline_bytes(four_ranks: RankPool) -> None:
     from pathlib import Path
 
-    from torchtitan_lr.metrics import read_history
+    from torchtitan_lr.training.metrics import read_history
 
     run = four_ranks.run(train, [*model("cola"), *PP2_TP2, *SHORT], "", "", False)[0]
     record: dict[str, Any] = read_history(Path(run["dump_folder"]) / "metrics.jsonl")[-1]

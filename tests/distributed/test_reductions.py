@@ -15,14 +15,14 @@ from tests.distributed.pool import RankPool
 from tests.distributed.tp_cases import tp_mesh
 from tests.reference.rms_norm import half_units
 from tests.unit.tiny import build_tiny, tokens
-from torchtitan_lr.comm.ledger import CommLedger, mesh_dims_of
-from torchtitan_lr.config_checks import build_job_config
-from torchtitan_lr.device import bind_device
-from torchtitan_lr.loss import cross_entropy_sum
-from torchtitan_lr.parallel.caat import gather_for_lanes, share_over_ranks
-from torchtitan_lr.parallel.collectives import Ranks
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel, synchronize_gradients
-from torchtitan_lr.parallel.grad_norm import gradient_norm
+from torchtitan_lr.parallel.tensor.caat import gather_for_lanes, share_over_ranks
+from torchtitan_lr.parallel.tensor.collectives import Ranks
+from torchtitan_lr.training.device import bind_device
+from torchtitan_lr.training.grad_norm import gradient_norm
 
 MICROBATCHES = 3
 UNITS = 6

@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed.pool import RankPool
 from tests.distributed.training import EXACT, largest_difference, train
-from torchtitan_lr.manifest import damage_of, read_manifest
+from torchtitan_lr.checkpoints.manifest import damage_of, read_manifest
 
 OPTIONS = [
     "--model.name=llama_lax",

@@ -163,7 +163,7 @@ def test_a_checkpoint_moves_between_degrees_plans_and_groupings(
 
 
 def test_the_ledger_logs_bytes_by_mesh_dimension(four_ranks: RankPool) -> None:
-    from torchtitan_lr.metrics import read_history
+    from torchtitan_lr.training.metrics import read_history
 
     options = [*model("cola"), *TP2_FSDP2, "--metrics.comm_ledger"]
     run = four_ranks.run(train, options)[0]

@@ -88,7 +88,7 @@ def test_every_rank_has_the_same_norm(layout: str, four_ranks: RankPool) -> None
 
 def train_with_local_clipping(case: Case) -> dict[str, torch.Tensor]:
     """Clip each micro-batch's own gradients, as upstream's train step would."""
-    from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
+    from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 
     original = TSROptimizers.accumulate
 
@@ -116,7 +116,7 @@ def train_with_a_drifting_replica(case: Case) -> tuple[dict[str, torch.Tensor], 
     """Disturb one replica's bases as another machine's rounding would."""
     from torchtitan.tools.logging import logger
 
-    from torchtitan_lr.optim import synchronize
+    from torchtitan_lr.optim.tsr import synchronize
 
     layout, original, lines = place(case.layout), synchronize.solve_together, []
 
@@ -146,7 +146,7 @@ def test_a_drifting_replica_is_repaired_and_told(four_ranks: RankPool) -> None:
 
 
 def train_without_repair(case: Case) -> torch.Tensor:
-    from torchtitan_lr.optim import synchronize
+    from torchtitan_lr.optim.tsr import synchronize
 
     with patch.object(synchronize, "repair_drift", lambda *_: []):
         weights, _ = train_with_a_drifting_replica(case)

@@ -11,10 +11,10 @@ import torch
 from tests.distributed import tsr_cases
 from tests.distributed.pool import RankPool
 from tests.distributed.tsr_cases import BASE, COLUMN, DEFAULTS, Case, build_model, place, take_step
-from torchtitan_lr.analysis.tsr_traffic import TSRMatrix, TSRMesh, TSRStep, tsr_traffic
-from torchtitan_lr.comm.ledger import CommLedger, mesh_dims_of
-from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
-from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
+from torchtitan_lr.formulas.tsr_traffic import TSRMatrix, TSRMesh, TSRStep, tsr_traffic
+from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "tok_embeddings.weight": (64, 48),
@@ -163,7 +163,7 @@ def test_another_formula_is_noticed(measured: dict[Any, Any]) -> None:
 
 def largest_payload(layout_name: str, settings: TSRSettings) -> list[list[int]]:
     """Elements of every single collective over the replicas, by step."""
-    from torchtitan_lr.comm import ledger as module
+    from torchtitan_lr.ledger import ledger as module
 
     sizes: list[list[int]] = [[]]
     original = module.identify

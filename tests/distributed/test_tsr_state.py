@@ -24,7 +24,7 @@ from tests.distributed.tsr_cases import (
     train,
     twin,
 )
-from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 
 SAVED = 4
 """Steps before the checkpoint: between two refreshes."""

@@ -16,9 +16,9 @@ from tests.distributed.layouts import LAYOUTS, degrees, model
 from tests.distributed.pool import RankPool
 from tests.distributed.training import TINY, known_setup
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
-from torchtitan_lr.history import HISTORY_FILE, read_history
 from torchtitan_lr.models import LlamaModel
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
 # Ranks, data-parallel ranks among them, and arguments.
 CASES = {
@@ -65,8 +65,9 @@ def log_losses(corpus: str, cases: list[list[str]]) -> list[list[dict[str, Any]]
     """Validate and train one step in each layout; return the records of each."""
     import torch.distributed as dist
 
-    from torchtitan_lr.config_checks import build_job_config, check_job_config
-    from torchtitan_lr.train import Trainer
+    from torchtitan_lr.checks.job import check_job_config
+    from torchtitan_lr.config.build import build_job_config
+    from torchtitan_lr.training.trainer import Trainer
 
     results = []
     for options in cases:

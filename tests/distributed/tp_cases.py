@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from tests.distributed.tp_faults import FAULTS
-from torchtitan_lr.loss import cross_entropy_sum
 from torchtitan_lr.models.args import Family, LaxGate, LlamaArgs
 from torchtitan_lr.models.initialization import draw_parameter
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.tensor_parallel import (
+from torchtitan_lr.models.loss import cross_entropy_sum
+from torchtitan_lr.parallel.tensor.tensor_parallel import (
     TPSettings,
     apply_tensor_parallel,
     resolve_settings,

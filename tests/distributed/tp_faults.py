@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_lr.models.lane_edges import lane_sum, spread
-from torchtitan_lr.parallel import btp, caat, online_norm, styles, vanilla
-from torchtitan_lr.parallel.collectives import (
+from torchtitan_lr.parallel.tensor import btp, caat, online_norm, styles, vanilla
+from torchtitan_lr.parallel.tensor.collectives import (
     FEATURES,
     Ranks,
     copy_to_ranks,
@@ -20,7 +20,7 @@ from torchtitan_lr.parallel.collectives import (
     own_slice,
     reduce_over_ranks,
 )
-from torchtitan_lr.parallel.online_norm import OnlineNorm
+from torchtitan_lr.parallel.tensor.online_norm import OnlineNorm
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch
 
 from tests.distributed.tp_cases import Case
 from torchtitan_lr.models.args import Family, LaxGate
-from torchtitan_lr.parallel.tensor_parallel import TPSettings
+from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
 
 NORMS: list[dict[str, Any]] = [
     {"norm": "online", "norm_stat": "async"},

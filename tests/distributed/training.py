@@ -115,9 +115,10 @@ def train(
     import torchtitan.train as titan_train
     from torchtitan.tools.logging import logger
 
-    from torchtitan_lr import summary
-    from torchtitan_lr.config_checks import build_job_config, check_job_config
-    from torchtitan_lr.metrics import read_history
+    from torchtitan_lr.checks.job import check_job_config
+    from torchtitan_lr.config.build import build_job_config
+    from torchtitan_lr.training import summary
+    from torchtitan_lr.training.metrics import read_history
 
     logger.setLevel("ERROR")
     folders: list[Any] = [dump_folder or tempfile.mkdtemp()]
@@ -343,7 +344,7 @@ def _trainer_with(fault: str, config: Any) -> Any:
     import torch.distributed as dist
 
     from torchtitan_lr.parallel.data_parallel import fsdp_modules
-    from torchtitan_lr.train import Trainer
+    from torchtitan_lr.training.trainer import Trainer
 
     kind, _, at = fault.partition("@")
     guilty = dist.get_rank() == min(1, dist.get_world_size() - 1)

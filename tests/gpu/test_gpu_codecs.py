@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan_lr.analysis.compression import (
+from torchtitan_lr.compression.codecs import SketchCodec, SparseCodec, exchange_in_process
+from torchtitan_lr.compression.codecs.hashing import cells_and_signs
+from torchtitan_lr.compression.codecs.sketch import insert, peel
+from torchtitan_lr.formulas.compression import (
     HASH_ROWS,
     kept_entries,
     sketch_row,
     smallest_theta,
     verdict_block,
 )
-from torchtitan_lr.comm.codecs import SketchCodec, SparseCodec, exchange_in_process
-from torchtitan_lr.comm.codecs.hashing import cells_and_signs
-from torchtitan_lr.comm.codecs.sketch import insert, peel
 
 W, M, SEED = 3, 1501, 7
 C = 4

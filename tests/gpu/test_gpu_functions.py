@@ -17,8 +17,8 @@ from torch import Tensor
 
 import torchtitan_lr
 from torchtitan_lr.models.lane_edges import lane_terms, share_channels
-from torchtitan_lr.parallel.caat import gather_for_lanes, share_over_ranks
-from torchtitan_lr.parallel.collectives import (
+from torchtitan_lr.parallel.tensor.caat import gather_for_lanes, share_over_ranks
+from torchtitan_lr.parallel.tensor.collectives import (
     FEATURES,
     TOKENS,
     Ranks,
@@ -29,9 +29,9 @@ from torchtitan_lr.parallel.collectives import (
     scatter_sum,
     split_replicated,
 )
-from torchtitan_lr.parallel.ends import _ScatterHead
-from torchtitan_lr.parallel.grouped_linear import batched_linear, concatenated_linear
-from torchtitan_lr.parallel.online_norm import OnlineNorm, online_down, sync_norm
+from torchtitan_lr.parallel.tensor.ends import _ScatterHead
+from torchtitan_lr.parallel.tensor.grouped_linear import batched_linear, concatenated_linear
+from torchtitan_lr.parallel.tensor.online_norm import OnlineNorm, online_down, sync_norm
 
 B, S, D, R, G = 2, 6, 24, 8, 2
 EPS = 1e-5

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tests.gpu.trainers import IGNORED, micro_batches, trainer_on
 from torchtitan_lr.models import LlamaModel
-from torchtitan_lr.parallel.collectives import Ranks
-from torchtitan_lr.parallel.grad_norm import gradient_norm
-from torchtitan_lr.train import MicroBatch, Trainer
+from torchtitan_lr.parallel.tensor.collectives import Ranks
+from torchtitan_lr.training.grad_norm import gradient_norm
+from torchtitan_lr.training.trainer import MicroBatch, Trainer
 
 MAX_NORM = 0.1
 

@@ -23,14 +23,14 @@ from torch import Tensor
 
 from tests.gpu.syncs import no_synchronization
 from tests.gpu.trainers import MICRO_BATCHES, micro_batches, trainer_on
-from torchtitan_lr.comm.codecs import Codec, SketchCodec, SparseCodec
-from torchtitan_lr.gradients import gradients_of
+from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec
 from torchtitan_lr.models import LlamaModel
 from torchtitan_lr.optim.build import build_optimizers
-from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
-from torchtitan_lr.parallel.collectives import Ranks
+from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.parallel.parallelize import parallelize_llama
-from torchtitan_lr.train import Trainer
+from torchtitan_lr.parallel.tensor.collectives import Ranks
+from torchtitan_lr.training.gradients import gradients_of
+from torchtitan_lr.training.trainer import Trainer
 
 READS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda x: x.sum().item(),

@@ -12,9 +12,10 @@ import torch
 from torchtitan.tools.logging import logger
 
 import torchtitan_lr
-from torchtitan_lr import device as device_module
-from torchtitan_lr.config_checks import build_job_config, check_job_config
-from torchtitan_lr.train import MicroBatch, Trainer
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.training import device as device_module
+from torchtitan_lr.training.trainer import MicroBatch, Trainer
 
 SEQ, BATCH = 16, 2
 MICRO_BATCHES = 2

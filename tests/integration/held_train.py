@@ -13,8 +13,9 @@ from pathlib import Path
 
 from torch.distributed.checkpoint import filesystem
 
-from torchtitan_lr.processes import leave
-from torchtitan_lr.train import Trainer, main
+from torchtitan_lr.launch.processes import leave
+from torchtitan_lr.train import main
+from torchtitan_lr.training.trainer import Trainer
 
 FOLDER, POINT, STEP = os.environ["HOLD"].split(":")
 

@@ -15,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.fork_server import AVAILABLE, ROOT, ForkServer
-from torchtitan_lr.processes import child_pids
+from torchtitan_lr.launch.processes import child_pids
 
 LIMIT = 480  # seconds a process may take before it counts as hung; a quiet machine needs ten
 
-LAUNCH = [sys.executable, "-m", "torchtitan_lr.launch"]
+LAUNCH = [sys.executable, "-m", "torchtitan_lr.launch.launcher"]
 
 # Runs a command with the signals that its first argument names ignored, and no others.
 RESET = """

@@ -6,7 +6,7 @@ import os
 import sys
 
 from tests.integration import runs
-from torchtitan_lr.folder_lock import locked
+from torchtitan_lr.launch.folder_lock import locked
 
 
 def test_a_run_without_the_launcher(undisturbed):

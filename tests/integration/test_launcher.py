@@ -319,7 +319,7 @@ def test_refusal_comes_before_any_rank(tmp_path):
 DRIVER = """
 import os, sys, threading, time
 from pathlib import Path
-from torchtitan_lr.processes import RankGroup
+from torchtitan_lr.launch.processes import RankGroup
 
 folder = Path(sys.argv[1])
 command = [sys.executable, str(folder / "parent.py"), str(folder)]

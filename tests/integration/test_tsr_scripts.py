@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration import runs
 from tests.scripts import load_script
-from torchtitan_lr.metrics import HISTORY_FILE, read_history
+from torchtitan_lr.training.metrics import HISTORY_FILE, read_history
 
 SMALL = ["training.local_batch_size=2", "training.seq_len=32", "validation.seq_len=32"]
 

@@ -3,7 +3,7 @@
 
 import torch
 
-from torchtitan_lr.optim.randomized_svd import draw_sketches
+from torchtitan_lr.optim.tsr.randomized_svd import draw_sketches
 
 
 def orthonormal(y):

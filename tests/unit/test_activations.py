@@ -18,18 +18,18 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchtitan_lr.analysis.activations import (
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.formulas.activations import (
     Split,
     kept_bytes,
     layer_recompute_flops,
     recompute_flops,
 )
-from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models import layers
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.low_rank_checkpoint import apply_low_rank_checkpoint
-from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.recompute.low_rank_checkpoint import apply_low_rank_checkpoint
+from torchtitan_lr.parallel.tensor.plans import TPSettings
 
 BATCH, SEQ = 2, 32
 TOKENS = BATCH * SEQ

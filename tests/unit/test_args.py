@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tests.unit.tiny import job_config, tiny_args, tokens
-from torchtitan_lr.analysis.parameters import count_parameters
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.formulas.parameters import count_parameters
 from torchtitan_lr.models import FLAVORS, LlamaArgs, LlamaModel
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from torchtitan_lr.comm.boundaries import boundary_of, mark
+from torchtitan_lr.parallel.pipeline.boundaries import boundary_of, mark
 
 
 def test_a_marked_message_is_found_among_arguments():

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from tests.unit.tiny import tiny_args
-from torchtitan_lr.analysis.caat import (
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.formulas.communication import block_traffic
+from torchtitan_lr.formulas.papers.caat import (
     block_payload,
     block_time,
     gpt_block_operations,
@@ -13,12 +15,10 @@ from torchtitan_lr.analysis.caat import (
     llama_block_operations,
     speed_up,
 )
-from torchtitan_lr.analysis.communication import block_traffic
-from torchtitan_lr.analysis.traffic import count
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.formulas.traffic import count
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.lane_edges import share_channels
-from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.tensor.plans import TPSettings
 
 D, S, T, R = 4096, 2048, 8, 20000.0
 OPERATIONS, PAYLOAD = gpt_block_operations(D, S), block_payload(D, S, 1.0)

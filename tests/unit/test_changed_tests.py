@@ -30,6 +30,8 @@ def test_a_changed_test_is_run_itself(tmp_path):
 
 
 def test_every_choice_in_this_repository_exists():
-    chosen = changed_tests.tests_of(["torchtitan_lr/metrics.py", "torchtitan_lr/errors.py"])
+    chosen = changed_tests.tests_of(
+        ["torchtitan_lr/training/metrics.py", "torchtitan_lr/errors.py"]
+    )
     assert {"tests/unit/test_metrics.py", "tests/unit/test_config_checks.py"} <= set(chosen)
     assert all((ROOT / path).is_file() for path in chosen)

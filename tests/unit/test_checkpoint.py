@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
 from torchtitan.config import JobConfig
 
-from torchtitan_lr.checkpoint import CheckpointManager
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.build import build_optimizers
+from torchtitan_lr.training.checkpoint import CheckpointManager
 
 
 @pytest.fixture

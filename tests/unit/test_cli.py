@@ -3,7 +3,7 @@ import argparse
 
 import pytest
 
-from torchtitan_lr.cli import OneLineParser, markdown_table, overrides_of, text_table
+from torchtitan_lr.tools.cli import OneLineParser, markdown_table, overrides_of, text_table
 
 
 def refused(capsys, call, *arguments, **named):

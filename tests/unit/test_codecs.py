@@ -4,14 +4,7 @@
 import pytest
 import torch
 
-from torchtitan_lr.analysis.compression import (
-    candidates,
-    kept_entries,
-    sketch_row,
-    smallest_theta,
-    verdict_block,
-)
-from torchtitan_lr.comm.codecs import (
+from torchtitan_lr.compression.codecs import (
     DenseCodec,
     SketchCodec,
     SparseCodec,
@@ -21,7 +14,14 @@ from torchtitan_lr.comm.codecs import (
     reduce_in_process,
     sketch,
 )
-from torchtitan_lr.comm.codecs.sparsify import largest, left_over
+from torchtitan_lr.compression.codecs.sparsify import largest, left_over
+from torchtitan_lr.formulas.compression import (
+    candidates,
+    kept_entries,
+    sketch_row,
+    smallest_theta,
+    verdict_block,
+)
 
 W, M = 4, 3001
 
@@ -116,7 +116,7 @@ def test_equal_magnitudes_are_cut_at_theta_too():
 
 def test_a_dropped_residual_is_noticed(monkeypatch):
     monkeypatch.setattr(
-        "torchtitan_lr.comm.codecs.sparse.left_over", lambda rows, *_: torch.zeros_like(rows)
+        "torchtitan_lr.compression.codecs.sparse.left_over", lambda rows, *_: torch.zeros_like(rows)
     )
     x = rows()
     totals, owed, _ = reduce_in_process(SparseCodec(0.8), x, 1)

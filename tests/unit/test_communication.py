@@ -6,23 +6,23 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lr.analysis.communication import (
+from torchtitan_lr.formulas.communication import (
     block_traffic,
     embedding_traffic,
     head_traffic,
     loss_traffic,
     model_traffic,
 )
-from torchtitan_lr.analysis.data_parallel import (
+from torchtitan_lr.formulas.data_parallel import (
     DataParallel,
     data_parallel_traffic,
     linear_volume,
     padded,
 )
-from torchtitan_lr.analysis.traffic import Traffic, count, merge
+from torchtitan_lr.formulas.traffic import Traffic, count, merge
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.tensor.plans import TPSettings
 
 BS, D, F, R, D_KV = 24, 64, 160, 16, 32
 

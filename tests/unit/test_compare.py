@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tests.unit.test_export import load_script
-from torchtitan_lr.analysis.published import BOOST_ITERATION_SECONDS
-from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.formulas.papers.published import BOOST_ITERATION_SECONDS
 
 script = load_script("compare")
 

@@ -2,7 +2,8 @@
 import pytest
 import torch
 
-from torchtitan_lr.analysis.compression import (
+from torchtitan_lr.compression.codecs import SketchCodec, reduce_in_process
+from torchtitan_lr.formulas.compression import (
     LEVELS,
     CodecSizes,
     Unit,
@@ -23,7 +24,6 @@ from torchtitan_lr.analysis.compression import (
     verdict_block,
     verdict_bytes,
 )
-from torchtitan_lr.comm.codecs import SketchCodec, reduce_in_process
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,8 @@
 import pytest
 import torch
 
-from torchtitan_lr.config_checks import build_job_config
-from torchtitan_lr.parallel.compression_settings import (
-    clean_name,
+from torchtitan_lr.compat.names import clean_name
+from torchtitan_lr.compression.settings import (
     compresses,
     describe_selection,
     describe_small_units,
@@ -12,6 +11,7 @@ from torchtitan_lr.parallel.compression_settings import (
     is_compressed,
     settings_for,
 )
+from torchtitan_lr.config.build import build_job_config
 
 SIZES = {
     "tok_embeddings.weight": 1000,

@@ -5,15 +5,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_lr.analysis.compression import CodecSizes, sketch_row
-from torchtitan_lr.comm.codecs import DenseCodec, SketchCodec, SparseCodec
-from torchtitan_lr.comm.compressor import (
+from torchtitan_lr.compression.codecs import DenseCodec, SketchCodec, SparseCodec
+from torchtitan_lr.compression.compressor import (
     Compressor,
     Span,
     build_codec,
     join_spans,
     split_spans,
 )
+from torchtitan_lr.formulas.compression import CodecSizes, sketch_row
 
 SPANS = [Span(3, True), Span(2, False), Span(4, True), Span(1, False)]
 

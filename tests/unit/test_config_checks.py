@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lr.config_checks import build_job_config, check_job_config
-from torchtitan_lr.config_values import check_vocabulary
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.checks.values import check_vocabulary
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data.corpora import validation_source
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models import fingerprint
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.models.loading import build_model_args
+from torchtitan_lr.tools.loading import build_model_args
+from torchtitan_lr.training import fingerprint
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -145,7 +146,7 @@ REFUSALS = [
     ("parallelism.tp_plan=btp_caat", "'btp_caat'", "caat.lanes of more than 1"),
     ("fault_tolerance.enable", "True", "not supported"),
     ("memory_estimation.enable", "True", "not supported"),
-    ("job.custom_config_module=other", "'other'", "torchtitan_lr.job_config"),
+    ("job.custom_config_module=other", "'other'", "torchtitan_lr.config.schema"),
     ("experimental.custom_args_module=other", "'other'", "leave it out"),
     # What has no meaning on a CPU.
     ("profiling.enable_profiling", "True", "false on a CPU"),

@@ -1,7 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
 
-from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 
 BASE = [
@@ -119,7 +120,7 @@ def test_layouts():
 def test_another_optimizer_is_refused():
     config = build_job_config(BASE)
     config.optimizer.name = "TSRAdam"
-    from torchtitan_lr.config_compression import check_grad_compression
+    from torchtitan_lr.checks.compression import check_grad_compression
 
     with pytest.raises(ConfigError, match=r"'none' with optimizer\.name = 'TSRAdam'"):
         check_grad_compression(config, 4, "cpu")

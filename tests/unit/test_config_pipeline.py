@@ -3,7 +3,8 @@
 
 import pytest
 
-from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 
 ASSETS = "torchtitan_lr/data/assets/bpe4k"

@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from torchtitan_lr.config_types import (
+from torchtitan_lr.config.parse import (
     Override,
     apply_overrides,
     check_toml,

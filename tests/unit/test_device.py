@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from torchtitan_lr.device import CpuDevice, bind_device, has_accelerator, peak_flops
+from torchtitan_lr.training.device import CpuDevice, bind_device, has_accelerator, peak_flops
 
 cpu_only = pytest.mark.skipif(has_accelerator(), reason="needs a machine without an accelerator")
 
@@ -35,7 +35,7 @@ def test_peak_memory_of_a_cpu_process_grows_with_what_it_touches() -> None:
 
 
 def test_unknown_peaks_are_nan_and_known_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan_lr.device.has_accelerator", lambda: True)
+    monkeypatch.setattr("torchtitan_lr.training.device.has_accelerator", lambda: True)
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     # torchtitan's own answer for this one is an A100's peak.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_export import load_script
-from torchtitan_lr.config_checks import build_job_config
+from torchtitan_lr.config.build import build_job_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

@@ -8,7 +8,7 @@ import torch
 
 from tests.unit.test_export import load_script, write_run
 from tests.unit.tiny import FAMILIES, build_tiny, tokens
-from torchtitan_lr.analysis.effective_rank import activation_spectra, effective_rank, energies
+from torchtitan_lr.tools.effective_rank import activation_spectra, effective_rank, energies
 
 script = load_script("activation_rank")
 

@@ -10,16 +10,18 @@ import pytest
 import torch
 
 from tests.scripts import load_script
-from torchtitan_lr.analysis.flops import head_flops, layer_flops
-from torchtitan_lr.analysis.memory import static_memory
-from torchtitan_lr.analysis.rehearsal import Rehearsal
-from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.hardware import load_hardware
 from torchtitan_lr.estimate.memory import rehearse_run
-from torchtitan_lr.estimate.run import alternative_modes, alternatives, read_run
+from torchtitan_lr.estimate.rehearsal import Rehearsal
+from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.estimate.timing import block_flops, repeated_flops, step_time
 from torchtitan_lr.estimate.traffic import bytes_by_dim, step_traffic
+from torchtitan_lr.formulas.flops import head_flops, layer_flops
+from torchtitan_lr.formulas.memory import static_memory
+from torchtitan_lr.tools.alternatives import alternative_modes, alternatives
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))

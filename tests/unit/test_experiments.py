@@ -10,9 +10,15 @@ import time
 
 import pytest
 
-from torchtitan_lr import experiments
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.experiments import RunFailedError, check_run, last_value, launch, step_records
+from torchtitan_lr.tools import experiments
+from torchtitan_lr.tools.experiments import (
+    RunFailedError,
+    check_run,
+    last_value,
+    launch,
+    step_records,
+)
 
 LOSS = "loss_metrics/global_avg_loss"
 
@@ -36,7 +42,7 @@ def stand_in(monkeypatch, program):
     started = []
 
     def popen(command, **options):
-        assert command[1:3] == ["-m", "torchtitan_lr.launch"]
+        assert command[1:3] == ["-m", "torchtitan_lr.launch.launcher"]
         started.append(POPEN([sys.executable, "-c", program, *command[3:]], **options))
         return started[-1]
 

@@ -13,9 +13,13 @@ import pytest
 from tests.unit.tiny import build_tiny, tiny_args
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.fingerprint import check_fingerprint, model_fingerprint, tokenizer_digest
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.training.fingerprint import (
+    check_fingerprint,
+    model_fingerprint,
+    tokenizer_digest,
+)
 
 ASSETS = "torchtitan_lr/data/assets/bpe4k"
 

@@ -4,7 +4,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.tiny import FAMILIES, build_tiny, tiny_args, tokens
-from torchtitan_lr.analysis.flops import (
+from torchtitan_lr.formulas.flops import (
     flops_per_sequence,
     flops_per_token,
     head_flops,

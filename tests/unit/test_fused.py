@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-from torchtitan_lr.comm.codecs import bitmap, hashing
+from torchtitan_lr.compression.codecs import bitmap, hashing
 
 
 def kernels(x, mask, row, *salts):

@@ -6,7 +6,7 @@ import torch
 
 from tests.unit.test_export import load_script, run_record, write_run
 from tests.unit.tiny import FAMILIES, build_tiny, tokens
-from torchtitan_lr.models.generate import generate, sample
+from torchtitan_lr.tools.generate import generate, sample
 
 script = load_script("generate")
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_lr.analysis.compression import CodecSizes
-from torchtitan_lr.comm.compressor import Compressor, Span
-from torchtitan_lr.parallel.gradient_compression import CompressedAllReduce
+from torchtitan_lr.compression.compressor import Compressor, Span
+from torchtitan_lr.compression.fsdp import CompressedAllReduce
+from torchtitan_lr.formulas.compression import CodecSizes
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_lr.gradients import StoredGradients, gradients_of
-from torchtitan_lr.optim.selection import TSRSettings
-from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.selection import TSRSettings
+from torchtitan_lr.training.gradients import StoredGradients, gradients_of
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from torchtitan_lr.guard import StopSignal, Verdict, agree
+from torchtitan_lr.training.guard import StopSignal, Verdict, agree
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

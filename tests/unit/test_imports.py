@@ -54,14 +54,14 @@ import gc, importlib, json, sys
 found = {{}}
 whole = gc.get_stats()[2]["collections"]
 frozen = gc.get_freeze_count()
-from torchtitan_lr.config_checks import build_job_config
-from torchtitan_lr.config_values import check_model
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.checks.values import check_model
 old = build_job_config(["--experimental.custom_import=torchtitan_lr"])
 found["collections"] = gc.get_stats()[2]["collections"] - whole
 found["frozen"] = [frozen, gc.get_freeze_count()]
 found["enabled"] = gc.isenabled()
 
-import torchtitan_lr.train
+import torchtitan_lr.training.trainer
 from torchtitan.protocols.train_spec import _extra_train_specs as table
 found["train"] = [name for name in {HEAVY!r} if name in sys.modules]
 found["none"] = sorted(table)
@@ -69,7 +69,7 @@ check_model(old, 1, "cpu")
 found["old"] = sorted(table)
 
 table.clear()
-del sys.modules["torchtitan_lr.specs"]
+del sys.modules["torchtitan_lr.training.register"]
 new = build_job_config([]).experimental.custom_import
 specs = importlib.import_module(new)
 found["new"] = sorted(table)

@@ -20,8 +20,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.unit.tiny import FAMILIES, build_tiny, tiny_args
+from torchtitan_lr.compat.dtensor import local_slice
 from torchtitan_lr.models import LlamaModel
-from torchtitan_lr.models.initialization import draw_parameter, factor_std, local_slice
+from torchtitan_lr.models.initialization import draw_parameter, factor_std
 
 
 @contextmanager

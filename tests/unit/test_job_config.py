@@ -4,8 +4,8 @@ from typing import get_type_hints
 
 import pytest
 
-from torchtitan_lr import job_config
-from torchtitan_lr.config_checks import build_job_config
+from torchtitan_lr.config import schema as job_config
+from torchtitan_lr.config.build import build_job_config
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,8 @@ def config():
         ("model.name", "llama_cola"),
         ("model.flavor", "debug"),
         ("model.hf_assets_path", "torchtitan_lr/data/assets/bpe4k"),
-        ("job.custom_config_module", "torchtitan_lr.job_config"),
-        ("experimental.custom_import", "torchtitan_lr.specs"),
+        ("job.custom_config_module", "torchtitan_lr.config.schema"),
+        ("experimental.custom_import", "torchtitan_lr.training.register"),
         # Untouched by ours, so the merge must have kept torchtitan's.
         ("optimizer.beta1", 0.9),
         ("training.seq_len", 2048),

@@ -8,9 +8,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.unit.tiny import build_tiny, tiny_args
+from torchtitan_lr.checkpoints.lane_record import (
+    ORDINARY,
+    Lanes,
+    check_lanes,
+    record_of,
+    stored_lanes,
+)
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.lane_record import ORDINARY, Lanes, check_lanes, record_of, stored_lanes
-from torchtitan_lr.models.loading import load_model
+from torchtitan_lr.tools.loading import load_model
 
 
 def save(folder: Path, lanes: Lanes) -> Path:

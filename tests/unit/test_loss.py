@@ -2,7 +2,7 @@
 import torch
 from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss
 
-from torchtitan_lr.loss import cross_entropy_sum
+from torchtitan_lr.models.loss import cross_entropy_sum
 
 
 def test_is_the_sum_of_negative_log_likelihoods_over_valid_tokens() -> None:

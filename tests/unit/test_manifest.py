@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from torchtitan_lr import manifest
-from torchtitan_lr.checkpoint_layout import all_steps, complete_steps
-from torchtitan_lr.manifest import (
+from torchtitan_lr.checkpoints import manifest
+from torchtitan_lr.checkpoints.layout import all_steps, complete_steps
+from torchtitan_lr.checkpoints.manifest import (
     ManifestWriter,
     damage_of,
     find_damage,

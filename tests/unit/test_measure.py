@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from torch.profiler import DeviceType
 
-from torchtitan_lr.measure import communication_seconds, union_length
+from torchtitan_lr.tools.measure import communication_seconds, union_length
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.unit.tiny import FAMILIES, build_tiny, tiny_args
-from torchtitan_lr.analysis.data_parallel import named_parameters
-from torchtitan_lr.analysis.memory import Precision, gathered_bytes, sharded, static_memory
-from torchtitan_lr.config_optimizer import model_shapes
-from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
-from torchtitan_lr.optim.tsr_optimizer import TSROptimizers
-from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.formulas.data_parallel import named_parameters
+from torchtitan_lr.formulas.memory import Precision, gathered_bytes, sharded, static_memory
+from torchtitan_lr.models.configured import model_shapes
+from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
+from torchtitan_lr.parallel.tensor.plans import TPSettings
 
 FP32 = Precision(4, 4, 4)
 HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}

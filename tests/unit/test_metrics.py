@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lr.metrics import HistoryLogger, read_history, set_wandb_environment
+from torchtitan_lr.training.metrics import HistoryLogger, read_history, set_wandb_environment
 
 VARIABLES = ("WANDB_PROJECT", "WANDB_RUN_NAME", "WANDB_RUN_GROUP", "WANDB_TAGS", "WANDB_MODE")
 

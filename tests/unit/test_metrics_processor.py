@@ -18,8 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
-from torchtitan_lr.device import bind_device
-from torchtitan_lr.metrics import build_metrics_processor
+from torchtitan_lr.training.device import bind_device
+from torchtitan_lr.training.metrics import build_metrics_processor
 
 GIB = 2**30
 # Ratios of a few fp64 numbers.

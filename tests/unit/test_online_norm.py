@@ -10,9 +10,14 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.reference import rms_norm
-from torchtitan_lr.parallel.collectives import Ranks
-from torchtitan_lr.parallel.ends import _ScatterHead
-from torchtitan_lr.parallel.online_norm import OnlineNorm, online_down, sum_of_squares, sync_norm
+from torchtitan_lr.parallel.tensor.collectives import Ranks
+from torchtitan_lr.parallel.tensor.ends import _ScatterHead
+from torchtitan_lr.parallel.tensor.online_norm import (
+    OnlineNorm,
+    online_down,
+    sum_of_squares,
+    sync_norm,
+)
 
 
 @pytest.fixture(scope="module")

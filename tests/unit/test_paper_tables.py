@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 
 from tests.unit.test_export import load_script
-from torchtitan_lr.analysis.activations import kept_bytes
-from torchtitan_lr.analysis.cola_memory import (
+from torchtitan_lr.formulas.activations import kept_bytes
+from torchtitan_lr.formulas.communication import block_traffic
+from torchtitan_lr.formulas.data_parallel import linear_volume
+from torchtitan_lr.formulas.flops import layer_flops
+from torchtitan_lr.formulas.intensity import arithmetic_intensity, feed_forward_products
+from torchtitan_lr.formulas.papers.cola_memory import (
     checkpointed_elements,
     checkpointed_flops,
     cola_elements,
@@ -20,13 +24,7 @@ from torchtitan_lr.analysis.cola_memory import (
     printed_training_flops,
     training_flops,
 )
-from torchtitan_lr.analysis.communication import block_traffic
-from torchtitan_lr.analysis.data_parallel import linear_volume
-from torchtitan_lr.analysis.flops import layer_flops
-from torchtitan_lr.analysis.intensity import arithmetic_intensity, feed_forward_products
-from torchtitan_lr.analysis.parameters import count_parameters
-from torchtitan_lr.analysis.pipeline import stage_boundary
-from torchtitan_lr.analysis.published import (
+from torchtitan_lr.formulas.papers.published import (
     BOOST_SHAPES,
     BOOST_TABLE_4,
     BOOST_TABLE_5,
@@ -35,10 +33,12 @@ from torchtitan_lr.analysis.published import (
     COLA_TABLE_7,
     COLA_TABLE_9_FLOPS,
 )
-from torchtitan_lr.analysis.traffic import count
+from torchtitan_lr.formulas.parameters import count_parameters
+from torchtitan_lr.formulas.pipeline import stage_boundary
+from torchtitan_lr.formulas.traffic import count
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.tensor.plans import TPSettings
 
 page = load_script("paper_tables")
 cola_page = load_script("paper/cola")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.unit.tiny import tiny_args
-from torchtitan_lr.analysis.parameters import count_parameters
+from torchtitan_lr.formulas.parameters import count_parameters
 from torchtitan_lr.models import FAMILIES, FLAVORS, LlamaModel
 
 # CoLA, Table 5, to the parameter: flavor -> (full rank, CoLA).

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.unit.tiny import tiny_args
-from torchtitan_lr.analysis.pipeline import Boundary, pipeline_traffic, stage_boundary
-from torchtitan_lr.loss import cross_entropy_sum
-from torchtitan_lr.parallel.pipeline import NormalizedLoss, stage_boundaries
-from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.formulas.pipeline import Boundary, pipeline_traffic, stage_boundary
+from torchtitan_lr.models.loss import cross_entropy_sum
+from torchtitan_lr.parallel.pipeline.pipeline import NormalizedLoss, stage_boundaries
+from torchtitan_lr.parallel.tensor.plans import TPSettings
 
 # width 48, ranks 12 (q, k, v, o) and 20 (gate, up, down)
 LATENTS = 4 * 12 + 3 * 20

@@ -3,7 +3,7 @@
 
 import torch
 
-from torchtitan_lr.config_checks import build_job_config
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.parallel.data_parallel import mixed_precision_policy
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lr.processes import child_pids
+from torchtitan_lr.launch.processes import child_pids
 
 PROGRAM = """
 import atexit, threading
-from torchtitan_lr.processes import leave
+from torchtitan_lr.launch.processes import leave
 
 atexit.register(print, "registered")
 threading.Thread(target=threading.Event().wait).start()
@@ -31,7 +31,7 @@ def test_leaving_runs_what_is_registered_and_waits_for_no_thread():
 RELAY = """
 import os, sys
 from pathlib import Path
-from torchtitan_lr.processes import RankGroup
+from torchtitan_lr.launch.processes import RankGroup
 
 # No more than a pipe holds: without a reader it fails instead of hanging.
 speak = "import sys; sys.stderr.writelines(['[rank0]:line', chr(10)] * 2000)"

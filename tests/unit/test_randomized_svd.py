@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from torchtitan_lr.optim.randomized_svd import (
+from torchtitan_lr.optim.tsr.randomized_svd import (
     Gather,
     SketchSettings,
     Sum,

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lr.models.marks import keep
-from torchtitan_lr.parallel.recompute import Recording
+from torchtitan_lr.parallel.recompute.replay import Recording
 
 
 def draw(*shape: int, seed: int) -> Tensor:

@@ -11,12 +11,12 @@ from torchtitan.config.job_config import ActivationCheckpoint
 
 from tests.unit.test_activations import Allocations
 from tests.unit.tiny import build_tiny, tiny_args
-from torchtitan_lr.analysis.activations import kept_bytes
-from torchtitan_lr.analysis.rehearsal import fused_norm_saving, rehearse
-from torchtitan_lr.analysis.storages import LivingStorages
-from torchtitan_lr.loss import cross_entropy_sum
-from torchtitan_lr.parallel.activation_checkpoint import apply_activation_checkpoint
-from torchtitan_lr.parallel.tensor_parallel import TPSettings
+from torchtitan_lr.estimate.rehearsal import fused_norm_saving, rehearse
+from torchtitan_lr.estimate.storages import LivingStorages
+from torchtitan_lr.formulas.activations import kept_bytes
+from torchtitan_lr.models.loss import cross_entropy_sum
+from torchtitan_lr.parallel.recompute.activation_checkpoint import apply_activation_checkpoint
+from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
 
 BATCH, SEQ, LAYERS = 2, 16, 4
 # The modes once, and the families where the blocks differ: LaX carries latents, full has none.

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from torchtitan_lr.report import (
+from torchtitan_lr.launch.report import (
     DID_NOT_END,
     describe_failure,
     full_disk,
@@ -117,7 +117,7 @@ def test_a_rank_that_fell_after_telling_its_error_is_no_killed_one(tmp_path):
 STACK = """Traceback (most recent call last):
   File "/site/torchtitan/train.py", line 600, in train
     self.train_step(data_iterator)
-  File "/src/torchtitan_lr/guard.py", line 75, in agree
+  File "/src/torchtitan_lr/training/guard.py", line 75, in agree
     dist.all_reduce(findings, op=dist.ReduceOp.MAX)
   File "/site/torch/distributed/c10d_logger.py", line 83, in wrapper
     return func(*args, **kwargs)

@@ -14,12 +14,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from tests.unit.tiny import build_tiny, tiny_args
-from torchtitan_lr.comm.residuals import warn_of_dropped_residuals
+from torchtitan_lr.checkpoints.lane_record import check_lanes
+from torchtitan_lr.checkpoints.manifest import damage_of
+from torchtitan_lr.checkpoints.safe_metadata import DamagedError, describe, load, read_metadata
+from torchtitan_lr.compression.residuals import warn_of_dropped_residuals
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.manifest import damage_of
-from torchtitan_lr.models.lane_record import check_lanes
-from torchtitan_lr.models.loading import load_model
-from torchtitan_lr.safe_metadata import DamagedError, describe, load, read_metadata
+from torchtitan_lr.tools.loading import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

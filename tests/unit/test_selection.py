@@ -3,9 +3,9 @@ from collections import Counter
 
 import pytest
 
-from torchtitan_lr.config_checks import build_job_config
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.optim.selection import EMBEDDING, HEAD, TSRSettings, plan_matrices
+from torchtitan_lr.optim.tsr.selection import EMBEDDING, HEAD, TSRSettings, plan_matrices
 
 SHAPES = {
     EMBEDDING: (64, 16),

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchtitan_lr.analysis.step_time import (
+from torchtitan_lr.estimate.step_time import (
     Hardware,
     MeshDim,
     collective_seconds,
@@ -13,7 +13,7 @@ from torchtitan_lr.analysis.step_time import (
     exposed_seconds,
     model_step_time,
 )
-from torchtitan_lr.analysis.traffic import Traffic
+from torchtitan_lr.formulas.traffic import Traffic
 
 MACHINE = Hardware("test", 100.0, 0.5, 80.0, 8, 100.0, 10.0, 10.0)
 MESH = {"tp": MeshDim(8, 1), "fsdp": MeshDim(4, 8), "pp": MeshDim(2, 32)}

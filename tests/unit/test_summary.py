@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.summary import build_summary, draw_curve, write_summary
+from torchtitan_lr.training.summary import build_summary, draw_curve, write_summary
 
 
 def history(with_mfu: bool = False) -> list[dict[str, Any]]:

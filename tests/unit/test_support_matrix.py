@@ -8,7 +8,8 @@ import pytest
 
 from scripts.support_table import BEGIN, END, insert
 from tests.support_matrix import SupportMatrix, pairs, world_size
-from torchtitan_lr.config_checks import build_job_config, check_job_config
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 
 MATRIX = SupportMatrix()

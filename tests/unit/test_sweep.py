@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.test_export import load_script
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.experiments import RunFailedError, Stopped
+from torchtitan_lr.tools.experiments import RunFailedError, Stopped
 
 script = load_script("sweep")
 

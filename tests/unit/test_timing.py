@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
 
-from torchtitan_lr.timing import as_text, draw, row_of
+from torchtitan_lr.tools.timing import as_text, draw, row_of
 
 
 def timed(seconds, **more):

@@ -16,7 +16,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
 from tests.unit.tiny_trainer import history, tiny_trainer
 from torchtitan_lr.data.corpora import PythonStdlib
-from torchtitan_lr.guard import NonFiniteError
+from torchtitan_lr.training.guard import NonFiniteError
 
 LR, EPS, DECAY = 1e-2, 1e-3, 0.1
 # Warm-up to the full rate over two steps, one more at it, then half-way down the cosine to 0.1.

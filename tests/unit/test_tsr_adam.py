@@ -5,9 +5,7 @@ import pytest
 import torch
 
 from tests.reference.tsr_adam import ReferenceTSR
-from torchtitan_lr.optim.randomized_svd import SVD, SketchSettings, draw_sketches
-from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
-from torchtitan_lr.optim.tsr_adam import (
+from torchtitan_lr.optim.tsr.adam import (
     Bases,
     Hyper,
     State,
@@ -19,6 +17,8 @@ from torchtitan_lr.optim.tsr_adam import (
     rotate,
     tsr_adam_step,
 )
+from torchtitan_lr.optim.tsr.randomized_svd import SVD, SketchSettings, draw_sketches
+from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 
 F64 = torch.float64
 NAME = "layers.0.attention.wq.weight"

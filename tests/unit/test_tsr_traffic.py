@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
 
-from torchtitan_lr.analysis.tsr import TSRShape, honest_tsr, linear_sides, sketch_width
-from torchtitan_lr.analysis.tsr_traffic import (
+from torchtitan_lr.formulas.tsr import TSRShape, honest_tsr, linear_sides, sketch_width
+from torchtitan_lr.formulas.tsr_traffic import (
     TSRMatrix,
     TSRMesh,
     TSRStep,

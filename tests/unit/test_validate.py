@@ -19,10 +19,10 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
-from torchtitan_lr.device import bind_device
-from torchtitan_lr.loss import cross_entropy_sum
-from torchtitan_lr.metrics import build_metrics_processor
-from torchtitan_lr.validate import build_validator
+from torchtitan_lr.models.loss import cross_entropy_sum
+from torchtitan_lr.training.device import bind_device
+from torchtitan_lr.training.metrics import build_metrics_processor
+from torchtitan_lr.training.validate import build_validator
 
 BEGIN, END = 0, 1
 DOCUMENTS = ["cdef", "c", "ghfedc", "hgc"]

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.unit.tiny import tiny_args
-from torchtitan_lr.config_checks import build_job_config, check_job_config
-from torchtitan_lr.history import HISTORY_FILE, read_history
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.train import Trainer
+from torchtitan_lr.training.history import HISTORY_FILE, read_history
+from torchtitan_lr.training.trainer import Trainer
 
 OPTIONS = [
     "--model.name=llama_svd",

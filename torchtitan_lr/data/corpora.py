@@ -25,8 +25,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.data.lanes import BlockStream, DocumentStream
-from torchtitan_lr.data.paths import user_path
 from torchtitan_lr.errors import ConfigError, DataError
 
 TRAINING_CORPORA = ("python_stdlib", "local", "c4", "c4_validation")

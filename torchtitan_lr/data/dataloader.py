@@ -12,11 +12,11 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
 
+from torchtitan_lr.checkpoints.safe_metadata import load
 from torchtitan_lr.data.checks import check_workers
 from torchtitan_lr.data.corpora import BlockCorpus, Corpus, training_source
 from torchtitan_lr.data.lanes import Lane
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.safe_metadata import load
 
 
 class LaneDataLoader(BaseDataLoader):

@@ -28,6 +28,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.data.corpora import BlockCorpus, Split
 from torchtitan_lr.data.held_out import (
     ONE_IN,
@@ -36,7 +37,6 @@ from torchtitan_lr.data.held_out import (
     document_hash,
     small_limit,
 )
-from torchtitan_lr.data.paths import user_path
 from torchtitan_lr.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

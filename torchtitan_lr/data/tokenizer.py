@@ -14,6 +14,7 @@ from typing import Any
 
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
+from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.data.llama3 import (
     BOS,
     EOS,
@@ -22,7 +23,6 @@ from torchtitan_lr.data.llama3 import (
     TIKTOKEN_FILE,
     llama3_specials,
 )
-from torchtitan_lr.data.paths import user_path
 from torchtitan_lr.errors import ConfigError
 
 # tiktoken's regex engine recurses: it panics on very long strings and on long runs of one kind.

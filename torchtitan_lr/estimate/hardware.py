@@ -7,8 +7,8 @@ from pathlib import Path
 
 import tomli
 
-from torchtitan_lr.analysis.step_time import Hardware
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.estimate.step_time import Hardware
 
 KEYS = {field.name: field.type for field in fields(Hardware)}
 

@@ -10,22 +10,22 @@ import torch
 from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from torchtitan_lr.analysis.memory import core_elements, gathered_bytes, sharded, static_memory
-from torchtitan_lr.analysis.rehearsal import (
+from torchtitan_lr.compression.settings import settings_for
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.estimate.rehearsal import (
     Rehearsal,
     fused_norm_saving,
     rehearse,
     rehearse_repeats,
 )
-from torchtitan_lr.analysis.schedule import most_in_flight, pipeline_order
-from torchtitan_lr.analysis.traffic import Traffic
-from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.run import Run, blocks_of
+from torchtitan_lr.estimate.schedule import most_in_flight, pipeline_order
 from torchtitan_lr.estimate.traffic import boundaries_of, exchanged_units, repeated_row
+from torchtitan_lr.formulas.memory import core_elements, gathered_bytes, sharded, static_memory
+from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.activation_checkpoint import apply_activation_checkpoint
-from torchtitan_lr.parallel.compression_settings import settings_for
-from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.recompute.activation_checkpoint import apply_activation_checkpoint
+from torchtitan_lr.parallel.tensor.plans import TPSettings
 
 ROTARY_BYTES = 8
 """An entry of the rotary table, complex64."""

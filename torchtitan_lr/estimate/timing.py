@@ -3,19 +3,19 @@
 
 from functools import partial
 
-from torchtitan_lr.analysis.activations import layer_recompute_flops, recompute_flops
-from torchtitan_lr.analysis.flops import FORWARD_AND_BACKWARD, head_flops, layer_flops
-from torchtitan_lr.analysis.schedule import StageSeconds, makespan, pipeline_order
-from torchtitan_lr.analysis.step_time import (
+from torchtitan_lr.estimate.run import Run, blocks_of
+from torchtitan_lr.estimate.schedule import StageSeconds, makespan, pipeline_order
+from torchtitan_lr.estimate.step_time import (
     Hardware,
     StepTime,
     compute_seconds,
     exposed_seconds,
     model_step_time,
 )
-from torchtitan_lr.analysis.traffic import Traffic
-from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.estimate.traffic import element_size
+from torchtitan_lr.formulas.activations import layer_recompute_flops, recompute_flops
+from torchtitan_lr.formulas.flops import FORWARD_AND_BACKWARD, head_flops, layer_flops
+from torchtitan_lr.formulas.traffic import Traffic
 
 
 def step_time(run: Run, traffic: list[list[Traffic]], hardware: Hardware) -> StepTime:

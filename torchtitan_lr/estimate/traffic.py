@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 
-from torchtitan_lr.analysis.communication import model_traffic
-from torchtitan_lr.analysis.compression import (
+from torchtitan_lr.compression.settings import is_compressed, settings_for
+from torchtitan_lr.estimate.rehearsal import Rehearsal
+from torchtitan_lr.estimate.run import Run, blocks_of
+from torchtitan_lr.formulas.communication import model_traffic
+from torchtitan_lr.formulas.compression import (
     CodecSizes,
     Unit,
     all_reduce_traffic,
@@ -23,15 +26,12 @@ from torchtitan_lr.analysis.compression import (
     reduce_scatter_traffic,
     unit_codec,
 )
-from torchtitan_lr.analysis.data_parallel import DataParallel, data_parallel_traffic
-from torchtitan_lr.analysis.memory import sharded
-from torchtitan_lr.analysis.pipeline import pipeline_traffic
-from torchtitan_lr.analysis.rehearsal import Rehearsal
-from torchtitan_lr.analysis.traffic import Traffic, merge
-from torchtitan_lr.analysis.tsr_traffic import TSRMatrix, TSRMesh, TSRStep, tsr_traffic
-from torchtitan_lr.estimate.run import Run, blocks_of
-from torchtitan_lr.parallel.compression_settings import is_compressed, settings_for
-from torchtitan_lr.parallel.pipeline import stage_boundaries
+from torchtitan_lr.formulas.data_parallel import DataParallel, data_parallel_traffic
+from torchtitan_lr.formulas.memory import sharded
+from torchtitan_lr.formulas.pipeline import pipeline_traffic
+from torchtitan_lr.formulas.traffic import Traffic, merge
+from torchtitan_lr.formulas.tsr_traffic import TSRMatrix, TSRMesh, TSRStep, tsr_traffic
+from torchtitan_lr.parallel.pipeline.pipeline import stage_boundaries
 
 
 def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> list[Traffic]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.protocols.model import BaseModelArgs
 
-from torchtitan_lr.analysis.flops import flops_per_token
-from torchtitan_lr.analysis.parameters import count_parameters
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.formulas.flops import flops_per_token
+from torchtitan_lr.formulas.parameters import count_parameters
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,28 +9,19 @@ weights, without communication.
 """
 
 import hashlib
-import re
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor import DTensor
 
+from torchtitan_lr.compat.dtensor import local_slice
+from torchtitan_lr.compat.names import clean_name
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.layers import LowRankLinear
 
 DENSE_STD = 0.02
 """Embedding, head and full-rank linears: N(0, 0.02²), LLaMA's ``initializer_range``. CoLA
 does not say how its full-rank baselines start."""
-
-# Wrappers that appear in a parameter's path without being part of its name.
-_WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
-
-
-def clean_name(fqn: str) -> str:
-    """Return a parameter's name without what wrappers of its modules put into it."""
-    return _WRAPPERS.sub("", fqn)
 
 
 def factor_std(d_in: int, d_out: int, rank: int) -> float:
@@ -116,60 +107,6 @@ def draw_parameter(
         mesh_shape = tuple(parameter.device_mesh.shape)
         full = local_slice(full, mesh_shape, coordinate, parameter.placements)
     local.copy_(full)
-
-
-def local_slice(
-    full: Tensor,
-    mesh_shape: tuple[int, ...],
-    coordinate: Sequence[int],
-    placements: tuple[Placement, ...],
-) -> Tensor:
-    """Cut the part of a tensor that one rank holds.
-
-    Args:
-        full: The whole tensor.
-        mesh_shape: Size of every mesh dimension.
-        coordinate: The rank's place along every mesh dimension.
-        placements: One placement per mesh dimension: Replicate, Shard or _StridedShard.
-
-    Returns:
-        A view of ``full``; uneven splits follow torch.chunk, later ranks get less or nothing.
-
-    Raises:
-        RuntimeError: For a placement without a slice (Partial, a stride of another order).
-    """
-    plain = [i for i, p in enumerate(placements) if isinstance(p, Shard) and not _is_strided(p)]
-    # FSDP2 over tensor parallelism splits what the mesh dimensions to its right have split
-    # already, and writes that as _StridedShard: such splits come last, right to left.
-    strided = [i for i, p in enumerate(placements) if _is_strided(p)]
-    for mesh_dim in (*plain, *reversed(strided)):
-        placement = placements[mesh_dim]
-        if mesh_dim in strided:
-            _check_stride(mesh_dim, mesh_shape, placements)
-        dim: int = placement.dim  # type: ignore[attr-defined]
-        chunk = -(-full.shape[dim] // mesh_shape[mesh_dim])
-        start = min(chunk * coordinate[mesh_dim], full.shape[dim])
-        full = full.narrow(dim, start, min(chunk, full.shape[dim] - start))
-    if any(p.is_partial() for p in placements):
-        raise RuntimeError(f"a parameter cannot be initialized as {placements}")
-    return full
-
-
-def _is_strided(placement: Placement) -> bool:
-    return isinstance(placement, _StridedShard)
-
-
-def _check_stride(
-    mesh_dim: int, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
-) -> None:
-    """Refuse a stride that does not come from the mesh dimensions to the right."""
-    placement = placements[mesh_dim]
-    splits = 1
-    for size, other in list(zip(mesh_shape, placements, strict=True))[mesh_dim + 1 :]:
-        if not other.is_replicate() and other.dim == placement.dim:  # type: ignore[attr-defined]
-            splits *= size
-    if splits != placement.split_factor:  # type: ignore[attr-defined]
-        raise RuntimeError(f"a parameter cannot be initialized as {placements} on {mesh_shape}")
 
 
 def _standard_deviations(model: nn.Module) -> dict[str, float | None]:

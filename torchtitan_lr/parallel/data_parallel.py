@@ -28,9 +28,9 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from torchtitan_lr.config_optimizer import TSR
-from torchtitan_lr.parallel.compression_settings import compresses, settings_for
-from torchtitan_lr.parallel.gradient_compression import apply_gradient_compression, compressor_of
+from torchtitan_lr.compression.fsdp import apply_gradient_compression, compressor_of
+from torchtitan_lr.compression.settings import compresses, settings_for
+from torchtitan_lr.config.schema import TSR
 
 
 def apply_data_parallel(

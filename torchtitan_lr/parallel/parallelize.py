@@ -10,12 +10,12 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.activation_checkpoint import apply_activation_checkpoint, compiles_model
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel
-from torchtitan_lr.parallel.tensor_parallel import (
-    apply_tensor_parallel,
-    settings_for,
+from torchtitan_lr.parallel.recompute.activation_checkpoint import (
+    apply_activation_checkpoint,
+    compiles_model,
 )
+from torchtitan_lr.parallel.tensor.tensor_parallel import apply_tensor_parallel, settings_for
 
 
 def parallelize_llama(

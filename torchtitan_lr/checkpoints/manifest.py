@@ -1,0 +1,284 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A checkpoint's manifest: size and checksum of every file, the model, whether it is usable.
+
+The checksums are of the bytes as they are handed to the file system, on every rank for its own
+files; they travel to the first rank with DCP's own results. It writes ``manifest.json`` between
+``.metadata.tmp`` and the renaming to ``.metadata`` that ends a save: a complete checkpoint has its
+manifest, whenever a kill strikes. Loading reads every file once more and compares, each rank its
+share. Files in Hugging Face's format, which another library writes, are summed once they are there.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from io import IOBase
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from torchtitan_lr.checkpoints.layout import MANIFEST, METADATA, complete_steps, is_dcp, step_folder
+from torchtitan_lr.checkpoints.safe_metadata import DamagedError, describe, read_metadata
+
+_CHUNK = 1 << 22  # bytes read at a time
+
+Sum = list[int]
+"""Size in bytes and CRC-32 of a file; a list, as JSON gives it back."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is recorded beside a checkpoint.
+
+    Attributes:
+        files: Sums by name, of all files but the manifest itself.
+        model: The model's fingerprint (`torchtitan_lr.training.fingerprint`); empty if unknown.
+        finite: Whether the weights were finite, and so were the sums of their squares.
+    """
+
+    files: dict[str, Sum] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    finite: bool = True
+
+
+def read_manifest(step_dir: str | Path) -> Manifest | None:
+    """Read a checkpoint's manifest.
+
+    Args:
+        step_dir: The checkpoint's folder.
+
+    Returns:
+        The manifest; None for a checkpoint from before there were any.
+
+    Raises:
+        DamagedError: It cannot be read.
+    """
+    try:
+        text = (Path(step_dir) / MANIFEST).read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DamagedError(MANIFEST, f"cannot be read ({describe(error)})") from error
+    try:
+        manifest = Manifest(**json.loads(text))
+        for size, checksum in manifest.files.values():
+            int(size), int(checksum)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DamagedError(MANIFEST, f"is damaged ({describe(error)})") from error
+    return manifest
+
+
+class ManifestWriter(FileSystemWriter):
+    """DCP's writer of files, which leaves a manifest.
+
+    Args:
+        step_dir: The checkpoint's folder.
+        model: The model's fingerprint.
+        finite: Whether its weights are finite.
+    """
+
+    def __init__(self, step_dir: str | Path, model: dict[str, Any], finite: bool) -> None:
+        super().__init__(step_dir)
+        self.fs: _SummingFileSystem = _SummingFileSystem()
+        self._about = Manifest(model=model, finite=finite)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files; the result carries their sums."""
+        results = _Results(super().write_data(plan, planner).wait())
+        results.sums = dict(self.fs.sums)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """End the save, on the first rank: the manifest, then ``.metadata``."""
+        files = {name: s for result in results for name, s in cast(_Results, result).sums.items()}
+        self.fs.manifest = Manifest(files, self._about.model, self._about.finite)
+        super().finish(metadata, results)
+
+
+def write_manifest(step_dir: str | Path, finite: bool) -> None:
+    """Write the manifest of files that are there, each rank reading its share; call it on all.
+
+    Args:
+        step_dir: The checkpoint's folder.
+        finite: Whether its weights are finite.
+    """
+    names = [path.name for path in Path(step_dir).iterdir() if path.is_file()]
+    names = from_first_rank(sorted(name for name in names if name != MANIFEST))
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    shares: list[dict[str, Sum]] = [{}] * ranks
+    shares[rank] = {name: _sum_of(Path(step_dir) / name) for name in names[rank::ranks]}
+    if dist.is_initialized():
+        dist.all_gather_object(shares, shares[rank])
+    if rank == 0:
+        files = {name: found for share in shares for name, found in share.items()}
+        _write(Path(step_dir) / MANIFEST, asdict(Manifest(files, finite=finite)))
+
+
+def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | None:
+    """Compare one rank's share of a checkpoint's files with its manifest.
+
+    A checkpoint without one is compared with DCP's table of contents: files missing or too short.
+
+    Args:
+        step_dir: The checkpoint's folder.
+        rank: This rank.
+        ranks: All of them.
+
+    Returns:
+        What is wrong with which file, None if this share is whole.
+    """
+    try:
+        manifest = read_manifest(step_dir)
+        if manifest is None:
+            _check_sizes(Path(step_dir), rank, ranks)
+        else:
+            names = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))
+            for name in names[rank::ranks]:
+                _check_file(Path(step_dir) / name, *manifest.files[name])
+        if rank == 0 and (manifest is None or METADATA in manifest.files):
+            read_metadata(step_dir)
+    except DamagedError as error:
+        return str(error)
+    return None
+
+
+def damage_of(step_dir: str | Path) -> str | None:
+    """Verify a checkpoint, each rank its share; call it on every rank.
+
+    Args:
+        step_dir: The checkpoint's folder.
+
+    Returns:
+        The same on all ranks: what is wrong with which file, None if it is whole.
+    """
+    if not dist.is_initialized():
+        return find_damage(step_dir)
+    verdicts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(verdicts, find_damage(step_dir, dist.get_rank(), len(verdicts)))
+    return next(filter(None, verdicts), None)
+
+
+def newest_whole_before(step_dir: str | Path) -> str | None:
+    """Find what to go back to from a damaged checkpoint; call it on every rank.
+
+    Args:
+        step_dir: The damaged one, ``.../step-100``.
+
+    Returns:
+        The folder of the newest older step beside it that is whole, None if there is none.
+    """
+    folder, name = os.path.split(os.path.normpath(step_dir))
+    number = name.removeprefix("step-")
+    steps = complete_steps(folder or ".") if number.isdecimal() else []
+    for step in from_first_rank([step for step in steps if step < int(number)])[::-1]:
+        older = step_folder(folder, step)
+        if is_dcp(older) and damage_of(older) is None:
+            return older
+    return None
+
+
+def from_first_rank(value: Any) -> Any:
+    """Give every rank the first one's value: looking at a folder could differ between hosts."""
+    box = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box)
+    return box[0]
+
+
+def _check_file(path: Path, size: int, checksum: int) -> None:
+    """Read a file to its end and compare."""
+    try:
+        found = path.stat().st_size
+        if found != size:
+            raise DamagedError(path.name, f"has {found} bytes instead of {size}")
+        found, computed = _sum_of(path)
+    except FileNotFoundError as error:
+        raise DamagedError(path.name, "is missing") from error
+    except OSError as error:
+        raise DamagedError(path.name, f"cannot be read ({describe(error)})") from error
+    if computed != checksum:
+        raise DamagedError(path.name, "has another checksum than when it was saved")
+
+
+def _sum_of(path: Path) -> Sum:
+    size, checksum, buffer = 0, 0, bytearray(_CHUNK)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            size, checksum = size + count, zlib.crc32(memoryview(buffer)[:count], checksum)
+    return [size, checksum]
+
+
+def _check_sizes(step_dir: Path, rank: int, ranks: int) -> None:
+    """Without a manifest: every file that DCP will read from is there, and long enough."""
+    least: dict[str, int] = {}
+    for info in read_metadata(step_dir).storage_data.values():
+        end = info.offset + info.length
+        least[info.relative_path] = max(end, least.get(info.relative_path, 0))
+    for name in sorted(least)[rank::ranks]:
+        path = step_dir / name
+        if not path.is_file():
+            raise DamagedError(name, "is missing")
+        if path.stat().st_size < least[name]:
+            raise DamagedError(name, f"has {path.stat().st_size} bytes instead of {least[name]}")
+
+
+class _Results(list[WriteResult]):
+    """What a rank tells the first one: DCP's list, and the sums of the rank's files."""
+
+    sums: dict[str, Sum]
+
+
+class _SummedStream:
+    """A file that adds up what is written to it; nothing seeks in it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.sum: Sum = [0, 0]
+
+    def write(self, data: Any) -> Any:
+        size, checksum = self.sum
+        self.sum = [size + memoryview(data).nbytes, zlib.crc32(data, checksum)]
+        return self._stream.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _SummingFileSystem(FileSystem):
+    """Sums what it writes, and puts the manifest in front of the renaming that ends a save."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Sum] = {}
+        self.manifest: Manifest | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[IOBase]:
+        with super().create_stream(path, mode) as stream:
+            summed = _SummedStream(stream)
+            yield cast(IOBase, summed)
+            self.sums[Path(path).name] = summed.sum
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        if self.manifest is not None and Path(new_path).name == METADATA:
+            self.manifest.files[METADATA] = self.sums[Path(path).name]
+            _write(Path(new_path).parent / MANIFEST, asdict(self.manifest))
+        super().rename(path, new_path)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    scratch = path.with_suffix(".tmp")
+    with scratch.open("w") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)

@@ -1,0 +1,149 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Reading a checkpoint without running what it says.
+
+DCP's ``.metadata`` is a pickle, and so are the values beside the tensors; a pickle can name any
+function and have it called. Upstream reads both without a restriction. Here ``.metadata`` may name
+the classes that DCP itself writes, values are read as weights are, and names of files cannot leave
+the checkpoint's folder.
+"""
+
+import io
+import pickle
+import warnings
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+from torchtitan_lr.checkpoints.layout import METADATA
+
+# Everything that DCP pickles into a table of contents: plain values need no name.
+_CLASSES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        (module, name)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    ),
+}
+
+
+class DamagedError(Exception):
+    """A file of a checkpoint is not what was saved.
+
+    Args:
+        file: Its name within the checkpoint's folder.
+        why: What is wrong with it, as the end of a sentence that begins with its name.
+    """
+
+    def __init__(self, file: str, why: str) -> None:
+        super().__init__(file, why)
+
+    def __str__(self) -> str:
+        return " ".join(self.args)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows DCP's classes, torch's dtypes and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Find one of the known classes.
+
+        Raises:
+            DamagedError: The pickle names anything else.
+        """
+        if (module, name) in _CLASSES:
+            return super().find_class(module, name)
+        value = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(value, torch.dtype | torch.layout):
+            return value
+        raise DamagedError(METADATA, f"names {module}.{name}, which no checkpoint needs")
+
+
+def read_metadata(step_dir: str | Path) -> Metadata:
+    """Read a checkpoint's table of contents; nothing of it is executed.
+
+    Args:
+        step_dir: Folder of a complete checkpoint of DCP.
+
+    Raises:
+        DamagedError: It is missing, cut off, names what DCP does not write, or files elsewhere.
+    """
+    try:
+        with open(Path(step_dir) / METADATA, "rb") as file:
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata) or not metadata.storage_data:
+            raise DamagedError(METADATA, "is no table of contents")
+        names = {info.relative_path for info in metadata.storage_data.values()}
+    except DamagedError:
+        raise
+    except FileNotFoundError as error:
+        raise DamagedError(METADATA, "is missing") from error
+    # A damaged pickle fails with whatever its reader stumbles over.
+    except Exception as error:
+        raise DamagedError(METADATA, f"cannot be read ({describe(error)})") from error
+    for name in names:
+        if not isinstance(name, str) or PurePath(name).name != name:
+            raise DamagedError(METADATA, f"names a file outside its folder: {name!r}")
+    return metadata
+
+
+def load(state_dict: dict[str, Any], step_dir: str | Path, no_dist: bool = False) -> None:
+    """Load a checkpoint of DCP in place, as `torch.distributed.checkpoint.load` does, but safely.
+
+    Args:
+        state_dict: What to load; values are replaced or filled.
+        step_dir: The checkpoint's folder.
+        no_dist: Whether this process reads alone, without any collective.
+
+    Raises:
+        CheckpointException: It cannot be read, or does not hold these states.
+    """
+    with warnings.catch_warnings():
+        if no_dist:
+            # DCP warns that it runs without a process group, which is what we ask for.
+            warnings.simplefilter("ignore")
+        dcp.load(state_dict, storage_reader=_Reader(step_dir), planner=_Planner(), no_dist=no_dist)
+
+
+def describe(error: BaseException) -> str:
+    """Say in one line of what kind an exception is and what it says, if it says anything."""
+    lines = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *lines[:1]])
+
+
+class _Reader(FileSystemReader):
+    # Upstream looks for a parameter of the name kwargs: where there is none it does not try to
+    # read a rank's own metadata, another pickle.
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        metadata = read_metadata(Path(self.path))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        loaded = torch.load(value, weights_only=True)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)

@@ -1,0 +1,96 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Refuses a ``[grad_compression]`` that cannot work, before any rank starts."""
+
+import math
+from typing import Any
+
+from torchtitan_lr.compression.settings import (
+    compresses,
+    exchanging_ranks,
+    is_compressed,
+    settings_for,
+)
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models.configured import llama_args, model_shapes
+
+MOST_RANKS_OF_SUM4 = 15
+"""Four bits count no further."""
+
+
+def check_grad_compression(config: Any, world_size: int, device_type: str) -> None:
+    """``[grad_compression]`` has values in range, peels, and selects something.
+
+    Call it after the model's and the degrees' checks.
+    """
+    _check_ranges(config.grad_compression)
+    if not compresses(config):
+        return
+    _check_layout(config, world_size)
+    ranks = exchanging_ranks(config, world_size)
+    section = config.grad_compression
+    if section.codec == "sketch" and section.index == "sum4" and ranks > MOST_RANKS_OF_SUM4:
+        want = f"'exact': four bits count {MOST_RANKS_OF_SUM4} ranks, here are {ranks}"
+        raise ConfigError("grad_compression.index", "sum4", want)
+    settings = settings_for(config, ranks)
+    if settings.codec.name == "dense":
+        return
+    args = llama_args(config)
+    if args is None:  # another package's model: the ranks find out
+        return
+    sizes = {name: math.prod(shape) for name, shape in model_shapes(args).items()}
+    if not any(is_compressed(name, size, settings) for name, size in sizes.items()):
+        _refuse_empty_selection(section)
+    _check_unit_sizes(config, world_size, ranks)
+
+
+def _check_unit_sizes(config: Any, world_size: int, ranks: int) -> None:
+    """Some unit is large enough for a sketch to peel."""
+    if config.grad_compression.codec != "sketch" or ranks == 1:
+        return
+    # Late: it imports models and plans.
+    from torchtitan_lr.estimate.run import read_run
+    from torchtitan_lr.estimate.traffic import exchanged_units
+
+    units = exchanged_units(read_run(config, world_size))
+    if not any(unit.compressed and codec.name == "sketch" for _, unit, codec in units):
+        want = "'sparse' or 'none': every unit of this selection is too small for a sketch to peel"
+        raise ConfigError("grad_compression.codec", "sketch", want)
+
+
+def _check_ranges(section: Any) -> None:
+    if not 0 < section.c < math.inf:
+        raise ConfigError("grad_compression.c", section.c, "a positive number such as 10")
+    if not 0 <= section.theta < 1:
+        raise ConfigError(
+            "grad_compression.theta", section.theta, "a number in [0, 1) such as 0.9875"
+        )
+    if section.min_size < 1:
+        raise ConfigError("grad_compression.min_size", section.min_size, "a positive integer")
+    if not 0 <= section.seed < 2**63:
+        raise ConfigError("grad_compression.seed", section.seed, "an integer from 0 to 2**63 - 1")
+    if (section.layers == "patterns") != bool(section.patterns):
+        want = "shell patterns such as ['layers.*.feed_forward.*'] with layers = 'patterns' only"
+        raise ConfigError("grad_compression.patterns", section.patterns, want)
+
+
+def _check_layout(config: Any, world_size: int) -> None:
+    parallelism, codec = config.parallelism, config.grad_compression.codec
+    if parallelism.pipeline_parallel_degree > 1:
+        want = "'none' with pipeline_parallel_degree > 1"
+        raise ConfigError("grad_compression.codec", codec, want)
+    replicate = parallelism.data_parallel_replicate_degree
+    shard = world_size // parallelism.tensor_parallel_degree // replicate
+    if replicate > 1 and shard == 1:
+        want = "'none' unless FSDP shards: parallelism.data_parallel_shard_degree is 1 here"
+        raise ConfigError("grad_compression.codec", codec, want)
+    if config.optimizer.name not in ("AdamW", "Adam"):
+        want = f"'none' with optimizer.name = {config.optimizer.name!r}, which reduces by itself"
+        raise ConfigError("grad_compression.codec", codec, want)
+
+
+def _refuse_empty_selection(section: Any) -> None:
+    if section.layers == "patterns":
+        want = f"patterns that some tensor of at least min_size ({section.min_size}) entries fits"
+        raise ConfigError("grad_compression.patterns", section.patterns, want)
+    want = "the size of some tensor of this model, or less"
+    raise ConfigError("grad_compression.min_size", section.min_size, want)

@@ -1,0 +1,62 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Which part of a tensor a rank holds under DTensor's placements, the private one included."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+
+def local_slice(
+    full: Tensor,
+    mesh_shape: tuple[int, ...],
+    coordinate: Sequence[int],
+    placements: tuple[Placement, ...],
+) -> Tensor:
+    """Cut the part of a tensor that one rank holds.
+
+    Args:
+        full: The whole tensor.
+        mesh_shape: Size of every mesh dimension.
+        coordinate: The rank's place along every mesh dimension.
+        placements: One placement per mesh dimension: Replicate, Shard or _StridedShard.
+
+    Returns:
+        A view of ``full``; uneven splits follow torch.chunk, later ranks get less or nothing.
+
+    Raises:
+        RuntimeError: For a placement without a slice (Partial, a stride of another order).
+    """
+    plain = [i for i, p in enumerate(placements) if isinstance(p, Shard) and not _is_strided(p)]
+    # FSDP2 over tensor parallelism splits what the mesh dimensions to its right have split
+    # already, and writes that as _StridedShard: such splits come last, right to left.
+    strided = [i for i, p in enumerate(placements) if _is_strided(p)]
+    for mesh_dim in (*plain, *reversed(strided)):
+        placement = placements[mesh_dim]
+        if mesh_dim in strided:
+            _check_stride(mesh_dim, mesh_shape, placements)
+        dim: int = placement.dim  # type: ignore[attr-defined]
+        chunk = -(-full.shape[dim] // mesh_shape[mesh_dim])
+        start = min(chunk * coordinate[mesh_dim], full.shape[dim])
+        full = full.narrow(dim, start, min(chunk, full.shape[dim] - start))
+    if any(p.is_partial() for p in placements):
+        raise RuntimeError(f"a parameter cannot be initialized as {placements}")
+    return full
+
+
+def _is_strided(placement: Placement) -> bool:
+    return isinstance(placement, _StridedShard)
+
+
+def _check_stride(
+    mesh_dim: int, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
+) -> None:
+    """Refuse a stride that does not come from the mesh dimensions to the right."""
+    placement = placements[mesh_dim]
+    splits = 1
+    for size, other in list(zip(mesh_shape, placements, strict=True))[mesh_dim + 1 :]:
+        if not other.is_replicate() and other.dim == placement.dim:  # type: ignore[attr-defined]
+            splits *= size
+    if splits != placement.split_factor:  # type: ignore[attr-defined]
+        raise RuntimeError(f"a parameter cannot be initialized as {placements} on {mesh_shape}")

@@ -1,0 +1,2 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""TAGC: compressed gradient exchange under FSDP2."""

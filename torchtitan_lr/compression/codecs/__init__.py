@@ -1,0 +1,28 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Gradient codecs: how W rows of a gradient, one for each owner, become their owners' sums."""
+
+from torchtitan_lr.compression.codecs.base import (
+    Codec,
+    Decoded,
+    Message,
+    exchange,
+    exchange_in_process,
+    gather,
+    reduce_in_process,
+)
+from torchtitan_lr.compression.codecs.dense import DenseCodec
+from torchtitan_lr.compression.codecs.sketch import SketchCodec
+from torchtitan_lr.compression.codecs.sparse import SparseCodec
+
+__all__ = [
+    "Codec",
+    "Decoded",
+    "DenseCodec",
+    "Message",
+    "SketchCodec",
+    "SparseCodec",
+    "exchange",
+    "exchange_in_process",
+    "gather",
+    "reduce_in_process",
+]

@@ -1,0 +1,233 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""One compressed exchange after another: error feedback around a codec.
+
+What a rank did not send is its residual, added to its next gradient (TAGC, Algorithm 1). Every rank
+keeps one for the whole of what it contributes to, as large as the unsharded gradient. Where a step
+may be skipped, an exchange writes a second one, which replaces the first when the step is taken:
+what a skipped step sent was never applied, so it is still owed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_lr.compression.codecs import (
+    Codec,
+    DenseCodec,
+    SketchCodec,
+    SparseCodec,
+    exchange,
+    gather,
+)
+from torchtitan_lr.compression.codecs.bitmap import pack, unpack
+from torchtitan_lr.compression.codecs.hashing import step_seed
+from torchtitan_lr.formulas.compression import (
+    CodecSizes,
+    all_reduce_traffic,
+    candidates,
+    exchange_unit,
+    reduce_scatter_traffic,
+    spreads_packed,
+)
+from torchtitan_lr.formulas.traffic import Traffic
+
+ITEM_SIZE = {"gradient": 4, "index": 1}
+"""Bytes of an element by the role of its row; gradients are exchanged in fp32."""
+
+COUNTS = ("sent", "unpeeled", "indexed", "collisions")
+"""What `Compressor.counts` holds, in order."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive entries of one tensor in a flat buffer.
+
+    Args:
+        size: Number of entries.
+        compressed: Whether they are compressed.
+    """
+
+    size: int
+    compressed: bool
+
+
+class Compressor:
+    """Reduces what one unit of the model exchanges, and remembers what it did not send.
+
+    Args:
+        name: Of the unit, unique in the model.
+        sizes: The codec and its numbers.
+        spans: How a row of a reduce-scatter, or a whole all-reduced shard, is made up.
+        group: The ranks W.
+        device: Where gradients are.
+        residual_dtype: fp32, or bf16 for half the memory; its rounding is lost.
+        seed: Of the hash functions.
+        all_reduce: Whether every rank needs the whole sum.
+        revocable: Whether exchanges wait for `commit`, at the price of a second residual.
+
+    Attributes:
+        exchanges: How many there have been.
+        owes: Whether anything can be left unsent.
+        measuring: Whether the next exchange also counts.
+        counts: The last counts, fp64 (4,), see `COUNTS`; None where nothing was measured.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sizes: CodecSizes,
+        spans: Sequence[Span],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        residual_dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        all_reduce: bool = False,
+        revocable: bool = False,
+    ) -> None:
+        self.name, self.sizes, self.spans = name, sizes, tuple(spans)
+        self.group, self.device, self.seed, self.all_reduce = group, device, seed, all_reduce
+        self.residual_dtype, self.revocable = residual_dtype, revocable
+        ranks = group.size()
+        self.compressed_size = sum(span.size for span in spans if span.compressed)
+        dense = sum(span.size for span in spans) - self.compressed_size
+        self.owes = sizes.name != "dense" and self.compressed_size > 0
+        self.unit = exchange_unit(self.compressed_size, dense, ranks, sizes, all_reduce)
+        self.codec = build_codec(sizes, ranks)
+        self.exchanges = 0
+        self.measuring = False
+        self.counts: Tensor | None = None
+        self._residual: Tensor | None = None
+        self._spare: Tensor | None = None  # takes turns with the residual
+        self._waits = False  # whether the spare one is what this rank owes if the step is taken
+
+    @property
+    def residual(self) -> Tensor:
+        """What this rank owes after the last step that was taken, (W, m); made on first use."""
+        if self._residual is None:
+            shape = (self.unit.ranks, self.unit.compressed)
+            self._residual = torch.zeros(shape, dtype=self.residual_dtype, device=self.device)
+        return self._residual
+
+    def commit(self) -> None:
+        """Take over what the exchanges since the last step left: the step is taken."""
+        if self._waits:
+            self._residual, self._spare = self._spare, self._residual
+            self._waits = False
+
+    def drop(self) -> None:
+        """Forget what the exchanges since the last step left: the step is skipped."""
+        self._waits = False
+
+    def traffic(self, scope: str, mesh_dim: str) -> list[Traffic]:
+        """Every collective of one exchange, from the formulas."""
+        rows_of = all_reduce_traffic if self.all_reduce else reduce_scatter_traffic
+        return rows_of(self.unit, self.sizes, scope, mesh_dim)
+
+    def bytes_saved(self) -> int:
+        """Bytes of the uncompressed exchange less those of this one, on this rank."""
+        sent = sum(ITEM_SIZE[row.role] * row.elements for row in self.traffic("", ""))
+        sizes = sum(span.size for span in self.spans)
+        return ITEM_SIZE["gradient"] * sizes * (1 if self.all_reduce else self.unit.ranks) - sent
+
+    def reduce_rows(self, rows: Tensor, dense: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Reduce-scatter rows, compressed, with error feedback.
+
+        Where `revocable`, the residual changes with the next `commit` only; until then several
+        exchanges build on each other.
+
+        Args:
+            rows: (W, m); overwritten.
+            dense: (W, e), reduced as they are; none by default.
+
+        Returns:
+            This rank's sums: (m,) and (e,).
+        """
+        seed = step_seed(self.seed, self.name, self.exchanges)
+        self.exchanges += 1
+        if self.owes:
+            rows += self._debt()
+        message = self.codec.encode(rows, seed)
+        if dense is not None and dense.numel():
+            message.summed["dense"] = dense
+        received = exchange(message, self.group)
+        decoded = self.codec.decode(received, rows.shape[1], seed)
+        if self.owes:
+            told = None if decoded.verdict is None else gather(decoded.verdict, self.group)
+            self._keep(self.codec.unsent(rows, message, told))
+        if self.measuring:
+            sent = rows if message.values is None else message.values
+            counts = {name: value.double() for name, value in decoded.counts.items()}
+            counts["sent"] = sent.count_nonzero().double()
+            zero = torch.zeros((), dtype=torch.float64, device=rows.device)
+            self.counts = torch.stack([counts.get(name, zero) for name in COUNTS])
+        return decoded.total, received.get("dense", rows.new_empty(0))
+
+    def _debt(self) -> Tensor:
+        """Return what the next exchange adds: the residual, or what waits to become it."""
+        return self._spare if self._waits and self._spare is not None else self.residual
+
+    def _keep(self, owed: Tensor) -> None:
+        """Remember what an exchange did not send, for good or until the step is decided."""
+        debt = self._debt()
+        if self.revocable and self._spare is None:
+            self._spare = torch.empty_like(self.residual)
+        kept = self._spare if self.revocable and self._spare is not None else self.residual
+        # A NaN or infinity is among the largest, so it is sent and the step is skipped; kept, it
+        # would spoil every step to come. What was owed before is still owed then.
+        kept.copy_(torch.where(owed.isfinite(), owed, debt))
+        self._waits = self.revocable
+
+    def spread(self, total: Tensor) -> Tensor:
+        """Give every rank all sums: as bitmap and values where that is less.
+
+        Args:
+            total: This rank's sums (m,).
+
+        Returns:
+            (W·m,), the same bits on every rank.
+        """
+        w, m = self.unit.ranks, self.unit.compressed
+        if isinstance(self.codec, DenseCodec) or not spreads_packed(self.unit, self.sizes):
+            return gather(total, self.group).flatten()
+        sent = candidates(w, m, self.sizes.theta)
+        marked = total != 0
+        positions = marked.nonzero_static(size=sent, fill_value=m).flatten()
+        index = gather(pack(marked), self.group)
+        # Entry m, which fills up, stands for nothing.
+        values = gather(torch.nn.functional.pad(total, (0, 1))[positions], self.group)
+        whole = total.new_zeros(w, m + 1)
+        for row, packed, own in zip(whole, index, values, strict=True):
+            places = unpack(packed, m).nonzero_static(size=sent, fill_value=m).flatten()
+            row.index_copy_(0, places, own)
+        return whole[:, :m].flatten()
+
+
+def build_codec(sizes: CodecSizes, ranks: int) -> Codec:
+    """Build the codec for W ranks that has the given sizes."""
+    if sizes.name == "sketch":
+        return SketchCodec(ranks, sizes.c, sizes.theta, sizes.index)  # type: ignore[arg-type]
+    return SparseCodec(sizes.theta) if sizes.name == "sparse" else DenseCodec()
+
+
+def split_spans(flat: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+    """Copy compressed and other entries of (..., s) apart: (..., a) and (..., b)."""
+    parts = flat.split([span.size for span in spans], dim=-1)
+    chosen = [part for part, span in zip(parts, spans, strict=True) if span.compressed]
+    others = [part for part, span in zip(parts, spans, strict=True) if not span.compressed]
+    empty = flat[..., :0]
+    return torch.cat([empty, *chosen], dim=-1), torch.cat([empty, *others], dim=-1)
+
+
+def join_spans(compressed: Tensor, others: Tensor, spans: Sequence[Span], out: Tensor) -> None:
+    """Write what `split_spans` took apart into ``out``."""
+    sources = {True: compressed, False: others}
+    taken = {True: 0, False: 0}
+    start = 0
+    for span in spans:
+        at = taken[span.compressed]
+        out[..., start : start + span.size] = sources[span.compressed][..., at : at + span.size]
+        taken[span.compressed] += span.size
+        start += span.size

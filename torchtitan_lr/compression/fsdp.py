@@ -1,0 +1,259 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Gradient compression under FSDP2: a reduce-scatter of its own for every unit, or a hook.
+
+FSDP alone compresses its reduce-scatter over the shards. HSDP shards within a host and compresses
+what crosses hosts: `fully_shard` knows only the shard mesh, and after its plain reduce-scatter a
+hook sums the shards over the replicas. Both run on FSDP's own communication streams, so weights
+are prefetched meanwhile as ever. Micro-batches before the last one exchange nothing.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torchtitan.tools.logging import logger
+
+from torchtitan_lr.compat.names import clean_name
+from torchtitan_lr.compression.codecs.base import reduce_scatter
+from torchtitan_lr.compression.compressor import Compressor, Span, join_spans, split_spans
+from torchtitan_lr.compression.settings import (
+    CompressionSettings,
+    describe_selection,
+    describe_small_units,
+    is_compressed,
+)
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.formulas.compression import CodecSizes, codec_bits, unit_codec
+
+
+class CompressedReduceScatter(ReduceScatter):
+    """What FSDP2 calls to reduce a unit's gradients, laid out (W, s) without tensor borders.
+
+    Args:
+        compressor: Of this unit.
+    """
+
+    def __init__(self, compressor: Compressor) -> None:
+        self.compressor = compressor
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a fresh buffer, as FSDP2's own."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce.
+
+        Args:
+            output_tensor: (s,), this rank's sums.
+            input_tensor: (W·s,), this rank's gradients.
+            group: The ranks of the shard dimension.
+            op: Must be a sum.
+            async_op: Must be false, as FSDP2 has it.
+
+        Raises:
+            RuntimeError: FSDP2 asks for something else, or a tensor of the unit has no gradient.
+        """
+        _require_sum(op, async_op)
+        _require_size(self.compressor, output_tensor)
+        spans, ranks = self.compressor.spans, self.compressor.unit.ranks
+        rows, dense = split_spans(input_tensor.view(ranks, -1), spans)
+        if not rows.numel():
+            reduce_scatter(output_tensor, input_tensor, group=group)
+            return None
+        join_spans(*self.compressor.reduce_rows(rows, dense), spans, output_tensor)
+        return None
+
+
+class CompressedAllReduce:
+    """What FSDP2 calls with a unit's summed shard: sums it over the replicas too, in place.
+
+    Args:
+        compressor: Of this unit.
+    """
+
+    def __init__(self, compressor: Compressor) -> None:
+        self.compressor = compressor
+
+    def __call__(self, shard: Tensor) -> None:
+        """Sum the shard (s,) over the replicas."""
+        compressor = self.compressor
+        _require_size(compressor, shard)
+        _hold_for_this_stream(shard)
+        flat, dense = split_spans(shard, compressor.spans)
+        if compressor.owes:
+            ranks = compressor.unit.ranks
+            padded = nn.functional.pad(flat, (0, ranks * compressor.unit.compressed - len(flat)))
+            total, _ = compressor.reduce_rows(padded.view(ranks, -1))
+            flat = compressor.spread(total)
+            if dense.numel():
+                dist.all_reduce(dense, group=compressor.group)
+            join_spans(flat, dense, compressor.spans, shard)
+        else:
+            dist.all_reduce(shard, group=compressor.group)
+
+
+def apply_gradient_compression(
+    model: nn.Module, mesh: DeviceMesh, settings: CompressionSettings, all_reduce: bool
+) -> None:
+    """Give every FSDP2 unit of a model its compressor.
+
+    A unit too small for its sketch to peel travels dense.
+
+    Args:
+        model: Sharded with `fully_shard`; may still be on the meta device.
+        mesh: The dimension to compress: the shards, or HSDP's replicas.
+        settings: What to compress, and how.
+        all_reduce: Whether the mesh is HSDP's replicas.
+
+    Raises:
+        ConfigError: Nothing is selected.
+    """
+    names = {id(p): clean_name(name) for name, p in model.named_parameters()}
+    sizes = {clean_name(name): p.numel() for name, p in model.named_parameters()}
+    chosen = {name for name, size in sizes.items() if is_compressed(name, size, settings)}
+    if not chosen and settings.codec.name != "dense":
+        raise ConfigError(
+            "grad_compression.layers", settings.layers, "a selection that some tensor fits"
+        )
+    too_small: dict[str, int] = {}
+    for unit_name, module in _units(model):
+        parts = dict(_parts(module, names))
+        entries = sum(size for name, size in parts.items() if name in chosen)
+        codec = unit_codec(settings.codec, entries, mesh.size(), all_reduce)
+        if codec != settings.codec:
+            too_small[unit_name] = -(-entries // mesh.size()) if all_reduce else entries
+            chosen -= parts.keys()
+        spans = [Span(size, name in chosen) for name, size in parts.items()]
+        compressor = _compressor(unit_name, codec, spans, mesh, settings, all_reduce)
+        if all_reduce:
+            module.set_all_reduce_hook(CompressedAllReduce(compressor))
+        else:
+            module.set_custom_reduce_scatter(CompressedReduceScatter(compressor))
+    _log(settings, sizes, [name for name in sizes if name in chosen], all_reduce)
+    if too_small:
+        what = describe_small_units(settings.codec, too_small, mesh.size())
+        logger.info("Gradient compression: %s", what)
+
+
+def _compressor(
+    name: str,
+    codec: CodecSizes,
+    spans: list[Span],
+    mesh: DeviceMesh,
+    settings: CompressionSettings,
+    all_reduce: bool,
+) -> Compressor:
+    device = torch.device(mesh.device_type)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
+    return Compressor(
+        name,
+        codec,
+        spans,
+        mesh.get_group(),
+        device,
+        settings.residual_dtype,
+        settings.seed,
+        all_reduce,
+        settings.revocable,
+    )
+
+
+def compressor_of(module: object) -> Compressor | None:
+    """Return the compressor of an FSDP2 unit, None where it has none."""
+    if isinstance(module, FSDPModule):
+        for group in _param_groups(module):
+            for entry in (group._reduce_scatter_comm, group._all_reduce_hook):
+                if isinstance(entry, (CompressedReduceScatter, CompressedAllReduce)):
+                    return entry.compressor
+    return None
+
+
+def compressors_of(model_parts: Iterable[nn.Module]) -> list[Compressor]:
+    """Return the compressors of all units that can owe anything, in the order of the model."""
+    found = (compressor_of(module) for part in model_parts for module in part.modules())
+    return [compressor for compressor in found if compressor and compressor.owes]
+
+
+def _units(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
+    """Yield every FSDP2 unit with its name."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            yield clean_name(name + ".").rstrip(".") or "root", module
+
+
+def _parts(module: FSDPModule, names: dict[int, str]) -> Iterator[tuple[str, int]]:
+    """Yield what one destination gets of each tensor of a unit, FSDP2's padding included."""
+    for group in _param_groups(module):
+        for parameter in group.fsdp_params:
+            name = names[id(parameter.sharded_param)]
+            yield name, parameter.padded_sharded_param_size.numel()
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.13
+        groups = [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def _hold_for_this_stream(buffer: Tensor) -> None:
+    """Keep a buffer of another stream from being reused before the current one is done with it.
+
+    FSDP2 allocates the shard for its reduce-scatters and calls the hook on its all-reduce stream.
+    Where gradients are stored in another dtype than they are summed in, it drops the shard as soon
+    as the cast is queued; only for its own all-reduce does it hold it. The next unit's
+    reduce-scatter could write over what is still being summed.
+    """
+    if buffer.device.type != "cpu":
+        buffer.record_stream(torch.get_device_module(buffer.device).current_stream())
+
+
+def _require_sum(op: Any, async_op: bool) -> None:
+    if op != dist.ReduceOp.SUM or async_op:
+        raise RuntimeError(f"compressed gradients are summed, synchronously; asked for {op}")
+
+
+def _require_size(compressor: Compressor, shard: Tensor) -> None:
+    expected = sum(span.size for span in compressor.spans)
+    if shard.numel() != expected:
+        raise RuntimeError(
+            f"{compressor.name}: {shard.numel()} gradients a rank instead of {expected}: "
+            "a tensor of this unit took no part in the step"
+        )
+
+
+def _log(
+    settings: CompressionSettings, sizes: dict[str, int], chosen: list[str], all_reduce: bool
+) -> None:
+    codec = settings.codec
+    if codec.theta > settings.requested_theta:
+        logger.info(
+            "Gradient compression: theta raised from %g to %g, the least at which a sketch of "
+            "c = %g peels on %d ranks",
+            settings.requested_theta,
+            codec.theta,
+            codec.c,
+            settings.ranks,
+        )
+    logger.info(
+        "Gradient compression: %s over %d ranks, theta %g, %.2f bits a compressed parameter; %s",
+        codec.name if codec.name != "sketch" else f"sketch (c = {codec.c:g}, index {codec.index})",
+        settings.ranks,
+        codec.theta,
+        sum(codec_bits(codec, settings.ranks if all_reduce else 0).values()),
+        describe_selection(sizes, chosen),
+    )

@@ -1,0 +1,143 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Residuals as part of a checkpoint, and what compression did as metrics."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torchtitan.tools.logging import logger
+
+from torchtitan_lr.checkpoints.layout import RESIDUALS, is_dcp
+from torchtitan_lr.checkpoints.safe_metadata import read_metadata
+from torchtitan_lr.compression.compressor import COUNTS, Compressor
+from torchtitan_lr.errors import ConfigError
+
+
+class Residuals:
+    """The compressors of a run: their state, and their counts.
+
+    A checkpoint holds, for every unit, one DTensor (world, W, m) sharded along the first dimension
+    and the number of exchanges, from which seeds follow. A residual belongs to one rank's part of
+    the batch, so it can be loaded by the same number of ranks only.
+
+    Args:
+        compressors: Of all units, in the same order on every rank.
+    """
+
+    def __init__(self, compressors: Sequence[Compressor]) -> None:
+        self.compressors = list(compressors)
+        self._mesh: DeviceMesh | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return residuals, which share their memory with the compressors', and counters."""
+        world = dist.get_world_size()
+        if self._mesh is None:
+            self._mesh = DeviceMesh(self.compressors[0].device.type, list(range(world)))
+        state: dict[str, Any] = {}
+        for compressor in self.compressors:
+            local = compressor.residual.unsqueeze(0)
+            shape = torch.Size((world, *compressor.residual.shape))
+            state[f"{compressor.name}.residual"] = DTensor.from_local(
+                local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=local.stride()
+            )
+            state[f"{compressor.name}.exchanges"] = compressor.exchanges
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over counters; residuals were loaded in place."""
+        for compressor in self.compressors:
+            compressor.exchanges = int(state_dict[f"{compressor.name}.exchanges"])
+            saved = state_dict[f"{compressor.name}.residual"]
+            local = saved.to_local() if isinstance(saved, DTensor) else saved
+            compressor.residual.copy_(local.reshape(compressor.residual.shape))
+
+    def commit(self) -> None:
+        """Keep what the step at hand left unsent: it is taken."""
+        for compressor in self.compressors:
+            compressor.commit()
+
+    def drop(self) -> None:
+        """Go back to what was owed before the step at hand: it is skipped."""
+        for compressor in self.compressors:
+            compressor.drop()
+
+    def measure(self, enabled: bool) -> None:
+        """Say whether the next step is counted."""
+        for compressor in self.compressors:
+            compressor.measuring = enabled
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the last measured step did, over all ranks; call it on every rank.
+
+        Call it after `commit` or `drop`.
+
+        Returns:
+            ``sparsity`` achieved, ``unpeeled_share`` of the sent entries that the owner could not
+            decode, ``index_collisions`` of a summed index, ``residual_norm`` over all ranks, and
+            ``bytes_saved`` by this rank in one step, where HSDP's plain all-reduce counts its shard
+            once, as the ledger has it; empty where no step was measured.
+        """
+        measured = [
+            torch.cat([c.counts, c.residual.double().square().sum().view(1)])
+            for c in self.compressors
+            if c.counts is not None
+        ]
+        if not measured:
+            return {}
+        total = torch.stack(measured).sum(0)
+        dist.all_reduce(total)
+        sums = dict(zip((*COUNTS, "residual_square"), total.tolist(), strict=True))
+        entries = sum(c.unit.ranks * c.unit.compressed for c in self.compressors)
+        return {
+            "grad_compression/sparsity": 1 - sums["sent"] / (entries * dist.get_world_size()),
+            "grad_compression/unpeeled_share": sums["unpeeled"] / max(1.0, sums["indexed"]),
+            "grad_compression/index_collisions": sums["collisions"],
+            "grad_compression/residual_norm": sums["residual_square"] ** 0.5,
+            "grad_compression/bytes_saved": float(sum(c.bytes_saved() for c in self.compressors)),
+        }
+
+    def check_checkpoint(self, checkpoint_id: str) -> None:
+        """Refuse a checkpoint whose residuals do not fit, before it is loaded.
+
+        Args:
+            checkpoint_id: A DCP folder.
+
+        Raises:
+            ConfigError: It has no residuals, or those of other ranks or tensors.
+        """
+        saved = _saved_shapes(checkpoint_id)
+        skip = f"checkpoint.exclude_from_loading = ['{RESIDUALS}'] to start without residuals"
+        if not saved:
+            want = f"a checkpoint saved with gradient compression, or {skip}"
+            raise ConfigError("checkpoint", checkpoint_id, want)
+        world = dist.get_world_size()
+        here = {f"{c.name}.residual": (world, *c.residual.shape) for c in self.compressors}
+        if saved != here:
+            ranks = next(iter(saved.values()))[0]
+            want = (
+                f"one of {world} ranks and these compressed tensors (it has {ranks} ranks: "
+                f"residuals cannot be resharded), or {skip}"
+            )
+            raise ConfigError("checkpoint", checkpoint_id, want)
+
+
+def warn_of_dropped_residuals(checkpoint_id: str) -> None:
+    """Log that a checkpoint's residuals are not loaded, where it has some."""
+    if _saved_shapes(checkpoint_id):
+        logger.warning("The gradient residuals of %s are not loaded", checkpoint_id)
+
+
+def _saved_shapes(checkpoint_id: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the residuals in a checkpoint; only its metadata is read."""
+    if not is_dcp(checkpoint_id):
+        return {}
+    found: Iterable[tuple[str, Any]] = read_metadata(checkpoint_id).state_dict_metadata.items()
+    prefix = RESIDUALS + "."
+    return {
+        name.removeprefix(prefix): tuple(entry.size)
+        for name, entry in found
+        if name.startswith(prefix) and name.endswith(".residual")
+    }

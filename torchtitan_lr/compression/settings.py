@@ -1,0 +1,171 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What ``[grad_compression]`` means for a run: numbers, and which tensors they apply to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.formulas.compression import (
+    LEVELS,
+    CodecSizes,
+    load_limit,
+    peels,
+    smallest_theta,
+    unit_load,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+_ATTENTION = re.compile(r"\.attention\.w[qkv]\.")
+
+
+@dataclass(frozen=True)
+class CompressionSettings:
+    """Resolved settings.
+
+    Args:
+        codec: The codec, with the θ that is used.
+        requested_theta: The θ that was asked for; smaller where ``auto`` raised it.
+        ranks: Ranks that exchange gradients.
+        layers: ``all``, ``non_attention`` or ``patterns``.
+        patterns: Shell patterns of parameter names, for ``patterns``.
+        min_size: Smaller tensors travel dense.
+        residual_dtype: Of what was not sent.
+        seed: Of the hash functions.
+        revocable: Whether residuals change with the step, not with its exchanges: it may be
+            skipped, or a checkpoint may still be read from them. Costs a second residual.
+    """
+
+    codec: CodecSizes
+    requested_theta: float
+    ranks: int
+    layers: str
+    patterns: tuple[str, ...]
+    min_size: int
+    residual_dtype: torch.dtype
+    seed: int
+    revocable: bool = False
+
+
+def compresses(config: Any) -> bool:
+    """Return whether the configuration asks for gradient compression."""
+    return bool(config.grad_compression.codec != "none")
+
+
+def exchanging_ranks(config: Any, world_size: int) -> int:
+    """Ranks of the dimension that is compressed: the replicas of HSDP, else the shards of FSDP."""
+    sections = config.parallelism
+    if sections.data_parallel_replicate_degree > 1:
+        return int(sections.data_parallel_replicate_degree)
+    others = sections.tensor_parallel_degree * sections.pipeline_parallel_degree
+    return int(max(1, world_size // others))
+
+
+def settings_for(config: Any, ranks: int) -> CompressionSettings:
+    """Resolve ``[grad_compression]``.
+
+    Args:
+        config: The configuration; ranges are checked elsewhere.
+        ranks: Ranks that exchange gradients.
+
+    Raises:
+        ConfigError: The sketch would not peel; names the smallest θ that would.
+    """
+    from torchtitan.config import TORCH_DTYPE_MAP  # late: it imports torch
+
+    section = config.grad_compression
+    c, theta = LEVELS.get(section.level, (section.c, section.theta))
+    raised = theta
+    if section.codec == "sketch" and ranks > 1 and not peels(c, theta, ranks):
+        least = smallest_theta(c, ranks)
+        if not section.auto:
+            key = "theta" if section.level == "custom" else "level"
+            got = theta if section.level == "custom" else section.level
+            want = (
+                f"a theta of at least {least} (level = 'custom', c = {c:g}), or auto = true: "
+                f"on {ranks} ranks c*(1 - theta^ranks) is {c * (1 - theta**ranks):.3f} at theta "
+                f"{theta:g}, and above 0.75 a sketch does not peel"
+            )
+            raise ConfigError(f"grad_compression.{key}", got, want)
+        raised = least
+    codec = CodecSizes(
+        section.codec, c, raised, section.index if section.codec == "sketch" else "exact"
+    )
+    return CompressionSettings(
+        codec=codec,
+        requested_theta=theta,
+        ranks=ranks,
+        layers=section.layers,
+        patterns=tuple(section.patterns),
+        min_size=section.min_size,
+        residual_dtype=TORCH_DTYPE_MAP[section.residual_dtype],
+        seed=section.seed,
+        revocable=(
+            config.training.max_skipped_steps > 0
+            or config.checkpoint.async_mode == "async_with_pinned_mem"
+        ),
+    )
+
+
+def is_compressed(name: str, size: int, settings: CompressionSettings) -> bool:
+    """Return whether a tensor is compressed.
+
+    ``non_attention`` leaves out the query, key and value projections: feed-forward, embedding,
+    head and attention's output projection are compressed.
+
+    Args:
+        name: The parameter's name, see `clean_name`.
+        size: Its number of entries.
+        settings: The rules.
+    """
+    if size < settings.min_size:
+        return False
+    if settings.layers == "non_attention":
+        return _ATTENTION.search(name) is None
+    if settings.layers == "patterns":
+        return any(fnmatchcase(name, pattern) for pattern in settings.patterns)
+    return True
+
+
+def describe_selection(sizes: Mapping[str, int], chosen: Iterable[str]) -> str:
+    """Say which tensors are compressed, blocks merged, with their share of the parameters.
+
+    Args:
+        sizes: Entries of every parameter by name.
+        chosen: Names of the compressed ones.
+    """
+    chosen = list(chosen)
+    total = sum(sizes.values())
+    share = 100 * sum(sizes[name] for name in chosen) / max(1, total)
+    rest = [name for name in sizes if name not in set(chosen)]
+    return (
+        f"{len(chosen)} of {len(sizes)} tensors compressed, {share:.1f}% of {total:,} parameters "
+        f"({_merged(chosen)}); dense: {_merged(rest)}"
+    )
+
+
+def describe_small_units(codec: CodecSizes, entries: Mapping[str, int], ranks: int) -> str:
+    """Say which units travel dense, and why, units of equal size together.
+
+    Args:
+        codec: The sketch that would not peel.
+        entries: Entries of a destination by unit.
+        ranks: Ranks that exchange gradients.
+    """
+    reasons = []
+    for m in sorted(set(entries.values())):
+        load, limit = unit_load(m, codec, ranks), max(0.0, load_limit(m, codec))
+        units = _merged(name for name, size in entries.items() if size == m)
+        reasons.append(f"{units} ({m} entries a destination: load {load:.2f} above {limit:.2f})")
+    return f"too small for a sketch to peel, so dense: {', '.join(reasons)}"
+
+
+def _merged(names: Iterable[str]) -> str:
+    merged = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
+    return ", ".join(name.removesuffix(".weight") for name in merged) or "none"

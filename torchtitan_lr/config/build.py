@@ -1,0 +1,113 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Builds the configuration of a run from a TOML file and the command line.
+
+It is pure and needs no process group: the launcher calls it before any rank starts, and every rank
+again.
+"""
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+from torchtitan_lr.compat.collector import collector_off
+from torchtitan_lr.config.parse import (
+    CONFIG_FILE_KEY,
+    apply_overrides,
+    check_toml,
+    load_toml,
+    split_arguments,
+)
+from torchtitan_lr.config.paths import user_path
+from torchtitan_lr.errors import ConfigError
+
+CONFIG_MODULE = "torchtitan_lr.config.schema"
+
+RENAMED = {
+    "torchtitan_lr.job_config": CONFIG_MODULE,
+    "torchtitan_lr.specs": "torchtitan_lr.training.register",
+}
+"""Modules that the TOML files and records of older runs name, and what they are called now."""
+
+
+def build_job_config(argv: list[str]) -> Any:
+    """Builds the configuration from ``--job.config_file`` and command-line overrides.
+
+    Args:
+        argv: Arguments without the program's name, e.g.
+            ``["--job.config_file", "train_configs/debug_cola.toml", "--training.steps=10"]``.
+
+    Returns:
+        torchtitan's JobConfig with the sections of ``torchtitan_lr.config.schema`` merged in.
+
+    Raises:
+        ConfigError: The file is missing or not TOML, a key is unknown, a type is wrong.
+    """
+    overrides = split_arguments(argv)
+    paths = [override.value for override in overrides if override.key == CONFIG_FILE_KEY]
+    if paths and paths[-1] == "":
+        raise ConfigError(CONFIG_FILE_KEY, "", "a TOML file such as train_configs/debug_cola.toml")
+    raw = load_toml(paths[-1]) if paths and paths[-1] else {}
+    if paths and paths[-1] and not raw:
+        raise ConfigError(CONFIG_FILE_KEY, paths[-1], "a TOML file with settings; it has none")
+
+    # Late, because torchtitan imports torch: a wrong path is refused before those seconds.
+    with collector_off():
+        from torchtitan.config import ConfigManager
+
+    config_cls = config_class()
+    values = apply_overrides(check_toml(raw, config_cls), overrides, config_cls)
+    for section, key in (("job", "custom_config_module"), ("experimental", "custom_import")):
+        if (named := values.get(section, {}).get(key)) in RENAMED:
+            values[section][key] = RENAMED[named]
+    _check_before_merge(values)
+    if "dump_folder" in values.get("job", {}):
+        values["job"]["dump_folder"] = _dump_folder(values["job"]["dump_folder"])
+    # What else the manager does (parse text, check the tokenizer) is done already or comes later.
+    return ConfigManager()._dict_to_dataclass(config_cls, values)
+
+
+@cache
+def config_class() -> Any:
+    """Returns torchtitan's JobConfig merged with ``torchtitan_lr.config.schema``."""
+    from torchtitan.config import ConfigManager, JobConfig
+
+    from torchtitan_lr.config import schema as extension
+
+    return ConfigManager._merge_configs(JobConfig, extension.JobConfig)
+
+
+def _check_before_merge(values: dict[str, Any]) -> None:
+    """Refuses what torchtitan's manager itself would answer with a traceback or a warning."""
+    job, model = values.get("job", {}), values.get("model", {})
+    if job.get("custom_config_module", CONFIG_MODULE) != CONFIG_MODULE:
+        raise ConfigError("job.custom_config_module", job["custom_config_module"], CONFIG_MODULE)
+    if module := values.get("experimental", {}).get("custom_args_module"):
+        raise ConfigError("experimental.custom_args_module", module, "nothing: leave it out")
+    if path := model.get("tokenizer_path"):
+        raise ConfigError("model.tokenizer_path", path, "nothing: use model.hf_assets_path")
+    if values.get("parallelism", {}).get("context_parallel_load_balancer") == "":
+        key = "parallelism.context_parallel_load_balancer"
+        raise ConfigError(key, "", "a name such as 'headtail'")
+    steps = values.get("validation", {}).get("steps", -1)
+    if steps != -1 and steps <= 0:
+        raise ConfigError("validation.steps", steps, "a positive integer, or -1 for the whole set")
+    _check_import(values.get("experimental", {}).get("custom_import"))
+
+
+def _dump_folder(path: str) -> str:
+    """Returns ``job.dump_folder`` with ``~`` expanded: no shell does that after an equals sign."""
+    if not path.strip():
+        raise ConfigError("job.dump_folder", path, "a folder such as ./outputs")
+    return str(user_path(path, "job.dump_folder")) if path.startswith("~") else path
+
+
+def _check_import(module: str | None) -> None:
+    """Refuses a module that is not there; importing it is the ranks' business."""
+    if not module:
+        return
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError, AttributeError):  # its parent is missing, or it is no name
+        found = False
+    if not found:
+        raise ConfigError("experimental.custom_import", module, "a module that can be imported")

@@ -1,0 +1,433 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The TOML keys this package adds to torchtitan's, and the defaults it changes.
+
+Only what differs from ``torchtitan.config.JobConfig`` stands here; torchtitan's ``ConfigManager``
+merges the two class trees field by field. It merges a section only where the annotation is a real
+class, so this file must never use ``from __future__ import annotations``.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+TSR = "TSRAdam"
+"""The value of ``optimizer.name`` that chooses TSR-Adam."""
+
+
+@dataclass
+class Job:
+    """Additions to torchtitan's ``[job]``."""
+
+    custom_config_module: str = "torchtitan_lr.config.schema"
+    """Module whose JobConfig extends torchtitan's; always this one."""
+
+
+@dataclass
+class Model:
+    """Additions to torchtitan's ``[model]``."""
+
+    name: str = "llama_cola"
+    """Which model to train: llama_full, llama_svd, llama_cola or llama_lax."""
+
+    flavor: str = "debug"
+    """Which size of it: debug, tiny, 60M, 130M, 350M, 1B, 1B_boost, 3B, 7B, 8B, 13B or 30B."""
+
+    vocab_size: int = 0
+    """
+    Rows of the embedding and of the head, for a tokenizer of one's own; 0 takes the flavor's. It is
+    rounded up to a multiple of 64, so that the model is the same at every tensor-parallel degree
+    that divides 64, and to one of any other degree and of ``caat.lanes``.
+    """
+
+    hf_assets_path: str = "torchtitan_lr/data/assets/bpe4k"
+    """
+    Folder with the tokenizer: a Hugging Face tokenizer.json, or a tiktoken rank file named
+    tokenizer.model (llama-3 format). Relative paths are looked up from the working directory,
+    then from the repository root.
+    """
+
+
+@dataclass
+class LowRank:
+    """The section ``[low_rank]``: how the linear layers are factorised."""
+
+    rank: int = 0
+    """Rank of every factorised linear; 0 takes the flavor's."""
+
+    rank_attention: int = 0
+    """Rank of the q, k, v and o projections; 0 takes ``rank``."""
+
+    rank_ffn: int = 0
+    """Rank of the gate, up and down projections; 0 takes ``rank``."""
+
+    activation: Literal["flavor", "both", "lowrank", "reduced", "fullrank", "none"] = "flavor"
+    """
+    Where the nonlinearities sit (CoLA, Table 10):
+    - 'flavor': as the flavor says ('both' up to 130M, 'lowrank' from 350M)
+    - 'both': in every bottleneck, and the outer SiLU on the gate
+    - 'lowrank': in every bottleneck only
+    - 'reduced': in the gate's bottleneck only
+    - 'fullrank': the outer SiLU only
+    - 'none': nowhere
+    """
+
+    lax_gate: Literal["identity", "scalar"] = "identity"
+    """
+    How llama_lax scales the previous block's latents before adding them: not at all, or by one
+    learned number per projection.
+    """
+
+
+@dataclass
+class Optimizer:
+    """Changed defaults of torchtitan's ``[optimizer]`` (AdamW as CoLA trains), and TSR-Adam's."""
+
+    name: str = "AdamW"
+    """Optimizer to use: AdamW, Adam or TSRAdam."""
+
+    beta2: float = 0.999
+    """Decay of the second moment."""
+
+    weight_decay: float = 0.01
+    """Decoupled weight decay, applied to every parameter."""
+
+    tsr_rank: int = 128
+    """TSRAdam: rank r of the cores. No compressed matrix may have a shorter side."""
+
+    tsr_refresh_interval: int = 100
+    """TSRAdam: steps K from one refresh of a matrix's bases to the next."""
+
+    tsr_oversampling: int = 5
+    """TSRAdam: columns p that a refresh's sketch has beyond the rank."""
+
+    tsr_power_iterations: int = 1
+    """TSRAdam: power iterations q of a refresh; each costs as much again as the sketch."""
+
+    tsr_scale: float = 0.75
+    """TSRAdam: factor α on the lifted update of compressed matrices (0.5 at 60M in the paper)."""
+
+    tsr_embedding_rank: int = 64
+    """TSRAdam: rank of the token embedding; 0 leaves it dense."""
+
+    tsr_embedding_refresh_interval: int = 100
+    """TSRAdam: steps from one refresh of the embedding's bases to the next."""
+
+    tsr_moments: Literal["keep", "rotate", "reset"] = "rotate"
+    """
+    TSRAdam: what becomes of Adam's moments when the bases change:
+    - 'keep': the numbers stay (the published code); new bases take the signs of the old ones
+    - 'rotate': they are expressed in the new bases (the paper's theory)
+    - 'reset': they start from zero, and so does the bias correction
+    """
+
+    tsr_refresh: Literal["auto", "sketch", "dense"] = "auto"
+    """
+    TSRAdam: what crosses the replicas when bases refresh: sketches, the dense gradient, or per
+    matrix whichever is smaller. The new bases are the same.
+    """
+
+    tsr_stagger: bool = False
+    """TSRAdam: spread the refreshes of the matrices over the interval, but for the first."""
+
+    tsr_core_dtype: Literal["float32", "bfloat16"] = "float32"
+    """TSRAdam: dtype in which cores are summed over ranks; they are kept in fp32."""
+
+    tsr_projection: Literal["two_sided", "one_sided"] = "two_sided"
+    """
+    TSRAdam: both sides (cores r×r), or as GaLore the shorter alone (r×max(m, n)), a square matrix
+    on the right.
+    """
+
+    tsr_include: list[str] = field(default_factory=lambda: ["*"])
+    """TSRAdam: patterns (as of file names) of the parameters to compress; matrices only."""
+
+    tsr_exclude: list[str] = field(default_factory=list)
+    """TSRAdam: patterns of matrices that stay dense, such as "layers.*.attention.wk.weight"."""
+
+    tsr_compress_head: bool = False
+    """TSRAdam: compress the language-model head as a linear."""
+
+    tsr_overlap_buckets: int = 1
+    """TSRAdam: all-reduces that the cores are split into; each sets out once it is projected."""
+
+    tsr_seed: int = 0
+    """TSRAdam: seed of the sketches."""
+
+
+@dataclass
+class Training:
+    """Additions to torchtitan's ``[training]``."""
+
+    dataset: str = "python_stdlib"
+    """
+    What to train on:
+    - 'python_stdlib': the source files of the running interpreter's standard library
+    - 'local': the .txt, .jsonl or .parquet files that ``dataset_path`` names (a path or a glob)
+    - 'c4', 'c4_validation': streamed from the Hugging Face hub
+    """
+
+    max_norm: float | int = 0.5
+    """Gradients are scaled down to this global norm; inf turns clipping off."""
+
+    max_skipped_steps: int = 0
+    """
+    How many steps with a non-finite loss or gradient may be skipped, in the whole run, before it
+    stops. 0 stops at the first.
+    """
+
+    max_bad_records: int = 0
+    """
+    How many records of 'local' that cannot be read (a line that is not the JSON it should be, a
+    damaged .parquet) may be skipped, in the whole run, before it saves and stops. 0 stops at the
+    first. A record counts once, however often it is met.
+    """
+
+    allow_changed_corpus: bool = False
+    """
+    Resume although the corpus is not the one the checkpoint was made with: after a file was mended,
+    added or removed. The run goes on at about the same place, and may repeat or miss some text.
+    """
+
+
+@dataclass
+class Parallelism:
+    """Additions to torchtitan's ``[parallelism]``: how tensor parallelism works."""
+
+    tp_plan: Literal[
+        "auto", "btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat"
+    ] = "auto"
+    """
+    The tensor-parallel plan:
+    - 'auto': 'btp' for the low-rank families, 'megatron' for llama_full, 'caat' where it has lanes
+    - 'btp': bottleneck-aware (BOOST): residual stream sharded, one r-wide reduction a chunk
+    - 'vanilla': every factor pair column- then row-parallel, heads sharded: the fair baseline
+    - 'vanilla_replicated': the same with every head on every rank, as BOOST's authors measured it
+    - 'megatron': column- and row-parallel full-rank linears
+    - 'caat': llama_full with ``[caat] lanes``: each rank has streams of its own (CAAT-Net)
+    - 'btp_caat': experimental, svd and cola with ``[caat] lanes``: 'btp' whose reductions are
+      partial; never chosen by 'auto'
+    """
+
+    tp_grouping: bool = True
+    """
+    btp, btp_caat: q, k, v (and gate, up) share one product and one reduction. vanilla: they share
+    the backward reduction of their input.
+    """
+
+    tp_norm: Literal["online", "sync"] = "online"
+    """
+    btp: how RMSNorm gets the statistic of a sharded stream. 'online' divides after the
+    projection, so that the statistic travels beside the latents; 'sync' reduces it first.
+    """
+
+    tp_norm_stat: Literal["async", "column"] = "async"
+    """
+    btp with tp_norm = 'online': the statistic in an fp32 all-reduce of its own, started before the
+    projection, or as a column of the latents' payload (fewest calls; rounds it in bf16).
+    """
+
+    tp_comm: Literal["all_reduce", "sequence"] = "all_reduce"
+    """
+    btp and megatron: reductions leave every rank all tokens, or each rank a shard of them
+    (reduce-scatter, then all-gather in front of the next product).
+    """
+
+    tp_head: Literal["plain", "scatter"] = "plain"
+    """
+    btp: the head's backward as an all-reduce of d-wide gradients, or as the cheaper
+    reduce-scatter, with the final norm applied to the logits.
+    """
+
+
+@dataclass
+class Caat:
+    """The section ``[caat]``: models of several streams that share only some channels (CAAT-Net).
+
+    Two of its keys define the model: a checkpoint stores them and refuses another value.
+    """
+
+    lanes: int = 1
+    """
+    Number of streams ("lanes") of the residual; 1 is the ordinary model. The tensor-parallel degree
+    may be any divisor of it: a rank holds the rest as a dimension of its activations. It must
+    divide the heads, d_ff and, for llama_full, the vocabulary. llama_svd and llama_cola have lanes
+    in their bottlenecks, with tp_plan = 'btp_caat' (experimental).
+    """
+
+    sync_fraction: float = 1.0
+    """Share p of the channels that the lanes sum, the first int(p * width); 1 shares everything."""
+
+    backward_sum: Literal["float32", "activation"] = "float32"
+    """
+    How backward adds up the lanes' bf16 gradients: in fp32, with bf16 on the wire (an all-to-all,
+    a local sum and an all-gather), or in bf16, by a plain all-reduce, for comparison.
+    """
+
+
+@dataclass
+class GradCompression:
+    """The section ``[grad_compression]``: gradients that cross a slow network (TAGC)."""
+
+    codec: Literal["none", "dense", "sparse", "sketch"] = "none"
+    """
+    How gradients are exchanged, over FSDP's shards or, under HSDP, over its replicas:
+    - 'none': by FSDP2 itself
+    - 'dense': all of them, by the path of the codecs, for comparison
+    - 'sparse': a bitmap and the largest values, 1 + 32(1 - theta) bits a parameter, exact
+    - 'sketch': an index and a count sketch, 1 + 32/c bits a parameter; needs a sparse union
+    Under HSDP the sums return to all replicas, min(32, 1 + 32·replicas(1 - theta)) bits more.
+    What is not sent is kept and added to the next gradient: fp32 memory of a whole unsharded
+    gradient on every rank, twice where ``training.max_skipped_steps`` is above 0.
+    """
+
+    level: Literal["2x", "4x", "10x", "custom"] = "10x"
+    """
+    The published levels: c = 2, 4, 10 at theta = 0.8, 0.9, 0.9875. 'custom' takes ``c`` and
+    ``theta``. A sketch decodes while c(1 - theta^ranks) is at most 0.75; units too small for that
+    travel dense.
+    """
+
+    c: float = 10.0
+    """'custom': entries per cell of the sketch."""
+
+    theta: float = 0.9875
+    """'custom': share of the entries that a rank does not send, from 0 to below 1."""
+
+    auto: bool = False
+    """Raise theta to the smallest at which the sketch decodes, instead of refusing."""
+
+    index: Literal["exact", "sum1", "sum4"] = "exact"
+    """
+    'sketch': how an owner learns which entries were sent:
+    - 'exact': it ORs the bitmaps of all ranks
+    - 'sum1', 'sum4': the published sums at 1 or 4 bits an entry, for comparison. 'sum1' loses
+      what two ranks send at once, and corrupts what shares its cells
+    """
+
+    layers: Literal["all", "non_attention", "patterns"] = "all"
+    """
+    Which tensors are compressed: all; all but the query, key and value projections; or those
+    whose names fit one of ``patterns``.
+    """
+
+    patterns: list[str] = field(default_factory=list)
+    """Shell patterns of parameter names, such as 'layers.*.feed_forward.*'."""
+
+    min_size: int = 16384
+    """Tensors with fewer entries travel dense, in the same call as the sketches."""
+
+    residual_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of what was not sent; bfloat16 halves its memory and rounds it."""
+
+    seed: int = 0
+    """Of the hash functions, which change with every step."""
+
+
+@dataclass
+class ActivationCheckpoint:
+    """Additions to torchtitan's ``[activation_checkpoint]``."""
+
+    mode: Literal["selective", "full", "memory_budget", "none", "low_rank"] = "none"
+    """
+    What is recomputed in backward; torchtitan's modes, and 'low_rank': keep the r-wide latents
+    and recompute what is wider (CoLA-M; under tp_plan = 'btp' without communication).
+    """
+
+    low_rank_save_attention: bool = True
+    """'low_rank': keep attention's output and log-sum-exp too, instead of attending twice."""
+
+
+@dataclass
+class Validation:
+    """Changed defaults of torchtitan's ``[validation]``."""
+
+    dataset: str = "training"
+    """
+    What to validate on:
+    - 'training': what is held out from the training corpus: one file in 20 of 'python_stdlib', one
+      document in 200 of 'local' (chosen by hash, never trained on), the validation split of 'c4'
+    - 'python_stdlib': its held-out files
+    - 'local': all of the files that ``dataset_path`` names, none of which may be trained on
+    - 'c4_validation': streamed from the Hugging Face hub
+    """
+
+
+@dataclass
+class Checkpoint:
+    """Changed defaults of torchtitan's ``[checkpoint]``, and what may be loaded."""
+
+    last_save_model_only: bool = False
+    """Save only the model at the last step. Such a checkpoint cannot be resumed."""
+
+    fall_back: bool = False
+    """
+    Where the checkpoint to resume from is damaged, go on from the newest older one that is whole,
+    instead of naming it and stopping. The damaged one is put aside.
+    """
+
+    initial_load_other_model: bool = False
+    """
+    Let ``initial_load_path`` name a checkpoint of another family, activation or tokenizer, whose
+    weights have the same names and shapes. A run's own checkpoints must always be this model's.
+    """
+
+
+@dataclass
+class Metrics:
+    """Additions to torchtitan's ``[metrics]``."""
+
+    wandb_project: str = "torchtitan_lr"
+    """Weights & Biases project."""
+
+    wandb_run_name: str = ""
+    """Name of the run; empty lets wandb choose one."""
+
+    wandb_group: str = ""
+    """Group of the run; empty for none."""
+
+    wandb_tags: list[str] = field(default_factory=list)
+    """Tags of the run."""
+
+    wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """'auto' goes online where credentials are found and writes offline where they are not."""
+
+    comm_ledger: bool = False
+    """
+    Count the collectives of every logged step and log bytes a step and mesh dimension. A counted
+    step is slower.
+    """
+
+
+@dataclass
+class Experimental:
+    """Changed defaults of torchtitan's ``[experimental]``."""
+
+    custom_import: str = "torchtitan_lr.training.register"
+    """Module imported before the model is looked up; this one registers the four models."""
+
+
+@dataclass
+class Debug:
+    """Changed defaults of torchtitan's ``[debug]``."""
+
+    seed: int = 0
+    """Seed of the weights and of every random choice: runs are reproducible by default."""
+
+
+@dataclass
+class JobConfig:
+    """The sections to merge into torchtitan's ``JobConfig``."""
+
+    job: Job = field(default_factory=Job)
+    model: Model = field(default_factory=Model)
+    low_rank: LowRank = field(default_factory=LowRank)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    caat: Caat = field(default_factory=Caat)
+    grad_compression: GradCompression = field(default_factory=GradCompression)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    validation: Validation = field(default_factory=Validation)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
+    experimental: Experimental = field(default_factory=Experimental)
+    debug: Debug = field(default_factory=Debug)

@@ -1,0 +1,242 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What autograd keeps between forward and backward, counted by running blocks that hold no data.
+
+Which activations survive depends on the family, the plan, the checkpointing mode and on how each
+operator is written. Instead of a formula for every combination, the blocks themselves run on fake
+tensors (shapes without memory) as one rank of a process group that does not exist; what is still
+alive after the forward pass is what a real run keeps. The backward pass is rehearsed too: it tells
+how much memory it takes on top, and which collectives checkpointing repeats.
+
+The CPU's operators are rehearsed. Its RMSNorm keeps the input and the normalized input in fp32,
+which a fused kernel does not: on a GPU the true number is smaller, see `fused_norm_saving`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from torchtitan_lr.estimate.storages import LivingStorages
+from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.models.loss import cross_entropy_sum
+from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, apply_tensor_parallel
+
+Prepare = Callable[[nn.Module], None]
+"""What is done to the model between tensor parallelism and the forward pass: checkpointing."""
+
+Repeats = dict[tuple[str, str, str], tuple[int, int]]
+"""Collectives that run again: calls and elements by part of the model, operation and dtype."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one rank needs for one micro-batch.
+
+    Args:
+        block: Bytes kept by a decoder block, its input included, its output not; a mean where
+            checkpointing treats blocks in turns.
+        ends: Bytes kept by the embedding, the final norm, the head and the loss.
+        working: Bytes that backward needs at its worst beyond what forward left, the gradients of
+            whole parameters aside.
+        repeated: Collectives that checkpointing runs again, by operation and dtype: calls and
+            elements of one block (a mean, as above).
+    """
+
+    block: float
+    ends: int
+    working: int
+    repeated: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+
+
+def rehearse(
+    args: LlamaArgs,
+    settings: TPSettings,
+    tp_degree: int,
+    batch: int,
+    seq_len: int,
+    dtype: torch.dtype,
+    prepare: Prepare | None = None,
+    period: int = 1,
+) -> Rehearsal:
+    """Run a short model forward and backward on tensors without data.
+
+    Args:
+        args: The model; one and three of its blocks are run, or as many periods.
+        settings: A resolved plan; ignored when T is 1.
+        tp_degree: Tensor-parallel ranks T.
+        batch: Sequences b of a micro-batch.
+        seq_len: Tokens s of a sequence.
+        dtype: The dtype that blocks compute in.
+        prepare: Applied to the model after tensor parallelism.
+        period: Blocks after which checkpointing starts over (``selective_ac_option``).
+
+    Raises:
+        RuntimeError: If this process has a process group already and T > 1.
+    """
+    with fake_ranks(tp_degree) as mesh:
+        one, three = (
+            _run(replace(args, n_layers=n * period), settings, mesh, batch, seq_len, dtype, prepare)
+            for n in (1, 3)
+        )
+    blocks = 2 * period
+    block = (three.kept - one.kept) / blocks
+    less, repeated = _over_parts(one.repeated), {}
+    for key, (calls, elements) in _over_parts(three.repeated).items():
+        first = less.get(key, (0, 0))
+        repeated[key] = ((calls - first[0]) / blocks, (elements - first[1]) / blocks)
+    return Rehearsal(block, one.kept - round(period * block), three.peak - three.kept, repeated)
+
+
+def rehearse_repeats(
+    args: LlamaArgs,
+    settings: TPSettings,
+    tp_degree: int,
+    batch: int,
+    seq_len: int,
+    dtype: torch.dtype,
+    prepare: Prepare,
+) -> Repeats:
+    """Run the whole model on tensors without data; return what checkpointing repeats, where.
+
+    Blocks need not be alike: LaX's first one has no latents to add, and checkpointing may leave
+    some of them alone.
+
+    Args:
+        args: The model.
+        settings: A resolved plan; ignored when T is 1.
+        tp_degree: Tensor-parallel ranks T.
+        batch: Sequences b of a micro-batch.
+        seq_len: Tokens s of a sequence.
+        dtype: The dtype that blocks compute in.
+        prepare: Applied to the model after tensor parallelism.
+
+    Returns:
+        Of one micro-batch on one rank.
+
+    Raises:
+        RuntimeError: If this process has a process group already and T > 1.
+    """
+    with fake_ranks(tp_degree) as mesh:
+        return _run(args, settings, mesh, batch, seq_len, dtype, prepare).repeated
+
+
+def fused_norm_saving(args: LlamaArgs, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes that one norm keeps less where RMSNorm is a kernel: T = 1, not checkpointed.
+
+    The kernel keeps its input, d wide, and the statistic; the CPU keeps the input and its quotient
+    by the rms, both in fp32 at least.
+    """
+    wide = torch.promote_types(dtype, torch.float32).itemsize
+    return tokens * args.dim * (2 * wide - dtype.itemsize)
+
+
+@contextmanager
+def fake_ranks(tp_degree: int) -> Iterator[DeviceMesh | None]:
+    """Be rank 0 of `tp_degree` ranks that do not exist; None at degree 1.
+
+    Raises:
+        RuntimeError: If this process has a process group already.
+    """
+    if tp_degree == 1:
+        yield None
+        return
+    if dist.is_initialized():
+        raise RuntimeError("a rehearsal needs a process without a process group")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=tp_degree, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (tp_degree,), mesh_dim_names=("tp",))
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass
+class _Count:
+    """Bytes after forward, bytes at the peak of backward, and repeated collectives of a run."""
+
+    kept: int
+    peak: int
+    repeated: Repeats
+
+
+def _run(
+    args: LlamaArgs,
+    settings: TPSettings,
+    mesh: DeviceMesh | None,
+    batch: int,
+    seq_len: int,
+    dtype: torch.dtype,
+    prepare: Prepare | None,
+) -> _Count:
+    with FakeTensorMode():
+        model = _build(replace(args, max_seq_len=seq_len), dtype)
+        if mesh is not None:
+            apply_tensor_parallel(model, mesh, settings)
+        if prepare is not None:
+            prepare(model)
+        for parameter in model.parameters():
+            # Whole gradients are counted elsewhere, by unit.
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        tokens = torch.zeros(batch, seq_len, dtype=torch.long)
+        outside = {_address(p) for p in model.parameters()}
+        outside |= {_address(model.freqs_cis), _address(tokens)}
+        living = LivingStorages(outside)
+        names = {} if mesh is None else mesh_dims_of({"tp": mesh})
+        with CommLedger([model], names) as ledger, living:
+            logits = model(tokens)
+            # It replaces the loss's backward as well as its forward.
+            with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
+                loss = cross_entropy_sum(logits, tokens)
+                del logits
+                kept = living.bytes() - _storage(loss).nbytes()
+                loss.backward()
+        return _Count(kept, living.peak, _repeated(ledger))
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _repeated(ledger: CommLedger) -> Repeats:
+    return {
+        (row["scope"], row["op"], row["dtype"]): (row["calls"], row["elements"])
+        for row in ledger.rows(split_recompute=True)
+        if row["recompute"]
+    }
+
+
+def _over_parts(repeats: Repeats) -> dict[tuple[str, str], tuple[int, int]]:
+    """Add up the parts of the model."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for (_, op, dtype), (calls, elements) in repeats.items():
+        before = found.get((op, dtype), (0, 0))
+        found[op, dtype] = before[0] + calls, before[1] + elements
+    return found
+
+
+def _build(args: LlamaArgs, dtype: torch.dtype) -> LlamaModel:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # a cast afterwards would swap fake parameters
+    try:
+        return LlamaModel(args)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _storage(x: Tensor) -> torch.UntypedStorage:
+    local = x.to_local() if isinstance(x, DTensor) else x
+    return local.untyped_storage()
+
+
+def _address(x: Tensor) -> int:
+    return _storage(x)._cdata

@@ -1,0 +1,113 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What low-rank activation checkpointing keeps and what it repeats, in closed form."""
+
+from dataclasses import dataclass
+
+from torchtitan_lr.formulas.flops import FORWARD_AND_BACKWARD, layer_flops
+from torchtitan_lr.formulas.parameters import ModelShape, attention_sides, feed_forward_sides
+from torchtitan_lr.formulas.traffic import PlanSettings
+
+NORMS = 2
+"""RMSNorms of a block."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a block is split.
+
+    Args:
+        degree: Tensor-parallel ranks T.
+        settings: The plan; needed where T > 1.
+    """
+
+    degree: int = 1
+    settings: PlanSettings | None = None
+
+    @property
+    def plan(self) -> str:
+        """The plan's name, ``none`` for T = 1."""
+        return self.settings.plan if self.degree > 1 and self.settings is not None else "none"
+
+    @property
+    def sequence(self) -> bool:
+        """Whether latents are token shards."""
+        return self.plan == "btp" and self.settings is not None and self.settings.comm == "sequence"
+
+
+def kept_bytes(
+    shape: ModelShape,
+    tokens: int,
+    n_heads: int,
+    element_size: int,
+    save_attention: bool = False,
+    split: Split = Split(),
+) -> int:
+    """Bytes that one block keeps for backward under low-rank checkpointing, on one rank.
+
+    The block's input and the seven latents: nd + 7nr elements (the residual in the middle of the
+    block, the second nd of CoLA's Table 4, is made again from the o latent). Under BTP the input is
+    sharded, nd/T, the latents are not, and each norm's statistic is kept, n numbers in fp32 (fp64
+    for fp64). With token shards the latents are 7nr/T, and what was gathered from them in front of
+    the up-projections, 7nr, is kept too: gathering again would communicate.
+
+    Args:
+        shape: Shape and family of the model; low-rank.
+        tokens: Tokens n of the micro-batch.
+        n_heads: Query heads.
+        element_size: Bytes of an activation.
+        save_attention: Whether attention's output (nd/T elements) and the log-sum-exp of every
+            head and token are kept. Where every rank attends with every head, T is 1 here.
+        split: Tensor parallelism.
+    """
+    t = split.degree
+    latents = tokens * (4 * shape.rank_attention + 3 * shape.rank_ffn)
+    stream = tokens * shape.dim // (t if split.plan == "btp" else 1)
+    statistic_size = max(4, element_size)
+    kept = stream * element_size
+    if split.plan in ("none", "btp"):
+        kept += latents * element_size // (t if split.sequence else 1)
+    else:
+        kept += latents * element_size // t
+    if split.sequence:
+        kept += latents * element_size
+    if split.plan == "btp":
+        online = split.settings is not None and split.settings.norm == "online"
+        kept += NORMS * tokens * statistic_size // (t if split.sequence and online else 1)
+    if save_attention:
+        shards = 1 if split.plan == "vanilla_replicated" else t
+        kept += tokens * shape.dim // shards * element_size
+        kept += tokens * n_heads // shards * statistic_size
+    return kept
+
+
+def recompute_flops(
+    shape: ModelShape, seq_len: int, save_attention: bool = False, tp_degree: int = 1
+) -> int:
+    """FLOPs that low-rank checkpointing repeats in one block for one sequence, on one rank.
+
+    The up-projections of q, k, v, o, gate and up: (8 + 4·d_ff/d)·ndr with equal ranks and
+    multi-head attention, 18.0 ndr at d_ff = 2.5d (CoLA, Eq. 18 prints 18.5). The down-projections
+    are not repeated, nor is the last up-projection, whose result is the next block's kept input.
+    Attention adds 4n²d unless its output is kept.
+
+    Args:
+        shape: Shape and family of the model; low-rank.
+        seq_len: Tokens n in the sequence.
+        save_attention: Whether attention's output is kept.
+        tp_degree: Ranks T that share the work evenly (not: ``vanilla_replicated``).
+    """
+    attention = sum(d_out for _, d_out in attention_sides(shape)) * shape.rank_attention
+    gate, up, _ = feed_forward_sides(shape)
+    feed_forward = (gate[1] + up[1]) * shape.rank_ffn
+    flops = 2 * seq_len * (attention + feed_forward)
+    if not save_attention:
+        flops += 4 * seq_len * seq_len * shape.dim
+    return flops // tp_degree
+
+
+def layer_recompute_flops(shape: ModelShape, seq_len: int, tp_degree: int = 1) -> int:
+    """FLOPs of repeating a whole block, as full checkpointing does: its forward pass.
+
+    (22 + 6·d_ff/d)·ndr + 4n²d with equal ranks and multi-head attention.
+    """
+    return layer_flops(shape, seq_len).total // FORWARD_AND_BACKWARD // tp_degree

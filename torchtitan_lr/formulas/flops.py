@@ -1,0 +1,93 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Floating-point operations of a training step, in closed form.
+
+Counted are the multiplications and additions of matrix products: 2·m·n·k for an (m, k) by (k, n)
+product, and twice that again in backward (one product for each operand's gradient; CoLA,
+section 3.2). Norms, activations, RoPE and the embedding look-up are not counted, neither is
+recomputation: these are the FLOPs of MFU. Causal attention is counted in full, as in CoLA's
+Table 2 and by ``torch.utils.flop_counter`` under ``SDPBackend.MATH``.
+"""
+
+from dataclasses import dataclass
+
+from torchtitan_lr.formulas.parameters import (
+    ModelShape,
+    attention_sides,
+    feed_forward_sides,
+    group_ranks,
+    linear_parameters,
+)
+
+FORWARD_AND_BACKWARD = 3
+"""Forward once, backward twice as much."""
+
+
+@dataclass(frozen=True)
+class LayerFlops:
+    """FLOPs of one block, forward and backward, for one sequence."""
+
+    attention_linears: int
+    attention_scores: int
+    feed_forward: int
+
+    @property
+    def total(self) -> int:
+        """Sum of the parts."""
+        return self.attention_linears + self.attention_scores + self.feed_forward
+
+
+def layer_flops(shape: ModelShape, seq_len: int) -> LayerFlops:
+    """FLOPs of one block for one sequence of n tokens, forward and backward.
+
+    With multi-head attention and one rank these are 24nd² + 12n²d + 18ndf at full rank (CoLA,
+    Table 2) and 48ndr + 12n²d + 18nr(d + f) factorised (CoLA, Table 3). Grouped-query attention
+    shortens only the k and v linears: every query head still meets every key, hence 12n²d.
+
+    Args:
+        shape: Shape and family of the model.
+        seq_len: Tokens n in the sequence.
+
+    Returns:
+        The FLOPs by part.
+    """
+    rank_attention, rank_ffn = group_ranks(shape)
+    # A product of n rows with a linear's matrices costs 2n per parameter.
+    per_parameter = FORWARD_AND_BACKWARD * 2 * seq_len
+    attention = sum(linear_parameters(*side, rank_attention) for side in attention_sides(shape))
+    feed_forward = sum(linear_parameters(*side, rank_ffn) for side in feed_forward_sides(shape))
+    return LayerFlops(
+        attention_linears=per_parameter * attention,
+        attention_scores=FORWARD_AND_BACKWARD * 2 * (2 * seq_len * seq_len * shape.dim),
+        feed_forward=per_parameter * feed_forward,
+    )
+
+
+def head_flops(shape: ModelShape, seq_len: int) -> int:
+    """FLOPs of the output projection for one sequence, forward and backward: 6ndV."""
+    return FORWARD_AND_BACKWARD * 2 * seq_len * shape.dim * shape.vocab_size
+
+
+def flops_per_sequence(shape: ModelShape, seq_len: int) -> int:
+    """FLOPs of the whole model for one sequence, forward and backward.
+
+    Args:
+        shape: Shape and family of the model.
+        seq_len: Tokens in the sequence.
+
+    Returns:
+        L · (FLOPs of a block) + FLOPs of the head.
+    """
+    return shape.n_layers * layer_flops(shape, seq_len).total + head_flops(shape, seq_len)
+
+
+def flops_per_token(shape: ModelShape, seq_len: int) -> int:
+    """FLOPs of the whole model per token, forward and backward; exact, every term has a factor n.
+
+    Args:
+        shape: Shape and family of the model.
+        seq_len: Tokens in the sequence the token stands in.
+
+    Returns:
+        ``flops_per_sequence / seq_len``.
+    """
+    return flops_per_sequence(shape, seq_len) // seq_len

@@ -1,0 +1,65 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Arithmetic intensity of the feed-forward's products under tensor parallelism (BOOST, Table 7).
+
+An (m, k) by (k, n) product costs 2mnk FLOPs and moves at least mk + kn + mn elements (BOOST,
+Eq. 1). Listed are the forward products of one rank, as in the paper those of the up and the down
+projection. LLaMA's gate, left out there, is one more product like up: of the same intensity.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torchtitan_lr.formulas.parameters import ModelShape
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of an (m, k) by a (k, n) matrix."""
+
+    m: int
+    k: int
+    n: int
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions: 2mnk."""
+        return 2 * self.m * self.n * self.k
+
+    @property
+    def elements(self) -> int:
+        """Elements read and written, each once: mk + kn + mn."""
+        return self.m * self.k + self.k * self.n + self.m * self.n
+
+
+def feed_forward_products(
+    shape: ModelShape, plan: str, tp_degree: int, tokens: int
+) -> list[Product]:
+    """Products of one rank in one forward pass of the feed-forward.
+
+    Args:
+        shape: Shape and family of the model; full-rank for ``megatron``, else low-rank.
+        plan: ``megatron``, ``vanilla`` (either form) or ``btp``.
+        tp_degree: Ranks T.
+        tokens: Tokens n = b·s of a micro-batch.
+    """
+    d, f, t = shape.dim, shape.ffn_dim, tp_degree
+    if plan == "megatron":
+        return [Product(tokens, d, f // t), Product(tokens, f // t, d)]
+    r = shape.rank_ffn
+    if plan == "btp":  # sharded along d and f, r whole
+        up = [Product(tokens, d // t, r), Product(tokens, r, f // t)]
+        return [*up, Product(tokens, f // t, r), Product(tokens, r, d // t)]
+    up = [Product(tokens, d, r // t), Product(tokens, r // t, f)]
+    return [*up, Product(tokens, f, r // t), Product(tokens, r // t, d)]
+
+
+def arithmetic_intensity(products: Iterable[Product], element_size: int = 2) -> float:
+    """FLOPs per byte moved, over all products together.
+
+    Args:
+        products: At least one.
+        element_size: Bytes of an element; 2 for bf16.
+    """
+    products = list(products)
+    moved = element_size * sum(product.elements for product in products)
+    return sum(product.flops for product in products) / moved

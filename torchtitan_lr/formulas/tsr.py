@@ -1,0 +1,188 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What TSR-Adam sends and keeps, counted twice: as its paper prints it, and honestly.
+
+The *published* counting reproduces Tables 3 and 6 of the paper. Its conventions: decimal gigabytes
+and 4 bytes an element on the wire; the language-model head is not counted; a refresh sends one
+sketch of each side (no oversampling, no power iteration); only the cores of the attention are
+counted on it; the embedding refreshes every second step (half of its sketch a step on average).
+
+The *honest* counting takes every element that crosses the replicas: head, oversampling p and power
+iterations q included, no core where it is known from the refresh. A refresh may then take the
+dense gradient where that is cheaper. `tsr_traffic` lists the same as calls of collectives.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torchtitan_lr.formulas.parameters import (
+    ModelShape,
+    attention_sides,
+    count_parameters,
+    feed_forward_sides,
+)
+
+Side = tuple[int, int]
+"""Rows and columns of a matrix."""
+
+BYTES = 4
+"""Of an element on the wire: gradients and cores travel in fp32."""
+
+
+@dataclass(frozen=True)
+class TSRShape:
+    """Ranks and intervals of a TSR run.
+
+    Args:
+        rank: r of the linears.
+        interval: K, steps from refresh to refresh.
+        embedding_rank: r_e; 0 leaves the embedding dense.
+        embedding_interval: K_e.
+        oversampling: p, additional columns of a sketch.
+        power_iterations: q.
+        compress_head: Whether the head is compressed as the linears are.
+        refresh: What a refresh sends: ``sketch``, ``dense``, or per matrix the cheaper (``auto``).
+    """
+
+    rank: int
+    interval: int = 100
+    embedding_rank: int = 0
+    embedding_interval: int = 2
+    oversampling: int = 5
+    power_iterations: int = 1
+    compress_head: bool = False
+    refresh: Literal["auto", "sketch", "dense"] = "sketch"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes.
+
+    Args:
+        average: Sent per step, averaged over a run.
+        peak: Sent in the most expensive step: all matrices refresh.
+        memory: Of weights and optimizer state.
+    """
+
+    average: float
+    peak: float
+    memory: float
+
+
+def linear_sides(shape: ModelShape) -> list[Side]:
+    """Sides of all full-rank linears of the blocks: attention first, then the feed-forward."""
+    layers = shape.n_layers
+    return attention_sides(shape) * layers + feed_forward_sides(shape) * layers
+
+
+def published_tsr(shape: ModelShape, tsr: TSRShape) -> Cost:
+    """TSR-Adam as Tables 3 and 6 count it.
+
+    With A = 4L, M = 3L, S = Σ(m + n)r, E = (V + d)·r_e and τ = r_e² + (2L + 1)d:
+    average 4{[(K − 1)(A + M)r² + A·r² + S]/K + E/2 + τ}, peak 4{A·r² + S + E + τ},
+    memory 2P + 4[(A + M)r² + τ] + 2S.
+
+    Args:
+        shape: A full-rank model.
+        tsr: Ranks and interval; p, q, K_e and the head are what the conventions say.
+    """
+    r, k = tsr.rank, tsr.interval
+    attention, feed_forward = 4 * shape.n_layers, 3 * shape.n_layers
+    cores = (attention + feed_forward) * r * r
+    sketches = sum(m + n for m, n in linear_sides(shape)) * r
+    embedding = (shape.vocab_size + shape.dim) * tsr.embedding_rank
+    rest = tsr.embedding_rank**2 + _vectors(shape)
+    refresh = attention * r * r + sketches
+    return Cost(
+        average=BYTES * (((k - 1) * cores + refresh) / k + embedding / 2 + rest),
+        peak=BYTES * (refresh + embedding + rest),
+        memory=2 * _parameters(shape) + BYTES * (cores + rest) + 2 * sketches,
+    )
+
+
+def published_adamw(shape: ModelShape) -> Cost:
+    """AdamW as Table 3 counts it: without the head, 4(P − Vd) sent, 2P + 4(P − Vd) kept."""
+    counted = _parameters(shape) - shape.vocab_size * shape.dim
+    sent = BYTES * counted
+    return Cost(sent, sent, 2 * _parameters(shape) + sent)
+
+
+def published_galore_memory(shape: ModelShape, rank: int) -> float:
+    """GaLore's memory as Table 3 counts it.
+
+    It is 2P + 4[Σ r·max(m, n) + Vd + (2L + 1)d] + 2Σ r·min(m, n). Its published traffic follows no
+    formula we found.
+    """
+    sides = linear_sides(shape)
+    cores = sum(rank * max(side) for side in sides)
+    dense = shape.vocab_size * shape.dim + _vectors(shape)
+    bases = sum(rank * min(side) for side in sides)
+    return 2 * _parameters(shape) + BYTES * (cores + dense) + 2 * bases
+
+
+def honest_tsr(shape: ModelShape, tsr: TSRShape) -> Cost:
+    """TSR-Adam with everything counted; weights, moments and bases in fp32.
+
+    Args:
+        shape: A full-rank model.
+        tsr: Ranks, intervals and what a refresh sends.
+    """
+    groups = [(side, tsr.rank, tsr.interval) for side in linear_sides(shape)]
+    dense = _vectors(shape)
+    table = (shape.vocab_size, shape.dim)
+    if tsr.compress_head:
+        groups.append((table, tsr.rank, tsr.interval))
+    else:
+        dense += shape.vocab_size * shape.dim
+    if tsr.embedding_rank:
+        groups.append((table, tsr.embedding_rank, tsr.embedding_interval))
+    else:
+        dense += shape.vocab_size * shape.dim
+    average, peak = float(dense), dense
+    state = 2 * dense
+    for side, rank, interval in groups:
+        refresh = refresh_elements(side, rank, tsr)
+        average += (rank * rank * (interval - 1) + refresh) / interval
+        peak += refresh
+        state += 2 * rank * rank + sum(side) * rank
+    return Cost(BYTES * average, BYTES * peak, BYTES * (_parameters(shape) + state))
+
+
+def honest_adamw(shape: ModelShape) -> Cost:
+    """AdamW with everything counted: 4P sent, 12P kept in fp32."""
+    parameters = _parameters(shape)
+    return Cost(BYTES * parameters, BYTES * parameters, 3 * BYTES * parameters)
+
+
+def refresh_elements(side: Side, rank: int, tsr: TSRShape) -> int:
+    """Elements that one matrix sends on a refresh.
+
+    A sketch of width k = r + p costs (1 + q)(m + n)k: Y (m, k) and B (k, n), and for each power
+    iteration Z (n, k) and Y again.
+
+    Args:
+        side: m and n.
+        rank: r.
+        tsr: p, q and the choice between sketch and dense.
+    """
+    m, n = side
+    sketch = sketch_elements(m, n, sketch_width(side, rank, tsr.oversampling), tsr.power_iterations)
+    return {"sketch": sketch, "dense": m * n, "auto": min(sketch, m * n)}[tsr.refresh]
+
+
+def sketch_width(side: Sequence[int], rank: int, oversampling: int) -> int:
+    """Columns k = min(r + p, m, n) of a sketch."""
+    return min(rank + oversampling, *side)
+
+
+def sketch_elements(rows: int, columns: int, width: int, power_iterations: int) -> int:
+    """Elements (1 + q)(m + n)k of all sketches of a refresh."""
+    return (1 + power_iterations) * (rows + columns) * width
+
+
+def _vectors(shape: ModelShape) -> int:
+    return (2 * shape.n_layers + 1) * shape.dim
+
+
+def _parameters(shape: ModelShape) -> int:
+    return count_parameters(shape).total

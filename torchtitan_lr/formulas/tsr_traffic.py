@@ -1,0 +1,236 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Collectives of a step of TSR-Adam in closed form.
+
+A step that refreshes nothing sums cores: over each mesh dimension that splits a matrix, and over
+the replicas, in one call (a bucket) each; and dense gradients over the replicas. A refresh adds, in
+rounds that all its matrices share, the sketches Y, Z and B (`randomized_svd`),
+the triangles of the factorisations, and checksums. Elements as the ledger counts them.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torchtitan_lr.formulas.traffic import Traffic, merge
+from torchtitan_lr.formulas.tsr import sketch_elements
+
+BUCKET_ELEMENTS = 2**26
+"""Dense gradients travel together up to this size, and as many sketches are held at once."""
+
+
+@dataclass(frozen=True)
+class TSRMatrix:
+    """A compressed matrix and how it is split; one that is projected transposed counts so.
+
+    Args:
+        rows: m, of the whole matrix.
+        columns: n.
+        rank: r.
+        width: k, columns of a sketch.
+        row_split: Mesh dimensions that split the rows.
+        column_split: Mesh dimensions that split the columns.
+        two_sided: Whether the core is r×r, or r×n.
+    """
+
+    rows: int
+    columns: int
+    rank: int
+    width: int
+    row_split: tuple[str, ...] = ()
+    column_split: tuple[str, ...] = ()
+    two_sided: bool = True
+
+
+@dataclass(frozen=True)
+class TSRMesh:
+    """Where a run trains.
+
+    Args:
+        sharding: Ranks by mesh dimension that splits parameters, in order.
+        replicas: Ranks with equal parameters.
+        stages: Pipeline ranks.
+    """
+
+    sharding: Mapping[str, int]
+    replicas: int = 1
+    stages: int = 1
+
+
+@dataclass(frozen=True)
+class TSRStep:
+    """Settings that decide what is sent.
+
+    Args:
+        power_iterations: q.
+        refresh: ``auto``, ``sketch`` or ``dense``.
+        rotates: Whether moments are rotated into new bases.
+        buckets: All-reduces that the cores are split into.
+    """
+
+    power_iterations: int = 1
+    refresh: str = "auto"
+    rotates: bool = True
+    buckets: int = 1
+
+
+def padded_block(size: int, ranks: Iterable[int]) -> int:
+    """Rows (or columns) of the largest block when a size is split over mesh dimensions."""
+    for count in ranks:
+        size = -(-size // count)
+    return size
+
+
+def split_buckets(sizes: Sequence[int], limit: int = BUCKET_ELEMENTS) -> list[list[int]]:
+    """Split a list into runs of at most ``limit`` elements, or of one that is larger.
+
+    Args:
+        sizes: Elements of each entry.
+        limit: Elements of a bucket.
+
+    Returns:
+        Indices by bucket, in order.
+    """
+    result: list[list[int]] = []
+    room = 0
+    for index, size in enumerate(sizes):
+        if not result or size > room:
+            result.append([])
+            room = limit
+        result[-1].append(index)
+        room -= size
+    return result
+
+
+def refresh_is_dense(rows: int, columns: int, width: int, step: TSRStep) -> bool:
+    """Whether a refresh sums the dense gradient over the replicas rather than sketches.
+
+    Args:
+        rows: Of a rank's block.
+        columns: Of a rank's block.
+        width: k.
+        step: The choice, and q.
+    """
+    if step.refresh != "auto":
+        return step.refresh == "dense"
+    return rows * columns <= sketch_elements(rows, columns, width, step.power_iterations)
+
+
+def tsr_traffic(
+    matrices: Sequence[TSRMatrix],
+    refreshing: Collection[int],
+    dense: Sequence[int],
+    mesh: TSRMesh,
+    step: TSRStep,
+) -> list[Traffic]:
+    """Every collective of the optimizer in one step, on the rank with the largest blocks.
+
+    Args:
+        matrices: The compressed matrices, in the optimizer's order.
+        refreshing: Indices of those that refresh.
+        dense: Elements of a rank's part of every other parameter.
+        mesh: Where it runs.
+        step: What is sent.
+
+    Returns:
+        Rows of the scope ``step`` and the pass ``optimizer``, with the roles ``core``,
+        ``gradient``, ``sketch``, ``norm`` (fp64) and ``checksum`` (int64).
+    """
+    plain = [m for i, m in enumerate(matrices) if i not in refreshing]
+    fresh = [matrices[i] for i in sorted(refreshing)]
+    rows = _cores(plain, mesh, step)
+    whole = [*dense, *(prod(_block(m, mesh)) for m in fresh if _is_dense(m, mesh, step))]
+    for bucket in split_buckets(whole):
+        rows += _over_replicas("gradient", sum(whole[i] for i in bucket), mesh)
+    sizes = [sum(_block(m, mesh)) * m.width for m in fresh]
+    for bucket in split_buckets(sizes):
+        rows += _refresh([fresh[i] for i in bucket], mesh, step)
+    rows += [_row("all_reduce", "norm", 1, dim) for dim in mesh.sharding]
+    if mesh.stages > 1:
+        rows.append(_row("all_reduce", "norm", 1, "pp"))
+    return merge(rows)
+
+
+def _cores(plain: Sequence[TSRMatrix], mesh: TSRMesh, step: TSRStep) -> list[Traffic]:
+    sizes = [_core_elements(m, mesh) for m in plain]
+    rows: list[Traffic] = []
+    for bucket in split_buckets(sizes, -(-sum(sizes) // step.buckets)):
+        for dim in mesh.sharding:
+            summed = [i for i in bucket if dim in _contracted(plain[i])]
+            if summed:
+                rows.append(_row("all_reduce", "core", sum(sizes[i] for i in summed), dim))
+        rows += _over_replicas("core", sum(sizes[i] for i in bucket), mesh)
+    return rows
+
+
+def _refresh(fresh: Sequence[TSRMatrix], mesh: TSRMesh, step: TSRStep) -> list[Traffic]:
+    """One round: the sums Y, (Z, Y)·q, B with a factorisation after each, signs, checks.
+
+    Signs are the sketch's, and then, for each side that is projected, those of the earlier bases.
+    """
+    rows: list[Traffic] = []
+    for axis in ("columns", *("rows", "columns") * step.power_iterations, "rows"):
+        # Summed over one axis, Y and Z have the other's length.
+        lengths = [_block(m, mesh)[0 if axis == "columns" else 1] for m in fresh]
+        sketches = [n * m.width for n, m in zip(lengths, fresh, strict=True)]
+        rows += _sum(fresh, axis, sketches, mesh)
+        sent = [
+            size for m, size in zip(fresh, sketches, strict=True) if not _is_dense(m, mesh, step)
+        ]
+        rows += _over_replicas("sketch", sum(sent), mesh)
+        other = "rows" if axis == "columns" else "columns"
+        for dim, ranks in mesh.sharding.items():
+            gathered = sum(ranks * m.width**2 for m in fresh if dim in _split(m, other))
+            if gathered:
+                rows.append(_row("all_gather", "sketch", gathered, dim))
+    both = [m for m in fresh if m.two_sided]
+    rows += _sum(fresh, "columns", [m.rank for m in fresh], mesh)
+    rows += _sum(fresh, "rows", [m.rank for m in fresh], mesh)
+    rows += _sum(both, "columns", [m.rank for m in both], mesh)
+    rows += _over_replicas("checksum", 2 * len(fresh), mesh)
+    if step.rotates:
+        squares = [m.rank**2 for m in fresh]
+        rows += _sum(fresh, "rows", squares, mesh)
+        rows += _sum(both, "columns", [m.rank**2 for m in both], mesh)
+    return rows
+
+
+def _sum(
+    matrices: Sequence[TSRMatrix], axis: str, elements: Sequence[int], mesh: TSRMesh
+) -> list[Traffic]:
+    rows = []
+    for dim in mesh.sharding:
+        sizes = [n for m, n in zip(matrices, elements, strict=True) if dim in _split(m, axis)]
+        if sizes:
+            rows.append(_row("all_reduce", "sketch", sum(sizes), dim))
+    return rows
+
+
+def _over_replicas(role: str, elements: int, mesh: TSRMesh) -> list[Traffic]:
+    if mesh.replicas == 1 or not elements:
+        return []
+    return [_row("all_reduce", role, elements, "dp_replicate")]
+
+
+def _row(op: str, role: str, elements: int, dim: str) -> Traffic:
+    return Traffic("step", "optimizer", op, role, 1, elements, dim)
+
+
+def _block(matrix: TSRMatrix, mesh: TSRMesh) -> tuple[int, int]:
+    rows = padded_block(matrix.rows, (mesh.sharding[dim] for dim in matrix.row_split))
+    return rows, padded_block(matrix.columns, (mesh.sharding[d] for d in matrix.column_split))
+
+
+def _core_elements(matrix: TSRMatrix, mesh: TSRMesh) -> int:
+    return matrix.rank * (matrix.rank if matrix.two_sided else _block(matrix, mesh)[1])
+
+
+def _contracted(matrix: TSRMatrix) -> tuple[str, ...]:
+    return matrix.row_split + (matrix.column_split if matrix.two_sided else ())
+
+
+def _split(matrix: TSRMatrix, axis: str) -> tuple[str, ...]:
+    return matrix.row_split if axis == "rows" else matrix.column_split
+
+
+def _is_dense(matrix: TSRMatrix, mesh: TSRMesh, step: TSRStep) -> bool:
+    return refresh_is_dense(*_block(matrix, mesh), matrix.width, step)

@@ -1,0 +1,242 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Starts a training run: checks it, starts its ranks, stops them well, sums it up.
+
+``python -m torchtitan_lr.launch ARGUMENTS`` reads torchtitan's environment variables (see
+:data:`USAGE`). Refusals come before any rank starts, as one line and exit status 2.
+"""
+
+import os
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from torchtitan_lr.checkpoints.layout import complete_steps, step_folder
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.parse import CONFIG_FILE_KEY, split_arguments
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch.environment import (
+    Environment,
+    loopback_variables,
+    place_ranks,
+    read_environment,
+)
+from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, locked
+from torchtitan_lr.launch.processes import RankGroup
+from torchtitan_lr.launch.report import (
+    describe_failure,
+    full_disk,
+    killed_rank,
+    last_words,
+    read_summary,
+    summary_lines,
+)
+
+DEFAULT_CONFIG_FILE = "./train_configs/debug_cola.toml"
+
+USAGE = """\
+usage: [VARIABLE=value ...] ./run_llama_train.sh [--section.key=value ...]
+
+Trains the model of a TOML file; arguments override it, e.g. --training.steps=100.
+  CONFIG_FILE   the TOML file (default ./train_configs/debug_cola.toml)
+  NGPU          ranks on this machine, a GPU or (without any) a CPU process each; by default 4,
+                and those on the CPU if there are fewer GPUs
+  LOG_RANK      ranks whose output is shown, e.g. 0,1 (default 0); all of it goes to the logs
+  COMM_MODE     fake_backend: a dry run of one step in one process, as rank 0 of NGPU
+  NNODES, RDZV_ENDPOINT, RDZV_ID   several machines: their number, host:port of one, a common name
+  PYTHON        the interpreter to use or to make .venv from
+The keys are described in torchtitan_lr/config/schema.py and in torchtitan's config/job_config.py.
+SIGTERM or Ctrl-C finishes the step, saves a checkpoint and exits 0; a second one kills at once."""
+
+
+def train_arguments(argv: list[str], environment: Environment) -> list[str]:
+    """Completes the command line: the configuration file, and what a dry run adds.
+
+    Args:
+        argv: The launcher's own arguments.
+        environment: What :func:`read_environment` returned.
+
+    Returns:
+        Arguments for :func:`build_job_config` and for every rank.
+    """
+    arguments = list(argv)
+    if all(override.key != CONFIG_FILE_KEY for override in split_arguments(argv)):
+        config_file = os.environ.get("CONFIG_FILE") or DEFAULT_CONFIG_FILE
+        arguments = [f"--job.config_file={config_file}", *arguments]
+    if environment.comm_mode:
+        # As torchtitan's run_train.sh: one step is all that a dry run shows. There is nobody to
+        # write the other ranks' parts of a checkpoint.
+        mode = f"--comm.mode={environment.comm_mode}"
+        arguments += [mode, "--training.steps=1", "--checkpoint.no_enable"]
+    return arguments
+
+
+def build_command(
+    environment: Environment, arguments: list[str], log_folder: Path
+) -> tuple[list[str], dict[str, str]]:
+    """Builds the command that starts all ranks of this machine, and its environment.
+
+    Args:
+        environment: What :func:`read_environment` returned.
+        arguments: What :func:`train_arguments` returned.
+        log_folder: Where torchrun writes each rank's output.
+    """
+    variables = dict(os.environ)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    # torchrun would set 1; a single rank deserves all cores, and more than all only slows down.
+    if not variables.get("OMP_NUM_THREADS"):
+        variables["OMP_NUM_THREADS"] = str(max(1, (cores or 1) // environment.ranks))
+    variables["PYTHONUNBUFFERED"] = "1"
+    if environment.hide_gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    if environment.comm_mode:
+        variables |= {"NGPU": str(environment.ranks), "LOCAL_RANK": "0", "RANK": "0"}
+        return [sys.executable, "-m", environment.train_module, *arguments], variables
+    rendezvous = ["--rdzv_backend=loopback"]
+    if environment.nodes == 1:
+        variables = loopback_variables() | variables
+    else:
+        rendezvous = [
+            f"--nnodes={environment.nodes}",
+            "--rdzv_backend=c10d",
+            f"--rdzv_endpoint={os.environ['RDZV_ENDPOINT']}",
+            f"--rdzv_id={os.environ.get('RDZV_ID') or 'torchtitan_lr'}",
+        ]
+    command = [
+        *(sys.executable, "-m", "torchtitan_lr.launch.agent", *rendezvous),
+        f"--nproc_per_node={environment.ranks}",
+        f"--local-ranks-filter={environment.log_ranks}",
+        *("--role", "rank", "--tee", "3", "--log-dir", str(log_folder)),
+        *("-m", environment.train_module, *arguments),
+    ]
+    return command, variables
+
+
+def make_log_folder(dump_folder: Path) -> Path:
+    """Makes the folder of this launch's output.
+
+    Args:
+        dump_folder: The run's ``job.dump_folder``.
+
+    Returns:
+        A new folder below it.
+
+    Raises:
+        ConfigError: It cannot be made.
+    """
+    folder = dump_folder / "logs" / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        want = f"a folder in which {folder} can be made ({error.strerror})"
+        raise ConfigError("job.dump_folder", str(dump_folder), want) from error
+    return folder
+
+
+def run(environment: Environment, arguments: list[str], log_folder: Path, config: Any) -> int:
+    """Runs all ranks to their end and reports.
+
+    Args:
+        environment: What :func:`read_environment` returned.
+        arguments: What :func:`train_arguments` returned.
+        log_folder: What :func:`make_log_folder` returned.
+        config: What :func:`build_job_config` returned for them.
+
+    Returns:
+        The exit status: 0 for a run that ended, or that a signal stopped and that saved.
+    """
+    dump_folder = Path(config.job.dump_folder)
+    command, variables = build_command(environment, arguments, log_folder)
+    if environment.nodes == 1:
+        variables[HELD_VARIABLE] = os.path.realpath(dump_folder)
+    begin = time.time()
+    # A dry run is one process below no torchrun: its output is the console's.
+    expected = 0 if environment.comm_mode else environment.ranks
+    group = RankGroup(command, variables, log_folder / "launcher.log", expected)
+    status = group.wait()
+    if group.killed:
+        what = "killed" if group.was_ready else "stopped before training began"
+        print(f"error: {what} by {group.signal_name}; logs: {log_folder}", file=sys.stderr)
+        return 128 + group.signal_number
+    if expected:
+        for line in last_words(log_folder, set(map(int, environment.log_ranks.split(",")))):
+            print(line, file=sys.stderr)
+    if status != 0:
+        if expected:
+            failure = describe_failure(log_folder, status)
+            hint = full_disk(dump_folder, failure)
+            hint += how_to_go_on(config) if hint or killed_rank(log_folder) else ""
+            print(f"error: {failure}{hint}", file=sys.stderr)
+        return status if 0 < status < 126 else 1
+    if not expected:
+        print(f"dry run passed: one step as rank 0 of {environment.world_size}")
+        return 0
+    summary = read_summary(dump_folder, newer_than=begin)
+    if summary is not None:
+        print("\n".join(summary_lines(summary, dump_folder, log_folder)))
+    return 0
+
+
+def how_to_go_on(config: Any) -> str:
+    """Says what a run that was killed resumes from, as the end of a sentence.
+
+    Args:
+        config: The run's configuration.
+    """
+    folder = Path(config.job.dump_folder) / config.checkpoint.folder
+    steps = complete_steps(folder) if config.checkpoint.enable else []
+    if not steps:
+        return "; there is no checkpoint to resume from"
+    return f"; run the same command again to resume from {step_folder(folder, steps[-1])}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point.
+
+    Args:
+        argv: Arguments without the program's name; those of the process by default.
+
+    Returns:
+        The exit status: 0 well, 2 refused, else failed.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if any(argument in ("-h", "--help") for argument in argv):
+        print(USAGE)
+        return 0
+    try:
+        environment = read_environment()
+        arguments = train_arguments(argv, environment)
+        config = build_job_config(arguments)
+        if environment.comm_mode:
+            # Beside the real run's curve, not over it.
+            arguments.append(f"--job.dump_folder={Path(config.job.dump_folder) / 'dry_run'}")
+            config = build_job_config(arguments)
+        environment, device_type = place_ranks(environment)
+        check_job_config(config, environment.world_size, device_type)
+        # Launchers of several machines share the folder: there rank 0 locks it.
+        lock = locked(config.job.dump_folder) if environment.nodes == 1 else nullcontext()
+        with lock:
+            log_folder = make_log_folder(Path(config.job.dump_folder))
+            return run(environment, arguments, log_folder, config)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def stop_before_ranks(number: int, frame: FrameType | None) -> NoReturn:
+    """Ends this process at once, as long as nothing is started: the handler of early signals.
+
+    Python's own would print where in torch's imports the signal met it.
+
+    Args:
+        number: The signal.
+        frame: Where it came.
+    """
+    name = signal.Signals(number).name
+    os.write(2, f"error: stopped before any rank started, by {name}\n".encode())
+    os._exit(128 + number)

@@ -1,0 +1,247 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The processes of one launch: torchrun in a session of its own, and its ranks.
+
+On SIGTERM torchrun kills its ranks, prints a traceback and fails even if they end well. So signals
+reach this process alone, which passes them to the ranks; torchrun then sees them end by themselves.
+On Linux nobody outlives the others: the kernel kills torchrun with the launcher, and ranks with
+torchrun; torchrun ends all ranks when one of them is gone (:mod:`torchtitan_lr.launch.agent`).
+"""
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import IO, NoReturn
+
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_RANK_LINE = re.compile(rb"\[rank\d+\]:")
+_PR_SET_PDEATHSIG = 1
+
+
+class RankGroup:
+    """Starts a command and its ranks, and stops them on a signal.
+
+    The first SIGTERM, SIGINT or SIGHUP is passed to the ranks as SIGTERM, once all of them have
+    installed a handler: they finish the step and save, and those that have ended already need
+    not. Before that there is nothing to save, so they are killed; so they are by a second signal.
+
+    Args:
+        command: The command to run, in a session of its own.
+        variables: Its environment.
+        console_log: File for what the command itself says; the ranks' lines go to the console.
+        expected: Number of ranks below the command; 0 if the command is the only rank.
+
+    Attributes:
+        signal_number: The first signal received, 0 if none.
+        killed: Whether the ranks were killed rather than asked to stop.
+        was_ready: Whether all ranks could be asked to stop, when the first signal came or before.
+    """
+
+    def __init__(
+        self, command: list[str], variables: dict[str, str], console_log: Path, expected: int
+    ) -> None:
+        self.signal_number = 0
+        self.killed = False
+        self.was_ready = False
+        self._expected = expected
+        self._process: subprocess.Popen[bytes] | None = None
+        for number in _FORWARDED:
+            # What ``nohup`` or ``cmd &`` made this process ignore stays ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
+        self._process = subprocess.Popen(
+            command,
+            env=variables,
+            start_new_session=True,
+            stderr=subprocess.PIPE if expected else None,
+            preexec_fn=functools.partial(end_with, os.getpid()),
+        )
+        self._reader = threading.Thread(target=self._relay, args=(console_log,), daemon=True)
+        if expected:
+            self._reader.start()
+        if self.signal_number:  # it came while the process was being started
+            self._kill()
+
+    @property
+    def signal_name(self) -> str:
+        """Name of the first signal received."""
+        return signal.Signals(self.signal_number).name
+
+    def wait(self) -> int:
+        """Waits for all ranks to end.
+
+        Returns:
+            The command's exit status, negative if a signal ended it.
+        """
+        assert self._process is not None  # __init__ has started it
+        while True:
+            # Short waits: a signal handler of Python runs between them on every platform.
+            try:
+                status = self._process.wait(timeout=0.5)
+                break
+            except subprocess.TimeoutExpired:
+                # Remembered, since ranks that end one by one are no longer all there.
+                if not self.was_ready and self._all_ready() and not self.signal_number:
+                    self.was_ready = True
+        if self._expected:
+            self._reader.join(timeout=10.0)
+        return status
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._process is None:
+            self.signal_number = number
+            return
+        if self.signal_number:
+            self._kill()
+            return
+        self.signal_number = number
+        self.was_ready = self.was_ready or self._all_ready()
+        if not self.was_ready:
+            self._kill()
+            return
+        # A rank without its handler is past training; the signal would make it fail.
+        for pid in filter(_handles_sigterm, self._rank_pids()):
+            _send(pid, signal.SIGTERM)
+
+    def _all_ready(self) -> bool:
+        ranks = self._rank_pids()
+        return len(ranks) == max(1, self._expected) and all(map(_handles_sigterm, ranks))
+
+    def _rank_pids(self) -> list[int]:
+        assert self._process is not None
+        return child_pids(self._process.pid) if self._expected else [self._process.pid]
+
+    def _kill(self) -> None:
+        assert self._process is not None
+        self.killed = True
+        # Each rank leads a session of its own, with its data loader workers in it.
+        for pid in (self._process.pid, *child_pids(self._process.pid)):
+            _send_group(pid, signal.SIGKILL)
+
+    def _relay(self, console_log: Path) -> None:
+        """Shows the ranks' lines of the command's stderr; all lines go to the log."""
+        assert self._process is not None and self._process.stderr is not None
+        try:
+            console_log.touch()
+        except OSError:  # a full disk: what the ranks say is still to be shown
+            console_log = Path(os.devnull)
+        with console_log.open("wb", buffering=0) as log:
+            for line in self._process.stderr:
+                _write(log, line)
+                if _RANK_LINE.match(line):
+                    _write(sys.stderr.buffer, line)
+
+
+def _write(file: IO[bytes], line: bytes) -> None:
+    """Writes if it can. Whatever happens, the next line is read: torchrun waits for its reader."""
+    with contextlib.suppress(OSError):
+        file.write(line)
+        file.flush()
+
+
+def child_pids(parent: int) -> list[int]:
+    """Lists the living children of a process.
+
+    Args:
+        parent: Process id.
+
+    Returns:
+        Process ids in ascending order; zombies are left out.
+    """
+    rows = _proc_table() if sys.platform == "linux" else _ps_table()
+    return sorted(pid for pid, ppid, state in rows if ppid == parent and state != "Z")
+
+
+def _proc_table() -> list[tuple[int, int, str]]:
+    """Process id, parent's id and state of every process, from /proc."""
+    rows = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            # The name in parentheses may itself hold blanks and parentheses.
+            state, ppid, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it ended meanwhile
+        rows.append((int(entry.name), int(ppid), state))
+    return rows
+
+
+def _ps_table() -> list[tuple[int, int, str]]:
+    """The same where there is no /proc."""
+    command = ["ps", "-A", "-o", "pid=,ppid=,stat="]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    rows = (line.split() for line in lines)
+    return [(int(pid), int(ppid), state[0]) for pid, ppid, state in rows]
+
+
+def _handles_sigterm(pid: int) -> bool:
+    """Whether a process has a handler for SIGTERM; True where nobody can tell."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return sys.platform != "linux"
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return caught is None or bool(int(caught.group(1), 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _send_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)
+
+
+def end_with(parent: int) -> None:
+    """Makes the kernel kill this process with its parent, however that ends (Linux only).
+
+    The kernel goes by the thread that made this process: it must be one that stays.
+
+    Args:
+        parent: Process id. If it is gone already, this process ends at once.
+    """
+    if sys.platform != "linux":
+        return
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def end_with_torchrun() -> None:
+    """Does that in a rank that torchrun started; call it before the slow imports.
+
+    Our launcher's ranks are bound before they begin (:mod:`.agent`). This is for those of torchrun
+    itself: one that was killed before this call is not noticed.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())
+
+
+# Loaded before any fork: a child must not load libraries between fork and exec.
+_LIBC = ctypes.CDLL(None)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process after what is registered for its end, but without a teardown.
+
+    Now and then a thread of torch's libraries still runs when the interpreter destroys it, which
+    aborts a rank that has done all its work.
+
+    Args:
+        status: The exit status.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)

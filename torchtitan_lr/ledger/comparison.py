@@ -1,0 +1,57 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What the ledger measured beside what the formulas say."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torchtitan_lr.formulas.traffic import Traffic
+from torchtitan_lr.ledger.ledger import in_reading_order
+
+IDENTITY = ("scope", "pass", "op", "mesh_dim", "dtype")
+"""The keys that tell rows apart."""
+
+
+def compare(
+    rows: Iterable[Mapping[str, Any]],
+    expected: Iterable[Traffic],
+    dtypes: Mapping[str, str],
+    unknown_scopes: Iterable[str] = ("step",),
+) -> list[dict[str, Any]]:
+    """Put measured rows and formulas side by side.
+
+    Args:
+        rows: The ledger's.
+        expected: The formulas'.
+        dtypes: Name of the dtype of each `Traffic.role`.
+        unknown_scopes: Scopes that no formula describes.
+
+    Returns:
+        The ledger's rows with ``expected_calls`` and ``expected_elements``: 0 where the formulas
+        know of no such call, None in a scope they do not describe. What they expect and was not
+        measured has a row too, with 0 calls.
+    """
+    found = {tuple(row[key] for key in IDENTITY): dict(row) for row in rows}
+    wanted: dict[tuple[Any, ...], list[int]] = {}
+    for item in expected:
+        identity = (item.scope, item.pass_, item.op, item.mesh_dim, dtypes[item.role])
+        numbers = wanted.setdefault(identity, [0, 0])
+        numbers[0] += item.calls
+        numbers[1] += item.elements
+    table = []
+    for identity in found.keys() | wanted.keys():
+        nothing = dict(zip(IDENTITY, identity, strict=True))
+        row = found.get(identity, nothing | {"calls": 0, "elements": 0, "bytes": 0})
+        known = identity[0] not in unknown_scopes
+        calls, elements = wanted.get(identity, [0, 0]) if known else (None, None)
+        table.append(row | {"expected_calls": calls, "expected_elements": elements})
+    return in_reading_order(table)
+
+
+def differences(table: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the rows of a comparison in which measurement and formula disagree."""
+    return [
+        row
+        for row in table
+        if row["expected_calls"] is not None
+        and (row["calls"], row["elements"]) != (row["expected_calls"], row["expected_elements"])
+    ]

@@ -1,0 +1,180 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Which part of the model, and which pass, is running now.
+
+Forward hooks say it in forward. Every part also remembers the range of sequence numbers that
+autograd gave to the nodes it made, so that in backward the running node tells the part: this holds
+for compiled blocks (one node), for checkpointed ones (the node whose saved tensor is asked for) and
+in whatever order autograd runs. FSDP2 fetches weights ahead of time, so its calls are attributed to
+the parameters' owner, not to whoever runs meanwhile.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+
+from torchtitan_lr.parallel.recompute.replay import is_recomputing
+
+STEP = "step"
+"""Scope of everything outside the model and its loss: clipping, the optimizer, logging."""
+
+LOSS = "loss"
+"""Scope of what lies between the end of the model and its backward."""
+
+
+class ScopeTracker:
+    """Follows a model through forward and backward while attached.
+
+    Args:
+        model_parts: The model, or this rank's pipeline stages.
+    """
+
+    def __init__(self, model_parts: Sequence[nn.Module]) -> None:
+        self._model_parts = list(model_parts)
+        self._undo: list[Callable[[], None]] = []
+        self._stack: list[str] = []
+        self._ranges: list[tuple[int, int, str]] = []
+        self._model_ends: list[int] = []
+        self._owner: str | None = None
+        self._last = STEP
+        self._in_loss = False
+        self._recomputing = 0
+
+    def attach(self) -> None:
+        """Put the hooks in place."""
+        for part in self._model_parts:
+            # The root comes before its children: what lies between a model's end and its
+            # backward is the loss.
+            self._follow_root(part)
+            for scope, module in named_scopes(part):
+                self._follow(scope, module)
+
+    def detach(self) -> None:
+        """Take all hooks away and forget where the model was."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self._stack.clear()
+        self._ranges.clear()
+        self._model_ends.clear()
+        self._owner, self._last, self._in_loss, self._recomputing = None, STEP, False, 0
+
+    def here(self) -> tuple[str, str, bool]:
+        """Return the scope, the pass (forward, backward, optimizer), and whether this repeats."""
+        if torch._C._current_graph_task_id() != -1:
+            repeats = self._recomputing > 0 or is_recomputing()
+            return self._owner or self._backward_scope(), "backward", repeats
+        if self._owner or self._stack:
+            return self._owner or self._stack[-1], "forward", False
+        return (LOSS, "forward", False) if self._in_loss else (STEP, "optimizer", False)
+
+    def _backward_scope(self) -> str:
+        node = torch._C._current_autograd_node()
+        if node is None or type(node).__name__ == "AccumulateGrad":
+            return self._last  # a callback, or a node that no forward pass made
+        number = node._sequence_nr()
+        for start, end, scope in reversed(self._ranges):
+            if start <= number < end:
+                self._last = scope
+                return scope
+        if self._model_ends and number >= self._model_ends[0]:
+            self._last = LOSS
+        return self._last
+
+    def _follow_root(self, root: nn.Module) -> None:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            self._in_loss = True
+            self._model_ends.append(_next_sequence_number())
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    self._undo.append(leaf.register_hook(leave_loss).remove)
+
+        def leave_loss(gradient: Tensor) -> None:
+            self._in_loss = False
+
+        self._undo.append(root.register_forward_hook(after).remove)
+        for group in _fsdp_groups(root):
+            # What is left to the root: the final norm.
+            self._own_group(group, "head")
+
+    def _follow(self, scope: str, module: nn.Module) -> None:
+        starts: list[int] = []
+
+        def before(*_: Any) -> None:
+            self._in_loss = False
+            self._stack.append(scope)
+            starts.append(_next_sequence_number())
+
+        def after(*_: Any) -> None:
+            self._stack.pop()
+            self._ranges.append((starts.pop(), _next_sequence_number(), scope))
+
+        # In front of FSDP's own hook, which makes the node that reduces the gradients.
+        handle = module.register_forward_pre_hook(before, prepend=True)
+        self._undo.append(handle.remove)
+        self._undo.append(module.register_forward_hook(after).remove)
+        self._follow_recomputation(module)
+        for group in _fsdp_groups(module):
+            self._own_group(group, scope)
+
+    def _follow_recomputation(self, module: nn.Module) -> None:
+        def before(*_: Any) -> None:
+            self._recomputing += torch._C._current_graph_task_id() != -1
+
+        def after(*_: Any) -> None:
+            self._recomputing -= torch._C._current_graph_task_id() != -1
+
+        if isinstance(module, CheckpointWrapper):
+            inner = module._checkpoint_wrapped_module
+            self._undo.append(inner.register_forward_pre_hook(before).remove)
+            # Recomputation may stop early, by an exception.
+            self._undo.append(inner.register_forward_hook(after, always_call=True).remove)
+
+    def _own_group(self, group: Any, scope: str) -> None:
+        for method in ("unshard", "post_backward"):
+            self._own(group, method, scope)
+
+    def _own(self, group: Any, method: str, scope: str) -> None:
+        original = getattr(group, method)
+
+        def owned(*args: Any, **kwargs: Any) -> Any:
+            outer, self._owner = self._owner, scope
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._owner = outer
+
+        setattr(group, method, owned)
+        self._undo.append(lambda: delattr(group, method))
+
+
+def named_scopes(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the parts of a model, or of a pipeline stage of it, with their scopes' names.
+
+    Args:
+        part: Has ``tok_embeddings``, ``layers`` (by number) and ``output``, as torchtitan's models.
+    """
+    if getattr(part, "tok_embeddings", None) is not None:
+        yield "embedding", part.get_submodule("tok_embeddings")
+    for name, block in part.get_submodule("layers").named_children():
+        yield f"block {name}", block
+    if getattr(part, "output", None) is not None:
+        yield "head", part.get_submodule("output")
+
+
+def _fsdp_groups(module: nn.Module) -> list[Any]:
+    if not isinstance(module, FSDPModule):
+        return []
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.13
+        groups = [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def _next_sequence_number() -> int:
+    return int(torch._C._autograd._get_sequence_nr())

@@ -1,0 +1,31 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The model that a configuration describes, before anything is built."""
+
+from typing import Any
+
+
+def llama_args(config: Any) -> Any:
+    """Return our model's arguments as a run has them, None for another package's model.
+
+    Call it after ``check_model``: name and flavor are known ones then.
+    """
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    from torchtitan_lr.models.args import LlamaArgs
+
+    args = get_train_spec(config.model.name).model_args[config.model.flavor]
+    if not isinstance(args, LlamaArgs):
+        return None
+    args.update_from_config(config)
+    return args
+
+
+def model_shapes(args: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of a model, without memory for it."""
+    import torch
+
+    from torchtitan_lr.models.llama import LlamaModel
+
+    with torch.device("meta"):
+        model = LlamaModel(args)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

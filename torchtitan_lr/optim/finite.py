@@ -1,0 +1,37 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Whether gradients and weights are finite."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def nonfinite_gradient(model_parts: Iterable[nn.Module]) -> str | None:
+    """Name the first parameter whose gradient on this rank is not finite, None if all are."""
+    for part in model_parts:
+        for name, parameter in part.named_parameters():
+            local = getattr(parameter.grad, "_local_tensor", parameter.grad)
+            if local is not None and not torch.isfinite(local).all():
+                return name
+    return None
+
+
+def finite_weights(model_parts: Iterable[nn.Module]) -> bool:
+    """Say whether every parameter on every rank has a finite norm; call it on every rank.
+
+    Weights whose squares overflow make every norm of the model infinite: they count as ruined.
+
+    Args:
+        model_parts: This rank's parts of the model.
+    """
+    norms = [
+        torch.linalg.vector_norm(getattr(parameter, "_local_tensor", parameter).detach().float())
+        for part in model_parts
+        for parameter in part.parameters()
+    ]
+    finite = torch.stack(norms).isfinite().all().to(torch.int32)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+    return bool(finite.item())

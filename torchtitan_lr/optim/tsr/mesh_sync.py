@@ -1,0 +1,202 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The collectives of TSR-Adam: coalesced sums, and rounds that many decompositions share.
+
+Everything is a plain SUM: the loss is divided by the tokens of the whole batch already.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_lr.optim.tsr.layout import Layout
+from torchtitan_lr.optim.tsr.randomized_svd import Answer, Gather, Request, Steps, Sum
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The process groups of a run.
+
+    Args:
+        sharding: Mesh dimensions that split parameters, by name, in the run's common order.
+        replicas: Ranks with equal parameters and other data; None where there is only one.
+        stages: Pipeline ranks; None without pipelining.
+    """
+
+    sharding: Mapping[str, dist.ProcessGroup]
+    replicas: dist.ProcessGroup | None = None
+    stages: dist.ProcessGroup | None = None
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The sharding groups in order."""
+        return list(self.sharding.values())
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of ranks of every sharding dimension."""
+        return [group.size() for group in self.groups]
+
+
+class PendingSum:
+    """An all-reduce under way over tensors that travel as one.
+
+    Args:
+        tensors: Summed in place, once `wait` returns.
+        group: The ranks.
+        dtype: On the wire; the tensors' own by default.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None = None
+    ) -> None:
+        self._tensors = list(tensors)
+        dtype = dtype or self._tensors[0].dtype
+        first = self._tensors[0]
+        if len(self._tensors) == 1 and first.dtype == dtype and first.is_contiguous():
+            self._wire = first
+        else:
+            self._wire = torch.cat([tensor.reshape(-1).to(dtype) for tensor in self._tensors])
+        self._work = dist.all_reduce(self._wire, group=group, async_op=True)
+
+    def wait(self) -> None:
+        """Wait, and put the sums in place."""
+        assert self._work is not None
+        self._work.wait()
+        if self._wire is not self._tensors[0]:
+            parts = self._wire.split([tensor.numel() for tensor in self._tensors])
+            views = [part.view(t.shape) for part, t in zip(parts, self._tensors, strict=True)]
+            torch._foreach_copy_(self._tensors, views)
+
+
+def sum_over(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None
+) -> None:
+    """Sum tensors of one dtype in place over a group, in one call; nothing to do without either."""
+    if group is not None and tensors:
+        PendingSum(tensors, group, dtype).wait()
+
+
+def solve_together(
+    computations: Sequence[Steps[Any]], layouts: Sequence[Layout], ranks: Ranks
+) -> list[Any]:
+    """Run computations side by side; each round of their requests shares its collectives.
+
+    Args:
+        computations: In the same order on all ranks.
+        layouts: How the matrices of each are split.
+        ranks: The process groups.
+
+    Returns:
+        Their results.
+    """
+    results: list[Any] = [None] * len(computations)
+    answers: dict[int, Answer] = dict.fromkeys(range(len(computations)))
+    while answers:
+        requests: dict[int, Request] = {}
+        for index, answer in answers.items():
+            try:
+                requests[index] = computations[index].send(answer)
+            except StopIteration as end:
+                results[index] = end.value
+        answers = _answer(requests, layouts, ranks)
+    return results
+
+
+def _answer(
+    requests: Mapping[int, Request], layouts: Sequence[Layout], ranks: Ranks
+) -> dict[int, Answer]:
+    """Carry out one round: at most one call for each kind of request and mesh dimension."""
+    sums = {i: request for i, request in requests.items() if isinstance(request, Sum)}
+    for dim, group in enumerate(ranks.groups):
+        split = [s.tensor for i, s in sums.items() if dim in getattr(layouts[i], s.axis)]
+        sum_over(split, group)
+    sum_over([s.tensor for s in sums.values() if s.replicas], ranks.replicas)
+    answers: dict[int, Answer] = {i: request.tensor for i, request in sums.items()}
+    gathers = {i: request for i, request in requests.items() if isinstance(request, Gather)}
+    answers |= dict.fromkeys(gathers)
+    for dim, group in enumerate(ranks.groups):
+        concerned = {
+            i: request.tensor
+            for i, request in gathers.items()
+            if request.mesh_dim == dim and dim in getattr(layouts[i], request.axis)
+        }
+        answers |= _gather(concerned, group)
+    return answers
+
+
+def _gather(tensors: Mapping[int, Tensor], group: dist.ProcessGroup) -> dict[int, Answer]:
+    if not tensors:
+        return {}
+    own = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+    everyone = own.new_empty(group.size() * own.numel())
+    dist.all_gather_into_tensor(everyone, own, group=group)
+    parts = everyone.view(group.size(), -1).split([t.numel() for t in tensors.values()], dim=1)
+    return {
+        index: (part.reshape(group.size(), *tensor.shape), group.rank())
+        for (index, tensor), part in zip(tensors.items(), parts, strict=True)
+    }
+
+
+def repair_drift(
+    batches: Sequence[Sequence[Tensor]], replicas: dist.ProcessGroup | None
+) -> list[int]:
+    """Make tensors that replicas computed by themselves equal again, where they are not.
+
+    One all-reduce of two checksums a batch finds differences in any bit; the first replica's
+    tensors then replace the others'.
+
+    Args:
+        batches: Groups of tensors; corrected in place.
+        replicas: The replicas.
+
+    Returns:
+        Indices of the batches that differed, the same on all replicas.
+    """
+    if replicas is None or not batches:
+        return []
+    checksums = [torch.stack([_checksum(tensor) for tensor in batch]) for batch in batches]
+    sums = torch.stack([of_batch.sum().remainder(2**62) for of_batch in checksums])
+    extremes = torch.cat([sums, -sums])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=replicas)
+    high, low = extremes.view(2, -1)
+    wrong: list[int] = (high != -low).nonzero().flatten().tolist()
+    for index in wrong:
+        for tensor in batches[index]:
+            dist.broadcast(tensor, group_src=0, group=replicas)
+    return wrong
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Sum the bits of a tensor, as integers with some weights; int64 wraps around."""
+    bits = tensor.contiguous().view(-1).view(torch.int32).to(torch.int64)
+    weights = torch.arange(bits.numel(), device=bits.device).remainder_(8191).add_(1)
+    return (bits * weights).sum()
+
+
+def squared_norm(
+    pieces: Sequence[tuple[Tensor, Sequence[int]]], ranks: Ranks, device: torch.device
+) -> Tensor:
+    """Sum the squares of tensors that are split over the mesh, each element once, in fp64.
+
+    Args:
+        pieces: This rank's parts, already summed over the replicas, each with the sharding
+            dimensions that split it. Along the others all ranks hold the same part.
+        ranks: The process groups; pipeline stages hold different parameters.
+        device: Where to sum.
+
+    Returns:
+        A scalar, equal on all ranks.
+    """
+    places = [group.rank() for group in ranks.groups]
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for part, dims in pieces:
+        if all(place == 0 or dim in dims for dim, place in enumerate(places)):
+            total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+    for group in (*ranks.groups, ranks.stages):
+        if group is not None:
+            dist.all_reduce(total, group=group)
+    return total

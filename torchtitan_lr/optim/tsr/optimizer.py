@@ -1,0 +1,274 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""TSR-Adam as torch's and torchtitan's optimizer: state, checkpoints, schedule."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.tools.logging import logger
+
+from torchtitan_lr.compat.names import clean_name
+from torchtitan_lr.optim.finite import nonfinite_gradient
+from torchtitan_lr.optim.tsr.adam import Hyper
+from torchtitan_lr.optim.tsr.layout import derived, local, mesh_groups, shard_dims
+from torchtitan_lr.optim.tsr.mesh_sync import Ranks
+from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
+from torchtitan_lr.optim.tsr.stack import MatrixStack, layout_of
+from torchtitan_lr.optim.tsr.synchronize import Synchronizer
+
+
+class TSRAdam(Optimizer):
+    """TSR-Adam of one model part; AdamW for what is not compressed.
+
+    `step` applies what the part's `Synchronizer` has agreed on with other ranks, and does nothing
+    without it. All state exists from the start, in fp32 at least, and keeps its place in memory.
+
+    Args:
+        named_parameters: Clean name and parameter.
+        plans: Of the compressed matrices, by name.
+        order: Names of the run's mesh dimensions.
+        settings: The settings.
+        defaults: ``lr``, ``beta1``, ``beta2``, ``eps`` and ``weight_decay``.
+
+    Attributes:
+        stacks: The compressed matrices.
+        dense: The other parameters.
+        gradients: Summed gradients of ``dense`` for the next `step`; None before they are known.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, nn.Parameter]],
+        plans: Mapping[str, MatrixPlan],
+        order: Sequence[str],
+        settings: TSRSettings,
+        defaults: dict[str, Any],
+    ) -> None:
+        super().__init__([p for _, p in named_parameters], defaults)
+        self.settings = settings
+        self.steps = torch.zeros((), dtype=torch.float32)
+        self.dense = [p for name, p in named_parameters if name not in plans]
+        self.stacks = _build_stacks(
+            [(plans[name], p) for name, p in named_parameters if name in plans], order, settings
+        )
+        self.gradients: Sequence[Tensor] | None = None
+        self._averages = [_moment(p) for p in self.dense]
+        self._squares = [_moment(p) for p in self.dense]
+        self._create_state()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters from what was synchronized."""
+        if self.gradients is None:
+            return
+        group = self.param_groups[0]
+        names = ("lr", "beta1", "beta2", "eps", "weight_decay")
+        numbers: dict[str, Any] = {name: float(group[name]) for name in names}
+        hyper = Hyper(**numbers, scale=self.settings.scale, moments=self.settings.moments)
+        for stack in self.stacks:
+            stack.commit()
+            stack.update(hyper)
+        self.steps += 1
+        if self.dense:
+            self._update_dense(hyper)
+        self.gradients = None
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a state into this one's memory.
+
+        Torch's own method would replace the tensors, and cast moments to a parameter's bf16.
+        """
+        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, parameter in zip(ids, own, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                local(self.state[parameter][name]).copy_(local(torch.as_tensor(value)))
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+
+    def _create_state(self) -> None:
+        for stack in self.stacks:
+            for i, parameter in enumerate(stack.parameters):
+                self.state[parameter] = {"step": self.steps, **stack.state_of(i)}
+        for parameter, average, square in zip(
+            self.dense, self._averages, self._squares, strict=True
+        ):
+            dims = {dim: dim for dim in range(parameter.dim())}
+            size = tuple(parameter.shape)
+            self.state[parameter] = {
+                "step": self.steps,
+                "exp_avg": derived(parameter, average, size, dims),
+                "exp_avg_sq": derived(parameter, square, size, dims),
+            }
+
+    def _update_dense(self, hyper: Hyper) -> None:
+        """AdamW, W ← (1 − ηλ)W − η·m̂/(√v̂ + ε), on lists of tensors."""
+        assert self.gradients is not None
+        averages, squares = self._averages, self._squares
+        gradients = [g.to(m.dtype) for g, m in zip(self.gradients, averages, strict=True)]
+        torch._foreach_lerp_(averages, gradients, 1 - hyper.beta1)
+        torch._foreach_mul_(squares, hyper.beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - hyper.beta2)
+        age = float(self.steps)
+        denominators = torch._foreach_div(squares, 1 - hyper.beta2**age)
+        torch._foreach_sqrt_(denominators)
+        torch._foreach_add_(denominators, hyper.eps)
+        weights = [local(parameter) for parameter in self.dense]
+        torch._foreach_mul_(weights, 1 - hyper.lr * hyper.weight_decay)
+        rate = -hyper.lr / (1 - hyper.beta1**age)
+        if all(weight.dtype == m.dtype for weight, m in zip(weights, averages, strict=True)):
+            torch._foreach_addcdiv_(weights, averages, denominators, rate)
+        else:
+            updates = torch._foreach_div(averages, denominators)
+            torch._foreach_mul_(updates, rate)
+            torch._foreach_add_(
+                weights, [u.to(w.dtype) for u, w in zip(updates, weights, strict=True)]
+            )
+
+
+class TSROptimizers(OptimizersContainer):
+    """TSR-Adam for all model parts of a rank, which exchange their cores together.
+
+    The trainer calls `accumulate` after each micro-batch, then `synchronize`, `clip` and `step`.
+
+    Args:
+        model_parts: The pipeline stages of this rank (one without pipelining).
+        settings: The settings.
+        defaults: ``lr``, ``beta1``, ``beta2``, ``eps`` and ``weight_decay``.
+        replicas: Ranks with equal parameters and other data.
+        stages: Pipeline ranks.
+    """
+
+    def __init__(
+        self,
+        model_parts: list[nn.Module],
+        settings: TSRSettings,
+        defaults: dict[str, Any],
+        replicas: dist.ProcessGroup | None = None,
+        stages: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.model_parts = model_parts
+        named = [_trainable(part) for part in model_parts]
+        parameters = [parameter for part in named for _, parameter in part]
+        groups = mesh_groups(parameters)
+        order = list(groups)
+        plans = plan_matrices(_all_shapes(named, stages), settings)
+        self.optimizers = [TSRAdam(part, plans, order, settings, dict(defaults)) for part in named]
+        stacks = [stack for optimizer in self.optimizers for stack in optimizer.stacks]
+        dense = [(p, _splits(p, order)) for optimizer in self.optimizers for p in optimizer.dense]
+        ranks = Ranks(groups, replicas, stages)
+        self.synchronizer = Synchronizer(stacks, dense, ranks, settings)
+        self._post_init(parameters, defaults)
+        _log_plan(stacks, ranks)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Drop all gradients, cores and bases of a step that was not taken."""
+        super().zero_grad(*args, **kwargs)
+        self.synchronizer.end()
+        for optimizer in self.optimizers:
+            optimizer.gradients = None
+
+    @torch.no_grad()
+    def accumulate(self, last: bool) -> None:
+        """Take over the gradients of one micro-batch.
+
+        On a step that does not refresh a matrix only its core is kept.
+
+        Args:
+            last: Whether the step has no further micro-batch.
+        """
+        if not self.synchronizer.is_begun:
+            self.synchronizer.begin(int(self.optimizers[0].steps))
+        self.synchronizer.accumulate(last)
+
+    @torch.no_grad()
+    def synchronize(self) -> Tensor:
+        """Sum over the replicas what the step needs.
+
+        Returns:
+            The norm sqrt(Σ|C|² + Σ|g|²) of cores and dense gradients, equal on all ranks.
+        """
+        norm = self.synchronizer.synchronize()
+        gradients = iter(self.synchronizer.gradients)
+        for optimizer in self.optimizers:
+            optimizer.gradients = [next(gradients) for _ in optimizer.dense]
+        return norm
+
+    @torch.no_grad()
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Scale the synchronized quantities down to a norm, as `clip_grads_with_norm_` does."""
+        self.synchronizer.clip(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+    @torch.no_grad()
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Update all parts; without `synchronize` before it, from the gradients as they are."""
+        if any(optimizer.gradients is None for optimizer in self.optimizers):
+            self.accumulate(last=True)
+            self.synchronize()
+        super().step(*args, **kwargs)
+        self.synchronizer.end()
+
+    def nonfinite(self) -> str | None:
+        """Name the first parameter of this rank whose gradient or core is not finite."""
+        return nonfinite_gradient(self.model_parts) or self.synchronizer.nonfinite()
+
+
+def _build_stacks(
+    matrices: Sequence[tuple[MatrixPlan, Tensor]], order: Sequence[str], settings: TSRSettings
+) -> list[MatrixStack]:
+    """Stack what is equal in shape, rank and layout."""
+    alike: dict[Any, list[tuple[MatrixPlan, Tensor]]] = defaultdict(list)
+    for plan, parameter in matrices:
+        shape = (plan.rows, plan.columns, plan.rank, plan.transposed)
+        layout = layout_of(parameter, plan, order)
+        key = (shape, layout, local(parameter).shape, parameter.dtype)
+        alike[key].append((plan, parameter))
+    return [
+        MatrixStack([plan for plan, _ in same], [p for _, p in same], order, settings)
+        for same in alike.values()
+    ]
+
+
+def _moment(parameter: Tensor) -> Tensor:
+    part = local(parameter)
+    dtype = torch.promote_types(part.dtype, torch.float32)
+    return torch.zeros_like(part, dtype=dtype, requires_grad=False)
+
+
+def _splits(parameter: Tensor, order: Sequence[str]) -> tuple[int, ...]:
+    return tuple(
+        sorted({d for dim in range(parameter.dim()) for d in shard_dims(parameter, dim, order)})
+    )
+
+
+def _trainable(part: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(clean_name(name), p) for name, p in part.named_parameters() if p.requires_grad]
+
+
+def _all_shapes(
+    named: Sequence[Sequence[tuple[str, nn.Parameter]]], stages: dist.ProcessGroup | None
+) -> dict[str, Sequence[int]]:
+    """Shapes of the whole model's parameters, those of other pipeline stages included."""
+    own = {name: tuple(p.shape) for part in named for name, p in part}
+    if stages is None:
+        return cast(dict[str, Sequence[int]], own)
+    everyone: list[Any] = [None] * stages.size()
+    dist.all_gather_object(everyone, own, group=stages)
+    return {name: shape for shapes in everyone for name, shape in shapes.items()}
+
+
+def _log_plan(stacks: Sequence[MatrixStack], ranks: Ranks) -> None:
+    count = sum(len(stack) for stack in stacks)
+    logger.info("TSR-Adam compresses %d matrices of this rank", count)
+    if ranks.replicas is None and "fsdp" in ranks.sharding:
+        logger.info(
+            "TSR-Adam without replicas: FSDP's reduce-scatter stays dense; only optimizer memory "
+            "is saved. Set parallelism.data_parallel_replicate_degree to save communication"
+        )

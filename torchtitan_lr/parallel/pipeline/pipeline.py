@@ -1,0 +1,238 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Pipeline parallelism: torchtitan's `pipeline_llm`, with a loss that is normalised and exact.
+
+torchtitan's pipelines backpropagate the sum of the loss and divide only what they print, so their
+gradients are too large by the number of tokens. Here the loss itself divides.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+import torchtitan.distributed.pipeline_parallel as titan_pipeline
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    ScheduleGPipe,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    _ComputationType,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+)
+from torchtitan.components.loss import LossFunction
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.protocols import BaseModelArgs
+from torchtitan.protocols.train_spec import ParallelizeFunction
+
+from torchtitan_lr.formulas.pipeline import Boundary, stage_boundary
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.parallel.pipeline.stage_split import layers_before_boundaries
+from torchtitan_lr.parallel.pipeline.stages import build_stage, pack_messages
+from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, settings_for
+
+_FORWARD = {
+    _ComputationType.UNSHARD,
+    _ComputationType.RECV_F,
+    _ComputationType.FORWARD,
+    _ComputationType.SEND_F,
+    _ComputationType.RESHARD,
+}
+
+
+class NormalizedLoss:
+    """A micro-batch's share of the loss: its token sum over the tokens of the global batch.
+
+    Args:
+        loss_fn: Sums over tokens.
+
+    Attributes:
+        tokens: The divisor; set before each step.
+    """
+
+    def __init__(self, loss_fn: LossFunction) -> None:
+        self.loss_fn = loss_fn
+        self.tokens: float | Tensor = 1.0
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the share; logits (b, s, V), labels (b, s)."""
+        loss: Tensor = self.loss_fn(logits, labels) / self.tokens
+        return loss
+
+
+class Pipeline:
+    """This rank's stages and the schedules that run batches through them.
+
+    Every rank of the pipeline calls the same methods with the same batches.
+
+    Args:
+        schedule: The training schedule, which calls ``loss``.
+        loss: The loss of training.
+        parts: This rank's parts of the model, by stage.
+        boundaries: Returns the boundaries for a sequence length.
+        build: Builds a stage of its part, its index, the boundaries, a micro-batch's size and its
+            sequences' length.
+        microbatch_size: Sequences of a micro-batch.
+    """
+
+    def __init__(
+        self,
+        schedule: _PipelineSchedule,
+        loss: NormalizedLoss,
+        parts: dict[int, nn.Module],
+        boundaries: Callable[[int], list[Boundary]],
+        build: Callable[..., Any],
+        microbatch_size: int,
+    ) -> None:
+        self.schedule = schedule
+        self.loss = loss
+        self.parts = parts
+        self._boundaries = boundaries
+        self._build = build
+        self._microbatch_size = microbatch_size
+        self._evaluations: dict[tuple[int, ...], _PipelineSchedule] = {}
+
+    def normalize_by(self, tokens: float | Tensor) -> None:
+        """Divide the loss of the next steps by the valid tokens of the global batch."""
+        self.loss.tokens = tokens
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Run forward and backward of a batch; arguments as torch's ``schedule.step``."""
+        self.schedule.step(*args, **kwargs)
+
+    def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Return the summed loss of a batch of any size, without gradients.
+
+        Args:
+            tokens: (b, s).
+            labels: (b, s).
+
+        Returns:
+            A scalar: the sum on the rank with the last stage, 0 on the others.
+        """
+        batch, seq_len = tokens.shape
+        # The last batch of a validation set may be short.
+        size = 1 if batch % self._microbatch_size else self._microbatch_size
+        schedule = self._evaluation(batch // size, size, seq_len)
+        last = len(self._boundaries(seq_len)) in self.parts
+        losses: list[Tensor] = []
+        schedule.eval(
+            *((tokens,) if 0 in self.parts else ()),
+            target=labels if last else None,
+            losses=losses if last else None,
+            return_outputs=False,
+        )
+        return torch.stack(losses).sum() if last else torch.zeros((), device=tokens.device)
+
+    def _evaluation(self, microbatches: int, size: int, seq_len: int) -> _PipelineSchedule:
+        """Return a schedule with stages of its own: theirs receive into buffers of other sizes."""
+        key = (microbatches, size, seq_len)
+        if key not in self._evaluations:
+            boundaries = self._boundaries(seq_len)
+            stages = [
+                self._build(part, index, boundaries, size, seq_len)
+                for index, part in self.parts.items()
+            ]
+            self._evaluations[key] = forward_only(
+                self._evaluation_class()(
+                    stages if len(stages) > 1 else stages[0],
+                    n_microbatches=microbatches,
+                    loss_fn=self.loss.loss_fn,
+                    scale_grads=False,
+                )
+            )
+        return self._evaluations[key]
+
+    def _evaluation_class(self) -> Callable[..., _PipelineSchedule]:
+        """Name a schedule with the same stages on each rank, for any number of micro-batches."""
+        if isinstance(self.schedule, PipelineScheduleSingle):
+            return ScheduleGPipe
+        v_shaped = isinstance(self.schedule, ScheduleZBVZeroBubble)
+        return ScheduleZBVZeroBubble if v_shaped else ScheduleLoopedBFS
+
+
+def forward_only(schedule: _PipelineSchedule) -> _PipelineSchedule:
+    """Take backward out of a schedule in place: a V-shaped one fails in it even in evaluation."""
+    if isinstance(schedule, _PipelineScheduleRuntime):
+        for actions in schedule.pipeline_order_with_comms.values():
+            actions[:] = [a for a in actions if a.computation_type in _FORWARD]
+    return schedule
+
+
+def pipeline_llama(
+    model: nn.Module,
+    parallel_dims: ParallelDims,
+    job_config: JobConfig,
+    device: torch.device,
+    model_args: BaseModelArgs,
+    parallelize_fn: ParallelizeFunction,
+    loss_fn: LossFunction,
+) -> tuple[Pipeline, list[nn.Module], bool, bool]:
+    """Split a model into stages; torchtitan's TrainSpec names these arguments.
+
+    Args:
+        model: The whole model on the meta device.
+        parallel_dims: Degrees and meshes, ``pp`` among them.
+        job_config: ``[parallelism] pipeline_parallel_*`` choose schedule and split.
+        device: Of this rank.
+        model_args: The model's arguments.
+        parallelize_fn: Applied to each stage.
+        loss_fn: Sums over tokens.
+
+    Returns:
+        The pipeline, this rank's parts of the model, and whether they hold the first stage and
+        the last one.
+    """
+    args = cast(LlamaArgs, model_args)
+    section = job_config.parallelism
+    boundaries = partial(stage_boundaries, job_config, args)
+    build = partial(
+        build_stage,
+        vocab_size=args.vocab_size,
+        dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
+        device=device,
+        group=parallel_dims.get_mesh("pp").get_group(),
+    )
+    seq_len = job_config.training.seq_len
+    of_training = boundaries(seq_len)
+    size = section.pipeline_parallel_microbatch_size
+    parts: dict[int, nn.Module] = {}
+
+    def build_static(part: nn.Module, index: int, *_: Any, **__: Any) -> Any:
+        parts[index] = part
+        return build(part, index, of_training, size, seq_len)
+
+    loss = NormalizedLoss(loss_fn)
+    # Upstream has no argument for shapes, without which torch runs the model to find them out.
+    with patch.object(titan_pipeline, "PipelineStage", build_static):
+        schedule, model_parts, has_first, has_last = titan_pipeline.pipeline_llm(
+            model, parallel_dims, job_config, device, model_args, parallelize_fn, loss
+        )
+    parts = dict(zip(parts, model_parts, strict=True))
+    for index, part in parts.items():
+        before = of_training[index - 1] if index > 0 else None
+        pack_messages(part, before, of_training[index] if index < len(of_training) else None)
+    pipeline = Pipeline(schedule, loss, parts, boundaries, build, size)
+    return pipeline, model_parts, has_first, has_last
+
+
+def stage_boundaries(
+    job_config: JobConfig, args: LlamaArgs, seq_len: int, settings: TPSettings | None = None
+) -> list[Boundary]:
+    """Return all boundaries of a run's pipeline on one rank, for sequences of ``seq_len``.
+
+    Args:
+        job_config: The run's configuration.
+        args: The model's arguments.
+        seq_len: Tokens of a sequence.
+        settings: The tensor-parallel plan; the configured one by default.
+    """
+    degree = job_config.parallelism.tensor_parallel_degree
+    settings = settings or settings_for(job_config, args, degree)
+    return [
+        stage_boundary(args, settings, degree, seq_len, latents=0 < before < args.n_layers)
+        for before in layers_before_boundaries(job_config, args.n_layers)
+    ]

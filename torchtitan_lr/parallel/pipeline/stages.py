@@ -1,0 +1,141 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Pipeline stages whose boundaries are known beforehand, and carry one message each.
+
+torch finds the shapes at a boundary out by running the model once, which would pass through
+tensor-parallel collectives, FSDP and compilation before the first step; here they follow from the
+plan. LaX's stream and latents travel as one tensor: eight small messages would each cost a latency.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from torchtitan_lr.formulas.pipeline import Boundary
+from torchtitan_lr.parallel.pipeline.boundaries import mark
+
+
+class Stage(PipelineStage):
+    """A `PipelineStage` that names its messages for the ledger; arguments as torch's."""
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """Receive activations from the stage before."""
+        return mark(super().get_fwd_recv_ops(fwd_chunk_id), self.stage_index - 1, "forward")
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """Send activations to the next stage."""
+        return mark(super().get_fwd_send_ops(fwd_chunk_id), self.stage_index, "forward")
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """Receive gradients from the next stage."""
+        return mark(super().get_bwd_recv_ops(bwd_chunk_id), self.stage_index, "backward")
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """Send gradients to the stage before."""
+        return mark(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index - 1, "backward")
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        # Before torch 2.13 the turn of a V-shaped schedule greets itself, which gloo refuses.
+        mine = dist.get_rank()
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != mine]
+
+
+def build_stage(
+    part: nn.Module,
+    index: int,
+    boundaries: Sequence[Boundary],
+    batch: int,
+    seq_len: int,
+    *,
+    vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Any,
+) -> Stage:
+    """Build a stage with its shapes.
+
+    Args:
+        part: The stage's part of the model.
+        index: Which stage, from 0.
+        boundaries: All of the pipeline; boundary i lies between the stages i and i + 1.
+        batch: Sequences b of a micro-batch.
+        seq_len: Their length s.
+        vocab_size: Width V of the logits.
+        dtype: Of the activations.
+        device: Of this rank.
+        group: Process group of the pipeline.
+    """
+    first, last = index == 0, index == len(boundaries)
+    tokens = torch.empty((batch, seq_len), dtype=torch.int64, device="meta")
+    logits = torch.empty((batch, seq_len, vocab_size), dtype=dtype, device="meta")
+    return Stage(
+        part,
+        index,
+        len(boundaries) + 1,
+        device,
+        input_args=tokens if first else _message(boundaries[index - 1], batch, dtype),
+        output_args=logits if last else _message(boundaries[index], batch, dtype),
+        group=group,
+    )
+
+
+def pack_messages(part: nn.Module, before: Boundary | None, after: Boundary | None) -> None:
+    """Make a part of a model take and give one tensor a boundary, in place.
+
+    Of the boundaries only what does not depend on the sequence's length is used.
+
+    Args:
+        part: A `LlamaModel` without its other layers; ``forward(x, *latents)``.
+        before: The boundary it receives from, None for the first stage.
+        after: The boundary it sends to, None for the last stage.
+    """
+    if before is not None:
+        part.register_forward_pre_hook(lambda _, args: unpack(args[0], before))
+    if after is not None:
+        part.register_forward_hook(lambda _, args, output: pack(output, after))
+
+
+def pack(output: Tensor | tuple[Tensor, ...], boundary: Boundary) -> Tensor:
+    """Put what a stage returns into one message.
+
+    Args:
+        output: The stream as the blocks hold it, (b, s, ...), for LaX followed by
+            latents (b, rows, r).
+        boundary: Says whether the latents cross.
+
+    Returns:
+        Tensor (b, rows, width), contiguous.
+    """
+    x, *latents = output if isinstance(output, tuple) else (output,)
+    if not boundary.latents:
+        latents = []
+        if x.ndim == 3 and x.shape[-1] == boundary.stream:
+            return x.contiguous()
+    stream = x.reshape(x.shape[0], x.shape[1] // boundary.tokens_per_row, boundary.stream)
+    # A copy in any case: torch detaches what a stage returns in place, which no view allows.
+    return torch.cat([stream, *latents], dim=-1)
+
+
+def unpack(message: Tensor, boundary: Boundary) -> tuple[Tensor, ...]:
+    """Undo `pack`; backward, the gradients are packed alike.
+
+    Args:
+        message: Tensor (b, rows, width).
+        boundary: As in `pack`.
+
+    Returns:
+        The stream as the blocks hold it, and the latents (b, rows, r), contiguous.
+    """
+    parts = message.split([boundary.stream, *boundary.latents], dim=-1)
+    stream, *latents = (part.contiguous() for part in parts)
+    batch, rows = message.shape[:2]
+    features = (boundary.lanes, -1) if boundary.lanes else (-1,)
+    return stream.reshape(batch, rows * boundary.tokens_per_row, *features), *latents
+
+
+def _message(boundary: Boundary, batch: int, dtype: torch.dtype) -> Tensor:
+    shape = (batch, boundary.rows, boundary.width)
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)

@@ -1,0 +1,114 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Bottleneck-aware tensor parallelism (BOOST): edges that meet in the r-wide bottleneck.
+
+The residual stream is sharded along d. Every A is row-parallel, so its product is one term of a
+sum over the ranks, and the sum, r wide, is all that travels in forward. Every B is
+column-parallel and starts from the latents that all ranks hold, so their gradient, r wide too, is
+all that travels in backward. Heads, SwiGLU and the residual additions stay on shards.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_lr.models.layers import LowRankLinear
+from torchtitan_lr.models.marks import keep
+from torchtitan_lr.parallel.tensor.collectives import (
+    TOKENS,
+    Ranks,
+    copy_to_ranks,
+    gather_partial,
+    reduce_over_ranks,
+    scatter_sum,
+)
+from torchtitan_lr.parallel.tensor.grouped_linear import batched_linear, concatenated_linear
+from torchtitan_lr.parallel.tensor.online_norm import OnlineNorm, online_down, sync_norm
+from torchtitan_lr.parallel.tensor.styles import epsilon, local
+
+
+class BTPDownEdge(nn.Module):
+    """End of a chunk: norm, row-parallel A, and the one reduction of the chunk.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+        grouped: Whether the group's latents travel together.
+        sequence: Whether the reduction leaves each rank a shard of the tokens.
+        online: Whether the norm's statistic travels beside the latents, or before them.
+        column: For an online norm, whether the statistic is a column of the latents' payload.
+    """
+
+    def __init__(
+        self, ranks: Ranks, grouped: bool, sequence: bool, online: bool, column: bool
+    ) -> None:
+        super().__init__()
+        self.ranks, self.online = ranks, online
+        # The width and ε are the norm's own and are filled in when it is known.
+        self.exchange = OnlineNorm(ranks, 0, 0.0, grouped, column, sequence)
+
+    def forward(
+        self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
+    ) -> list[Tensor]:
+        """Compress a sharded input into the latents of a group.
+
+        Args:
+            x: Input (b, s, d_in/T), Shard(-1).
+            linears: The group; A (r, d_in/T) is Shard(1).
+            norm: Norm in front of them; weight (d_in/T,), Shard(0).
+
+        Returns:
+            One latent (b, s, r) per linear, replicated; (b, s/T, r), Shard(1), for `sequence`.
+        """
+        weights = [local(linear.A.weight) for linear in linears]
+        if norm is not None:
+            gamma, dim, eps = local(norm.weight), norm.normalized_shape[0], epsilon(norm)
+            if self.online:
+                return online_down(x, gamma, weights, replace(self.exchange, dim=dim, eps=eps))
+            x = sync_norm(x, gamma, dim, eps, self.ranks)
+        if not self.exchange.grouped:
+            return [self._reduce(F.linear(x, weight)) for weight in weights]
+        latents = self._reduce(concatenated_linear(x, weights))
+        return list(latents.split([weight.shape[0] for weight in weights], dim=-1))
+
+    def _reduce(self, h: Tensor) -> Tensor:
+        if self.exchange.sequence:
+            return keep(scatter_sum(h, self.ranks, TOKENS))
+        return keep(reduce_over_ranks(h, self.ranks))
+
+
+class BTPUpEdge(nn.Module):
+    """Start of a chunk: column-parallel B on latents that every rank holds.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+        grouped: Whether the group's latents share a collective and, where their shapes agree, a
+            batched product.
+        sequence: Whether the latents arrive as token shards.
+    """
+
+    def __init__(self, ranks: Ranks, grouped: bool, sequence: bool) -> None:
+        super().__init__()
+        self.ranks, self.grouped, self.sequence = ranks, grouped, sequence
+
+    def forward(self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]) -> list[Tensor]:
+        """Expand the latents of a group.
+
+        Args:
+            latents: One (b, s, r) per linear, replicated; (b, s/T, r), Shard(1), for `sequence`.
+            linears: The group; B (d_out/T, r) is Shard(0).
+
+        Returns:
+            One output (b, s, d_out/T), Shard(-1), per linear.
+        """
+        weights = [local(linear.B.weight) for linear in linears]
+        if self.grouped and len(weights) > 1:
+            return batched_linear(self._share(torch.cat(list(latents), dim=-1)), weights)
+        pairs = zip(latents, weights, strict=True)
+        return [F.linear(self._share(latent), weight) for latent, weight in pairs]
+
+    def _share(self, latent: Tensor) -> Tensor:
+        if self.sequence:
+            return keep(gather_partial(latent, self.ranks, TOKENS))
+        return copy_to_ranks(latent, self.ranks)

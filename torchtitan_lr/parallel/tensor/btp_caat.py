@@ -1,0 +1,94 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Experimental: bottleneck-aware tensor parallelism whose reductions are partial.
+
+BTP sums every rank's r-wide term of a latent. Here only the first int(p · r) channels are summed,
+by CAAT-Net's partial reduction: the rest stay with their lane, see `models.lane_edges`. The latents
+of two ranks differ, so the norm's statistic, whose gradient then differs too, is reduced in both
+passes (`sync_norm`).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.lane_edges import lane_linear, lane_terms
+from torchtitan_lr.models.layers import LowRankLinear
+from torchtitan_lr.models.marks import keep
+from torchtitan_lr.parallel.tensor.caat import share_over_ranks
+from torchtitan_lr.parallel.tensor.collectives import Ranks
+from torchtitan_lr.parallel.tensor.online_norm import sync_norm
+from torchtitan_lr.parallel.tensor.styles import epsilon, local
+
+
+class BTPCaatDownEdge(nn.Module):
+    """End of a chunk: norm, row-parallel A, and the partial reduction of the group's latents.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+        args: The model's arguments.
+        grouped: Whether the shared channels of a group travel together.
+        wide: Whether backward sums in fp32 behind a wire of half precision.
+    """
+
+    def __init__(self, ranks: Ranks, args: LlamaArgs, grouped: bool, wide: bool) -> None:
+        super().__init__()
+        self.ranks, self.args, self.grouped, self.wide = ranks, args, grouped, wide
+
+    def forward(
+        self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
+    ) -> list[Tensor]:
+        """Compress a sharded input into the latents of a group.
+
+        Args:
+            x: Input (b, s, d_in/T), Shard(-1).
+            linears: The group; A (r, d_in/T) is Shard(1).
+            norm: Norm in front of them; weight (d_in/T,), Shard(0).
+
+        Returns:
+            The latents of this rank's lanes, one (b, s, g, r) per linear.
+        """
+        if norm is not None:
+            width = norm.normalized_shape[0]
+            x = sync_norm(x, local(norm.weight), width, epsilon(norm), self.ranks)
+        weights = [local(linear.A.weight) for linear in linears]
+        if self.grouped:
+            return self._latents(x, weights)
+        return [latent for weight in weights for latent in self._latents(x, [weight])]
+
+    def _latents(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        """One reduction: the rows with shared outputs go first."""
+        shared = [self.args.shared_channels(weight.shape[0]) for weight in weights]
+        private = [weight.shape[0] - n for weight, n in zip(weights, shared, strict=True)]
+        pairs = list(zip(weights, shared, strict=True))
+        rows = torch.cat([*(w[:n] for w, n in pairs), *(w[n:] for w, n in pairs)])
+        terms = lane_terms(x, rows, self.args.lanes // self.ranks.size)
+        out = share_over_ranks(terms, sum(shared), self.ranks, self.wide)
+        parts = out.split([*shared, *private], dim=-1)
+        n = len(weights)
+        return [keep(torch.cat((parts[i], parts[n + i]), dim=-1)) for i in range(n)]
+
+
+class BTPCaatUpEdge(nn.Module):
+    """Start of a chunk: column-parallel B on the lanes' own latents; no collective.
+
+    Args:
+        ranks: The tensor-parallel ranks; part of the edges' interface.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+
+    def forward(self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]) -> list[Tensor]:
+        """Expand the latents of a group.
+
+        Args:
+            latents: Those of this rank's lanes, one (b, s, g, r) per linear.
+            linears: The group; B (d_out/T, r) is Shard(0).
+
+        Returns:
+            One output (b, s, d_out/T), Shard(-1), per linear.
+        """
+        pairs = zip(latents, linears, strict=True)
+        return [lane_linear(latent, local(linear.B.weight)) for latent, linear in pairs]

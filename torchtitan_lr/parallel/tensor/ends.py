@@ -1,0 +1,179 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The two ends of the model under tensor parallelism: embedding, and final norm with head.
+
+The embedding is sharded along d in every plan, the head along the vocabulary. A row-parallel head
+would have to all-reduce logits and is not offered.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from torchtitan_lr.parallel.tensor.collectives import (
+    FEATURES,
+    TOKENS,
+    Ranks,
+    all_gather,
+    cast,
+    copy_to_ranks,
+    gather_partial,
+    gather_replicated,
+    split_replicated,
+    start_all_reduce,
+    start_reduce_scatter,
+    wait,
+)
+from torchtitan_lr.parallel.tensor.online_norm import sum_of_squares
+from torchtitan_lr.parallel.tensor.styles import epsilon, local, replicated_norm, token_sharded_norm
+
+
+class ShardedEmbedEdge(nn.Module):
+    """Look-up of a shard of the features: no collective (BTP)."""
+
+    def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
+        """Look tokens (b, s) up in weight (V, d/T), Shard(1); gives (b, s, d/T), Shard(-1)."""
+        return F.embedding(tokens, local(embedding.weight))
+
+
+class GatheredEmbedEdge(nn.Module):
+    """Look-up of a shard of the features, then all of them on every rank.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+        sequence: Whether each rank then keeps its shard of the tokens only.
+    """
+
+    def __init__(self, ranks: Ranks, sequence: bool = False) -> None:
+        super().__init__()
+        self.ranks, self.sequence = ranks, sequence
+
+    def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
+        """Look tokens (b, s) up in weight (V, d/T), Shard(1).
+
+        Returns:
+            Tensor (b, s, d), replicated; (b, s/T, d), Shard(1), for `sequence`.
+        """
+        x = F.embedding(tokens, local(embedding.weight))
+        x = gather_replicated(x, self.ranks, FEATURES)
+        return split_replicated(x, self.ranks, TOKENS) if self.sequence else x
+
+
+class VocabParallelHead(nn.Module):
+    """Final norm on all features, then a head that is sharded along the vocabulary.
+
+    Args:
+        mesh: The tensor-parallel mesh.
+        stream: How the residual stream arrives: ``replicated`` (b, s, d), ``features``
+            (b, s, d/T), Shard(-1), or ``tokens`` (b, s/T, d), Shard(1).
+        loss_parallel: Whether logits stay sharded, as a DTensor for torch's ``loss_parallel``
+            context, or are gathered.
+    """
+
+    def __init__(self, mesh: DeviceMesh, stream: str, loss_parallel: bool) -> None:
+        super().__init__()
+        self.mesh, self.ranks = mesh, Ranks.of(mesh)
+        self.stream, self.loss_parallel = stream, loss_parallel
+
+    def forward(self, x: Tensor, norm: nn.RMSNorm | None, output: nn.Linear) -> Tensor:
+        """Compute logits.
+
+        Args:
+            x: The residual stream, as `stream` says.
+            norm: The final norm; weight (d,), Replicate.
+            output: The head; weight (V/T, d), Shard(0).
+
+        Returns:
+            Logits (b, s, V): a DTensor with Shard(-1), or a plain replicated tensor.
+        """
+        logits = F.linear(self._normalized(x, norm), local(output.weight))
+        return self.finish(logits)
+
+    def _normalized(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+        if self.stream == "tokens":
+            x = x if norm is None else token_sharded_norm(x, norm, self.ranks)
+            return gather_partial(x, self.ranks, TOKENS)
+        if self.stream == "features":
+            x = gather_replicated(x, self.ranks, FEATURES)
+        x = x if norm is None else replicated_norm(x, norm)
+        return copy_to_ranks(x, self.ranks)
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """Return shards of the logits (b, s, V/T) in the form the loss expects."""
+        if self.loss_parallel:
+            return DTensor.from_local(logits, self.mesh, [Shard(-1)], run_check=False)
+        return gather_replicated(logits, self.ranks, FEATURES)
+
+
+class ScatterHead(VocabParallelHead):
+    """The head of a feature-sharded stream with a cheaper backward: no rank needs all of dx.
+
+    Only γ ⊙ x is gathered, and the logits are scaled by rstd afterwards, so the gathered tensor's
+    gradient can be reduce-scattered at once instead of all-reduced and sliced.
+
+    Args:
+        mesh: The tensor-parallel mesh.
+        loss_parallel: As in `VocabParallelHead`.
+    """
+
+    def __init__(self, mesh: DeviceMesh, loss_parallel: bool) -> None:
+        super().__init__(mesh, "features", loss_parallel)
+
+    def forward(self, x: Tensor, norm: nn.RMSNorm | None, output: nn.Linear) -> Tensor:
+        """Compute logits.
+
+        Args:
+            x: Residual stream (b, s, d/T), Shard(-1).
+            norm: The final norm; weight (d/T,), Shard(0).
+            output: The head; weight (V/T, d), Shard(0).
+
+        Returns:
+            As in `VocabParallelHead`.
+
+        Raises:
+            RuntimeError: If the final norm lies in another pipeline stage.
+        """
+        if norm is None:
+            raise RuntimeError("tp_head = 'scatter' needs the final norm beside the output")
+        dim, eps = norm.normalized_shape[0], epsilon(norm)
+        logits = _ScatterHead.apply(
+            x, local(norm.weight), local(output.weight), dim, eps, self.ranks
+        )
+        return self.finish(logits)
+
+
+class _ScatterHead(torch.autograd.Function):
+    """Forward all-gather and statistic's all-reduce, backward reduce-scatter and all-reduce.
+
+    Z = U W_iᵀ with U the gathered γ ⊙ x, logits = Z · rstd. The gradient of rstd sums Z · dlogits
+    over the whole vocabulary, which is <U, dU> over the features: no logits are kept for it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gamma: Tensor, weight: Tensor, dim: int, eps: float, ranks: Ranks
+    ) -> Tensor:
+        started = start_all_reduce(sum_of_squares(x), ranks)
+        gathered = all_gather(x * gamma, ranks, FEATURES)
+        logits = F.linear(gathered, weight)
+        rstd = torch.rsqrt(wait(started) / dim + eps).unsqueeze(-1)
+        ctx.save_for_backward(x, gamma, weight, gathered, rstd)
+        ctx.dim, ctx.ranks = dim, ranks
+        return cast(logits * rstd, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, ...]:
+        x, gamma, weight, gathered, rstd = ctx.saved_tensors
+        dz = (dlogits * rstd).to(x.dtype)
+        started = start_reduce_scatter(dz @ weight, ctx.ranks, FEATURES)
+        dweight = dz.flatten(0, 1).T @ gathered.flatten(0, 1)  # while the gradient travels
+        du = wait(started).to(rstd.dtype)
+        # dS = -½ rstd² / d · <dlogits, logits>, and <dlogits, logits> = <dU, U>.
+        inner = wait(start_all_reduce((du * (x * gamma)).sum(-1), ctx.ranks)).unsqueeze(-1)
+        ds = -0.5 / ctx.dim * rstd.square() * inner
+        dx = du * gamma + 2 * ds * x
+        dgamma = (du * x).sum((0, 1))
+        return dx.to(x.dtype), dgamma.to(gamma.dtype), dweight, None, None, None

@@ -1,0 +1,89 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Megatron-LM's tensor parallelism for the full-rank model, with and without token shards.
+
+q, k, v, gate and up are column-parallel, o and down row-parallel. Between the pairs the residual
+stream is replicated (Megatron-LM, section 3) or sharded along the tokens (Korthikanti et al.,
+section 4.2.2), where the norms run on token shards too.
+"""
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_lr.parallel.tensor.collectives import (
+    TOKENS,
+    Ranks,
+    copy_to_ranks,
+    gather_partial,
+    reduce_over_ranks,
+    scatter_sum,
+)
+from torchtitan_lr.parallel.tensor.grouped_linear import concatenated_linear
+from torchtitan_lr.parallel.tensor.styles import local, replicated_norm, token_sharded_norm
+
+
+class ColumnEdge(nn.Module):
+    """Norm and the column-parallel linears of a group.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+        sequence: Whether the stream is sharded along the tokens.
+    """
+
+    def __init__(self, ranks: Ranks, sequence: bool) -> None:
+        super().__init__()
+        self.ranks, self.sequence = ranks, sequence
+
+    def forward(self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm) -> list[Tensor]:
+        """Apply the group.
+
+        Args:
+            x: Residual stream (b, s, d), replicated; (b, s/T, d), Shard(1), for `sequence`.
+            linears: The group; weight (d_out/T, d) is Shard(0).
+            norm: Norm in front of them; weight (d,), Replicate.
+
+        Returns:
+            One output (b, s, d_out/T), Shard(-1), per linear.
+        """
+        if self.sequence:
+            x = gather_partial(token_sharded_norm(x, norm, self.ranks), self.ranks, TOKENS)
+        else:
+            x = copy_to_ranks(replicated_norm(x, norm), self.ranks)
+        weights = [local(linear.weight) for linear in linears]
+        out = concatenated_linear(x, weights)
+        return list(out.split([weight.shape[0] for weight in weights], dim=-1))
+
+
+class RowEdge(nn.Module):
+    """A row-parallel linear and the sum over the ranks.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+        sequence: Whether each rank keeps a shard of the tokens.
+    """
+
+    def __init__(self, ranks: Ranks, sequence: bool) -> None:
+        super().__init__()
+        self.ranks, self.sequence = ranks, sequence
+
+    def forward(
+        self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm | None = None
+    ) -> list[Tensor]:
+        """Apply the linears.
+
+        Args:
+            x: Input (b, s, d_in/T), Shard(-1).
+            linears: One linear; weight (d_out, d_in/T) is Shard(1).
+            norm: None; part of the edge's interface.
+
+        Returns:
+            One output per linear: (b, s, d_out), replicated, or (b, s/T, d_out), Shard(1), for
+            `sequence`.
+        """
+        return [self._reduce(F.linear(x, local(linear.weight))) for linear in linears]
+
+    def _reduce(self, out: Tensor) -> Tensor:
+        if self.sequence:
+            return scatter_sum(out, self.ranks, TOKENS)
+        return reduce_over_ranks(out, self.ranks)

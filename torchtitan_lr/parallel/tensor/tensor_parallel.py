@@ -1,0 +1,162 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Tensor parallelism from settings to model: what is possible, what is refused, what is done."""
+
+from dataclasses import fields, replace
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.tools.logging import logger
+
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.parallel.tensor.plans import TPSettings, build_tp_plan
+
+LOW_RANK_PLANS = ("btp", "vanilla", "vanilla_replicated")
+LANE_PLANS = ("caat", "btp_caat")
+_NOT_KEYS = ("loss_parallel", "wide_sums")
+
+__all__ = ["TPSettings", "apply_tensor_parallel", "resolve_settings", "settings_for"]
+
+
+def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, settings: TPSettings) -> None:
+    """Turn a model's parameters into DTensors and its edges into those of a plan, in place.
+
+    Args:
+        model: A `LlamaModel` or a pipeline stage of one, in front of every other wrapper; on the
+            meta device, or with the same full weights on every rank. Nothing is communicated.
+        tp_mesh: The one-dimensional mesh of the tensor-parallel ranks; of size 1 nothing is done.
+        settings: Returned by `resolve_settings`.
+    """
+    if tp_mesh.size() == 1:
+        return
+    plan = build_tp_plan(model, settings)
+    parallelize_module(model, tp_mesh, plan, src_data_rank=None)
+    left = [name for name, p in model.named_parameters() if not hasattr(p, "placements")]
+    if left:
+        raise RuntimeError(f"the plan {settings.plan} does not place {', '.join(left)}")
+    logger.info(f"Applied tensor parallelism over {tp_mesh.size()} ranks: {settings}")
+
+
+def settings_for(job_config: JobConfig, args: LlamaArgs, tp_degree: int) -> TPSettings:
+    """Resolve the settings of ``[parallelism]`` for a run.
+
+    Args:
+        job_config: The run's configuration; its sequences, of training and of validation, count.
+        args: The model's shape.
+        tp_degree: Tensor-parallel degree T.
+
+    Raises:
+        ConfigError: As `resolve_settings`.
+    """
+    section, training, validation = (
+        job_config.parallelism,
+        job_config.training,
+        job_config.validation,
+    )
+    keys = [field.name for field in fields(TPSettings) if field.name not in _NOT_KEYS]
+    half = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize < 4
+    settings = TPSettings(
+        **{key: getattr(section, f"tp_{key}") for key in keys},
+        loss_parallel=not section.disable_loss_parallel,
+        wide_sums=half and args.lanes > 1 and args.backward_sum == "float32",
+    )
+    seq_lens = [training.seq_len] + [validation.seq_len] * validation.enable
+    return resolve_settings(settings, args, tp_degree, *seq_lens)
+
+
+def resolve_settings(
+    settings: TPSettings, args: LlamaArgs, tp_degree: int, *seq_lens: int
+) -> TPSettings:
+    """Check the settings against the model, and settle what is left open.
+
+    Args:
+        settings: As the user gave them.
+        args: The model's shape.
+        tp_degree: Tensor-parallel degree T; at 1 the choice of plan is checked all the same.
+        *seq_lens: Every length s of a sequence that the model will see.
+
+    Returns:
+        Settings that `apply_tensor_parallel` can carry out: the plan is named, and token shards
+        are given up, with a warning, where T does not divide the sequence.
+
+    Raises:
+        ConfigError: If the plan does not fit the family, a setting would have no effect under the
+            plan, or a width does not divide by T.
+    """
+    plan = settings.plan
+    if plan == "auto":
+        plan = "btp" if args.low_rank else "caat" if args.lanes > 1 else "megatron"
+    settings = replace(settings, plan=plan)
+    _check_plan(settings, args)
+    _check_divisible(plan, args, tp_degree)
+    uneven = [s for s in seq_lens if s % tp_degree]
+    if settings.comm == "sequence" and uneven:
+        # Exact: both forms compute the same sums.
+        logger.warning(
+            f"parallelism.tp_comm falls back from 'sequence' to 'all_reduce': {tp_degree} ranks "
+            f"cannot share {uneven[0]} tokens evenly"
+        )
+        settings = replace(settings, comm="all_reduce")
+    return settings
+
+
+def _check_plan(settings: TPSettings, args: LlamaArgs) -> None:
+    plan = settings.plan
+    known = LOW_RANK_PLANS if args.low_rank else ("megatron",)
+    if args.lanes > 1:
+        _check_lane_plan(settings, args)
+    elif plan in LANE_PLANS:
+        want = f"another plan, or caat.lanes of more than {args.lanes}"
+        raise ConfigError("parallelism.tp_plan", plan, want)
+    elif plan not in known:
+        want = f"one of auto, {', '.join(known)} for llama_{args.family}"
+        raise ConfigError("parallelism.tp_plan", plan, want)
+    defaults = {field.name: field.default for field in fields(TPSettings)}
+    if plan != "btp":
+        for key in ("norm", "norm_stat", "head"):
+            if getattr(settings, key) != defaults[key]:
+                want = f"{defaults[key]!r}: only the plan btp has a choice"
+                raise ConfigError(f"parallelism.tp_{key}", getattr(settings, key), want)
+    if settings.norm == "sync" and settings.norm_stat != defaults["norm_stat"]:
+        want = f"{defaults['norm_stat']!r} unless tp_norm is 'online'"
+        raise ConfigError("parallelism.tp_norm_stat", settings.norm_stat, want)
+    if plan in ("vanilla", "vanilla_replicated", *LANE_PLANS) and settings.comm == "sequence":
+        want = f"'all_reduce' for the plan {plan}"
+        raise ConfigError("parallelism.tp_comm", settings.comm, want)
+    if plan in ("megatron", "caat") and not settings.grouping:
+        want = f"true for the plan {plan}, whose linears always share their input's collective"
+        raise ConfigError("parallelism.tp_grouping", settings.grouping, want)
+
+
+def _check_lane_plan(settings: TPSettings, args: LlamaArgs) -> None:
+    """Models with lanes have one plan each, and the experimental one must be named."""
+    known = "btp_caat" if args.low_rank else "caat"
+    if settings.plan != known:
+        what = "btp_caat (experimental), which auto does not choose" if args.low_rank else "caat"
+        want = f"{what}, for llama_{args.family} with caat.lanes = {args.lanes}"
+        raise ConfigError("parallelism.tp_plan", settings.plan, want)
+
+
+def _check_divisible(plan: str, args: LlamaArgs, tp_degree: int) -> None:
+    if args.lanes > 1 and args.lanes % tp_degree:
+        want = f"a divisor of caat.lanes = {args.lanes}"
+        raise ConfigError("parallelism.tensor_parallel_degree", tp_degree, want)
+    widths = {
+        "n_heads": args.n_heads,
+        "n_kv_heads": args.kv_heads,
+        "dim": args.dim,
+        "ffn_dim": args.ffn_dim,
+        "vocab_size": args.vocab_size,
+    }
+    if plan in ("vanilla", "vanilla_replicated"):
+        widths |= {"rank_attention": args.rank_attention, "rank_ffn": args.rank_ffn}
+    if plan == "vanilla_replicated":  # every rank attends with every head
+        widths = {name: n for name, n in widths.items() if name not in ("n_heads", "n_kv_heads")}
+    if plan.startswith("vanilla"):  # all of the hidden units are on every rank
+        del widths["ffn_dim"]
+    for name, width in widths.items():
+        if width % tp_degree:
+            want = f"a divisor of the model's {name} = {width} under the plan {plan}"
+            raise ConfigError("parallelism.tensor_parallel_degree", tp_degree, want)

@@ -1,0 +1,104 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Vanilla tensor parallelism of factorised linears: each pair split as Megatron splits an MLP.
+
+A is column-parallel and B row-parallel, so what travels is as wide as the linear's output: the
+baseline that BTP is measured against. The residual stream and the latents' neighbours are
+replicated; only the latents are sharded, along r.
+
+The fair form leaves q, k and v by a reduce-scatter over the heads, so that each rank attends with
+its own heads, and gathers attention's output in front of A_o. (An all-reduce followed by a slice
+would look alike in forward and lose gradients.) The form BOOST measures against
+(`vanilla_replicated`) all-reduces q, k and v, and every rank attends with every head.
+"""
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_lr.models.layers import LowRankLinear
+from torchtitan_lr.models.marks import keep
+from torchtitan_lr.parallel.tensor.collectives import (
+    FEATURES,
+    Ranks,
+    copy_to_ranks,
+    gather_partial,
+    reduce_over_ranks,
+    scatter_sum,
+)
+from torchtitan_lr.parallel.tensor.grouped_linear import concatenated_linear
+from torchtitan_lr.parallel.tensor.styles import local, replicated_norm
+
+
+class VanillaDownEdge(nn.Module):
+    """Norm and column-parallel A.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+        grouped: Whether the group's linears share one backward all-reduce of their input.
+        sharded_input: Whether the input arrives as shards of its features (attention's output).
+    """
+
+    def __init__(self, ranks: Ranks, grouped: bool, sharded_input: bool = False) -> None:
+        super().__init__()
+        self.ranks, self.grouped, self.sharded_input = ranks, grouped, sharded_input
+
+    def forward(
+        self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
+    ) -> list[Tensor]:
+        """Compress an input into shards of the latents of a group.
+
+        Args:
+            x: Input (b, s, d_in), replicated; (b, s, d_in/T), Shard(-1), for `sharded_input`.
+            linears: The group; A (r/T, d_in) is Shard(0).
+            norm: Norm in front of them; weight (d_in,), Replicate.
+
+        Returns:
+            One latent (b, s, r/T), Shard(-1), per linear.
+        """
+        weights = [local(linear.A.weight) for linear in linears]
+        x = x if norm is None else replicated_norm(x, norm)
+        if not self.grouped:
+            return [keep(F.linear(self._share(x), weight)) for weight in weights]
+        latents = keep(concatenated_linear(self._share(x), weights))
+        return list(latents.split([weight.shape[0] for weight in weights], dim=-1))
+
+    def _share(self, x: Tensor) -> Tensor:
+        if self.sharded_input:
+            return gather_partial(x, self.ranks, FEATURES)
+        return copy_to_ranks(x, self.ranks)
+
+
+class VanillaUpEdge(nn.Module):
+    """Row-parallel B and the sum over the ranks.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+        sharded_output: Whether each rank keeps a shard of the output's features (the heads of q,
+            k and v), or all of it.
+    """
+
+    def __init__(self, ranks: Ranks, sharded_output: bool = False) -> None:
+        super().__init__()
+        self.ranks, self.sharded_output = ranks, sharded_output
+
+    def forward(self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]) -> list[Tensor]:
+        """Expand the latents of a group.
+
+        Args:
+            latents: One (b, s, r/T), Shard(-1), per linear.
+            linears: The group; B (d_out, r/T) is Shard(1).
+
+        Returns:
+            One output per linear: (b, s, d_out), replicated, or (b, s, d_out/T), Shard(-1), for
+            `sharded_output`.
+        """
+        return [
+            self._reduce(F.linear(latent, local(linear.B.weight)))
+            for latent, linear in zip(latents, linears, strict=True)
+        ]
+
+    def _reduce(self, out: Tensor) -> Tensor:
+        if self.sharded_output:
+            return scatter_sum(out, self.ranks, FEATURES)
+        return reduce_over_ranks(out, self.ranks)

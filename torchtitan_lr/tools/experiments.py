@@ -1,0 +1,225 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Runs that the scripts start one after the other, and what they leave."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch.environment import (
+    Environment,
+    find_device,
+    loopback_variables,
+    read_environment,
+)
+from torchtitan_lr.launch.processes import end_with, leave
+from torchtitan_lr.training.history import HISTORY_FILE, read_history
+from torchtitan_lr.training.summary import TRAIN_LOSS
+
+SECONDS = "time_metrics/end_to_end(s)"
+"""Key of a record in ``metrics.jsonl``: seconds of a step, the mean since the last record."""
+
+
+RANKS_RESULT = "TORCHTITAN_LR_RANKS_RESULT"
+"""Environment variable that makes a script a rank: where rank 0 leaves what it found."""
+
+
+class RunFailedError(RuntimeError):
+    """A run ended with an error, told in one line."""
+
+
+class Stopped(BaseException):
+    """A signal asked this script to end; its run has been asked to save."""
+
+
+def launch(
+    config: str,
+    folder: Path,
+    arguments: Sequence[str],
+    ranks: int | None = None,
+    variables: Mapping[str, str] | None = None,
+    keep_open: Sequence[int] = (),
+) -> None:
+    """Train through the launcher and wait; a run with a checkpoint goes on from there.
+
+    If this process is stopped meanwhile, the run is asked to save, and waited for.
+
+    Args:
+        config: The TOML file.
+        folder: The run's dump folder.
+        arguments: Overrides, ``--section.key=value``.
+        ranks: Processes on this machine; by default what ``NGPU`` says.
+        variables: Added to the environment.
+        keep_open: File descriptors that the launcher inherits, such as that of a lock.
+
+    Raises:
+        RunFailedError: The launcher's status was not 0.
+    """
+    command = [
+        *(sys.executable, "-m", "torchtitan_lr.launch.launcher"),
+        *(f"--job.config_file={config}", f"--job.dump_folder={folder}", *arguments),
+    ]
+    environment = dict(os.environ) | {"CONFIG_FILE": config} | dict(variables or {})
+    if ranks is not None:
+        environment["NGPU"] = str(ranks)
+    with tempfile.TemporaryFile("w+") as said:
+        # A session of its own: Ctrl-C reaches this process, which passes it on once.
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            pass_fds=tuple(keep_open),
+            start_new_session=True,
+        )
+        try:
+            status = process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+        if status:
+            said.seek(0)
+            raise RunFailedError(_reason(said.read(), status))
+
+
+def _reason(output: str, status: int) -> str:
+    """Find the launcher's own last line in what it and the ranks wrote."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or lines or [f"the launcher ended with status {status}"])[-1]
+
+
+def run_in_one_line(main: Callable[[], int]) -> int:
+    """Call a script's main; tell a run that failed in one line.
+
+    Args:
+        main: Returns the exit status.
+
+    Returns:
+        That, or 1.
+    """
+    try:
+        return main()
+    except RunFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def on_signals_stop() -> None:
+    """Make SIGTERM and Ctrl-C raise `Stopped` in this process."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise Stopped(signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+
+
+def check_run(arguments: Sequence[str], ranks: int | None = None) -> Any:
+    """Refuse a run that cannot work, before anything starts.
+
+    Args:
+        arguments: As of a training run, ``--job.config_file`` included.
+        ranks: Processes on this machine; by default what ``NGPU`` says.
+
+    Returns:
+        The run's configuration.
+
+    Raises:
+        ConfigError: It cannot work.
+    """
+    environment, device = _one_machine(ranks)
+    config = build_job_config(list(arguments))
+    check_job_config(config, environment.ranks, device)
+    return config
+
+
+def _one_machine(ranks: int | None) -> tuple[Environment, str]:
+    """Read the environment of a run on this machine, and where its ranks compute."""
+    environment = read_environment()
+    if environment.nodes > 1:
+        raise ConfigError("NNODES", environment.nodes, "1: this script starts runs on one machine")
+    if environment.comm_mode:
+        raise ConfigError("COMM_MODE", environment.comm_mode, "nothing: these runs are real")
+    environment = environment if ranks is None else replace(environment, ranks=ranks)
+    return environment, find_device(environment)
+
+
+def ask_ranks(script: str, arguments: Sequence[str], ranks: int | None = None) -> Any:
+    """Run a script on all ranks of this machine by torchrun; return what its rank 0 answers.
+
+    Args:
+        script: The file; its ranks call `answer`.
+        arguments: As of a training run; a dump folder that is deleted afterwards is added.
+        ranks: Processes on this machine; by default what ``NGPU`` says.
+
+    Raises:
+        ConfigError: This machine has no place for them.
+        RunFailedError: A rank failed; its whole output.
+    """
+    environment, device = _one_machine(ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [
+            *(sys.executable, "-m", "torchtitan_lr.launch.agent", "--rdzv_backend=loopback"),
+            *(f"--nproc_per_node={environment.ranks}", script),
+            *(*arguments, f"--job.dump_folder={folder}"),
+        ]
+        variables = {"OMP_NUM_THREADS": "1"} | loopback_variables() | os.environ
+        variables[RANKS_RESULT] = str(result)
+        if device == "cpu":
+            variables["CUDA_VISIBLE_DEVICES"] = ""  # fewer GPUs than ranks
+        done = subprocess.run(
+            command,
+            env=variables,
+            capture_output=True,
+            text=True,
+            preexec_fn=functools.partial(end_with, os.getpid()),
+        )
+        if done.returncode != 0 or not result.exists():
+            raise RunFailedError(done.stderr.strip() or "the ranks ended without a result")
+        return json.loads(result.read_text())
+
+
+def answer(measure: Callable[[list[str]], Any], arguments: list[str]) -> None:
+    """Do this process's part where `ask_ranks` started it, and end it; else do nothing.
+
+    Args:
+        measure: What to do with the arguments; rank 0 hands on what it returns, as JSON.
+        arguments: The process's.
+    """
+    if RANKS_RESULT not in os.environ:
+        return
+    found = measure(arguments)
+    if os.environ["RANK"] == "0":
+        Path(os.environ[RANKS_RESULT]).write_text(json.dumps(found))
+    leave(0)
+
+
+def step_records(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of training steps in a dump folder, one a step, in order.
+
+    Args:
+        folder: The run's dump folder. A step that a resumed run repeated counts once, as the
+            later run wrote it.
+    """
+    steps = {r["step"]: r for r in read_history(folder / HISTORY_FILE) if TRAIN_LOSS in r}
+    return [steps[step] for step in sorted(steps)]
+
+
+def last_value(folder: Path, key: str) -> float | None:
+    """Return the newest value of a key in a dump folder's history, or None."""
+    values = [r[key] for r in read_history(folder / HISTORY_FILE) if r.get(key) is not None]
+    return values[-1] if values else None

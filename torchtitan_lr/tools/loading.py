@@ -1,0 +1,177 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""From a training checkpoint to a model in one process, without a process group."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torchtitan.models.llama3.model.args import RoPEScalingArgs
+from torchtitan.tools.logging import logger
+
+from torchtitan_lr.checkpoints.lane_record import check_lanes
+from torchtitan_lr.checkpoints.layout import RUN_CONFIG, TRAINING_STATES
+from torchtitan_lr.checkpoints.manifest import (
+    Manifest,
+    find_damage,
+    newest_whole_before,
+    read_manifest,
+)
+from torchtitan_lr.checkpoints.safe_metadata import load, read_metadata
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models.args import FAMILIES, LlamaArgs
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.training.fingerprint import (
+    TOKENIZER,
+    check_fingerprint,
+    model_fingerprint,
+    tokenizer_digest,
+)
+
+
+def read_run_config(step_dir: Path, config_file: Path | None = None) -> Any:
+    """Read the configuration that a checkpoint was trained with.
+
+    Args:
+        step_dir: The checkpoint, ``<dump folder>/<checkpoint folder>/step-<n>``.
+        config_file: A TOML to read instead of the run's own record.
+
+    Returns:
+        The job's sections as attributes: ``config.model.flavor``.
+
+    Raises:
+        ConfigError: If there is no readable configuration.
+    """
+    if config_file is not None:
+        # Late: only this way in needs torchtitan's configuration machinery.
+        from torchtitan_lr.config.build import build_job_config
+
+        return build_job_config([f"--job.config_file={config_file}"])
+    path = step_dir.resolve().parent.parent / RUN_CONFIG
+    try:
+        return json.loads(path.read_text(), object_hook=lambda items: SimpleNamespace(**items))
+    except FileNotFoundError:
+        want = f"a step's folder two levels below the run's {RUN_CONFIG}, or --config with its TOML"
+        raise ConfigError("CHECKPOINT", str(step_dir), want) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), str(error), "the JSON that the run wrote") from error
+
+
+def build_model_args(config: Any) -> LlamaArgs:
+    """Find the model's shape as the trainer did: the flavor, then the job's overrides.
+
+    Args:
+        config: The job's sections as attributes.
+
+    Returns:
+        The model's arguments.
+
+    Raises:
+        ConfigError: For an unknown model or flavor, a missing section, or an impossible override.
+    """
+    try:
+        name, flavor = config.model.name, config.model.flavor
+        family = str(name).removeprefix("llama_")
+        if family not in FAMILIES or not str(name).startswith("llama_"):
+            choices = ", ".join(f"llama_{family}" for family in FAMILIES)
+            raise ConfigError("model.name", name, f"one of {choices}")
+        if flavor not in FLAVORS[family]:
+            raise ConfigError("model.flavor", flavor, "one of " + ", ".join(FLAVORS[family]))
+        args = FLAVORS[family][flavor]
+        args.update_from_config(config)
+    except AttributeError as error:
+        raise ConfigError(RUN_CONFIG, str(error), "the complete record of a run") from error
+    return args
+
+
+def read_model_args(path: Path) -> LlamaArgs:
+    """Read the ``model_args.json`` that lies beside exported weights.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The model's arguments.
+
+    Raises:
+        ConfigError: If it is missing, unreadable, or describes no possible model.
+    """
+    try:
+        values = json.loads(path.read_text())
+        scaling = values.pop("rope_scaling", None)
+        return LlamaArgs(**values, rope_scaling=scaling and RoPEScalingArgs(**scaling))
+    except ConfigError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(str(path), str(error), "what scripts/export.py wrote") from error
+
+
+def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaModel:
+    """Verify a checkpoint, from any number of ranks, and load its weights onto the CPU.
+
+    Args:
+        step_dir: Folder of a distributed checkpoint (DCP).
+        args: The shape of the model in it.
+        assets_path: Folder of the tokenizer that will be used with it, if any.
+
+    Returns:
+        The model in the checkpoint's precision, in evaluation mode.
+
+    Raises:
+        ConfigError: If the folder is no such checkpoint, is damaged, or holds another model.
+    """
+    manifest, metadata = _verify(step_dir)
+    stored = metadata.state_dict_metadata
+    with torch.device("meta"):
+        model = LlamaModel(args)
+    model.to(_check_stored(step_dir, stored, model))
+    if manifest is not None:
+        tokenizer = {TOKENIZER: tokenizer_digest(assets_path)} if assets_path else {}
+        check_fingerprint(manifest.model, model_fingerprint(args) | tokenizer, step_dir)
+    check_lanes(step_dir, (args.lanes, args.sync_fraction))
+    model.to_empty(device="cpu")
+    weights = model.state_dict()
+    try:
+        load(weights, step_dir, no_dist=True)
+    # A damaged file surfaces as whatever its reader stumbles over; DCP wraps some of it in an
+    # exception that is no Exception.
+    except (Exception, CheckpointException) as error:
+        raise _no_checkpoint(step_dir, "damaged files") from error
+    if manifest is None:
+        logger.warning("%s has no manifest: it is loaded without checksums", step_dir)
+    return model.eval()
+
+
+def _verify(step_dir: Path) -> tuple[Manifest | None, Metadata]:
+    """Read all of a checkpoint once: its files are those that were saved."""
+    damage = find_damage(step_dir)
+    if damage is not None:
+        raise _no_checkpoint(step_dir, damage, newest_whole_before(step_dir))
+    return read_manifest(step_dir), read_metadata(step_dir)
+
+
+def _no_checkpoint(step_dir: Path, why: str, older: str | None = None) -> ConfigError:
+    example = older or "outputs/checkpoint/step-100"
+    return ConfigError(
+        "CHECKPOINT", str(step_dir), f"a complete checkpoint such as {example} (found: {why})"
+    )
+
+
+def _check_stored(step_dir: Path, stored: dict[str, Any], model: LlamaModel) -> torch.dtype:
+    """Compare names and shapes, since DCP ignores what the model lacks; give the precision."""
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    found = {
+        name: tuple(value.size) if isinstance(value, TensorStorageMetadata) else None
+        for name, value in stored.items()
+        if name.split(".")[0] not in TRAINING_STATES
+    }
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            what = f"{model.model_args.family} with {name} of shape {expected.get(name)}"
+            want = f"a checkpoint of llama_{what}, not {found.get(name)}; is --config the run's?"
+            raise ConfigError("CHECKPOINT", str(step_dir), want)
+    return stored["tok_embeddings.weight"].properties.dtype

@@ -1,0 +1,92 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The same job under another plan: full rank, vanilla or bottleneck-aware, from one TOML."""
+
+from collections.abc import Collection, Sequence
+
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.errors import ConfigError
+
+PLANS = ("full", "vanilla", "vanilla_replicated", "btp")
+"""What `derive` makes: llama_full under Megatron's plan, or a low-rank model under the others."""
+
+CHECKPOINTING_MODES = ("none", "selective", "full", "low_rank", "memory_budget")
+"""Modes of ``[activation_checkpoint]``."""
+
+_ONE_LANE = ["--caat.lanes=1", "--caat.sync_fraction=1.0"]
+"""The ordinary model: these plans have no lanes."""
+
+_BTP_DEFAULTS = [
+    "--parallelism.tp_norm=online",
+    "--parallelism.tp_norm_stat=async",
+    "--parallelism.tp_head=plain",
+]
+"""What only the bottleneck-aware plan may choose."""
+
+_FULL_RANK = [
+    *("--model.name=llama_full", "--parallelism.tp_plan=auto", "--parallelism.tp_grouping"),
+    *("--low_rank.rank=0", "--low_rank.rank_attention=0", "--low_rank.rank_ffn=0"),
+    *("--low_rank.activation=flavor", "--low_rank.lax_gate=identity"),
+    *_BTP_DEFAULTS,
+]
+
+
+def derive(config: str, plan: str, overrides: Sequence[str] = ()) -> list[str]:
+    """Return the overrides that turn a TOML's model and plan into another.
+
+    Full rank takes the flavor's full-rank model. A TOML of llama_full becomes llama_cola. The mode
+    of activation checkpointing stays: `shared_mode` says which one all models have.
+
+    Args:
+        config: The TOML file.
+        plan: One of `PLANS`.
+        overrides: The user's, which are part of what is derived from.
+
+    Raises:
+        ConfigError: The TOML or an override cannot be read.
+    """
+    given = build_job_config([f"--job.config_file={config}", *overrides])
+    if plan == "full":
+        return [*_FULL_RANK, *_ONE_LANE]
+    changes = [f"--parallelism.tp_plan={plan}", *_ONE_LANE]
+    if given.model.name == "llama_full":
+        changes.append("--model.name=llama_cola")
+    if plan != "btp":
+        changes += [*_BTP_DEFAULTS, "--parallelism.tp_comm=all_reduce"]
+    return changes
+
+
+def shared_mode(mode: str, plans: Collection[str]) -> str:
+    """Return the mode of activation checkpointing in which plans are compared.
+
+    What a run repeats in backward belongs to its mode, not to its plan: two runs of different modes
+    differ in both. The configured mode holds for all plans that have it. Full rank has no latents
+    to keep; with it, ``low_rank`` becomes ``full`` for all.
+
+    Args:
+        mode: As configured.
+        plans: What is compared, out of `PLANS`.
+    """
+    return "full" if mode == "low_rank" and "full" in plans else mode
+
+
+def read_modes(text: str, columns: Collection[str]) -> dict[str, str]:
+    """Read modes of activation checkpointing that are named for single columns of a comparison.
+
+    Args:
+        text: ``COLUMN=MODE``, several separated by commas, or nothing.
+        columns: What is compared.
+
+    Returns:
+        Mode by column, of the columns named.
+
+    Raises:
+        ConfigError: There is no such column, or no such mode.
+    """
+    modes: dict[str, str] = {}
+    for item in filter(None, text.split(",")):
+        column, _, mode = item.partition("=")
+        if column not in columns or mode not in CHECKPOINTING_MODES:
+            want = f"COLUMN=MODE, of {', '.join(columns)} and {', '.join(CHECKPOINTING_MODES)}"
+            raise ConfigError("--checkpointing", item, want)
+        modes[column] = mode
+    return modes

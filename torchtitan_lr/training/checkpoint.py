@@ -1,0 +1,361 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""torchtitan's checkpoint manager, made safe against kills, damage and the wrong model.
+
+A folder counts as a checkpoint once DCP has renamed its ``.metadata`` into place, the last act of
+a save. Two cases break that promise upstream: a step that is saved a second time (after a rewind)
+is written over files that an old ``.metadata`` still vouches for, and a purge may be killed with
+``.metadata`` alive and data gone. Here a folder loses its name before its contents. What is loaded
+is compared with the manifest of its save first, and nothing of the folder changes before that.
+"""
+
+import glob
+import itertools
+import os
+import shutil
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torchtitan.components.checkpoint import DATALOADER, MODEL, AsyncMode
+from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import GarbageCollection
+
+from torchtitan_lr.checkpoints.lane_record import ORDINARY, Lanes, check_lanes, record_of
+from torchtitan_lr.checkpoints.layout import (
+    MANIFEST,
+    RESIDUALS,
+    all_steps,
+    complete_steps,
+    is_complete,
+    is_dcp,
+)
+from torchtitan_lr.checkpoints.manifest import (
+    ManifestWriter,
+    damage_of,
+    from_first_rank,
+    newest_whole_before,
+    read_manifest,
+    write_manifest,
+)
+from torchtitan_lr.checkpoints.safe_metadata import DamagedError, describe, load
+from torchtitan_lr.compression.residuals import warn_of_dropped_residuals
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.optim.finite import finite_weights
+from torchtitan_lr.training.fingerprint import check_fingerprint
+
+_DISCARDED = "discarded-"  # on its way out; the next start deletes what a kill left
+_ASIDE = "aside-"  # complete, but left behind by a run that went back; the user's to delete
+
+
+class CheckpointManager(TitanCheckpointManager):
+    """DCP checkpoints of model, optimizer, schedule, data position and train state.
+
+    Args:
+        checkpoint_config: The section ``[checkpoint]``.
+        **parts: As upstream's.
+
+    Attributes:
+        lanes: Of the model; saved with it, and compared when a checkpoint is loaded.
+        fingerprint: Of the model and its tokenizer; likewise. Empty: not compared.
+    """
+
+    lanes: Lanes = ORDINARY
+    _last_saved: str | None = None
+    _verified: str | None = None
+
+    def __init__(self, *, checkpoint_config: Any, **parts: Any) -> None:
+        self.fingerprint: dict[str, Any] = {}
+        # torchtitan's own section has neither.
+        self._fall_back = getattr(checkpoint_config, "fall_back", False)
+        self._other_model = getattr(checkpoint_config, "initial_load_other_model", False)
+        self._deleting: list[threading.Thread] = []
+        super().__init__(checkpoint_config=checkpoint_config, **parts)
+
+    def close(self) -> None:
+        """End upstream's threads, and wait for what is being deleted."""
+        super().close()
+        for thread in getattr(self, "_deleting", []):
+            thread.join()
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        """Save if the step is due; arguments as upstream's, which forgets to purge at the end."""
+        super().save(curr_step, last_step)
+        if last_step and self.enable and not self.load_only:
+            self._purge_stale_checkpoints()
+
+    @torch.no_grad()
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Future[Any] | AsyncSaveResponse | None:
+        """Save, with a manifest, into a folder that holds nothing yet; arguments as upstream's."""
+        if _is_first_rank() and (renamed := _rename_away(checkpoint_id, _DISCARDED)):
+            self._delete(renamed)
+        _barrier()
+        self._last_saved = checkpoint_id
+        finite = MODEL not in self.states or finite_weights(self.states[MODEL].model)
+        if to_hf:  # at the end of a run, never in the background
+            super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, True)
+            write_manifest(checkpoint_id, finite)
+            return None
+        state_dict = {**state_dict, **record_of(self.lanes)}
+        writer = ManifestWriter(checkpoint_id, self.fingerprint, finite)
+        result: Future[Any] | AsyncSaveResponse | None = None
+        if async_mode == AsyncMode.DISABLED:
+            dcp.save(state_dict, storage_writer=writer)
+        else:
+            result = self._save_in_background(state_dict, writer, async_mode)
+        if enable_garbage_collection:
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+        return result
+
+    def _save_in_background(
+        self, state_dict: dict[str, Any], writer: ManifestWriter, async_mode: AsyncMode
+    ) -> Future[Any] | AsyncSaveResponse:
+        """Start a save in a thread, or with pinned memory in a process."""
+        if async_mode == AsyncMode.ASYNC:
+            # DCP would take the writer for a stager, and that one copies nothing on a CPU.
+            stager = DefaultStager(StagingOptions(False, False, False, False))
+            return dcp.async_save(
+                state_dict, storage_writer=writer, process_group=self.pg, async_stager=stager
+            )
+        return dcp.async_save(
+            state_dict,
+            storage_writer=writer,
+            process_group=self.pg,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            async_stager=self.stager,
+        )
+
+    def dcp_load(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        from_hf: bool,
+        from_quantized: bool,
+    ) -> None:
+        """Load; arguments as upstream's.
+
+        Raises:
+            ConfigError: The checkpoint is damaged, its data position belongs to another batch or
+                corpus, or it does not hold this model.
+        """
+        if from_hf:
+            has_manifest = from_first_rank((Path(checkpoint_id) / MANIFEST).is_file())
+            if has_manifest and (damage := damage_of(checkpoint_id)):
+                raise _damaged(checkpoint_id, damage, None)
+            return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+        try:
+            has_manifest = self._check_before_loading(state_dict, checkpoint_id)
+            load(state_dict, checkpoint_id)
+        except DamagedError as error:
+            raise ConfigError("checkpoint", checkpoint_id, f"a whole one ({error})") from error
+        except CheckpointException as error:  # no Exception, so nobody else catches it
+            cause = describe(next(iter(error.failures.values()))[0])
+            want = f"a complete checkpoint of this model ({cause})"
+            raise ConfigError("checkpoint", checkpoint_id, want) from error
+        if not has_manifest and _is_first_rank():
+            logger.warning("%s has no manifest: it is loaded without checksums", checkpoint_id)
+        # The model's states stand in the dictionary itself: DCP cannot hand them over.
+        if MODEL in self.states:
+            self.states[MODEL].load_state_dict(state_dict)
+
+    def _check_before_loading(self, state_dict: dict[str, Any], checkpoint_id: str) -> bool:
+        """Refuse a damaged checkpoint, another model's, or other data's; say if it has sums."""
+        if checkpoint_id != self._verified and (damage := damage_of(checkpoint_id)):
+            raise _damaged(checkpoint_id, damage, newest_whole_before(checkpoint_id))
+        manifest = read_manifest(checkpoint_id)
+        may_differ = self._other_model and checkpoint_id == self.initial_load_path
+        if manifest is not None and not may_differ:
+            check_fingerprint(manifest.model, self.fingerprint, checkpoint_id)
+        check_lanes(checkpoint_id, self.lanes)
+        if state_dict.get(DATALOADER) is not None:
+            state_dict[DATALOADER].check_checkpoint(checkpoint_id)
+        if RESIDUALS in state_dict:
+            state_dict[RESIDUALS].check_checkpoint(checkpoint_id)
+        elif DATALOADER in state_dict:
+            warn_of_dropped_residuals(checkpoint_id)
+        return manifest is not None
+
+    def load(self, step: int = -1) -> bool:
+        """Load step ``step``, or the newest complete one; then what follows it is put aside.
+
+        A run that goes back to an earlier step writes the later ones anew. A folder without any
+        complete step, as a kill in the first save leaves it, counts as no folder, so that
+        ``initial_load_path`` still takes effect. Nothing changes before the load has succeeded.
+
+        Args:
+            step: The step, -1 for the newest.
+
+        Returns:
+            Whether anything was loaded.
+
+        Raises:
+            ConfigError: As `dcp_load`.
+        """
+        if not self.enable:
+            return False
+        step = self._choose(from_first_rank(self._find_load_step() if step == -1 else step))
+        if step == -1:
+            # Upstream looks at initial_load_path only where there is no folder at all.
+            with patch.object(self, "folder", ""):
+                loaded = super().load(step)
+        else:
+            loaded = super().load(step)
+        if not self.load_only and _is_first_rank():
+            self._tidy(step)
+        _barrier()
+        return bool(loaded)
+
+    def _choose(self, step: int) -> int:
+        """Verify a step; where ``fall_back`` is set, go back to the newest whole one."""
+        if step == -1:
+            return step
+        folder = self._create_checkpoint_id(step)
+        whole = from_first_rank(is_dcp(folder))
+        if damage := damage_of(folder) if whole else _MODEL_ALONE:
+            older = newest_whole_before(folder)
+            if older is None or not self._fall_back:
+                raise _damaged(folder, damage, older)
+            if _is_first_rank():
+                logger.warning("%s is damaged (%s): going on from %s", folder, damage, older)
+            step = int(older.rpartition("-")[2])
+        self._verified = self._create_checkpoint_id(step)
+        return step
+
+    def _tidy(self, step: int) -> None:
+        """Put aside what follows ``step``; delete torn folders and what kills left to delete."""
+        for found in all_steps(self.folder):
+            folder = self._create_checkpoint_id(found)
+            if not is_complete(folder):
+                _rename_away(folder, _DISCARDED)
+            elif found > step:
+                logger.warning(
+                    "Checkpoint of step %d is put aside as %s", found, _rename_away(folder, _ASIDE)
+                )
+        for leftover in glob.glob(os.path.join(glob.escape(self.folder), f"{_DISCARDED}*")):
+            self._delete(leftover)
+
+    def save_interrupted(self, step: int) -> str | None:
+        """Save everything needed to go on from ``step``, whatever the last save should contain.
+
+        Args:
+            step: The last finished step.
+
+        Returns:
+            The checkpoint's folder, None where checkpointing is off.
+        """
+        if not self.enable or self.load_only:
+            return None
+        folder = self._create_checkpoint_id(step)
+        self._async_wait()
+        # Every rank remembers what it saved: looking at the folder could differ between hosts.
+        if folder != self._last_saved:
+            states = self._flattened_model_states_sd()
+            self.dcp_save(states, folder, AsyncMode.DISABLED)
+            self._purge_stale_checkpoints()
+        return folder
+
+    def newest(self) -> str | None:
+        """Return the newest complete checkpoint's folder, None if there is none."""
+        if not self.enable:
+            return None
+        self._async_wait()
+        step = self._find_load_step()
+        return None if step == -1 else self._create_checkpoint_id(step)
+
+    def last_good(self) -> str | None:
+        """Return the newest complete checkpoint whose weights were finite, None if there is none.
+
+        A step whose loss and gradient are finite may yet ruin the weights, and be saved.
+        """
+        if not self.enable:
+            return None
+        self._async_wait()
+        for step in reversed(complete_steps(self.folder)):
+            folder = self._create_checkpoint_id(step)
+            try:
+                manifest = read_manifest(folder)
+            except DamagedError:
+                continue
+            if manifest is None or manifest.finite:
+                return folder
+        return None
+
+    def finish(self) -> None:
+        """Wait until a save in the background is on disk."""
+        if self.enable:
+            self._async_wait()
+
+    def _find_load_step(self, folder: str = "") -> int:
+        return max(complete_steps(folder or self.folder), default=-1)
+
+    def _purge_stale_checkpoints(self) -> None:
+        if self.keep_latest_k <= 0 or not _is_first_rank():
+            return
+        # The save at hand counts, complete or not; a torn folder must not push a good one out.
+        steps = [
+            step
+            for step in all_steps(self.folder)
+            if (folder := self._create_checkpoint_id(step)) == self._last_saved
+            or is_complete(folder)
+        ]
+        for step in steps[: -self.keep_latest_k]:
+            renamed = _rename_away(self._create_checkpoint_id(step), _DISCARDED)
+            if renamed is not None:
+                self.purge_queue.put(renamed)
+
+    def _delete(self, folder: str) -> None:
+        """Delete in the background: other ranks wait for the new name alone."""
+        thread = threading.Thread(target=shutil.rmtree, args=(folder, True), daemon=True)
+        thread.start()
+        self._deleting.append(thread)
+
+
+_MODEL_ALONE = "it holds the model alone, in Hugging Face's format"
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _damaged(folder: str, damage: str, older: str | None) -> ConfigError:
+    """Say which file is damaged, and what a run can go on from."""
+    instead = "there is no older one that is whole"
+    if older is not None:
+        step = older.rpartition("-")[2]
+        instead = (
+            f"the newest older one that is whole is {older}: checkpoint.fall_back = true, or "
+            f"checkpoint.load_step = {step}, goes on from it"
+        )
+    want = "one to resume" if damage == _MODEL_ALONE else "a whole one"
+    return ConfigError("checkpoint", folder, f"{want} ({damage}); {instead}")
+
+
+def _rename_away(folder: str, prefix: str) -> str | None:
+    """Give a checkpoint folder a name that no resume looks for; one atomic step."""
+    if not os.path.isdir(folder):
+        return None
+    parent, name = os.path.split(folder.rstrip("/"))
+    names = (f"{prefix}{name.removeprefix('step-')}-{n}" for n in itertools.count())
+    target = next(path for n in names if not os.path.exists(path := os.path.join(parent, n)))
+    os.rename(folder, target)
+    return target

@@ -1,0 +1,53 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""One TrainSpec a model family: what torchtitan builds a run from.
+
+Importing this module registers them.
+"""
+
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.protocols import train_spec
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+
+from torchtitan_lr.data.dataloader import build_dataloader
+from torchtitan_lr.data.tokenizer import build_tokenizer
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.models.loss import build_loss
+from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
+from torchtitan_lr.optim.build import build_optimizers
+from torchtitan_lr.parallel.parallelize import parallelize_llama
+from torchtitan_lr.parallel.pipeline.pipeline import pipeline_llama
+from torchtitan_lr.training.metrics import build_metrics_processor
+from torchtitan_lr.training.validate import build_validator
+
+
+def build_train_spec(family: str) -> TrainSpec:
+    """Assemble the TrainSpec of a family: ``full``, ``svd``, ``cola`` or ``lax``."""
+    return TrainSpec(
+        model_cls=LlamaModel,
+        model_args=FLAVORS[family],
+        parallelize_fn=parallelize_llama,
+        pipelining_fn=pipeline_llama,
+        build_optimizers_fn=build_optimizers,
+        build_lr_schedulers_fn=build_lr_schedulers,
+        build_dataloader_fn=build_dataloader,
+        build_tokenizer_fn=build_tokenizer,
+        build_loss_fn=build_loss,
+        build_validator_fn=build_validator,
+        build_metrics_processor_fn=build_metrics_processor,
+        state_dict_adapter=LlamaStateDictAdapter,
+    )
+
+
+def register_train_specs() -> None:
+    """Make ``llama_full``, ``llama_svd``, ``llama_cola`` and ``llama_lax`` known to torchtitan.
+
+    What is registered already stays: torchtitan refuses to be told twice.
+    """
+    for family in FLAVORS:
+        name = f"llama_{family}"
+        if name not in train_spec._extra_train_specs:
+            register_train_spec(name, build_train_spec(family))
+
+
+register_train_specs()

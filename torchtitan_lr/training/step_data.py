@@ -1,0 +1,113 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The data of one optimizer step, read on every rank or on none.
+
+What a rank could not read, and how many bad records it skipped, travels with its number of tokens
+in one all-reduce: no rank begins a step that another one cannot take.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.tools.logging import logger
+
+from torchtitan_lr.data.dataloader import LaneDataLoader
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.training.guard import first_rank_with
+
+MicroBatch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What a rank computes a step on.
+
+    Attributes:
+        microbatches: ``({"input": (b, s)}, labels (b, s))`` each, on the CPU.
+        tokens: Valid tokens among them.
+        global_tokens: Valid tokens of all ranks' micro-batches.
+        problem: Why no rank may take the step, the same text on all; None where all can.
+    """
+
+    microbatches: list[MicroBatch]
+    tokens: int
+    global_tokens: float
+    problem: str | None
+
+
+class StepReader:
+    """Reads micro-batches, and agrees with all ranks about what could not be read.
+
+    Args:
+        dataloader: The rank's loader, which is marked before every step.
+        device: Where the process group communicates.
+        copies: Ranks that read the same rows: tensor-parallel ranks times pipeline stages.
+        max_bad_records: How many records may be skipped in the whole run, over all ranks.
+
+    Attributes:
+        bad_records: Where the records are that any rank skipped, each once.
+    """
+
+    def __init__(
+        self, dataloader: Any, device: torch.device, copies: int, max_bad_records: int
+    ) -> None:
+        self._loader = dataloader if isinstance(dataloader, LaneDataLoader) else None
+        self._device = device
+        self._copies = copies
+        self._max_bad_records = max_bad_records
+        self.bad_records: set[str] = set()
+
+    def read(self, data_iterator: Iterator[MicroBatch], count: int, step: int) -> StepData:
+        """Read a step's micro-batches; call it on every rank.
+
+        Args:
+            data_iterator: Yields micro-batches.
+            count: How many to read.
+            step: The step, for the log.
+        """
+        problem, microbatches = None, []
+        if self._loader is not None:
+            self._loader.mark()
+        try:
+            for _ in range(count):
+                microbatches.append(next(data_iterator))
+        except ConfigError as error:
+            problem = str(error)
+        tokens = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in microbatches)
+        skipped = self._loader.bad_records - self.bad_records if self._loader else set()
+        counts = self.sum_over_ranks(tokens, len(skipped), int(problem is not None))
+        global_tokens, any_skipped, any_failed = counts
+        if any_skipped:
+            problem = self._count_skipped(skipped, step) or problem
+        if any_failed or problem is not None:
+            problem = first_rank_with(problem)
+        return StepData(microbatches, tokens, global_tokens / self._copies, problem)
+
+    def return_to_mark(self) -> None:
+        """Make the loader's state what it was before the last :meth:`read`, to be saved."""
+        if self._loader is not None:
+            self._loader.return_to_mark()
+
+    def metrics(self) -> dict[str, int]:
+        """Return the number of skipped records, where any may be."""
+        return {"bad_records": len(self.bad_records)} if self._max_bad_records else {}
+
+    def sum_over_ranks(self, *counts: int) -> list[int]:
+        """Sum each count over all ranks and wait for the result."""
+        sums = torch.tensor(counts, dtype=torch.int64, device=self._device)
+        dist.all_reduce(sums)
+        return [int(count) for count in sums.tolist()]
+
+    def _count_skipped(self, skipped: set[str], step: int) -> str | None:
+        """Let every rank know what any of them skipped; say why to stop where it is too much."""
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, sorted(skipped))
+        new = sorted(set().union(*everywhere) - self.bad_records)
+        self.bad_records.update(new)
+        logger.warning("step %d: skipped what cannot be read: %s", step, ", ".join(new))
+        if len(self.bad_records) <= self._max_bad_records:
+            return None
+        return f"{len(self.bad_records)} records cannot be read, the last at {new[-1]}"

@@ -1,0 +1,371 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""torchtitan's trainer with a guarded step, exact interruption and a summary at the end."""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torchtitan.train as titan_train
+from torchtitan.config import JobConfig
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.logging import logger
+
+from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG
+from torchtitan_lr.compression.fsdp import compressors_of
+from torchtitan_lr.compression.residuals import Residuals
+from torchtitan_lr.ledger.ledger import CommLedger, ledger_for
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.parallel.data_parallel import synchronize_gradients
+from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
+from torchtitan_lr.training.checkpoint import CheckpointManager
+from torchtitan_lr.training.device import bind_device
+from torchtitan_lr.training.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
+from torchtitan_lr.training.gradients import gradients_of
+from torchtitan_lr.training.guard import (
+    BadDataError,
+    NonFiniteError,
+    StopSignal,
+    agree,
+    first_rank_with,
+)
+from torchtitan_lr.training.history import read_history
+from torchtitan_lr.training.metrics import LowRankMetricsProcessor
+from torchtitan_lr.training.step_data import MicroBatch, StepReader
+from torchtitan_lr.training.summary import build_summary, write_summary
+from torchtitan_lr.training.validate import Validator
+
+
+class Trainer(titan_train.Trainer):
+    """torchtitan's Trainer; overrides the step, and what surrounds the loop.
+
+    Args:
+        job_config: A checked configuration (see `check_job_config`).
+
+    Attributes:
+        skipped_steps: Optimizer steps left out for a non-finite loss or gradient; checkpointed.
+        interrupted: Whether a signal ended the run early.
+    """
+
+    checkpointer: CheckpointManager
+    metrics_processor: LowRankMetricsProcessor
+    pp_schedule: Pipeline
+    validator: Validator
+    ntokens_seen: int
+
+    def __init__(self, job_config: JobConfig) -> None:
+        bind_device()
+        self.skipped_steps = 0
+        self.interrupted = False
+        self._stop = StopSignal()
+        self._started = False
+        self._first_step = 0
+        self._ledger: CommLedger | None = None
+        # Upstream would write the record now: over that of checkpoints which may yet be refused.
+        record, job_config.job.save_config_file = job_config.job.save_config_file, None
+        with _our_parts():
+            super().__init__(job_config)
+        job_config.job.save_config_file = record or RUN_CONFIG
+        self._reader = StepReader(
+            self.dataloader,
+            self.device,
+            self.parallel_dims.non_data_parallel_size,
+            job_config.training.max_bad_records,
+        )
+        stages = self.parallel_dims.get_optional_mesh("pp")
+        self._gradients = gradients_of(self.optimizers, self.model_parts, stages)
+        args = self.model_parts[0].model_args
+        if isinstance(args, LlamaArgs):
+            self.checkpointer.lanes = (args.lanes, args.sync_fraction)
+            tokenizer = tokenizer_digest(job_config.model.hf_assets_path)
+            self.checkpointer.fingerprint = model_fingerprint(args) | {TOKENIZER: tokenizer}
+        self._residuals = Residuals(compressors_of(self.model_parts))
+        if self._residuals.compressors:
+            self.checkpointer.states[RESIDUALS] = self._residuals
+
+    def train(self) -> None:
+        """Train to ``training.steps`` or a stop signal, then leave a checkpoint and a summary."""
+        self._stop.install()
+        super().train()
+        self.checkpointer.finish()
+        if self.interrupted:
+            self._report_interruption()
+        else:
+            self._write_summary()
+
+    def should_continue_training(self) -> bool:
+        """Say whether another step follows; upstream asks after loading and after each step."""
+        if not self._started:
+            self._started = True
+            self.write_record()
+            self._first_step = self.step
+            self.metrics_processor.start_after(self.step)
+            self._make_up_for_validation()
+        if self.interrupted:
+            self.checkpointer.save_interrupted(self.step)
+            return False
+        return super().should_continue_training()
+
+    def write_record(self) -> None:
+        """Write the run's configuration beside its checkpoints, once nothing refuses them."""
+        if torch.distributed.get_rank() == 0:
+            job = self.job_config.job
+            path = Path(job.dump_folder) / job.save_config_file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scratch = path.with_name(path.name + ".tmp")
+            scratch.write_text(json.dumps(self.job_config.to_dict(), indent=2))
+            scratch.replace(path)
+
+    def train_step(self, data_iterator: Iterator[MicroBatch]) -> None:
+        """Run one optimizer step over all micro-batches of this rank.
+
+        The loss of each micro-batch is its token sum over the valid tokens of the whole global
+        batch, so gradients add up to those of one process with the same batch.
+
+        Args:
+            data_iterator: Yields ``({"input": (b, s)}, labels (b, s))``.
+
+        Raises:
+            NonFiniteError: If the loss or gradient is not finite and
+                ``training.max_skipped_steps`` is used up.
+            BadDataError: If any rank cannot read its data; raised on all of them.
+        """
+        self.metrics_processor.resume()
+        self.optimizers.zero_grad()
+        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        seen = self.ntokens_seen
+        data = self._reader.read(data_iterator, self.gradient_accumulation_steps, self.step)
+        if data.problem is not None:
+            self.ntokens_seen = seen
+            self._stop_for_data(data.problem)
+        global_tokens = data.global_tokens
+
+        self._residuals.measure(self.metrics_processor.should_log(self.step))
+        with self._counted():
+            loss = self._forward_backward(data.microbatches, global_tokens)
+            grad_norm = self._gradients.synchronize()
+            if self._may_step(loss, grad_norm, global_tokens):
+                self._gradients.clip(self.job_config.training.max_norm, grad_norm)
+                self.checkpointer.maybe_wait_for_staging()
+                self.optimizers.step()
+                self._residuals.commit()
+            else:
+                self._residuals.drop()
+        self.lr_schedulers.step()
+        if self.metrics_processor.should_log(self.step):
+            share = data.tokens / global_tokens if global_tokens else math.nan
+            self._log_step(loss, share, grad_norm, lr)
+        # What follows until the next step, validation and saving, is not training time.
+        self.metrics_processor.pause()
+        self._maybe_stop()
+
+    def forward_backward_step(
+        self,
+        *,
+        input_dict: dict[str, torch.Tensor],
+        labels: torch.Tensor,
+        global_valid_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run one micro-batch of accumulation, through the pipeline if there is one.
+
+        Args:
+            input_dict: ``{"input": (b, s)}``.
+            labels: (b, s).
+            global_valid_tokens: Valid tokens of the global batch.
+
+        Returns:
+            This rank's share of the loss, a scalar; 0 without the last pipeline stage.
+        """
+        whole = global_valid_tokens
+        if self.parallel_dims.pp_enabled:
+            # Upstream divides what it reports, but not what the pipeline backpropagates.
+            self.pp_schedule.normalize_by(global_valid_tokens)
+            whole = torch.ones_like(global_valid_tokens)
+        loss = super().forward_backward_step(
+            input_dict=input_dict, labels=labels, global_valid_tokens=whole
+        )
+        if self.parallel_dims.pp_enabled and not self.pp_has_last_stage:
+            return torch.zeros_like(whole)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the train state; tokens are counted over all ranks, so any dp size can go on."""
+        return {
+            "step": self.step,
+            "ntokens_seen": self.ntokens_seen * self._batch_degree,
+            "skipped_steps": self.skipped_steps,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a train state saved at any dp size."""
+        self.step = state_dict["step"]
+        self.ntokens_seen = state_dict["ntokens_seen"] // self._batch_degree
+        self.skipped_steps = state_dict["skipped_steps"]
+
+    @property
+    def _batch_degree(self) -> int:
+        return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
+
+    def _stop_for_data(self, why: str) -> None:
+        """Save the run as it was before this step, and stop on every rank.
+
+        Raises:
+            BadDataError: Always.
+        """
+        failed = self.step
+        self.step -= 1
+        self._reader.return_to_mark()
+        saved = self.checkpointer.last_good()
+        if self.step > self._first_step:
+            saved = self.checkpointer.save_interrupted(self.step)
+        how = f"saved as {saved}" if saved else "nothing is saved"
+        advice = "run the same command again"
+        if self.job_config.training.dataset == "local":
+            advice = (
+                "mend the file and resume with training.allow_changed_corpus = true, or skip what "
+                "cannot be read with training.max_bad_records"
+            )
+        raise BadDataError(f"step {failed}: {why}; {how}: {advice}")
+
+    def _forward_backward(
+        self, microbatches: list[MicroBatch], global_tokens: float
+    ) -> torch.Tensor:
+        """Accumulate gradients; return this rank's share of the loss (detached scalar)."""
+        losses = []
+        for index, (input_dict, labels) in enumerate(microbatches):
+            last = index == len(microbatches) - 1
+            synchronize_gradients(self.model_parts, last)
+            loss = self.forward_backward_step(
+                input_dict={k: v.to(self.device) for k, v in input_dict.items()},
+                labels=labels.to(self.device),
+                global_valid_tokens=torch.tensor(global_tokens, device=self.device),
+            )
+            self._gradients.accumulate(last)
+            losses.append(loss.detach())
+        # In float64 on every rank: a stage without the loss has a zero of another precision.
+        return torch.stack(losses).sum(dtype=torch.float64)
+
+    def _counted(self) -> AbstractContextManager[object]:
+        """Count the collectives of a step that is logged, where ``metrics.comm_ledger`` asks."""
+        if not self.job_config.metrics.comm_ledger or not self.metrics_processor.should_log(
+            self.step
+        ):
+            return nullcontext()
+        if self._ledger is None:
+            self._ledger = ledger_for(self.parallel_dims, self.model_parts)
+        self._ledger.clear()
+        return self._ledger
+
+    def _may_step(self, loss: torch.Tensor, grad_norm: torch.Tensor, global_tokens: float) -> bool:
+        """Agree with all ranks whether this step is finite, and whether to stop after it."""
+        verdict = agree(loss.item(), self._stop.name is not None, self.device)
+        self.interrupted = verdict.stop
+        norm = grad_norm.item()
+        if verdict.nonfinite_rank is None and math.isfinite(norm):
+            return True
+        if not global_tokens:  # 0/0, which is no fault of the weights
+            what = "no token of the whole batch has a label to learn from (all are ignored)"
+        elif verdict.nonfinite_rank is not None:
+            what = f"loss of rank {verdict.nonfinite_rank} is not finite"
+        else:
+            what = f"gradient norm is {norm} ({self._nonfinite_gradient()})"
+        if self.skipped_steps >= self.job_config.training.max_skipped_steps:
+            raise NonFiniteError(
+                f"step {self.step}: {what}; last good checkpoint: "
+                f"{self.checkpointer.last_good() or 'none'}"
+            )
+        self.skipped_steps += 1
+        logger.warning("step %d: %s; optimizer step skipped", self.step, what)
+        return False
+
+    def _nonfinite_gradient(self) -> str:
+        """Name the first rank and parameter with a gradient that is not finite."""
+        found = first_rank_with(self._gradients.nonfinite())
+        return found or "every entry is finite, their squares overflow"
+
+    def _log_step(
+        self, loss: torch.Tensor, token_share: float, grad_norm: torch.Tensor, lr: float
+    ) -> None:
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        pipeline = self.parallel_dims.get_optional_mesh("pp")
+        if pipeline is not None:
+            # Only the last stage knows the loss: now every rank does, and rank 0 can write it.
+            torch.distributed.all_reduce(loss, group=pipeline.get_group())
+        # A rank without any valid token has no average of its own.
+        own = loss / token_share if token_share else torch.full_like(loss, -math.inf)
+        counted = {} if self._ledger is None else self._ledger.bytes_by_mesh_dim()
+        self.metrics_processor.log(
+            self.step,
+            dist_utils.dist_sum(loss, mesh),
+            dist_utils.dist_max(own, mesh),
+            grad_norm.item(),
+            extra_metrics={
+                "n_tokens_seen": self.ntokens_seen * self._batch_degree,
+                "lr": lr,
+                "skipped_steps": self.skipped_steps,
+                **self._reader.metrics(),
+                **{f"comm_bytes/{dim}": size for dim, size in counted.items()},
+                **self._residuals.metrics(),
+            },
+        )
+
+    def _maybe_stop(self) -> None:
+        """Let nothing delay an agreed stop; a run that just ended is no interruption."""
+        if self.step >= self.job_config.training.steps:
+            self.interrupted = False
+        if self.interrupted and self.job_config.validation.enable:
+            self.validator.suspended = True
+
+    def _make_up_for_validation(self) -> None:
+        """Validate where the run before this one was stopped between a save and a validation."""
+        if not self.step or not self.job_config.validation.enable:
+            return
+        due = self.validator.should_validate(self.step)
+        if due and not self.metrics_processor.has_validation(self.step):
+            self.validator.validate(self.model_parts, self.step)
+
+    def _report_interruption(self) -> None:
+        saved = self.checkpointer.newest()
+        if torch.distributed.get_rank() == 0:
+            how = "run the same command again to resume" if saved else "checkpointing is off"
+            if saved and self.job_config.checkpoint.load_step != -1:
+                how = "run the command again without checkpoint.load_step to resume"
+            logger.info(
+                "Stopped by %s after step %d of %d, checkpoint %s: %s",
+                self._stop.name or "a signal on another rank",
+                self.step,
+                self.job_config.training.steps,
+                saved,
+                how,
+            )
+
+    def _write_summary(self) -> None:
+        """Write summary and curve on the rank that has the history."""
+        memory = self.metrics_processor.device_memory_monitor.get_peak_stats().max_reserved_gib
+        peak = torch.tensor(memory, dtype=torch.float64, device=self.device)
+        if torch.distributed.get_world_size() > 1:
+            torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
+        if self.metrics_processor.history is not None:
+            history = read_history(self.metrics_processor.history.path)
+            summary = build_summary(history, self.step, peak.item(), self.checkpointer.newest())
+            path = write_summary(summary, history, Path(self.job_config.job.dump_folder))
+            logger.info("Summary written to %s", path)
+
+
+@contextmanager
+def _our_parts() -> Iterator[None]:
+    """Let upstream's constructor build our checkpoint manager and no autocast; it has no hooks.
+
+    Mixed precision is the wrapper's at every world size (see `apply_data_parallel`).
+    """
+    with (
+        patch.object(titan_train, "CheckpointManager", CheckpointManager),
+        # Ours tells every rank the loss.
+        patch.object(titan_train, "ensure_pp_loss_visible", lambda *_: None),
+        patch.object(dist_utils, "maybe_enable_amp", lambda *_: nullcontext()),
+    ):
+        yield

@@ -1,0 +1,153 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Validation: the exact token-weighted mean loss over a fixed set of sequences.
+
+torchtitan averages per batch, so a short batch weighs as much as a full one, and a published
+evaluation of CoLA divides by batches + 1. Here the loss is summed over every valid token of every
+rank and divided once.
+"""
+
+import time
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+from torchtitan.components.loss import IGNORE_INDEX, LossFunction
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.validate import BaseValidator, ValidationContext
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools import utils
+
+from torchtitan_lr.data.validation import build_validation_set
+from torchtitan_lr.models.loss import perplexity
+from torchtitan_lr.parallel.data_parallel import fsdp_modules
+from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
+
+
+class Validator(BaseValidator):
+    """Runs the model over this rank's share of the validation set.
+
+    Args:
+        job_config: ``[validation]`` gives the corpus, sequence length and number of batches.
+        dp_world_size: Data-parallel ranks that share the set.
+        dp_rank: This rank's share.
+        tokenizer: Encodes the corpus.
+        parallel_dims: Degrees and meshes.
+        loss_fn: The training loss, summed over tokens.
+        validation_context: Context of a forward pass (loss parallel).
+        maybe_enable_amp: Context of mixed precision.
+        metrics_processor: Receives the result.
+        pipeline: Runs the batches where the model is split into stages.
+
+    Attributes:
+        last_loss: The latest result, nats a token.
+        suspended: Set when the run is stopping, so that it ends at once.
+    """
+
+    def __init__(
+        self,
+        job_config: JobConfig,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: BaseTokenizer,
+        parallel_dims: ParallelDims,
+        loss_fn: LossFunction,
+        validation_context: ValidationContext,
+        maybe_enable_amp: AbstractContextManager[None],
+        metrics_processor: MetricsProcessor,
+        pipeline: Pipeline | None = None,
+    ) -> None:
+        super().__init__(job_config)
+        self.parallel_dims = parallel_dims
+        self.loss_fn = loss_fn
+        self.validation_context = validation_context
+        self.maybe_enable_amp = maybe_enable_amp
+        self.metrics_processor = metrics_processor
+        self.pipeline = pipeline
+        self.validation_set = build_validation_set(job_config, dp_world_size, dp_rank, tokenizer)
+        self.last_loss: float | None = None
+        self.suspended = False
+
+    def should_validate(self, step: int) -> bool:
+        """Validate after the first step, every ``validation.freq`` steps and after the last."""
+        due = super().should_validate(step) or step == self.job_config.training.steps
+        return due and not self.suspended
+
+    @torch.no_grad()
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        """Compute and log the validation loss and perplexity.
+
+        Args:
+            model_parts: This rank's model, or its pipeline stages.
+            step: The training step it belongs to.
+        """
+        started = time.perf_counter()
+        for model in model_parts:
+            model.eval()
+        loss_sum = torch.zeros((), dtype=torch.float64, device=utils.device_type)
+        num_tokens = torch.zeros((), dtype=torch.float64, device=utils.device_type)
+        for input_dict, labels in self.validation_set:
+            loss_sum += self._batch_loss(model_parts[0], input_dict["input"], labels)
+            num_tokens += (labels != IGNORE_INDEX).sum().item()
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        pipeline = self.parallel_dims.get_optional_mesh("pp")
+        if pipeline is not None:  # only the last stage has a loss; every stage has the labels
+            torch.distributed.all_reduce(loss_sum, group=pipeline.get_group())
+        total = dist_utils.dist_sum(num_tokens, mesh)
+        self.last_loss = dist_utils.dist_sum(loss_sum, mesh) / total
+        for model in model_parts:
+            model.train()
+        for module in fsdp_modules(model_parts):
+            module.reshard()  # a pipeline keeps weights gathered until backward
+        self.metrics_processor.log_validation(
+            self.last_loss,
+            step,
+            extra_metrics={
+                "validation_metrics/perplexity": perplexity(self.last_loss),
+                "validation_metrics/tokens": total,
+                "validation_metrics/unigram_entropy": self.validation_set.unigram_entropy,
+                "validation_metrics/seconds": time.perf_counter() - started,
+            },
+        )
+
+    def _batch_loss(
+        self, model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the summed loss of one batch, `tokens` and `labels` of shape `(b, s)`."""
+        tokens, labels = tokens.to(utils.device_type), labels.to(utils.device_type)
+        with self.validation_context(), self.maybe_enable_amp:
+            if self.pipeline is not None:
+                return self.pipeline.evaluate(tokens, labels).detach().double()
+            return self.loss_fn(model(tokens), labels).detach().double()
+
+
+def build_validator(
+    job_config: JobConfig,
+    dp_world_size: int,
+    dp_rank: int,
+    tokenizer: BaseTokenizer,
+    parallel_dims: ParallelDims,
+    loss_fn: LossFunction,
+    validation_context: ValidationContext,
+    maybe_enable_amp: AbstractContextManager[None],
+    metrics_processor: MetricsProcessor,
+    pp_schedule: Pipeline | None = None,
+    pp_has_first_stage: bool | None = None,
+    pp_has_last_stage: bool | None = None,
+) -> Validator:
+    """Build the validator; torchtitan's TrainSpec names these arguments."""
+    del pp_has_first_stage, pp_has_last_stage  # the pipeline knows
+    return Validator(
+        job_config,
+        dp_world_size,
+        dp_rank,
+        tokenizer,
+        parallel_dims,
+        loss_fn,
+        validation_context,
+        maybe_enable_amp,
+        metrics_processor,
+        pp_schedule,
+    )
