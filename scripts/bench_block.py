@@ -10,7 +10,7 @@ are real and the ranks are those that torchrun starts:
     torchrun --nproc_per_node=4 scripts/bench_block.py --device cpu --flavor 60M --dtype float32
 
 Times are medians over the steps, in milliseconds. TFLOP/s counts the block's own products
-(analysis/flops.py) shared by T ranks; work that a plan repeats on every rank counts once. Memory is
+(formulas/flops.py) shared by T ranks; work that a plan repeats on every rank counts once. Memory is
 what stays allocated between forward and backward; checkpointing is rated by the memory it frees
 per added millisecond. Without a CUDA device it says so and ends, unless --device cpu.
 """

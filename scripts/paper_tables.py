@@ -101,10 +101,10 @@ Corrected here:
 {backward_note()}
 - The published vanilla computes all heads on every rank (`vanilla_replicated`). The fair `vanilla`
   shards them and sends bsd more forward.
-- The statistics of two norms, 2bs elements in fp32, are left out; `analysis/communication.py` has
+- The statistics of two norms, 2bs elements in fp32, are left out; `formulas/communication.py` has
   them.
 - Pipelines: 2pbsd counts d elements a token at a boundary. A rank sends d/T of them under `btp`,
-  and LaX its seven latents too (`analysis/pipeline.py`)."""
+  and LaX its seven latents too (`formulas/pipeline.py`)."""
 
 
 def volume_of(args: LlamaArgs, plan: str, pass_: str = "forward") -> int:
@@ -150,7 +150,7 @@ def boost_intensity() -> str:
     ]
     return f"""## BOOST, Table 7: arithmetic intensity of the feed-forward
 
-All printed formulas follow from the products of `analysis/intensity.py`. They count the up and the
+All printed formulas follow from the products of `formulas/intensity.py`. They count the up and the
 down projection; LLaMA's gate, left out, has the intensity of the up projection. FLOPs a byte, 7B,
 T = 4, s = 4096, bf16. The text names the last two columns: {vanilla} and {btp}, which is b = 1, the
 second a little high.
@@ -265,7 +265,7 @@ def caat() -> str:
 
 One forward pass of a GPT block, s tokens, width d, on T ranks; R operations are done while one
 element of a payload is reduced. The paper prints formulas and no values of them.
-`analysis/caat.py` has them for our blocks too.
+`formulas/papers/caat.py` has them for our blocks too.
 
 {markdown_table(["equation", "formula", "function", "at three shapes"], rows)}"""
 

@@ -124,13 +124,13 @@ def cola_memory() -> str:
     return f"""## CoLA, Table 4: activation memory and recomputation
 
 Elements of a block for one sequence, at d_ff = 2.5d; ours without the terms in n²h and nr, which
-agree. `analysis/cola_memory.py` counts as the paper does.
+agree. `formulas/papers/cola_memory.py` counts as the paper does.
 
 {markdown_table(["row", "printed", "ours"], rows)}
 
 18.5ndr is half of the linears' forward pass. The linears that are really repeated, all
 up-projections but the last, cost 18ndr; and our CoLA-M keeps nd + 7nr, because the residual in the
-middle of a block is made again from the o latent (`analysis/activations.py`).
+middle of a block is made again from the o latent (`formulas/activations.py`).
 
 ## CoLA, Table 5: parameters and memory
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.unit.tiny import build_tiny, tokens
 from torchtitan_lr.formulas.activations import kept_bytes
-from torchtitan_lr.models import LlamaModel
+from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.recompute.low_rank_checkpoint import (
     ATTENTION_OPERATORS,
     apply_low_rank_checkpoint,

@@ -24,7 +24,7 @@ from torch import Tensor
 from tests.gpu.syncs import no_synchronization
 from tests.gpu.trainers import MICRO_BATCHES, micro_batches, trainer_on
 from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec
-from torchtitan_lr.models import LlamaModel
+from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.build import build_optimizers
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.parallel.parallelize import parallelize_llama

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.reference import tsr_adam as reference
 from tests.unit.tiny import tiny_args
-from torchtitan_lr.models import LlamaModel
+from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.tsr.adam import Hyper
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.randomized_svd import draw_sketches

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from tests.integration import runs
 from tests.scripts import load_script
-from torchtitan_lr.models import LlamaModel
+from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.tools.loading import read_model_args
 
 EXPORT = [sys.executable, "scripts/export.py"]

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from torchtitan_lr.launch.launcher import agent
+from torchtitan_lr.launch import agent
 
 
 @pytest.fixture

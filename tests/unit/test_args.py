@@ -7,7 +7,9 @@ import torch
 from tests.unit.tiny import job_config, tiny_args, tokens
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.formulas.parameters import count_parameters
-from torchtitan_lr.models import FLAVORS, LlamaArgs, LlamaModel
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.llama import LlamaModel
 
 
 def test_the_job_sets_length_and_seed():

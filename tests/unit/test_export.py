@@ -14,7 +14,8 @@ from tests.scripts import load_script
 from tests.unit.test_state_dict_adapter import MARGIN, fp32_noise, max_error
 from tests.unit.tiny import tiny_args, tokens
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models import FLAVORS, LlamaModel
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.tools.export import export_factored
 from torchtitan_lr.tools.loading import (
     build_model_args,

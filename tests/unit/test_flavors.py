@@ -1,17 +1,17 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
 
-from torchtitan_lr.models import FAMILIES, FLAVORS, model_name, model_table
+from torchtitan_lr.models.args import FAMILIES
+from torchtitan_lr.models.flavors import FLAVORS
 
 NAMES = ["debug", "tiny", "60M", "130M", "350M", "1B", "1B_boost", "3B", "7B", "8B", "13B", "30B"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_every_flavor(family):
-    table = model_table(family)
+    table = FLAVORS[family]
     assert sorted(table) == sorted(NAMES)
     assert {args.family for args in table.values()} == {family}
-    assert model_name(family) == f"llama_{family}"
     for args in table.values():
         args.check()
 

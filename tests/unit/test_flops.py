@@ -10,7 +10,7 @@ from torchtitan_lr.formulas.flops import (
     head_flops,
     layer_flops,
 )
-from torchtitan_lr.models import FLAVORS
+from torchtitan_lr.models.flavors import FLAVORS
 
 CASES = [("full", "fullrank", heads) for heads in (None, 2)]
 CASES += [

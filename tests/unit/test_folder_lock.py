@@ -9,8 +9,8 @@ import socket
 import pytest
 
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch import folder_lock
 from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, LOCK_FILE, locked, locked_by_rank
-from torchtitan_lr.launch.launcher import folder_lock
 
 
 def test_the_second_job_is_told_who_is_at_work(tmp_path):

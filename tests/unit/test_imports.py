@@ -31,7 +31,7 @@ import torchtitan_lr.errors
 note("errors")
 import torchtitan_lr.data.llama3, torchtitan_lr.data.local_corpus
 note("corpora")
-from torchtitan_lr import launch
+from torchtitan_lr.launch import launcher as launch
 note("help", launch.main(["--help"]))
 note("path", launch.main(["--job.config_file=nope.toml"]))
 os.environ["CONFIG_FILE"] = "nope.toml"

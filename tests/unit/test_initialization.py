@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.unit.tiny import FAMILIES, build_tiny, tiny_args
 from torchtitan_lr.compat.dtensor import local_slice
-from torchtitan_lr.models import LlamaModel
 from torchtitan_lr.models.initialization import draw_parameter, factor_std
+from torchtitan_lr.models.llama import LlamaModel
 
 
 @contextmanager

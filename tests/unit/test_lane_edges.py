@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.unit.tiny import build_tiny, tiny_args, tokens
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models import LlamaModel
 from torchtitan_lr.models.lane_edges import lane_sum, lane_terms, share_channels
+from torchtitan_lr.models.llama import LlamaModel
 
 WIDE = torch.float64
 

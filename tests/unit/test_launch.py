@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch import launcher as launch
 from torchtitan_lr.launch.environment import find_device
-from torchtitan_lr.launch.launcher import launcher as launch
 
 ROOT = Path(__file__).resolve().parents[2]
 

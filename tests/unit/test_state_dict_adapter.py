@@ -7,8 +7,8 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
 from tests.unit.tiny import build_tiny, tiny_args, tokens
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models import LlamaModel, LlamaStateDictAdapter
-from torchtitan_lr.models.state_dict_adapter import merge_factors
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter, merge_factors
 from torchtitan_lr.tools.export import build_hf_config
 
 # The original context is short, so that all three regimes of the scaling occur in 6 pairs.

@@ -10,7 +10,7 @@ from torchtitan_lr.formulas.tsr import (
     published_galore_memory,
     published_tsr,
 )
-from torchtitan_lr.models import FLAVORS
+from torchtitan_lr.models.flavors import FLAVORS
 
 GB = 1e9
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.reference.tsr_adam import ReferenceTSR
 from tests.unit.tiny import tiny_args
-from torchtitan_lr.models import LlamaModel
+from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.tsr.adam import Hyper
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices

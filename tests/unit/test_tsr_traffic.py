@@ -11,7 +11,7 @@ from torchtitan_lr.formulas.tsr_traffic import (
     split_buckets,
     tsr_traffic,
 )
-from torchtitan_lr.models import FLAVORS
+from torchtitan_lr.models.flavors import FLAVORS
 
 REPLICAS = TSRMesh({}, replicas=8)
 
