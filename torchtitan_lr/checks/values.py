@@ -20,7 +20,7 @@ from torchtitan_lr.checkpoints.layout import (
     step_folder,
 )
 from torchtitan_lr.checks.outputs import check_dump_folder
-from torchtitan_lr.config.schema import TSR
+from torchtitan_lr.config.methods import TSR
 from torchtitan_lr.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_lr.compression.settings import compresses
-from torchtitan_lr.config.schema import TSR
+from torchtitan_lr.config.methods import TSR
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.step_time import MeshDim
 from torchtitan_lr.formulas.data_parallel import named_parameters

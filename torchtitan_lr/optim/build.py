@@ -10,7 +10,7 @@ from torchtitan.components.optimizer import build_optimizers as titan_build_opti
 from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 
-from torchtitan_lr.config.schema import TSR
+from torchtitan_lr.config.methods import TSR
 from torchtitan_lr.optim.shard_adam import step_on_shards
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings

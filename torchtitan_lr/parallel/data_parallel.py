@@ -30,7 +30,7 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_lr.compression.fsdp import apply_gradient_compression, compressor_of
 from torchtitan_lr.compression.settings import compresses, settings_for
-from torchtitan_lr.config.schema import TSR
+from torchtitan_lr.config.methods import TSR
 
 
 def apply_data_parallel(

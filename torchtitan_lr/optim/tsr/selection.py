@@ -22,7 +22,7 @@ HEAD = "output.weight"
 
 @dataclass(frozen=True)
 class TSRSettings:
-    """``[optimizer] tsr_*``; see `torchtitan_lr.config.schema.Optimizer`."""
+    """``[optimizer] tsr_*``; see `torchtitan_lr.config.methods.Optimizer`."""
 
     rank: int = 128
     refresh_interval: int = 100
