@@ -83,12 +83,12 @@ def boost_communication() -> str:
     header = ["", "vanilla over full", "vanilla over BTP", "full over BTP"]
     return f"""## BOOST, equations 2 and 3, Table 6, Figure 8: communication
 
-Elements a block and pass, without statistics: 2bsd at full rank, 5bsd + 2bs·d_ff vanilla (Eq. 2),
+Elements per block and pass, without statistics: 2bsd at full rank, 5bsd + 2bs·d_ff vanilla (Eq. 2),
 7bsr BTP (Eq. 3), at r = d/4. The text of section 4 prints 5 and 6.5, 5.7 and 1.14.
 
 {markdown_table(header, rows)}
 
-Figure 8 (left), 7B, b = 4, s = 4096, bf16, GiB a block and pass (read off the figure):
+Figure 8 (left), 7B, b = 4, s = 4096, bf16, GiB per block and pass (read off the figure):
 
 {markdown_table(["plan", "printed", "formula"], figure)}
 
@@ -103,7 +103,7 @@ Corrected here:
   shards them and sends bsd more forward.
 - The statistics of two norms, 2bs elements in fp32, are left out; `formulas/communication.py` has
   them.
-- Pipelines: 2pbsd counts d elements a token at a boundary. A rank sends d/T of them under `btp`,
+- Pipelines: 2pbsd counts d elements per token at a boundary. A rank sends d/T of them under `btp`,
   and LaX its seven latents too (`formulas/pipeline.py`)."""
 
 
@@ -151,7 +151,7 @@ def boost_intensity() -> str:
     return f"""## BOOST, Table 7: arithmetic intensity of the feed-forward
 
 All printed formulas follow from the products of `formulas/intensity.py`. They count the up and the
-down projection; LLaMA's gate, left out, has the intensity of the up projection. FLOPs a byte, 7B,
+down projection; LLaMA's gate, left out, has the intensity of the up projection. FLOPs per byte, 7B,
 T = 4, s = 4096, bf16. The text names the last two columns: {vanilla} and {btp}, which is b = 1, the
 second a little high.
 
@@ -184,7 +184,7 @@ def boost_memory() -> str:
     header = ["plan", "b", "MB saved", "ms more", "printed MB a ms", "quotient"]
     return f"""## BOOST, Tables 4 and 5: memory and checkpointing
 
-CoLA 7B on T = 4 in pure bf16, two bytes an element and two moments; the "GB" are GiB. The numbers
+CoLA 7B on T = 4 in pure bf16, two bytes per element and two moments; the "GB" are GiB. The numbers
 are those of the linears and one vocabulary table of 32,000 entries; with both of ours, untied,
 weights take {both:.2f}. "Act. + others", 30.73 and 22.14, is measured.
 
@@ -222,10 +222,10 @@ def tsr() -> str:
     return f"""## TSR-Adam, Tables 3 and 6: bytes and memory
 
 Decimal GB, as printed → ours. The counting is the paper's (`published_tsr`): without the head, p =
-q = 0, K_e = 2. What is really sent is `honest_tsr`; the README has both. GaLore's bytes and peaks
-follow no formula we found.
+q = 0, K_e = 2. What is really sent is `honest_tsr`; [its page](tsr_adam.md) has both. GaLore's
+bytes and peaks follow no formula we found.
 
-{markdown_table(["run", "GB a step", "peak", "memory"], rows)}"""
+{markdown_table(["run", "GB per step", "peak", "memory"], rows)}"""
 
 
 def _cells(name: str, printed: tuple[str, ...], values: tuple[float, ...]) -> list[str]:
@@ -248,7 +248,7 @@ def tagc() -> str:
         rows.append([level, f"{100 * theta:g}%", *cells])
     return f"""## TAGC, Table 1 and Figure 2
 
-Bits a parameter and rank at 10x with a 1-bit index: {bits} printed, {same(str(bits), ours)};
+Bits per parameter and rank at 10x with a 1-bit index: {bits} printed, {same(str(bits), ours)};
 {factor} times fewer than 32: {same(str(factor), 32 / ours)}. Table 1's levels decode while c times
 the density of the union of all ranks is at most {PEELING_LIMIT} (measured by
 `scripts/peeling_table.py`); beyond it: no.

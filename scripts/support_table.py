@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Write the README's table of what works with what from ``docs/support_matrix.toml``.
+"""Write the table of ``docs/support.md`` from ``docs/support_matrix.toml``.
 
-It goes between the README's two markers; ``--print`` shows it and changes nothing.
+It goes between the page's two markers; ``--print`` shows it and changes nothing.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from tests.support_matrix import SupportMatrix
 from torchtitan_lr.tools.cli import OneLineParser
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "support.md"
 BEGIN, END = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
 
 
@@ -22,7 +23,7 @@ def insert(text: str, table: str) -> str:
     """Return a text with the table between its markers.
 
     Args:
-        text: The README's.
+        text: The page's.
         table: The new table.
 
     Raises:
@@ -31,7 +32,7 @@ def insert(text: str, table: str) -> str:
     before, found_begin, rest = text.partition(BEGIN)
     _, found_end, after = rest.partition(END)
     if not (found_begin and found_end):
-        raise ValueError(f"the README has no {BEGIN} ... {END}")
+        raise ValueError(f"{PAGE.name} has no {BEGIN} ... {END}")
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
@@ -49,9 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.print:
         print(table)
         return 0
-    readme = ROOT / "README.md"
     try:
-        readme.write_text(insert(readme.read_text(), table))
+        PAGE.write_text(insert(PAGE.read_text(), table))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

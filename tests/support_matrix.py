@@ -152,7 +152,7 @@ class SupportMatrix:
         return arguments
 
     def table(self) -> str:
-        """Return the README's table and its notes."""
+        """Return the table of ``docs/support.md`` and its notes."""
         lines = [
             "| | " + " | ".join(self._title(*column) for column in self._columns) + " |",
             "|---|" + "---|" * len(self._columns),

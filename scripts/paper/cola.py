@@ -134,6 +134,6 @@ middle of a block is made again from the o latent (`formulas/activations.py`).
 
 ## CoLA, Table 5: parameters and memory
 
-Weights, gradients and Adam's two moments in bf16: 8 bytes a parameter. The "GB" are GiB.
+Weights, gradients and Adam's two moments in bf16: 8 bytes per parameter. The "GB" are GiB.
 
 {markdown_table(header, sizes)}"""

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The pages of docs/ name files, code and keys that exist; the drawing is the formulas'."""
+"""README and docs/ name files, code and keys that exist; links resolve; the drawing is correct."""
 
 import re
 from itertools import pairwise
@@ -12,8 +12,11 @@ from torchtitan_lr.config.build import build_job_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-SECTIONS = ("activation_checkpoint", "checkpoint", "grad_compression", "job", "low_rank", "metrics")
-SECTIONS += ("model", "optimizer", "parallelism", "training", "validation")
+DOOR = ROOT / "README.md"
+EVERY = [*PAGES, DOOR, ROOT / "CONTRIBUTING.md"]
+README_LINES, README_COLUMNS = 150, 100
+SECTIONS = ("activation_checkpoint", "caat", "checkpoint", "grad_compression", "job", "low_rank")
+SECTIONS += ("metrics", "model", "optimizer", "parallelism", "training", "validation")
 SUFFIXES = ("py", "md", "toml", "sh", "png")
 
 draw_btp = load_script("draw_btp")
@@ -50,16 +53,104 @@ def missing(text):
     return lost
 
 
+def anchors(text):
+    """The anchors of a page's headings, as mkdocs and GitHub make them."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in titles}
+
+
+def broken_links(text, folder):
+    """Relative links of a page whose file or heading does not exist.
+
+    Args:
+        text: The page.
+        folder: Where the page lies.
+    """
+    broken = []
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    targets += re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.MULTILINE)
+    for target in targets:
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = folder / name
+        lost = not path.exists()
+        if not lost and anchor:
+            lost = anchor not in anchors(path.read_text() if name else text)
+        if lost:
+            broken.append(target)
+    return broken
+
+
+def too_large(text):
+    """What of a README is beyond its limits."""
+    lines = text.splitlines()
+    long = [line for line in lines if len(line) > README_COLUMNS]
+    return long + ([f"{len(lines)} lines"] if len(lines) > README_LINES else [])
+
+
+def in_nav(config):
+    """The pages that the nav of a mkdocs.yml names."""
+    nav = config.partition("\nnav:\n")[2].partition("\n\n")[0]
+    return re.findall(r": ([\w/]+\.md)$", nav, re.MULTILINE)
+
+
 def test_the_pages_are_there():
     names = {page.stem for page in PAGES}
     assert {"btp", "add_a_family", "add_a_plan", "paper_tables", "numerics"} <= names
+    assert {"guide", "tsr_adam", "tagc", "caat_net", "support", "metrics", "results"} <= names
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_page_is_in_the_nav_once():
+    pages = in_nav((ROOT / "mkdocs.yml").read_text())
+    assert sorted(pages) == [page.name for page in PAGES]
+    # The control: a page that is not listed is missed.
+    assert in_nav("a: b\n\nnav:\n  - A: one.md\n  - B:\n      - C: two.md\n\nc: d.md\n") == [
+        "one.md",
+        "two.md",
+    ]
+
+
+def test_the_readme_is_a_door():
+    assert too_large(DOOR.read_text()) == []
+
+
+def test_a_readme_beyond_its_limits_is_noticed():
+    assert too_large("é" * 100 + "\n" * 150) == []
+    assert too_large("x" * 101) == ["x" * 101]
+    assert too_large("\n" * 151) == ["151 lines"]
+
+
+@pytest.mark.parametrize("page", EVERY, ids=lambda page: page.stem)
 def test_what_a_page_names_exists(page):
-    assert missing(page.read_text()) == []
-    for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        assert (page.parent / link).exists(), link
+    text = page.read_text()
+    assert missing(text) == []
+    assert broken_links(text, page.parent) == []
+
+
+def test_links_that_lead_nowhere_are_noticed(tmp_path):
+    (tmp_path / "other.md").write_text("# One, two: `three`\n\n```text\n# none\n```\n")
+    text = (
+        "## Here\n[a](other.md) [b](other.md#one-two-three) [c](#here) [d](https://x.org/y.md)\n"
+        "![e](no.png) [f](other.md#none) [g](#there)\n[h]: gone.md\n"
+    )
+    assert broken_links(text, tmp_path) == ["no.png", "other.md#none", "#there", "gone.md"]
+
+
+def test_the_changelog_names_modules_that_exist():
+    """Every new module of the table of moved ones is there, every old one is gone."""
+    table = (ROOT / "CHANGELOG.md").read_text().partition("### Moved modules")[2]
+    rows = re.findall(r"^\| `([\w.]+)`(:.*)? \| `([\w.]+)` \|$", table, re.MULTILINE)
+    assert len(rows) > 100
+
+    def exists(module):
+        path = ROOT / "torchtitan_lr" / module.replace(".", "/")
+        return path.with_suffix(".py").exists()
+
+    assert [new for _, _, new in rows if not exists(new)] == []
+    assert [old for old, part, _ in rows if not part and exists(old)] == []
+    assert exists("train") and not exists("trane")
 
 
 def test_names_that_do_not_exist_are_noticed():
@@ -72,7 +163,7 @@ def test_names_that_do_not_exist_are_noticed():
 
 
 def test_commands_of_the_pages_name_scripts_that_exist():
-    for page in PAGES:
+    for page in EVERY:
         for script in re.findall(r"(?:scripts|train_configs)/[\w.]+", page.read_text()):
             assert (ROOT / script.rstrip(".")).exists(), (page.name, script)
 

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The papers' tables recomputed from ``analysis/``, at the precision printed.
+"""The papers' tables recomputed from ``formulas/``, at the precision printed.
 
 TSR-Adam's tables are in test_tsr.py, TAGC's in test_compression.py. Where a paper is wrong, the
 test says what it prints and what is right.

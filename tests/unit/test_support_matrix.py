@@ -1,19 +1,17 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The README's table is the matrix, and the matrix is what the configuration's checks say."""
+"""The table of docs/support.md is the matrix, which agrees with the configuration's checks."""
 
 import random
-from pathlib import Path
 
 import pytest
 
-from scripts.support_table import BEGIN, END, insert
+from scripts.support_table import BEGIN, END, PAGE, insert
 from tests.support_matrix import SupportMatrix, pairs, world_size
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 
 MATRIX = SupportMatrix()
-ROOT = Path(__file__).resolve().parents[2]
 TINY = [
     "--model.flavor=debug",
     "--model.hf_assets_path=torchtitan_lr/data/assets/bpe4k",
@@ -27,9 +25,8 @@ def check(combination):
     check_job_config(build_job_config(arguments), world_size(combination), "cpu")
 
 
-def test_the_readme_has_this_table():
-    readme = (ROOT / "README.md").read_text()
-    assert MATRIX.table() in readme, "run scripts/support_table.py"
+def test_the_page_has_this_table():
+    assert MATRIX.table() in PAGE.read_text(), "run scripts/support_table.py"
 
 
 def test_what_is_drawn_is_accepted_or_refused_as_the_matrix_says():

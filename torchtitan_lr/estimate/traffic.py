@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Every collective of a step of a run, from the formulas of `analysis`.
+"""Every collective of a step of a run, from the formulas of `formulas`.
 
 Left out are the few scalars of clipping, logging and agreement (the ledger's scope ``step``),
 except those that belong to TSR-Adam. With a pipeline and ``fsdp_reshard_after_forward = "always"``

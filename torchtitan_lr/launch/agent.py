@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""torchrun, as the launcher starts it: ``python -m torchtitan_lr.agent ARGUMENTS OF TORCHRUN``.
+"""torchrun, as the launcher starts it: ``python -m torchtitan_lr.launch.agent ARGUMENTS``.
 
 Three things differ from torchrun's own start. ``--rdzv-backend=loopback`` is a rendezvous for the
 ranks of one machine that no other machine reaches: ``--standalone`` listens on all interfaces and

@@ -185,7 +185,7 @@ class LlamaArgs(BaseModelArgs):
         self.check()
 
     def get_nparams_and_flops(self, model: "nn.Module", seq_len: int) -> tuple[int, int]:
-        """Size and cost of the model, from the closed forms of ``torchtitan_lr.analysis``.
+        """Size and cost of the model, from the closed forms of ``torchtitan_lr.formulas``.
 
         Args:
             model: Part of torchtitan's interface; unused, the shape says it all.
