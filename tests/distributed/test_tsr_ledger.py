@@ -55,7 +55,7 @@ def measure(layout_name: str, settings: TSRSettings) -> list[dict[Any, tuple[int
         optimizer = TSROptimizers(
             [model], settings, DEFAULTS, replicas=layout.replicas, stages=layout.stages
         )
-        groups = dict(optimizer.synchronizer.ranks.sharding)
+        groups = dict(optimizer.synchronizer.groups.sharding)
         names = {group.group_name: name for name, group in groups.items()}
         if layout.replicas is not None:
             names[layout.replicas.group_name] = "dp_replicate"
