@@ -20,8 +20,6 @@ from torch import nn
 
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.tsr import stack
-from torchtitan_lr.optim.tsr.adam import adam_direction
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.tools.cli import OneLineParser
@@ -51,14 +49,7 @@ def _measure(flavor: str, repeats: int) -> dict[str, Any]:
     model = _build(flavor)
     gradients = [torch.randn_like(p) * 1e-3 for p in model.parameters()]
     result: dict[str, Any] = {"adamw": _measure_adamw(model, gradients, repeats)}
-    for name in ("eager", "compiled"):
-        original = stack.adam_direction
-        if name == "compiled":
-            stack.adam_direction = torch.compile(adam_direction)
-        try:
-            result[f"tsr_{name}"] = _measure_tsr(model, gradients, flavor, repeats)
-        finally:
-            stack.adam_direction = original
+    result["tsr"] = _measure_tsr(model, gradients, flavor, repeats)
     return result
 
 

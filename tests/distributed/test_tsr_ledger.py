@@ -10,11 +10,11 @@ import torch
 
 from tests.distributed import tsr_cases
 from tests.distributed.pool import RankPool
-from tests.distributed.tsr_cases import BASE, COLUMN, DEFAULTS, Case, build_model, place, take_step
-from torchtitan_lr.formulas.tsr_traffic import TSRMatrix, TSRMesh, TSRStep, tsr_traffic
-from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from tests.distributed.tsr_cases import BASE, DEFAULTS, Case, build_model, place, take_step
+from tests.distributed.tsr_ledger_cases import MESHES, STEPS, expected, measure
+from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
+from torchtitan_lr.optim.tsr.selection import TSRSettings
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "tok_embeddings.weight": (64, 48),
@@ -37,43 +37,6 @@ SETTINGS = {
     "bf16": replace(BASE, rank=4, refresh="sketch", core_dtype="bfloat16"),
     "one_sided": replace(BASE, rank=4, refresh="sketch", projection="one_sided"),
 }
-MESHES = {
-    "replicate4": TSRMesh({}, replicas=4),
-    "hsdp2x2": TSRMesh({"fsdp": 2}, replicas=2),
-    "fsdp2xtp2": TSRMesh({"fsdp": 2, "tp": 2}),
-    "tp2xdp2": TSRMesh({"tp": 2}, replicas=2),
-}
-STEPS = 6
-
-
-def measure(layout_name: str, settings: TSRSettings) -> list[dict[Any, tuple[int, int]]]:
-    """Count a few steps; on a rank. Each is {(op, mesh_dim, dtype): (calls, elements)}."""
-    with patch.object(tsr_cases, "SHAPES", SHAPES):
-        case = Case(layout_name, settings, dtype=torch.float32, microbatches=2)
-        layout = place(layout_name)
-        model = build_model(layout, case.dtype)
-        optimizer = TSROptimizers(
-            [model], settings, DEFAULTS, replicas=layout.replicas, stages=layout.stages
-        )
-        groups = dict(optimizer.synchronizer.ranks.sharding)
-        names = {group.group_name: name for name, group in groups.items()}
-        if layout.replicas is not None:
-            names[layout.replicas.group_name] = "dp_replicate"
-        names = mesh_dims_of({}) | names
-        ledger = CommLedger([], names)
-        steps = []
-        for step in range(STEPS):
-            ledger.clear()
-            with ledger:
-                take_step(model, optimizer, layout, case, step)
-            steps.append(
-                {
-                    (row["op"], row["mesh_dim"], row["dtype"]): (row["calls"], row["elements"])
-                    for row in ledger.rows()
-                }
-            )
-        return steps
-
 
 # Every setting meets replicas and shards at once; other meshes meet each kind of refresh.
 PAIRS = [("hsdp2x2", name) for name in SETTINGS]
@@ -85,7 +48,7 @@ PAIRS += [
 
 
 def measure_all(pairs: list[tuple[str, str]]) -> list[Any]:
-    return [measure(layout, SETTINGS[name]) for layout, name in pairs]
+    return [measure(layout, SETTINGS[name], SHAPES) for layout, name in pairs]
 
 
 @pytest.fixture(scope="module")
@@ -94,63 +57,10 @@ def measured(four_ranks: RankPool) -> dict[tuple[str, str], list[Any]]:
     return {pair: [rank[index] for rank in ranks] for index, pair in enumerate(PAIRS)}
 
 
-def splits(name: str, transposed: bool, mesh: TSRMesh) -> dict[str, tuple[str, ...]]:
-    by_dim: dict[int, list[str]] = {0: [], 1: []}
-    if "fsdp" in mesh.sharding:
-        by_dim[0].append("fsdp")
-    if "tp" in mesh.sharding:
-        by_dim[1 if name.endswith(COLUMN) else 0].append("tp")
-    rows, columns = (1, 0) if transposed else (0, 1)
-    return {"row_split": tuple(by_dim[rows]), "column_split": tuple(by_dim[columns])}
-
-
-def expected(settings: TSRSettings, mesh: TSRMesh) -> list[dict[Any, tuple[int, int]]]:
-    plans = plan_matrices(SHAPES, settings)
-    matrices = {
-        name: TSRMatrix(
-            p.rows, p.columns, p.rank, p.width, two_sided=p.two_sided,
-            **splits(name, p.transposed, mesh),
-        )
-        for name, p in plans.items()
-    }  # fmt: skip
-    dense = []
-    for name, shape in SHAPES.items():
-        if name not in plans:
-            parts = [d for d in mesh.sharding if d == "fsdp" or len(shape) == 2]
-            size = torch.Size(shape).numel()
-            dense.append(size // torch.Size([mesh.sharding[d] for d in parts]).numel())
-    step = TSRStep(
-        settings.power_iterations,
-        settings.refresh,
-        settings.moments == "rotate",
-        settings.overlap_buckets,
-    )
-    dtypes = {
-        "core": settings.core_dtype,
-        "gradient": "float32",
-        "sketch": "float32",
-        "norm": "float64",
-        "checksum": "int64",
-    }
-    steps = []
-    done = dict.fromkeys(plans, 0)
-    for t in range(STEPS):
-        due = [i for i, (n, p) in enumerate(plans.items()) if p.is_due(t, done[n])]
-        for i in due:
-            done[list(plans)[i]] += 1
-        rows: dict[Any, tuple[int, int]] = {}
-        for row in tsr_traffic(list(matrices.values()), due, dense, mesh, step):
-            key = (row.op, row.mesh_dim, dtypes[row.role])
-            calls, elements = rows.get(key, (0, 0))
-            rows[key] = (calls + row.calls, elements + row.elements)
-        steps.append(rows)
-    return steps
-
-
 @pytest.mark.parametrize(("layout", "name"), PAIRS)
 def test_ledger_equals_formula(layout: str, name: str, measured: dict[Any, Any]) -> None:
     ranks = measured[layout, name]
-    assert ranks[0] == expected(SETTINGS[name], MESHES[layout])
+    assert ranks[0] == expected(SETTINGS[name], MESHES[layout], SHAPES)
     assert all(rank == ranks[0] for rank in ranks)
 
 
@@ -158,7 +68,7 @@ def test_another_formula_is_noticed(measured: dict[Any, Any]) -> None:
     found = measured["hsdp2x2", "sketch"][0]
     for change in ({"rank": 5}, {"power_iterations": 1}, {"moments": "rotate"}):
         other = replace(SETTINGS["sketch"], **change)  # type: ignore[arg-type]
-        assert found != expected(other, MESHES["hsdp2x2"])
+        assert found != expected(other, MESHES["hsdp2x2"], SHAPES)
 
 
 def largest_payload(layout_name: str, settings: TSRSettings) -> list[list[int]]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.reference.tsr_adam import ReferenceTSR
 from torchtitan_lr.compat.dtensor import local_slice
-from torchtitan_lr.optim.tsr.adam import Hyper
+from torchtitan_lr.optim.tsr.adam import AdamHyperparameters
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 
@@ -47,7 +47,7 @@ BASE = TSRSettings(
     embedding_refresh_interval=2,
     refresh="sketch",
 )
-HYPER = Hyper(lr=0.05, eps=1e-6, weight_decay=0.1, scale=0.75)
+HYPER = AdamHyperparameters(lr=0.05, eps=1e-6, weight_decay=0.1, scale=0.75)
 DEFAULTS = {"lr": HYPER.lr, "beta1": 0.9, "beta2": 0.999, "eps": HYPER.eps, "weight_decay": 0.1}
 STEPS = 7
 MAX_NORM = 2.0

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from tests.reference import tsr_adam as reference
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.tsr.adam import Hyper
+from torchtitan_lr.optim.tsr.adam import AdamHyperparameters
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.randomized_svd import draw_sketches
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 
 STEPS = 5
-HYPER = Hyper(lr=0.02, eps=1e-3, weight_decay=0.1, scale=0.75)
+HYPER = AdamHyperparameters(lr=0.02, eps=1e-3, weight_decay=0.1, scale=0.75)
 MAX_NORM = 1.0
 
 BASE = TSRSettings(rank=4, embedding_rank=4, refresh_interval=2, scale=HYPER.scale)

@@ -2,13 +2,13 @@
 import pytest
 import torch
 
+from tests.reference.solve_alone import solve_alone
 from torchtitan_lr.optim.tsr.randomized_svd import (
     Gather,
     SketchSettings,
     Sum,
     draw_sketches,
     randomized_svd,
-    solve_alone,
     tsqr,
 )
 

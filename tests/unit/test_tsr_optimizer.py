@@ -8,7 +8,7 @@ from torch import nn
 from tests.reference.tsr_adam import ReferenceTSR
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.tsr.adam import Hyper
+from torchtitan_lr.optim.tsr.adam import AdamHyperparameters
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 
@@ -93,7 +93,7 @@ def test_steps_are_the_algorithms(changes):
     settings = replace(SETTINGS, oversampling=1, scale=0.7, refresh="sketch")
     settings = replace(settings, **changes)
     defaults = DEFAULTS | {"eps": 1e-5, "lr": 0.05}
-    hyper = Hyper(**defaults, scale=0.7)
+    hyper = AdamHyperparameters(**defaults, scale=0.7)
     model = Weights()
     optimizer = TSROptimizers([model], settings, dict(defaults))
     twin = ReferenceTSR(parameters(model), plan_matrices(SHAPES, settings), settings, hyper, 2.0)

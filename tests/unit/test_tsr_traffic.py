@@ -6,9 +6,9 @@ from torchtitan_lr.formulas.tsr_traffic import (
     TSRMatrix,
     TSRMesh,
     TSRStep,
+    bucket_runs,
     padded_block,
     refresh_is_dense,
-    split_buckets,
     tsr_traffic,
 )
 from torchtitan_lr.models.flavors import FLAVORS
@@ -71,6 +71,6 @@ def test_auto_takes_the_cheaper():
 
 
 def test_buckets_and_blocks():
-    assert split_buckets([3, 3, 3, 9, 1], 6) == [[0, 1], [2], [3], [4]]
-    assert split_buckets([], 6) == []
+    assert bucket_runs([3, 3, 3, 9, 1], 6) == [[0, 1], [2], [3], [4]]
+    assert bucket_runs([], 6) == []
     assert [padded_block(10, ranks) for ranks in ((), (4,), (2, 4))] == [10, 3, 2]

@@ -30,6 +30,7 @@ from torchtitan_lr.formulas.data_parallel import DataParallel, data_parallel_tra
 from torchtitan_lr.formulas.memory import sharded
 from torchtitan_lr.formulas.pipeline import pipeline_traffic
 from torchtitan_lr.formulas.traffic import Traffic, merge
+from torchtitan_lr.formulas.tsr import sketch_width
 from torchtitan_lr.formulas.tsr_traffic import TSRMatrix, TSRMesh, TSRStep, tsr_traffic
 from torchtitan_lr.parallel.pipeline.pipeline import stage_boundaries
 
@@ -223,6 +224,7 @@ def _local_shapes(run: Run, pp_rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def _matrix(run: Run, name: str, local: tuple[int, ...]) -> TSRMatrix:
+    assert run.tsr is not None
     plan, whole = run.tsr_plans[name], run.global_shapes[name]
     splits = [["fsdp"] if run.shard > 1 else [], []]
     for dim in (0, 1):
@@ -233,7 +235,7 @@ def _matrix(run: Run, name: str, local: tuple[int, ...]) -> TSRMatrix:
         plan.rows,
         plan.columns,
         plan.rank,
-        plan.width,
+        sketch_width((plan.rows, plan.columns), plan.rank, run.tsr.oversampling),
         tuple(splits[rows]),
         tuple(splits[columns]),
         plan.two_sided,

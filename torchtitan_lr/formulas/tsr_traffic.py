@@ -7,15 +7,20 @@ rounds that all its matrices share, the sketches Y, Z and B (`randomized_svd`),
 the triangles of the factorisations, and checksums. Elements as the ledger counts them.
 """
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from itertools import accumulate
+from math import ceil, prod
 
 from torchtitan_lr.formulas.traffic import Traffic, merge
 from torchtitan_lr.formulas.tsr import sketch_elements
 
 BUCKET_ELEMENTS = 2**26
-"""Dense gradients travel together up to this size, and as many sketches are held at once."""
+"""Dense gradients travel together up to this size, and as many sketches are held at once.
+
+Stated here a second time, as are blocks and buckets: the optimizer has its own (`optim/tsr/sizes`).
+"""
 
 
 @dataclass(frozen=True)
@@ -74,31 +79,34 @@ class TSRStep:
 
 
 def padded_block(size: int, ranks: Iterable[int]) -> int:
-    """Rows (or columns) of the largest block when a size is split over mesh dimensions."""
-    for count in ranks:
-        size = -(-size // count)
-    return size
-
-
-def split_buckets(sizes: Sequence[int], limit: int = BUCKET_ELEMENTS) -> list[list[int]]:
-    """Split a list into runs of at most ``limit`` elements, or of one that is larger.
+    """Rows (or columns) of the largest block: the size over the product of all ranks, rounded up.
 
     Args:
-        sizes: Elements of each entry.
+        size: Rows (or columns) of the whole matrix.
+        ranks: Size of each mesh dimension that splits it.
+    """
+    return ceil(size / prod(ranks))
+
+
+def bucket_runs(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Entries of each bucket: the longest runs, from the first on, of at most ``limit`` elements.
+
+    Args:
+        sizes: Elements of each entry; one that is larger than the limit travels alone.
         limit: Elements of a bucket.
 
     Returns:
-        Indices by bucket, in order.
+        Indices by bucket.
     """
-    result: list[list[int]] = []
-    room = 0
-    for index, size in enumerate(sizes):
-        if not result or size > room:
-            result.append([])
-            room = limit
-        result[-1].append(index)
-        room -= size
-    return result
+    end_of = list(accumulate(sizes))
+    buckets, first = [], 0
+    while first < len(sizes):
+        before = end_of[first] - sizes[first]
+        fitting = bisect_right(end_of, before + limit, lo=first)
+        end = max(first + 1, fitting)
+        buckets.append(list(range(first, end)))
+        first = end
+    return buckets
 
 
 def refresh_is_dense(rows: int, columns: int, width: int, step: TSRStep) -> bool:
@@ -139,10 +147,10 @@ def tsr_traffic(
     fresh = [matrices[i] for i in sorted(refreshing)]
     rows = _cores(plain, mesh, step)
     whole = [*dense, *(prod(_block(m, mesh)) for m in fresh if _is_dense(m, mesh, step))]
-    for bucket in split_buckets(whole):
+    for bucket in bucket_runs(whole, BUCKET_ELEMENTS):
         rows += _over_replicas("gradient", sum(whole[i] for i in bucket), mesh)
     sizes = [sum(_block(m, mesh)) * m.width for m in fresh]
-    for bucket in split_buckets(sizes):
+    for bucket in bucket_runs(sizes, BUCKET_ELEMENTS):
         rows += _refresh([fresh[i] for i in bucket], mesh, step)
     rows += [_row("all_reduce", "norm", 1, dim) for dim in mesh.sharding]
     if mesh.stages > 1:
@@ -153,7 +161,7 @@ def tsr_traffic(
 def _cores(plain: Sequence[TSRMatrix], mesh: TSRMesh, step: TSRStep) -> list[Traffic]:
     sizes = [_core_elements(m, mesh) for m in plain]
     rows: list[Traffic] = []
-    for bucket in split_buckets(sizes, -(-sum(sizes) // step.buckets)):
+    for bucket in bucket_runs(sizes, ceil(sum(sizes) / step.buckets)):
         for dim in mesh.sharding:
             summed = [i for i in bucket if dim in _contracted(plain[i])]
             if summed:

@@ -1,57 +1,28 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""TSR-Adam on one device: the mathematics, without ranks, models or schedules.
+"""TSR-Adam (the paper's Algorithm 1): `tsr_adam_step` is the step that training runs.
 
 W and G are (m, n). Two orthonormal bases U (m, r) and V (n, r) span where the gradient lives; Adam
 runs on the core C = UᵀGV (r, r), and its direction is lifted back. One-sided projection (GaLore)
 is the same without V, for a matrix that is not taller than wide: the core is (r, n). Matrices that
 are, square ones included, are transposed: GaLore projects them on the right.
 
-All functions take batches as well: equal matrices may be stacked in front.
+The functions below it work on this rank's parts. `MatrixStack` holds weights, bases and moments of
+equal matrices, and cuts each rank's slice; `Synchronizer` sums over ranks.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan_lr.optim.tsr.randomized_svd import SVD, SketchSettings, randomized_svd, solve_alone
-
-Moments = Literal["keep", "rotate", "reset"]
-
-
-@dataclass(frozen=True)
-class Bases:
-    """Where a gradient is projected to.
-
-    Args:
-        left: U (m, r), or None for the identity.
-        right: V (n, r), or None for the identity.
-    """
-
-    left: Tensor | None
-    right: Tensor | None
+from torchtitan_lr.optim.tsr.stack import MatrixStack, Refresh
+from torchtitan_lr.optim.tsr.synchronize import Synchronizer
 
 
 @dataclass(frozen=True)
-class State:
-    """What TSR-Adam remembers of one matrix; fp32 at least.
-
-    Args:
-        bases: U and V.
-        average: m, first moment of the core.
-        average_square: v, second moment of the core.
-        age: Number of cores in the moments.
-    """
-
-    bases: Bases
-    average: Tensor
-    average_square: Tensor
-    age: int
-
-
-@dataclass(frozen=True)
-class Hyper:
+class AdamHyperparameters:
     """Constants of a step.
 
     Args:
@@ -61,7 +32,6 @@ class Hyper:
         eps: ε.
         weight_decay: λ, decoupled.
         scale: α, the paper's scaling factor.
-        moments: What becomes of the moments when the bases change.
     """
 
     lr: float
@@ -70,71 +40,111 @@ class Hyper:
     eps: float = 1e-8
     weight_decay: float = 0.01
     scale: float = 1.0
-    moments: Moments = "rotate"
+
+
+@dataclass(frozen=True)
+class Synchronized:
+    """What all replicas have agreed on for a step, before weights and state change.
+
+    Args:
+        norm: sqrt(Σ|C|² + Σ|g|²) of everything that the update uses, equal on all ranks.
+        tensors: The cores and dense gradients; clipping scales them in place.
+    """
+
+    norm: Tensor
+    tensors: list[Tensor]
+
+
+TSRStep = Generator[Synchronized | None, Any, None]
+"""A step under way; see `tsr_adam_step`."""
 
 
 def tsr_adam_step(
-    weight: Tensor,
-    gradient: Tensor,
-    state: State,
-    hyper: Hyper,
-    sketch: Tensor | None = None,
-    settings: SketchSettings | None = None,
-) -> tuple[Tensor, State]:
-    """Make one step of TSR-Adam (the paper's Algorithm 1, on the synchronised gradient).
+    stacks: Sequence[MatrixStack], synchronizer: Synchronizer, steps_done: int
+) -> TSRStep:
+    """Make one step of TSR-Adam (Algorithm 1) on all compressed matrices of a rank.
+
+    Backward passes, clipping and the schedule belong to the trainer. The function therefore stops
+    at each ``yield`` until the trainer is so far. Weights and state change after the last one only:
+    a step that is given up leaves no trace.
 
     Args:
-        weight: W (m, n).
-        gradient: G (m, n).
-        state: State before the step.
-        hyper: Constants.
-        sketch: Ω (n, k) on a refresh, None otherwise.
-        settings: Rank and power iterations of the refresh.
+        stacks: The matrices, with their bases and moments.
+        synchronizer: Sums over ranks.
+        steps_done: Steps before this one.
 
-    Returns:
-        The new weight and the new state; nothing is changed in place.
+    Yields:
+        None before each micro-batch's gradients: send whether they are the last. None once more
+        when all cores are on their way. Then `Synchronized`: send the `AdamHyperparameters` of
+        every stack.
     """
-    if sketch is None:
-        # C = UᵀGV
-        core = project(gradient, state.bases)
+    due = [stack.due(steps_done) for stack in stacks]
+    cores = synchronizer.zero_cores()
+    sums = []
+    is_last = False
+    while not is_last:
+        is_last = yield None
+        # C ← C + UᵀGV, and G is dropped. A gradient whose bases are due stays until it is whole.
+        for bucket in synchronizer.core_buckets(due):
+            for s, i in bucket:
+                if stacks[s].has_gradient(i):
+                    project(stacks[s].take_gradient(i), *stacks[s].bases(i), out=cores[s][i])
+            if is_last:
+                sums += synchronizer.start_core_sum(bucket)
+    yield None
+    # C ← ΣC over the ranks.
+    for pending in sums:
+        pending.wait()
+    # Where bases are due: U, Σ, V ← rSVD(ΣG), and then C = UᵀGV is Σ itself.
+    gradients = synchronizer.sum_gradients(due)
+    refreshes = synchronizer.new_bases(due)
+    norm = synchronizer.norm(due, refreshes, gradients)
+    tensors = [synchronizer.all_cores, *(refresh.core for refresh in refreshes), *gradients]
+    hyperparameters = yield Synchronized(norm, tensors)
+    for refresh in refreshes:
+        change_bases(stacks[refresh.stack], refresh)
+        cores[refresh.stack][refresh.indices] = refresh.core
+    # Adam on the core, lifted back: W ← (1 − ηλ)W − ηα·UDVᵀ.
+    for stack, core, hyper in zip(stacks, cores, hyperparameters, strict=True):
+        update(stack, core, hyper)
+
+
+def project(gradient: Tensor, left: Tensor, right: Tensor | None, out: Tensor) -> None:
+    """Add a core, C ← C + UᵀGV; linear in G, so cores of parts add up.
+
+    Args:
+        gradient: G (m, n), in the dtype of the bases.
+        left: U (m, r).
+        right: V (n, r); None where that side is not projected.
+        out: C (r, r), or (r, n) without V; changed in place.
+    """
+    half = left.mT @ gradient
+    if right is None:
+        out.add_(half)
     else:
-        left, right = state.bases.left, state.bases.right
-        assert settings is not None and left is not None
-        # U, Σ, V ← rSVD(G), signs as before, and then C = UᵀGV is Σ itself.
-        earlier = (left[None], None if right is None else right[None])
-        svd = solve_alone(randomized_svd([gradient], sketch[None], settings, earlier))
-        bases, core = new_bases(SVD(*(part[0] for part in svd)), right is not None)
-        state = change_bases(state, bases, hyper.moments)
-    # m ← β₁m + (1 − β₁)C,  v ← β₂v + (1 − β₂)C∘C,  D = m̂ / (√v̂ + ε)
-    average = hyper.beta1 * state.average + (1 - hyper.beta1) * core
-    square = hyper.beta2 * state.average_square + (1 - hyper.beta2) * core * core
-    age = state.age + 1
-    direction = adam_direction(average, square, age, hyper)
-    # W ← W − ηα·UDVᵀ − ηλW
-    update = lift(direction, state.bases)
-    weight = weight - hyper.lr * (hyper.scale * update + hyper.weight_decay * weight)
-    return weight, State(state.bases, average, square, age)
+        out.addmm_(half, right)
 
 
-def project(gradient: Tensor, bases: Bases) -> Tensor:
-    """Compute the core C = UᵀGV; linear in G, so cores of parts add up.
+def update(stack: MatrixStack, core: Tensor, hyper: AdamHyperparameters) -> None:
+    """Run Adam on the core and lift its direction: W ← (1 − ηλ)W − ηα·UDVᵀ.
 
     Args:
-        gradient: G (m, n).
-        bases: U and V; None stands for the identity.
+        stack: Weights, bases and moments of b matrices; changed in place.
+        core: C (b, r, r), or (b, r, n) without V.
+        hyper: Constants.
     """
-    core = gradient if bases.left is None else bases.left.mT @ gradient
-    return core if bases.right is None else core @ bases.right
-
-
-def lift(direction: Tensor, bases: Bases) -> Tensor:
-    """Compute U·D·Vᵀ, the direction (m, n) in the space of the weights."""
-    lifted = direction if bases.left is None else bases.left @ direction
-    return lifted if bases.right is None else lifted @ bases.right.mT
+    # m ← β₁m + (1 − β₁)C,  v ← β₂v + (1 − β₂)C∘C,  D = m̂ / (√v̂ + ε)
+    stack.average.lerp_(core, 1 - hyper.beta1)
+    stack.average_square.mul_(hyper.beta2).addcmul_(core, core, value=1 - hyper.beta2)
+    stack.ages += 1
+    directions = adam_direction(stack.average, stack.average_square, stack.age(), hyper)
+    shrink, rate = 1 - hyper.lr * hyper.weight_decay, -hyper.lr * hyper.scale
+    for i, direction in enumerate(directions):
+        lift(direction, *stack.bases(i), stack.weight(i), shrink, rate)
 
 
 def adam_direction(
-    average: Tensor, average_square: Tensor, age: float | Tensor, hyper: Hyper
+    average: Tensor, average_square: Tensor, age: float | Tensor, hyper: AdamHyperparameters
 ) -> Tensor:
     """Compute D = m̂ / (√v̂ + ε) with Adam's bias correction.
 
@@ -148,43 +158,55 @@ def adam_direction(
     return corrected / ((average_square / (1 - hyper.beta2**age)).sqrt() + hyper.eps)
 
 
-def new_bases(svd: SVD, two_sided: bool) -> tuple[Bases, Tensor]:
-    """Take bases and core from a decomposition.
+def lift(
+    direction: Tensor,
+    left: Tensor,
+    right: Tensor | None,
+    weight: Tensor,
+    shrink: float,
+    rate: float,
+) -> None:
+    """Update a weight, W ← shrink·W + rate·UDVᵀ.
 
     Args:
-        svd: U, σ, V of the gradient.
-        two_sided: Whether both sides are projected; else U alone.
-
-    Returns:
-        The bases, and the core UᵀGV = diag(σ), or UᵀG = diag(σ)Vᵀ, which needs no communication.
+        direction: D (r, r), or (r, n) without V.
+        left: U (m, r).
+        right: V (n, r); None where that side is not projected.
+        weight: W (m, n), perhaps of a narrower dtype; changed in place.
+        shrink: Factor of W.
+        rate: Factor of the lifted direction.
     """
-    if two_sided:
-        return Bases(svd.left, svd.right), torch.diag_embed(svd.values)
-    return Bases(svd.left, None), svd.values[..., None] * svd.right.mT
+    factors = (left, direction) if right is None else (left @ direction, right.mT)
+    if weight.dtype == left.dtype:
+        weight.addmm_(*factors, beta=shrink, alpha=rate)
+    else:
+        exact = torch.addmm(weight.to(left.dtype), *factors, beta=shrink, alpha=rate)
+        weight.copy_(exact)
 
 
-def change_bases(state: State, bases: Bases, moments: Moments) -> State:
-    """Carry moments into new bases.
+def change_bases(stack: MatrixStack, refresh: Refresh) -> None:
+    """Put new bases in place, and carry the moments into them as ``tsr_moments`` says.
+
+    ``keep`` leaves the numbers as they are (the published code; the signs of the new bases are
+    those of the old ones for its sake), ``rotate`` expresses them in the new bases (the paper's
+    theory), ``reset`` forgets them.
 
     Args:
-        state: State with the old bases.
-        bases: The new ones.
-        moments: ``keep`` leaves the numbers as they are (the published code; the signs of the new
-            bases are those of the old ones for its sake), ``rotate`` expresses them in the new
-            bases (the paper's theory), ``reset`` forgets them.
+        stack: The matrices; changed in place.
+        refresh: New bases for some of them.
     """
-    if moments == "reset":
-        nothing = torch.zeros_like(state.average)
-        return State(bases, nothing, nothing.clone(), age=0)
-    if moments == "rotate":
-        assert bases.left is not None and state.bases.left is not None
-        left = bases.left.mT @ state.bases.left
-        right = None
-        if bases.right is not None and state.bases.right is not None:
-            right = bases.right.mT @ state.bases.right
-        average, square = rotate(state.average, state.average_square, left, right)
-        state = replace(state, average=average, average_square=square)
-    return replace(state, bases=bases)
+    i = refresh.indices
+    stack.left[i] = refresh.left
+    if stack.right is not None and refresh.right is not None:
+        stack.right[i] = refresh.right
+    if stack.settings.moments == "reset":
+        stack.average[i] = 0
+        stack.average_square[i] = 0
+        stack.ages[i] = 0
+    elif refresh.overlaps is not None:
+        moments = rotate(stack.average[i], stack.average_square[i], *refresh.overlaps)
+        stack.average[i], stack.average_square[i] = moments
+    stack.refreshes[i] += 1
 
 
 def rotate(

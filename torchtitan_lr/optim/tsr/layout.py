@@ -26,7 +26,7 @@ class Layout:
     columns: tuple[int, ...] = ()
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part; a view, so that writing to it changes the tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 

@@ -17,7 +17,7 @@ from torchtitan_lr.optim.tsr.randomized_svd import Answer, Gather, Request, Step
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ReductionGroups:
     """The process groups of a run.
 
     Args:
@@ -31,14 +31,14 @@ class Ranks:
     stages: dist.ProcessGroup | None = None
 
     @property
-    def groups(self) -> list[dist.ProcessGroup]:
+    def shards(self) -> list[dist.ProcessGroup]:
         """The sharding groups in order."""
         return list(self.sharding.values())
 
     @property
     def sizes(self) -> list[int]:
         """Number of ranks of every sharding dimension."""
-        return [group.size() for group in self.groups]
+        return [group.size() for group in self.shards]
 
 
 class PendingSum:
@@ -81,14 +81,14 @@ def sum_over(
 
 
 def solve_together(
-    computations: Sequence[Steps[Any]], layouts: Sequence[Layout], ranks: Ranks
+    computations: Sequence[Steps[Any]], layouts: Sequence[Layout], groups: ReductionGroups
 ) -> list[Any]:
     """Run computations side by side; each round of their requests shares its collectives.
 
     Args:
         computations: In the same order on all ranks.
         layouts: How the matrices of each are split.
-        ranks: The process groups.
+        groups: The process groups.
 
     Returns:
         Their results.
@@ -102,23 +102,23 @@ def solve_together(
                 requests[index] = computations[index].send(answer)
             except StopIteration as end:
                 results[index] = end.value
-        answers = _answer(requests, layouts, ranks)
+        answers = _answer(requests, layouts, groups)
     return results
 
 
 def _answer(
-    requests: Mapping[int, Request], layouts: Sequence[Layout], ranks: Ranks
+    requests: Mapping[int, Request], layouts: Sequence[Layout], groups: ReductionGroups
 ) -> dict[int, Answer]:
     """Carry out one round: at most one call for each kind of request and mesh dimension."""
     sums = {i: request for i, request in requests.items() if isinstance(request, Sum)}
-    for dim, group in enumerate(ranks.groups):
+    for dim, group in enumerate(groups.shards):
         split = [s.tensor for i, s in sums.items() if dim in getattr(layouts[i], s.axis)]
         sum_over(split, group)
-    sum_over([s.tensor for s in sums.values() if s.replicas], ranks.replicas)
+    sum_over([s.tensor for s in sums.values() if s.replicas], groups.replicas)
     answers: dict[int, Answer] = {i: request.tensor for i, request in sums.items()}
     gathers = {i: request for i, request in requests.items() if isinstance(request, Gather)}
     answers |= dict.fromkeys(gathers)
-    for dim, group in enumerate(ranks.groups):
+    for dim, group in enumerate(groups.shards):
         concerned = {
             i: request.tensor
             for i, request in gathers.items()
@@ -178,25 +178,25 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def squared_norm(
-    pieces: Sequence[tuple[Tensor, Sequence[int]]], ranks: Ranks, device: torch.device
+    pieces: Sequence[tuple[Tensor, Sequence[int]]], groups: ReductionGroups, device: torch.device
 ) -> Tensor:
     """Sum the squares of tensors that are split over the mesh, each element once, in fp64.
 
     Args:
         pieces: This rank's parts, already summed over the replicas, each with the sharding
             dimensions that split it. Along the others all ranks hold the same part.
-        ranks: The process groups; pipeline stages hold different parameters.
+        groups: The process groups; pipeline stages hold different parameters.
         device: Where to sum.
 
     Returns:
         A scalar, equal on all ranks.
     """
-    places = [group.rank() for group in ranks.groups]
+    places = [group.rank() for group in groups.shards]
     total = torch.zeros((), dtype=torch.float64, device=device)
     for part, dims in pieces:
         if all(place == 0 or dim in dims for dim, place in enumerate(places)):
             total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
-    for group in (*ranks.groups, ranks.stages):
+    for group in (*groups.shards, groups.stages):
         if group is not None:
             dist.all_reduce(total, group=group)
     return total

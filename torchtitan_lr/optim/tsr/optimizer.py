@@ -3,6 +3,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any, cast
 
@@ -15,9 +16,14 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_lr.compat.names import clean_name
 from torchtitan_lr.optim.finite import nonfinite_gradient
-from torchtitan_lr.optim.tsr.adam import Hyper
-from torchtitan_lr.optim.tsr.layout import derived, local, mesh_groups, shard_dims
-from torchtitan_lr.optim.tsr.mesh_sync import Ranks
+from torchtitan_lr.optim.tsr.adam import (
+    AdamHyperparameters,
+    Synchronized,
+    TSRStep,
+    tsr_adam_step,
+)
+from torchtitan_lr.optim.tsr.layout import derived, local_part, mesh_groups, shard_dims
+from torchtitan_lr.optim.tsr.mesh_sync import ReductionGroups
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
 from torchtitan_lr.optim.tsr.stack import MatrixStack, layout_of
 from torchtitan_lr.optim.tsr.synchronize import Synchronizer
@@ -26,8 +32,9 @@ from torchtitan_lr.optim.tsr.synchronize import Synchronizer
 class TSRAdam(Optimizer):
     """TSR-Adam of one model part; AdamW for what is not compressed.
 
-    `step` applies what the part's `Synchronizer` has agreed on with other ranks, and does nothing
-    without it. All state exists from the start, in fp32 at least, and keeps its place in memory.
+    `TSROptimizers` updates the compressed matrices of all parts together, in `tsr_adam_step`, and
+    sums all gradients; `step` then updates the other parameters of the part. All state exists from
+    the start, in fp32 at least, and keeps its place in memory.
 
     Args:
         named_parameters: Clean name and parameter.
@@ -39,7 +46,6 @@ class TSRAdam(Optimizer):
     Attributes:
         stacks: The compressed matrices.
         dense: The other parameters.
-        gradients: Summed gradients of ``dense`` for the next `step`; None before they are known.
     """
 
     def __init__(
@@ -57,27 +63,23 @@ class TSRAdam(Optimizer):
         self.stacks = _build_stacks(
             [(plans[name], p) for name, p in named_parameters if name in plans], order, settings
         )
-        self.gradients: Sequence[Tensor] | None = None
         self._averages = [_moment(p) for p in self.dense]
         self._squares = [_moment(p) for p in self.dense]
         self._create_state()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters from what was synchronized."""
-        if self.gradients is None:
-            return
+        """Update the dense parameters from their gradients, which are summed over all ranks."""
+        self.steps += 1
+        if self.dense:
+            self._update_dense(self.hyperparameters())
+
+    def hyperparameters(self) -> AdamHyperparameters:
+        """Return the constants of the next step, as the schedule has set them."""
         group = self.param_groups[0]
         names = ("lr", "beta1", "beta2", "eps", "weight_decay")
         numbers: dict[str, Any] = {name: float(group[name]) for name in names}
-        hyper = Hyper(**numbers, scale=self.settings.scale, moments=self.settings.moments)
-        for stack in self.stacks:
-            stack.commit()
-            stack.update(hyper)
-        self.steps += 1
-        if self.dense:
-            self._update_dense(hyper)
-        self.gradients = None
+        return AdamHyperparameters(**numbers, scale=self.settings.scale)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -89,7 +91,7 @@ class TSRAdam(Optimizer):
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         for number, parameter in zip(ids, own, strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
-                local(self.state[parameter][name]).copy_(local(torch.as_tensor(value)))
+                local_part(self.state[parameter][name]).copy_(local_part(torch.as_tensor(value)))
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
 
@@ -108,11 +110,13 @@ class TSRAdam(Optimizer):
                 "exp_avg_sq": derived(parameter, square, size, dims),
             }
 
-    def _update_dense(self, hyper: Hyper) -> None:
+    def _update_dense(self, hyper: AdamHyperparameters) -> None:
         """AdamW, W ← (1 − ηλ)W − η·m̂/(√v̂ + ε), on lists of tensors."""
-        assert self.gradients is not None
         averages, squares = self._averages, self._squares
-        gradients = [g.to(m.dtype) for g, m in zip(self.gradients, averages, strict=True)]
+        gradients = [
+            local_part(cast(Tensor, p.grad)).to(m.dtype)
+            for p, m in zip(self.dense, averages, strict=True)
+        ]
         torch._foreach_lerp_(averages, gradients, 1 - hyper.beta1)
         torch._foreach_mul_(squares, hyper.beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - hyper.beta2)
@@ -120,7 +124,7 @@ class TSRAdam(Optimizer):
         denominators = torch._foreach_div(squares, 1 - hyper.beta2**age)
         torch._foreach_sqrt_(denominators)
         torch._foreach_add_(denominators, hyper.eps)
-        weights = [local(parameter) for parameter in self.dense]
+        weights = [local_part(parameter) for parameter in self.dense]
         torch._foreach_mul_(weights, 1 - hyper.lr * hyper.weight_decay)
         rate = -hyper.lr / (1 - hyper.beta1**age)
         if all(weight.dtype == m.dtype for weight, m in zip(weights, averages, strict=True)):
@@ -163,17 +167,17 @@ class TSROptimizers(OptimizersContainer):
         self.optimizers = [TSRAdam(part, plans, order, settings, dict(defaults)) for part in named]
         stacks = [stack for optimizer in self.optimizers for stack in optimizer.stacks]
         dense = [(p, _splits(p, order)) for optimizer in self.optimizers for p in optimizer.dense]
-        ranks = Ranks(groups, replicas, stages)
-        self.synchronizer = Synchronizer(stacks, dense, ranks, settings)
+        reduction = ReductionGroups(groups, replicas, stages)
+        self.synchronizer = Synchronizer(stacks, dense, reduction, settings)
+        self._step: TSRStep | None = None
+        self._synchronized: Synchronized | None = None
         self._post_init(parameters, defaults)
-        _log_plan(stacks, ranks)
+        _log_plan(stacks, reduction)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Drop all gradients, cores and bases of a step that was not taken."""
         super().zero_grad(*args, **kwargs)
-        self.synchronizer.end()
-        for optimizer in self.optimizers:
-            optimizer.gradients = None
+        self._step = self._synchronized = None
 
     @torch.no_grad()
     def accumulate(self, last: bool) -> None:
@@ -184,9 +188,11 @@ class TSROptimizers(OptimizersContainer):
         Args:
             last: Whether the step has no further micro-batch.
         """
-        if not self.synchronizer.is_begun:
-            self.synchronizer.begin(int(self.optimizers[0].steps))
-        self.synchronizer.accumulate(last)
+        if self._step is None:
+            stacks, steps_done = self.synchronizer.stacks, int(self.optimizers[0].steps)
+            self._step = tsr_adam_step(stacks, self.synchronizer, steps_done)
+            next(self._step)
+        self._step.send(last)
 
     @torch.no_grad()
     def synchronize(self) -> Tensor:
@@ -195,25 +201,34 @@ class TSROptimizers(OptimizersContainer):
         Returns:
             The norm sqrt(Σ|C|² + Σ|g|²) of cores and dense gradients, equal on all ranks.
         """
-        norm = self.synchronizer.synchronize()
-        gradients = iter(self.synchronizer.gradients)
-        for optimizer in self.optimizers:
-            optimizer.gradients = [next(gradients) for _ in optimizer.dense]
-        return norm
+        assert self._step is not None
+        self._synchronized = next(self._step)
+        assert self._synchronized is not None
+        return self._synchronized.norm
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale the synchronized quantities down to a norm, as `clip_grads_with_norm_` does."""
-        self.synchronizer.clip(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        assert self._synchronized is not None
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in self._synchronized.tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for dtype, same in by_dtype.items():
+            torch._foreach_mul_(same, factor.to(dtype))
 
     @torch.no_grad()
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Update all parts; without `synchronize` before it, from the gradients as they are."""
-        if any(optimizer.gradients is None for optimizer in self.optimizers):
+        if self._synchronized is None:
             self.accumulate(last=True)
             self.synchronize()
+        assert self._step is not None
+        of_stacks = [part.hyperparameters() for part in self.optimizers for _ in part.stacks]
+        with suppress(StopIteration):  # the step is at its end
+            self._step.send(of_stacks)
         super().step(*args, **kwargs)
-        self.synchronizer.end()
+        self._step = self._synchronized = None
 
     def nonfinite(self) -> str | None:
         """Name the first parameter of this rank whose gradient or core is not finite."""
@@ -228,7 +243,7 @@ def _build_stacks(
     for plan, parameter in matrices:
         shape = (plan.rows, plan.columns, plan.rank, plan.transposed)
         layout = layout_of(parameter, plan, order)
-        key = (shape, layout, local(parameter).shape, parameter.dtype)
+        key = (shape, layout, local_part(parameter).shape, parameter.dtype)
         alike[key].append((plan, parameter))
     return [
         MatrixStack([plan for plan, _ in same], [p for _, p in same], order, settings)
@@ -237,7 +252,7 @@ def _build_stacks(
 
 
 def _moment(parameter: Tensor) -> Tensor:
-    part = local(parameter)
+    part = local_part(parameter)
     dtype = torch.promote_types(part.dtype, torch.float32)
     return torch.zeros_like(part, dtype=dtype, requires_grad=False)
 
@@ -264,10 +279,10 @@ def _all_shapes(
     return {name: shape for shapes in everyone for name, shape in shapes.items()}
 
 
-def _log_plan(stacks: Sequence[MatrixStack], ranks: Ranks) -> None:
+def _log_plan(stacks: Sequence[MatrixStack], groups: ReductionGroups) -> None:
     count = sum(len(stack) for stack in stacks)
     logger.info("TSR-Adam compresses %d matrices of this rank", count)
-    if ranks.replicas is None and "fsdp" in ranks.sharding:
+    if groups.replicas is None and "fsdp" in groups.sharding:
         logger.info(
             "TSR-Adam without replicas: FSDP's reduce-scatter stays dense; only optimizer memory "
             "is saved. Set parallelism.data_parallel_replicate_degree to save communication"

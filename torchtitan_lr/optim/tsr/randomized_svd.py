@@ -6,9 +6,9 @@ may be a *partial sum*: the true G is the sum over replicas. Neither G nor any m
 ever sent, only what is k = r + p wide (TSR-Adam, Section 3.5).
 
 The algorithm is written once, as a generator. Where it needs other ranks it yields a request (a
-`Sum` or a `Gather`) and receives the answer; who drives it decides what that means. `solve_alone`
-answers for a single device; `mesh_sync` answers for a mesh, and runs the generators of many
-matrices side by side, so that each round of requests becomes one collective.
+`Sum` or a `Gather`) and receives the answer; the caller decides what that means. `solve_together`
+answers for a mesh, and runs the generators of many matrices side by side, so that each round of
+requests becomes one collective.
 """
 
 import hashlib
@@ -206,18 +206,6 @@ def tsqr(tall: Tensor, axis: Axis, mesh_dims: int) -> Steps[tuple[Tensor, Tensor
         q = q @ corrections[:, place * width : (place + 1) * width]
     signs = _signs(r.diagonal(dim1=-2, dim2=-1))
     return q[..., :rows, :] * signs[..., None, :], r * signs[..., None]
-
-
-def solve_alone(steps: Steps[Result]) -> Result:
-    """Run a generator on one device: every sum is complete, nothing is sharded."""
-    answer: Answer = None
-    try:
-        while True:
-            request = steps.send(answer)
-            answer = request.tensor if isinstance(request, Sum) else None
-    except StopIteration as end:
-        result: Result = end.value
-        return result
 
 
 def draw_sketches(

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.formulas.tsr import sketch_width
+from torchtitan_lr.optim.tsr.sizes import sketch_width
 
 EMBEDDING = "tok_embeddings.weight"
 """Has a rank and an interval of its own."""
@@ -140,7 +140,7 @@ def _plan(
     rows, columns = reversed(shape) if transposed else shape
     index, count = place
     offset = index * interval // count if settings.stagger else 0
-    width = sketch_width((rows, columns), rank, settings.oversampling)
+    width = sketch_width(rows, columns, rank, settings.oversampling)
     return MatrixPlan(name, rows, columns, rank, width, interval, offset, two_sided, transposed)
 
 

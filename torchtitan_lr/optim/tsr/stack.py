@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_lr.formulas.tsr_traffic import TSRStep, padded_block, refresh_is_dense
-from torchtitan_lr.optim.tsr.adam import Bases, Hyper, adam_direction, rotate
-from torchtitan_lr.optim.tsr.layout import Layout, derived, local, own_part, shard_dims
+from torchtitan_lr.optim.tsr.layout import Layout, derived, local_part, own_part, shard_dims
 from torchtitan_lr.optim.tsr.randomized_svd import draw_sketches
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings
+from torchtitan_lr.optim.tsr.sizes import largest_block, refresh_is_dense
 
 
 @dataclass
@@ -20,14 +19,18 @@ class Refresh:
     """New bases that wait for the step to be accepted.
 
     Args:
+        stack: Number of the stack.
         indices: The matrices of the stack that they belong to.
-        bases: U (b, m, r) and V (b, n, r) or None.
+        left: U (b, m, r).
+        right: V (b, n, r), or None where that side is not projected.
         core: The core in the new bases (b, r, columns).
         overlaps: U₊ᵀU and V₊ᵀV (b, r, r), where moments are rotated.
     """
 
+    stack: int
     indices: list[int]
-    bases: Bases
+    left: Tensor
+    right: Tensor | None
     core: Tensor
     overlaps: tuple[Tensor, Tensor | None] | None = None
 
@@ -48,8 +51,6 @@ class MatrixStack:
         average_square: v, as ``average``.
         ages: Number of cores in the moments (b,), on the CPU.
         refreshes: Number of refreshes so far (b,), on the CPU.
-        cores: Sum of this rank's cores since `clear`; the optimizer gives the memory.
-        pending: Refreshes of the step at hand.
     """
 
     def __init__(
@@ -64,9 +65,9 @@ class MatrixStack:
         self.row_dim, self.column_dim = (1, 0) if self.plan.transposed else (0, 1)
         self.layout = layout_of(parameters[0], self.plan, order)
         self.core_dims = () if self.plan.two_sided else self.layout.columns
-        m, n = self._oriented(local(parameters[0])).shape
+        m, n = self._oriented(local_part(parameters[0])).shape
         b, r = len(parameters), self.plan.rank
-        weight = local(parameters[0])
+        weight = local_part(parameters[0])
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
         kind: dict[str, Any] = {"dtype": self.dtype, "device": weight.device}
         self.left = torch.zeros(b, m, r, **kind)
@@ -76,8 +77,6 @@ class MatrixStack:
         self.average_square = torch.zeros_like(self.average)
         self.ages = torch.zeros(b, dtype=torch.int64)
         self.refreshes = torch.zeros(b, dtype=torch.int64)
-        self.cores = torch.zeros_like(self.average)
-        self.pending: list[Refresh] = []
 
     def __len__(self) -> int:
         return len(self.plans)
@@ -109,20 +108,33 @@ class MatrixStack:
         """Return this rank's part of a gradient (m, n); zeros where the loss gave none."""
         gradient = self.parameters[index].grad
         if gradient is None:
-            return self._oriented(torch.zeros_like(local(self.parameters[index])))
-        return self._oriented(local(gradient))
+            return self._oriented(torch.zeros_like(local_part(self.parameters[index])))
+        return self._oriented(local_part(gradient))
 
-    def accumulate(self, index: int) -> None:
-        """Add the core of a gradient, C += UᵀGV, and drop the gradient."""
-        if self.parameters[index].grad is None:
-            return
+    def has_gradient(self, index: int) -> bool:
+        """Return whether the loss gave a matrix a gradient."""
+        return self.parameters[index].grad is not None
+
+    def take_gradient(self, index: int) -> Tensor:
+        """Return this rank's part of a gradient (m, n) in the bases' dtype, and drop it."""
         gradient = self.gradient(index).to(self.dtype)
-        half = self.left[index].mT @ gradient
-        if self.right is None:
-            self.cores[index].add_(half)
-        else:
-            self.cores[index].addmm_(half, self.right[index])
         self.parameters[index].grad = None
+        return gradient
+
+    def weight(self, index: int) -> Tensor:
+        """Return this rank's part of a weight (m, n); a view."""
+        return self._oriented(local_part(self.parameters[index]))
+
+    def bases(self, index: int | list[int]) -> tuple[Tensor, Tensor | None]:
+        """Return U and V of a matrix, as views; of a list of matrices, as stacked copies."""
+        return self.left[index], None if self.right is None else self.right[index]
+
+    def age(self) -> float | Tensor:
+        """Return how many cores the moments hold: one number, or (b, 1, 1) where they differ."""
+        first, *others = ages = self.ages.tolist()
+        if all(age == first for age in others):
+            return float(first)
+        return torch.tensor(ages, dtype=self.dtype, device=self.left.device)[:, None, None]
 
     def sketches(self, indices: Sequence[int]) -> Tensor:
         """Draw Ω for a refresh: this rank's rows (b, n, k)."""
@@ -141,67 +153,21 @@ class MatrixStack:
             ranks: Size of every mesh dimension of the run; blocks count with their padding, so
                 that all ranks decide alike.
         """
-        step = TSRStep(self.settings.power_iterations, self.settings.refresh)
-        return refresh_is_dense(*self._largest_block(ranks), self.plan.width, step)
+        settings = self.settings
+        return refresh_is_dense(
+            *self._largest_block(ranks),
+            self.plan.width,
+            settings.power_iterations,
+            settings.refresh,
+        )
 
     def sketch_size(self, ranks: Sequence[int]) -> int:
         """Return the elements (m + n)k of one matrix's sketches on a rank; argument as above."""
         return sum(self._largest_block(ranks)) * self.plan.width
 
-    def clear(self) -> None:
-        """Forget the cores and refreshes of a step."""
-        self.cores.zero_()
-        self.pending.clear()
-
-    def commit(self) -> None:
-        """Take over the new bases, carry the moments into them, and put their cores in place."""
-        for refresh in self.pending:
-            i = refresh.indices
-            assert refresh.bases.left is not None
-            self.left[i] = refresh.bases.left
-            if self.right is not None and refresh.bases.right is not None:
-                self.right[i] = refresh.bases.right
-            if self.settings.moments == "reset":
-                self.average[i] = 0
-                self.average_square[i] = 0
-                self.ages[i] = 0
-            elif refresh.overlaps is not None:
-                moments = rotate(self.average[i], self.average_square[i], *refresh.overlaps)
-                self.average[i], self.average_square[i] = moments
-            self.cores[i] = refresh.core
-            self.refreshes[i] += 1
-        self.pending.clear()
-
-    def update(self, hyper: Hyper) -> None:
-        """Make the step: Adam in core space, then W ← (1 − ηλ)W − ηα·UDVᵀ."""
-        self.average.lerp_(self.cores, 1 - hyper.beta1)
-        self.average_square.mul_(hyper.beta2).addcmul_(
-            self.cores, self.cores, value=1 - hyper.beta2
-        )
-        self.ages += 1
-        directions = adam_direction(self.average, self.average_square, self._age(), hyper)
-        shrink, rate = 1 - hyper.lr * hyper.weight_decay, -hyper.lr * hyper.scale
-        for i, parameter in enumerate(self.parameters):
-            weight = self._oriented(local(parameter))
-            if self.right is None:
-                factors = self.left[i], directions[i]
-            else:
-                factors = self.left[i] @ directions[i], self.right[i].mT
-            if weight.dtype == self.dtype:
-                weight.addmm_(*factors, beta=shrink, alpha=rate)
-            else:
-                exact = torch.addmm(weight.to(self.dtype), *factors, beta=shrink, alpha=rate)
-                weight.copy_(exact)
-
-    def _age(self) -> float | Tensor:
-        first, *others = ages = self.ages.tolist()
-        if all(age == first for age in others):
-            return float(first)
-        return torch.tensor(ages, dtype=self.dtype, device=self.left.device)[:, None, None]
-
     def _largest_block(self, ranks: Sequence[int]) -> tuple[int, int]:
-        rows = padded_block(self.plan.rows, (ranks[dim] for dim in self.layout.rows))
-        return rows, padded_block(self.plan.columns, (ranks[d] for d in self.layout.columns))
+        rows = largest_block(self.plan.rows, (ranks[dim] for dim in self.layout.rows))
+        return rows, largest_block(self.plan.columns, (ranks[d] for d in self.layout.columns))
 
     def _oriented(self, matrix: Tensor) -> Tensor:
         return matrix.mT if self.plan.transposed else matrix

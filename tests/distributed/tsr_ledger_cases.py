@@ -1,0 +1,116 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What TSR-Adam sends in a few steps: counted on a rank, and by the formulas."""
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from tests.distributed import tsr_cases
+from tests.distributed.tsr_cases import COLUMN, DEFAULTS, Case, build_model, place, take_step
+from torchtitan_lr.formulas.tsr import sketch_width
+from torchtitan_lr.formulas.tsr_traffic import TSRMatrix, TSRMesh, TSRStep, tsr_traffic
+from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
+
+Shapes = dict[str, tuple[int, ...]]
+
+MESHES = {
+    "replicate4": TSRMesh({}, replicas=4),
+    "hsdp2x2": TSRMesh({"fsdp": 2}, replicas=2),
+    "fsdp2xtp2": TSRMesh({"fsdp": 2, "tp": 2}),
+    "tp2xdp2": TSRMesh({"tp": 2}, replicas=2),
+}
+STEPS = 6
+
+
+def measure(
+    layout_name: str, settings: TSRSettings, shapes: Shapes
+) -> list[dict[Any, tuple[int, int]]]:
+    """Count a few steps; on a rank. Each is {(op, mesh_dim, dtype): (calls, elements)}."""
+    with patch.object(tsr_cases, "SHAPES", shapes):
+        case = Case(layout_name, settings, dtype=torch.float32, microbatches=2)
+        layout = place(layout_name)
+        model = build_model(layout, case.dtype)
+        optimizer = TSROptimizers(
+            [model], settings, DEFAULTS, replicas=layout.replicas, stages=layout.stages
+        )
+        groups = dict(optimizer.synchronizer.groups.sharding)
+        names = {group.group_name: name for name, group in groups.items()}
+        if layout.replicas is not None:
+            names[layout.replicas.group_name] = "dp_replicate"
+        names = mesh_dims_of({}) | names
+        ledger = CommLedger([], names)
+        steps = []
+        for step in range(STEPS):
+            ledger.clear()
+            with ledger:
+                take_step(model, optimizer, layout, case, step)
+            steps.append(
+                {
+                    (row["op"], row["mesh_dim"], row["dtype"]): (row["calls"], row["elements"])
+                    for row in ledger.rows()
+                }
+            )
+        return steps
+
+
+def splits(name: str, transposed: bool, mesh: TSRMesh) -> dict[str, tuple[str, ...]]:
+    by_dim: dict[int, list[str]] = {0: [], 1: []}
+    if "fsdp" in mesh.sharding:
+        by_dim[0].append("fsdp")
+    if "tp" in mesh.sharding:
+        by_dim[1 if name.endswith(COLUMN) else 0].append("tp")
+    rows, columns = (1, 0) if transposed else (0, 1)
+    return {"row_split": tuple(by_dim[rows]), "column_split": tuple(by_dim[columns])}
+
+
+def expected(
+    settings: TSRSettings, mesh: TSRMesh, shapes: Shapes
+) -> list[dict[Any, tuple[int, int]]]:
+    plans = plan_matrices(shapes, settings)
+    matrices = {
+        name: TSRMatrix(
+            p.rows,
+            p.columns,
+            p.rank,
+            # The formula's own width: the plan's is what is to be checked.
+            sketch_width((p.rows, p.columns), p.rank, settings.oversampling),
+            two_sided=p.two_sided,
+            **splits(name, p.transposed, mesh),
+        )
+        for name, p in plans.items()
+    }
+    dense = []
+    for name, shape in shapes.items():
+        if name not in plans:
+            parts = [d for d in mesh.sharding if d == "fsdp" or len(shape) == 2]
+            size = torch.Size(shape).numel()
+            dense.append(size // torch.Size([mesh.sharding[d] for d in parts]).numel())
+    step = TSRStep(
+        settings.power_iterations,
+        settings.refresh,
+        settings.moments == "rotate",
+        settings.overlap_buckets,
+    )
+    dtypes = {
+        "core": settings.core_dtype,
+        "gradient": "float32",
+        "sketch": "float32",
+        "norm": "float64",
+        "checksum": "int64",
+    }
+    steps = []
+    done = dict.fromkeys(plans, 0)
+    for t in range(STEPS):
+        due = [i for i, (n, p) in enumerate(plans.items()) if p.is_due(t, done[n])]
+        for i in due:
+            done[list(plans)[i]] += 1
+        rows: dict[Any, tuple[int, int]] = {}
+        for row in tsr_traffic(list(matrices.values()), due, dense, mesh, step):
+            key = (row.op, row.mesh_dim, dtypes[row.role])
+            calls, elements = rows.get(key, (0, 0))
+            rows[key] = (calls + row.calls, elements + row.elements)
+        steps.append(rows)
+    return steps
