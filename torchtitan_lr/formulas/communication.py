@@ -69,7 +69,7 @@ def block_traffic(
         Rows with the scope ``block``.
     """
     formula = FORMULAS[settings.plan]
-    rows = formula.block(shape, settings, tokens, ranks, column_multiple)
+    rows = [*formula.block(shape, settings, tokens, ranks, column_multiple)]
     # A learned gate on shards of the latents: its gradient is a sum over the ranks, group by group.
     shards = formula.shards_latents or settings.comm == "sequence"
     if shape.family == "lax" and shape.lax_gate == "scalar" and shards and not first_block:

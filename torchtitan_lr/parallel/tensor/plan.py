@@ -65,7 +65,7 @@ class TensorParallelPlan:
         name: The value of ``parallelism.tp_plan``.
         low_rank: Whether it splits factorised linears, or dense ones.
         lanes: Whether it is for models with CAAT-Net's lanes.
-        experimental: Whether ``auto`` never chooses it although no other plan fits.
+        experimental: Whether it must be named, since ``auto`` never chooses it.
         choices: Fields of `TPSettings` in which it has a choice; others keep their defaults.
     """
 
