@@ -240,7 +240,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     options.overrides = overrides
     parser.check_at_least(options, steps=1, warmup=0)
     options.plans = options.plans.split(",")
-    known = PLANS
+    known: tuple[str, ...] = PLANS
     if len(options.configs) == 1 and not set(options.plans) <= set(known):
         with suppress(ConfigError):  # it is reported below
             known = known_plans(options.configs[0], overrides)

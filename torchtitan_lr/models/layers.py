@@ -147,7 +147,7 @@ def activate(latents: Sequence[Tensor], use_silu: Sequence[bool]) -> list[Tensor
 
 def low_rank_group(
     x: Tensor,
-    linears: Sequence[LowRankLinear],
+    linears: Sequence[nn.Module],
     down: nn.Module,
     up: nn.Module,
     use_silu: Sequence[bool],
@@ -159,7 +159,7 @@ def low_rank_group(
 
     Args:
         x: Input (b, s, d_in).
-        linears: The group; all take the same input.
+        linears: The group, of `LowRankLinear`; all take the same input.
         down: Edge that applies A, such as `DownEdge`.
         up: Edge that applies B, such as `UpEdge`.
         use_silu: Which of them have σ = SiLU in their bottleneck.
