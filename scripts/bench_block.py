@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.formulas.flops import layer_flops
+from torchtitan_lr.formulas.plans.registry import FORMULAS
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
@@ -189,7 +190,7 @@ def _build(
 def _input(args: LlamaArgs, settings: TPSettings, options: argparse.Namespace) -> torch.Tensor:
     """Return this rank's part of a random stream: (b, s, d/T), (b, s/T, d) or (b, s, d)."""
     s, d, t = options.seq_len, args.dim, options.ranks
-    if settings.plan == "btp":
+    if FORMULAS[settings.plan].shards_stream:
         d //= t
     elif settings.comm == "sequence":
         s //= t

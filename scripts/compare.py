@@ -29,6 +29,7 @@ import argparse
 import json
 import sys
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ from torchtitan_lr.tools.experiments import (
     step_records,
 )
 from torchtitan_lr.tools.timing import MEASUREMENT_FILE, WATCHED_STEPS, as_text, draw, row_of
-from torchtitan_lr.tools.variants import PLANS, derive, read_modes, shared_mode
+from torchtitan_lr.tools.variants import PLANS, derive, known_plans, read_modes, shared_mode
 
 TABLES_CONFIG = "train_configs/boost_3b.toml"
 QUIET = [
@@ -239,8 +240,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     options.overrides = overrides
     parser.check_at_least(options, steps=1, warmup=0)
     options.plans = options.plans.split(",")
-    if unknown := [plan for plan in options.plans if plan not in PLANS]:
-        parser.error(f"--plans: got {unknown[0]!r}, expected some of {', '.join(PLANS)}")
+    known: tuple[str, ...] = PLANS
+    if len(options.configs) == 1 and not set(options.plans) <= set(known):
+        with suppress(ConfigError):  # it is reported below
+            known = known_plans(options.configs[0], overrides)
+    if unknown := [plan for plan in options.plans if plan not in known]:
+        parser.error(f"--plans: got {unknown[0]!r}, expected some of {', '.join(known)}")
     if options.tables and options.configs:
         parser.error(f"--tables: got CONFIG {options.configs[0]!r} too, expected none")
     if not options.tables and not options.configs:

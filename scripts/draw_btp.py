@@ -134,7 +134,7 @@ def draw_volumes(axes: Any) -> None:
     }
     for i, (plan, name) in enumerate(reversed(names.items())):
         args = FLAVORS["full" if plan == "megatron" else "cola"]["7B"]
-        rows = block_traffic(args, TPSettings(plan), tokens=1)  # type: ignore[arg-type]
+        rows = block_traffic(args, TPSettings(plan), tokens=1)
         forward, backward = (count(rows, p)[1] for p in ("forward", "backward"))
         calls = [count(rows, p)[0] for p in ("forward", "backward")]
         axes.barh(i, forward, color="#7f8c8d", label="forward" if i == 0 else None)

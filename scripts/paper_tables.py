@@ -109,7 +109,7 @@ Corrected here:
 
 def volume_of(args: LlamaArgs, plan: str, pass_: str = "forward") -> int:
     """Elements that a block sends per token in one pass, statistics left out."""
-    rows = block_traffic(args, TPSettings(plan), tokens=1)  # type: ignore[arg-type]
+    rows = block_traffic(args, TPSettings(plan), tokens=1)
     counted = [row for row in rows if row.role == "activation"]
     return count(counted, "forward" if pass_ == "forward" else "backward")[1]
 

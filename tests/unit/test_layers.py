@@ -15,6 +15,7 @@ from torchtitan_lr.models.layers import (
     UpEdge,
     activate,
     build_linear,
+    low_rank_group,
 )
 
 
@@ -102,6 +103,16 @@ def test_activation_by_projection():
     first, second = activate(list(h), [True, False])
     assert torch.equal(first, F.silu(h[0]))
     assert torch.equal(second, h[1])
+
+
+@pytest.mark.parametrize("silu", [False, True])
+def test_a_group_is_b_sigma_a(silu):
+    linear, norm, x = LowRankLinear(8, 6, 4), nn.RMSNorm(8), torch.randn(2, 3, 8)
+    edges = DownEdge(), UpEdge()
+    (out,), (latent,) = low_rank_group(x, [linear], *edges, [silu], norm)
+    torch.testing.assert_close(latent, norm(x) @ linear.A.weight.T)
+    expected = (F.silu(latent) if silu else latent) @ linear.B.weight.T
+    torch.testing.assert_close(out, expected)
 
 
 def test_ends_of_the_model():

@@ -9,12 +9,13 @@ from torch import nn
 from torchtitan.tools.logging import logger
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.args import FAMILIES, LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.tensor.plans import build_tp_plan
 from torchtitan_lr.parallel.tensor.styles import EdgeParallel
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, resolve_settings
+from torchtitan_lr.training.register import build_train_spec
 
 
 def tiny(family: str = "cola", **changes: Any) -> LlamaArgs:
@@ -180,3 +181,8 @@ def test_a_plan_places_every_parameter_of_a_stage(family: str, plan: Any) -> Non
     gates = {name for name in placed if name.endswith(".gate")}
     assert placed - gates == wanted
     assert "tok_embeddings.weight" not in placed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_has_a_parallelize_function_of_its_name(family: str) -> None:
+    assert build_train_spec(family).parallelize_fn.__name__ == f"parallelize_llama_{family}"

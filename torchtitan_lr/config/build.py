@@ -5,6 +5,7 @@ It is pure and needs no process group: the launcher calls it before any rank sta
 again.
 """
 
+import importlib
 import importlib.util
 from functools import cache
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 from torchtitan_lr.compat.collector import collector_off
 from torchtitan_lr.config.parse import (
     CONFIG_FILE_KEY,
+    Override,
     apply_overrides,
     check_toml,
     load_toml,
     split_arguments,
 )
 from torchtitan_lr.config.paths import user_path
+from torchtitan_lr.config.schema import TP_PLANS
 from torchtitan_lr.errors import ConfigError
 
 CONFIG_MODULE = "torchtitan_lr.config.schema"
@@ -54,6 +57,7 @@ def build_job_config(argv: list[str]) -> Any:
     with collector_off():
         from torchtitan.config import ConfigManager
 
+    _import_plan(raw, overrides)
     config_cls = config_class()
     values = apply_overrides(check_toml(raw, config_cls), overrides, config_cls)
     for section, key in (("job", "custom_config_module"), ("experimental", "custom_import")):
@@ -74,6 +78,20 @@ def config_class() -> Any:
     from torchtitan_lr.config import schema as extension
 
     return ConfigManager._merge_configs(JobConfig, extension.JobConfig)
+
+
+def _import_plan(raw: dict[str, Any], overrides: list[Override]) -> None:
+    """Imports ``experimental.custom_import`` where an unknown plan is named: it may register it."""
+    given = {
+        f"{section}.{key}": value
+        for section, table in raw.items()
+        if isinstance(table, dict)
+        for key, value in table.items()
+    } | {override.key: override.value for override in overrides}
+    plan, module = given.get("parallelism.tp_plan"), given.get("experimental.custom_import")
+    if isinstance(plan, str) and plan not in TP_PLANS and isinstance(module, str) and module:
+        _check_import(module)
+        importlib.import_module(module)
 
 
 def _check_before_merge(values: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomli
 
@@ -249,7 +249,12 @@ def _limit(value: object, option: Field[Any]) -> str:
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, or the annotation alone."""
+    """The members of a union, or the annotation alone.
+
+    ``Annotated[str, names]`` is one of the names in the list, which may have grown at run time.
+    """
+    if get_origin(annotation) is Annotated:
+        return (Literal[tuple(annotation.__metadata__[0])],)
     if get_origin(annotation) in (Union, types.UnionType):
         return get_args(annotation)
     return (annotation,)

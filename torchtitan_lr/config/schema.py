@@ -7,9 +7,12 @@ class, so this file must never use ``from __future__ import annotations``.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from torchtitan_lr.config.methods import Caat, GradCompression, LowRank, Optimizer
+
+TP_PLANS = ["auto", "btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat"]
+"""Values of ``parallelism.tp_plan``; a plan that is registered adds its name."""
 
 
 @dataclass
@@ -84,9 +87,7 @@ class Training:
 class Parallelism:
     """Additions to torchtitan's ``[parallelism]``: how tensor parallelism works."""
 
-    tp_plan: Literal[
-        "auto", "btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat"
-    ] = "auto"
+    tp_plan: Annotated[str, TP_PLANS] = "auto"
     """
     The tensor-parallel plan:
     - 'auto': 'btp' for the low-rank families, 'megatron' for llama_full, 'caat' where it has lanes

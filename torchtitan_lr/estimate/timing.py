@@ -15,6 +15,7 @@ from torchtitan_lr.estimate.step_time import (
 from torchtitan_lr.estimate.traffic import element_size
 from torchtitan_lr.formulas.activations import layer_recompute_flops, recompute_flops
 from torchtitan_lr.formulas.flops import FORWARD_AND_BACKWARD, head_flops, layer_flops
+from torchtitan_lr.formulas.plans.registry import formula_of
 from torchtitan_lr.formulas.traffic import Traffic
 
 
@@ -85,10 +86,10 @@ def _stage_seconds(run: Run, stage: int, hardware: Hardware) -> tuple[float, flo
 def block_flops(run: Run) -> float:
     """FLOPs of a block's forward pass for one sequence on one rank.
 
-    Under ``vanilla_replicated`` every rank attends with every head.
+    Under some plans (``vanilla_replicated``) every rank attends with every head.
     """
     flops = layer_flops(run.args, run.seq_len)
-    heads = 1 if run.settings.plan == "vanilla_replicated" else run.tp
+    heads = run.tp if formula_of(run.settings, run.tp).shards_heads else 1
     linears = (flops.attention_linears + flops.feed_forward) / run.tp
     return (linears + flops.attention_scores / heads) / FORWARD_AND_BACKWARD
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torchtitan_lr.formulas.flops import FORWARD_AND_BACKWARD, layer_flops
 from torchtitan_lr.formulas.parameters import ModelShape, attention_sides, feed_forward_sides
+from torchtitan_lr.formulas.plans.formula import PlanFormula
+from torchtitan_lr.formulas.plans.registry import UNSPLIT, formula_of
 from torchtitan_lr.formulas.traffic import PlanSettings
 
 NORMS = 2
@@ -24,14 +26,15 @@ class Split:
     settings: PlanSettings | None = None
 
     @property
-    def plan(self) -> str:
-        """The plan's name, ``none`` for T = 1."""
-        return self.settings.plan if self.degree > 1 and self.settings is not None else "none"
+    def formula(self) -> PlanFormula:
+        """The plan's formula."""
+        return UNSPLIT if self.settings is None else formula_of(self.settings, self.degree)
 
     @property
     def sequence(self) -> bool:
         """Whether latents are token shards."""
-        return self.plan == "btp" and self.settings is not None and self.settings.comm == "sequence"
+        tokens = self.settings is not None and self.settings.comm == "sequence"
+        return self.formula.shards_stream and tokens
 
 
 def kept_bytes(
@@ -61,20 +64,17 @@ def kept_bytes(
     """
     t = split.degree
     latents = tokens * (4 * shape.rank_attention + 3 * shape.rank_ffn)
-    stream = tokens * shape.dim // (t if split.plan == "btp" else 1)
+    stream = tokens * shape.dim // (t if split.formula.shards_stream else 1)
     statistic_size = max(4, element_size)
     kept = stream * element_size
-    if split.plan in ("none", "btp"):
-        kept += latents * element_size // (t if split.sequence else 1)
-    else:
-        kept += latents * element_size // t
+    kept += latents * element_size // (t if split.formula.shards_latents or split.sequence else 1)
     if split.sequence:
         kept += latents * element_size
-    if split.plan == "btp":
+    if split.formula.shards_stream:
         online = split.settings is not None and split.settings.norm == "online"
         kept += NORMS * tokens * statistic_size // (t if split.sequence and online else 1)
     if save_attention:
-        shards = 1 if split.plan == "vanilla_replicated" else t
+        shards = t if split.formula.shards_heads else 1
         kept += tokens * shape.dim // shards * element_size
         kept += tokens * n_heads // shards * statistic_size
     return kept

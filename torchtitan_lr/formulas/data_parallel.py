@@ -18,6 +18,7 @@ from torchtitan_lr.formulas.parameters import (
     group_ranks,
     linear_parameters,
 )
+from torchtitan_lr.formulas.plans.registry import formula_of
 from torchtitan_lr.formulas.traffic import PlanSettings, Traffic, merge
 
 Shapes = list[tuple[int, ...]]
@@ -111,8 +112,7 @@ def unit_parameters(shape: ModelShape, settings: PlanSettings, tp_degree: int) -
         Shapes by unit: ``embedding``, ``block 0`` ..., ``head``, ``root``.
     """
     t, d, vocabulary = tp_degree, shape.dim, shape.vocab_size
-    btp = t > 1 and settings.plan in ("btp", "btp_caat")
-    norm = d // t if btp else d
+    norm = d // t if formula_of(settings, t).shards_stream else d
     final_norm = norm if settings.head == "scatter" else d
     units: dict[str, Shapes] = {"embedding": [(vocabulary, d // t)]}
     for i in range(shape.n_layers):
@@ -162,10 +162,8 @@ def _linears(shape: ModelShape, settings: PlanSettings, t: int) -> Shapes:
         if rank is None:
             row_parallel = i in (3, 6)  # o and down
             shapes.append((d_out, d_in // t) if row_parallel else (d_out // t, d_in))
-        elif settings.plan in ("btp", "btp_caat"):
-            shapes += [(rank, d_in // t), (d_out // t, rank)]
         else:
-            shapes += [(rank // t, d_in), (d_out, rank // t)]
+            shapes += formula_of(settings, t).factors(d_in, d_out, rank, t)
     return shapes
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torchtitan_lr.formulas.parameters import ModelShape
+from torchtitan_lr.formulas.plans.registry import FORMULAS
 
 
 @dataclass(frozen=True)
@@ -37,20 +38,18 @@ def feed_forward_products(
     """Products of one rank in one forward pass of the feed-forward.
 
     Args:
-        shape: Shape and family of the model; full-rank for ``megatron``, else low-rank.
-        plan: ``megatron``, ``vanilla`` (either form) or ``btp``.
+        shape: Shape and family of the model; full-rank or low-rank as the plan is.
+        plan: The plan's name.
         tp_degree: Ranks T.
         tokens: Tokens n = b·s of a micro-batch.
     """
     d, f, t = shape.dim, shape.ffn_dim, tp_degree
-    if plan == "megatron":
+    formula = FORMULAS[plan]
+    if not formula.low_rank:
         return [Product(tokens, d, f // t), Product(tokens, f // t, d)]
     r = shape.rank_ffn
-    if plan == "btp":  # sharded along d and f, r whole
-        up = [Product(tokens, d // t, r), Product(tokens, r, f // t)]
-        return [*up, Product(tokens, f // t, r), Product(tokens, r, d // t)]
-    up = [Product(tokens, d, r // t), Product(tokens, r // t, f)]
-    return [*up, Product(tokens, f, r // t), Product(tokens, r // t, d)]
+    weights = [*formula.factors(d, f, r, t), *formula.factors(f, d, r, t)]
+    return [Product(tokens, width_in, width_out) for width_out, width_in in weights]
 
 
 def arithmetic_intensity(products: Iterable[Product], element_size: int = 2) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torchtitan_lr.formulas.parameters import ModelShape
+from torchtitan_lr.formulas.plans.registry import FORMULAS
 from torchtitan_lr.formulas.traffic import PlanSettings, Traffic
 
 
@@ -78,12 +79,17 @@ def stage_boundary(
         return Boundary(seq_len, lanes * shape.dim, (), lanes=lanes)
     if tp_degree == 1:
         return Boundary(seq_len, shape.dim, tuple(widths))
+    formula = FORMULAS[settings.plan]
     if settings.comm == "sequence":
-        shared = tp_degree if settings.plan == "btp" else 1
+        shared = tp_degree if formula.shards_stream else 1
         return Boundary(seq_len // tp_degree, shape.dim, tuple(widths), shared)
-    if settings.plan in ("btp", "btp_caat"):
+    if formula.shards_stream:
         return Boundary(seq_len, shape.dim // tp_degree, tuple(widths))
-    return Boundary(seq_len, shape.dim, tuple(width // tp_degree for width in widths))
+    return Boundary(
+        seq_len,
+        shape.dim,
+        tuple(width // (tp_degree if formula.shards_latents else 1) for width in widths),
+    )
 
 
 def pipeline_traffic(

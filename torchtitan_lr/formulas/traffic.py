@@ -16,7 +16,7 @@ class PlanSettings(Protocol):
 
     @property
     def plan(self) -> str:
-        """One of btp, vanilla, vanilla_replicated, megatron, caat, btp_caat."""
+        """The plan's name, a key of `plans.registry.FORMULAS`."""
 
     @property
     def grouping(self) -> bool:

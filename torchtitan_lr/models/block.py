@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.lane_edges import dense_edges, low_rank_edges
-from torchtitan_lr.models.layers import MixEdge, activate, build_linear
+from torchtitan_lr.models.layers import MixEdge, build_linear, low_rank_group
 from torchtitan_lr.models.rope import apply_rope
 
 Latents: TypeAlias = tuple[Tensor, ...]
@@ -71,12 +71,14 @@ class Attention(nn.Module):
         if not self.low_rank:
             q, k, v = self.qkv(x, qkv, norm)
             return self.o(self.attend(q, k, v, freqs_cis), o)[0], ()
-        latents = self.down_qkv(x, qkv, norm)
-        mixed = latents if self.mix is None else self.mix(latents, carried and carried[:3], qkv)
-        q, k, v = self.up_qkv(activate(mixed, self.silu_qkv), qkv)
-        latents_o = self.down_o(self.attend(q, k, v, freqs_cis), o)
-        mixed = latents_o if self.mix is None else self.mix(latents_o, carried and carried[3:], o)
-        (out,) = self.up_o(activate(mixed, self.silu_o), o)
+        previous, previous_o = carried and carried[:3], carried and carried[3:]
+        (q, k, v), latents = low_rank_group(
+            x, qkv, self.down_qkv, self.up_qkv, self.silu_qkv, norm, self.mix, previous
+        )
+        x = self.attend(q, k, v, freqs_cis)
+        (out,), latents_o = low_rank_group(
+            x, o, self.down_o, self.up_o, self.silu_o, None, self.mix, previous_o
+        )
         return out, (*latents, *latents_o)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, freqs_cis: Tensor) -> Tensor:
@@ -145,16 +147,15 @@ class FeedForward(nn.Module):
         gate_up, down = [self.w1, self.w3], [self.w2]
         if not self.low_rank:
             return self.down(self.glu(*self.gate_up(x, gate_up, norm)), down)[0], ()
-        latents = self.down_gate_up(x, gate_up, norm)
-        mixed = latents if self.mix is None else self.mix(latents, carried and carried[:2], gate_up)
-        hidden = self.glu(*self.up_gate_up(activate(mixed, self.silu_gate_up), gate_up))
-        latents_down = self.down_down(hidden, down)
-        mixed = (
-            latents_down
-            if self.mix is None
-            else self.mix(latents_down, carried and carried[2:], down)
+        previous, previous_down = carried and carried[:2], carried and carried[2:]
+        edges = self.down_gate_up, self.up_gate_up
+        hidden, latents = low_rank_group(
+            x, gate_up, *edges, self.silu_gate_up, norm, self.mix, previous
         )
-        (out,) = self.up_down(activate(mixed, self.silu_down), down)
+        x = self.glu(*hidden)
+        (out,), latents_down = low_rank_group(
+            x, down, self.down_down, self.up_down, self.silu_down, None, self.mix, previous_down
+        )
         return out, (*latents, *latents_down)
 
     def glu(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -145,6 +145,36 @@ def activate(latents: Sequence[Tensor], use_silu: Sequence[bool]) -> list[Tensor
     return [F.silu(h) if silu else h for h, silu in zip(latents, use_silu, strict=True)]
 
 
+def low_rank_group(
+    x: Tensor,
+    linears: Sequence[nn.Module],
+    down: nn.Module,
+    up: nn.Module,
+    use_silu: Sequence[bool],
+    norm: nn.Module | None = None,
+    mix: nn.Module | None = None,
+    carried: Sequence[Tensor] | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Apply a group of factorised linears to one input: B A x, with σ CoLA's B σ(A x) (Eq. 3).
+
+    Args:
+        x: Input (b, s, d_in).
+        linears: The group, of `LowRankLinear`; all take the same input.
+        down: Edge that applies A, such as `DownEdge`.
+        up: Edge that applies B, such as `UpEdge`.
+        use_silu: Which of them have σ = SiLU in their bottleneck.
+        norm: Applied to x first.
+        mix: LaX's edge, such as `MixEdge`, which adds the latents of the previous block.
+        carried: Those latents; None in the first block.
+
+    Returns:
+        One output (b, s, d_out) per linear, and their pre-activation latents A x (b, s, r).
+    """
+    latents = down(x, linears, norm)
+    mixed = latents if mix is None else mix(latents, carried, linears)
+    return up(activate(mixed, use_silu), linears), latents  # B σ(A x)
+
+
 class EmbedEdge(nn.Module):
     """The embedding look-up."""
 

@@ -1,5 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The one place that orders what is done to a model before it trains."""
+"""The one place that orders what is done to a model before it trains.
+
+Each family has a parallelize function of its own name, which says what its plans split; all of them
+call the same order.
+"""
 
 from typing import cast
 
@@ -40,6 +44,38 @@ def parallelize_llama(
         apply_compile(model, job_config.compile.backend)
     apply_data_parallel(model, parallel_dims, job_config)
     return model
+
+
+def parallelize_llama_full(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+) -> nn.Module:
+    """Parallelize dense linears: the plan ``megatron``, with lanes ``caat``."""
+    return parallelize_llama(model, parallel_dims, job_config)
+
+
+def parallelize_llama_svd(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+) -> nn.Module:
+    """Parallelize B A x: ``btp``, ``vanilla``, ``vanilla_replicated``; with lanes ``btp_caat``."""
+    return parallelize_llama(model, parallel_dims, job_config)
+
+
+def parallelize_llama_cola(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+) -> nn.Module:
+    """Parallelize B σ(A x): the plans of llama_svd; σ acts on whole sums A x, so it stays local."""
+    return parallelize_llama(model, parallel_dims, job_config)
+
+
+def parallelize_llama_lax(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+) -> nn.Module:
+    """Parallelize B (A x + g · A' x'): the plans of llama_svd without lanes.
+
+    Their edge ``mix`` adds the latents A' x' of the previous block, which also cross pipeline
+    stages.
+    """
+    return parallelize_llama(model, parallel_dims, job_config)
 
 
 def apply_compile(model: nn.Module, backend: str) -> None:

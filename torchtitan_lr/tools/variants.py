@@ -1,13 +1,20 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The same job under another plan: full rank, vanilla or bottleneck-aware, from one TOML."""
 
+import importlib
 from collections.abc import Collection, Sequence
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 
 PLANS = ("full", "vanilla", "vanilla_replicated", "btp")
-"""What `derive` makes: llama_full under Megatron's plan, or a low-rank model under the others."""
+"""What `derive` makes: llama_full under Megatron's plan, or a low-rank model under the others.
+
+`known_plans` adds those that a configuration registers.
+"""
+
+FULL_RANK = "full"
+"""The one that is a family, under the plan that ``auto`` gives it."""
 
 CHECKPOINTING_MODES = ("none", "selective", "full", "low_rank", "memory_budget")
 """Modes of ``[activation_checkpoint]``."""
@@ -15,18 +22,19 @@ CHECKPOINTING_MODES = ("none", "selective", "full", "low_rank", "memory_budget")
 _ONE_LANE = ["--caat.lanes=1", "--caat.sync_fraction=1.0"]
 """The ordinary model: these plans have no lanes."""
 
-_BTP_DEFAULTS = [
-    "--parallelism.tp_norm=online",
-    "--parallelism.tp_norm_stat=async",
-    "--parallelism.tp_head=plain",
-]
-"""What only the bottleneck-aware plan may choose."""
+_DEFAULTS = {
+    "norm": "--parallelism.tp_norm=online",
+    "norm_stat": "--parallelism.tp_norm_stat=async",
+    "head": "--parallelism.tp_head=plain",
+    "comm": "--parallelism.tp_comm=all_reduce",
+}
+"""What not every plan may choose."""
 
 _FULL_RANK = [
     *("--model.name=llama_full", "--parallelism.tp_plan=auto", "--parallelism.tp_grouping"),
     *("--low_rank.rank=0", "--low_rank.rank_attention=0", "--low_rank.rank_ffn=0"),
     *("--low_rank.activation=flavor", "--low_rank.lax_gate=identity"),
-    *_BTP_DEFAULTS,
+    *(_DEFAULTS[key] for key in ("norm", "norm_stat", "head")),
 ]
 
 
@@ -38,21 +46,42 @@ def derive(config: str, plan: str, overrides: Sequence[str] = ()) -> list[str]:
 
     Args:
         config: The TOML file.
-        plan: One of `PLANS`.
+        plan: One of `known_plans`.
         overrides: The user's, which are part of what is derived from.
 
     Raises:
         ConfigError: The TOML or an override cannot be read.
     """
     given = build_job_config([f"--job.config_file={config}", *overrides])
-    if plan == "full":
+    if plan == FULL_RANK:
         return [*_FULL_RANK, *_ONE_LANE]
+    # Late: the plans import torch, and --help does not wait.
+    from torchtitan_lr.parallel.tensor import plans
+
     changes = [f"--parallelism.tp_plan={plan}", *_ONE_LANE]
     if given.model.name == "llama_full":
         changes.append("--model.name=llama_cola")
-    if plan != "btp":
-        changes += [*_BTP_DEFAULTS, "--parallelism.tp_comm=all_reduce"]
-    return changes
+    choices = plans.PLANS[plan].choices
+    return [*changes, *(default for key, default in _DEFAULTS.items() if key not in choices)]
+
+
+def known_plans(config: str, overrides: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return `PLANS` and the plans that the module of ``experimental.custom_import`` registers.
+
+    Args:
+        config: The TOML file.
+        overrides: The user's.
+
+    Raises:
+        ConfigError: The TOML or an override cannot be read.
+    """
+    given = build_job_config([f"--job.config_file={config}", *overrides])
+    importlib.import_module(given.experimental.custom_import)
+    from torchtitan_lr.parallel.tensor import plans
+
+    # Models with lanes have one plan each, and full rank stands for its own.
+    names = [plan.name for plan in plans.PLANS.values() if plan.low_rank and not plan.lanes]
+    return (*PLANS, *(name for name in names if name not in PLANS))
 
 
 def shared_mode(mode: str, plans: Collection[str]) -> str:
@@ -66,7 +95,7 @@ def shared_mode(mode: str, plans: Collection[str]) -> str:
         mode: As configured.
         plans: What is compared, out of `PLANS`.
     """
-    return "full" if mode == "low_rank" and "full" in plans else mode
+    return "full" if mode == "low_rank" and FULL_RANK in plans else mode
 
 
 def read_modes(text: str, columns: Collection[str]) -> dict[str, str]:

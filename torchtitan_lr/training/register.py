@@ -6,7 +6,11 @@ Importing this module registers them.
 
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.protocols import train_spec
-from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+from torchtitan.protocols.train_spec import (
+    ParallelizeFunction,
+    TrainSpec,
+    register_train_spec,
+)
 
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.tokenizer import build_tokenizer
@@ -15,10 +19,23 @@ from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.loss import build_loss
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 from torchtitan_lr.optim.build import build_optimizers
-from torchtitan_lr.parallel.parallelize import parallelize_llama
+from torchtitan_lr.parallel.parallelize import (
+    parallelize_llama_cola,
+    parallelize_llama_full,
+    parallelize_llama_lax,
+    parallelize_llama_svd,
+)
 from torchtitan_lr.parallel.pipeline.pipeline import pipeline_llama
 from torchtitan_lr.training.metrics import build_metrics_processor
 from torchtitan_lr.training.validate import build_validator
+
+PARALLELIZE: dict[str, ParallelizeFunction] = {
+    "full": parallelize_llama_full,
+    "svd": parallelize_llama_svd,
+    "cola": parallelize_llama_cola,
+    "lax": parallelize_llama_lax,
+}
+"""What splits a model of each family."""
 
 
 def build_train_spec(family: str) -> TrainSpec:
@@ -26,7 +43,7 @@ def build_train_spec(family: str) -> TrainSpec:
     return TrainSpec(
         model_cls=LlamaModel,
         model_args=FLAVORS[family],
-        parallelize_fn=parallelize_llama,
+        parallelize_fn=PARALLELIZE[family],
         pipelining_fn=pipeline_llama,
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,

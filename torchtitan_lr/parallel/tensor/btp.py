@@ -9,11 +9,14 @@ all that travels in backward. Heads, SwiGLU and the residual additions stay on s
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
 
+from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.layers import LowRankLinear
 from torchtitan_lr.models.marks import keep
 from torchtitan_lr.parallel.tensor.collectives import (
@@ -24,9 +27,19 @@ from torchtitan_lr.parallel.tensor.collectives import (
     reduce_over_ranks,
     scatter_sum,
 )
+from torchtitan_lr.parallel.tensor.ends import ScatterHead, ShardedEmbedEdge, VocabParallelHead
 from torchtitan_lr.parallel.tensor.grouped_linear import batched_linear, concatenated_linear
 from torchtitan_lr.parallel.tensor.online_norm import OnlineNorm, online_down, sync_norm
-from torchtitan_lr.parallel.tensor.styles import epsilon, local
+from torchtitan_lr.parallel.tensor.plan import (
+    Styles,
+    TensorParallelPlan,
+    TPSettings,
+    block_edges,
+    low_rank_blocks,
+    model_ends,
+    on_ranks,
+)
+from torchtitan_lr.parallel.tensor.styles import EdgeFactory, ShardedMixEdge, epsilon, local
 
 
 class BTPDownEdge(nn.Module):
@@ -112,3 +125,40 @@ class BTPUpEdge(nn.Module):
         if self.sequence:
             return keep(gather_partial(latent, self.ranks, TOKENS))
         return copy_to_ranks(latent, self.ranks)
+
+
+class BTP(TensorParallelPlan):
+    """Bottleneck-aware: stream Shard(-1), A row-parallel, B column-parallel."""
+
+    name = "btp"
+    choices = frozenset({"grouping", "norm", "norm_stat", "comm", "head"})
+
+    def is_default(self, args: LlamaArgs) -> bool:
+        """For every low-rank model."""
+        return args.low_rank
+
+    def styles(self, args: LlamaArgs, settings: TPSettings) -> Styles:
+        """As `TensorParallelPlan.styles`."""
+        plan = low_rank_blocks(Shard(1), Shard(0), Shard(0))
+        plan.update(self.edges(args, settings))
+        loss_parallel, scatter = settings.loss_parallel, settings.head == "scatter"
+        head: EdgeFactory = (
+            partial(ScatterHead, loss_parallel=loss_parallel)
+            if scatter
+            else partial(VocabParallelHead, stream="features", loss_parallel=loss_parallel)
+        )
+        embed: EdgeFactory = lambda mesh: ShardedEmbedEdge()  # noqa: E731
+        plan.update(model_ends(embed, head, Shard(0) if scatter else Replicate()))
+        return plan
+
+    def edges(self, args: LlamaArgs, settings: TPSettings) -> Styles:
+        """Return the edges of a block; arguments as of `styles`."""
+        sequence = settings.comm == "sequence"
+        online, column = settings.norm == "online", settings.norm_stat == "column"
+        down = on_ranks(BTPDownEdge, settings.grouping, sequence, online, column)
+        up = on_ranks(BTPUpEdge, settings.grouping, sequence)
+        return block_edges(
+            {"down_qkv": down, "up_qkv": up, "down_o": down, "up_o": up},
+            {"down_gate_up": down, "up_gate_up": up, "down_down": down, "up_down": up},
+            on_ranks(ShardedMixEdge, sequence) if args.family == "lax" else None,
+        )

@@ -8,6 +8,7 @@ passes (`sync_norm`).
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,11 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.lane_edges import lane_linear, lane_terms
 from torchtitan_lr.models.layers import LowRankLinear
 from torchtitan_lr.models.marks import keep
+from torchtitan_lr.parallel.tensor.btp import BTP
 from torchtitan_lr.parallel.tensor.caat import share_over_ranks
 from torchtitan_lr.parallel.tensor.collectives import Ranks
 from torchtitan_lr.parallel.tensor.online_norm import sync_norm
+from torchtitan_lr.parallel.tensor.plan import Styles, TPSettings, block_edges, on_ranks
 from torchtitan_lr.parallel.tensor.styles import epsilon, local
 
 
@@ -92,3 +95,29 @@ class BTPCaatUpEdge(nn.Module):
         """
         pairs = zip(latents, linears, strict=True)
         return [lane_linear(latent, local(linear.B.weight)) for latent, linear in pairs]
+
+
+class BTPCaat(BTP):
+    """BTP's placements, whose reductions share a part of the latents only.
+
+    The model's lanes are dealt out to the ranks in order.
+    """
+
+    name = "btp_caat"
+    lanes, experimental = True, True
+    choices = frozenset({"grouping"})
+
+    def is_default(self, args: LlamaArgs) -> bool:
+        """Never: the experimental plan is named."""
+        return False
+
+    def edges(self, args: LlamaArgs, settings: TPSettings) -> Styles:
+        """As `BTP.edges`."""
+        down = on_ranks(
+            partial(BTPCaatDownEdge, args=args, grouped=settings.grouping, wide=settings.wide_sums)
+        )
+        up = on_ranks(BTPCaatUpEdge)
+        return block_edges(
+            {"down_qkv": down, "up_qkv": up, "down_o": down, "up_o": up},
+            {"down_gate_up": down, "up_gate_up": up, "down_down": down, "up_down": up},
+        )

@@ -10,12 +10,14 @@ section 4 and appendix B); the norms' weights therefore need a sum over the rank
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.lane_edges import lane_linear, lane_sum, lane_terms, spread
@@ -30,6 +32,15 @@ from torchtitan_lr.parallel.tensor.collectives import (
 )
 from torchtitan_lr.parallel.tensor.ends import VocabParallelHead
 from torchtitan_lr.parallel.tensor.grouped_linear import concatenated_linear
+from torchtitan_lr.parallel.tensor.megatron import dense_blocks
+from torchtitan_lr.parallel.tensor.plan import (
+    Styles,
+    TensorParallelPlan,
+    TPSettings,
+    block_edges,
+    model_ends,
+    on_ranks,
+)
 from torchtitan_lr.parallel.tensor.styles import local
 from torchtitan_lr.parallel.tensor.wide_sums import wide_all_reduce, wide_reduce_scatter
 
@@ -206,3 +217,28 @@ class CaatHead(VocabParallelHead):
         """
         x = x if norm is None else summed_norm(x, norm, self.ranks)
         return self.finish(lane_linear(x, local(output.weight)))
+
+
+class Caat(TensorParallelPlan):
+    """CAAT-Net: Megatron's placements, and a residual stream of its own for every lane.
+
+    The model's lanes are dealt out to the ranks in order.
+    """
+
+    name = "caat"
+    low_rank, lanes = False, True
+
+    def is_default(self, args: LlamaArgs) -> bool:
+        """For the full-rank model with lanes."""
+        return not args.low_rank and args.lanes > 1
+
+    def styles(self, args: LlamaArgs, settings: TPSettings) -> Styles:
+        """As `TensorParallelPlan.styles`."""
+        wide = settings.wide_sums
+        column, row = on_ranks(CaatColumnEdge), on_ranks(partial(CaatRowEdge, args=args, wide=wide))
+        plan = dense_blocks()
+        plan.update(block_edges({"qkv": column, "o": row}, {"gate_up": column, "down": row}))
+        head = partial(CaatHead, loss_parallel=settings.loss_parallel)
+        embed = on_ranks(partial(CaatEmbedEdge, lanes=args.lanes, wide=wide))
+        plan.update(model_ends(embed, head, Replicate()))
+        return plan

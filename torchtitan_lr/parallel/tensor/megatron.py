@@ -7,10 +7,13 @@ section 4.2.2), where the norms run on token shards too.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
 
+from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.tensor.collectives import (
     TOKENS,
     Ranks,
@@ -19,8 +22,25 @@ from torchtitan_lr.parallel.tensor.collectives import (
     reduce_over_ranks,
     scatter_sum,
 )
+from torchtitan_lr.parallel.tensor.ends import GatheredEmbedEdge, VocabParallelHead
 from torchtitan_lr.parallel.tensor.grouped_linear import concatenated_linear
-from torchtitan_lr.parallel.tensor.styles import local, replicated_norm, token_sharded_norm
+from torchtitan_lr.parallel.tensor.plan import (
+    ATTENTION,
+    FEED_FORWARD,
+    NORMS,
+    Styles,
+    TensorParallelPlan,
+    TPSettings,
+    block_edges,
+    model_ends,
+    on_ranks,
+)
+from torchtitan_lr.parallel.tensor.styles import (
+    EdgeParallel,
+    local,
+    replicated_norm,
+    token_sharded_norm,
+)
 
 
 class ColumnEdge(nn.Module):
@@ -87,3 +107,41 @@ class RowEdge(nn.Module):
         if self.sequence:
             return scatter_sum(out, self.ranks, TOKENS)
         return reduce_over_ranks(out, self.ranks)
+
+
+class Megatron(TensorParallelPlan):
+    """For the full-rank family: stream replicated, or Shard(1) where `comm` is ``sequence``."""
+
+    name = "megatron"
+    low_rank = False
+    choices = frozenset({"comm"})
+
+    def is_default(self, args: LlamaArgs) -> bool:
+        """For the ordinary full-rank model."""
+        return not args.low_rank and args.lanes == 1
+
+    def styles(self, args: LlamaArgs, settings: TPSettings) -> Styles:
+        """As `TensorParallelPlan.styles`."""
+        sequence = settings.comm == "sequence"
+        column, row = on_ranks(ColumnEdge, sequence), on_ranks(RowEdge, sequence)
+        plan = dense_blocks()
+        plan.update(block_edges({"qkv": column, "o": row}, {"gate_up": column, "down": row}))
+        head = partial(
+            VocabParallelHead,
+            stream="tokens" if sequence else "replicated",
+            loss_parallel=settings.loss_parallel,
+        )
+        plan.update(model_ends(on_ranks(GatheredEmbedEdge, sequence), head, Replicate()))
+        return plan
+
+
+def dense_blocks() -> Styles:
+    """Return the placements of a full-rank block: column-parallel, then row-parallel linears."""
+    plan: Styles = {name: EdgeParallel({"weight": Replicate()}) for name in NORMS}
+    for parent, columns, rows in (
+        (ATTENTION, ("wq", "wk", "wv"), ("wo",)),
+        (FEED_FORWARD, ("w1", "w3"), ("w2",)),
+    ):
+        plan.update({f"{parent}.{name}": EdgeParallel({"weight": Shard(0)}) for name in columns})
+        plan.update({f"{parent}.{name}": EdgeParallel({"weight": Shard(1)}) for name in rows})
+    return plan

@@ -11,10 +11,8 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.tensor.plans import TPSettings, build_tp_plan
+from torchtitan_lr.parallel.tensor.plans import PLANS, TPSettings, build_tp_plan
 
-LOW_RANK_PLANS = ("btp", "vanilla", "vanilla_replicated")
-LANE_PLANS = ("caat", "btp_caat")
 _NOT_KEYS = ("loss_parallel", "wide_sums")
 
 __all__ = ["TPSettings", "apply_tensor_parallel", "resolve_settings", "settings_for"]
@@ -85,12 +83,12 @@ def resolve_settings(
         ConfigError: If the plan does not fit the family, a setting would have no effect under the
             plan, or a width does not divide by T.
     """
-    plan = settings.plan
-    if plan == "auto":
-        plan = "btp" if args.low_rank else "caat" if args.lanes > 1 else "megatron"
-    settings = replace(settings, plan=plan)
-    _check_plan(settings, args)
-    _check_divisible(plan, args, tp_degree)
+    if settings.plan == "auto":
+        default = next(plan.name for plan in PLANS.values() if plan.is_default(args))
+        settings = replace(settings, plan=default)
+    _check_fits(settings.plan, args)
+    PLANS[settings.plan].check(settings)
+    _check_divisible(settings.plan, args, tp_degree)
     uneven = [s for s in seq_lens if s % tp_degree]
     if settings.comm == "sequence" and uneven:
         # Exact: both forms compute the same sums.
@@ -102,61 +100,33 @@ def resolve_settings(
     return settings
 
 
-def _check_plan(settings: TPSettings, args: LlamaArgs) -> None:
-    plan = settings.plan
-    known = LOW_RANK_PLANS if args.low_rank else ("megatron",)
-    if args.lanes > 1:
-        _check_lane_plan(settings, args)
-    elif plan in LANE_PLANS:
-        want = f"another plan, or caat.lanes of more than {args.lanes}"
-        raise ConfigError("parallelism.tp_plan", plan, want)
-    elif plan not in known:
-        want = f"one of auto, {', '.join(known)} for llama_{args.family}"
-        raise ConfigError("parallelism.tp_plan", plan, want)
-    defaults = {field.name: field.default for field in fields(TPSettings)}
-    if plan != "btp":
-        for key in ("norm", "norm_stat", "head"):
-            if getattr(settings, key) != defaults[key]:
-                want = f"{defaults[key]!r}: only the plan btp has a choice"
-                raise ConfigError(f"parallelism.tp_{key}", getattr(settings, key), want)
-    if settings.norm == "sync" and settings.norm_stat != defaults["norm_stat"]:
-        want = f"{defaults['norm_stat']!r} unless tp_norm is 'online'"
-        raise ConfigError("parallelism.tp_norm_stat", settings.norm_stat, want)
-    if plan in ("vanilla", "vanilla_replicated", *LANE_PLANS) and settings.comm == "sequence":
-        want = f"'all_reduce' for the plan {plan}"
-        raise ConfigError("parallelism.tp_comm", settings.comm, want)
-    if plan in ("megatron", "caat") and not settings.grouping:
-        want = f"true for the plan {plan}, whose linears always share their input's collective"
-        raise ConfigError("parallelism.tp_grouping", settings.grouping, want)
-
-
-def _check_lane_plan(settings: TPSettings, args: LlamaArgs) -> None:
-    """Models with lanes have one plan each, and the experimental one must be named."""
-    known = "btp_caat" if args.low_rank else "caat"
-    if settings.plan != known:
-        what = "btp_caat (experimental), which auto does not choose" if args.low_rank else "caat"
+def _check_fits(name: str, args: LlamaArgs) -> None:
+    """The plan is for models of this family, with or without lanes."""
+    lanes = args.lanes > 1
+    fitting = [p for p in PLANS.values() if p.low_rank == args.low_rank and p.lanes == lanes]
+    names = [plan.name for plan in fitting]
+    if name in names:
+        return
+    if lanes:
+        what = " or ".join(
+            f"{plan.name} (experimental), which auto does not choose"
+            if plan.experimental
+            else plan.name
+            for plan in fitting
+        )
         want = f"{what}, for llama_{args.family} with caat.lanes = {args.lanes}"
-        raise ConfigError("parallelism.tp_plan", settings.plan, want)
+    elif PLANS[name].lanes:
+        want = f"another plan, or caat.lanes of more than {args.lanes}"
+    else:
+        want = f"one of auto, {', '.join(names)} for llama_{args.family}"
+    raise ConfigError("parallelism.tp_plan", name, want)
 
 
 def _check_divisible(plan: str, args: LlamaArgs, tp_degree: int) -> None:
     if args.lanes > 1 and args.lanes % tp_degree:
         want = f"a divisor of caat.lanes = {args.lanes}"
         raise ConfigError("parallelism.tensor_parallel_degree", tp_degree, want)
-    widths = {
-        "n_heads": args.n_heads,
-        "n_kv_heads": args.kv_heads,
-        "dim": args.dim,
-        "ffn_dim": args.ffn_dim,
-        "vocab_size": args.vocab_size,
-    }
-    if plan in ("vanilla", "vanilla_replicated"):
-        widths |= {"rank_attention": args.rank_attention, "rank_ffn": args.rank_ffn}
-    if plan == "vanilla_replicated":  # every rank attends with every head
-        widths = {name: n for name, n in widths.items() if name not in ("n_heads", "n_kv_heads")}
-    if plan.startswith("vanilla"):  # all of the hidden units are on every rank
-        del widths["ffn_dim"]
-    for name, width in widths.items():
+    for name, width in PLANS[plan].widths(args).items():
         if width % tp_degree:
             want = f"a divisor of the model's {name} = {width} under the plan {plan}"
             raise ConfigError("parallelism.tensor_parallel_degree", tp_degree, want)

@@ -12,10 +12,13 @@ would look alike in forward and lose gradients.) The form BOOST measures against
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
 
+from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.layers import LowRankLinear
 from torchtitan_lr.models.marks import keep
 from torchtitan_lr.parallel.tensor.collectives import (
@@ -26,8 +29,18 @@ from torchtitan_lr.parallel.tensor.collectives import (
     reduce_over_ranks,
     scatter_sum,
 )
+from torchtitan_lr.parallel.tensor.ends import GatheredEmbedEdge, VocabParallelHead
 from torchtitan_lr.parallel.tensor.grouped_linear import concatenated_linear
-from torchtitan_lr.parallel.tensor.styles import local, replicated_norm
+from torchtitan_lr.parallel.tensor.plan import (
+    Styles,
+    TensorParallelPlan,
+    TPSettings,
+    block_edges,
+    low_rank_blocks,
+    model_ends,
+    on_ranks,
+)
+from torchtitan_lr.parallel.tensor.styles import ShardedMixEdge, local, replicated_norm
 
 
 class VanillaDownEdge(nn.Module):
@@ -102,3 +115,52 @@ class VanillaUpEdge(nn.Module):
         if self.sharded_output:
             return scatter_sum(out, self.ranks, FEATURES)
         return reduce_over_ranks(out, self.ranks)
+
+
+class Vanilla(TensorParallelPlan):
+    """Vanilla: stream replicated, A column-parallel, B row-parallel; latents Shard(-1).
+
+    Attributes:
+        sharded_heads: Whether each rank attends with its own heads, or with all of them.
+    """
+
+    name = "vanilla"
+    choices = frozenset({"grouping"})
+    sharded_heads: bool = True
+
+    def styles(self, args: LlamaArgs, settings: TPSettings) -> Styles:
+        """As `TensorParallelPlan.styles`."""
+        down = on_ranks(VanillaDownEdge, settings.grouping)
+        down_o = on_ranks(VanillaDownEdge, settings.grouping, self.sharded_heads)
+        up = on_ranks(VanillaUpEdge)
+        up_qkv = on_ranks(VanillaUpEdge, self.sharded_heads)
+        plan = low_rank_blocks(Shard(0), Shard(1), Replicate())
+        plan.update(
+            block_edges(
+                {"down_qkv": down, "up_qkv": up_qkv, "down_o": down_o, "up_o": up},
+                {"down_gate_up": down, "up_gate_up": up, "down_down": down, "up_down": up},
+                on_ranks(ShardedMixEdge, True) if args.family == "lax" else None,
+            )
+        )
+        head = partial(VocabParallelHead, stream="replicated", loss_parallel=settings.loss_parallel)
+        plan.update(model_ends(on_ranks(GatheredEmbedEdge), head, Replicate()))
+        return plan
+
+    def widths(self, args: LlamaArgs) -> dict[str, int]:
+        """The ranks too, but not f: all of the hidden units are on every rank."""
+        ranks = {"rank_attention": args.rank_attention, "rank_ffn": args.rank_ffn}
+        widths = super().widths(args) | ranks
+        del widths["ffn_dim"]
+        return widths
+
+
+class VanillaReplicated(Vanilla):
+    """The form that BOOST measures against: q, k and v are all-reduced."""
+
+    name = "vanilla_replicated"
+    sharded_heads = False
+
+    def widths(self, args: LlamaArgs) -> dict[str, int]:
+        """As `Vanilla.widths`, without the heads: every rank attends with every head."""
+        whole = ("n_heads", "n_kv_heads")
+        return {name: n for name, n in super().widths(args).items() if name not in whole}

@@ -1,0 +1,117 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A plan from outside the package is accepted, refused, estimated and compared like the others."""
+
+import sys
+from math import prod
+
+import pytest
+
+from tests.scripts import load_script
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.schema import TP_PLANS
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.estimate.run import read_run
+from torchtitan_lr.estimate.timing import block_flops
+from torchtitan_lr.estimate.traffic import step_traffic
+from torchtitan_lr.formulas.communication import model_traffic
+from torchtitan_lr.formulas.plans.registry import FORMULAS
+from torchtitan_lr.parallel.tensor.plans import PLANS
+from torchtitan_lr.tools.variants import derive
+
+DEBUG = "train_configs/debug_cola.toml"
+NAMED = "--parallelism.tp_plan=gathered"
+MODULE = "--experimental.custom_import=tests.toy_plan"
+TP = "--parallelism.tensor_parallel_degree=2"
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind():
+    yield
+    sys.modules.pop("tests.toy_plan", None)
+    for registry in (PLANS, FORMULAS):
+        registry.pop("gathered", None)
+    if "gathered" in TP_PLANS:
+        TP_PLANS.remove("gathered")
+
+
+def config_of(*arguments):
+    config = build_job_config([f"--job.config_file={DEBUG}", NAMED, MODULE, TP, *arguments])
+    check_job_config(config, 4, "cpu")
+    return config
+
+
+def test_every_name_has_a_plan_and_a_formula():
+    assert ["auto", *PLANS] == TP_PLANS
+    assert PLANS.keys() == FORMULAS.keys()
+    assert all(name == plan.name for name, plan in (PLANS | FORMULAS).items())
+    for name, plan in PLANS.items():
+        assert plan.low_rank == FORMULAS[name].low_rank
+
+
+@pytest.mark.parametrize("arguments", [[], ["--experimental.custom_import=tests.scripts"]])
+def test_an_unregistered_name_is_refused(arguments):
+    known = "'auto', 'btp', 'vanilla', 'vanilla_replicated', 'megatron', 'caat', 'btp_caat'"
+    with pytest.raises(ConfigError) as info:
+        build_job_config([f"--job.config_file={DEBUG}", NAMED, *arguments])
+    assert str(info.value) == f"parallelism.tp_plan: got 'gathered', expected one of {known}"
+
+
+def test_a_missing_module_is_refused_as_ever():
+    with pytest.raises(ConfigError, match=r"experimental.custom_import: got 'no.such.module'"):
+        build_job_config([NAMED, "--experimental.custom_import=no.such.module"])
+
+
+def test_a_registered_plan_is_accepted_from_a_toml_too(tmp_path):
+    assert config_of().parallelism.tp_plan == "gathered"
+    toml = tmp_path / "toy.toml"
+    toml.write_text(
+        '[parallelism]\ntp_plan = "gathered"\n[experimental]\ncustom_import = "tests.toy_plan"\n'
+    )
+    assert build_job_config([f"--job.config_file={toml}"]).parallelism.tp_plan == "gathered"
+    with pytest.raises(ConfigError, match=r"'btp_caat', 'gathered'$"):
+        build_job_config(["--parallelism.tp_plan=no_such_plan"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ("--model.name=llama_full", "tp_plan: got 'gathered', expected one of auto, megatron for"),
+        ("--caat.lanes=4", "tp_plan: got 'gathered', expected btp_caat (experimental), which auto"),
+        ("--parallelism.tp_norm=sync", "tp_norm: got 'sync', expected 'online': only the plan btp"),
+        ("--parallelism.tp_head=scatter", "tp_head: got 'scatter', expected 'plain': only the"),
+        ("--parallelism.tp_comm=sequence", "expected 'all_reduce' for the plan gathered"),
+        ("--low_rank.rank=27", "a divisor of the model's rank_attention = 27 under the plan gath"),
+    ],
+)
+def test_it_is_refused_in_one_line_like_the_others(argument, text):
+    with pytest.raises(ConfigError) as info:
+        config_of(argument)
+    assert text in str(info.value)
+    assert "\n" not in str(info.value)
+
+
+def test_the_estimate_counts_it():
+    run = read_run(config_of("--training.global_batch_size=-1"), 4)
+    sent = [row for row in step_traffic(run, 0) if row.mesh_dim == "tp"]
+    assert sent == model_traffic(run.args, run.settings, 2, run.tokens)
+    gathers = [row for row in sent if row.scope == "block 0"]
+    assert [(row.op, row.calls) for row in gathers] == [("all_gather", 14)]
+    shapes = run.stages[0]["block 0"].values()
+    assert gathers[0].elements == run.tp * sum(prod(size) for size in shapes if len(size) == 2)
+    assert block_flops(run) > 0
+
+
+def test_compare_lists_it(capsys):
+    compare = load_script("compare")
+    options = compare._parse([DEBUG, "--plans", "full,gathered", MODULE])
+    cases = compare.cases_of(options)
+    assert [case.name for case in cases] == ["full", "gathered"]
+    arguments = [f"--job.config_file={DEBUG}", TP, *compare.arguments_of(cases[1], options)]
+    check_job_config(build_job_config(arguments), 4, "cpu")
+    assert "--parallelism.tp_comm=all_reduce" in derive(DEBUG, "gathered", [MODULE])
+    for unknown in ("other", "megatron"):
+        with pytest.raises(SystemExit):
+            compare._parse([DEBUG, "--plans", unknown, MODULE])
+        known = "full, vanilla, vanilla_replicated, btp, gathered"
+        assert f"--plans: got '{unknown}', expected some of {known}" in capsys.readouterr().err
