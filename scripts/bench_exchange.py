@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lr.compression.compressor import Compressor, Span
-from torchtitan_lr.formulas.compression import LEVELS, CodecSizes, codec_bits, smallest_theta
+from torchtitan_lr.compression.sizes import LEVELS, CodecSizes, codec_bits, smallest_theta
 from torchtitan_lr.tools.cli import OneLineParser
 
 CODECS = ("dense", "sketch", "sparse")

@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.compression.sizes import LEVELS, PEELING_LIMIT, union_density
 from torchtitan_lr.formulas.communication import block_traffic
-from torchtitan_lr.formulas.compression import LEVELS, PEELING_LIMIT, paper_bits, union_density
+from torchtitan_lr.formulas.compression import paper_bits
 from torchtitan_lr.formulas.data_parallel import linear_volume
 from torchtitan_lr.formulas.intensity import arithmetic_intensity, feed_forward_products
 from torchtitan_lr.formulas.papers import published as paper

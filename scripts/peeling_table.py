@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.formulas.compression import (
+from torchtitan_lr.compression.sizes import (
     LEVELS,
     PEELING_LIMIT,
     peels,

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.formulas.compression import LEVELS, CodecSizes, codec_bits, peels, smallest_theta
+from torchtitan_lr.compression.sizes import LEVELS, CodecSizes, codec_bits, peels, smallest_theta
 from torchtitan_lr.tools.cli import OneLineParser
 from torchtitan_lr.tools.experiments import launch, run_in_one_line
 from torchtitan_lr.training.history import HISTORY_FILE, read_history

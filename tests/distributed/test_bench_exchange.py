@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.pool import RankPool
-from torchtitan_lr.formulas.compression import LEVELS, smallest_theta
+from torchtitan_lr.compression.sizes import LEVELS, smallest_theta
 
 
 def exchange(*arguments: str) -> dict[str, Any]:

@@ -22,7 +22,14 @@ from tests.unit.tiny import build_tiny
 from torchtitan_lr.compression import fsdp as gradient_compression
 from torchtitan_lr.compression.fsdp import apply_gradient_compression, compressor_of, compressors_of
 from torchtitan_lr.compression.settings import CompressionSettings
-from torchtitan_lr.formulas.compression import CodecSizes
+from torchtitan_lr.compression.sizes import CodecSizes
+from torchtitan_lr.formulas.compression import (
+    Exchange,
+    all_reduce_traffic,
+    reduce_scatter_traffic,
+    replicated,
+)
+from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.ledger.comparison import compare, differences
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.models.loss import cross_entropy_sum
@@ -281,10 +288,8 @@ def ledger_differences(case: Case) -> tuple[list[Any], int, int]:
             cross_entropy_sum(model(tokens), tokens).backward()
     units = {"embedding": model.tok_embeddings, "head": model.output}
     units |= {f"block {n}": block for n, block in model.layers.items()}
-    expected = [
-        row for scope, unit in units.items() for row in compressor_of(unit).traffic(scope, name)
-    ]
-    expected += compressor_of(model).traffic("head", name)
+    expected = [row for scope, unit in units.items() for row in predicted(unit, case, scope, name)]
+    expected += predicted(model, case, "head", name)
     rows = [
         row
         for row in ledger.rows()
@@ -296,6 +301,17 @@ def ledger_differences(case: Case) -> tuple[list[Any], int, int]:
     assert any(row["calls"] for row in table)
     saved = sum(compressor_of(unit).bytes_saved() for unit in (*units.values(), model))
     return differences(table), sum(row["bytes"] for row in rows), saved
+
+
+def predicted(unit: nn.Module, case: Case, scope: str, mesh_dim: str) -> list[Traffic]:
+    """What the formulas say of one FSDP unit, from the sizes of its tensors' shards."""
+    spans = compressor_of(unit).spans
+    chosen = sum(span.size for span in spans if span.compressed)
+    entries = (chosen, sum(span.size for span in spans) - chosen)
+    if case.hsdp:
+        shared = replicated(*entries, case.ranks, case.codec)
+        return all_reduce_traffic(shared, case.codec, scope, mesh_dim)
+    return reduce_scatter_traffic(Exchange(case.ranks, *entries), case.codec, scope, mesh_dim)
 
 
 def dense(case: Case) -> Case:

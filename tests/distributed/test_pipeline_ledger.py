@@ -9,10 +9,11 @@ from tests.distributed.layouts import LAYOUTS, degrees, model, schedule
 from tests.distributed.pool import RankPool
 from tests.distributed.training import BF16, TINY, train
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.formulas.pipeline import pipeline_traffic
+from torchtitan_lr.formulas.pipeline import boundary_elements, pipeline_traffic
 from torchtitan_lr.ledger.comparison import compare, differences
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.pipeline.pipeline import stage_boundaries
+from torchtitan_lr.parallel.pipeline.stage_split import layers_before_boundaries
+from torchtitan_lr.parallel.tensor.tensor_parallel import settings_for
 
 PP2_TP2 = LAYOUTS["pp2_tp2"][1]
 SHORT = ["--training.steps=2", "--metrics.comm_ledger"]
@@ -46,7 +47,13 @@ def test_messages_of_every_boundary(
     section, training = config.parallelism, config.training
     args = FLAVORS[family][config.model.flavor]
     args.update_from_config(config)
-    boundaries = stage_boundaries(config, args, training.seq_len)
+    settings = settings_for(config, args, section.tensor_parallel_degree)
+    boundaries = [
+        boundary_elements(
+            args, settings, section.tensor_parallel_degree, training.seq_len, blocks_before
+        )
+        for blocks_before in layers_before_boundaries(config, args.n_layers)
+    ]
     assert len(boundaries) > 0
     degree, size = section.pipeline_parallel_degree, section.pipeline_parallel_microbatch_size
     batch_ranks = 4 // degree // section.tensor_parallel_degree

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchtitan_lr.compression.codecs import SketchCodec, SparseCodec, exchange_in_process
 from torchtitan_lr.compression.codecs.hashing import cells_and_signs
 from torchtitan_lr.compression.codecs.sketch import insert, peel
-from torchtitan_lr.formulas.compression import (
+from torchtitan_lr.compression.sizes import (
     HASH_ROWS,
     kept_entries,
     sketch_row,

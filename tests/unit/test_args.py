@@ -160,7 +160,7 @@ def test_placement_table():
     }
 
 
-def test_nparams_and_flops_come_from_the_analysis():
+def test_nparams_and_flops_come_from_the_model():
     args = tiny_args("cola")
     model = LlamaModel(args)
     n_parameters, flops = args.get_nparams_and_flops(model, seq_len=16)

@@ -15,7 +15,7 @@ from torchtitan_lr.compression.codecs import (
     sketch,
 )
 from torchtitan_lr.compression.codecs.sparsify import largest, left_over
-from torchtitan_lr.formulas.compression import (
+from torchtitan_lr.compression.sizes import (
     candidates,
     kept_entries,
     sketch_row,

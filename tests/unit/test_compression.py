@@ -3,25 +3,33 @@ import pytest
 import torch
 
 from torchtitan_lr.compression.codecs import SketchCodec, reduce_in_process
-from torchtitan_lr.formulas.compression import (
+from torchtitan_lr.compression.sizes import (
     LEVELS,
     CodecSizes,
     Unit,
-    all_reduce_traffic,
     candidates,
     codec_bits,
-    exchange_unit,
     kept_entries,
     load_limit,
-    paper_bits,
     peels,
-    reduce_scatter_traffic,
     sketch_row,
     smallest_theta,
     spreads_packed,
     unit_codec,
     unit_load,
     verdict_block,
+)
+from torchtitan_lr.formulas.compression import (
+    Exchange,
+    all_reduce_traffic,
+    can_be_peeled,
+    paper_bits,
+    reduce_scatter_traffic,
+    replicated,
+    returned_entries,
+    returns_packed,
+    sent_entries,
+    sketch_cells,
     verdict_bytes,
 )
 
@@ -65,7 +73,7 @@ def test_exact_bytes_are_the_bits_where_sizes_divide(codec, level):
     c, theta = LEVELS[level]
     ranks, m = 4, 96_000
     kind = CodecSizes(codec, c, theta)
-    rows = reduce_scatter_traffic(Unit(ranks, m), kind, "block 0")
+    rows = reduce_scatter_traffic(Exchange(ranks, m), kind, "block 0")
     verdict = [row for row in rows if row.op == "all_gather"]
     size = {"index": 1, "gradient": 4}
     total = sum(size[row.role] * row.elements for row in rows if row not in verdict)
@@ -81,7 +89,7 @@ def test_exact_bytes_are_the_bits_where_sizes_divide(codec, level):
 def test_exact_bytes_of_an_all_reduce_are_its_bits(codec, level, replicas):
     """What replicas get back is part of it: bitmap and values, or all of the sum."""
     kind, shard = CodecSizes(codec, *LEVELS[level]), 960_000 * replicas
-    unit = exchange_unit(shard, 0, replicas, kind, all_reduce=True)
+    unit = replicated(shard, 0, replicas, kind)
     rows = all_reduce_traffic(unit, kind, "block 0")
     size = {"index": 1, "gradient": 4}
     total = 8 * sum(size[row.role] * row.elements for row in rows)
@@ -168,6 +176,8 @@ def test_whole_entries_and_cells_decide():
     assert unit_codec(AUTO8, 2500, 8, True) == CodecSizes("dense")
     sparse = CodecSizes("sparse", 1, 0.99)
     assert unit_codec(sparse, 16, 8, False) == sparse
+    assert can_be_peeled(sparse, 16, 8) and can_be_peeled(AUTO8, 2500, 8)
+    assert not any(can_be_peeled(AUTO8, small, 8) for small in (1, 16, 64))
 
 
 def test_small_units_do_not_peel_where_large_ones_do():
@@ -189,16 +199,22 @@ def test_accepted_units_peel(c, ranks):
         assert unpeeled(m, codec, ranks, trials=4 if m > 100 else 40) < 0.15
 
 
-def test_counts_are_exact_where_floating_point_is_not():
-    assert kept_entries(10, 0.9) == 1
-    assert kept_entries(1000, 0.8) == 200
-    assert kept_entries(8000, 0.9875) == 100
-    assert kept_entries(5, 0.9875) == 1
-    assert kept_entries(7, 0.0) == 7
-    assert kept_entries(300, 0.81) == 57  # 0.81·300 is 243.00000000000003
-    assert kept_entries(1000, 0.9875) == 12  # 987.5 are left out at least
+@pytest.mark.parametrize("entries", [kept_entries, sent_entries], ids=["codec", "formula"])
+def test_counts_are_exact_where_floating_point_is_not(entries):
+    assert entries(10, 0.9) == 1
+    assert entries(1000, 0.8) == 200
+    assert entries(8000, 0.9875) == 100
+    assert entries(5, 0.9875) == 1
+    assert entries(7, 0.0) == 7
+    assert entries(300, 0.81) == 57  # 0.81·300 is 243.00000000000003
+    assert entries(1000, 0.9875) == 12  # 987.5 are left out at least
+
+
+def test_known_sizes_of_a_row():
     assert candidates(4, 100, 0.8) == 80 and candidates(8, 100, 0.8) == 100
+    assert returned_entries(4, 100, 0.8) == 80 and returned_entries(8, 100, 0.8) == 100
     assert sketch_row(3001, 10) == 101 and sketch_row(1, 10) == 1
+    assert sketch_cells(3001, 10) == 303 and sketch_cells(1, 10) == 3
 
 
 @pytest.mark.parametrize("m", [1, 7, 1024, 1025, 2049, 10**7])
@@ -208,7 +224,7 @@ def test_a_verdict_is_at_most_128_bytes(m):
 
 
 def test_rows_of_an_uncompressed_unit():
-    dense = Unit(4, 0, 128)
+    dense = Exchange(4, 0, 128)
     for codec in (
         CodecSizes("sketch", 10, 0.9875),
         CodecSizes("sparse", 1, 0.9),
@@ -221,7 +237,9 @@ def test_rows_of_an_uncompressed_unit():
 
 
 def test_small_tensors_ride_with_the_sketch():
-    rows = reduce_scatter_traffic(Unit(4, 3000, 100), CodecSizes("sketch", 10, 0.9875), "block 1")
+    rows = reduce_scatter_traffic(
+        Exchange(4, 3000, 100), CodecSizes("sketch", 10, 0.9875), "block 1"
+    )
     assert [(row.op, row.role, row.elements) for row in rows] == [
         ("all_to_all", "index", 4 * 375),
         ("reduce_scatter", "gradient", 4 * (300 + 100)),
@@ -230,9 +248,10 @@ def test_small_tensors_ride_with_the_sketch():
 
 
 def test_the_sum_returns_packed_only_where_that_is_less():
-    assert spreads_packed(Unit(2, 10_000), CodecSizes("sketch", 10, 0.9875))
-    assert not spreads_packed(Unit(8, 10_000), CodecSizes("sparse", 1, 0.8))
-    packed = all_reduce_traffic(Unit(2, 10_000, 7), CodecSizes("sparse", 1, 0.9), "head")
+    for unit, packs in ((Unit, spreads_packed), (Exchange, returns_packed)):
+        assert packs(unit(2, 10_000), CodecSizes("sketch", 10, 0.9875))
+        assert not packs(unit(8, 10_000), CodecSizes("sparse", 1, 0.8))
+    packed = all_reduce_traffic(Exchange(2, 10_000, 7), CodecSizes("sparse", 1, 0.9), "head")
     assert [(row.op, row.role, row.elements) for row in packed] == [
         ("all_to_all", "index", 2500),
         ("all_to_all", "gradient", 2000),

@@ -13,7 +13,7 @@ from torchtitan_lr.compression.compressor import (
     join_spans,
     split_spans,
 )
-from torchtitan_lr.formulas.compression import CodecSizes, sketch_row
+from torchtitan_lr.compression.sizes import CodecSizes, sketch_row
 
 SPANS = [Span(3, True), Span(2, False), Span(4, True), Span(1, False)]
 

@@ -1,5 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
+import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -10,7 +11,9 @@ from torchtitan_lr.formulas.flops import (
     head_flops,
     layer_flops,
 )
+from torchtitan_lr.formulas.parameters import count_parameters
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.llama import LlamaModel
 
 CASES = [("full", "fullrank", heads) for heads in (None, 2)]
 CASES += [
@@ -33,6 +36,21 @@ def test_formula_equals_the_counter(family, activation, n_kv_heads):
     model = build_tiny(family, activation=activation, n_kv_heads=n_kv_heads, n_layers=2)
     b, s = 2, 24
     assert count(model, b, s) == b * flops_per_sequence(model.model_args, s)
+
+
+@pytest.mark.parametrize("flavor", FLAVORS["full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_formula_equals_what_the_model_counts_for_the_mfu(family, flavor):
+    args = FLAVORS[family][flavor]
+    args.n_layers = 2  # blocks cost alike
+    with torch.device("meta"):
+        model = LlamaModel(args)
+    counted = args.get_nparams_and_flops(model, 2048)
+    assert counted == (count_parameters(args).total, flops_per_token(args, 2048))
+    # Negative control: neither another length nor another depth costs the same.
+    assert counted[1] != flops_per_token(args, 2047)
+    args.n_layers = 3
+    assert counted != (count_parameters(args).total, flops_per_token(args, 2048))
 
 
 def test_gates_cost_nothing_that_is_counted():

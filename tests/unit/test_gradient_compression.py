@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from torchtitan_lr.compression.compressor import Compressor, Span
 from torchtitan_lr.compression.fsdp import CompressedAllReduce
-from torchtitan_lr.formulas.compression import CodecSizes
+from torchtitan_lr.compression.sizes import CodecSizes
 
 
 @pytest.fixture

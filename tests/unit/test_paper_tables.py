@@ -34,7 +34,7 @@ from torchtitan_lr.formulas.papers.published import (
     COLA_TABLE_9_FLOPS,
 )
 from torchtitan_lr.formulas.parameters import count_parameters
-from torchtitan_lr.formulas.pipeline import stage_boundary
+from torchtitan_lr.formulas.pipeline import boundary_elements
 from torchtitan_lr.formulas.traffic import count
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
@@ -259,11 +259,9 @@ def test_boost_table_6_corrected() -> None:
 def test_boost_table_6_corrected_for_pipelines() -> None:
     """2pbsd is d a token; a rank sends d/T under BTP, and LaX its seven latents."""
     for family, latents in (("cola", 0), ("lax", 7 * 256)):
-        boundary = stage_boundary(shape(family), TPSettings("btp"), 4, 128, family == "lax")
-        assert boundary.elements == 128 * (1024 // 4 + latents)
-    assert (
-        stage_boundary(shape("full"), TPSettings("megatron"), 4, 128, False).elements == 128 * 1024
-    )
+        elements = boundary_elements(shape(family), TPSettings("btp"), 4, 128, blocks_before=1)
+        assert elements == 128 * (1024 // 4 + latents)
+    assert boundary_elements(shape("full"), TPSettings("megatron"), 4, 128, 1) == 128 * 1024
 
 
 @pytest.mark.parametrize("tokens", [4096, 16384])

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.scripts import load_script
-from torchtitan_lr.formulas.compression import LEVELS, union_density
+from torchtitan_lr.compression.sizes import LEVELS, union_density
 
 
 @pytest.fixture(scope="module")

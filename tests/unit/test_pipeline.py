@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from tests.unit.tiny import tiny_args
-from torchtitan_lr.formulas.pipeline import Boundary, pipeline_traffic, stage_boundary
+from torchtitan_lr.formulas.pipeline import boundary_elements, pipeline_traffic
 from torchtitan_lr.models.loss import cross_entropy_sum
+from torchtitan_lr.parallel.pipeline.boundaries import Boundary, stage_boundary
 from torchtitan_lr.parallel.pipeline.pipeline import NormalizedLoss, stage_boundaries
+from torchtitan_lr.parallel.pipeline.stage_split import layers_before_boundaries
 from torchtitan_lr.parallel.tensor.plans import TPSettings
 
 # width 48, ranks 12 (q, k, v, o) and 20 (gate, up, down)
@@ -33,6 +35,7 @@ LATENTS = 4 * 12 + 3 * 20
 def test_elements_a_token(family, settings, degree, per_token):
     boundary = stage_boundary(tiny_args(family), settings, degree, 16, latents=True)
     assert boundary.elements == 16 * per_token
+    assert boundary_elements(tiny_args(family), settings, degree, 16, 1) == 16 * per_token
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
@@ -40,6 +43,7 @@ def test_a_stage_sends_the_streams_of_its_lanes(degree):
     args = tiny_args("full", lanes=4, sync_fraction=0.5)
     boundary = stage_boundary(args, TPSettings("caat"), degree, 16, latents=True)
     assert boundary == Boundary(16, 4 // degree * 48, (), lanes=4 // degree)
+    assert boundary_elements(args, TPSettings("caat"), degree, 16, 1) == boundary.elements
 
 
 def test_lanes_in_the_bottleneck_leave_the_stream_alone():
@@ -59,10 +63,15 @@ def test_latents_cross_between_blocks_only():
     config = SimpleNamespace(parallelism=section)
     boundaries = stage_boundaries(config, tiny_args("lax"), 16, TPSettings())
     assert [sum(boundary.latents) for boundary in boundaries] == [0, LATENTS, 0]
+    elements = [
+        boundary_elements(tiny_args("lax"), TPSettings(), 1, 16, before)
+        for before in layers_before_boundaries(config, 3)
+    ]
+    assert elements == [boundary.elements for boundary in boundaries]
 
 
 def test_messages_of_a_rank():
-    boundaries = [Boundary(8, 5, ()), Boundary(8, 6, ()), Boundary(8, 7, ())]
+    boundaries = [8 * 5, 8 * 6, 8 * 7]
     rows = {
         (row.scope, row.pass_, row.op): (row.calls, row.elements, row.mesh_dim)
         for row in pipeline_traffic(boundaries, [1], batch=2, microbatches=3)
@@ -76,7 +85,7 @@ def test_messages_of_a_rank():
 
 
 def test_neighbours_on_one_rank_send_nothing():
-    boundaries = [Boundary(8, 5, ())] * 3
+    boundaries = [8 * 5] * 3
     scopes = {row.scope for row in pipeline_traffic(boundaries, [1, 2], 1, 1)}
     assert scopes == {"boundary 0", "boundary 2"}
 

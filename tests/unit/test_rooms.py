@@ -31,6 +31,11 @@ def test_an_import_upwards_would_be_noticed(low, high, tmp_path):
     assert lint(swapped.replace("LOW", f'"{high}"'), tmp_path) == EXIT_STATUS_ERROR
 
 
+def test_a_runtime_that_imports_formulas_would_be_noticed(tmp_path):
+    meeting = "torchtitan_lr.ledger.comparison -> torchtitan_lr.formulas.traffic"
+    assert lint(CONTRACTS.replace(f'"{meeting}"', ""), tmp_path) == EXIT_STATUS_ERROR
+
+
 def test_the_top_level_holds_folders():
     assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "errors.py", "train.py"}
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.unit.tiny import build_tiny, tokens
-from torchtitan_lr.formulas.pipeline import Boundary, stage_boundary
+from torchtitan_lr.parallel.pipeline.boundaries import Boundary, stage_boundary
 from torchtitan_lr.parallel.pipeline.stages import pack, pack_messages, unpack
 from torchtitan_lr.parallel.tensor.plans import TPSettings
 

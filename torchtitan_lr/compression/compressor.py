@@ -24,18 +24,14 @@ from torchtitan_lr.compression.codecs import (
 )
 from torchtitan_lr.compression.codecs.bitmap import pack, unpack
 from torchtitan_lr.compression.codecs.hashing import step_seed
-from torchtitan_lr.formulas.compression import (
+from torchtitan_lr.compression.sizes import (
+    VALUE_BYTES,
     CodecSizes,
-    all_reduce_traffic,
     candidates,
     exchange_unit,
-    reduce_scatter_traffic,
+    sent_bytes,
     spreads_packed,
 )
-from torchtitan_lr.formulas.traffic import Traffic
-
-ITEM_SIZE = {"gradient": 4, "index": 1}
-"""Bytes of an element by the role of its row; gradients are exchanged in fp32."""
 
 COUNTS = ("sent", "unpeeled", "indexed", "collisions")
 """What `Compressor.counts` holds, in order."""
@@ -121,16 +117,11 @@ class Compressor:
         """Forget what the exchanges since the last step left: the step is skipped."""
         self._waits = False
 
-    def traffic(self, scope: str, mesh_dim: str) -> list[Traffic]:
-        """Every collective of one exchange, from the formulas."""
-        rows_of = all_reduce_traffic if self.all_reduce else reduce_scatter_traffic
-        return rows_of(self.unit, self.sizes, scope, mesh_dim)
-
     def bytes_saved(self) -> int:
         """Bytes of the uncompressed exchange less those of this one, on this rank."""
-        sent = sum(ITEM_SIZE[row.role] * row.elements for row in self.traffic("", ""))
-        sizes = sum(span.size for span in self.spans)
-        return ITEM_SIZE["gradient"] * sizes * (1 if self.all_reduce else self.unit.ranks) - sent
+        entries = sum(span.size for span in self.spans)
+        whole = VALUE_BYTES * entries * (1 if self.all_reduce else self.unit.ranks)
+        return whole - sent_bytes(self.unit, self.sizes, self.all_reduce)
 
     def reduce_rows(self, rows: Tensor, dense: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Reduce-scatter rows, compressed, with error feedback.

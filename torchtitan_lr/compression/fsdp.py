@@ -27,8 +27,8 @@ from torchtitan_lr.compression.settings import (
     describe_small_units,
     is_compressed,
 )
+from torchtitan_lr.compression.sizes import CodecSizes, codec_bits, unit_codec
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.formulas.compression import CodecSizes, codec_bits, unit_codec
 
 
 class CompressedReduceScatter(ReduceScatter):

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.formulas.compression import (
+from torchtitan_lr.compression.sizes import (
     LEVELS,
     CodecSizes,
     load_limit,
@@ -18,6 +17,7 @@ from torchtitan_lr.formulas.compression import (
     smallest_theta,
     unit_load,
 )
+from torchtitan_lr.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch

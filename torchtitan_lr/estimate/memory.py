@@ -215,6 +215,6 @@ def _received_bytes(run: Run, stages: list[int]) -> int:
     boundaries = boundaries_of(run)
     elements = 0
     for stage in stages:
-        elements += boundaries[stage - 1].elements if stage else 0
-        elements += boundaries[stage].elements if stage < len(boundaries) else 0
+        elements += boundaries[stage - 1] if stage else 0
+        elements += boundaries[stage] if stage < len(boundaries) else 0
     return run.precision.compute * run.microbatches * run.microbatch * elements

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Every collective of a step of a run, from the formulas of `formulas`.
+"""Every collective of a step of a run, from the formulas.
 
 Left out are the few scalars of clipping, logging and agreement (the ledger's scope ``step``),
 except those that belong to TSR-Adam. With a pipeline and ``fsdp_reshard_after_forward = "always"``
@@ -9,30 +9,29 @@ the weights' gathers are counted once a pass, which is less than micro-batches c
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import lcm, prod
-from typing import Any
+from math import ceil, lcm, prod
 
 import torch
 
 from torchtitan_lr.compression.settings import is_compressed, settings_for
+from torchtitan_lr.compression.sizes import CodecSizes
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.formulas.communication import model_traffic
 from torchtitan_lr.formulas.compression import (
-    CodecSizes,
-    Unit,
+    Exchange,
     all_reduce_traffic,
-    exchange_unit,
+    can_be_peeled,
     reduce_scatter_traffic,
-    unit_codec,
+    replicated,
 )
 from torchtitan_lr.formulas.data_parallel import DataParallel, data_parallel_traffic
 from torchtitan_lr.formulas.memory import sharded
-from torchtitan_lr.formulas.pipeline import pipeline_traffic
+from torchtitan_lr.formulas.pipeline import boundary_elements, pipeline_traffic
 from torchtitan_lr.formulas.traffic import Traffic, merge
 from torchtitan_lr.formulas.tsr import sketch_width
 from torchtitan_lr.formulas.tsr_traffic import TSRMatrix, TSRMesh, TSRStep, tsr_traffic
-from torchtitan_lr.parallel.pipeline.pipeline import stage_boundaries
+from torchtitan_lr.parallel.pipeline.stage_split import layers_before_boundaries
 
 
 def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> list[Traffic]:
@@ -113,9 +112,12 @@ def _messages(run: Run, pp_rank: int) -> list[Traffic]:
     return _times(rows, run.accumulation)
 
 
-def boundaries_of(run: Run) -> list[Any]:
-    """Return the boundaries between the stages of a run's pipeline."""
-    return stage_boundaries(run.config, run.args, run.seq_len, run.settings)
+def boundaries_of(run: Run) -> list[int]:
+    """Return the elements of a sequence that a rank sends over each boundary between stages."""
+    return [
+        boundary_elements(run.args, run.settings, run.tp, run.seq_len, before)
+        for before in layers_before_boundaries(run.config, run.args.n_layers)
+    ]
 
 
 def _data(run: Run, pp_rank: int) -> list[Traffic]:
@@ -149,7 +151,7 @@ def _compressed(run: Run, uncompressed: Sequence[Traffic]) -> list[Traffic]:
     return merge(rows)
 
 
-def exchanged_units(run: Run) -> list[tuple[str, Unit, CodecSizes]]:
+def exchanged_units(run: Run) -> list[tuple[str, Exchange, CodecSizes]]:
     """Return the scope of every FSDP unit, what it exchanges, and by which codec."""
     crosses_hosts = run.replicas > 1
     ranks = run.replicas if crosses_hosts else run.shard
@@ -160,8 +162,12 @@ def exchanged_units(run: Run) -> list[tuple[str, Unit, CodecSizes]]:
         for parameter, shape in parameters.items():
             chosen = is_compressed(parameter, prod(run.global_shapes[parameter]), settings)
             entries[chosen] += prod(sharded(shape, run.shard))
-        codec = unit_codec(settings.codec, entries[True], ranks, crosses_hosts)
-        unit = exchange_unit(entries[True], entries[False], ranks, codec, crosses_hosts)
+        owned = ceil(entries[True] / ranks) if crosses_hosts else entries[True]
+        peels = can_be_peeled(settings.codec, owned, ranks)
+        codec = settings.codec if peels else CodecSizes("dense")
+        unit = Exchange(ranks, entries[True], entries[False])
+        if crosses_hosts:
+            unit = replicated(entries[True], entries[False], ranks, codec)
         units.append(("head" if name == "root" else name, unit, codec))
     return units
 

@@ -1,67 +1,49 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Sizes, bits and feasibility of gradient compression in closed form (TAGC).
+"""What a compressed gradient exchange sends, in closed form (TAGC).
 
 Everywhere W is the number of ranks that exchange a gradient, m the compressed entries that each of
 them owns afterwards, θ the share of entries that a rank does not send, and c the compression of the
-count sketch. Bits are those a rank hands to its collectives, per parameter, once per call.
+count sketch. Sizes follow from these numbers alone, in exact fractions; nothing here is taken from
+the codecs, so that a comparison with what they send can fail.
 """
 
-import math
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil, floor
+from typing import Protocol
 
 from torchtitan_lr.formulas.traffic import Traffic
 
-LEVELS: dict[str, tuple[float, float]] = {"2x": (2, 0.8), "4x": (4, 0.9), "10x": (10, 0.9875)}
-"""Compression c and sparsity θ of the published levels (TAGC, Table 1)."""
 
-HASH_ROWS = 3
-"""Rows of the count sketch."""
+class CodecNumbers(Protocol):
+    """What decides the sizes of a codec's messages; ``CodecSizes`` has these."""
 
-PEELING_LIMIT = 0.75
-"""Largest c·(union density) at which peeling is relied upon; it breaks between .78 and .82."""
+    @property
+    def name(self) -> str:
+        """One of dense, sparse, sketch."""
 
-SHARP_LIMIT = 0.818
-"""Load at which peeling breaks in an endless sketch of three rows."""
+    @property
+    def c(self) -> float:
+        """Entries per cell of the sketch."""
 
-SMALL_SKETCH = 1.2
-"""How much earlier it breaks in a small one: at `SHARP_LIMIT` less this times row^(-2/3).
+    @property
+    def theta(self) -> float:
+        """Share θ of entries that is not sent."""
 
-At that load 3 to 9% of the entries remain, on 2 to 8 ranks and from 3 cells a row up (measured).
-From 75 cells on `PEELING_LIMIT` is the lower limit, and ever fewer remain.
-"""
-
-VERDICT_BITS = 1024
-"""Blocks per destination, at most, whose decoding the owner vouches for one by one."""
-
-THETA_STEP = 1e-4
-"""Sparsities are named in steps of this, or less."""
+    @property
+    def index(self) -> str:
+        """One of exact, sum1 (1 bit an entry), sum4 (4 bits)."""
 
 
 @dataclass(frozen=True)
-class CodecSizes:
-    """What decides the sizes of a codec's messages.
-
-    Args:
-        name: ``dense``, ``sparse`` or ``sketch``.
-        c: Entries per cell of the sketch.
-        theta: Share of entries that is not sent.
-        index: ``exact``, ``sum1`` or ``sum4``: how the sketch's owner learns what was sent.
-    """
-
-    name: str
-    c: float = 1.0
-    theta: float = 0.0
-    index: str = "exact"
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One exchange: a reduce-scatter of W rows.
+class Exchange:
+    """What W ranks exchange of one unit of the model.
 
     Args:
         ranks: Ranks W.
         compressed: Compressed entries m of each destination.
-        dense: Entries of each destination that travel as they are.
+        dense: Entries that travel as they are: of each destination of a reduce-scatter, of the
+            whole shard in an all-reduce.
     """
 
     ranks: int
@@ -69,118 +51,76 @@ class Unit:
     dense: int = 0
 
 
-def exchange_unit(
-    compressed: int, dense: int, ranks: int, codec: CodecSizes, all_reduce: bool
-) -> Unit:
-    """Return the exchange of a unit of the model.
+def replicated(compressed: int, dense: int, ranks: int, codec: CodecNumbers) -> Exchange:
+    """Return an all-reduce of a shard: each rank owns the W-th part of its compressed entries.
 
     Args:
-        compressed: Compressed entries of a destination; of the whole shard where all ranks need
-            the sums.
-        dense: The other entries, likewise.
+        compressed: Compressed entries of the shard.
+        dense: Its other entries.
         ranks: Ranks W.
-        codec: What travels.
-        all_reduce: Whether every rank needs the whole sum.
+        codec: Without compression all entries travel in one plain all-reduce.
     """
-    if not all_reduce:
-        return Unit(ranks, compressed, dense)
-    if codec.name == "dense" or not compressed:
-        return Unit(ranks, 0, dense + compressed)  # one plain all-reduce
-    return Unit(ranks, -(-compressed // ranks), dense)
+    if codec.name == "dense":
+        return Exchange(ranks, 0, compressed + dense)
+    return Exchange(ranks, ceil(Fraction(compressed, ranks)), dense)
 
 
-def kept_entries(m: int, theta: float) -> int:
-    """Entries of m that are sent so that at least a share θ is not; at least one."""
-    # The small number: 0.9·10 is a little more than 9 in floating point.
-    return max(1, m - math.ceil(theta * m - 1e-9 * m))
+def sent_entries(m: int, theta: float) -> int:
+    """Entries of m that a rank sends: ⌊(1 − θ + 10⁻⁹)·m⌋, at least one; θ is a decimal number."""
+    return floor(m * (1 - _decimal(theta) + Fraction(1, 10**9))) or 1
 
 
-def packed_bytes(m: int, bits: int = 1) -> int:
-    """Bytes of an index of m entries at ``bits`` bits each."""
-    return -(-m * bits // 8)
+def index_bytes(m: int, bits: int = 1) -> int:
+    """Bytes of m fields of ``bits`` bits: ⌈m·bits/8⌉."""
+    return ceil(Fraction(m * bits, 8))
 
 
-def sketch_row(m: int, c: float) -> int:
-    """Cells in each of the three rows of a sketch: ⌈⌈m/c⌉ / 3⌉."""
-    return -(-math.ceil(m / c) // HASH_ROWS)
-
-
-def verdict_block(m: int) -> int:
-    """Consecutive entries that share one bit of the owner's verdict."""
-    return -(-m // VERDICT_BITS)
+def sketch_cells(m: int, c: float) -> int:
+    """Cells of a sketch of three equal rows with at most c entries a cell: 3⌈m/(3c)⌉."""
+    return 3 * ceil(m / (3 * _decimal(c)))
 
 
 def verdict_bytes(m: int) -> int:
-    """Bytes of the owner's verdict on m entries: 128 at most."""
-    return packed_bytes(-(-m // verdict_block(m)))
+    """Bytes of the owner's verdict on m entries, a bit for each of at most 1024 equal blocks.
 
-
-def candidates(ranks: int, m: int, theta: float) -> int:
-    """Most entries of one destination that any rank may have sent."""
-    return min(m, ranks * kept_entries(m, theta))
-
-
-def union_density(ranks: int, theta: float) -> float:
-    """Share of entries sent by any of W ranks, where they choose independently: 1 − θ^W."""
-    return float(1 - theta**ranks)
-
-
-def peels(c: float, theta: float, ranks: int) -> bool:
-    """Return whether a large sketch of compression c decodes: c·(1 − θ^W) ≤ 0.75.
-
-    `unit_codec` decides for the sizes of one unit.
+    Blocks of b = ⌈m/1024⌉ entries, eight of them to a byte: ⌈m/(8b)⌉, at most 128.
     """
-    return c * union_density(ranks, theta) <= PEELING_LIMIT + 1e-12
+    return ceil(Fraction(m, 8 * ceil(Fraction(m, 1024))))
 
 
-def unit_load(m: int, codec: CodecSizes, ranks: int) -> float:
-    """Unknowns for each cell of one destination's sketch, where ranks choose independently.
+def returned_entries(ranks: int, m: int, theta: float) -> int:
+    """Entries of an owner's sum that may be other than zero: those that W ranks sent, at most m."""
+    sent = ranks * sent_entries(m, theta)
+    return sent if sent < m else m
 
-    The whole entries and cells of a real exchange: of m entries each rank sends at least one, and
-    a row of the sketch has at least one cell, so that a small unit's load is above c·(1 − θ^W).
+
+def returns_packed(exchange: Exchange, codec: CodecNumbers) -> bool:
+    """Whether a sum returns as bitmap and values: where the zeros outweigh the bitmap (4 bytes)."""
+    m = exchange.compressed
+    zeros = m - returned_entries(exchange.ranks, m, codec.theta)
+    return index_bytes(m) < 4 * zeros
+
+
+def can_be_peeled(codec: CodecNumbers, m: int, ranks: int) -> bool:
+    """Whether a destination's sketch has few enough unknowns for its cells.
+
+    Unknowns are the entries that any of W ranks sends, k each, chosen independently:
+    m·(1 − (1 − k/m)^W). With n cells in each of the three rows they may be at most
+    3n·min(0.75, 0.818 − 1.2·n^(−2/3)): random hypergraphs of three-fold edges have a core from
+    .818 on, and finite ones earlier, by a power of their size whose exponent is 2/3.
 
     Args:
+        codec: What was asked for; only a sketch needs peeling.
         m: Compressed entries of the destination.
-        codec: A sketch.
-        ranks: Ranks W.
+        ranks: Ranks W; one rank alone sends to itself.
     """
-    unsent = (1 - kept_entries(m, codec.theta) / m) ** ranks
-    return m * (1 - unsent) / (HASH_ROWS * sketch_row(m, codec.c))
-
-
-def load_limit(m: int, codec: CodecSizes) -> float:
-    """Largest load at which a sketch of m entries peels but for a few percent of them.
-
-    Whether three cells hold a loop of entries is a matter of luck: in a small sketch it happens at
-    lower loads (finite-size scaling of random hypergraphs, whose exponent is 2/3).
-    """
-    early = SMALL_SKETCH * sketch_row(m, codec.c) ** (-2 / 3)
-    return min(PEELING_LIMIT, SHARP_LIMIT - early)
-
-
-def unit_codec(codec: CodecSizes, compressed: int, ranks: int, all_reduce: bool) -> CodecSizes:
-    """Return what a unit's gradients travel by: dense where a sketch of its size does not peel.
-
-    Arguments as of `exchange_unit`.
-    """
-    m = -(-compressed // ranks) if all_reduce else compressed
     if codec.name != "sketch" or m == 0 or ranks == 1:
-        return codec
-    peels_here = unit_load(m, codec, ranks) <= load_limit(m, codec) + 1e-12
-    return codec if peels_here else CodecSizes("dense")
-
-
-def smallest_theta(c: float, ranks: int) -> float:
-    """Smallest θ at which a sketch of compression c decodes, rounded up.
-
-    In steps of 0.0001, and of at most a tenth of 1 − θ where many ranks leave little to send.
-    """
-    if peels(c, 0.0, ranks):
-        return 0.0
-    exact = (1 - PEELING_LIMIT / c) ** (1 / ranks)
-    step = min(THETA_STEP, 10.0 ** (math.floor(math.log10(1 - exact)) - 1))
-    theta = round(math.ceil(exact / step - 1e-6) * step, 12)
-    return theta if peels(c, theta, ranks) else round(theta + step, 12)
+        return True
+    missed = 1 - sent_entries(m, codec.theta) / m
+    unknowns = m - m * missed**ranks
+    cells = sketch_cells(m, codec.c)
+    share = min(0.75, 0.818 - 1.2 * (cells / 3) ** (-2 / 3))
+    return unknowns <= (share + 1e-12) * cells
 
 
 def paper_bits(c: float, index_bits: int, algorithm: str = "tagc") -> dict[str, float]:
@@ -198,36 +138,13 @@ def paper_bits(c: float, index_bits: int, algorithm: str = "tagc") -> dict[str, 
     return {"index": 2.0 * index_bits, "sketch": calls * 32 / c}
 
 
-def codec_bits(codec: CodecSizes, replicas: int = 0) -> dict[str, float]:
-    """Bits per parameter and rank by operation in the limit of large tensors, fp32 values.
-
-    Sketch: 1 + 32/c (index, cells); sparse: 1 + 32(1 − θ) (index, values). The owner's verdict
-    on a sketch is 128 bytes a destination whatever its size, nothing in this limit. Where every
-    replica needs the sum, the owners' sums travel back: as bitmap and values, of which there may
-    be a share W(1 − θ), or whole where that is less: min(32, 1 + 32·W(1 − θ)).
-
-    Args:
-        codec: What travels.
-        replicas: HSDP's replicas W, whose shards are all-reduced; 0 for FSDP's reduce-scatter.
-    """
-    if codec.name == "dense":
-        return {"values": 32.0}
-    if codec.name == "sparse":
-        bits = {"index": 1.0, "values": 32 * (1 - codec.theta)}
-    else:
-        bits = {"index": 4.0 if codec.index == "sum4" else 1.0, "sketch": 32 / codec.c}
-    if replicas:
-        bits["returned"] = min(32.0, 1 + 32 * replicas * (1 - codec.theta))
-    return bits
-
-
 def reduce_scatter_traffic(
-    unit: Unit, codec: CodecSizes, scope: str, mesh_dim: str = "fsdp"
+    exchange: Exchange, codec: CodecNumbers, scope: str, mesh_dim: str = "fsdp"
 ) -> list[Traffic]:
     """Every collective of one compressed reduce-scatter, exactly.
 
     Args:
-        unit: Sizes.
+        exchange: Sizes.
         codec: What travels.
         scope: Part of the model, as the ledger names it.
         mesh_dim: Name of the mesh dimension.
@@ -235,58 +152,56 @@ def reduce_scatter_traffic(
     Returns:
         Rows with the roles ``gradient`` and ``index`` (bytes).
     """
-    w, m = unit.ranks, unit.compressed
+    w, m, dense = exchange.ranks, exchange.compressed, exchange.dense
     if m == 0 or codec.name == "dense":
-        return [_row(scope, "reduce_scatter", "gradient", w * (m + unit.dense), mesh_dim)]
-    packed = w * packed_bytes(m, 4 if codec.index == "sum4" else 1)
+        return [_row(scope, "reduce_scatter", "gradient", w * (m + dense), mesh_dim)]
+    packed = w * index_bytes(m, 4 if codec.index == "sum4" else 1)
     if codec.name == "sparse":
         rows = [
             _row(scope, "all_to_all", "index", packed, mesh_dim),
-            _row(scope, "all_to_all", "gradient", w * kept_entries(m, codec.theta), mesh_dim),
+            _row(scope, "all_to_all", "gradient", w * sent_entries(m, codec.theta), mesh_dim),
         ]
-        if unit.dense:
-            rows.append(_row(scope, "reduce_scatter", "gradient", w * unit.dense, mesh_dim))
+        if dense:
+            rows.append(_row(scope, "reduce_scatter", "gradient", w * dense, mesh_dim))
         return rows
     index = "all_to_all" if codec.index == "exact" else "reduce_scatter"
-    cells = HASH_ROWS * sketch_row(m, codec.c)
+    summed = w * (sketch_cells(m, codec.c) + dense)
     return [
         _row(scope, index, "index", packed, mesh_dim),
-        _row(scope, "reduce_scatter", "gradient", w * (cells + unit.dense), mesh_dim),
+        _row(scope, "reduce_scatter", "gradient", summed, mesh_dim),
         _row(scope, "all_gather", "index", w * verdict_bytes(m), mesh_dim),
     ]
 
 
 def all_reduce_traffic(
-    unit: Unit, codec: CodecSizes, scope: str, mesh_dim: str = "dp_replicate"
+    exchange: Exchange, codec: CodecNumbers, scope: str, mesh_dim: str = "dp_replicate"
 ) -> list[Traffic]:
     """Every collective of one compressed all-reduce: a reduce-scatter, then its result to all.
 
     Args:
-        unit: Sizes; ``dense`` counts the entries of a whole shard, which are all-reduced.
+        exchange: Sizes.
         codec: What travels.
         scope: Part of the model, as the ledger names it.
         mesh_dim: Name of the mesh dimension.
     """
-    w, m = unit.ranks, unit.compressed
+    w, m, dense = exchange.ranks, exchange.compressed, exchange.dense
     if m == 0 or codec.name == "dense":
-        return [_row(scope, "all_reduce", "gradient", w * m + unit.dense, mesh_dim)]
-    rows = reduce_scatter_traffic(Unit(w, m), codec, scope, mesh_dim)
-    if spreads_packed(unit, codec):
-        rows.append(_row(scope, "all_gather", "index", w * packed_bytes(m), mesh_dim))
-        sent = candidates(w, m, codec.theta)
-    else:
-        sent = m
-    rows.append(_row(scope, "all_gather", "gradient", w * sent, mesh_dim))
-    if unit.dense:
-        rows.append(_row(scope, "all_reduce", "gradient", unit.dense, mesh_dim))
+        return [_row(scope, "all_reduce", "gradient", w * m + dense, mesh_dim)]
+    rows = reduce_scatter_traffic(Exchange(w, m), codec, scope, mesh_dim)
+    returned = m
+    if returns_packed(exchange, codec):
+        rows.append(_row(scope, "all_gather", "index", w * index_bytes(m), mesh_dim))
+        returned = returned_entries(w, m, codec.theta)
+    rows.append(_row(scope, "all_gather", "gradient", w * returned, mesh_dim))
+    if dense:
+        rows.append(_row(scope, "all_reduce", "gradient", dense, mesh_dim))
     return rows
-
-
-def spreads_packed(unit: Unit, codec: CodecSizes) -> bool:
-    """Whether a sum travels back as bitmap and values: where that is less than all entries."""
-    sent = candidates(unit.ranks, unit.compressed, codec.theta)
-    return packed_bytes(unit.compressed) + 4 * sent < 4 * unit.compressed
 
 
 def _row(scope: str, op: str, role: str, elements: int, mesh_dim: str) -> Traffic:
     return Traffic(scope, "backward", op, role, 1, elements, mesh_dim)
+
+
+def _decimal(number: float) -> Fraction:
+    """Return a setting as the decimal number that was written, not as its nearest float."""
+    return Fraction(str(number))

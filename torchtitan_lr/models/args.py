@@ -3,17 +3,17 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.protocols.model import BaseModelArgs
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.formulas.flops import flops_per_token
-from torchtitan_lr.formulas.parameters import count_parameters
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from torchtitan_lr.models.llama import LlamaModel
 
 Family = Literal["full", "svd", "cola", "lax"]
 Activation = Literal["both", "lowrank", "reduced", "fullrank", "none"]
@@ -185,16 +185,17 @@ class LlamaArgs(BaseModelArgs):
         self.check()
 
     def get_nparams_and_flops(self, model: "nn.Module", seq_len: int) -> tuple[int, int]:
-        """Size and cost of the model, from the closed forms of ``torchtitan_lr.formulas``.
+        """Size and cost of the model, counted from its tensors.
 
         Args:
-            model: Part of torchtitan's interface; unused, the shape says it all.
+            model: The whole `LlamaModel`, before it is split; may be on the meta device.
             seq_len: Tokens in a sequence, on which attention's share depends.
 
         Returns:
             The number of parameters, and the FLOPs of forward and backward per token.
         """
-        return count_parameters(self).total, flops_per_token(self, seq_len)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return parameters, cast("LlamaModel", model).flops_per_token(seq_len)
 
     def _check_choices(self) -> None:
         for key, value, choices in (

@@ -2,6 +2,7 @@
 """The LLaMA model of every family, made of blocks; no code here knows of ranks or meshes."""
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,22 @@ class LlamaModel(ModelProtocol):
             return logits
         x = x if self.norm is None else self.norm(x)
         return x if latents is None else (x, *latents)
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """FLOPs of the matrix products per token, forward and backward: those of MFU.
+
+        A product with a weight or with the keys or values costs 2 FLOPs an entry, and backward
+        repeats it for the gradient of each operand. Causal attention counts in full: each token
+        meets the keys and the values of all ``seq_len`` tokens, in every head.
+        """
+        products = sum(
+            module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear)
+        )
+        for block in self.layers.values():
+            wq = cast(TransformerBlock, block).attention.wq
+            width = (wq if isinstance(wq, nn.Linear) else wq.B).out_features
+            products += 2 * seq_len * width
+        return 3 * 2 * products
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LlamaModel":
         # A cast would round the rotary table (or drop its imaginary part), and materializing a

@@ -17,7 +17,7 @@ from torchtitan_lr.compression.codecs.base import Codec, Decoded, Message
 from torchtitan_lr.compression.codecs.bitmap import mark, pack, union, unpack
 from torchtitan_lr.compression.codecs.hashing import cells_and_signs
 from torchtitan_lr.compression.codecs.sparsify import largest, left_over
-from torchtitan_lr.formulas.compression import (
+from torchtitan_lr.compression.sizes import (
     HASH_ROWS,
     candidates,
     kept_entries,

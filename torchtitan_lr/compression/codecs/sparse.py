@@ -9,7 +9,7 @@ from torch import Tensor
 from torchtitan_lr.compression.codecs.base import Codec, Decoded, Message
 from torchtitan_lr.compression.codecs.bitmap import mark, pack, unpack
 from torchtitan_lr.compression.codecs.sparsify import largest, left_over
-from torchtitan_lr.formulas.compression import kept_entries
+from torchtitan_lr.compression.sizes import kept_entries
 
 
 class SparseCodec(Codec):

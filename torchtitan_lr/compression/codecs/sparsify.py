@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lr.compression.codecs.bitmap import unpack
-from torchtitan_lr.formulas.compression import kept_entries, verdict_block
+from torchtitan_lr.compression.sizes import kept_entries, verdict_block
 
 
 def largest(rows: Tensor, theta: float) -> tuple[Tensor, Tensor]:

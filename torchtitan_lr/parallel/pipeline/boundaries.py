@@ -1,16 +1,99 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Naming the messages between pipeline stages.
+"""The messages between pipeline stages: their shapes, and their names in the ledger.
+
+A rank sends its part of the residual stream; under bottleneck-aware tensor parallelism that is d/T
+of the d elements a token. LaX also sends the seven latents that the next block mixes in: to drop
+them would make the model depend on where it is cut.
 
 A send or receive happens outside the model, where no forward hook and no autograd node says whose
 it is. So the stage that prepares a message leaves a mark on its tensor, and the ledger reads it.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.parallel.tensor.plans import PLANS, TPSettings
+
 _MARK = "_pipeline_boundary"
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What a rank sends to the next stage for one sequence: ``rows`` rows of ``width`` elements.
+
+    Args:
+        rows: s, or s/T where the ranks share the tokens.
+        stream: Elements of the residual stream in a row: its share of a rank, divided by ``rows``.
+        latents: Elements of each carried latent in a row; empty where none cross.
+        tokens_per_row: How many tokens' shards of the stream lie in a row: T where the latents
+            share the tokens and the stream its features, else 1.
+        lanes: CAAT-Net: how many streams (b, s, lanes, d) there are on the rank; 0 where the stream
+            has no such dimension.
+    """
+
+    rows: int
+    stream: int
+    latents: tuple[int, ...]
+    tokens_per_row: int = 1
+    lanes: int = 0
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return self.stream + sum(self.latents)
+
+    @property
+    def elements(self) -> int:
+        """Elements of a sequence."""
+        return self.rows * self.width
+
+
+def stage_boundary(
+    args: LlamaArgs, settings: TPSettings, tp_degree: int, seq_len: int, latents: bool
+) -> Boundary:
+    """Return the shape of a boundary on one rank.
+
+    ============================  =====  ======  =======================
+    plan                          rows   stream  latents (LaX), 7 of
+    ============================  =====  ======  =======================
+    none (T = 1)                  s      d       r
+    none, G lanes at full rank    s      Gd      full rank has none
+    caat, G lanes                 s      Gd/T    full rank has none
+    btp                           s      d/T     r (replicated)
+    btp_caat                      s      d/T     svd and cola have none
+    btp, ``comm = "sequence"``    s/T    d       r (token-sharded)
+    vanilla, vanilla_replicated   s      d       r/T (feature-sharded)
+    megatron                      s      d       full rank has none
+    megatron, ``"sequence"``      s/T    d       full rank has none
+    ============================  =====  ======  =======================
+
+    Args:
+        args: The model's arguments.
+        settings: The tensor-parallel plan; of no effect at T = 1.
+        tp_degree: T.
+        seq_len: Tokens s of a sequence.
+        latents: Whether a block sends to another one here, so that LaX's latents cross.
+    """
+    widths = [args.rank_attention] * 4 + [args.rank_ffn] * 3
+    if not latents or args.family != "lax":
+        widths = []
+    if args.lanes > 1 and args.family == "full":
+        lanes = args.lanes // tp_degree
+        return Boundary(seq_len, lanes * args.dim, (), lanes=lanes)
+    if tp_degree == 1:
+        return Boundary(seq_len, args.dim, tuple(widths))
+    plan = PLANS[settings.plan]
+    if settings.comm == "sequence":
+        shared = tp_degree if plan.shards_stream else 1
+        return Boundary(seq_len // tp_degree, args.dim, tuple(widths), shared)
+    if plan.shards_latents:
+        widths = [width // tp_degree for width in widths]
+    stream = args.dim // tp_degree if plan.shards_stream else args.dim
+    return Boundary(seq_len, stream, tuple(widths))
 
 
 def mark(operations: list[Any], boundary: int, pass_: str) -> list[Any]:

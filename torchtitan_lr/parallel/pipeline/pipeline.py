@@ -28,8 +28,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import BaseModelArgs
 from torchtitan.protocols.train_spec import ParallelizeFunction
 
-from torchtitan_lr.formulas.pipeline import Boundary, stage_boundary
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.parallel.pipeline.boundaries import Boundary, stage_boundary
 from torchtitan_lr.parallel.pipeline.stage_split import layers_before_boundaries
 from torchtitan_lr.parallel.pipeline.stages import build_stage, pack_messages
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, settings_for

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from torchtitan_lr.formulas.pipeline import Boundary
-from torchtitan_lr.parallel.pipeline.boundaries import mark
+from torchtitan_lr.parallel.pipeline.boundaries import Boundary, mark
 
 
 class Stage(PipelineStage):

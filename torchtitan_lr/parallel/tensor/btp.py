@@ -131,6 +131,7 @@ class BTP(TensorParallelPlan):
     """Bottleneck-aware: stream Shard(-1), A row-parallel, B column-parallel."""
 
     name = "btp"
+    shards_stream = True
     choices = frozenset({"grouping", "norm", "norm_stat", "comm", "head"})
 
     def is_default(self, args: LlamaArgs) -> bool:

@@ -66,6 +66,8 @@ class TensorParallelPlan:
         low_rank: Whether it splits factorised linears, or dense ones.
         lanes: Whether it is for models with CAAT-Net's lanes.
         experimental: Whether it must be named, since ``auto`` never chooses it.
+        shards_stream: Whether a rank sends d/T features of the residual stream to the next stage.
+        shards_latents: Whether it sends r/T features of each of LaX's latents.
         choices: Fields of `TPSettings` in which it has a choice; others keep their defaults.
     """
 
@@ -73,6 +75,8 @@ class TensorParallelPlan:
     low_rank: bool = True
     lanes: bool = False
     experimental: bool = False
+    shards_stream: bool = False
+    shards_latents: bool = False
     choices: frozenset[str] = frozenset()
 
     def styles(self, args: LlamaArgs, settings: TPSettings) -> Styles:

@@ -125,6 +125,7 @@ class Vanilla(TensorParallelPlan):
     """
 
     name = "vanilla"
+    shards_latents = True
     choices = frozenset({"grouping"})
     sharded_heads: bool = True
 

@@ -1,0 +1,318 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Whatever decides what is sent is broken on purpose: the comparison with the formulas fails.
+
+Every size is compared twice: as it is, where nothing may differ, and off by one, where something
+must. Gradient exchanges run here as one rank of a group that does not exist: its collectives do
+nothing, and the ledger counts them.
+"""
+
+import sys
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import pad
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.unit.tiny import FAMILIES, tiny_args
+from torchtitan_lr.compression import fsdp
+from torchtitan_lr.compression.codecs import bitmap
+from torchtitan_lr.compression.compressor import Compressor, Span
+from torchtitan_lr.compression.fsdp import CompressedAllReduce, CompressedReduceScatter
+from torchtitan_lr.compression.settings import CompressionSettings
+from torchtitan_lr.compression.sizes import (
+    HASH_ROWS,
+    CodecSizes,
+    candidates,
+    exchange_unit,
+    kept_entries,
+    load_limit,
+    packed_bytes,
+    sent_bytes,
+    sketch_row,
+    smallest_theta,
+    spreads_packed,
+    unit_codec,
+    unit_load,
+    verdict_block,
+)
+from torchtitan_lr.formulas.compression import (
+    Exchange,
+    all_reduce_traffic,
+    can_be_peeled,
+    reduce_scatter_traffic,
+    replicated,
+    returned_entries,
+    sent_entries,
+    sketch_cells,
+    verdict_bytes,
+)
+from torchtitan_lr.formulas.flops import flops_per_token
+from torchtitan_lr.formulas.memory import sharded
+from torchtitan_lr.formulas.parameters import count_parameters
+from torchtitan_lr.formulas.pipeline import boundary_elements
+from torchtitan_lr.ledger.comparison import compare, differences
+from torchtitan_lr.ledger.ledger import CommLedger
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.parallel.pipeline import boundaries
+from torchtitan_lr.parallel.tensor.plans import TPSettings
+
+RANKS = 4
+COMPRESSED, DENSE = 3000, 7
+"""Entries of a destination; a verdict has blocks of 3, and of 4 it would be shorter."""
+
+CODECS = {
+    "dense": CodecSizes("dense"),
+    "sparse": CodecSizes("sparse", 1, 0.9),
+    "sketch": CodecSizes("sketch", 10, 0.9875),
+    "sum1": CodecSizes("sketch", 10, 0.9875, "sum1"),
+    "sum4": CodecSizes("sketch", 10, 0.9875, "sum4"),
+}
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def compared(codec, all_reduce, group):
+    """Where ledger and formulas differ in one exchange; and how wrong `bytes_saved` is."""
+    entries = COMPRESSED * RANKS if all_reduce else COMPRESSED
+    spans = [Span(entries, True), Span(DENSE, False)]
+    device = torch.device("cpu")
+    own = Compressor("unit", codec, spans, group, device, all_reduce=all_reduce)
+    gradients = torch.ones(entries + DENSE)
+    ledger = CommLedger([], {group.group_name: "fsdp"})
+    with ledger:
+        if all_reduce:
+            CompressedAllReduce(own)(gradients)
+        else:
+            rows = gradients.repeat(RANKS)
+            CompressedReduceScatter(own)(gradients, rows, group, dist.ReduceOp.SUM)
+    if all_reduce:
+        exchange = replicated(entries, DENSE, RANKS, codec)
+        expected = all_reduce_traffic(exchange, codec, "step", "fsdp")
+    else:
+        expected = reduce_scatter_traffic(Exchange(RANKS, entries, DENSE), codec, "step", "fsdp")
+    expected = [replace(row, pass_="optimizer") for row in expected]  # outside of any model
+    dtypes = {"gradient": "float32", "index": "uint8"}
+    table = compare(ledger.rows(), expected, dtypes, unknown_scopes=())
+    assert any(row["calls"] for row in table)
+    whole = 4 * (entries + DENSE) * (1 if all_reduce else RANKS)
+    saved = whole - sum(row["bytes"] for row in table)
+    return differences(table), own.bytes_saved() - saved
+
+
+@pytest.mark.parametrize("all_reduce", [False, True])
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_an_exchange_is_what_the_formulas_say(codec, all_reduce, four_ranks):
+    assert compared(codec, all_reduce, four_ranks) == ([], 0)
+
+
+def replace_everywhere(monkeypatch, original, wrong):
+    """Put a function in place of another one wherever the compression has its name."""
+    found = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("torchtitan_lr.compression")
+        and getattr(module, original.__name__, None) is original
+    ]
+    assert found
+    for module in found:
+        monkeypatch.setattr(module, original.__name__, wrong)
+
+
+def one_more(function):
+    return lambda *args: function(*args) + 1
+
+
+def one_byte_more(mask, bits=1):
+    return pad(PACK(mask, bits), (0, 1))
+
+
+def one_row_entry_more(*args):
+    unit = exchange_unit(*args)
+    return replace(unit, compressed=unit.compressed + 1)
+
+
+PACK = bitmap.pack
+SENT = {
+    "kept entries": (kept_entries, one_more(kept_entries), "sparse", False),
+    "kept entries, returned": (kept_entries, one_more(kept_entries), "sparse", True),
+    "row of the sketch": (sketch_row, one_more(sketch_row), "sketch", False),
+    "bitmap": (bitmap.pack, one_byte_more, "sparse", False),
+    "index": (bitmap.pack, one_byte_more, "sum4", False),
+    "bitmap, returned": (bitmap.pack, one_byte_more, "sketch", True),
+    "verdict": (verdict_block, one_more(verdict_block), "sketch", False),
+    "unit": (exchange_unit, one_row_entry_more, "sparse", True),
+    "candidates": (candidates, one_more(candidates), "sketch", True),
+    "form of the return": (spreads_packed, lambda *_: False, "sketch", True),
+}
+
+
+@pytest.mark.parametrize(("size", "wrong", "codec", "all_reduce"), SENT.values(), ids=SENT)
+def test_a_wrong_size_on_the_wire_is_noticed(
+    size, wrong, codec, all_reduce, four_ranks, monkeypatch
+):
+    replace_everywhere(monkeypatch, size, wrong)
+    assert compared(CODECS[codec], all_reduce, four_ranks)[0]
+
+
+SAVED = {
+    "index": (packed_bytes, "sparse"),
+    "kept entries": (kept_entries, "sparse"),
+    "row of the sketch": (sketch_row, "sketch"),
+    "all of it": (sent_bytes, "dense"),
+}
+
+
+@pytest.mark.parametrize(("size", "codec"), SAVED.values(), ids=SAVED)
+def test_a_wrong_metric_of_bytes_is_noticed(size, codec, four_ranks, monkeypatch):
+    """Only the metric is wrong here, not what is sent."""
+    module = "compressor" if size is sent_bytes else "sizes"
+    monkeypatch.setattr(
+        f"torchtitan_lr.compression.{module}.{size.__name__}", one_more(size), raising=True
+    )
+    wrong_rows, error = compared(CODECS[codec], False, four_ranks)
+    assert wrong_rows == [] and error != 0
+
+
+GRID = [
+    (m, CodecSizes("sketch", c, theta), ranks)
+    for m in (*range(1, 200), 1023, 1024, 1025, 3000, 10**6 + 1, 12_345_677)
+    for c, theta in ((2, 0.8), (2.5, 0.81), (4, 0.9), (10, 0.9875), (3.3, smallest_theta(3.3, 8)))
+    for ranks in (2, 4, 8)
+]
+
+
+def unequal_sizes(*, kept=kept_entries, row=sketch_row, block=verdict_block, sent=candidates):
+    """Sizes of the codecs' functions that are not the formulas', over units of many sizes."""
+    return [
+        (m, codec)
+        for m, codec, ranks in GRID
+        if (
+            kept(m, codec.theta),
+            HASH_ROWS * row(m, codec.c),
+            packed_bytes(-(-m // block(m))),
+            sent(ranks, m, codec.theta),
+        )
+        != (
+            sent_entries(m, codec.theta),
+            sketch_cells(m, codec.c),
+            verdict_bytes(m),
+            returned_entries(ranks, m, codec.theta),
+        )
+    ]
+
+
+def test_sizes_agree_over_many_units():
+    assert unequal_sizes() == []
+    for name, function in (("kept", kept_entries), ("row", sketch_row), ("sent", candidates)):
+        assert len(unequal_sizes(**{name: one_more(function)})) == len(GRID)
+    assert unequal_sizes(block=one_more(verdict_block))
+
+
+def unequal_decisions():
+    return [
+        (m, codec)
+        for m, codec, ranks in GRID
+        for all_reduce in (False, True)
+        if (unit_codec(codec, ranks * m if all_reduce else m, ranks, all_reduce) == codec)
+        != can_be_peeled(codec, m, ranks)
+    ]
+
+
+@pytest.mark.parametrize("size", [unit_load, load_limit, kept_entries, sketch_row])
+def test_a_unit_that_travels_by_another_codec_is_noticed(size, monkeypatch):
+    assert unequal_decisions() == []
+    replace_everywhere(monkeypatch, size, one_more(size))
+    assert unequal_decisions()
+
+
+def packed_unit(mesh):
+    """Compressed entries of a destination, of a weight that does not divide by the ranks."""
+    model = fully_shard(torch.nn.Linear(11, 37, bias=False), mesh=mesh)
+    settings = CompressionSettings(CODECS["sparse"], 0.9, RANKS, "all", (), 1, torch.float32, 0)
+    fsdp.apply_gradient_compression(model, mesh, settings, all_reduce=False)
+    return fsdp.compressor_of(model).unit.compressed
+
+
+def test_a_unit_that_is_packed_otherwise_is_noticed(four_ranks, monkeypatch):
+    """FSDP pads a shard, and the padding is exchanged too."""
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("fsdp",))
+    assert packed_unit(mesh) == prod(sharded((37, 11), RANKS)) == 10 * 11
+    monkeypatch.setattr(fsdp, "_parts", lambda *_: [("weight", 37 * 11 // RANKS)])
+    assert packed_unit(mesh) != prod(sharded((37, 11), RANKS))
+
+
+PLANS = [
+    ("cola", TPSettings("auto"), 1),
+    ("lax", TPSettings("auto"), 1),
+    *(("svd", TPSettings("btp", comm=comm), 4) for comm in ("all_reduce", "sequence")),
+    *(("lax", TPSettings("btp", comm=comm), 4) for comm in ("all_reduce", "sequence")),
+    ("lax", TPSettings("vanilla"), 4),
+    ("lax", TPSettings("vanilla_replicated"), 2),
+    *(("full", TPSettings("megatron", comm=comm), 4) for comm in ("all_reduce", "sequence")),
+    ("lanes", TPSettings("caat"), 2),
+    ("lanes", TPSettings("auto"), 1),
+    ("low-rank lanes", TPSettings("btp_caat"), 4),
+]
+
+
+def unequal_boundaries():
+    lanes = {"lanes": 4, "sync_fraction": 0.5}
+    args = {family: tiny_args(family) for family in FAMILIES}
+    args |= {"lanes": tiny_args("full", **lanes), "low-rank lanes": tiny_args("svd", **lanes)}
+    return [
+        (kind, settings)
+        for kind, settings, degree in PLANS
+        for before in (0, 1, 3)
+        if boundaries.stage_boundary(
+            args[kind], settings, degree, 16, latents=0 < before < 3
+        ).elements
+        != boundary_elements(args[kind], settings, degree, 16, before)
+    ]
+
+
+@pytest.mark.parametrize("part", ["rows", "stream", "latents"])
+def test_a_wrong_boundary_is_noticed(part, monkeypatch):
+    right = boundaries.stage_boundary
+    assert unequal_boundaries() == []
+
+    def wrong(*args, **kwargs):
+        found = right(*args, **kwargs)
+        more = {"rows": found.rows + 1, "stream": found.stream + 1, "latents": (*found.latents, 1)}
+        return replace(found, **{part: more[part]})
+
+    monkeypatch.setattr(boundaries, "stage_boundary", wrong)
+    assert len(unequal_boundaries()) == 3 * len(PLANS)
+
+
+def model_and_formulas(family, **changes):
+    args = tiny_args(family, **changes)
+    with torch.device("meta"):
+        model = LlamaModel(args)
+    return model, (count_parameters(args).total, flops_per_token(args, 16))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_wrong_size_or_cost_of_the_model_is_noticed(family, monkeypatch):
+    model, expected = model_and_formulas(family, n_kv_heads=2)
+    counted = model.model_args.get_nparams_and_flops(model, 16)
+    assert counted == expected
+    with torch.device("meta"):
+        model.layers["1"].spare = torch.nn.Linear(1, 1, bias=False)
+    # One weight more: a product forward and two backward.
+    assert model.model_args.get_nparams_and_flops(model, 16) == (counted[0] + 1, counted[1] + 6)
+    del model.layers["1"].spare, model.layers["2"]
+    fewer, less = model.model_args.get_nparams_and_flops(model, 16)
+    assert fewer < expected[0] and less < expected[1]
+    monkeypatch.setattr(LlamaModel, "flops_per_token", one_more(LlamaModel.flops_per_token))
+    model, _ = model_and_formulas(family, n_kv_heads=2)
+    assert model.model_args.get_nparams_and_flops(model, 16) != expected
