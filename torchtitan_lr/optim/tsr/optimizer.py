@@ -14,6 +14,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
 from torchtitan_lr.compat.names import clean_name
+from torchtitan_lr.compat.titan import init_optimizer_container
 from torchtitan_lr.optim.finite import nonfinite_gradient
 from torchtitan_lr.optim.tsr.adam import Hyper
 from torchtitan_lr.optim.tsr.layout import derived, local, mesh_groups, shard_dims
@@ -165,7 +166,7 @@ class TSROptimizers(OptimizersContainer):
         dense = [(p, _splits(p, order)) for optimizer in self.optimizers for p in optimizer.dense]
         ranks = Ranks(groups, replicas, stages)
         self.synchronizer = Synchronizer(stacks, dense, ranks, settings)
-        self._post_init(parameters, defaults)
+        init_optimizer_container(self, parameters, defaults)
         _log_plan(stacks, ranks)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:

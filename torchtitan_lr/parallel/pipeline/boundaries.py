@@ -8,7 +8,8 @@ it is. So the stage that prepares a message leaves a mark on its tensor, and the
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from torchtitan_lr.compat.dispatch import tree_leaves
 
 _MARK = "_pipeline_boundary"
 
