@@ -103,7 +103,7 @@ def test_compression_reads_them_once(two_shards, closed_units):
 
 def test_every_unit_is_known_by_its_compressor(two_shards):
     model = build_tiny("cola")
-    apply_data_parallel(model, two_shards, build_job_config(["--grad_compression.codec=bitmap"]))
+    apply_data_parallel(model, two_shards, build_job_config(["--grad_compression.codec=dense"]))
     units = fsdp_modules([model])
     assert len({id(compressor_of(unit)) for unit in units}) == len(units)
     assert compressor_of(model.layers["0"]).name == "layers.0"

@@ -7,10 +7,9 @@ after one of them has failed.
 Seen in torch 2.11 and 2.13.
 """
 
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -19,14 +18,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 __all__ = ["Close", "SubprocessContext", "close_ranks", "ranks_started_with"]
 
 
-class Close(Protocol):
-    """Ends the ranks of a context: a signal first, after ``timeout`` seconds a kill."""
-
-    def __call__(
-        self, context: SubprocessContext, death_sig: signal.Signals, timeout: int = 30
-    ) -> None:
-        """End the ranks; torchrun names the last two arguments."""
-
+Close = Callable[..., None]
+"""Ends the ranks of a context: ``close(context, death_sig, timeout=30)``, as torchrun calls it."""
 
 close_ranks: Close = SubprocessContext._close
 """torchrun's own way; it waits up to half a minute. If upstream renames it, the import fails."""

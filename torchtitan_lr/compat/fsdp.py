@@ -32,7 +32,7 @@ __all__ = [
 # 2.11 and 2.13 is DDP's, which averages; ours must sum. If they move, the import fails.
 
 
-def param_groups(module: nn.Module) -> list[Any]:
+def param_groups(module: object) -> list[Any]:
     """Return the parameter groups of an FSDP2 unit; none for any other module.
 
     Torch 2.11 has one group per unit (``_fsdp_param_group``), torch 2.13 a list of them

@@ -31,7 +31,7 @@ from torchtitan_lr.compression.settings import (
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.formulas.compression import CodecSizes, codec_bits, unit_codec
 
-_COMPRESSORS: WeakKeyDictionary[nn.Module, Compressor] = WeakKeyDictionary()
+_COMPRESSORS: WeakKeyDictionary[object, Compressor] = WeakKeyDictionary()
 """The compressor of every unit that has one.
 
 FSDP2 holds it, too, in fields that are private; a run without compression must not read those.
@@ -179,7 +179,7 @@ def _compressor(
     )
 
 
-def compressor_of(module: nn.Module) -> Compressor | None:
+def compressor_of(module: object) -> Compressor | None:
     """Return the compressor of an FSDP2 unit, None where it has none."""
     return _COMPRESSORS.get(module)
 
