@@ -9,7 +9,7 @@ import os
 import sys
 from contextlib import ExitStack
 
-from torchtitan_lr.compat.collector import collector_off
+from torchtitan_lr.compat.interpreter import collector_off
 from torchtitan_lr.launch.processes import end_with_torchrun, leave
 
 with collector_off():

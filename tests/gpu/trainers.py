@@ -13,6 +13,7 @@ from torchtitan.tools.logging import logger
 
 import torchtitan_lr
 from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.compat.titan_trainer import DEVICE_HOLDERS
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.training import device as device_module
 from torchtitan_lr.training.trainer import MicroBatch, Trainer
@@ -62,7 +63,7 @@ def trainer_on(
     if device == "cpu":
         # torchtitan takes a GPU where there is one: until the test ends there is none for it.
         monkeypatch.setattr(device_module, "has_accelerator", lambda: False)
-        for name in device_module._DEVICE_HOLDERS:
+        for name in DEVICE_HOLDERS:
             holder = importlib.import_module(name)
             for attribute in {"device_type", "device_module"} & vars(holder).keys():
                 monkeypatch.setattr(holder, attribute, getattr(holder, attribute))

@@ -42,7 +42,7 @@ def test_two_launches_never_get_the_same_port(rendezvous):
 @pytest.mark.parametrize(("asked", "given"), [(30, agent.GRACE_SECONDS), (1, 1)])
 def test_ranks_that_are_left_have_little_time(monkeypatch, asked, given):
     calls = []
-    monkeypatch.setattr(agent, "_torchruns_close", lambda *values: calls.append(values))
+    monkeypatch.setattr(agent, "close_ranks", lambda *values: calls.append(values))
     context = SimpleNamespace(subprocess_handlers={})
     agent._close_soon(context, signal.SIGTERM, asked)
     assert calls == [(context, signal.SIGTERM, given)]

@@ -16,37 +16,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 from torchtitan_lr.checkpoints.layout import METADATA
-
-# Everything that DCP pickles into a table of contents: plain values need no name.
-_CLASSES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        (module, name)
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-    ),
-}
+from torchtitan_lr.compat.checkpointing import METADATA_CLASSES, set_element
 
 
 class DamagedError(Exception):
@@ -73,7 +47,7 @@ class _Unpickler(pickle.Unpickler):
         Raises:
             DamagedError: The pickle names anything else.
         """
-        if (module, name) in _CLASSES:
+        if (module, name) in METADATA_CLASSES:
             return super().find_class(module, name)
         value = getattr(torch, name, None) if module == "torch" else None
         if isinstance(value, torch.dtype | torch.layout):

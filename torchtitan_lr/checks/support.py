@@ -107,7 +107,7 @@ def check_compile(config: Any, world_size: int, device_type: str) -> None:
         return
     import torch
 
-    backends = torch._dynamo.list_backends(exclude_tags=())
+    backends = torch.compiler.list_backends(exclude_tags=())
     if section.backend not in backends:
         want = f"one of {', '.join(backends)}"
         raise ConfigError("compile.backend", section.backend, want)

@@ -20,6 +20,7 @@ from torchtitan_lr.checkpoints.layout import (
     step_folder,
 )
 from torchtitan_lr.checks.outputs import check_dump_folder
+from torchtitan_lr.compat.titan import registered_specs
 from torchtitan_lr.config.methods import TSR
 from torchtitan_lr.errors import ConfigError
 
@@ -190,7 +191,7 @@ def check_model(config: Any, world_size: int, device_type: str) -> None:
 
     import torchtitan_lr.training.register  # noqa: F401  (registers ours)
 
-    names = sorted(specs._extra_train_specs)
+    names = sorted(registered_specs())
     name, flavor = config.model.name, config.model.flavor
     _require(name in names, "model.name", name, "one of " + ", ".join(names))
     flavors = specs.get_train_spec(name).model_args

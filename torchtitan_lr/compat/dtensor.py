@@ -1,11 +1,34 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Which part of a tensor a rank holds under DTensor's placements, the private one included."""
+"""Which part of a tensor a rank holds under DTensor's placements, the private one included.
+
+FSDP2 over tensor parallelism writes its split as ``_StridedShard``, which torch does not export.
+Initialization, TSR-Adam and its checkpoints must know what such a rank holds.
+
+Seen in torch 2.11 and 2.13. If the placement moves, the import fails. If its ``split_factor`` gets
+another meaning, `local_slice` raises, or initialization differs between layouts, which its tests
+compare with `distribute_tensor`.
+"""
 
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+__all__ = ["StridedShard", "local_part", "local_slice"]
+
+StridedShard = _StridedShard
+"""A split of what mesh dimensions to the right have split already; no subclass of Shard."""
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, the same object in each call; a plain tensor itself.
+
+    The public `DTensor.to_local` makes a node in the autograd graph, or a view and waits for it,
+    and its result is another object. Optimizers write to the part itself. Reads
+    ``DTensor._local_tensor``; if upstream renames it, this raises an AttributeError.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def local_slice(

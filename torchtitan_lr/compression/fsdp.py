@@ -9,17 +9,18 @@ are prefetched meanwhile as ever. Micro-batches before the last one exchange not
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torchtitan.tools.logging import logger
 
+from torchtitan_lr.compat.collectives import reduce_scatter
+from torchtitan_lr.compat.fsdp import ReduceScatter, unit_parameters
 from torchtitan_lr.compat.names import clean_name
-from torchtitan_lr.compression.codecs.base import reduce_scatter
 from torchtitan_lr.compression.compressor import Compressor, Span, join_spans, split_spans
 from torchtitan_lr.compression.settings import (
     CompressionSettings,
@@ -29,6 +30,12 @@ from torchtitan_lr.compression.settings import (
 )
 from torchtitan_lr.compression.sizes import CodecSizes, codec_bits, unit_codec
 from torchtitan_lr.errors import ConfigError
+
+_COMPRESSORS: WeakKeyDictionary[object, Compressor] = WeakKeyDictionary()
+"""The compressor of every unit that has one.
+
+FSDP2 holds it, too, in fields that are private; a run without compression must not read those.
+"""
 
 
 class CompressedReduceScatter(ReduceScatter):
@@ -137,6 +144,7 @@ def apply_gradient_compression(
             chosen -= parts.keys()
         spans = [Span(size, name in chosen) for name, size in parts.items()]
         compressor = _compressor(unit_name, codec, spans, mesh, settings, all_reduce)
+        _COMPRESSORS[module] = compressor
         if all_reduce:
             module.set_all_reduce_hook(CompressedAllReduce(compressor))
         else:
@@ -173,12 +181,7 @@ def _compressor(
 
 def compressor_of(module: object) -> Compressor | None:
     """Return the compressor of an FSDP2 unit, None where it has none."""
-    if isinstance(module, FSDPModule):
-        for group in _param_groups(module):
-            for entry in (group._reduce_scatter_comm, group._all_reduce_hook):
-                if isinstance(entry, (CompressedReduceScatter, CompressedAllReduce)):
-                    return entry.compressor
-    return None
+    return _COMPRESSORS.get(module)
 
 
 def compressors_of(model_parts: Iterable[nn.Module]) -> list[Compressor]:
@@ -196,18 +199,8 @@ def _units(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
 
 def _parts(module: FSDPModule, names: dict[int, str]) -> Iterator[tuple[str, int]]:
     """Yield what one destination gets of each tensor of a unit, FSDP2's padding included."""
-    for group in _param_groups(module):
-        for parameter in group.fsdp_params:
-            name = names[id(parameter.sharded_param)]
-            yield name, parameter.padded_sharded_param_size.numel()
-
-
-def _param_groups(module: FSDPModule) -> list[Any]:
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before torch 2.13
-        groups = [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
+    for parameter, size in unit_parameters(module):
+        yield names[id(parameter)], size
 
 
 def _hold_for_this_stream(buffer: Tensor) -> None:

@@ -10,7 +10,8 @@ import importlib.util
 from functools import cache
 from typing import Any
 
-from torchtitan_lr.compat.collector import collector_off
+from torchtitan_lr.compat.interpreter import collector_off
+from torchtitan_lr.compat.titan import fill_job_config, merged_job_config
 from torchtitan_lr.config.parse import (
     CONFIG_FILE_KEY,
     Override,
@@ -55,7 +56,7 @@ def build_job_config(argv: list[str]) -> Any:
 
     # Late, because torchtitan imports torch: a wrong path is refused before those seconds.
     with collector_off():
-        from torchtitan.config import ConfigManager
+        import torchtitan.config  # noqa: F401
 
     _import_plan(raw, overrides)
     config_cls = config_class()
@@ -66,18 +67,15 @@ def build_job_config(argv: list[str]) -> Any:
     _check_before_merge(values)
     if "dump_folder" in values.get("job", {}):
         values["job"]["dump_folder"] = _dump_folder(values["job"]["dump_folder"])
-    # What else the manager does (parse text, check the tokenizer) is done already or comes later.
-    return ConfigManager()._dict_to_dataclass(config_cls, values)
+    return fill_job_config(config_cls, values)
 
 
 @cache
 def config_class() -> Any:
     """Returns torchtitan's JobConfig merged with ``torchtitan_lr.config.schema``."""
-    from torchtitan.config import ConfigManager, JobConfig
-
     from torchtitan_lr.config import schema as extension
 
-    return ConfigManager._merge_configs(JobConfig, extension.JobConfig)
+    return merged_job_config(extension.JobConfig)
 
 
 def _import_plan(raw: dict[str, Any], overrides: list[Override]) -> None:

@@ -18,11 +18,12 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from torchtitan_lr.compat.dispatch import storage_address
+from torchtitan_lr.compat.fake import FakeTensorMode, fake_process_group
 from torchtitan_lr.estimate.storages import LivingStorages
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.models.args import LlamaArgs
@@ -151,13 +152,8 @@ def fake_ranks(tp_degree: int) -> Iterator[DeviceMesh | None]:
         return
     if dist.is_initialized():
         raise RuntimeError("a rehearsal needs a process without a process group")
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=tp_degree, store=FakeStore())
-    try:
+    with fake_process_group(tp_degree):
         yield init_device_mesh("cpu", (tp_degree,), mesh_dim_names=("tp",))
-    finally:
-        dist.destroy_process_group()
 
 
 @dataclass
@@ -239,4 +235,4 @@ def _storage(x: Tensor) -> torch.UntypedStorage:
 
 
 def _address(x: Tensor) -> int:
-    return _storage(x)._cdata
+    return storage_address(_storage(x))

@@ -9,7 +9,6 @@ for bubbles hold for equal stages only, this simulation for any.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torchtitan_lr.parallel.pipeline.stage_split import SCHEDULES
 
@@ -51,25 +50,14 @@ def pipeline_order(
     if not SCHEDULES[schedule][0]:
         ahead = [microbatches if schedule == "GPipe" else ranks - p for p in range(ranks)]
         return [_one_stage(p, min(ahead[p], microbatches), microbatches) for p in range(ranks)]
-    from torch.distributed.pipelining import schedules
+    from torchtitan_lr.compat.pipelining import rank_order
 
-    kind: Any = getattr(schedules, f"Schedule{schedule}")
-    # Its constructor wants stages with models; the order depends on the numbers alone.
-    empty = object.__new__(kind)
-    rounds = max(1, microbatches // ranks)
-    empty.__dict__.update(
-        pp_group_size=ranks,
-        n_local_stages=stages_per_rank,
-        num_stages=ranks * stages_per_rank,
-        _n_microbatches=microbatches,
-        number_of_rounds=rounds,
-        microbatches_per_round=microbatches // rounds,
-    )
     return [
         [
-            Action(_KINDS[a.computation_type.name], a.stage_index, a.microbatch_index)
-            for a in empty._calculate_single_rank_operations(p)
-            if a is not None
+            Action(_KINDS[kind], stage, microbatch)
+            for kind, stage, microbatch in rank_order(
+                schedule, p, ranks, stages_per_rank, microbatches
+            )
         ]
         for p in range(ranks)
     ]

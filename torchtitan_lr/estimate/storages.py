@@ -3,14 +3,13 @@
 
 import gc
 from typing import Any
-from unittest.mock import patch
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from torchtitan_lr.compat.dispatch import TorchDispatchMode, storage_address, tree_leaves
+from torchtitan_lr.compat.fake import while_finding_shapes
 
 
 class LivingStorages(TorchDispatchMode):
@@ -42,9 +41,10 @@ class LivingStorages(TorchDispatchMode):
             if isinstance(leaf, Tensor) and not self._paused:
                 storage = leaf.untyped_storage()
                 # An address is free for another storage once its own is gone.
-                known = self._storages.get(storage._cdata)
+                address = storage_address(storage)
+                known = self._storages.get(address)
                 if known is None or known[0].expired():
-                    self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                    self._storages[address] = (StorageWeakRef(storage), storage.nbytes())
                     self._at_most += storage.nbytes()
         if self._at_most > self.peak:  # else looking for what is gone would be in vain
             self._at_most = self._sweep()
@@ -56,26 +56,19 @@ class LivingStorages(TorchDispatchMode):
         self._froze = gc.get_freeze_count() == 0
         if self._froze:
             gc.freeze()
-        find_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
-
-        def paused(*args: Any) -> Any:
-            self._paused = True
-            try:
-                return find_shapes(*args)
-            finally:
-                self._paused = False
-
-        # DTensor finds out shapes by running operators on whole tensors, which are fake in a run.
-        self._patch = patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", paused)
-        self._patch.start()
+        self._finding_shapes = while_finding_shapes(self._pause)
+        self._finding_shapes.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._patch.stop()
+        self._finding_shapes.__exit__(*exception)
         if self._froze:
             gc.unfreeze()
+
+    def _pause(self, paused: bool) -> None:
+        self._paused = paused
 
     def bytes(self) -> int:
         """Return the bytes of the living storages."""

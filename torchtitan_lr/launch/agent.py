@@ -15,11 +15,8 @@ import socket
 import subprocess
 import sys
 from datetime import timedelta
-from unittest.mock import patch
 
 from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -29,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.run import main as torchrun
 
+from torchtitan_lr.compat.elastic import SubprocessContext, close_ranks, ranks_started_with
 from torchtitan_lr.launch.processes import end_with
 from torchtitan_lr.launch.report import DID_NOT_END
 
@@ -36,8 +34,6 @@ LOOPBACK = "127.0.0.1"
 
 GRACE_SECONDS = 2
 """How long ranks may take to end after one of them has failed; they cannot save without it."""
-
-_torchruns_close = SubprocessContext._close
 
 
 class LoopbackRendezvous(RendezvousHandler):
@@ -107,7 +103,7 @@ def _close_soon(context: SubprocessContext, death_sig: signal.Signals, timeout: 
     launcher's log has a line for each (see `torchtitan_lr.launch.report`).
     """
     left = [h.proc for h in context.subprocess_handlers.values() if h.proc.poll() is None]
-    _torchruns_close(context, death_sig, min(timeout, GRACE_SECONDS))
+    close_ranks(context, death_sig, min(timeout, GRACE_SECONDS))
     for process in left:
         if process.poll() == -signal.SIGKILL:
             print(f"rank process {process.pid} {DID_NOT_END}", file=sys.stderr, flush=True)
@@ -117,10 +113,7 @@ def main() -> None:
     """Run torchrun with the arguments of this process; torchrun has no hooks for its ranks."""
     rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
     bound = functools.partial(subprocess.Popen, preexec_fn=functools.partial(end_with, os.getpid()))
-    with (
-        patch.object(subprocess_handler, "Popen", bound),
-        patch.object(SubprocessContext, "_close", _close_soon),
-    ):
+    with ranks_started_with(bound, _close_soon):
         torchrun()
 
 

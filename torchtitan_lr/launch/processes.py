@@ -7,7 +7,6 @@ On Linux nobody outlives the others: the kernel kills torchrun with the launcher
 torchrun; torchrun ends all ranks when one of them is gone (:mod:`torchtitan_lr.launch.agent`).
 """
 
-import atexit
 import contextlib
 import ctypes
 import functools
@@ -20,6 +19,8 @@ import threading
 from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn
+
+from torchtitan_lr.compat.interpreter import run_exit_functions
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _RANK_LINE = re.compile(rb"\[rank\d+\]:")
@@ -241,7 +242,7 @@ def leave(status: int) -> NoReturn:
     Args:
         status: The exit status.
     """
-    atexit._run_exitfuncs()
+    run_exit_functions()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(status)

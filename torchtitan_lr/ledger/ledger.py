@@ -15,15 +15,15 @@ elements times item size on one rank, not wire volume.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan_lr.compat.collectives import AsyncCollectiveTensor, group_size
+from torchtitan_lr.compat.dispatch import TorchDispatchMode
 from torchtitan_lr.ledger.operations import identify
 from torchtitan_lr.ledger.scopes import ScopeTracker
 from torchtitan_lr.parallel.pipeline.boundaries import boundary_of
@@ -144,8 +144,7 @@ class CommLedger(TorchDispatchMode):
 
     def _ranks(self, group: str) -> int:
         if group not in self._sizes:
-            resolved = dist.distributed_c10d._resolve_process_group(cast(Any, group))
-            self._sizes[group] = resolved.size()
+            self._sizes[group] = group_size(group)
         return self._sizes[group]
 
     def bytes_by_mesh_dim(self) -> dict[str, int]:

@@ -11,12 +11,16 @@ the parameters' owner, not to whoever runs meanwhile.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
 
+from torchtitan_lr.compat.autograd import (
+    checkpointed_module,
+    in_backward,
+    next_node_number,
+    running_node_number,
+)
+from torchtitan_lr.compat.dispatch import tree_leaves
+from torchtitan_lr.compat.fsdp import wrap_unit_calls
 from torchtitan_lr.parallel.recompute.replay import is_recomputing
 
 STEP = "step"
@@ -65,7 +69,7 @@ class ScopeTracker:
 
     def here(self) -> tuple[str, str, bool]:
         """Return the scope, the pass (forward, backward, optimizer), and whether this repeats."""
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             repeats = self._recomputing > 0 or is_recomputing()
             return self._owner or self._backward_scope(), "backward", repeats
         if self._owner or self._stack:
@@ -73,10 +77,9 @@ class ScopeTracker:
         return (LOSS, "forward", False) if self._in_loss else (STEP, "optimizer", False)
 
     def _backward_scope(self) -> str:
-        node = torch._C._current_autograd_node()
-        if node is None or type(node).__name__ == "AccumulateGrad":
-            return self._last  # a callback, or a node that no forward pass made
-        number = node._sequence_nr()
+        number = running_node_number()
+        if number is None:
+            return self._last
         for start, end, scope in reversed(self._ranges):
             if start <= number < end:
                 self._last = scope
@@ -88,7 +91,7 @@ class ScopeTracker:
     def _follow_root(self, root: nn.Module) -> None:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._in_loss = True
-            self._model_ends.append(_next_sequence_number())
+            self._model_ends.append(next_node_number())
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     self._undo.append(leaf.register_hook(leave_loss).remove)
@@ -97,9 +100,8 @@ class ScopeTracker:
             self._in_loss = False
 
         self._undo.append(root.register_forward_hook(after).remove)
-        for group in _fsdp_groups(root):
-            # What is left to the root: the final norm.
-            self._own_group(group, "head")
+        # What is left to the root: the final norm.
+        self._own_unit(root, "head")
 
     def _follow(self, scope: str, module: nn.Module) -> None:
         starts: list[int] = []
@@ -107,49 +109,44 @@ class ScopeTracker:
         def before(*_: Any) -> None:
             self._in_loss = False
             self._stack.append(scope)
-            starts.append(_next_sequence_number())
+            starts.append(next_node_number())
 
         def after(*_: Any) -> None:
             self._stack.pop()
-            self._ranges.append((starts.pop(), _next_sequence_number(), scope))
+            self._ranges.append((starts.pop(), next_node_number(), scope))
 
         # In front of FSDP's own hook, which makes the node that reduces the gradients.
         handle = module.register_forward_pre_hook(before, prepend=True)
         self._undo.append(handle.remove)
         self._undo.append(module.register_forward_hook(after).remove)
         self._follow_recomputation(module)
-        for group in _fsdp_groups(module):
-            self._own_group(group, scope)
+        self._own_unit(module, scope)
 
     def _follow_recomputation(self, module: nn.Module) -> None:
         def before(*_: Any) -> None:
-            self._recomputing += torch._C._current_graph_task_id() != -1
+            self._recomputing += in_backward()
 
         def after(*_: Any) -> None:
-            self._recomputing -= torch._C._current_graph_task_id() != -1
+            self._recomputing -= in_backward()
 
-        if isinstance(module, CheckpointWrapper):
-            inner = module._checkpoint_wrapped_module
+        inner = checkpointed_module(module)
+        if inner is not None:
             self._undo.append(inner.register_forward_pre_hook(before).remove)
             # Recomputation may stop early, by an exception.
             self._undo.append(inner.register_forward_hook(after, always_call=True).remove)
 
-    def _own_group(self, group: Any, scope: str) -> None:
-        for method in ("unshard", "post_backward"):
-            self._own(group, method, scope)
+    def _own_unit(self, module: nn.Module, scope: str) -> None:
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            def owned(*args: Any, **kwargs: Any) -> Any:
+                outer, self._owner = self._owner, scope
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    self._owner = outer
 
-    def _own(self, group: Any, method: str, scope: str) -> None:
-        original = getattr(group, method)
+            return owned
 
-        def owned(*args: Any, **kwargs: Any) -> Any:
-            outer, self._owner = self._owner, scope
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._owner = outer
-
-        setattr(group, method, owned)
-        self._undo.append(lambda: delattr(group, method))
+        self._undo.append(wrap_unit_calls(module, wrap))
 
 
 def named_scopes(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -164,17 +161,3 @@ def named_scopes(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield f"block {name}", block
     if getattr(part, "output", None) is not None:
         yield "head", part.get_submodule("output")
-
-
-def _fsdp_groups(module: nn.Module) -> list[Any]:
-    if not isinstance(module, FSDPModule):
-        return []
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before torch 2.13
-        groups = [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
-
-
-def _next_sequence_number() -> int:
-    return int(torch._C._autograd._get_sequence_nr())

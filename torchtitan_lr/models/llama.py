@@ -93,7 +93,7 @@ class LlamaModel(ModelProtocol):
         # A cast would round the rotary table (or drop its imaginary part), and materializing a
         # meta model would leave it unfilled: so it is not converted but built anew.
         device = fn(torch.empty(0, device=self.freqs_cis.device)).device
-        self._buffers["freqs_cis"] = None
+        self.freqs_cis = None  # type: ignore[assignment]
         super()._apply(fn, recurse)
         with torch.device(device):
             self.freqs_cis = self._build_freqs_cis()

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_lr.compat.dispatch import lower_as_identity
+
 _library = torch.library.Library("torchtitan_lr", "FRAGMENT")
 _library.define("keep(Tensor x) -> Tensor")
 _library.impl("keep", lambda x: x.clone(), "CompositeExplicitAutograd")
@@ -45,12 +47,7 @@ def mark_in_graphs() -> None:
     """Let graphs that are compiled from now on contain the marks, and cost nothing there."""
     global _marks_in_graphs
     _marks_in_graphs = True
-    # Late: importing Inductor takes seconds.
-    from torch._inductor.lowering import lowerings, register_lowering
-
-    operator = torch.ops.torchtitan_lr.keep.default
-    if operator not in lowerings:
-        register_lowering(operator, type_promotion_kind=None)(lambda x: x)
+    lower_as_identity(torch.ops.torchtitan_lr.keep.default)
 
 
 @contextmanager

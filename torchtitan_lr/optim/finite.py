@@ -7,13 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchtitan_lr.compat.dtensor import local_part
+
 
 def nonfinite_gradient(model_parts: Iterable[nn.Module]) -> str | None:
     """Name the first parameter whose gradient on this rank is not finite, None if all are."""
     for part in model_parts:
         for name, parameter in part.named_parameters():
-            local = getattr(parameter.grad, "_local_tensor", parameter.grad)
-            if local is not None and not torch.isfinite(local).all():
+            gradient = parameter.grad
+            if gradient is not None and not torch.isfinite(local_part(gradient)).all():
                 return name
     return None
 
@@ -27,7 +29,7 @@ def finite_weights(model_parts: Iterable[nn.Module]) -> bool:
         model_parts: This rank's parts of the model.
     """
     norms = [
-        torch.linalg.vector_norm(getattr(parameter, "_local_tensor", parameter).detach().float())
+        torch.linalg.vector_norm(local_part(parameter).detach().float())
         for part in model_parts
         for parameter in part.parameters()
     ]

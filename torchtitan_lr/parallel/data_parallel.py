@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -28,6 +27,8 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
+from torchtitan_lr.compat.fsdp import ReplicateModule, replicate
+from torchtitan_lr.compat.titan import mesh_of
 from torchtitan_lr.compression.fsdp import apply_gradient_compression, compressor_of
 from torchtitan_lr.compression.settings import compresses, settings_for
 from torchtitan_lr.config.methods import TSR
@@ -55,9 +56,7 @@ def apply_data_parallel(
         names = ["fsdp"]
         if parallel_dims.dp_replicate_enabled and not (owned or compresses(job_config)):
             names = ["dp_replicate", "fsdp"]
-        parallel_dims.world_mesh  # noqa: B018  (builds the meshes)
-        # get_mesh refuses dimensions of size 1.
-        mesh = parallel_dims._meshes["fsdp"] if owned else parallel_dims.get_mesh(names)
+        mesh = mesh_of(parallel_dims, "fsdp") if owned else parallel_dims.get_mesh(names)
         offload = {}
         if job_config.training.enable_cpu_offload:
             offload["offload_policy"] = CPUOffloadPolicy()
@@ -72,9 +71,7 @@ def apply_data_parallel(
             kind = f"FSDP over {mesh.size()} ranks; the optimizer synchronizes the replicas"
         logger.info("Applied %s to the model", kind)
     elif parallel_dims.dp_replicate_enabled or needs_precision_wrapper(parallel_dims, job_config):
-        parallel_dims.world_mesh  # noqa: B018  (builds the meshes)
-        # get_mesh refuses dimensions of size 1.
-        mesh = parallel_dims._meshes["dp_replicate"]
+        mesh = mesh_of(parallel_dims, "dp_replicate")
         wrap = partial(replicate, mesh=mesh, mp_policy=policy)
         _apply_by_block(model, wrap, wrap)
         logger.info("Applied replication over %d ranks to the model", mesh.size())

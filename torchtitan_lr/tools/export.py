@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from torchtitan_lr.compat.titan import drop_marker
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
@@ -29,8 +30,7 @@ def export_factored(model: LlamaModel, out_dir: Path, dtype: torch.dtype | None 
         dtype: Precision of the file; the model's own by default.
     """
     _save(model.state_dict(), out_dir, dtype)
-    values = dataclasses.asdict(model.model_args)
-    values.pop("_enforced")  # torchtitan's marker, no value of the model's
+    values = drop_marker(dataclasses.asdict(model.model_args))
     _write_json(out_dir / MODEL_ARGS, values)
 
 

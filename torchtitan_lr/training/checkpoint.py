@@ -16,7 +16,6 @@ import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torchtitan.components.checkpoint import DATALOADER, MODEL, AsyncMode
-from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
@@ -47,6 +45,7 @@ from torchtitan_lr.checkpoints.manifest import (
     write_manifest,
 )
 from torchtitan_lr.checkpoints.safe_metadata import DamagedError, describe, load
+from torchtitan_lr.compat.titan_trainer import OpenCheckpointManager
 from torchtitan_lr.compression.residuals import warn_of_dropped_residuals
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.finite import finite_weights
@@ -56,7 +55,7 @@ _DISCARDED = "discarded-"  # on its way out; the next start deletes what a kill 
 _ASIDE = "aside-"  # complete, but left behind by a run that went back; the user's to delete
 
 
-class CheckpointManager(TitanCheckpointManager):
+class CheckpointManager(OpenCheckpointManager):
     """DCP checkpoints of model, optimizer, schedule, data position and train state.
 
     Args:
@@ -210,8 +209,7 @@ class CheckpointManager(TitanCheckpointManager):
             return False
         step = self._choose(from_first_rank(self._find_load_step() if step == -1 else step))
         if step == -1:
-            # Upstream looks at initial_load_path only where there is no folder at all.
-            with patch.object(self, "folder", ""):
+            with self.as_if_without_folder():
                 loaded = super().load(step)
         else:
             loaded = super().load(step)
@@ -224,7 +222,7 @@ class CheckpointManager(TitanCheckpointManager):
         """Verify a step; where ``fall_back`` is set, go back to the newest whole one."""
         if step == -1:
             return step
-        folder = self._create_checkpoint_id(step)
+        folder = self.checkpoint_folder(step)
         whole = from_first_rank(is_dcp(folder))
         if damage := damage_of(folder) if whole else _MODEL_ALONE:
             older = newest_whole_before(folder)
@@ -233,13 +231,13 @@ class CheckpointManager(TitanCheckpointManager):
             if _is_first_rank():
                 logger.warning("%s is damaged (%s): going on from %s", folder, damage, older)
             step = int(older.rpartition("-")[2])
-        self._verified = self._create_checkpoint_id(step)
+        self._verified = self.checkpoint_folder(step)
         return step
 
     def _tidy(self, step: int) -> None:
         """Put aside what follows ``step``; delete torn folders and what kills left to delete."""
         for found in all_steps(self.folder):
-            folder = self._create_checkpoint_id(found)
+            folder = self.checkpoint_folder(found)
             if not is_complete(folder):
                 _rename_away(folder, _DISCARDED)
             elif found > step:
@@ -260,11 +258,11 @@ class CheckpointManager(TitanCheckpointManager):
         """
         if not self.enable or self.load_only:
             return None
-        folder = self._create_checkpoint_id(step)
-        self._async_wait()
+        folder = self.checkpoint_folder(step)
+        self.wait_for_save()
         # Every rank remembers what it saved: looking at the folder could differ between hosts.
         if folder != self._last_saved:
-            states = self._flattened_model_states_sd()
+            states = self.flattened_states()
             self.dcp_save(states, folder, AsyncMode.DISABLED)
             self._purge_stale_checkpoints()
         return folder
@@ -273,9 +271,9 @@ class CheckpointManager(TitanCheckpointManager):
         """Return the newest complete checkpoint's folder, None if there is none."""
         if not self.enable:
             return None
-        self._async_wait()
+        self.wait_for_save()
         step = self._find_load_step()
-        return None if step == -1 else self._create_checkpoint_id(step)
+        return None if step == -1 else self.checkpoint_folder(step)
 
     def last_good(self) -> str | None:
         """Return the newest complete checkpoint whose weights were finite, None if there is none.
@@ -284,9 +282,9 @@ class CheckpointManager(TitanCheckpointManager):
         """
         if not self.enable:
             return None
-        self._async_wait()
+        self.wait_for_save()
         for step in reversed(complete_steps(self.folder)):
-            folder = self._create_checkpoint_id(step)
+            folder = self.checkpoint_folder(step)
             try:
                 manifest = read_manifest(folder)
             except DamagedError:
@@ -298,7 +296,7 @@ class CheckpointManager(TitanCheckpointManager):
     def finish(self) -> None:
         """Wait until a save in the background is on disk."""
         if self.enable:
-            self._async_wait()
+            self.wait_for_save()
 
     def _find_load_step(self, folder: str = "") -> int:
         return max(complete_steps(folder or self.folder), default=-1)
@@ -310,11 +308,10 @@ class CheckpointManager(TitanCheckpointManager):
         steps = [
             step
             for step in all_steps(self.folder)
-            if (folder := self._create_checkpoint_id(step)) == self._last_saved
-            or is_complete(folder)
+            if (folder := self.checkpoint_folder(step)) == self._last_saved or is_complete(folder)
         ]
         for step in steps[: -self.keep_latest_k]:
-            renamed = _rename_away(self._create_checkpoint_id(step), _DISCARDED)
+            renamed = _rename_away(self.checkpoint_folder(step), _DISCARDED)
             if renamed is not None:
                 self.purge_queue.put(renamed)
 

@@ -7,7 +7,6 @@ torchtitan's names are rebound; torch itself is never patched. With an accelerat
 thing that changes is the answer for a device whose peak FLOP/s nobody knows.
 """
 
-import importlib
 import math
 import os
 import platform
@@ -17,20 +16,13 @@ from types import SimpleNamespace
 
 import torch
 
-_DEVICE_HOLDERS = (
-    "torchtitan.tools.utils",
-    "torchtitan.tools.profiling",
-    "torchtitan.components.metrics",
-    "torchtitan.distributed.parallel_dims",
-    "torchtitan.distributed.utils",
+from torchtitan_lr.compat.titan_trainer import (
+    UNKNOWN_PEAK,
+    bind_device_holders,
+    bind_peak_flops,
+    device_type,
+    known_peak_flops,
 )
-"""The modules of torchtitan 0.2.2 that bind ``device_type`` or ``device_module`` at import."""
-
-_titan_utils = importlib.import_module("torchtitan.tools.utils")
-_titan_get_peak_flops = _titan_utils.get_peak_flops
-
-_A100_PEAK = 312e12
-"""What torchtitan's `get_peak_flops` answers for a device it does not know (an A100's peak)."""
 
 
 class CpuDevice:
@@ -94,8 +86,8 @@ def peak_flops(device_name: str) -> float:
     """
     if not has_accelerator():
         return math.nan
-    known = _titan_get_peak_flops(device_name)
-    return math.nan if known == _A100_PEAK and "A100" not in device_name else known
+    known = known_peak_flops(device_name)
+    return math.nan if known == UNKNOWN_PEAK and "A100" not in device_name else known
 
 
 def bind_device() -> str:
@@ -104,12 +96,7 @@ def bind_device() -> str:
     Returns:
         The device type: ``cuda``, ``xpu`` or ``cpu``.
     """
-    setattr(_titan_utils, "get_peak_flops", peak_flops)  # noqa: B010  (a module has no such type)
+    bind_peak_flops(peak_flops)
     if not has_accelerator():
-        cpu = CpuDevice()
-        for name in _DEVICE_HOLDERS:
-            module = importlib.import_module(name)
-            for attribute, value in (("device_type", "cpu"), ("device_module", cpu)):
-                if hasattr(module, attribute):
-                    setattr(module, attribute, value)
-    return str(_titan_utils.device_type)
+        bind_device_holders("cpu", CpuDevice())
+    return device_type()

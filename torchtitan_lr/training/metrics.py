@@ -12,10 +12,8 @@ import os
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
-import torchtitan.components.metrics as titan_metrics
 from torchtitan.components.metrics import (
     BaseLogger,
     LoggerContainer,
@@ -26,6 +24,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import BaseModelArgs
 from torchtitan.tools.logging import logger
 
+from torchtitan_lr.compat.titan_trainer import build_loggers, without_loggers
 from torchtitan_lr.models.loss import perplexity
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
@@ -78,8 +77,8 @@ class LowRankMetricsProcessor(MetricsProcessor):
         self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None
     ) -> None:
         set_wandb_environment(job_config)
-        # Upstream opens its loggers here, before a checkpoint may refuse the run.
-        with patch.object(titan_metrics, "_build_metric_logger", lambda *_: BaseLogger()):
+        # They are opened in `start_after`, once no checkpoint refuses the run.
+        with without_loggers():
             super().__init__(job_config, parallel_dims, tag)
         self._tag = tag
         self.history: HistoryLogger | None = None
@@ -98,11 +97,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
         """Begin with the step after ``step``, where a checkpoint left off: open the loggers."""
         self._last_logged_step = step
         container = LoggerContainer()
-        # Upstream's choice is a rank of the last pipeline stage; here every rank has the loss.
-        with patch.object(titan_metrics, "_get_metrics_rank", lambda *_: 0):
-            container.add_logger(
-                titan_metrics._build_metric_logger(self.job_config, self.parallel_dims, self._tag)
-            )
+        container.add_logger(build_loggers(self.job_config, self.parallel_dims, self._tag))
         if self.history is not None:
             container.add_logger(self.history)
         self.logger = container

@@ -5,13 +5,13 @@ Importing this module registers them.
 """
 
 from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.protocols import train_spec
 from torchtitan.protocols.train_spec import (
     ParallelizeFunction,
     TrainSpec,
     register_train_spec,
 )
 
+from torchtitan_lr.compat.titan import registered_specs
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.models.flavors import FLAVORS
@@ -63,7 +63,7 @@ def register_train_specs() -> None:
     """
     for family in FLAVORS:
         name = f"llama_{family}"
-        if name not in train_spec._extra_train_specs:
+        if name not in registered_specs():
             register_train_spec(name, build_train_spec(family))
 
 

@@ -4,10 +4,9 @@
 import json
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torchtitan.train as titan_train
@@ -16,6 +15,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
 from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG
+from torchtitan_lr.compat.titan_trainer import trainer_parts
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
 from torchtitan_lr.ledger.ledger import CommLedger, ledger_for
@@ -67,7 +67,8 @@ class Trainer(titan_train.Trainer):
         self._ledger: CommLedger | None = None
         # Upstream would write the record now: over that of checkpoints which may yet be refused.
         record, job_config.job.save_config_file = job_config.job.save_config_file, None
-        with _our_parts():
+        # Our checkpoints, and no autocast: mixed precision is the wrapper's at every world size.
+        with trainer_parts(CheckpointManager):
             super().__init__(job_config)
         job_config.job.save_config_file = record or RUN_CONFIG
         self._reader = StepReader(
@@ -354,18 +355,3 @@ class Trainer(titan_train.Trainer):
             summary = build_summary(history, self.step, peak.item(), self.checkpointer.newest())
             path = write_summary(summary, history, Path(self.job_config.job.dump_folder))
             logger.info("Summary written to %s", path)
-
-
-@contextmanager
-def _our_parts() -> Iterator[None]:
-    """Let upstream's constructor build our checkpoint manager and no autocast; it has no hooks.
-
-    Mixed precision is the wrapper's at every world size (see `apply_data_parallel`).
-    """
-    with (
-        patch.object(titan_train, "CheckpointManager", CheckpointManager),
-        # Ours tells every rank the loss.
-        patch.object(titan_train, "ensure_pp_loss_visible", lambda *_: None),
-        patch.object(dist_utils, "maybe_enable_amp", lambda *_: nullcontext()),
-    ):
-        yield

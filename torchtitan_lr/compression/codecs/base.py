@@ -19,9 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Their names before torch 2.13, which warns of them.
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+from torchtitan_lr.compat.collectives import all_gather, reduce_scatter
 
 
 @dataclass

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
-from torchtitan_lr.compat.dtensor import local_slice
+from torchtitan_lr.compat.dtensor import StridedShard, local_part, local_slice
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Layout:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part; a view, so that writing to it changes the tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_part(tensor)
 
 
 def mesh_groups(parameters: Iterable[Tensor]) -> dict[str, dist.ProcessGroup]:
@@ -64,7 +64,7 @@ def shard_dims(parameter: Tensor, dim: int, order: Iterable[str]) -> tuple[int, 
     splits = {
         name
         for name, placement in zip(names, parameter.placements, strict=True)
-        if isinstance(placement, Shard | _StridedShard) and placement.dim == dim
+        if isinstance(placement, Shard | StridedShard) and placement.dim == dim
     }
     return tuple(index for index, name in enumerate(order) if name in splits)
 
@@ -110,9 +110,9 @@ def derived_placements(parameter: DTensor, dims: Mapping[int, int]) -> tuple[Pla
 
 
 def _move(placement: Placement, dims: Mapping[int, int]) -> Placement:
-    if not isinstance(placement, Shard | _StridedShard) or placement.dim not in dims:
+    if not isinstance(placement, Shard | StridedShard) or placement.dim not in dims:
         return Replicate()
     dim = dims[placement.dim]
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(dim, split_factor=placement.split_factor)
+    if isinstance(placement, StridedShard):
+        return StridedShard(dim, split_factor=placement.split_factor)
     return Shard(dim)

@@ -15,6 +15,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
 from torchtitan_lr.compat.names import clean_name
+from torchtitan_lr.compat.titan import init_optimizer_container
 from torchtitan_lr.optim.finite import nonfinite_gradient
 from torchtitan_lr.optim.tsr.adam import (
     AdamHyperparameters,
@@ -171,7 +172,7 @@ class TSROptimizers(OptimizersContainer):
         self.synchronizer = Synchronizer(stacks, dense, reduction, settings)
         self._step: TSRStep | None = None
         self._synchronized: Synchronized | None = None
-        self._post_init(parameters, defaults)
+        init_optimizer_container(self, parameters, defaults)
         _log_plan(stacks, reduction)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from torchtitan_lr.compat.dispatch import tree_leaves
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.tensor.plans import PLANS, TPSettings
 

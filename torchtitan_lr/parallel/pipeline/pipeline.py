@@ -8,7 +8,6 @@ gradients are too large by the number of tokens. Here the loss itself divides.
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 import torchtitan.distributed.pipeline_parallel as titan_pipeline
@@ -18,9 +17,6 @@ from torch.distributed.pipelining.schedules import (
     ScheduleGPipe,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
-    _ComputationType,
-    _PipelineSchedule,
-    _PipelineScheduleRuntime,
 )
 from torchtitan.components.loss import LossFunction
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
@@ -28,19 +24,12 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import BaseModelArgs
 from torchtitan.protocols.train_spec import ParallelizeFunction
 
+from torchtitan_lr.compat.pipelining import PipelineSchedule, forward_only, stages_built_by
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.pipeline.boundaries import Boundary, stage_boundary
 from torchtitan_lr.parallel.pipeline.stage_split import layers_before_boundaries
 from torchtitan_lr.parallel.pipeline.stages import build_stage, pack_messages
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, settings_for
-
-_FORWARD = {
-    _ComputationType.UNSHARD,
-    _ComputationType.RECV_F,
-    _ComputationType.FORWARD,
-    _ComputationType.SEND_F,
-    _ComputationType.RESHARD,
-}
 
 
 class NormalizedLoss:
@@ -80,7 +69,7 @@ class Pipeline:
 
     def __init__(
         self,
-        schedule: _PipelineSchedule,
+        schedule: PipelineSchedule,
         loss: NormalizedLoss,
         parts: dict[int, nn.Module],
         boundaries: Callable[[int], list[Boundary]],
@@ -93,7 +82,7 @@ class Pipeline:
         self._boundaries = boundaries
         self._build = build
         self._microbatch_size = microbatch_size
-        self._evaluations: dict[tuple[int, ...], _PipelineSchedule] = {}
+        self._evaluations: dict[tuple[int, ...], PipelineSchedule] = {}
 
     def normalize_by(self, tokens: float | Tensor) -> None:
         """Divide the loss of the next steps by the valid tokens of the global batch."""
@@ -127,7 +116,7 @@ class Pipeline:
         )
         return torch.stack(losses).sum() if last else torch.zeros((), device=tokens.device)
 
-    def _evaluation(self, microbatches: int, size: int, seq_len: int) -> _PipelineSchedule:
+    def _evaluation(self, microbatches: int, size: int, seq_len: int) -> PipelineSchedule:
         """Return a schedule with stages of its own: theirs receive into buffers of other sizes."""
         key = (microbatches, size, seq_len)
         if key not in self._evaluations:
@@ -146,20 +135,12 @@ class Pipeline:
             )
         return self._evaluations[key]
 
-    def _evaluation_class(self) -> Callable[..., _PipelineSchedule]:
+    def _evaluation_class(self) -> Callable[..., PipelineSchedule]:
         """Name a schedule with the same stages on each rank, for any number of micro-batches."""
         if isinstance(self.schedule, PipelineScheduleSingle):
             return ScheduleGPipe
         v_shaped = isinstance(self.schedule, ScheduleZBVZeroBubble)
         return ScheduleZBVZeroBubble if v_shaped else ScheduleLoopedBFS
-
-
-def forward_only(schedule: _PipelineSchedule) -> _PipelineSchedule:
-    """Take backward out of a schedule in place: a V-shaped one fails in it even in evaluation."""
-    if isinstance(schedule, _PipelineScheduleRuntime):
-        for actions in schedule.pipeline_order_with_comms.values():
-            actions[:] = [a for a in actions if a.computation_type in _FORWARD]
-    return schedule
 
 
 def pipeline_llama(
@@ -189,25 +170,25 @@ def pipeline_llama(
     args = cast(LlamaArgs, model_args)
     section = job_config.parallelism
     boundaries = partial(stage_boundaries, job_config, args)
+    group = parallel_dims.get_mesh("pp").get_group()
     build = partial(
         build_stage,
         vocab_size=args.vocab_size,
         dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
         device=device,
-        group=parallel_dims.get_mesh("pp").get_group(),
+        group=group,
     )
     seq_len = job_config.training.seq_len
     of_training = boundaries(seq_len)
     size = section.pipeline_parallel_microbatch_size
     parts: dict[int, nn.Module] = {}
 
-    def build_static(part: nn.Module, index: int, *_: Any, **__: Any) -> Any:
+    def build_static(part: nn.Module, index: int) -> Any:
         parts[index] = part
         return build(part, index, of_training, size, seq_len)
 
     loss = NormalizedLoss(loss_fn)
-    # Upstream has no argument for shapes, without which torch runs the model to find them out.
-    with patch.object(titan_pipeline, "PipelineStage", build_static):
+    with stages_built_by(build_static, len(of_training) + 1, device, group):
         schedule, model_parts, has_first, has_last = titan_pipeline.pipeline_llm(
             model, parallel_dims, job_config, device, model_args, parallelize_fn, loss
         )

@@ -6,16 +6,11 @@ from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.distributed import activation_checkpoint as titan_ac
 
+from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS
+from torchtitan_lr.compat.titan import count_checkpointed_blocks_from
 from torchtitan_lr.parallel.recompute.low_rank_checkpoint import apply_low_rank_checkpoint
 
-SELECTIVE_SAVE_LIST = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
-}
+SELECTIVE_SAVE_LIST = {torch.ops.aten.mm.default, *ATTENTION_OPERATORS}
 """The operators whose outputs ``selective_ac_option = "op"`` keeps: the dear ones to repeat.
 
 torchtitan keeps every second matmul on top of this; its own list lacks the CPU's attention.
@@ -34,8 +29,7 @@ def apply_activation_checkpoint(model: nn.Module, job_config: JobConfig) -> None
     if section.mode == "low_rank":
         apply_low_rank_checkpoint(model, section.low_rank_save_attention)
         return
-    # Upstream counts blocks through all models of a process, the rehearsed ones too.
-    titan_ac._layer_sac_count = int(next(iter(getattr(model, "layers")), 0))  # noqa: B009
+    count_checkpointed_blocks_from(int(next(iter(getattr(model, "layers")), 0)))  # noqa: B009
     titan_ac.apply_ac(
         model,
         section,

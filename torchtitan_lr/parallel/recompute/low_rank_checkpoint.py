@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -25,23 +24,11 @@ from torch.utils.checkpoint import (
 )
 from torchtitan.tools.logging import logger
 
+from torchtitan_lr.compat.autograd import checkpoint_wrapper
+from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.marks import mark_in_graphs
 from torchtitan_lr.parallel.recompute.replay import Recording
-
-ATTENTION_OPERATORS = frozenset(
-    {
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
-    }
-)
-"""The fused attention kernels: they return what their backward needs, output and log-sum-exp.
-
-The unfused one (``SDPBackend.MATH``) needs the s × s probabilities; it is always repeated.
-"""
 
 
 def apply_low_rank_checkpoint(model: nn.Module, save_attention: bool) -> None:

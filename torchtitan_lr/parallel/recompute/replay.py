@@ -18,12 +18,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from torchtitan_lr.compat.dispatch import (
+    TorchDispatchMode,
+    changes_arguments,
+    storage_address,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
+from torchtitan_lr.compat.fake import FakeTensor
 from torchtitan_lr.models.marks import listen
 from torchtitan_lr.parallel.recompute.tape import (
     OUTSIDE,
@@ -102,8 +109,7 @@ class Recording:
             self._place(leaf, inputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves
         ]
         call = Call(func, tuple(i for i in reads if i is not None), outputs, spec)
-        mutable = getattr(getattr(func, "_schema", None), "is_mutable", False)
-        if mutable and any(o.storage in self.kept for o in places(outputs)):
+        if changes_arguments(func) and any(o.storage in self.kept for o in places(outputs)):
             raise RuntimeError(f"{func} changes a tensor that low-rank checkpointing keeps")
         self.calls.append(call)
         if func in self.kept_operators:
@@ -170,11 +176,11 @@ class Recording:
     def _find(self, x: Tensor) -> int | None:
         if type(x) not in (Tensor, torch.nn.Parameter, FakeTensor):  # no wrapper, such as DTensor
             return None
-        return self._ids.get(x.untyped_storage()._cdata)
+        return self._ids.get(storage_address(x))
 
     def _place(self, x: Tensor, inputs: list[Any]) -> Any:
         argument = next((i for i, value in enumerate(inputs) if value is x), None)
-        address = x.untyped_storage()._cdata
+        address = storage_address(x)
         if address not in self._ids:
             if any(isinstance(i, Tensor) and shares_storage(i, x) for i in inputs):
                 return OUTSIDE  # a view of something that stays

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec
+
+from torchtitan_lr.compat.dispatch import TreeSpec, storage_address
 
 OUTSIDE = object()
 """Stands for a view of an argument, a parameter or a buffer: of something that stays."""
@@ -69,4 +70,4 @@ def alias(kept: Tensor, place: Output) -> Tensor:
 
 def shares_storage(a: Tensor, b: Tensor) -> bool:
     """Return whether one is a view of the other, or both of a third."""
-    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+    return storage_address(a) == storage_address(b)

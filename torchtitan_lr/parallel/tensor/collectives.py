@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-functional = torch.ops._c10d_functional
+from torchtitan_lr.compat.collectives import functional
 
 TOKENS = 1
 """The token dimension of an activation (b, s, d)."""

@@ -1,0 +1,69 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Autograd's bookkeeping, and the wrapper of checkpointed modules.
+
+The ledger names the part of the model whose backward is running. Torch has no public function for
+the running node: hooks on modules see neither compiled blocks nor FSDP2's own nodes.
+
+Seen in torch 2.11 and 2.13.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
+
+__all__ = [
+    "checkpoint_wrapper",
+    "checkpointed_module",
+    "in_backward",
+    "next_node_number",
+    "running_node_number",
+]
+# checkpoint_wrapper: torchtitan wraps its blocks with it, and so names and hooks of the wrapper are
+# those that the rest of torchtitan expects. Its module is private. If it moves, the import fails.
+
+
+def in_backward() -> bool:
+    """Return whether this thread is inside a backward pass.
+
+    ``torch._C._current_graph_task_id`` is -1 outside. If upstream removes it, the ledger fails
+    with an AttributeError; if it changes the -1, every collective is counted as backward.
+    """
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def running_node_number() -> int | None:
+    """Return the number of the autograd node that is running.
+
+    None in a callback, and in a node that no forward pass made (the one that accumulates a
+    gradient). Reads ``torch._C._current_autograd_node`` and ``Node._sequence_nr``. If upstream
+    removes them, the ledger fails with an AttributeError.
+    """
+    node = torch._C._current_autograd_node()
+    if node is None or type(node).__name__ == "AccumulateGrad":
+        return None
+    return int(node._sequence_nr())
+
+
+def next_node_number() -> int:
+    """Return the number that the next autograd node of this thread gets.
+
+    ``torch._C._autograd._get_sequence_nr``. If upstream counts otherwise, the nodes of a part are
+    no longer a range and the ledger attributes backward's collectives to other parts.
+    """
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def checkpointed_module(module: nn.Module) -> nn.Module | None:
+    """Return the module inside a checkpoint wrapper, None for any other module.
+
+    Recomputation calls the inner module and not its wrapper, so hooks must be there. Reads
+    ``_checkpoint_wrapped_module``. If upstream renames it, this raises an AttributeError, and
+    `torchtitan_lr.compat.names` must follow: it is part of parameters' names.
+    """
+    if not isinstance(module, CheckpointWrapper):
+        return None
+    inner: nn.Module = module._checkpoint_wrapped_module
+    return inner

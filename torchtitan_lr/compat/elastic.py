@@ -1,0 +1,44 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""torchrun from inside: how it starts its ranks, and how it ends them.
+
+torchrun has neither a hook before a rank starts nor a setting for how long ranks may take to end
+after one of them has failed.
+
+Seen in torch 2.11 and 2.13.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+__all__ = ["Close", "SubprocessContext", "close_ranks", "ranks_started_with"]
+
+
+Close = Callable[..., None]
+"""Ends the ranks of a context: ``close(context, death_sig, timeout=30)``, as torchrun calls it."""
+
+close_ranks: Close = SubprocessContext._close
+"""torchrun's own way; it waits up to half a minute. If upstream renames it, the import fails."""
+
+
+@contextmanager
+def ranks_started_with(popen: Callable[..., Any], close: Close) -> Iterator[None]:
+    """Let torchrun start its ranks with ``popen`` and end them with ``close``.
+
+    Replaces ``Popen`` in torchrun's module of subprocesses, and ``SubprocessContext._close``. If
+    upstream renames one, the launcher's start fails with an AttributeError. If upstream starts
+    ranks otherwise, they outlive a launcher that is killed, which a test of the launcher notices.
+
+    Args:
+        popen: As `subprocess.Popen`.
+        close: Called with the context first.
+    """
+    with (
+        patch.object(subprocess_handler, "Popen", popen),
+        patch.object(SubprocessContext, "_close", close),
+    ):
+        yield
