@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.distributed import tsr_cases
-from tests.distributed.pool import RankPool
 from tests.distributed.tsr_cases import BASE, COLUMN, DEFAULTS, Case, build_model, place, take_step
 from torchtitan_lr.formulas.tsr_traffic import TSRMatrix, TSRMesh, TSRStep, tsr_traffic
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
+from torchtitan_lr.tools.rank_pool import RankPool
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "tok_embeddings.weight": (64, 48),

@@ -16,7 +16,7 @@ SECTIONS = ("activation_checkpoint", "checkpoint", "grad_compression", "job", "l
 SECTIONS += ("model", "optimizer", "parallelism", "training", "validation")
 SUFFIXES = ("py", "md", "toml", "sh", "png")
 
-draw_btp = load_script("draw_btp")
+draw_btp = load_script("papers/draw_btp")
 
 
 def quoted(text):

@@ -266,4 +266,4 @@ def test_as_a_command(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(path), run_name="__main__")
     assert stop.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("CHECKPOINT: got")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: CHECKPOINT: got")

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``scripts/tagc_loss.py`` on histories of runs: its table, its picture, its arguments."""
+"""``scripts/papers/tagc_loss.py`` on histories of runs: its table, its picture, its arguments."""
 
 import json
 
@@ -10,7 +10,7 @@ from tests.scripts import load_script
 
 @pytest.fixture(scope="module")
 def script():
-    return load_script("tagc_loss")
+    return load_script("papers/tagc_loss")
 
 
 def write_history(folder, final, steps=20):

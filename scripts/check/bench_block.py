@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Time one decoder block of a T-way split on one device, plan by plan.
+r"""Time one decoder block of a T-way split on one device, plan by plan.
 
 Alone, the script stands for rank 0 of T with a process group that answers at once: what it measures
 is the compute of a rank, next to the device's own matmul ceiling. Under torchrun the collectives
 are real and the ranks are those that torchrun starts:
 
-    python scripts/bench_block.py --flavor 7B --ranks 4 --compile
-    torchrun --nproc_per_node=4 scripts/bench_block.py --device cpu --flavor 60M --dtype float32
+    python scripts/check/bench_block.py --flavor 7B --ranks 4 --compile
+    torchrun --nproc_per_node=4 scripts/check/bench_block.py \
+        --device cpu --flavor 60M --dtype float32
 
 Times are medians over the steps, in milliseconds. TFLOP/s counts the block's own products
 (formulas/flops.py) shared by T ranks; work that a plan repeats on every rank counts once. Memory is
@@ -29,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.formulas.flops import layer_flops
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
@@ -41,7 +41,7 @@ from torchtitan_lr.parallel.tensor.tensor_parallel import (
     apply_tensor_parallel,
     resolve_settings,
 )
-from torchtitan_lr.tools.cli import OneLineParser
+from torchtitan_lr.tools.cli import OneLineParser, in_one_line
 
 Row: TypeAlias = dict[str, Any]
 """Numbers of one variant, by name; None where there is nothing to measure."""
@@ -70,6 +70,7 @@ VARIANTS = {
 }
 
 
+@in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Time the variants and print a table, or JSON."""
     options = _parse(argv)
@@ -89,18 +90,13 @@ def main(argv: list[str] | None = None) -> int:
         _rate_checkpointing(report["variants"])
         if dist.get_rank() == 0:
             print(json.dumps(report, indent=2) if options.json else _table(report))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     finally:
         dist.destroy_process_group()
     return 0
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("--flavor", choices=sorted(FLAVORS["cola"]), default="7B")
     parser.add_argument("--ranks", type=int, default=4, help="T; torchrun's own number wins")
     parser.add_argument("--batch", type=int, default=4, help="sequences of the micro-batch")

@@ -5,8 +5,8 @@
 Every rank holds a gradient of so many MB and ends with the sum of its share: choosing what to send,
 encoding, the collectives, decoding and the residual are all in the time; no model is.
 
-    torchrun --nproc_per_node 2 scripts/bench_exchange.py --megabytes 16
-    python scripts/slow_link.py --exchange 16   # the same, over a slow link
+    torchrun --nproc_per_node 2 scripts/check/bench_exchange.py --megabytes 16
+    python scripts/papers/slow_link.py --exchange 16   # the same, over a slow link
 """
 
 import argparse
@@ -99,7 +99,7 @@ def _as_text(report: dict[str, dict[str, float]]) -> str:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("--megabytes", type=float, default=16, help="of each rank's gradient, fp32")
     parser.add_argument("--level", default="10x", choices=list(LEVELS), help="of compression")
     parser.add_argument("--codecs", nargs="+", default=list(CODECS), choices=CODECS)

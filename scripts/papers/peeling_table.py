@@ -5,7 +5,7 @@ Each of W ranks sends its largest entries of a random gradient, chosen independe
 worst case: ranks that agree overlap. The table asks TAGC's published levels on 2, 4 and 8 ranks;
 the curves vary the sparsity. All ranks live in one process and go through the codec itself.
 
-    python scripts/peeling_table.py --out docs/images/tagc_peeling.png
+    python scripts/papers/peeling_table.py --out docs/images/tagc_peeling.png
 """
 
 import argparse
@@ -23,6 +23,7 @@ from torchtitan_lr.formulas.compression import (
     union_density,
 )
 from torchtitan_lr.tools.cli import OneLineParser
+from torchtitan_lr.training.figures import new_figure
 
 RANKS = (2, 4, 8)
 
@@ -109,11 +110,7 @@ def as_text(rows: list[dict[str, Any]]) -> str:
 
 def draw(curves: dict[int, list[dict[str, float]]], rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the curves and mark where the published levels lie."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 4.2), dpi=130)
-    FigureCanvasAgg(figure)
+    figure = new_figure(7.5, 4.2)
     axes = figure.subplots()
     for ranks, points in curves.items():
         loads = [point["load"] for point in points]
@@ -146,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("--entries", type=int, default=200_000, help="entries of one owner")
     parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--json", action="store_true", help="print a list of rows instead")
