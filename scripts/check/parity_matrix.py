@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from torchtitan_lr.tools import parity_cases
-from torchtitan_lr.tools.cli import OneLineParser
+from torchtitan_lr.tools.cli import OneLineParser, text_table
 from torchtitan_lr.tools.parity_cases import TOLERANCE, Case, all_cases
 from torchtitan_lr.tools.rank_pool import RankPool
 
@@ -45,16 +45,12 @@ def format_table(errors: dict[Case, float]) -> str:
         row = rows[case.settings.plan, family, "GQA" if case.gqa else "MHA"]
         row[case.degree, case.dtype].append(error)
     names = [f"T={degree} {str(dtype).removeprefix('torch.')}" for degree, dtype in columns]
-    lines = [
-        f"{'plan':<19}{'family':<13}{'attn':<6}{'cases':>5}" + "".join(f"{n:>14}" for n in names)
-    ]
+    lines = []
     for (plan, family, attention), cells in rows.items():
         count = sum(len(cell) for cell in cells.values())
         worst = [f"{max(cells[c]):.1e}" if c in cells else "" for c in columns]
-        lines.append(
-            f"{plan:<19}{family:<13}{attention:<6}{count:>5}" + "".join(f"{w:>14}" for w in worst)
-        )
-    return "\n".join(lines)
+        lines.append([plan, family, attention, str(count), *worst])
+    return text_table(["plan", "family", "attn", "cases", *names], lines, left=3)
 
 
 def main(argv: list[str] | None = None) -> int:

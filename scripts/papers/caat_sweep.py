@@ -275,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=300, help="of every run")
     parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
     parser.add_argument("--fractions", default=",".join(map(str, FRACTIONS)), help="p, with commas")
     parser.add_argument("--lanes", default=",".join(map(str, LANES)), help="of 2, 4 and 8")

@@ -102,7 +102,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default="train_configs/loss_curves.toml",
         help="the TOML file of the model",
     )
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=800, help="of every run")
     parser.add_argument("--ranks", type=int, default=4, help="tensor-parallel degree T")
     parser.add_argument("--plan", default="btp", help="parallelism.tp_plan of the T ranks")
     parser.add_argument("--work", default="outputs/loss_curves", help="folder of the runs")

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Trains on two ranks over a slow link and tells the seconds a step, method by method.
+"""Trains on two ranks over a slow link and prints the seconds per step of each method.
 
 The link is real as far as a kernel goes: two network namespaces joined by a veth pair whose ends
 are limited by a token bucket. Each holds one rank, a process of the trainer: a replica for AdamW
@@ -169,7 +169,7 @@ def _run(ends: list[str], arguments: list[str], timeout: float) -> str:
         RuntimeError: A rank failed; the end of its log.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
-        # Files: a pipe that nobody reads while the other rank is waited for would fill up.
+        # Files: a pipe without a reader while the other rank is waited for would fill up.
         outputs = [Path(folder) / f"rank{rank}.out" for rank in range(len(ends))]
         logs = [Path(folder) / f"rank{rank}.err" for rank in range(len(ends))]
         ranks = [

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.formulas.compression import LEVELS, CodecSizes, codec_bits, peels, smallest_theta
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line
+from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
 from torchtitan_lr.tools.experiments import launch
 from torchtitan_lr.training.figures import new_figure
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
@@ -81,15 +81,14 @@ def row(name: str, ranks: int, records: list[Any], dense: float) -> dict[str, An
 
 def as_text(rows: list[dict[str, Any]]) -> str:
     """Lay the table out; collisions are those of a step."""
-    lines = ["ranks  run         theta             bits  validation loss   vs dense  collisions"]
+    header = ["ranks", "run", "theta", "bits", "validation loss", "vs dense", "collisions"]
+    lines = []
     for r in rows:
         theta = f"{r['theta']:.4f}{' (raised)' if r['raised'] else ''}"
-        lines.append(
-            f"{r['ranks']:5}  {r['run']:10}  {theta:16}{r['bits']:6.2f}"
-            f"  {r['validation_loss']:15.4f}  {r['increase_percent']:+8.2f}%"
-            f"  {r.get('index_collisions', 0):10.0f}"
-        )
-    return "\n".join(lines)
+        numbers = [f"{r['bits']:.2f}", f"{r['validation_loss']:.4f}"]
+        numbers += [f"{r['increase_percent']:+.2f}%", f"{r.get('index_collisions', 0):.0f}"]
+        lines.append([str(r["ranks"]), r["run"], theta, *numbers])
+    return text_table(header, lines, left=3)
 
 
 def draw(curves: dict[int, dict[str, list[Any]]], path: Path) -> None:
@@ -142,7 +141,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default="train_configs/debug_tagc.toml",
         help="the TOML file of the model",
     )
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=300, help="of every run")
     parser.add_argument("--batch", type=int, default=16, help="sequences a step")
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks, with commas")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"some of {', '.join(KINDS)}")

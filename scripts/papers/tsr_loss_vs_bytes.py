@@ -136,7 +136,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default="train_configs/tsr_curves.toml",
         help="the TOML file of the model",
     )
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=200, help="of every run")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each method")
     parser.add_argument(
         "--methods", nargs="+", default=list(METHODS), choices=list(METHODS), help="which to run"

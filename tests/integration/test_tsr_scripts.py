@@ -43,16 +43,16 @@ def test_loss_vs_bytes(tmp_path):
 @pytest.mark.parametrize(
     ("name", "arguments", "told"),
     [
-        ("tsr_loss_vs_bytes", ["--steps", "3"], "--steps: got 3"),
-        ("tsr_loss_vs_bytes", ["--seeds", "0"], "--seeds: got 0"),
-        ("tsr_loss_vs_bytes", ["--config", "no.toml"], "--config: got 'no.toml'"),
-        ("slow_link", ["--mbit", "0"], "--mbit: got 0"),
-        ("slow_link", ["--steps", "1"], "--steps: got 1"),
-        ("slow_link", ["--exchange", "-1"], "--exchange: got -1"),
-        ("bench_exchange", ["--megabytes", "0"], "--megabytes: got 0"),
-        ("bench_exchange", ["--repeats", "0"], "--repeats: got 0"),
-        ("bench_exchange", [], "start it with torchrun"),
-        ("bench_tsr_gpu", ["--repeats", "0"], "--repeats: got 0"),
+        ("papers/tsr_loss_vs_bytes", ["--steps", "3"], "--steps: got 3"),
+        ("papers/tsr_loss_vs_bytes", ["--seeds", "0"], "--seeds: got 0"),
+        ("papers/tsr_loss_vs_bytes", ["--config", "no.toml"], "CONFIG: got 'no.toml'"),
+        ("papers/slow_link", ["--mbit", "0"], "--mbit: got 0"),
+        ("papers/slow_link", ["--steps", "1"], "--steps: got 1"),
+        ("papers/slow_link", ["--exchange", "-1"], "--exchange: got -1"),
+        ("check/bench_exchange", ["--megabytes", "0"], "--megabytes: got 0"),
+        ("check/bench_exchange", ["--repeats", "0"], "--repeats: got 0"),
+        ("check/bench_exchange", [], "start it with torchrun"),
+        ("check/bench_tsr_gpu", ["--repeats", "0"], "--repeats: got 0"),
     ],
 )
 def test_bad_arguments_are_told_in_one_line(name, arguments, told, capsys):
