@@ -62,7 +62,7 @@ def test_a_failure_is_the_launchers_last_line(monkeypatch, tmp_path):
 
 
 def test_scripts_tell_a_failure_in_one_line(capsys):
-    def fail():
+    def fail(argv):
         raise RunFailedError("error: rank 1 failed: x")
 
     assert in_one_line(fail)() == 1
