@@ -1,8 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Says whether this interpreter has what pyproject.toml asks for: exit status 0 or 1.
+"""Says whether this interpreter has what pyproject.toml requires.
 
-Usage: ``python scripts/check_env.py [EXTRA ...]``. Standard library only, no imports of the
-packages themselves: it runs at every start, before anything is installed.
+Usage: ``python scripts/check_env.py [EXTRA ...]``. It runs at every start, before anything is
+installed, and decides whether something must be: so it uses the standard library only, and reads
+requirement strings without the ``packaging`` library, which may be missing then.
+
+Exit status: 0 everything is installed, 1 something is not, 2 there is no such extra.
 """
 
 import re
@@ -22,7 +25,8 @@ def requirements(text: str, extras: list[str]) -> list[str]:
     for key in ("dependencies", *extras):
         block = re.search(rf"^{re.escape(key)} = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
         if block is None:
-            raise SystemExit(f"check_env: pyproject.toml has no list {key!r}")
+            print(f"error: pyproject.toml has no list {key!r}", file=sys.stderr)
+            raise SystemExit(2)
         lines = (line.partition("#")[0] for line in block.group(1).splitlines())
         found += re.findall(r'"([^"]+)"', "\n".join(lines))
     return found

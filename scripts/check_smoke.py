@@ -1,10 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Judges the smoke run: ``python scripts/check_smoke.py DUMP_FOLDER``; exit status 0 or 1."""
+"""Judge the smoke run: ``python scripts/check_smoke.py DUMP_FOLDER``.
+
+Exit status: 0 it passed, 1 something is wrong with it, 2 the arguments are refused.
+"""
 
 import json
 import math
 import sys
 from pathlib import Path
+
+from torchtitan_lr.tools.cli import OneLineParser
 
 # A model that knows nothing of the 4096 tokens; an untrained one starts a little above it.
 UNIFORM_LOSS = math.log(4096)
@@ -28,19 +33,21 @@ def problems(summary: dict[str, object], steps: int = 20) -> list[str]:
     return found
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] in (["-h"], ["--help"]):
-        print(f"usage: check_smoke.py DUMP_FOLDER\n\n{__doc__}")
-        sys.exit(0)
-    if len(sys.argv) != 2:
-        print("check_smoke.py: expected one argument, the run's dump folder", file=sys.stderr)
-        sys.exit(2)
+def main(argv: list[str] | None = None) -> int:
+    """Print what is wrong, one line each; return the exit status."""
+    parser = OneLineParser(description=__doc__)
+    parser.add_argument("dump_folder", metavar="DUMP_FOLDER", type=Path, help="of the smoke run")
+    options = parser.parse_args(argv)
     try:
-        wrong = problems(json.loads((Path(sys.argv[1]) / "summary.json").read_text()))
+        wrong = problems(json.loads((options.dump_folder / "summary.json").read_text()))
     except (OSError, ValueError) as error:
         wrong = [f"no summary to judge ({error})"]
     for line in wrong:
         print(f"error: smoke: {line}", file=sys.stderr)
     if not wrong:
         print("smoke passed")
-    sys.exit(bool(wrong))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -29,43 +29,36 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools.cli import OneLineParser
+from torchtitan_lr.tools.cli import OneLineParser, in_one_line
 
 HARDWARE = Path(__file__).parent / "hardware"
 
 
+@in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Print the estimate; returns the exit status."""
-    options, overrides = _parse(argv)
-    from torchtitan_lr.estimate.hardware import load_hardware  # late: --help needs no torch
+    options = _parse(argv)
+    from torchtitan_lr.config.build import build_job_config  # late: --help needs no torch
+    from torchtitan_lr.estimate.hardware import load_hardware
 
-    try:
-        hardware = load_hardware(options.hardware, HARDWARE)
-        from torchtitan_lr.config.build import build_job_config
-
-        config = build_job_config([f"--job.config_file={options.config}", *overrides])
-        world = default_world(config) if options.world is None else options.world
-        report = _estimate(config, world, hardware, options.checkpointing)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    hardware = load_hardware(options.hardware, HARDWARE)
+    config = build_job_config([f"--job.config_file={options.config}", *options.overrides])
+    world = default_world(config) if options.world is None else options.world
+    report = _estimate(config, world, hardware, options.checkpointing)
     from torchtitan_lr.tools.estimate_report import as_text
 
     print(json.dumps(report, indent=2) if options.json else as_text(report, hardware))
     return 0
 
 
-def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(description=__doc__)
     known = ", ".join(sorted(file.stem for file in HARDWARE.glob("*.toml")))
     parser.add_argument("config", metavar="CONFIG", help="a TOML file of ./run_llama_train.sh")
     parser.add_argument(
         "--world", type=int, help="ranks; by default the product of the TOML's degrees"
     )
-    parser.add_argument("--hardware", default="h100", help=f"{known}, or a TOML file (h100)")
+    parser.add_argument("--hardware", default="h100", help=f"{known}, or a TOML file")
     parser.add_argument(
         "--checkpointing",
         default="",
@@ -73,10 +66,10 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         help="modes of activation checkpointing of full, vanilla or btp (default: one for all)",
     )
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
-    options, overrides = parser.parse_known_args(argv)
+    options = parser.parse_with_overrides(argv)
     if options.world is not None and options.world < 1:
         parser.error(f"argument --world: must be at least 1, got {options.world}")
-    return options, overrides
+    return options
 
 
 def default_world(config: Any) -> int:

@@ -2,13 +2,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Write a training checkpoint as safetensors.
 
-With our own, factored names, for every model::
+With our own, factored names, for every model:
 
-    python scripts/export.py outputs/checkpoint/step-100 exported
+    python scripts/export.py outputs/checkpoint/step-100 --out exported
 
-As a full-rank Hugging Face LLaMA, where that is exact (llama_full, llama_svd)::
+As a full-rank Hugging Face LLaMA, where that is exact (llama_full, llama_svd):
 
-    python scripts/export.py outputs/checkpoint/step-100 exported --format hf
+    python scripts/export.py outputs/checkpoint/step-100 --out exported --format hf
 """
 
 import argparse
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools.cli import OneLineParser
+from torchtitan_lr.tools.cli import OneLineParser, in_one_line
 
 DTYPES = ("checkpoint", "float32", "bfloat16")
 
@@ -28,15 +28,33 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         argv: The arguments; those of the process by default.
 
     Returns:
-        ``checkpoint``, ``out_dir``, ``format``, ``dtype`` and ``config``.
+        ``checkpoint``, ``out``, ``format``, ``dtype`` and ``config``.
     """
-    parser = OneLineParser(description="Write a training checkpoint as safetensors.")
-    parser.add_argument("checkpoint", type=Path, help="a step's folder: .../checkpoint/step-100")
-    parser.add_argument("out_dir", type=Path, help="folder to write into, empty or new")
-    parser.add_argument("--format", choices=["factored", "hf"], default="factored")
+    parser = OneLineParser(
+        description=__doc__, usage="%(prog)s CHECKPOINT --out OUT [--format hf] [...]"
+    )
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        type=Path,
+        help="a step's folder: .../checkpoint/step-100",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder to write into, empty or new; also a second argument"
+    )
+    parser.add_argument(
+        "--format", choices=["factored", "hf"], default="factored", help="names of the weights"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="checkpoint", help="precision written")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
-    return parser.parse_args(argv)
+    options, rest = parser.parse_known_args(argv)
+    if options.out is None and rest and not rest[0].startswith("-"):
+        options.out = Path(rest.pop(0))  # as it had to be written before there was --out
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if options.out is None:
+        parser.error("--out: got nothing, expected a folder to write into")
+    return options
 
 
 def export(args: argparse.Namespace) -> None:
@@ -60,30 +78,20 @@ def export(args: argparse.Namespace) -> None:
     model = load_model(args.checkpoint, model_args)
     dtype = None if args.dtype == "checkpoint" else getattr(torch, args.dtype)
     try:
-        args.out_dir.mkdir(parents=True, exist_ok=True)
-        (export_hf if args.format == "hf" else export_factored)(model, args.out_dir, dtype)
+        args.out.mkdir(parents=True, exist_ok=True)
+        (export_hf if args.format == "hf" else export_factored)(model, args.out, dtype)
     except OSError as error:
-        raise ConfigError("OUT_DIR", str(args.out_dir), f"a writable folder ({error})") from error
+        raise ConfigError("OUT_DIR", str(args.out), f"a writable folder ({error})") from error
 
 
+@in_one_line
 def main(argv: list[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        argv: The arguments; those of the process by default.
-
-    Returns:
-        The exit status: 0, or 2 with one line on stderr.
-    """
+    """Run the command; return the exit status."""
     args = parse_args(argv)
-    try:
-        if args.out_dir.is_dir() and any(args.out_dir.iterdir()):
-            raise ConfigError("OUT_DIR", str(args.out_dir), "a folder that is empty or new")
-        export(args)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"{args.checkpoint} ({args.format}) -> {args.out_dir}")
+    if args.out.is_dir() and any(args.out.iterdir()):
+        raise ConfigError("OUT_DIR", str(args.out), "a folder that is empty or new")
+    export(args)
+    print(f"{args.checkpoint} ({args.format}) -> {args.out}")
     return 0
 
 

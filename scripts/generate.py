@@ -2,18 +2,19 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Sample text from a training checkpoint.
 
-For example::
+For example:
 
-    python scripts/generate.py --checkpoint outputs/checkpoint/step-100 --prompt "def main("
+    python scripts/generate.py outputs/checkpoint/step-100 --prompt "def main("
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools.cli import OneLineParser
+from torchtitan_lr.tools.cli import OneLineParser, in_one_line
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -25,15 +26,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     Returns:
         The options by name.
     """
-    parser = OneLineParser(description="Sample text from a training checkpoint.")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a step's folder")
+    parser = OneLineParser(description=__doc__)
+    parser.add_first("checkpoint", "--checkpoint", type=Path, help="a step's folder")
     parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument("--max_new_tokens", type=int, default=100)
+    parser.add_argument("--max_new_tokens", type=int, default=100, help="at most")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
     parser.add_argument("--top_k", type=int, default=50, help="0 samples among all tokens")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the samples")
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
+    parser.add_argument("--json", action="store_true", help="print a dictionary instead")
     return parser.parse_args(argv)
 
 
@@ -107,23 +109,13 @@ def run(args: argparse.Namespace) -> str:
     return str(tokenizer.decode(tokens[0].tolist(), skip_special_tokens=True))
 
 
+@in_one_line
 def main(argv: list[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        argv: The arguments; those of the process by default.
-
-    Returns:
-        The exit status: 0, or 2 with one line on stderr.
-    """
+    """Run the command; return the exit status."""
     args = parse_args(argv)
-    try:
-        check_args(args)
-        text = run(args)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(text)
+    check_args(args)
+    text = run(args)
+    print(json.dumps({"prompt": args.prompt, "text": text}) if args.json else text)
     return 0
 
 

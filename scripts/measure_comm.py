@@ -18,8 +18,8 @@ import sys
 from typing import Any
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools.cli import OneLineParser, text_table
-from torchtitan_lr.tools.experiments import RunFailedError, answer, ask_ranks, check_run
+from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
+from torchtitan_lr.tools.experiments import answer, ask_ranks, check_run
 
 QUIET = [
     "--training.steps=1",
@@ -99,21 +99,15 @@ def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
     return compare(ask_ranks(__file__, arguments), expected, run.wire_dtypes)
 
 
-def main(argv: list[str]) -> int:
+@in_one_line
+def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    answer(measure, argv)
-    parser = OneLineParser(description=(__doc__ or "").split("\n")[0])
+    answer(measure, sys.argv[1:] if argv is None else argv)
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("config", metavar="CONFIG", help="a TOML file")
     parser.add_argument("--json", action="store_true", help="print a list of rows instead")
-    options, overrides = parser.parse_known_args(argv)
-    try:
-        table = run_ranks([f"--job.config_file={options.config}", *overrides, *QUIET])
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RunFailedError as error:
-        print(error, file=sys.stderr)
-        return 1
+    options = parser.parse_with_overrides(argv)
+    table = run_ranks([f"--job.config_file={options.config}", *options.overrides, *QUIET])
     from torchtitan_lr.ledger.comparison import differences
 
     rows = one_block(table)
@@ -138,4 +132,4 @@ def _beside(measured: int, expected: int | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -11,113 +11,14 @@ The same text and the same version of ``tokenizers`` give the same files. Point
 ``model.hf_assets_path`` at the folder to use it.
 """
 
-from __future__ import annotations
-
 import argparse
-import base64
-import json
-import os
 import sys
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from torchtitan_lr.data.corpora import Corpus, build_corpus
-from torchtitan_lr.data.llama3 import (
-    BOS,
-    EOS,
-    HF_FILE,
-    LLAMA3_SPLIT,
-    NUM_LLAMA3_SPECIALS,
-    TIKTOKEN_FILE,
-)
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools.cli import OneLineParser
-
-NUM_BYTES = 256
-MAX_VOCAB = 1_000_000
-
-
-def train_bpe(corpus: Corpus, vocab_size: int, specials: list[str]) -> Tokenizer:
-    """Train a byte-level BPE with llama-3's split.
-
-    Args:
-        corpus: The text.
-        vocab_size: Ids in all: specials, the 256 bytes, merges.
-        specials: Special tokens; they get the first ids.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        ConfigError: The vocabulary has no room for the bytes or is enormous, or the text has too
-            little variety.
-    """
-    smallest = NUM_BYTES + len(specials) + 1
-    if vocab_size < smallest:
-        raise ConfigError("--vocab_size", vocab_size, f"at least {smallest}")
-    if vocab_size > MAX_VOCAB:
-        raise ConfigError("--vocab_size", vocab_size, f"at most {MAX_VOCAB}")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(LLAMA3_SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=specials,
-        # All 256, seen or not: any text can be encoded.
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(iter(corpus), trainer)
-    if tokenizer.get_vocab_size() != vocab_size:
-        raise ConfigError(
-            "--vocab_size", vocab_size, f"at most {tokenizer.get_vocab_size()} with so little text"
-        )
-    return tokenizer
-
-
-def save_hf(tokenizer: Tokenizer, out: Path) -> None:
-    """Write ``tokenizer.json`` and the ``tokenizer_config.json`` that names its special tokens.
-
-    Args:
-        tokenizer: What :func:`train_bpe` returned, trained with both special tokens.
-        out: An existing folder.
-    """
-    tokenizer.save(str(out / HF_FILE), pretty=False)
-    config = {"bos_token": BOS, "eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}
-    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def save_tiktoken(tokenizer: Tokenizer, out: Path) -> None:
-    """Write ``tokenizer.model``, a rank file as llama-3's: base64 token and rank on each line.
-
-    Args:
-        tokenizer: What :func:`train_bpe` returned, trained without special tokens.
-        out: An existing folder.
-    """
-    byte_of = {char: byte for byte, char in _byte_alphabet().items()}
-    by_rank = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    lines = (
-        f"{base64.b64encode(bytes(byte_of[char] for char in token)).decode()} {rank}\n"
-        for token, rank in by_rank
-    )
-    (out / TIKTOKEN_FILE).write_text("".join(lines))
-
-
-def _byte_alphabet() -> dict[int, str]:
-    """Map each byte to the character that stands for it in a byte-level BPE's vocabulary.
-
-    Printable Latin-1 characters stand for themselves, the other bytes follow from U+0100 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(NUM_BYTES) if byte not in printable]
-    mapped = {byte: chr(byte) for byte in printable}
-    return mapped | {byte: chr(NUM_BYTES + i) for i, byte in enumerate(others)}
+from torchtitan_lr.data.corpora import build_corpus
+from torchtitan_lr.data.llama3 import BOS, EOS, NUM_LLAMA3_SPECIALS
+from torchtitan_lr.tools.cli import OneLineParser, in_one_line
+from torchtitan_lr.tools.train_tokenizer import make_folder, save_hf, save_tiktoken, train_bpe
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -129,58 +30,29 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     Returns:
         ``corpus``, ``path``, ``vocab_size``, ``out`` and ``format``.
     """
-    parser = OneLineParser(description="Train a byte-level BPE tokenizer.")
-    parser.add_argument("--corpus", choices=["python_stdlib", "local"], default="python_stdlib")
+    parser = OneLineParser(description=__doc__)
+    parser.add_argument(
+        "--corpus", choices=["python_stdlib", "local"], default="python_stdlib", help="the text"
+    )
     parser.add_argument("--path", help="file, folder or pattern of .txt, .jsonl or .parquet")
     parser.add_argument("--vocab_size", type=int, default=4096, help="special tokens included")
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
-    parser.add_argument("--format", choices=["hf", "tiktoken"], default="hf")
+    parser.add_argument("--format", choices=["hf", "tiktoken"], default="hf", help="of the files")
     return parser.parse_args(argv)
 
 
-def make_folder(out: Path, dry: bool = False) -> None:
-    """Make the folder to write into.
-
-    Args:
-        out: The folder.
-        dry: Only look whether that can work.
-
-    Raises:
-        ConfigError: It cannot be made, or not be written into.
-    """
-    try:
-        if not dry:
-            out.mkdir(parents=True, exist_ok=True)
-        nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-        usable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
-    except OSError:
-        usable = False
-    if not usable:
-        raise ConfigError("--out", str(out), "a folder to write into, or one that can be made")
-
-
+@in_one_line
 def main(argv: list[str] | None = None) -> int:
-    """Train, write, and say how large the result is.
-
-    Args:
-        argv: The arguments; those of the process by default.
-
-    Returns:
-        The exit status: 0, or 2 with one line on stderr.
-    """
+    """Train, write, and print how large the result is; return the exit status."""
     args = parse_args(argv)
     tiktoken = args.format == "tiktoken"
-    try:
-        make_folder(args.out, dry=True)  # before the minutes that training may take
-        corpus = build_corpus(args.corpus, args.path, "train", "training")
-        # llama-3's 256 special tokens are not in a rank file, but count as vocabulary.
-        room = args.vocab_size - (NUM_LLAMA3_SPECIALS if tiktoken else 0)
-        tokenizer = train_bpe(corpus, room, [] if tiktoken else [BOS, EOS])
-        make_folder(args.out)
-        (save_tiktoken if tiktoken else save_hf)(tokenizer, args.out)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    make_folder(args.out, dry=True)  # before the minutes that training may take
+    corpus = build_corpus(args.corpus, args.path, "train", "training")
+    # llama-3's 256 special tokens are not in a rank file, but count as vocabulary.
+    room = args.vocab_size - (NUM_LLAMA3_SPECIALS if tiktoken else 0)
+    tokenizer = train_bpe(corpus, room, [] if tiktoken else [BOS, EOS])
+    make_folder(args.out)
+    (save_tiktoken if tiktoken else save_hf)(tokenizer, args.out)
     print(f"{args.vocab_size} tokens ({args.format}) -> {args.out}")
     return 0
 

@@ -71,5 +71,17 @@ def tests_of(changed: list[str], root: Path = ROOT) -> list[str]:
     return sorted(found)
 
 
+def main(arguments: list[str]) -> int:
+    """Print the files, or how the command is used; return the exit status."""
+    if arguments in (["-h"], ["--help"]):
+        print(f"usage: changed_tests.py [REVISION]\n\n{__doc__}")
+        return 0
+    if len(arguments) > 1 or (arguments[:1] and arguments[0].startswith("-")):
+        print(f"error: got {' '.join(arguments)!r}, expected at most a revision", file=sys.stderr)
+        return 2
+    print("\n".join(tests_of(changed_files(arguments[0] if arguments else base_revision()))))
+    return 0
+
+
 if __name__ == "__main__":
-    print("\n".join(tests_of(changed_files(sys.argv[1] if sys.argv[1:] else base_revision()))))
+    sys.exit(main(sys.argv[1:]))

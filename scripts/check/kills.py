@@ -229,10 +229,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(
         prog="kills.py", description=str(__doc__).partition("\n")[0], allow_abbrev=False
     )
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--config", default=str(ROOT / "train_configs/debug_cola.toml"))
+    config = str(ROOT / "train_configs/debug_cola.toml")
+    parser.add_first("config", "--config", default=config, help="a TOML file")
+    parser.add_argument("--kills", type=int, default=20, help="how many")
+    parser.add_argument("--ranks", type=int, default=2, help="processes of a run")
+    parser.add_argument("--seed", type=int, default=0, help="of what is killed, and when")
     options = parser.parse_args(argv)
     parser.check_at_least(options, kills=1, ranks=1)
     parser.check_toml(options.config)

@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 import tomli
 
@@ -267,10 +268,19 @@ def choose(mutants: Iterable[Mutant], root: Path, only: str, since: str) -> list
     return chosen
 
 
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, and the description as it is."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """As `torchtitan_lr.tools.cli.OneLineParser`; this process may not import the package."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _Parser(description=__doc__, formatter_class=_Help)
     parser.add_argument("--only", default="", metavar="TEXT", help="of a name, a list or a file")
     parser.add_argument("--changed-since", default="", metavar="REV", help="only in changed files")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
@@ -289,13 +299,13 @@ def main() -> int:
     try:
         mutants = choose(read_mutants(root), root, arguments.only, arguments.changed_since)
     except ListError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except subprocess.CalledProcessError as error:
-        print(error.stderr.decode().strip(), file=sys.stderr)
+        print(f"error: {error.stderr.decode().strip()}", file=sys.stderr)
         return 2
     if arguments.only and not mutants:
-        print(f"no mutant, list or file is called {arguments.only!r}", file=sys.stderr)
+        print(f"error: no mutant, list or file is called {arguments.only!r}", file=sys.stderr)
         return 2
     if arguments.list:
         print("\n".join(f"{mutant.source}: {mutant.what}" for mutant in mutants))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.pool import RankPool
+from torchtitan_lr.tools.rank_pool import RankPool
 
 
 def _pool(world_size: int) -> Iterator[RankPool]:

@@ -1,18 +1,18 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``scripts/bench_exchange.py``: what it times is a real exchange of the codec it names."""
+"""``scripts/check/bench_exchange.py``: what it times is a real exchange of the codec it names."""
 
 from typing import Any
 
 import pytest
 
-from tests.distributed.pool import RankPool
 from torchtitan_lr.compression.sizes import LEVELS, smallest_theta
+from torchtitan_lr.tools.rank_pool import RankPool
 
 
 def exchange(*arguments: str) -> dict[str, Any]:
     import torch
 
-    from scripts import bench_exchange
+    from scripts.check import bench_exchange
 
     options = bench_exchange._parse(["--megabytes=0.5", "--repeats=1", *arguments])
     device = torch.device("cpu")

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""BTP equals one process: a fixed part of the matrix; `scripts/parity_matrix.py` runs all of it."""
+"""BTP equals one process: part of the matrix; `scripts/check/parity_matrix.py` runs it all."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,24 +9,27 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import tp_cases
-from tests.distributed.pool import RankPool
-from tests.distributed.tp_cases import (
+from tests.distributed.tp_cases import parities, train_steps
+from tests.distributed.tp_faults import FAULTS
+from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
+from torchtitan_lr.tools import parity_cases
+from torchtitan_lr.tools.parity_cases import (
     Case,
     Result,
+    all_cases,
     alone,
+    axes,
     build_model,
+    covering,
     model_args,
-    parities,
+    pairs,
     parity,
     relative,
     run_model,
     shard_model,
     tp_mesh,
-    train_steps,
 )
-from tests.distributed.tp_faults import FAULTS
-from tests.distributed.tp_matrix import all_cases, axes, covering, pairs
-from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
+from torchtitan_lr.tools.rank_pool import RankPool
 
 MATRIX = [
     case for case in all_cases() if case.settings.plan == "btp" and case.dtype == torch.float64
@@ -36,11 +39,12 @@ SEQUENCE = TPSettings("btp", False, norm_stat="column", comm="sequence", head="s
 
 
 def wrapped_parity(case: Case, names: list[str], backend: str) -> dict[str, float]:
-    tp_cases.BACKEND = backend
+    parity_cases.BACKEND = backend
     replica = tp_mesh(case.degree)._get_root_mesh().get_local_rank("dp")
     if replica and "fully_shard_blocks" not in names:
         return {}  # it would compile and compute the same as the first one
-    return parity(case, *(globals().get(name) or getattr(tp_cases, name) for name in names))
+    known = vars(parity_cases) | vars(tp_cases) | globals()
+    return parity(case, *(known[name] for name in names))
 
 
 def worst(results: list[dict[str, float]]) -> float:

@@ -5,22 +5,21 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.pool import RankPool
 from tests.distributed.test_btp_parity import five_steps, initial_differences, worst, wrapped_parity
 from tests.distributed.test_ledger import disagreements, expected, measure
-from tests.distributed.tp_cases import (
+from tests.distributed.tp_cases import faulty_parity, parities
+from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
+from torchtitan_lr.tools.parity_cases import (
     BATCH,
     TOKENS,
     Case,
     build_model,
-    faulty_parity,
     model_args,
-    parities,
     relative,
     run_model,
     shard_model,
 )
-from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
+from torchtitan_lr.tools.rank_pool import RankPool
 
 CAAT, WIDE = TPSettings("caat"), TPSettings("caat", wide_sums=True)
 GATHERED = TPSettings("caat", loss_parallel=False)

@@ -8,21 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.layouts import LAYOUTS, flavor, schedule
-from tests.distributed.pool import RankPool
 from tests.distributed.test_tsr_training import LAYOUTS as TSR_LAYOUTS
 from tests.distributed.test_tsr_training import TSR
-from tests.distributed.training import (
-    BF16,
-    EXACT,
-    ROUNDING,
-    bf16_references,
-    largest_difference,
-    rounding_excess,
-    train,
-)
+from tests.distributed.training import train
 from torchtitan_lr.tools.generate import generate
 from torchtitan_lr.tools.loading import build_model_args, load_model, read_run_config
+from torchtitan_lr.tools.parity_runs import (
+    BF16,
+    EXACT,
+    LAYOUTS,
+    ROUNDING,
+    bf16_references,
+    flavor,
+    largest_difference,
+    rounding_excess,
+    schedule,
+)
+from torchtitan_lr.tools.rank_pool import RankPool
 
 CAAT = ["--model.name=llama_full", "--caat.lanes=4", "--caat.sync_fraction=0.5"]
 HYBRID = ["--model.name=llama_cola", *CAAT[1:], "--parallelism.tp_plan=btp_caat"]
@@ -82,7 +84,7 @@ def test_other_lanes_are_another_model(one_rank: RankPool, reference: Any) -> No
 
 
 def test_mixed_precision_is_the_same_regime(four_ranks: RankPool, one_rank: RankPool) -> None:
-    references = bf16_references(one_rank, [*CAAT, *LAYOUTS["dp1"][1]])
+    references = bf16_references(one_rank, [*CAAT, *LAYOUTS["dp1"][1]], train)
     for options in (TP4, [*TP2, "--caat.backward_sum=activation"]):
         run = four_ranks.run(train, [*CAAT, *BF16, *options])[0]
         assert rounding_excess(run, references) < ROUNDING, options

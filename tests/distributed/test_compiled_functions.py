@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.pool import RankPool
-from tests.distributed.tp_cases import tp_mesh
 from torchtitan_lr.parallel.tensor import collectives
 from torchtitan_lr.parallel.tensor.collectives import Ranks
 from torchtitan_lr.parallel.tensor.grouped_linear import batched_linear, concatenated_linear
 from torchtitan_lr.parallel.tensor.online_norm import OnlineNorm, online_down, sync_norm
+from torchtitan_lr.tools.parity_cases import tp_mesh
+from torchtitan_lr.tools.rank_pool import RankPool
 
 B, S, D, R = 1, 8, 16, 4
 

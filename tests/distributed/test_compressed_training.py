@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.distributed.pool import RankPool
-from tests.distributed.training import EXACT, TINY, known_setup, largest_difference, train
+from tests.distributed.training import known_setup, train
 from tests.integration import runs
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.compression.fsdp import compressors_of
@@ -24,6 +23,8 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.estimate.memory import buffer_bytes
 from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.tools.loading import build_model_args, load_model, read_run_config
+from torchtitan_lr.tools.parity_runs import EXACT, TINY, largest_difference
+from torchtitan_lr.tools.rank_pool import RankPool
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
 # Enough tokens that the embedding's gradient has more entries than are sent.

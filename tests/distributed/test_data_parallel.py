@@ -6,18 +6,16 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.pool import RankPool
-from tests.distributed.training import (
+from tests.distributed.training import LOSS_GAP, loss_gap, train
+from torchtitan_lr.tools.parity_runs import (
     BF16,
     EXACT,
-    LOSS_GAP,
     ROUNDING,
     bf16_references,
     largest_difference,
-    loss_gap,
     rounding_excess,
-    train,
 )
+from torchtitan_lr.tools.rank_pool import RankPool
 
 LAYOUTS = {
     "fsdp4": ["--parallelism.data_parallel_shard_degree=4", "--training.local_batch_size=2"],
@@ -119,7 +117,7 @@ def test_memory_and_speed_options_change_nothing(
 def test_mixed_precision_is_the_same_regime_in_every_layout(
     four_ranks: RankPool, one_rank: RankPool
 ) -> None:
-    references = bf16_references(one_rank, [*model("cola"), "--training.local_batch_size=8"])
+    references = bf16_references(one_rank, [*model("cola"), "--training.local_batch_size=8"], train)
     for layout in ("fsdp4", "replicate4_accumulate2"):
         run = four_ranks.run(train, [*model("cola"), *LAYOUTS[layout], *BF16])[0]
         assert rounding_excess(run, references) < ROUNDING, layout

@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.layouts import degrees, model, schedule
-from tests.distributed.pool import RankPool
-from tests.distributed.tp_cases import Case, build_model, model_args, shard_model, tp_mesh
-from tests.distributed.training import BF16, TINY, known_setup
+from tests.distributed.training import known_setup
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.estimate.memory import rehearse_run, repeated_by_block
@@ -20,6 +17,9 @@ from torchtitan_lr.estimate.traffic import bytes_by_dim, step_traffic
 from torchtitan_lr.formulas.memory import static_memory
 from torchtitan_lr.ledger.comparison import compare, differences
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, resolve_settings
+from torchtitan_lr.tools.parity_cases import Case, build_model, model_args, shard_model, tp_mesh
+from torchtitan_lr.tools.parity_runs import BF16, TINY, degrees, model, schedule
+from torchtitan_lr.tools.rank_pool import RankPool
 
 FULL_AC = ["--activation_checkpoint.mode=full"]
 LOW_RANK_AC = ["--activation_checkpoint.mode=low_rank"]
@@ -240,9 +240,9 @@ def saved_on_ranks(cases: list[Case]) -> list[dict[str, int]]:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss_parallel
 
-    from tests.distributed.tp_cases import BATCH, TOKENS
     from torchtitan_lr.estimate.storages import LivingStorages
     from torchtitan_lr.models.loss import cross_entropy_sum
+    from torchtitan_lr.tools.parity_cases import BATCH, TOKENS
 
     results = []
     for case in cases:
@@ -286,7 +286,7 @@ def saved(four_ranks: RankPool) -> list[dict[str, int]]:
 
 @pytest.mark.parametrize("index", range(len(PLANS)), ids=[str(case) for case in PLANS])
 def test_saved_activations(index: int, saved: list[dict[str, int]]) -> None:
-    from tests.distributed.tp_cases import BATCH, TOKENS
+    from torchtitan_lr.tools.parity_cases import BATCH, TOKENS
 
     case, found = PLANS[index], saved[index]
     args = model_args(case)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.distributed.pool import RankPool
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.compression import fsdp as gradient_compression
 from torchtitan_lr.compression.fsdp import apply_gradient_compression, compressor_of, compressors_of
@@ -34,6 +33,7 @@ from torchtitan_lr.ledger.comparison import compare, differences
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import sum_gradients, synchronize_gradients
+from torchtitan_lr.tools.rank_pool import RankPool
 
 SHAPES = {"wide": (37, 11), "tiny": (3,), "tall": (50, 7), "odd": (5, 13), "scale": (1,)}
 """None divides by the ranks; `min_size` 60 leaves two of them dense, between the others."""

@@ -3,8 +3,8 @@
 
 import re
 
-from tests.distributed.pool import RankPool
 from tests.distributed.training import SPOILT, train
+from torchtitan_lr.tools.rank_pool import RankPool
 
 FSDP4 = [
     *("--training.local_batch_size=2", "--training.steps=3"),

@@ -14,19 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from tests.distributed.pool import RankPool
-from tests.distributed.tp_cases import (
-    BATCH,
-    TOKENS,
-    Case,
-    build_model,
-    compile_blocks,
-    compile_last_block,
-    model_args,
-    shard_model,
-    tp_mesh,
-)
-from tests.distributed.tp_matrix import covering
+from tests.distributed.tp_cases import compile_last_block
 from tests.integration import runs
 from torchtitan_lr.formulas.communication import model_traffic
 from torchtitan_lr.formulas.data_parallel import DataParallel, data_parallel_traffic
@@ -37,6 +25,18 @@ from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import sum_gradients
 from torchtitan_lr.parallel.recompute.low_rank_checkpoint import apply_low_rank_checkpoint
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
+from torchtitan_lr.tools.parity_cases import (
+    BATCH,
+    TOKENS,
+    Case,
+    build_model,
+    compile_blocks,
+    covering,
+    model_args,
+    shard_model,
+    tp_mesh,
+)
+from torchtitan_lr.tools.rank_pool import RankPool
 
 N = BATCH * TOKENS
 

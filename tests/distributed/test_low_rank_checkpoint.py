@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.pool import RankPool
 from tests.distributed.test_ledger import build, measure, run
-from tests.distributed.tp_cases import Case
-from tests.distributed.tp_matrix import covering
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
+from torchtitan_lr.tools.parity_cases import Case, covering
+from torchtitan_lr.tools.rank_pool import RankPool
 
 BTP = [
     TPSettings("btp", grouping, norm, stat, comm)

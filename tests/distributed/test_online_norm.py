@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.pool import RankPool
-from tests.distributed.tp_cases import relative, tp_mesh
 from tests.reference import rms_norm
 from tests.reference.rms_norm import DIM as DIM_64
 from tests.reference.rms_norm import EPS
@@ -26,6 +24,8 @@ from torchtitan_lr.parallel.tensor.collectives import (
 )
 from torchtitan_lr.parallel.tensor.ends import _ScatterHead
 from torchtitan_lr.parallel.tensor.online_norm import OnlineNorm, online_down, sync_norm
+from torchtitan_lr.tools.parity_cases import relative, tp_mesh
+from torchtitan_lr.tools.rank_pool import RankPool
 
 BATCH, SEQUENCE, DIM = 2, 4, 16
 RANKS_OF_LATENTS = (3, 5)

@@ -2,7 +2,7 @@
 """A pipeline trains like one process: losses, gradient norms and parameters (fp64).
 
 All families, degrees and schedules are here, though not every combination;
-``scripts/parity_layouts.py`` runs them all.
+``scripts/check/parity_layouts.py`` runs them all.
 """
 
 import re
@@ -11,9 +11,21 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.layouts import DEEP, FAMILIES, LAYOUTS, degrees, flavor, model, schedule
-from tests.distributed.pool import RankPool
-from tests.distributed.training import EXACT, TINY, largest_difference, train, write_seed_checkpoint
+from tests.distributed.training import train
+from torchtitan_lr.models.args import FAMILIES
+from torchtitan_lr.tools.parity_runs import (
+    DEEP,
+    EXACT,
+    LAYOUTS,
+    TINY,
+    degrees,
+    flavor,
+    largest_difference,
+    model,
+    schedule,
+    write_seed_checkpoint,
+)
+from torchtitan_lr.tools.rank_pool import RankPool
 
 # Sequences of another length than in training.
 VALIDATED = ["--validation.enable", "--validation.steps=2", "--validation.seq_len=8"]

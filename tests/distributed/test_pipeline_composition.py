@@ -6,17 +6,22 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.layouts import DEEP, LAYOUTS, degrees, flavor, model, schedule
-from tests.distributed.pool import RankPool
-from tests.distributed.training import (
+from tests.distributed.training import train
+from torchtitan_lr.tools.parity_runs import (
     BF16,
+    DEEP,
     EXACT,
+    LAYOUTS,
     ROUNDING,
     bf16_references,
+    degrees,
+    flavor,
     largest_difference,
+    model,
     rounding_excess,
-    train,
+    schedule,
 )
+from torchtitan_lr.tools.rank_pool import RankPool
 
 PP2_TP2 = LAYOUTS["pp2_tp2"][1]
 PP2_FSDP2 = LAYOUTS["fsdp2_pp2"][1]
@@ -98,7 +103,7 @@ def test_three_dimensions(options: list[str], eight_ranks: RankPool, reference: 
 
 
 def test_mixed_precision_is_the_same_regime(four_ranks: RankPool, one_rank: RankPool) -> None:
-    references = bf16_references(one_rank, [*model("lax"), *degrees(), *DEEP])
+    references = bf16_references(one_rank, [*model("lax"), *degrees(), *DEEP], train)
     for layout in (LAYOUTS["pp4"][1], PP2_FSDP2):
         run = four_ranks.run(train, [*model("lax"), *layout, *DEEP, *BF16])[0]
         assert rounding_excess(run, references) < ROUNDING, layout

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The pool's ranks stay cheap however many meshes the tests build in them."""
 
-from tests.distributed.pool import RankPool
+from torchtitan_lr.tools.rank_pool import RankPool
 
 
 def groups_of_meshes(count: int, *names: str) -> tuple[list[list[str]], int]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.pool import RankPool
-from tests.distributed.training import EXACT, largest_difference, train
+from tests.distributed.training import train
 from torchtitan_lr.checkpoints.manifest import damage_of, read_manifest
+from torchtitan_lr.tools.parity_runs import EXACT, largest_difference
+from torchtitan_lr.tools.rank_pool import RankPool
 
 OPTIONS = [
     "--model.name=llama_lax",

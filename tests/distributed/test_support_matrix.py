@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.layouts import DEEP
-from tests.distributed.pool import RankPool
-from tests.distributed.training import (
+from tests.distributed.training import train
+from torchtitan_lr.tools.parity_runs import (
+    DEEP,
     EXACT,
     ROUNDING,
     bf16_references,
     largest_difference,
     rounding_excess,
-    train,
 )
-from tests.support_matrix import Combination, SupportMatrix, world_size
+from torchtitan_lr.tools.rank_pool import RankPool
+from torchtitan_lr.tools.support_matrix import Combination, SupportMatrix, world_size
 
 MATRIX = SupportMatrix()
 ONE = ["--training.steps=1", "--lr_scheduler.warmup_steps=0"]
@@ -69,7 +69,7 @@ def reference(one_rank: RankPool) -> Any:
 def rounding(one_rank: RankPool) -> Any:
     @cache
     def run(*arguments: str) -> list[dict[str, Any]]:
-        return bf16_references(one_rank, [*arguments, *ONE])
+        return bf16_references(one_rank, [*arguments, *ONE], train)
 
     return run
 

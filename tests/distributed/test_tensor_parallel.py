@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.pool import RankPool
-from tests.distributed.training import (
+from tests.distributed.training import train
+from torchtitan_lr.tools.parity_runs import (
     BF16,
     EXACT,
     ROUNDING,
     bf16_references,
     largest_difference,
     rounding_excess,
-    train,
 )
+from torchtitan_lr.tools.rank_pool import RankPool
 
 TP2 = ["--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=8"]
 TP4 = ["--parallelism.tensor_parallel_degree=4", "--training.local_batch_size=8"]
@@ -138,7 +138,7 @@ def test_hsdp_with_tensor_parallelism(eight_ranks: RankPool, reference: Any) -> 
 def test_mixed_precision_is_the_same_regime_in_every_layout(
     four_ranks: RankPool, one_rank: RankPool
 ) -> None:
-    references = bf16_references(one_rank, [*model("cola"), "--training.local_batch_size=8"])
+    references = bf16_references(one_rank, [*model("cola"), "--training.local_batch_size=8"], train)
     sequence = ["--parallelism.tp_comm=sequence", "--parallelism.tp_head=scatter"]
     for layout in (TP4, [*TP2_FSDP2, *sequence]):
         run = four_ranks.run(train, [*model("cola"), *BF16, *layout])[0]

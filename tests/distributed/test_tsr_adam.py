@@ -8,7 +8,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.distributed.pool import RankPool
 from tests.distributed.tsr_cases import (
     BASE,
     LAYOUTS,
@@ -21,6 +20,7 @@ from tests.distributed.tsr_cases import (
     train,
     twin,
 )
+from torchtitan_lr.tools.rank_pool import RankPool
 
 TOLERANCE = 1e-10
 """The twin computes UᵀGV on a refresh; its rounding off the diagonal is divided by Adam's ε."""

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.pool import RankPool
 from tests.distributed.tsr_cases import (
     BASE,
     DEFAULTS,
@@ -25,6 +24,7 @@ from tests.distributed.tsr_cases import (
     twin,
 )
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.tools.rank_pool import RankPool
 
 SAVED = 4
 """Steps before the checkpoint: between two refreshes."""

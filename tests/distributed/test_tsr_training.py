@@ -8,15 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.pool import RankPool
-from tests.distributed.training import (
-    BF16,
-    EXACT,
-    LOSS_GAP,
-    largest_difference,
-    loss_gap,
-    train,
-)
+from tests.distributed.training import LOSS_GAP, loss_gap, train
+from torchtitan_lr.tools.parity_runs import BF16, EXACT, largest_difference
+from torchtitan_lr.tools.rank_pool import RankPool
 
 TSR = [
     "--training.steps=3",  # the third one with new bases of the embedding

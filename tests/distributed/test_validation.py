@@ -12,12 +12,12 @@ import torch
 from tokenizers import Tokenizer
 from torchtitan.components.loss import IGNORE_INDEX
 
-from tests.distributed.layouts import LAYOUTS, degrees, model
-from tests.distributed.pool import RankPool
-from tests.distributed.training import TINY, known_setup
+from tests.distributed.training import known_setup
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.tools.parity_runs import LAYOUTS, TINY, degrees, model
+from torchtitan_lr.tools.rank_pool import RankPool
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
 # Ranks, data-parallel ranks among them, and arguments.

@@ -1,14 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Both vanilla plans equal one process; `scripts/parity_matrix.py` runs the whole matrix."""
+"""Both vanilla plans equal one process; `scripts/check/parity_matrix.py` runs the whole matrix."""
 
 import pytest
 import torch
 
-from tests.distributed.pool import RankPool
 from tests.distributed.test_btp_parity import worst, wrapped_parity
-from tests.distributed.tp_cases import TOLERANCE, Case, faulty_parity, parity
-from tests.distributed.tp_matrix import all_cases, covering, pairs
+from tests.distributed.tp_cases import faulty_parity
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
+from torchtitan_lr.tools.parity_cases import TOLERANCE, Case, all_cases, covering, pairs, parity
+from torchtitan_lr.tools.rank_pool import RankPool
 
 MATRIX = [
     case

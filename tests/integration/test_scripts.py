@@ -103,7 +103,7 @@ def test_a_refusal_of_generate(scripts):
     assert done["no_checkpoint"].status == 2, done["no_checkpoint"].everything
     assert done["no_checkpoint"].out == ""
     (line,) = done["no_checkpoint"].err.splitlines()
-    assert line.startswith("CHECKPOINT: got ") and ", expected " in line
+    assert line.startswith("error: CHECKPOINT: got ") and ", expected " in line
 
 
 @pytest.mark.parametrize(
@@ -121,5 +121,5 @@ def test_refusals(steps, tmp_path, capsys, script, arguments, expected):
     out, err = capsys.readouterr()
     assert out == ""
     (line,) = err.splitlines()
-    assert line.startswith(expected)
+    assert line.startswith(f"error: {expected}")
     assert not (tmp_path / "out").exists()

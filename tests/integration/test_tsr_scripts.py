@@ -15,7 +15,7 @@ SMALL = ["training.local_batch_size=2", "training.seq_len=32", "validation.seq_l
 
 def test_loss_vs_bytes(tmp_path):
     command = [
-        *(sys.executable, "scripts/tsr_loss_vs_bytes.py"),
+        *(sys.executable, "scripts/papers/tsr_loss_vs_bytes.py"),
         *("--steps", "12", "--seeds", "1", "--methods", "AdamW", "TSR rotate"),
         *("--work", str(tmp_path / "runs"), "--out", str(tmp_path / "curves.png")),
         *("--override", *SMALL),
@@ -43,16 +43,16 @@ def test_loss_vs_bytes(tmp_path):
 @pytest.mark.parametrize(
     ("name", "arguments", "told"),
     [
-        ("tsr_loss_vs_bytes", ["--steps", "3"], "--steps: got 3"),
-        ("tsr_loss_vs_bytes", ["--seeds", "0"], "--seeds: got 0"),
-        ("tsr_loss_vs_bytes", ["--config", "no.toml"], "--config: got 'no.toml'"),
-        ("slow_link", ["--mbit", "0"], "--mbit: got 0"),
-        ("slow_link", ["--steps", "1"], "--steps: got 1"),
-        ("slow_link", ["--exchange", "-1"], "--exchange: got -1"),
-        ("bench_exchange", ["--megabytes", "0"], "--megabytes: got 0"),
-        ("bench_exchange", ["--repeats", "0"], "--repeats: got 0"),
-        ("bench_exchange", [], "start it with torchrun"),
-        ("bench_tsr_gpu", ["--repeats", "0"], "--repeats: got 0"),
+        ("papers/tsr_loss_vs_bytes", ["--steps", "3"], "--steps: got 3"),
+        ("papers/tsr_loss_vs_bytes", ["--seeds", "0"], "--seeds: got 0"),
+        ("papers/tsr_loss_vs_bytes", ["--config", "no.toml"], "CONFIG: got 'no.toml'"),
+        ("papers/slow_link", ["--mbit", "0"], "--mbit: got 0"),
+        ("papers/slow_link", ["--steps", "1"], "--steps: got 1"),
+        ("papers/slow_link", ["--exchange", "-1"], "--exchange: got -1"),
+        ("check/bench_exchange", ["--megabytes", "0"], "--megabytes: got 0"),
+        ("check/bench_exchange", ["--repeats", "0"], "--repeats: got 0"),
+        ("check/bench_exchange", [], "start it with torchrun"),
+        ("check/bench_tsr_gpu", ["--repeats", "0"], "--repeats: got 0"),
     ],
 )
 def test_bad_arguments_are_told_in_one_line(name, arguments, told, capsys):
@@ -64,7 +64,7 @@ def test_bad_arguments_are_told_in_one_line(name, arguments, told, capsys):
 
 def test_slow_link():
     arguments = ["--steps", "6", "--mbit", "400", "--exchange", "2", "--override", *SMALL]
-    done = runs.run([sys.executable, "scripts/slow_link.py", *arguments])
+    done = runs.run([sys.executable, "scripts/papers/slow_link.py", *arguments])
     assert done.status == 0, done.everything
     if done.out.startswith("skipped: "):
         pytest.skip(done.out.strip())
@@ -80,7 +80,7 @@ def test_slow_link():
 
 
 def test_slow_link_skips_with_a_reason(capsys, monkeypatch):
-    script = load_script("slow_link")
+    script = load_script("papers/slow_link")
     monkeypatch.setattr(script.shutil, "which", lambda tool: None)
     assert script.main([]) == 0
     assert capsys.readouterr().out == "skipped: ip (iproute2) is not installed\n"
@@ -90,5 +90,5 @@ def test_gpu_benchmark_skips_with_a_reason(capsys, monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert load_script("bench_tsr_gpu").main([]) == 0
+    assert load_script("check/bench_tsr_gpu").main([]) == 0
     assert capsys.readouterr().out == "skipped: no GPU\n"

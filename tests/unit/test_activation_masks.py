@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from tests.reference.activation_masks import MaskedRowEdge, mask_reductions
 from tests.unit.tiny import build_tiny, tokens
+from torchtitan_lr.tools.activation_masks import MaskedRowEdge, mask_reductions
 
 
 @pytest.mark.parametrize("kind", ["top-k", "random"])

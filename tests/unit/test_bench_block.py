@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from scripts import bench_block
+from scripts.check import bench_block
 
 SMALL = "--device cpu --flavor debug --ranks 2 --batch 1 --seq_len 16 --dtype float32 --steps 2"
 

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``scripts/caat_sweep.py``: short runs, its tables, its picture, its arguments."""
+"""``scripts/papers/caat_sweep.py``: short runs, its tables, its picture, its arguments."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scripts import caat_sweep as script
-from scripts.caat_sweep import GROUPS, ORDINARY, Run, runs_of
+from scripts.papers.caat_sweep import GROUPS, ORDINARY, Run, runs_of
 
 
 def options(*argv):

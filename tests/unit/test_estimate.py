@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``scripts/estimate.py`` and ``scripts/check_gpu_memory.py``: what they print and refuse."""
+"""``scripts/estimate.py`` and ``scripts/check/check_gpu_memory.py``: what they print and refuse."""
 
 import json
 import math
@@ -343,7 +343,7 @@ def test_no_assets_are_needed():
 
 
 def test_gpu_memory(capsys):
-    script = load_script("check_gpu_memory")
+    script = load_script("check/check_gpu_memory")
     gib = 2**30
     text, close = script.verdict({"weights": 4 * gib, "peak": 10 * gib}, int(9.5 * gib))
     assert close and "+5.3%" in text

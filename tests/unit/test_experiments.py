@@ -12,6 +12,7 @@ import pytest
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.tools import experiments
+from torchtitan_lr.tools.cli import in_one_line
 from torchtitan_lr.tools.experiments import (
     RunFailedError,
     check_run,
@@ -61,14 +62,14 @@ def test_a_failure_is_the_launchers_last_line(monkeypatch, tmp_path):
 
 
 def test_scripts_tell_a_failure_in_one_line(capsys):
-    def fail():
+    def fail(argv):
         raise RunFailedError("error: rank 1 failed: x")
 
-    assert experiments.run_in_one_line(fail) == 1
+    assert in_one_line(fail)() == 1
     assert capsys.readouterr().err == "error: rank 1 failed: x\n"
-    assert experiments.run_in_one_line(lambda: 3) == 3
+    assert in_one_line(lambda argv: 3)() == 3
     with pytest.raises(KeyError):  # a bug is no run that failed
-        experiments.run_in_one_line(lambda: {}[1])
+        in_one_line(lambda argv: {}[1])()
 
 
 def test_arguments_and_environment(monkeypatch, tmp_path):

@@ -182,7 +182,7 @@ def test_a_toml_can_stand_in_for_the_record(tmp_path):
         '[model]\nname = "llama_cola"\nflavor = "debug"\n[low_rank]\nrank = 32\n'
         "[training]\nseq_len = 64\n[debug]\nseed = 3\n"
     )
-    assert export.main([str(step), str(tmp_path / "out"), "--config", str(toml)]) == 0
+    assert export.main([str(step), "--config", str(toml), "--out", str(tmp_path / "out")]) == 0
     args = read_model_args(tmp_path / "out" / "model_args.json")
     assert args == model.model_args
 
@@ -191,7 +191,7 @@ def test_a_toml_can_stand_in_for_the_record(tmp_path):
 def test_what_has_no_full_rank_form_is_refused(tmp_path, capsys, family):
     step, _ = write_run(tmp_path / "run", family)
     line = refusal(capsys, step, tmp_path / "out", "--format", "hf")
-    assert line.startswith("--format: got 'hf', expected 'factored'")
+    assert line.startswith("error: --format: got 'hf', expected 'factored'")
     assert not (tmp_path / "out").exists()
 
 
@@ -246,7 +246,7 @@ def test_wrong_arguments_are_refused(tmp_path, capsys):
     assert "OUT_DIR" in refusal(capsys, step, tmp_path / "file")
     assert "--format" in refusal(capsys, step, tmp_path / "out", "--format", "gguf")
     assert "missing.toml" in refusal(capsys, step, tmp_path / "out", "--config", "missing.toml")
-    assert "out_dir" in refusal(capsys, step)
+    assert "--out" in refusal(capsys, step)
 
 
 def test_unknown_models_are_refused(tmp_path, capsys):
@@ -255,7 +255,9 @@ def test_unknown_models_are_refused(tmp_path, capsys):
     for key, value in (("name", "llama_lora"), ("name", "cola"), ("flavor", "2B")):
         changed = {**record, "model": {**record["model"], key: value}}
         (tmp_path / "run" / "job_config.json").write_text(json.dumps(changed))
-        assert refusal(capsys, step, tmp_path / "out").startswith(f"model.{key}: got '{value}'")
+        assert refusal(capsys, step, tmp_path / "out").startswith(
+            f"error: model.{key}: got '{value}'"
+        )
 
 
 def test_as_a_command(tmp_path, monkeypatch, capsys):
@@ -266,4 +268,4 @@ def test_as_a_command(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(path), run_name="__main__")
     assert stop.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("CHECKPOINT: got")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: CHECKPOINT: got")

@@ -85,6 +85,9 @@ def test_the_command_continues_the_prompt(tmp_path, capsys):
     assert out.startswith("import os")
     assert len(out.strip()) > len("import os")
     assert command(capsys, *options, "--device", "cpu")[1] == out
+    # The checkpoint as the first argument, and data instead of the text alone.
+    said = command(capsys, *options[1:], "--device", "cpu", "--json")[1]
+    assert json.loads(said) == {"prompt": "import os", "text": out.removesuffix("\n")}
     assert command(capsys, *options, "--device", "cpu", "--seed", 1)[1] != out
 
 
@@ -123,7 +126,7 @@ def test_a_tokenizer_that_is_missing_or_too_large_is_refused(tmp_path, capsys):
             write_large_tokenizer(tmp_path / "large")
         status, _, err = command(capsys, "--checkpoint", step, "--prompt", "a")
         assert status == 2
-        assert err.startswith("model.hf_assets_path: got")
+        assert err.startswith("error: model.hf_assets_path: got")
         assert err.count("\n") == 1
 
 

@@ -17,7 +17,16 @@ HEAVY += ["transformers", "matplotlib", "wandb", "tensorboard", "safetensors"]
 # Programs for several ranks or of the test suite, and a page whose every line needs the models.
 HEAVY_SCRIPTS = {"bench_block", "bench_exchange", "bench_tsr_gpu", "paper_tables"}
 HEAVY_SCRIPTS |= {"parity_layouts", "parity_matrix"}
-SCRIPTS = sorted({path.stem for path in ROOT.glob("scripts/*.py")} - HEAVY_SCRIPTS)
+FOLDERS = ("scripts", "scripts/papers", "scripts/check")
+# No commands: a module of the page's, and what pytest is run with.
+PARTS = {"scripts/papers/cola.py", "scripts/check/trials.py"}
+COMMANDS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in FOLDERS
+    for path in ROOT.glob(f"{folder}/*.py")
+    if path.relative_to(ROOT).as_posix() not in PARTS
+)
+SCRIPTS = [command for command in COMMANDS if Path(command).stem not in HEAVY_SCRIPTS]
 
 LIGHT = f"""
 import contextlib, io, json, os, runpy, sys
@@ -43,9 +52,10 @@ for script in SCRIPTS:
     sys.argv = [script, "--help"]
     try:
         with contextlib.redirect_stdout(io.StringIO()) as said:
-            runpy.run_path(f"scripts/{{script}}.py", run_name="__main__")
+            runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
-        note(script, "shown" if not end.code and script in said.getvalue() else end.code)
+        name = os.path.basename(script)
+        note(script, "shown" if not end.code and name in said.getvalue() else end.code)
 print(json.dumps(found))
 """
 

@@ -30,6 +30,12 @@ def test_checkpoints_are_not_joined_by_another_start(tmp_path, capsys):
 
 
 def test_without_arguments_it_says_how(capsys):
-    assert main([]) == 2
+    with pytest.raises(SystemExit) as info:
+        main([])
+    assert info.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and "CONFIG" in told and told.count("\n") == 1
+    with pytest.raises(SystemExit) as info:
+        main(["--help"])
+    assert info.value.code == 0
     assert capsys.readouterr().out.startswith("usage: ")
-    assert main(["--help"]) == 0

@@ -265,14 +265,15 @@ def test_choice(repository: Path) -> None:
 def test_lists_that_cannot_be_read(repository: Path, mutants: str, message: str) -> None:
     done = run(repository, mutants)
     assert done.returncode == 2
-    assert re.match(message, done.stderr)
+    assert re.match(f"error: {message}", done.stderr)
 
 
 @pytest.mark.parametrize("option", ["--changed-since=nowhere", "--only=nowhere"])
 def test_what_is_asked_for_is_not_there(repository: Path, option: str) -> None:
     done = run(repository, mutant("a", "b", "c", "d"), option)
     assert done.returncode == 2
-    assert "nowhere" in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: ") and "nowhere" in done.stderr
+    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
 
 
 def test_tests_are_found_by_name(repository: Path) -> None:

@@ -40,8 +40,8 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.tensor.plans import TPSettings
 
-page = load_script("paper_tables")
-cola_page = load_script("paper/cola")
+page = load_script("papers/paper_tables")
+cola_page = load_script("papers/cola")
 
 
 def shape(family: str = "cola", d: int = 1024, f: int = 2560, r: int = 256) -> LlamaArgs:
@@ -343,7 +343,7 @@ def test_another_equation_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    assert page.main(["--check"]) == 0, "run scripts/paper_tables.py"
+    assert page.main(["--check"]) == 0, "run scripts/papers/paper_tables.py"
     text = page.page()
     assert "differs" not in text and text.count("equal") > 60
 

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``scripts/peeling_table.py``: where the published levels hold and where they do not."""
+"""``scripts/papers/peeling_table.py``: where the published levels hold and where they do not."""
 
 import json
 
@@ -11,7 +11,7 @@ from torchtitan_lr.compression.sizes import LEVELS, union_density
 
 @pytest.fixture(scope="module")
 def script():
-    return load_script("peeling_table")
+    return load_script("papers/peeling_table")
 
 
 def test_the_union_is_as_dense_as_the_formula_says(script):

@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from scripts.support_table import BEGIN, END, PAGE, insert
-from tests.support_matrix import SupportMatrix, pairs, world_size
+from scripts.check.support_table import BEGIN, END, insert
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.tools.support_matrix import SupportMatrix, pairs, world_size
 
 MATRIX = SupportMatrix()
 TINY = [
@@ -26,7 +26,7 @@ def check(combination):
 
 
 def test_the_page_has_this_table():
-    assert MATRIX.table() in PAGE.read_text(), "run scripts/support_table.py"
+    assert MATRIX.table() in PAGE.read_text(), "run scripts/check/support_table.py"
 
 
 def test_what_is_drawn_is_accepted_or_refused_as_the_matrix_says():

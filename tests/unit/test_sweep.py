@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.test_export import load_script
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.tools import sweep as grids
 from torchtitan_lr.tools.experiments import RunFailedError, Stopped
 
 script = load_script("sweep")
@@ -91,7 +92,7 @@ class Launcher:
 
 def sweep(monkeypatch, tmp_path, launcher, *more):
     monkeypatch.setenv("NGPU", "4")
-    monkeypatch.setattr(script, "launch", launcher)
+    monkeypatch.setattr(grids, "launch", launcher)
     monkeypatch.setattr(script, "on_signals_stop", lambda: None)
     return script.main([CONFIG, *GRID, "--work", str(tmp_path / "ranks"), *more])
 
@@ -135,7 +136,7 @@ def test_refused_points(monkeypatch, tmp_path, capsys):
     grid = ["--set", "parallelism.tp_plan=btp,megatron", "--work", str(tmp_path / "w")]
     monkeypatch.setenv("NGPU", "4")
     launcher = Launcher()
-    monkeypatch.setattr(script, "launch", launcher)
+    monkeypatch.setattr(grids, "launch", launcher)
     monkeypatch.setattr(script, "on_signals_stop", lambda: None)
     assert script.main([CONFIG, *grid]) == 2
     assert "parallelism.tp_plan: got 'megatron'" in capsys.readouterr().err

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``scripts/tagc_loss.py`` on histories of runs: its table, its picture, its arguments."""
+"""``scripts/papers/tagc_loss.py`` on histories of runs: its table, its picture, its arguments."""
 
 import json
 
@@ -10,7 +10,7 @@ from tests.scripts import load_script
 
 @pytest.fixture(scope="module")
 def script():
-    return load_script("tagc_loss")
+    return load_script("papers/tagc_loss")
 
 
 def write_history(folder, final, steps=20):
@@ -54,7 +54,7 @@ def test_every_kind_and_level_is_run(script):
     ("argument", "text"),
     [
         ("--steps=1", "--steps: got 1, expected at least 10"),
-        ("--config=no.toml", "--config: got 'no.toml', expected a TOML file"),
+        ("--config=no.toml", "CONFIG: got 'no.toml', expected a TOML file"),
         ("--kinds=gzip", "--kinds: got 'gzip', expected some of sketch, sparse, sum1"),
         ("--levels=3x", "--levels: got '3x', expected some of 2x, 4x, 10x"),
         ("--ranks=1", "--ranks: got '1', expected numbers above 1"),

@@ -96,7 +96,7 @@ def test_out_that_is_a_file_is_refused_before_training(text, tmp_path, capsys):
     for out in (text, text / "below", tmp_path / ("x" * 300)):
         assert train(text, out, "--vocab_size", "600") == 2
         message = capsys.readouterr().err
-        assert message.startswith("--out: got ") and message.count("\n") == 1
+        assert message.startswith("error: --out: got ") and message.count("\n") == 1
     assert text.read_text().startswith("the")
 
 

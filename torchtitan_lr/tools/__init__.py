@@ -1,2 +1,2 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What the commands in scripts/ are made of."""
+"""The parts of the commands in scripts/, and what they share with the tests."""

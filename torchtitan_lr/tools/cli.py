@@ -1,22 +1,132 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What the commands in scripts/ share."""
+"""The one convention of all command lines in scripts/: arguments, errors, tables.
+
+The checkpoint or the TOML file is the first argument, ``--section.key=value`` overrides the TOML,
+``--out`` names what is written, ``--json`` prints data instead of a table. ``--help`` shows every
+default. An error is one line, ``error: ...``, with status 2.
+"""
 
 import argparse
-from collections.abc import Sequence
+import functools
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from torchtitan_lr.errors import ConfigError
+
+
+class RunFailedError(RuntimeError):
+    """A run ended with an error, which the message says in one line."""
+
+
+def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
+    """Decorate a program's main function: print refusals and failed runs, return their status.
+
+    Args:
+        main: Takes the arguments, or None for those of the process.
+
+    Returns:
+        The same, with status 2 for a `ConfigError` and 1 for a `RunFailedError`.
+    """
+
+    @functools.wraps(main)
+    def wrapped(argv: list[str] | None = None) -> int:
+        try:
+            return main(argv)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except RunFailedError as error:
+            print(error, file=sys.stderr)
+            return 1
+
+    return wrapped
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Tells a wrong argument in one line, as all refusals are told, and exits with status 2."""
+    """A parser whose help shows every default, and whose errors are one line with status 2.
 
-    def error(self, message: str) -> NoReturn:
-        """Print the message to stderr and exit.
+    Args:
+        **options: Of `argparse.ArgumentParser`; a description keeps its line breaks.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        self._first: list[str] = []
+        super().__init__(**options)
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        """Add an argument as `argparse` does; its help ends with the default, if there is one.
 
         Args:
-            message: What argparse has to say.
+            *names: Of the argument.
+            **options: As of `argparse.ArgumentParser.add_argument`.
+
+        Returns:
+            What `argparse` made of it.
         """
-        self.exit(2, f"{self.prog}: {message}\n")
+        default, text = options.get("default"), options.get("help") or ""
+        empty = default is None or default is False or default in ("", [], argparse.SUPPRESS)
+        if not empty and text is not argparse.SUPPRESS and "default" not in text:
+            shown = " ".join(map(str, default)) if isinstance(default, list) else str(default)
+            options["help"] = f"{text} (default: {shown.replace('%', '%%')})".lstrip()
+        return super().add_argument(*names, **options)
+
+    def add_first(self, name: str, old: str, **options: Any) -> None:
+        """Add the first argument, for which an option of older versions may still be given.
+
+        Args:
+            name: Of the argument and of the attribute.
+            old: The option, such as ``--config``; the help does not list it.
+            **options: As of `add_argument`; without a default the argument must be given.
+        """
+        self.add_argument(name, metavar=name.upper(), nargs="?", **options)
+        self.add_argument(old, dest=f"old_{name}", type=options.get("type"), help=argparse.SUPPRESS)
+        self._first.append(name)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse what is known, as `argparse` does; ``parse_args`` calls this, too.
+
+        Args:
+            args: The arguments; None for those of the process.
+            namespace: What to put the attributes into; None for a new one.
+
+        Returns:
+            The attributes, and the arguments that are not known.
+        """
+        options, rest = super().parse_known_args(args, namespace)
+        for name in self._first:
+            given = vars(options).pop(f"old_{name}")
+            if given is not None:
+                setattr(options, name, given)
+            if getattr(options, name) is None:
+                self.error(f"{name.upper()}: got nothing, expected it as the first argument")
+        return options, rest
+
+    def parse_with_overrides(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse a command line that may override keys of the TOML.
+
+        Args:
+            argv: The arguments; None for those of the process.
+
+        Returns:
+            The attributes, with the overrides as ``overrides``.
+        """
+        options, overrides = self.parse_known_args(argv)
+        self.check_overrides(overrides)
+        options.overrides = overrides
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        """Print ``error: ...`` to stderr and exit with status 2.
+
+        Args:
+            message: What is wrong.
+        """
+        self.exit(2, f"error: {message}\n")
 
     def check_at_least(self, options: argparse.Namespace, **minima: float) -> None:
         """Refuse options below their minimum.
@@ -59,6 +169,9 @@ def overrides_of(items: Sequence[str]) -> list[str]:
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Lay cells out as a Markdown table, without a newline at its end.
 
+    The ``tabulate`` library would pad every cell to its column's width: a page of long cells gets
+    lines far over 100 columns, and one new cell changes all lines of its table.
+
     Args:
         header: Names of the columns.
         rows: As many cells each.
@@ -69,6 +182,9 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Lay cells out in columns for a terminal.
+
+    The ``tabulate`` library pads a header by two columns more, which only a global of its module
+    changes; the output would differ for nothing but a dependency.
 
     Args:
         header: Names of the columns.

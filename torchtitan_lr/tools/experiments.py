@@ -24,6 +24,7 @@ from torchtitan_lr.launch.environment import (
     read_environment,
 )
 from torchtitan_lr.launch.processes import end_with, leave
+from torchtitan_lr.tools.cli import RunFailedError
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 from torchtitan_lr.training.summary import TRAIN_LOSS
 
@@ -33,10 +34,6 @@ SECONDS = "time_metrics/end_to_end(s)"
 
 RANKS_RESULT = "TORCHTITAN_LR_RANKS_RESULT"
 """Environment variable that makes a script a rank: where rank 0 leaves what it found."""
-
-
-class RunFailedError(RuntimeError):
-    """A run ended with an error, told in one line."""
 
 
 class Stopped(BaseException):
@@ -99,22 +96,6 @@ def _reason(output: str, status: int) -> str:
     lines = [line for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or [f"the launcher ended with status {status}"])[-1]
-
-
-def run_in_one_line(main: Callable[[], int]) -> int:
-    """Call a script's main; tell a run that failed in one line.
-
-    Args:
-        main: Returns the exit status.
-
-    Returns:
-        That, or 1.
-    """
-    try:
-        return main()
-    except RunFailedError as error:
-        print(error, file=sys.stderr)
-        return 1
 
 
 def on_signals_stop() -> None:

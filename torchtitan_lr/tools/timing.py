@@ -8,6 +8,7 @@ from typing import Any
 
 from torchtitan_lr.tools.cli import text_table
 from torchtitan_lr.tools.experiments import SECONDS
+from torchtitan_lr.training.figures import new_figure
 
 MEASUREMENT_FILE = "communication.json"
 """What `torchtitan_lr.tools.measure` writes into the dump folder."""
@@ -81,14 +82,10 @@ def as_text(rows: list[dict[str, Any]]) -> str:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw seconds, communication and memory as bars, one a run; the title names the modes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     names = [row["run"].replace(" ", "\n").replace("_", "\n") for row in rows]
     at = range(len(rows))
     many = len(rows) > 4
-    figure = Figure(figsize=(1.1 * len(rows) + 1, 10) if many else (9, 3.8), dpi=130)
-    FigureCanvasAgg(figure)
+    figure = new_figure(*((1.1 * len(rows) + 1, 10) if many else (9, 3.8)))
     time, sent, memory = figure.subplots(*((3, 1) if many else (1, 3)))
     seconds = [row["seconds"] for row in rows]
     spread = [

@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from torchtitan_lr.training.figures import new_figure
+
 SUMMARY_FILE = "summary.json"
 CURVE_FILE = "curve.png"
 
@@ -77,11 +79,7 @@ def draw_curve(history: list[dict[str, Any]], path: Path) -> None:
         history: Records of ``metrics.jsonl``.
         path: The PNG to write.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), dpi=130)
-    FigureCanvasAgg(figure)
+    figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     train = _series(history, TRAIN_LOSS)
     val = _series(history, VALIDATION_LOSS)

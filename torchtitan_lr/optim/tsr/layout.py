@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torchtitan_lr.compat.dtensor import StridedShard, local_part, local_slice
+from torchtitan_lr.compat.dtensor import StridedShard, local_slice
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,6 @@ class Layout:
 
     rows: tuple[int, ...] = ()
     columns: tuple[int, ...] = ()
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part; a view, so that writing to it changes the tensor."""
-    return local_part(tensor)
 
 
 def mesh_groups(parameters: Iterable[Tensor]) -> dict[str, dist.ProcessGroup]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
+from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.compat.names import clean_name
 from torchtitan_lr.compat.titan import init_optimizer_container
 from torchtitan_lr.optim.finite import nonfinite_gradient
@@ -23,7 +24,7 @@ from torchtitan_lr.optim.tsr.adam import (
     TSRStep,
     tsr_adam_step,
 )
-from torchtitan_lr.optim.tsr.layout import derived, local_part, mesh_groups, shard_dims
+from torchtitan_lr.optim.tsr.layout import derived, mesh_groups, shard_dims
 from torchtitan_lr.optim.tsr.mesh_sync import ReductionGroups
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
 from torchtitan_lr.optim.tsr.stack import MatrixStack, layout_of

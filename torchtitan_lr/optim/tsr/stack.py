@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_lr.optim.tsr.layout import Layout, derived, local_part, own_part, shard_dims
+from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.optim.tsr.layout import Layout, derived, own_part, shard_dims
 from torchtitan_lr.optim.tsr.randomized_svd import draw_sketches
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings
 from torchtitan_lr.optim.tsr.sizes import largest_block, refresh_is_dense

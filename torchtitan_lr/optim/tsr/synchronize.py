@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torchtitan.tools.logging import logger
 
-from torchtitan_lr.optim.tsr.layout import local_part
+from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.optim.tsr.mesh_sync import (
     PendingSum,
     ReductionGroups,

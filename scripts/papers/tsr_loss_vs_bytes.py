@@ -6,7 +6,7 @@ are counted by the ledger as they are sent, refreshes and dense parameters inclu
 those of the same steps. Runs that are finished are taken as they are and a run that was cut off
 goes on from its last checkpoint, so the script may be started again at any time.
 
-    python scripts/tsr_loss_vs_bytes.py --out docs/images/tsr_loss_vs_bytes.png
+    python scripts/papers/tsr_loss_vs_bytes.py --out docs/images/tsr_loss_vs_bytes.png
 """
 
 import argparse
@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_lr.tools.cli import OneLineParser, overrides_of
-from torchtitan_lr.tools.experiments import last_value, launch, run_in_one_line, step_records
+from torchtitan_lr.tools.cli import OneLineParser, in_one_line, overrides_of
+from torchtitan_lr.tools.experiments import last_value, launch, step_records
+from torchtitan_lr.training.figures import new_figure
 from torchtitan_lr.training.summary import TRAIN_LOSS, VALIDATION_LOSS
 
 SENT = "comm_bytes/dp_replicate"
@@ -43,6 +44,7 @@ METHODS: dict[str, list[str]] = {
 COLORS = ("black", "tab:blue", "tab:orange", "tab:green", "tab:red")
 
 
+@in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Train what is missing, report and draw."""
     options = _parse(argv)
@@ -71,7 +73,7 @@ def _train(options: argparse.Namespace, method: str, seed: int) -> dict[str, Any
             f"--checkpoint.interval={max(1, options.steps // 4)}",
             "--checkpoint.keep_latest_k=2",
             *METHODS[method],
-            *options.override,
+            *options.overrides,
         ]
         launch(options.config, folder, arguments, ranks=2)
     return _curve(folder)
@@ -106,11 +108,8 @@ def _smooth(losses: Any, window: int) -> Any:
 
 
 def _draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4), dpi=130)
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 4)
     left, right = figure.subplots(1, 2, sharey=True)
     for (method, of_seeds), color in zip(runs.items(), COLORS, strict=False):
         for seed, run in enumerate(of_seeds):
@@ -130,9 +129,14 @@ def _draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--config", default="train_configs/tsr_curves.toml", help="the model")
-    parser.add_argument("--steps", type=int, default=200)
+    parser = OneLineParser(description=__doc__)
+    parser.add_first(
+        "config",
+        "--config",
+        default="train_configs/tsr_curves.toml",
+        help="the TOML file of the model",
+    )
+    parser.add_argument("--steps", type=int, default=200, help="of every run")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each method")
     parser.add_argument(
         "--methods", nargs="+", default=list(METHODS), choices=list(METHODS), help="which to run"
@@ -140,14 +144,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", default="outputs/tsr_loss_vs_bytes", help="folder of the runs")
     parser.add_argument("--out", default="docs/images/tsr_loss_vs_bytes.png", help="the PNG")
     parser.add_argument(
-        "--override", nargs="*", default=[], metavar="KEY=VALUE", help="for all runs"
+        "--override", nargs="*", default=[], metavar="KEY=VALUE", help="older spelling of overrides"
     )
-    options = parser.parse_args(argv)
-    options.override = overrides_of(options.override)
+    options = parser.parse_with_overrides(argv)
+    options.overrides += overrides_of(options.override)
     parser.check_at_least(options, steps=10, seeds=1)
-    parser.check_toml(options.config)
+    parser.check_toml(options.config, "CONFIG")
     return options
 
 
 if __name__ == "__main__":
-    sys.exit(run_in_one_line(main))
+    sys.exit(main())

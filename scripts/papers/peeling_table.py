@@ -5,7 +5,7 @@ Each of W ranks sends its largest entries of a random gradient, chosen independe
 worst case: ranks that agree overlap. The table asks TAGC's published levels on 2, 4 and 8 ranks;
 the curves vary the sparsity. All ranks live in one process and go through the codec itself.
 
-    python scripts/peeling_table.py --out docs/images/tagc_peeling.png
+    python scripts/papers/peeling_table.py --out docs/images/tagc_peeling.png
 """
 
 import argparse
@@ -22,7 +22,8 @@ from torchtitan_lr.compression.sizes import (
     smallest_theta,
     union_density,
 )
-from torchtitan_lr.tools.cli import OneLineParser
+from torchtitan_lr.tools.cli import OneLineParser, text_table
+from torchtitan_lr.training.figures import new_figure
 
 RANKS = (2, 4, 8)
 
@@ -96,24 +97,28 @@ def load_curves(entries: int, trials: int) -> dict[int, list[dict[str, float]]]:
 
 def as_text(rows: list[dict[str, Any]]) -> str:
     """Lay the table out; ``whole`` is the share of trials in which everything peeled."""
-    lines = ["ranks  level   theta   c*(1-theta^W)  config    peeled entries  whole trials"]
+    header = [
+        "level",
+        "config",
+        "ranks",
+        "theta",
+        "c*(1-theta^W)",
+        "peeled entries",
+        "whole trials",
+    ]
+    lines = []
     for row in rows:
         name = row["level"] if row["published"] else "raised"
         verdict = "accepted" if row["accepted"] else "refused"
-        lines.append(
-            f"{row['ranks']:5}  {name:6}  {row['theta']:.4f}  {row['load']:13.3f}  {verdict:8}"
-            f"  {100 * row['peeled']:13.2f}%  {100 * row['whole']:11.0f}%"
-        )
-    return "\n".join(lines)
+        numbers = [str(row["ranks"]), f"{row['theta']:.4f}", f"{row['load']:.3f}"]
+        numbers += [f"{100 * row['peeled']:.2f}%", f"{100 * row['whole']:.0f}%"]
+        lines.append([name, verdict, *numbers])
+    return text_table(header, lines, left=2)
 
 
 def draw(curves: dict[int, list[dict[str, float]]], rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the curves and mark where the published levels lie."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 4.2), dpi=130)
-    FigureCanvasAgg(figure)
+    figure = new_figure(7.5, 4.2)
     axes = figure.subplots()
     for ranks, points in curves.items():
         loads = [point["load"] for point in points]
@@ -146,9 +151,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("--entries", type=int, default=200_000, help="entries of one owner")
-    parser.add_argument("--trials", type=int, default=10)
+    parser.add_argument("--trials", type=int, default=10, help="gradients of every row")
     parser.add_argument("--json", action="store_true", help="print a list of rows instead")
     parser.add_argument("--out", default="", help="the PNG; none by default")
     options = parser.parse_args(argv)

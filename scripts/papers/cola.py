@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""CoLA's sections of docs/paper_tables.md; `scripts/paper_tables.py` writes the page."""
+"""CoLA's sections of docs/paper_tables.md; `scripts/papers/paper_tables.py` writes the page."""
 
 from typing import Any
 

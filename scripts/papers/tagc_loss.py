@@ -8,7 +8,7 @@ and the table says so. The summed index loses what two ranks send at once and co
 its cells: compare each sum1 run with the sketch of its level. It costs most at 2x, where most
 overlaps; that may be why the paper's highest curve is its 2x run with this index.
 
-    python scripts/tagc_loss.py --ranks 2,4 --out docs/images/tagc_loss.png
+    python scripts/papers/tagc_loss.py --ranks 2,4 --out docs/images/tagc_loss.png
 """
 
 import argparse
@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.compression.sizes import LEVELS, CodecSizes, codec_bits, peels, smallest_theta
-from torchtitan_lr.tools.cli import OneLineParser
-from torchtitan_lr.tools.experiments import launch, run_in_one_line
+from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
+from torchtitan_lr.tools.experiments import launch
+from torchtitan_lr.training.figures import new_figure
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 from torchtitan_lr.training.summary import TRAIN_LOSS, VALIDATION_LOSS
 
@@ -80,24 +81,19 @@ def row(name: str, ranks: int, records: list[Any], dense: float) -> dict[str, An
 
 def as_text(rows: list[dict[str, Any]]) -> str:
     """Lay the table out; collisions are those of a step."""
-    lines = ["ranks  run         theta             bits  validation loss   vs dense  collisions"]
+    header = ["ranks", "run", "theta", "bits", "validation loss", "vs dense", "collisions"]
+    lines = []
     for r in rows:
         theta = f"{r['theta']:.4f}{' (raised)' if r['raised'] else ''}"
-        lines.append(
-            f"{r['ranks']:5}  {r['run']:10}  {theta:16}{r['bits']:6.2f}"
-            f"  {r['validation_loss']:15.4f}  {r['increase_percent']:+8.2f}%"
-            f"  {r.get('index_collisions', 0):10.0f}"
-        )
-    return "\n".join(lines)
+        numbers = [f"{r['bits']:.2f}", f"{r['validation_loss']:.4f}"]
+        numbers += [f"{r['increase_percent']:+.2f}%", f"{r.get('index_collisions', 0):.0f}"]
+        lines.append([str(r["ranks"]), r["run"], theta, *numbers])
+    return text_table(header, lines, left=3)
 
 
 def draw(curves: dict[int, dict[str, list[Any]]], path: Path) -> None:
     """Draw the smoothed training losses, one panel a number of ranks."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5 * len(curves), 4.2), dpi=130)
-    FigureCanvasAgg(figure)
+    figure = new_figure(5 * len(curves), 4.2)
     panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
     styles = {"dense": "-", "sketch": "-", "sparse": "--", "sum1": ":"}
     colors = {"": "black", "2x": "tab:red", "4x": "tab:orange", "10x": "tab:blue"}
@@ -119,6 +115,7 @@ def draw(curves: dict[int, dict[str, list[Any]]], path: Path) -> None:
     figure.savefig(path)
 
 
+@in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Train, compare, draw; returns 1 if a codec with an exact index left the dense loss by 25%."""
     options = _parse(argv)
@@ -137,9 +134,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--config", default="train_configs/debug_tagc.toml", help="the model")
-    parser.add_argument("--steps", type=int, default=300)
+    parser = OneLineParser(description=__doc__)
+    parser.add_first(
+        "config",
+        "--config",
+        default="train_configs/debug_tagc.toml",
+        help="the TOML file of the model",
+    )
+    parser.add_argument("--steps", type=int, default=300, help="of every run")
     parser.add_argument("--batch", type=int, default=16, help="sequences a step")
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks, with commas")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"some of {', '.join(KINDS)}")
@@ -147,10 +149,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", default="outputs/tagc_loss", help="folder of the runs")
     parser.add_argument("--json", action="store_true", help="print a list of rows instead")
     parser.add_argument("--out", default="docs/images/tagc_loss.png", help="the PNG, or ''")
-    options, overrides = parser.parse_known_args(argv)
-    options.overrides = overrides
+    options = parser.parse_with_overrides(argv)
     parser.check_at_least(options, steps=10)
-    parser.check_toml(options.config)
+    parser.check_toml(options.config, "CONFIG")
     for name, known in (("kinds", KINDS), ("levels", LEVELS)):
         chosen = getattr(options, name).split(",")
         if unknown := [item for item in chosen if item not in known]:
@@ -166,4 +167,4 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(run_in_one_line(main))
+    sys.exit(main())

@@ -6,9 +6,9 @@ Every family starts from a seed checkpoint of its own, trains 10 steps in fp32 o
 the script starts, and is compared with one process: losses, gradient norms and, at the end, every
 parameter; an error is the largest max|a - b| / max|b|. The exit status is 1 if one exceeds 1e-5.
 
-    python scripts/parity_layouts.py                     # 4 families, 13 layouts
-    python scripts/parity_layouts.py --only lax --only pp4
-    python scripts/parity_layouts.py --matrix --ranks 8  # every pair of values of the matrix
+    python scripts/check/parity_layouts.py                     # 4 families, 13 layouts
+    python scripts/check/parity_layouts.py --only lax --only pp4
+    python scripts/check/parity_layouts.py --matrix --ranks 8  # every pair of values of the matrix
 """
 
 import argparse
@@ -20,23 +20,25 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
 
-from tests.distributed.layouts import DEEP, FAMILIES, LAYOUTS, model, schedule
-from tests.distributed.pool import RankPool
-from tests.distributed.training import (
+from torchtitan_lr.models.args import FAMILIES
+from torchtitan_lr.tools.cli import OneLineParser
+from torchtitan_lr.tools.parity_runs import (
+    DEEP,
     EXACT,
+    LAYOUTS,
     ROUNDING,
     TINY,
     bf16_references,
     largest_difference,
+    model,
     rounding_excess,
+    schedule,
     train,
     write_seed_checkpoint,
 )
-from tests.support_matrix import SupportMatrix, world_size
-from torchtitan_lr.tools.cli import OneLineParser
+from torchtitan_lr.tools.rank_pool import RankPool
+from torchtitan_lr.tools.support_matrix import SupportMatrix, world_size
 
 SCHEDULES = {
     f"{layout}_{name}": (LAYOUTS[layout][0], [*LAYOUTS[layout][1], *schedule(name)])
@@ -127,7 +129,7 @@ def report(name: str, error: float, tolerance: float) -> None:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = OneLineParser(description=(__doc__ or "").split("\n")[0])
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("--only", action="append", default=[], help="a family or a layout")
     parser.add_argument("--matrix", action="store_true", help="the support matrix instead")
     parser.add_argument("--ranks", type=int, default=8, help="the most for --matrix")

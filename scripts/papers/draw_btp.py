@@ -2,19 +2,19 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Draws how bottleneck-aware tensor parallelism cuts a block: chunks, shards and collectives.
 
-    python scripts/draw_btp.py --out docs/images/btp.png
+    python scripts/papers/draw_btp.py --out docs/images/btp.png
 
 Above, one decoder block on two of T ranks, attention first, then the feed-forward. Below, what one
 token of the 7B model sends per block and pass under every plan, from the package's formulas.
 """
 
-import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.tools.cli import OneLineParser
+from torchtitan_lr.training.figures import new_figure
 
 SHARD, LATENT, SUM, CHUNK = "#bcd4ee", "#ffd9a8", "#c0392b", "#eef1f4"
 ROUND = "round,pad=0,rounding_size=0.08"
@@ -153,13 +153,10 @@ def draw_volumes(axes: Any) -> None:
 
 def draw(path: Path) -> None:
     """Draw the figure."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(11.5, 7.6), dpi=130)
-    FigureCanvasAgg(figure)
+    figure = new_figure(11.5, 7.6)
     top, middle, bottom = figure.subplots(3, 1, height_ratios=[1, 1, 0.72])
     draw_row(top, ATTENTION, "attention")
     draw_row(middle, FEED_FORWARD, "feed-forward")
@@ -181,7 +178,7 @@ def draw(path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Draw the figure; return the exit status."""
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("--out", default="docs/images/btp.png", help="the PNG")
     options = parser.parse_args(argv)
     if not options.out.endswith(".png"):

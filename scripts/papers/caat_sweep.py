@@ -8,7 +8,7 @@ the shared fraction p at 4 and 8 lanes; at 8 lanes against ranks that mask what 
 experimental, the hybrid of bottleneck-aware tensor parallelism with partial sums beside the former.
 A finished run is taken as it is, so the script may be started again at any time.
 
-    python scripts/caat_sweep.py --out docs/images/caat_sweep.png
+    python scripts/papers/caat_sweep.py --out docs/images/caat_sweep.png
 """
 
 import argparse
@@ -22,9 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from torchtitan_lr.tools.cli import OneLineParser
+from torchtitan_lr.training.figures import new_figure
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0)
 LANES = (4, 8)
@@ -89,9 +88,9 @@ def runs_of(group: str, fractions: list[float], lanes: list[int]) -> list[Run]:
 
 def build_model(run: Run) -> Any:
     """Build the run's model on the CPU."""
-    from tests.reference.activation_masks import mask_reductions
     from torchtitan_lr.models.args import LlamaArgs
     from torchtitan_lr.models.llama import LlamaModel
+    from torchtitan_lr.tools.activation_masks import mask_reductions
 
     low_rank, masked = run.kind == "cola", run.kind in ("top-k", "random")
     args = LlamaArgs(
@@ -234,11 +233,7 @@ def as_text(rows: list[dict[str, Any]]) -> str:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw loss against p: by number of lanes, and against masks."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.8), dpi=130)
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 3.8)
     titles = {"lanes": "CAAT-Net", "masks": "against masks on as many ranks"}
     shown = [table for table in titles if any(row["table"] == table for row in rows)]
     panels = figure.subplots(1, max(1, len(shown)), squeeze=False)[0]
@@ -279,8 +274,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
+    parser = OneLineParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300, help="of every run")
     parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
     parser.add_argument("--fractions", default=",".join(map(str, FRACTIONS)), help="p, with commas")
     parser.add_argument("--lanes", default=",".join(map(str, LANES)), help="of 2, 4 and 8")

@@ -10,7 +10,7 @@ from typing import Any
 
 import tomli
 
-PATH = Path(__file__).resolve().parents[1] / "docs/support_matrix.toml"
+PATH = Path(__file__).resolve().parents[2] / "docs/support_matrix.toml"
 GLOBAL_BATCH = 16
 MICRO_BATCHES = 4  # of a pipeline, at most
 DRAWS_PER_COMMIT = 25

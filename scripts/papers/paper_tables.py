@@ -2,12 +2,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Writes docs/paper_tables.md: what the papers print beside what the formulas here give.
 
-python scripts/paper_tables.py            # writes the page
-python scripts/paper_tables.py --print    # shows it, writes nothing
-python scripts/paper_tables.py --check    # exit status 1 if the page is not what it would write
+python scripts/papers/paper_tables.py          # writes the page
+python scripts/papers/paper_tables.py --print  # shows it, writes nothing
+python scripts/papers/paper_tables.py --check  # exit status 1 if the page would change
 """
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,10 +37,10 @@ from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.tensor.plans import TPSettings
 from torchtitan_lr.tools.cli import OneLineParser, markdown_table
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # scripts/ is a folder of programs, not a package
 
-from scripts.paper.cola import (  # noqa: E402
+from scripts.papers.cola import (  # noqa: E402
     cola_flops,
     cola_memory,
     cola_training_flops,
@@ -54,10 +53,10 @@ INTRODUCTION = """\
 # The papers' tables
 
 What the papers print and a formula gives, beside ours. This page is written by
-`python scripts/paper_tables.py`; tests/unit/test_paper_tables.py checks that it is up to date and
-that the formulas, at the precision printed, give what is marked *equal*. Losses and perplexities
-take the authors' training runs and are not here, nor are most of their timings; the last section
-has the commands for some."""
+`python scripts/papers/paper_tables.py`; tests/unit/test_paper_tables.py checks that it is up to
+date and that the formulas, at the precision printed, give what is marked *equal*. Losses and
+perplexities take the authors' training runs and are not here, nor are most of their timings; the
+last section has the commands for some."""
 
 
 def boost_communication() -> str:
@@ -252,7 +251,7 @@ def tagc() -> str:
 Bits per parameter and rank at 10x with a 1-bit index: {bits} printed, {same(str(bits), ours)};
 {factor} times fewer than 32: {same(str(factor), 32 / ours)}. Table 1's levels decode while c times
 the density of the union of all ranks is at most {PEELING_LIMIT} (measured by
-`scripts/peeling_table.py`); beyond it: no.
+`scripts/papers/peeling_table.py`); beyond it: no.
 
 {markdown_table(["level", "zeros", "1 rank", "2 ranks", "4 ranks", "8 ranks"], rows)}"""
 
@@ -335,7 +334,7 @@ def page() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Write, show or check the page; return the exit status."""
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--print", action="store_true", help="show it, write nothing")
     choice.add_argument("--check", action="store_true", help="compare it with the page")
@@ -345,7 +344,9 @@ def main(argv: list[str] | None = None) -> int:
         print(text, end="")
     elif options.check:
         if not PAGE.is_file() or PAGE.read_text() != text:
-            print(f"error: {PAGE} is out of date: run scripts/paper_tables.py", file=sys.stderr)
+            print(
+                f"error: {PAGE} is out of date: run scripts/papers/paper_tables.py", file=sys.stderr
+            )
             return 1
     else:
         PAGE.write_text(text)

@@ -5,7 +5,7 @@ A small model trains three times on the same batches of the embedded corpus: in 
 bottleneck-aware tensor parallelism over T ranks, and in one process from another seed. If the
 plan is exact, the first two curves differ by rounding alone, far less than two seeds do.
 
-    python scripts/loss_curves.py --out docs/images/btp_loss_curves.png
+    python scripts/papers/loss_curves.py --out docs/images/btp_loss_curves.png
 """
 
 import argparse
@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_lr.tools.cli import OneLineParser
-from torchtitan_lr.tools.experiments import launch, run_in_one_line, step_records
+from torchtitan_lr.tools.cli import OneLineParser, in_one_line
+from torchtitan_lr.tools.experiments import launch, step_records
+from torchtitan_lr.training.figures import new_figure
 from torchtitan_lr.training.summary import TRAIN_LOSS
 
 
+@in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Train, compare, draw; returns 1 if the plan's gap is not below the seeds'."""
     options = _parse(argv)
@@ -54,7 +56,7 @@ def _train(options: argparse.Namespace, name: str, ranks: int, extra: list[str])
     if len(step_records(folder)) < options.steps:
         steps = f"--training.steps={options.steps}"
         warmup = f"--lr_scheduler.warmup_steps={options.steps // 10}"
-        launch(options.config, folder, [steps, warmup, *extra], ranks)
+        launch(options.config, folder, [steps, warmup, *extra, *options.overrides], ranks)
     return np.array([record[TRAIN_LOSS] for record in step_records(folder)])
 
 
@@ -64,11 +66,8 @@ def _gap(a: Any, b: Any) -> float:
 
 
 def _draw(curves: dict[str, Any], report: dict[str, Any], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4), dpi=130)
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 4)
     left, right = figure.subplots(1, 2)
     styles: list[dict[str, Any]] = [
         {"color": "tab:blue", "linewidth": 2.4},
@@ -96,18 +95,23 @@ def _draw(curves: dict[str, Any], report: dict[str, Any], path: Path) -> None:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--config", default="train_configs/loss_curves.toml", help="the model")
-    parser.add_argument("--steps", type=int, default=800)
+    parser = OneLineParser(description=__doc__)
+    parser.add_first(
+        "config",
+        "--config",
+        default="train_configs/loss_curves.toml",
+        help="the TOML file of the model",
+    )
+    parser.add_argument("--steps", type=int, default=800, help="of every run")
     parser.add_argument("--ranks", type=int, default=4, help="tensor-parallel degree T")
     parser.add_argument("--plan", default="btp", help="parallelism.tp_plan of the T ranks")
     parser.add_argument("--work", default="outputs/loss_curves", help="folder of the runs")
     parser.add_argument("--out", default="docs/images/btp_loss_curves.png", help="the PNG")
-    options = parser.parse_args(argv)
+    options = parser.parse_with_overrides(argv)
     parser.check_at_least(options, steps=10, ranks=2)
-    parser.check_toml(options.config)
+    parser.check_toml(options.config, "CONFIG")
     return options
 
 
 if __name__ == "__main__":
-    sys.exit(run_in_one_line(main))
+    sys.exit(main())

@@ -9,12 +9,10 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tests.support_matrix import SupportMatrix
 from torchtitan_lr.tools.cli import OneLineParser
+from torchtitan_lr.tools.support_matrix import SupportMatrix
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "support.md"
 BEGIN, END = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
 
@@ -38,7 +36,7 @@ def insert(text: str, table: str) -> str:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = OneLineParser(description=(__doc__ or "").split("\n")[0])
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("--print", action="store_true", help="print it, change nothing")
     return parser.parse_args(argv)
 

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Time one decoder block of a T-way split on one device, plan by plan.
+r"""Time one decoder block of a T-way split on one device, plan by plan.
 
 Alone, the script stands for rank 0 of T with a process group that answers at once: what it measures
 is the compute of a rank, next to the device's own matmul ceiling. Under torchrun the collectives
 are real and the ranks are those that torchrun starts:
 
-    python scripts/bench_block.py --flavor 7B --ranks 4 --compile
-    torchrun --nproc_per_node=4 scripts/bench_block.py --device cpu --flavor 60M --dtype float32
+    python scripts/check/bench_block.py --flavor 7B --ranks 4 --compile
+    torchrun --nproc_per_node=4 scripts/check/bench_block.py \
+        --device cpu --flavor 60M --dtype float32
 
 Times are medians over the steps, in milliseconds. TFLOP/s counts the block's own products
 (formulas/flops.py) shared by T ranks; work that a plan repeats on every rank counts once. Memory is
@@ -29,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.formulas.flops import layer_flops
 from torchtitan_lr.formulas.plans.registry import FORMULAS
 from torchtitan_lr.models.args import LlamaArgs
@@ -42,7 +42,7 @@ from torchtitan_lr.parallel.tensor.tensor_parallel import (
     apply_tensor_parallel,
     resolve_settings,
 )
-from torchtitan_lr.tools.cli import OneLineParser
+from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
 
 Row: TypeAlias = dict[str, Any]
 """Numbers of one variant, by name; None where there is nothing to measure."""
@@ -71,6 +71,7 @@ VARIANTS = {
 }
 
 
+@in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Time the variants and print a table, or JSON."""
     options = _parse(argv)
@@ -90,29 +91,28 @@ def main(argv: list[str] | None = None) -> int:
         _rate_checkpointing(report["variants"])
         if dist.get_rank() == 0:
             print(json.dumps(report, indent=2) if options.json else _table(report))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     finally:
         dist.destroy_process_group()
     return 0
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(description=__doc__)
+    parser.add_argument(
+        "--flavor", choices=sorted(FLAVORS["cola"]), default="7B", help="of the model"
     )
-    parser.add_argument("--flavor", choices=sorted(FLAVORS["cola"]), default="7B")
     parser.add_argument("--ranks", type=int, default=4, help="T; torchrun's own number wins")
     parser.add_argument("--batch", type=int, default=4, help="sequences of the micro-batch")
-    parser.add_argument("--seq_len", type=int, default=4096)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--seq_len", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the block"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where it runs")
     parser.add_argument("--compile", action="store_true", help="compile the block")
     parser.add_argument("--steps", type=int, default=20, help="timed repetitions")
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=3, help="repetitions before them")
     parser.add_argument("--only", default="", help="rows that start so, e.g. btp")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print a dictionary instead")
     options = parser.parse_args(argv)
     for key in ("ranks", "batch", "seq_len", "steps"):
         if getattr(options, key) < 1:
@@ -252,22 +252,15 @@ def _rate_checkpointing(variants: dict[str, Row]) -> None:
 
 def _table(report: dict[str, Any]) -> str:
     ceiling = report["matmul_tflops"]
-    lines = [
-        f"{report['device']}, torch {report['torch']}, matmul ceiling {ceiling:.3g} TFLOP/s",
-        f"{'variant':32}{'fwd ms':>10}{'fwd+bwd ms':>12}{'TFLOP/s':>10}{'of ceiling':>12}"
-        f"{'act. MiB':>10}{'MiB/ms':>9}",
-    ]
+    title = f"{report['device']}, torch {report['torch']}, matmul ceiling {ceiling:.3g} TFLOP/s"
+    header = ["variant", "fwd ms", "fwd+bwd ms", "TFLOP/s", "of ceiling", "act. MiB", "MiB/ms"]
+    lines = []
     for name, row in report["variants"].items():
-        lines.append(
-            f"{name:32}{row['forward_ms']:10.2f}{row['forward_backward_ms']:12.2f}"
-            f"{row['tflops']:10.3g}{row['tflops'] / ceiling:12.0%}"
-            f"{_number(row['activation_mib'], 10)}{_number(row.get('freed_mib_per_ms'), 9)}"
-        )
-    return "\n".join(lines)
-
-
-def _number(value: float | None, width: int) -> str:
-    return f"{'-':>{width}}" if value is None else f"{value:{width}.1f}"
+        cells = [name, f"{row['forward_ms']:.2f}", f"{row['forward_backward_ms']:.2f}"]
+        cells += [f"{row['tflops']:.3g}", f"{row['tflops'] / ceiling:.0%}"]
+        sizes = (row["activation_mib"], row.get("freed_mib_per_ms"))
+        lines.append([*cells, *("-" if size is None else f"{size:.1f}" for size in sizes)])
+    return f"{title}\n{text_table(header, lines)}"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Compare the estimated peak memory of a run with what a GPU's allocator saw.
 
-    NGPU=1 python scripts/check_gpu_memory.py train_configs/cola_60m.toml [--section.key=value ...]
+    NGPU=1 python scripts/check/check_gpu_memory.py CONFIG [--section.key=value ...]
 
 Trains three steps on NGPU GPUs (default 1) of this machine, uncompiled, since the estimate's blocks
 are; compares the peak of the last two, on the rank where it is largest, with scripts/estimate.py's.
@@ -15,9 +15,8 @@ import os
 import sys
 from typing import Any
 
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools.cli import OneLineParser
-from torchtitan_lr.tools.experiments import RunFailedError, answer, ask_ranks
+from torchtitan_lr.tools.cli import OneLineParser, in_one_line
+from torchtitan_lr.tools.experiments import answer, ask_ranks
 
 TOLERANCE = 0.1
 
@@ -83,33 +82,27 @@ def verdict(parts: dict[str, int], measured: int) -> tuple[str, bool]:
     return "\n".join(lines), abs(error) <= TOLERANCE
 
 
-def main(argv: list[str]) -> int:
+@in_one_line
+def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    answer(measure, argv)
-    parser = OneLineParser(description=(__doc__ or "").split("\n")[0])
+    answer(measure, sys.argv[1:] if argv is None else argv)
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("config", metavar="CONFIG", help="a TOML file; NGPU says how many ranks")
-    options, overrides = parser.parse_known_args(argv)
+    options = parser.parse_with_overrides(argv)
     import torch
 
     world: Any = os.environ.get("NGPU", "1")
     if not world.isdecimal() or int(world) < 1:
         parser.error(f"NGPU must be a positive number, got {world!r}")
-    arguments = [f"--job.config_file={options.config}", *overrides, *QUIET]
+    arguments = [f"--job.config_file={options.config}", *options.overrides, *QUIET]
     if torch.cuda.device_count() < int(world):
         print(f"skipped: {world} GPU(s) wanted, {torch.cuda.device_count()} found")
         return 0
-    try:
-        parts = estimated(arguments, int(world))
-        text, close = verdict(parts, int(ask_ranks(__file__, arguments, int(world))))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RunFailedError as error:
-        print(error, file=sys.stderr)
-        return 1
+    parts = estimated(arguments, int(world))
+    text, close = verdict(parts, int(ask_ranks(__file__, arguments, int(world))))
     print(text)
     return 0 if close else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

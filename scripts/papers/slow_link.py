@@ -1,13 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Trains on two ranks over a slow link and tells the seconds a step, method by method.
+"""Trains on two ranks over a slow link and prints the seconds per step of each method.
 
 The link is real as far as a kernel goes: two network namespaces joined by a veth pair whose ends
 are limited by a token bucket. Each holds one rank, a process of the trainer: a replica for AdamW
 and TSR-Adam, a shard for FSDP and for TAGC's codecs. This needs root and iproute2; where namespaces
 are not permitted the script says so and exits with 0.
 
-    python scripts/slow_link.py --mbit 200
-    python scripts/slow_link.py --methods FSDP "TAGC sketch" "TAGC sparse" --exchange 16
+    python scripts/papers/slow_link.py --mbit 200
+    python scripts/papers/slow_link.py --methods FSDP "TAGC sketch" "TAGC sparse" --exchange 16
 """
 
 import argparse
@@ -139,7 +139,7 @@ def _train(options: argparse.Namespace, method: str, ends: list[str]) -> dict[st
                 f"--lr_scheduler.warmup_steps={options.steps // 10}",
                 "--validation.no_enable",
                 *METHODS[method],
-                *options.override,
+                *options.overrides,
             ],
             options.timeout,
         )
@@ -156,7 +156,7 @@ def _train(options: argparse.Namespace, method: str, ends: list[str]) -> dict[st
 
 def _exchange(options: argparse.Namespace, ends: list[str]) -> dict[str, Any]:
     """Time single exchanges by each codec between the namespaces."""
-    script = str(Path(__file__).with_name("bench_exchange.py"))
+    script = str(Path(__file__).parents[1] / "check" / "bench_exchange.py")
     size = f"--megabytes={options.exchange}"
     report: dict[str, Any] = json.loads(_run(ends, [script, size, "--json"], options.timeout))
     return report
@@ -169,7 +169,7 @@ def _run(ends: list[str], arguments: list[str], timeout: float) -> str:
         RuntimeError: A rank failed; the end of its log.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
-        # Files: a pipe that nobody reads while the other rank is waited for would fill up.
+        # Files: a pipe without a reader while the other rank is waited for would fill up.
         outputs = [Path(folder) / f"rank{rank}.out" for rank in range(len(ends))]
         logs = [Path(folder) / f"rank{rank}.err" for rank in range(len(ends))]
         ranks = [
@@ -207,8 +207,13 @@ def _environment(rank: int) -> dict[str, str]:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--config", default="train_configs/tsr_curves.toml", help="the model")
+    parser = OneLineParser(description=__doc__)
+    parser.add_first(
+        "config",
+        "--config",
+        default="train_configs/tsr_curves.toml",
+        help="the TOML file of the model",
+    )
     parser.add_argument(
         "--methods",
         nargs="+",
@@ -223,13 +228,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--mbit", type=float, default=200, help="rate of the link, Mbit/s")
     parser.add_argument("--delay_ms", type=float, default=0, help="delay of the link, ms")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one optimizer")
-    parser.add_argument("--override", nargs="*", default=[], metavar="KEY=VALUE")
-    options = parser.parse_args(argv)
-    options.override = overrides_of(options.override)
+    parser.add_argument(
+        "--override", nargs="*", default=[], metavar="KEY=VALUE", help="older spelling of overrides"
+    )
+    options = parser.parse_with_overrides(argv)
+    options.overrides += overrides_of(options.override)
     parser.check_at_least(options, steps=5, delay_ms=0, exchange=0)
     if not options.mbit > 0:
         parser.error(f"--mbit: got {options.mbit}, expected a positive number")
-    parser.check_toml(options.config)
+    parser.check_toml(options.config, "CONFIG")
     return options
 
 

@@ -5,8 +5,8 @@
 Every rank holds a gradient of so many MB and ends with the sum of its share: choosing what to send,
 encoding, the collectives, decoding and the residual are all in the time; no model is.
 
-    torchrun --nproc_per_node 2 scripts/bench_exchange.py --megabytes 16
-    python scripts/slow_link.py --exchange 16   # the same, over a slow link
+    torchrun --nproc_per_node 2 scripts/check/bench_exchange.py --megabytes 16
+    python scripts/papers/slow_link.py --exchange 16   # the same, over a slow link
 """
 
 import argparse
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from torchtitan_lr.compression.compressor import Compressor, Span
 from torchtitan_lr.compression.sizes import LEVELS, CodecSizes, codec_bits, smallest_theta
-from torchtitan_lr.tools.cli import OneLineParser
+from torchtitan_lr.tools.cli import OneLineParser, text_table
 
 CODECS = ("dense", "sketch", "sparse")
 
@@ -89,20 +89,18 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _as_text(report: dict[str, dict[str, float]]) -> str:
-    lines = ["codec   theta   bits  ms/exchange  ms/MB  over dense"]
+    lines = []
     for name, row in report.items():
-        lines.append(
-            f"{name:6}  {row['theta']:5.3f}  {row['bits']:5.2f}  {1e3 * row['seconds']:11.1f}"
-            f"  {1e3 * row['seconds_per_MB']:5.1f}  {row['speedup']:9.2f}x"
-        )
-    return "\n".join(lines)
+        cells = [name, f"{row['theta']:.3f}", f"{row['bits']:.2f}", f"{1e3 * row['seconds']:.1f}"]
+        lines.append([*cells, f"{1e3 * row['seconds_per_MB']:.1f}", f"{row['speedup']:.2f}x"])
+    return text_table(["codec", "theta", "bits", "ms/exchange", "ms/MB", "over dense"], lines)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("--megabytes", type=float, default=16, help="of each rank's gradient, fp32")
     parser.add_argument("--level", default="10x", choices=list(LEVELS), help="of compression")
-    parser.add_argument("--codecs", nargs="+", default=list(CODECS), choices=CODECS)
+    parser.add_argument("--codecs", nargs="+", default=list(CODECS), choices=CODECS, help="to time")
     parser.add_argument("--repeats", type=int, default=7, help="exchanges timed, after two")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(argv)

@@ -5,7 +5,7 @@ Weights are those of llama_full, gradients random; no forward pass. A plain step
 `synchronize`, `clip` and `step`; a refresh step finds all bases anew. Without a GPU the script says
 so and exits with 0.
 
-    python scripts/bench_tsr_gpu.py --flavors 350M 1B
+    python scripts/check/bench_tsr_gpu.py --flavors 350M 1B
 """
 
 import argparse
@@ -134,7 +134,7 @@ def _memory() -> float:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("--flavors", nargs="+", default=["350M", "1B"], choices=list(PAPER))
     parser.add_argument("--repeats", type=int, default=20, help="steps timed")
     parser.add_argument("--tf32", action="store_true", help="let products round to TF32")

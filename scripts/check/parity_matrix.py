@@ -8,33 +8,30 @@ table is a plan, a family and a kind of attention; its columns are the worst err
 else (grouping, norm, statistic, communication, head). The exit status is 1 if a case is out of
 tolerance: 1e-12 in fp64, 1e-5 in fp32.
 
-    python scripts/parity_matrix.py                  # all of it: several minutes on two cores
-    python scripts/parity_matrix.py --only btp-lax --cases
+    python scripts/check/parity_matrix.py                  # all of it: several minutes on two cores
+    python scripts/check/parity_matrix.py --only btp-lax --cases
 """
 
-import argparse
 import os
 import sys
 import time
 from collections import defaultdict
-from pathlib import Path
 
-# Four ranks of one thread each, and the matrix of the test suite.
+# Four ranks of one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from tests.distributed import tp_cases
-from tests.distributed.pool import RankPool
-from tests.distributed.tp_cases import TOLERANCE, Case
-from tests.distributed.tp_matrix import all_cases
+from torchtitan_lr.tools import parity_cases
+from torchtitan_lr.tools.cli import OneLineParser, text_table
+from torchtitan_lr.tools.parity_cases import TOLERANCE, Case, all_cases
+from torchtitan_lr.tools.rank_pool import RankPool
 
 
 def run_case(case: Case, backend: str) -> dict[str, float]:
     """Return the errors of a case on the calling rank, compiled if a backend is named."""
-    tp_cases.BACKEND = backend
-    return tp_cases.parity(case, *([tp_cases.compile_blocks] if backend else []))
+    parity_cases.BACKEND = backend
+    return parity_cases.parity(case, *([parity_cases.compile_blocks] if backend else []))
 
 
 def format_table(errors: dict[Case, float]) -> str:
@@ -48,25 +45,21 @@ def format_table(errors: dict[Case, float]) -> str:
         row = rows[case.settings.plan, family, "GQA" if case.gqa else "MHA"]
         row[case.degree, case.dtype].append(error)
     names = [f"T={degree} {str(dtype).removeprefix('torch.')}" for degree, dtype in columns]
-    lines = [
-        f"{'plan':<19}{'family':<13}{'attn':<6}{'cases':>5}" + "".join(f"{n:>14}" for n in names)
-    ]
+    lines = []
     for (plan, family, attention), cells in rows.items():
         count = sum(len(cell) for cell in cells.values())
         worst = [f"{max(cells[c]):.1e}" if c in cells else "" for c in columns]
-        lines.append(
-            f"{plan:<19}{family:<13}{attention:<6}{count:>5}" + "".join(f"{w:>14}" for w in worst)
-        )
-    return "\n".join(lines)
+        lines.append([plan, family, attention, str(count), *worst])
+    return text_table(["plan", "family", "attn", "cases", *names], lines, left=3)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the script; return the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
     parser.add_argument("--cases", action="store_true", help="also print every case")
     parser.add_argument("--compile", default="", metavar="BACKEND", help="compile the blocks")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     cases = [case for case in all_cases() if arguments.only in str(case)]
     if not cases:
         parser.error(f"no case has {arguments.only!r} in its name")

@@ -1,0 +1,212 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A grid of settings: its points, what is known of them, and the table of all runs."""
+
+import csv
+import itertools
+import json
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.formulas.parameters import count_parameters
+from torchtitan_lr.tools.cli import RunFailedError, markdown_table, overrides_of
+from torchtitan_lr.tools.experiments import check_run, launch
+from torchtitan_lr.training.summary import SUMMARY_FILE
+
+POINT_FILE = "point.json"
+OWN_KEYS = {
+    "job.dump_folder": "each point has a folder of its own in --work",
+    "job.config_file": "the TOML file is the first argument",
+    "metrics.wandb_run_name": "each point has a name of its own",
+    "metrics.wandb_group": "use --group",
+}
+RESULTS = ("val_loss", "val_ppl", "train_loss", "tokens_per_s", "mfu", "peak_memory_gib")
+
+
+@dataclass
+class Point:
+    """One run of the grid.
+
+    Args:
+        name: Of its folder and of its wandb run.
+        settings: Value by TOML key, as text.
+        arguments: All overrides.
+        row: What is known of it so far, see `Sweep.rows`.
+    """
+
+    name: str
+    settings: dict[str, str]
+    arguments: list[str]
+    row: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_grid(items: list[str]) -> dict[str, list[str]]:
+    """Read ``KEY=V1,V2`` items.
+
+    Raises:
+        ConfigError: An item is none, or a key or value stands twice.
+    """
+    grid: dict[str, list[str]] = {}
+    for item in items:
+        key, equals, text = item.partition("=")
+        values = text.split(",")
+        if not equals or "." not in key or not all(values):
+            raise ConfigError("--set", item, "section.key=value,value")
+        if key in grid:
+            raise ConfigError("--set", item, f"each key once, {key} stands twice")
+        if len(set(values)) < len(values):
+            raise ConfigError("--set", item, "each value once")
+        grid[key] = values
+    return grid
+
+
+def check_own_keys(items: list[str]) -> None:
+    """Refuse to set what the sweep itself sets for each point.
+
+    Args:
+        items: Of ``--set``, and further overrides.
+
+    Raises:
+        ConfigError: One of them names such a key.
+    """
+    for item in items:
+        key = item.removeprefix("--").partition("=")[0].replace("-", "_")
+        if key in OWN_KEYS:
+            raise ConfigError(key, item, f"nothing: {OWN_KEYS[key]}")
+
+
+def points_of(grid: dict[str, list[str]], common: list[str], group: str) -> list[Point]:
+    """Return every combination of a grid.
+
+    Args:
+        grid: Values by TOML key.
+        common: Overrides of all points.
+        group: The wandb group.
+    """
+    last = [key.rpartition(".")[2] for key in grid]
+    short = {k: name if last.count(name) == 1 else k for k, name in zip(grid, last, strict=True)}
+    points = []
+    for values in itertools.product(*grid.values()):
+        settings = dict(zip(grid, values, strict=True))
+        words = [f"{short[key]}-{value}" for key, value in settings.items()]
+        name = re.sub(r"[^\w.+-]+", "-", "_".join(words))
+        arguments = overrides_of([f"{key}={value}" for key, value in settings.items()])
+        arguments += [f"--metrics.wandb_group={group}", f"--metrics.wandb_run_name={name}"]
+        points.append(Point(name, settings, [*common, *arguments]))
+    if len({point.name for point in points}) < len(points):
+        raise ConfigError("--set", group, "values whose names differ in letters or digits")
+    return points
+
+
+class Sweep:
+    """A grid, what is known of its points, and the table.
+
+    Args:
+        config: The TOML file.
+        work: The folder of all runs.
+        points: The grid.
+        lock: A file in ``work`` that is locked; each run inherits the lock.
+    """
+
+    def __init__(self, config: str, work: Path, points: list[Point], lock: IO[str]) -> None:
+        self.config, self.work, self.points, self._lock = config, work, points, lock
+
+    def check(self, skip_refused: bool) -> None:
+        """Refuse what cannot work, and find what is finished.
+
+        Raises:
+            ConfigError: A point cannot work, or its folder is another sweep's.
+        """
+        from torchtitan_lr.tools.loading import build_model_args  # late: --help needs no torch
+
+        for point in self.points:
+            path = self.work / point.name / POINT_FILE
+            known = json.loads(path.read_text()) if path.is_file() else {}
+            if known and known["arguments"] != [self.config, *point.arguments]:
+                want = f"a folder without a point {point.name} of other settings"
+                raise ConfigError("--work", str(self.work), want)
+            point.row = known.get("row", {})
+            try:
+                config = check_run([f"--job.config_file={self.config}", *point.arguments])
+            except ConfigError as error:
+                if not skip_refused:
+                    raise
+                point.row = {"status": f"refused: {error}"}
+                continue
+            point.row.setdefault("status", "to do")
+            point.row["parameters"] = count_parameters(build_model_args(config)).total
+
+    def run(self) -> None:
+        """Run what is not finished.
+
+        Raises:
+            Stopped: A signal asked for the end; the running point has saved.
+        """
+        self.write()
+        for point in self.points:
+            if point.row["status"] == "finished" or point.row["status"].startswith("refused"):
+                continue
+            print(f"{point.name} ...", file=sys.stderr, flush=True)
+            folder = self.work / point.name
+            self._save(point, "cut off")  # what it is if nothing is written any more
+            try:
+                descriptors = [self._lock.fileno()]
+                launch(self.config, folder, point.arguments, keep_open=descriptors)
+                self._finish(point, folder)
+            except RunFailedError as error:
+                self._save(point, f"failed: {error}")
+                print(f"{point.name}: {error}", file=sys.stderr)
+            self.write()
+
+    def _finish(self, point: Point, folder: Path) -> None:
+        path = folder / SUMMARY_FILE
+        summary = json.loads(path.read_text()) if path.is_file() else None
+        if summary is None:
+            raise RunFailedError("stopped by a signal before its last step")
+        point.row |= {"steps": summary["steps"]} | {key: summary[key] for key in RESULTS}
+        self._save(point, "finished")
+
+    def _save(self, point: Point, status: str) -> None:
+        point.row["status"] = status
+        path = self.work / point.name / POINT_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(".tmp")
+        record = {"arguments": [self.config, *point.arguments], "row": point.row}
+        scratch.write_text(json.dumps(record, indent=1) + "\n")
+        scratch.replace(path)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the table: ``status``, the settings, ``parameters``, ``steps`` and `RESULTS`."""
+        keys = ("parameters", "steps", *RESULTS)
+        return [
+            {"point": point.name, "status": point.row["status"], **point.settings}
+            | {key: point.row.get(key) for key in keys}
+            for point in self.points
+        ]
+
+    def write(self) -> None:
+        """Write the table in three forms."""
+        rows = self.rows()
+        (self.work / "sweep.json").write_text(json.dumps(rows, indent=1) + "\n")
+        with (self.work / "sweep.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        (self.work / "sweep.md").write_text(as_markdown(rows) + "\n")
+
+
+def as_markdown(rows: list[dict[str, Any]]) -> str:
+    """Lay the rows out as a Markdown table, without the points' names."""
+    header = [key for key in rows[0] if key != "point"]
+    return markdown_table(header, [[_cell(row[key]) for key in header] for row in rows])
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "/")
