@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from scripts.check.support_table import BEGIN, END, insert
+from scripts.check.support_table import BEGIN, END, PAGE, insert
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
