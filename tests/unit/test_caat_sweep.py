@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from scripts import caat_sweep as script
+from scripts.papers import caat_sweep as script
 from scripts.papers.caat_sweep import GROUPS, ORDINARY, Run, runs_of
 
 

@@ -70,7 +70,7 @@ def test_annotations_are_real_classes():
     sections = fields(job_config.JobConfig)
     assert all(is_dataclass(section.type) for section in sections)
     assert all(
-        option.type == get_type_hints(section.type)[option.name]
+        option.type == get_type_hints(section.type, include_extras=True)[option.name]
         for section in sections
         for option in fields(section.type)
     )

@@ -31,6 +31,15 @@ OURS = {
     # Ends of keys of the configuration.
     ("checks/support.py", "'_parallel_degree'"),
     ("checks/support.py", "'_degree'"),
+    # A named tuple's own method, and argparse's way to hold options.
+    ("optim/tsr/synchronize.py", "job._replace"),
+    ("tools/cli.py", "setattr(options, name)"),
+    # Parity runs look into our own trainer, flavors and configuration, and keep the pool's group
+    # where a script would destroy it.
+    ("tools/parity_runs.py", "setattr(config.training, key)"),
+    ("tools/parity_runs.py", "FLAVORS[family]._flavors"),
+    ("tools/parity_runs.py", "trainer._ledger"),
+    ("tools/parity_runs.py", "from unittest.mock import patch"),
     # An attribute that a constructor which failed early has not set.
     ("training/checkpoint.py", "'_deleting'"),
 }

@@ -25,6 +25,7 @@ __all__ = [
     "functional",
     "group_name_of",
     "group_size",
+    "make_mesh_groups_by",
     "reduce_scatter",
 ]
 # AsyncCollectiveTensor: what a functional collective returns outside of compiled code, a wrapper
@@ -115,3 +116,19 @@ def group_size(name: str) -> int:
     removes it, the ledger fails with an AttributeError.
     """
     return int(dist.distributed_c10d._resolve_process_group(cast(Any, name)).size())
+
+
+def make_mesh_groups_by(new_group: Callable[..., Any]) -> None:
+    """Let device meshes of this process make their groups by another function.
+
+    For the ranks of a pool, whose many meshes share groups. Replaces the name ``new_group`` in
+    ``torch.distributed.device_mesh``; if upstream no longer looks it up there, every mesh makes
+    groups of its own, and the pool's ranks slow down.
+
+    Args:
+        new_group: Takes what `torch.distributed.new_group` takes.
+    """
+    from torch.distributed import device_mesh
+
+    assert hasattr(device_mesh, "new_group"), "torch.distributed.device_mesh.new_group is gone"
+    device_mesh.new_group = new_group

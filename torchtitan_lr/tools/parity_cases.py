@@ -255,7 +255,7 @@ def compile_blocks(model: LlamaModel, case: Case) -> None:
 
 def compile_named(model: LlamaModel, names: list[str]) -> None:
     """Compile the blocks of these names with `BACKEND`, in place; a graph break is an error."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     for name in names:
         block = model.layers[name]
         compiled: Any = torch.compile(block, backend=BACKEND, fullgraph=True)

@@ -166,7 +166,7 @@ def train(
         if trainer is not None:
             trainer.close()
         del trainer
-        torch._dynamo.reset()  # compiled blocks of many models in one process hit its limit
+        torch.compiler.reset()  # compiled blocks of many models in one process hit its limit
         gc.collect()  # torchtitan switches the collector off, and a trainer is full of cycles
         gc.freeze()  # what is left are caches: the next run's collection need not walk them
     dist.barrier()

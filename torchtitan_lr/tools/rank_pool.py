@@ -169,7 +169,8 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
     )
     import torch
     import torch.distributed as dist
-    from torch.distributed import device_mesh
+
+    from torchtitan_lr.compat.collectives import make_mesh_groups_by
 
     torch.set_num_threads(1)
     if sys.platform == "linux":  # a stopped rank would not notice that its parent has ended
@@ -179,7 +180,7 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
     )
     groups = _GroupCache(dist.new_group)
-    device_mesh.new_group = groups  # type: ignore[assignment]
+    make_mesh_groups_by(groups)
     while True:
         try:
             function, args = pipe.recv()
