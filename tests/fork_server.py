@@ -256,7 +256,9 @@ def _run(arguments):
     try:
         if arguments[0] == "-m":
             sys.argv, sys.path = arguments[1:], [os.getcwd(), *entries, *_BASE_PATH]
-            sys.modules.pop(arguments[1], None)  # it is to run, not to be found
+            for name in (arguments[1], f"{arguments[1]}.__main__"):
+                if not hasattr(sys.modules.get(name), "__path__"):
+                    sys.modules.pop(name, None)  # it is to run, not to be found
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv, sys.path = arguments, [os.path.dirname(arguments[0]), *entries, *_BASE_PATH]

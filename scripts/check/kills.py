@@ -82,7 +82,7 @@ class Launched:
     def __init__(self, arguments: Sequence[str], ranks: int) -> None:
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115, it lives as long as this
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "torchtitan_lr.launch.launcher", *arguments],
+            [sys.executable, "-m", "torchtitan_lr.launch", *arguments],
             cwd=ROOT,
             env=os.environ | {"NGPU": str(ranks)},
             stdout=self._output,

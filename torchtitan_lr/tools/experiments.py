@@ -64,7 +64,7 @@ def launch(
         RunFailedError: The launcher's status was not 0.
     """
     command = [
-        *(sys.executable, "-m", "torchtitan_lr.launch.launcher"),
+        *(sys.executable, "-m", "torchtitan_lr.launch"),
         *(f"--job.config_file={config}", f"--job.dump_folder={folder}", *arguments),
     ]
     environment = dict(os.environ) | {"CONFIG_FILE": config} | dict(variables or {})
