@@ -48,7 +48,10 @@ class TSRAdam(Optimizer):
     Attributes:
         stacks: The compressed matrices.
         dense: The other parameters.
+        synchronized: Whether the gradients are summed, so that the next step may use them.
     """
+
+    synchronized: bool = False
 
     def __init__(
         self,
@@ -71,7 +74,14 @@ class TSRAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update the dense parameters from their gradients, which are summed over all ranks."""
+        """Update the dense parameters from their gradients, if these are summed over all ranks.
+
+        DCP steps an optimizer of its own accord, with gradients of zero, to create missing state.
+        Here none is missing, and such a step changes nothing.
+        """
+        if not self.synchronized:
+            return
+        self.synchronized = False
         self.steps += 1
         if self.dense:
             self._update_dense(self.hyperparameters())
@@ -229,6 +239,8 @@ class TSROptimizers(OptimizersContainer):
         of_stacks = [part.hyperparameters() for part in self.optimizers for _ in part.stacks]
         with suppress(StopIteration):  # the step is at its end
             self._step.send(of_stacks)
+        for optimizer in self.optimizers:
+            optimizer.synchronized = True
         super().step(*args, **kwargs)
         self._step = self._synchronized = None
 
