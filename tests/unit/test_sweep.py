@@ -3,6 +3,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import pytest
 
@@ -171,3 +172,19 @@ def test_refusals(monkeypatch, tmp_path, capsys, arguments, told):
         status = end.code
     err = capsys.readouterr().err
     assert status == 2 and told in err and err.count("\n") == 1
+
+
+def test_a_checkpoint_in_the_tomls_own_folder_is_no_points(monkeypatch, tmp_path):
+    step = tmp_path / "run/checkpoint/step-1"
+    step.mkdir(parents=True)
+    (step / ".metadata").touch()
+    (step / "manifest.json").write_text(json.dumps({"model": {"model.name": "llama_full"}}))
+    folder = f"--job.dump_folder={tmp_path / 'run'}"
+    with pytest.raises(ConfigError, match="llama_full"):  # the control: it refuses a run there
+        script.check_run([f"--job.config_file={CONFIG}", folder])
+    config = tmp_path / "job.toml"
+    text = Path(CONFIG).read_text().replace("./outputs/debug_cola", str(tmp_path / "run"))
+    config.write_text(text)
+    assert str(tmp_path / "run") in config.read_text()
+    monkeypatch.setitem(globals(), "CONFIG", str(config))
+    assert sweep(monkeypatch, tmp_path, Launcher()) == 0

@@ -7,13 +7,15 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.tools.variants import PLANS, derive, shared_mode
 
 TP = "--parallelism.tensor_parallel_degree=2"
+NO_CHECKPOINT = "--checkpoint.no_enable"  # whatever runs have left in ./outputs
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("family", ["full", "svd", "cola", "lax", "caat"])
 def test_every_plan_from_every_family(family, plan):
     config = f"train_configs/debug_{family}.toml"
-    derived = build_job_config([f"--job.config_file={config}", TP, *derive(config, plan, [TP])])
+    options = [f"--job.config_file={config}", TP, NO_CHECKPOINT]
+    derived = build_job_config([*options, *derive(config, plan, [TP])])
     check_job_config(derived, 4, "cpu")
     given = "cola" if family in ("full", "caat") else family
     assert derived.model.name == ("llama_full" if plan == "full" else f"llama_{given}")
@@ -28,7 +30,7 @@ def test_choices_of_the_bottleneck_aware_plan_do_not_reach_the_others():
         *("--parallelism.no_tp_grouping", "--activation_checkpoint.mode=low_rank"),
     ]
     for plan in PLANS:
-        arguments = [f"--job.config_file={config}", *choices]
+        arguments = [f"--job.config_file={config}", NO_CHECKPOINT, *choices]
         mode = shared_mode("low_rank", [plan])
         changes = [*derive(config, plan, choices), f"--activation_checkpoint.mode={mode}"]
         derived = build_job_config([*arguments, *changes])

@@ -130,7 +130,8 @@ class Sweep:
                 raise ConfigError("--work", str(self.work), want)
             point.row = known.get("row", {})
             try:
-                config = check_run([f"--job.config_file={self.config}", *point.arguments])
+                folder = f"--job.dump_folder={self.work / point.name}"
+                config = check_run([f"--job.config_file={self.config}", *point.arguments, folder])
             except ConfigError as error:
                 if not skip_refused:
                     raise
