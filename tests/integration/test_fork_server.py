@@ -118,8 +118,9 @@ def test_a_whole_run_is_the_same_to_the_last_digit(finished, tmp_path):
     config.write_text(re.sub(r"enable_(tensorboard|wandb) = true", r"enable_\1 = false", text))
     process = runs.launch(config, "--training.steps=6", ranks=4)
     torchrun = process.wait_until(lambda: runs.child_pids(process.pid))
-    assert len(torchrun) == 1
-    assert os.getsid(torchrun[0]) == torchrun[0] != os.getsid(process.pid)
+    assert len(torchrun) == 1 and torchrun[0] != os.getsid(process.pid)
+    # The child makes its session after the fork, so it may have none of its own yet.
+    process.wait_until(lambda: os.getsid(torchrun[0]) == torchrun[0])
     done = process.finish()
     assert done.status == 0, done.everything
     forked, true = runs.history(tmp_path / "dump"), runs.history(finished.folder)

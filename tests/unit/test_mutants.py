@@ -89,7 +89,7 @@ def repository(tmp_path: Path) -> Path:
         "tests/unit/test_maths.py": TESTS,
         "tests/distributed/__init__.py": "",
         "tests/distributed/test_ranks.py": RANKS,
-        "torchtitan_lr/training/trainer.py": "",
+        "torchtitan_lr/train.py": "",
         "tests/unit/test_torn.py": "import nowhere\n\ndef test_it(): ...\n",
         ".gitignore": "ignored.py\n",
         "torchtitan_lr/ignored.py": "2 * x",

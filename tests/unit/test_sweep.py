@@ -10,7 +10,7 @@ import pytest
 from tests.unit.test_export import load_script
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.tools import sweep as grids
-from torchtitan_lr.tools.experiments import RunFailedError, Stopped
+from torchtitan_lr.tools.experiments import RunFailedError, Stopped, check_run
 
 script = load_script("sweep")
 
@@ -181,7 +181,7 @@ def test_a_checkpoint_in_the_tomls_own_folder_is_no_points(monkeypatch, tmp_path
     (step / "manifest.json").write_text(json.dumps({"model": {"model.name": "llama_full"}}))
     folder = f"--job.dump_folder={tmp_path / 'run'}"
     with pytest.raises(ConfigError, match="llama_full"):  # the control: it refuses a run there
-        script.check_run([f"--job.config_file={CONFIG}", folder])
+        check_run([f"--job.config_file={CONFIG}", folder])
     config = tmp_path / "job.toml"
     text = Path(CONFIG).read_text().replace("./outputs/debug_cola", str(tmp_path / "run"))
     config.write_text(text)

@@ -23,6 +23,7 @@ DEBUG = "train_configs/debug_cola.toml"
 NAMED = "--parallelism.tp_plan=gathered"
 MODULE = "--experimental.custom_import=tests.toy_plan"
 TP = "--parallelism.tensor_parallel_degree=2"
+NO_CHECKPOINT = "--checkpoint.no_enable"  # whatever runs have left in ./outputs
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,8 @@ def _leaves_nothing_behind():
 
 
 def config_of(*arguments):
-    config = build_job_config([f"--job.config_file={DEBUG}", NAMED, MODULE, TP, *arguments])
+    common = [f"--job.config_file={DEBUG}", NAMED, MODULE, TP, NO_CHECKPOINT]
+    config = build_job_config([*common, *arguments])
     check_job_config(config, 4, "cpu")
     return config
 
@@ -107,9 +109,10 @@ def test_compare_lists_it(capsys):
     options = compare._parse([DEBUG, "--plans", "full,gathered", MODULE])
     cases = compare.cases_of(options)
     assert [case.name for case in cases] == ["full", "gathered"]
-    arguments = [f"--job.config_file={DEBUG}", TP, *compare.arguments_of(cases[1], options)]
-    check_job_config(build_job_config(arguments), 4, "cpu")
-    assert "--parallelism.tp_comm=all_reduce" in derive(DEBUG, "gathered", [MODULE])
+    common = [f"--job.config_file={DEBUG}", TP, NO_CHECKPOINT]
+    config = build_job_config([*common, *compare.arguments_of(cases[1], options)])
+    check_job_config(config, 4, "cpu")
+    assert "--parallelism.tp_comm=all_reduce" in derive(DEBUG, "gathered", [MODULE, NO_CHECKPOINT])
     for unknown in ("other", "megatron"):
         with pytest.raises(SystemExit):
             compare._parse([DEBUG, "--plans", unknown, MODULE])

@@ -10,16 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-
-def local_shards(tensors: list[Tensor]) -> list[Tensor]:
-    """Return this rank's parts, which share memory with ``tensors``.
-
-    Args:
-        tensors: Plain tensors or DTensors without partial sums.
-    """
-    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+from torchtitan_lr.compat.dtensor import local_part
 
 
 class ShardAdam(torch.optim.Adam):
@@ -29,7 +21,7 @@ class ShardAdam(torch.optim.Adam):
         # Torch collects parameters, gradients and states here, and steps on what it collected.
         has_complex: bool = super()._init_group(group, *lists)
         for tensors in lists:
-            tensors[:] = local_shards(tensors)
+            tensors[:] = map(local_part, tensors)
         return has_complex
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.optim.finite import nonfinite_gradient
-from torchtitan_lr.optim.shard_adam import local_shards
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.training.grad_norm import gradient_norm
 
@@ -55,9 +55,10 @@ class StoredGradients:
     @torch.no_grad()
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale this rank's shards of the gradients in place."""
-        gradients = [p.grad for p in self._parameters() if p.grad is not None]
+        shards = [local_part(p.grad) for p in self._parameters() if p.grad is not None]
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(local_shards(gradients), coefficient)
+        if shards:  # with CPU offload they may lie on another device than the norm
+            torch._foreach_mul_(shards, coefficient.to(shards[0].device))
 
     def nonfinite(self) -> str | None:
         """Name the first parameter with a gradient that is not finite on this rank."""
