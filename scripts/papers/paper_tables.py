@@ -52,11 +52,11 @@ PAGE = ROOT / "docs" / "paper_tables.md"
 INTRODUCTION = """\
 # The papers' tables
 
-What the papers print and a formula gives, beside ours. This page is written by
-`python scripts/papers/paper_tables.py`; tests/unit/test_paper_tables.py checks that it is up to
-date and that the formulas, at the precision printed, give what is marked *equal*. Losses and
-perplexities take the authors' training runs and are not here, nor are most of their timings; the
-last section has the commands for some."""
+What the papers print and a formula gives, beside ours. `python scripts/papers/paper_tables.py`
+writes this page; tests/unit/formulas/test_paper_tables.py checks that it is up to date, and that
+the formulas give what is marked *equal*, at the precision printed. Losses and perplexities take
+the authors' training runs and are not here, nor are most of their timings; the last section has
+the commands for some."""
 
 
 def boost_communication() -> str:

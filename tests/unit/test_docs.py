@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_export import load_script
+from tests.scripts import ROOT, load_script
 from torchtitan_lr.config.build import build_job_config
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 DOOR = ROOT / "README.md"
 EVERY = [*PAGES, DOOR, ROOT / "CONTRIBUTING.md"]

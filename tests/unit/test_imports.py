@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.scripts import ROOT
 
 HEAVY = ["torch", "torchtitan", "triton", "sympy", "datasets", "pyarrow", "pandas", "tiktoken"]
 HEAVY += ["transformers", "matplotlib", "wandb", "tensorboard", "safetensors"]

@@ -2,12 +2,12 @@
 """The package is made of rooms that import downwards, of files and functions one can read."""
 
 import ast
-from pathlib import Path
 
 import pytest
 from importlinter.cli import EXIT_STATUS_ERROR, EXIT_STATUS_SUCCESS, lint_imports
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.scripts import ROOT
+
 PACKAGE = ROOT / "torchtitan_lr"
 FILES = sorted(PACKAGE.rglob("*.py"))
 CONTRACTS = (ROOT / "pyproject.toml").read_text().partition("[tool.importlinter]")[2]

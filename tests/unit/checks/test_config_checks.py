@@ -1,0 +1,529 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import ctypes
+import json
+import math
+import os
+import struct
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.scripts import ROOT
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.checks.values import check_vocabulary
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.data.corpora import validation_source
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.tools.loading import build_model_args
+from torchtitan_lr.training import fingerprint
+
+CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
+MAIN = ROOT / "train_configs" / "debug_cola.toml"
+SHIPPED = "torchtitan_lr/data/assets/bpe4k"
+
+
+def check(*argv, world=4, device="cpu", config_file=MAIN):
+    config = build_job_config([f"--job.config_file={config_file}", *argv])
+    check_job_config(config, world, device)
+    return config
+
+
+def refusal(*argv, **kwargs):
+    with pytest.raises(ConfigError) as info:
+        check(*argv, **kwargs)
+    text = str(info.value)
+    assert "\n" not in text
+    return text
+
+
+REFUSALS = [
+    # option, value as told, what would work
+    ("training.seq_len=0", "0", "a positive"),
+    ("training.steps=0", "0", "a positive"),
+    ("training.steps=-5", "-5", "a positive"),
+    ("training.local_batch_size=0", "0", "a positive"),
+    ("training.gc_freq=0", "0", "a positive"),
+    ("comm.init_timeout_seconds=9999999999", "9999999999", "at most 10**9 seconds"),
+    ("comm.train_timeout_seconds=9999999999", "9999999999", "at most 10**9 seconds"),
+    ("training.max_norm=0", "0.0", "a positive"),
+    ("training.max_norm=nan", "nan", "a positive"),
+    ("training.max_skipped_steps=-1", "-1", "0 or a positive integer"),
+    ("training.global_batch_size=33", "33", "a multiple of 16 (training.local_batch_size 8 x 2"),
+    ("training.global_batch_size=0", "0", "such as 16, or -1"),
+    ("training.global_batch_size=8", "8", "such as 16, or -1"),
+    ("training.max_bad_records=-1", "-1", "0 or a positive integer"),
+    ("training.dtype=float16", "'float16'", "one of 'bfloat16', 'float32'"),
+    ("training.dataset=wikipedia", "'wikipedia'", "one of python_stdlib"),
+    ("training.dataset=local", "None", "a file, folder or pattern"),
+    ("training.dataloader.num_workers=2", "2", "0"),
+    ("validation.dataset=nothing", "'nothing'", "one of training, python_stdlib"),
+    ("validation.steps=0", "0", "a positive integer, or -1"),
+    ("validation.steps=-2", "-2", "a positive integer, or -1"),
+    ("validation.freq=0", "0", "a positive"),
+    ("validation.local_batch_size=0", "0", "a positive"),
+    ("validation.seq_len=512", "512", "at most training.seq_len (128)"),
+    ("optimizer.name=SGD", "'SGD'", "'AdamW', 'Adam' or 'TSRAdam'"),
+    ("optimizer.lr=0", "0.0", "a positive number"),
+    ("optimizer.lr=-1", "-1.0", "a positive number"),
+    ("optimizer.lr=nan", "nan", "a positive number"),
+    ("optimizer.lr=inf", "inf", "a positive number"),
+    ("optimizer.beta1=1", "1.0", "a number in [0, 1)"),
+    ("optimizer.beta2=-0.1", "-0.1", "a number in [0, 1)"),
+    ("optimizer.eps=0", "0.0", "a number such as 1e-8"),
+    ("optimizer.weight_decay=-1", "-1.0", "a number of at least 0"),
+    ("optimizer.early_step_in_backward", "True", "false"),
+    ("optimizer.implementation=slow", "'slow'", "one of 'for-loop', 'foreach', 'fused'"),
+    ("lr_scheduler.warmup_steps=-1", "-1", "0 or a positive integer"),
+    ("lr_scheduler.total_steps=31", "31", "at least training.steps ("),
+    ("lr_scheduler.total_steps=0", "0", "a positive integer"),
+    ("lr_scheduler.decay_ratio=1.5", "1.5", "a number from 0 to 1"),
+    ("lr_scheduler.min_lr_factor=-0.1", "-0.1", "a number from 0 to 1"),
+    ("metrics.log_freq=0", "0", "a positive"),
+    ("metrics.wandb_mode=cloud", "'cloud'", "'auto', 'online', 'offline', 'disabled'"),
+    ("comm.train_timeout_seconds=0", "0", "a positive"),
+    ("comm.mode=local_tensor", "'local_tensor'", "'default' or 'fake_backend'"),
+    ("debug.seed=-1", "-1", "an integer from 0"),
+    ("debug.seed=None", "'None'", "an integer such as 0"),
+    ("checkpoint.interval=0", "0", "a positive"),
+    ("checkpoint.keep_latest_k=1", "1", "0 (keep all) or at least 2"),
+    ("checkpoint.keep_latest_k=-1", "-1", "0 (keep all) or at least 2"),
+    ("checkpoint.async_mode=later", "'later'", "one of 'disabled', 'async'"),
+    ("checkpoint.load_step=-2", "-2", "a step, or -1"),
+    ("checkpoint.load_step=7", "7", "-1: "),
+    (
+        "checkpoint.initial_load_path=/no/such",
+        "'/no/such'",
+        "the folder of one complete checkpoint",
+    ),
+    ("checkpoint.last_save_in_hf", "True", "checkpoint.last_save_model_only = true"),
+    ("checkpoint.exclude_from_loading=optimiser", "'optimiser'", "optimizer, lr_scheduler"),
+    ("checkpoint.create_seed_checkpoint", "True", "one rank (NGPU=1), not 4"),
+    ("checkpoint.initial_load_in_hf_quantized", "True", "not supported"),
+    ("parallelism.tensor_parallel_degree=3", "3", "a divisor of the 4 ranks: 1, 2, 4"),
+    ("parallelism.pipeline_parallel_degree=3", "3", "a divisor of the 2 ranks: 1, 2"),
+    ("parallelism.context_parallel_degree=2", "2", "only data, tensor and pipeline"),
+    ("parallelism.expert_parallel_degree=2", "2", "only data, tensor and pipeline"),
+    ("parallelism.tensor_parallel_degree=0", "0", "a divisor of the 4 ranks"),
+    ("parallelism.enable_async_tensor_parallel", "True", "false"),
+    ("parallelism.context_parallel_load_balancer=", "''", "'headtail'"),
+    ("parallelism.data_parallel_replicate_degree=3", "3", "a divisor of the 2 ranks: 1, 2"),
+    ("parallelism.data_parallel_replicate_degree=0", "0", "a divisor of the 2 ranks: 1, 2"),
+    ("parallelism.data_parallel_shard_degree=4", "4", "-1 or 2"),
+    ("parallelism.data_parallel_shard_degree=0", "0", "-1 or 2"),
+    ("activation_checkpoint.mode=memory_budget", "'memory_budget'", "unless compile.enable"),
+    ("activation_checkpoint.mode=some", "'some'", "one of 'selective', 'full'"),
+    ("activation_checkpoint.selective_ac_option=0", "'0'", "'op', or every how many"),
+    ("activation_checkpoint.selective_ac_option=ops", "'ops'", "'op', or every how many"),
+    ("activation_checkpoint.determinism_check=x", "'x'", "'default' or 'none'"),
+    ("compile.components=model,optimizer", "'optimizer'", "'model' and/or 'loss'"),
+    ("model.name=llama3", "'llama3'", "one of llama_cola, llama_full, llama_lax, llama_svd"),
+    ("model.flavor=2B", "'2B'", "one of debug, tiny, 60M"),
+    ("model.vocab_size=-1", "-1", "0 (the flavor's) or a positive integer"),
+    ("model.converters=float8", "['float8']", "no float8"),
+    ("model.hf_assets_path=/no/such", "'/no/such'", "a folder that holds tokenizer.json"),
+    ("model.tokenizer_path=x", "'x'", "model.hf_assets_path"),
+    ("low_rank.rank=-1", "-1", "a rank from 1 to 128"),
+    ("model.name=", "''", "one of llama_cola"),
+    ("model.flavor=", "''", "one of debug"),
+    ("model.hf_assets_path=~nosuchuser/x", "'~nosuchuser/x'", "a path to use here"),
+    ("experimental.custom_import=nosuch", "'nosuch'", "a module that can be imported"),
+    ("experimental.custom_import=nosuch.sub", "'nosuch.sub'", "a module that can be imported"),
+    ("experimental.custom_import=.", "'.'", "a module that can be imported"),
+    ("low_rank.rank_ffn=-1", "-1", "a rank from 1 to 128"),
+    ("low_rank.rank_attention=129", "129", "a rank from 1 to 128"),
+    ("low_rank.rank_ffn=129", "129", "a rank from 1 to 128"),
+    ("low_rank.activation=relu", "'relu'", "one of 'flavor', 'both'"),
+    ("low_rank.lax_gate=scalar", "'scalar'", "'identity' unless llama_lax"),
+    ("caat.lanes=0", "0", "1 (an ordinary model)"),
+    ("caat.lanes=3", "3", "a divisor of the model's n_heads = 8"),
+    ("caat.sync_fraction=1.5", "1.5", "a number from 0 to 1"),
+    ("caat.sync_fraction=0.5", "0.5", "1 unless caat.lanes is more than 1"),
+    ("caat.backward_sum=fp8", "'fp8'", "one of 'float32', 'activation'"),
+    ("parallelism.tp_plan=caat", "'caat'", "caat.lanes of more than 1"),
+    ("parallelism.tp_plan=btp_caat", "'btp_caat'", "caat.lanes of more than 1"),
+    ("fault_tolerance.enable", "True", "not supported"),
+    ("memory_estimation.enable", "True", "not supported"),
+    ("job.custom_config_module=other", "'other'", "torchtitan_lr.config.schema"),
+    ("experimental.custom_args_module=other", "'other'", "leave it out"),
+    # What has no meaning on a CPU.
+    ("profiling.enable_profiling", "True", "false on a CPU"),
+    ("profiling.enable_memory_snapshot", "True", "false on a CPU"),
+    ("checkpoint.async_mode=async_with_pinned_mem", "'async_with_pinned_mem'", "on a CPU"),
+    ("training.enable_cpu_offload", "True", "false on a CPU"),
+]
+
+
+REPEATING_ATTENTION = ("full", "selective", "memory_budget")
+COMPILED = ("--compile.enable", "--parallelism.tensor_parallel_degree=2")
+
+
+@pytest.mark.parametrize("mode", REPEATING_ATTENTION)
+def test_compiled_tensor_parallel_blocks_may_not_repeat_attention_on_a_cpu(mode, monkeypatch):
+    monkeypatch.setenv("CXX", "true")  # any compiler that exists
+    text = refusal(*COMPILED, f"--activation_checkpoint.mode={mode}")
+    assert text.startswith(f"activation_checkpoint.mode: got {mode!r}, expected 'none' or")
+    check(*COMPILED, f"--activation_checkpoint.mode={mode}", device="cuda")
+    check(
+        COMPILED[0],
+        "--parallelism.tensor_parallel_degree=1",
+        f"--activation_checkpoint.mode={mode}",
+    )
+
+
+@pytest.mark.parametrize("mode", ["none", "low_rank"])
+def test_compiled_tensor_parallel_blocks_that_keep_attention_are_accepted(mode, monkeypatch):
+    monkeypatch.setenv("CXX", "true")
+    check(*COMPILED, f"--activation_checkpoint.mode={mode}")
+
+
+@pytest.mark.parametrize(("option", "got", "want"), REFUSALS)
+def test_refusals_name_key_value_and_what_works(option, got, want, tmp_path):
+    text = refusal(f"--{option}", f"--job.dump_folder={tmp_path}")
+    key = option.partition("=")[0]
+    blamed = {"training.dataset=local": "training.dataset_path"}.get(option, key)
+    assert text.startswith(f"{blamed}: got {got}, expected ")
+    assert want in text
+
+
+ACCEPTED = [
+    ["--training.max_norm=inf"],
+    ["--training.max_norm=1"],
+    ["--training.global_batch_size=32"],
+    ["--training.global_batch_size=64"],
+    ["--training.global_batch_size=-1"],
+    ["--training.dtype=bfloat16"],
+    ["--training.max_skipped_steps=3"],
+    ["--training.steps=30"],
+    ["--training.steps=5", "--comm.mode=fake_backend"],
+    ["--lr_scheduler.warmup_steps=0"],
+    ["--lr_scheduler.total_steps=100000"],
+    ["--lr_scheduler.decay_ratio=0.5"],
+    ["--validation.steps=-1"],
+    ["--validation.no_enable", "--validation.seq_len=4096"],
+    ["--optimizer.name=Adam"],
+    ["--optimizer.beta1=0"],
+    ["--checkpoint.keep_latest_k=0"],
+    ["--checkpoint.keep_latest_k=2"],
+    ["--checkpoint.async_mode=async"],
+    ["--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"],
+    ["--checkpoint.exclude_from_loading=optimizer,lr_scheduler"],
+    ["--checkpoint.no_enable", "--checkpoint.load_step=7"],
+    ["--parallelism.data_parallel_replicate_degree=2"],
+    [
+        "--parallelism.tensor_parallel_degree=1",
+        "--parallelism.data_parallel_replicate_degree=4",
+        "--parallelism.data_parallel_shard_degree=1",
+    ],
+    [
+        "--parallelism.tensor_parallel_degree=1",
+        "--parallelism.data_parallel_replicate_degree=2",
+        "--parallelism.data_parallel_shard_degree=2",
+    ],
+    ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
+    ["--activation_checkpoint.mode=full"],
+    ["--low_rank.rank=64"],
+    ["--low_rank.rank_attention=1", "--low_rank.rank_ffn=128"],
+    ["--model.name=llama_lax", "--low_rank.lax_gate=scalar"],
+    ["--model.name=llama_full"],
+    ["--debug.seed=9223372036854775807"],
+]
+
+
+@pytest.mark.parametrize("argv", ACCEPTED, ids=" ".join)
+def test_no_false_refusals(argv, tmp_path):
+    check(*argv, f"--job.dump_folder={tmp_path}")
+
+
+GPU_ONLY = [
+    ["--profiling.enable_profiling"],
+    ["--profiling.enable_memory_snapshot"],
+    ["--checkpoint.async_mode=async_with_pinned_mem"],
+    ["--training.enable_cpu_offload"],
+]
+
+
+@pytest.mark.parametrize("argv", GPU_ONLY, ids=" ".join)
+def test_what_a_cpu_refuses_a_gpu_takes(argv, tmp_path):
+    check(*argv, f"--job.dump_folder={tmp_path}", device="cuda")
+
+
+def test_profiling_frequency_too_short(tmp_path):
+    argv = ["--profiling.enable_profiling", "--profiling.profile_freq=3"]
+    text = refusal(*argv, f"--job.dump_folder={tmp_path}", device="cuda")
+    assert text == (
+        "profiling.profile_freq: got 3, expected at least profiler_active + profiler_warmup (4)"
+    )
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_train_config_passes(path, tmp_path):
+    """Their tokenizers are not shipped, so ours stands in: it is smaller than every vocabulary."""
+    overrides = [f"--job.dump_folder={tmp_path}", f"--model.hf_assets_path={SHIPPED}"]
+    config = check(*overrides, world=8, device="cuda", config_file=path)
+    assert config.job.dump_folder == str(tmp_path)
+    assert config.lr_scheduler.warmup_steps * 10 in range(
+        config.training.steps - 10, config.training.steps + 1
+    )
+
+
+def test_there_are_train_configs():
+    names = {path.stem for path in CONFIGS}
+    assert {"debug_cola", "debug_full", "debug_svd", "debug_lax", "cola_60m", "full_1b"} <= names
+
+
+def test_sections_have_one_order_everywhere():
+    main = [line for line in MAIN.read_text().splitlines() if line.startswith("[")]
+    order = [*main[: main.index("[validation]")], "[compile]", *main[main.index("[validation]") :]]
+    after = order.index("[parallelism]") + 1
+    order[after:after] = ["[caat]", "[grad_compression]"]
+    for path in CONFIGS:
+        sections = [line for line in path.read_text().splitlines() if line.startswith("[")]
+        assert sections == [section for section in order if section in sections], path.name
+
+
+def test_vocabulary_smaller_than_the_tokenizers(tmp_path):
+    assert FLAVORS["cola"]["debug"].vocab_size == 4096
+    folder = tmp_path / "big"
+    folder.mkdir()
+    import tokenizers
+
+    words = {f"w{i}": i for i in range(4097)}
+    model = tokenizers.models.WordLevel(words, unk_token="w0")
+    tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
+    text = refusal(f"--model.hf_assets_path={folder}", f"--job.dump_folder={tmp_path}")
+    assert text.startswith("model.hf_assets_path: got ")
+    assert "at most 4096 tokens for llama_cola debug, or model.vocab_size = 4097" in text
+    # What the refusal proposes works.
+    options = [f"--model.hf_assets_path={folder}", f"--job.dump_folder={tmp_path}"]
+    config = build_job_config([f"--job.config_file={MAIN}", *options, "--model.vocab_size=4097"])
+    check_vocabulary(config, 4, "cpu")
+    assert build_model_args(config).vocab_size == 4160
+
+
+def test_a_local_corpus_alone_is_validated_on(tmp_path):
+    """The main job's TOML, and the two arguments that name one's own text."""
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "text {i}"}}\n' for i in range(900)))
+    argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}"]
+    config = build_job_config([f"--job.config_file={MAIN}", *argv])
+    assert config.validation.enable
+    source = validation_source(config)
+    assert (source.name, source.path, source.split) == ("local", str(tmp_path), "validation")
+
+
+def test_a_corpus_without_one_sequence_is_refused_before_ranks_start(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a few words"}\n{"text": "some words"}\n')
+    argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}"]
+    argv += [f"--job.dump_folder={tmp_path}", "--validation.no_enable"]
+    text = refusal(*argv)
+    assert text.startswith("training.seq_len: got 128, expected at most ")
+    (tmp_path / "a.jsonl").write_text('{"text": "a few words"}\n' * 100)
+    check(*argv)
+
+
+def test_local_corpus_that_is_not_there(tmp_path):
+    argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}/*.txt"]
+    text = refusal(*argv, f"--job.dump_folder={tmp_path}")
+    assert text.startswith("training.dataset_path: got ")
+    (tmp_path / "a.txt").write_text("some text to train on\n" * 5000)
+    check(*argv, f"--job.dump_folder={tmp_path}")
+
+
+def test_load_step_lists_what_there_is(tmp_path):
+    folder = tmp_path / "checkpoint"
+    for step in (10, 9, 100, 110):
+        (folder / f"step-{step}").mkdir(parents=True)
+    for name in ("step-9/.metadata", "step-10/.metadata", "step-100/model.safetensors.index.json"):
+        (folder / name).write_text("")
+    # 110 has a folder, but was never finished.
+    for step in (11, 110):
+        text = refusal(f"--checkpoint.load_step={step}", f"--job.dump_folder={tmp_path}")
+        assert text == f"checkpoint.load_step: got {step}, expected one of 9, 10, 100"
+    check("--checkpoint.load_step=10", f"--job.dump_folder={tmp_path}")
+    check("--checkpoint.load_step=100", f"--job.dump_folder={tmp_path}")
+    text = refusal(f"--checkpoint.initial_load_path={folder}/step-110")
+    assert text.endswith(f"; in {folder} are the steps 9, 10, 100")
+    assert refusal(f"--checkpoint.initial_load_path={folder}").endswith("9, 10, 100")
+    check(f"--checkpoint.initial_load_path={folder}/step-9")
+
+
+def test_a_checkpoint_of_another_family_is_refused_before_any_rank(tmp_path):
+    model = fingerprint.model_fingerprint(FLAVORS["cola"]["debug"])
+    step = tmp_path / "checkpoint/step-5"
+    step.mkdir(parents=True)
+    (step / ".metadata").write_text("")
+    (step / "manifest.json").write_text(json.dumps({"model": model}))
+    here, svd = f"--job.dump_folder={tmp_path}", "--model.name=llama_svd"
+    check(here, "--training.seq_len=256")
+    line = f"model.name: got 'llama_svd', expected 'llama_cola' as in the checkpoint {step}"
+    assert refusal(here, svd).startswith(line)
+    elsewhere = [f"--job.dump_folder={tmp_path}/new", f"--checkpoint.initial_load_path={step}"]
+    assert refusal(*elsewhere, svd).startswith(line)
+    check(*elsewhere, svd, "--checkpoint.initial_load_other_model")
+    (step / "manifest.json").write_text("{")
+    check(here, svd)  # the ranks find out what is whole
+
+
+def test_negative_rank_behind_the_ranks_of_both_groups(tmp_path):
+    argv = ["--low_rank.rank_attention=8", "--low_rank.rank_ffn=8"]
+    argv.append(f"--job.dump_folder={tmp_path}")
+    check(*argv)
+    text = refusal(*argv, "--low_rank.rank=-1")
+    assert text.startswith("low_rank.rank: got -1, expected 0 (the flavor's) or a positive")
+
+
+def test_cpu_offload_needs_shards(tmp_path):
+    argv = ["--training.enable_cpu_offload", f"--job.dump_folder={tmp_path}"]
+    check(*argv, device="cuda")
+    argv.append("--parallelism.data_parallel_replicate_degree=2")
+    text = refusal(*argv, device="cuda")
+    assert text.startswith("training.enable_cpu_offload: got True, expected false unless")
+
+
+class Divided(int):
+    """A number that counts how often it is divided."""
+
+    divisions = 0
+
+    def __mod__(self, other):
+        Divided.divisions += 1
+        assert Divided.divisions < 2 * math.isqrt(self), "tries more than up to the square root"
+        return int(self) % other
+
+
+def test_many_ranks_are_checked_at_once(tmp_path):
+    argv = [f"--job.dump_folder={tmp_path}", "--parallelism.tensor_parallel_degree=3"]
+    text = refusal(*argv, world=Divided(10**12))
+    assert text.startswith("parallelism.tensor_parallel_degree: got 3, expected a divisor")
+    assert text.endswith(", 500000000000, 1000000000000")
+    assert Divided.divisions >= 10**6  # this is where the divisors came from
+    text = refusal(*argv, world=8)
+    assert text.endswith("a divisor of the 8 ranks: 1, 2, 4, 8")
+
+
+def test_empty_config_file():
+    assert refusal(config_file="").startswith("job.config_file: got '', expected a TOML file")
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n"])
+def test_config_file_without_settings(tmp_path, text):
+    path = tmp_path / "empty.toml"
+    path.write_text(text)
+    told = refusal(config_file=path)
+    assert told == f"job.config_file: got '{path}', expected a TOML file with settings; it has none"
+
+
+def test_empty_tables_of_names(tmp_path):
+    path = tmp_path / "empty.toml"
+    path.write_text('[model]\nname = ""\nflavor = ""\n')
+    assert refusal(config_file=path).startswith("model.name: got '', expected one of llama_cola")
+
+
+@pytest.mark.parametrize("length", [300, 5000])
+def test_dump_folder_with_too_long_a_name(tmp_path, length):
+    text = refusal(f"--job.dump_folder={tmp_path}/{'x' * length}")
+    assert text.startswith("job.dump_folder: got ") and len(text) < 500
+
+
+def test_path_of_c4_is_expanded(tmp_path, monkeypatch):
+    from torchtitan_lr.data import corpora, hub_corpus
+
+    seen = []
+    monkeypatch.setattr(hub_corpus, "HubCorpus", lambda name, path, key: seen.append(path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c4").mkdir()
+    for path in ("~/c4", "allenai/c4"):
+        corpora.build_corpus("c4", path, "train", "training")
+    assert seen == [f"{tmp_path}/c4", "allenai/c4"]
+    text = refusal("--training.dataset=c4", "--training.dataset_path=~nosuchuser/c4")
+    assert text.startswith("training.dataset_path: got '~nosuchuser/c4', expected a path to use")
+
+
+def test_seed_checkpoint(tmp_path):
+    argv = ["--checkpoint.create_seed_checkpoint", f"--job.dump_folder={tmp_path}"]
+    argv.append("--parallelism.tensor_parallel_degree=1")
+    check(*argv, world=1)
+    text = refusal(*argv, "--checkpoint.no_enable", world=1)
+    assert "checkpoint.enable = true" in text
+
+
+def test_memory_budget_with_compile(tmp_path):
+    argv = ["--activation_checkpoint.mode=memory_budget", "--compile.enable"]
+    argv.append(f"--job.dump_folder={tmp_path}")
+    check(*argv, device="cuda")
+    assert "unless compile.enable" in refusal(*argv, "--compile.components=loss", device="cuda")
+    text = refusal(*argv, "--activation_checkpoint.memory_budget=2", device="cuda")
+    assert text == "activation_checkpoint.memory_budget: got 2.0, expected a number from 0 to 1"
+
+
+def test_compile_backend(tmp_path, monkeypatch):
+    argv = ["--compile.enable", f"--job.dump_folder={tmp_path}"]
+    text = refusal(*argv, "--compile.backend=inducktor")
+    assert text.startswith("compile.backend: got 'inducktor', expected one of ")
+    assert "inductor" in text
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert refusal(*argv).startswith("compile.enable: got True, expected false on a CPU without")
+    check(*argv, "--compile.backend=eager")
+    check(*argv, device="cuda")
+
+
+def test_dump_folder_that_is_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    text = refusal(f"--job.dump_folder={tmp_path}/file/below")
+    assert text.startswith(f"job.dump_folder: got '{tmp_path}/file/below', expected a folder")
+
+
+def without_privileges(function):
+    """Calls a function in a thread that file permissions bind, even if this process is root's."""
+
+    def call():
+        if sys.platform == "linux":
+            # Of this thread alone. Version 3 of the call, no capability of any kind.
+            nothing = ctypes.create_string_buffer(24)
+            assert ctypes.CDLL(None).capset(struct.pack("Ii", 0x20080522, 0), nothing) == 0
+        return function()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result()
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" and os.geteuid() == 0, reason="root may write everywhere"
+)
+def test_dump_folder_without_permission(tmp_path):
+    closed, hidden = tmp_path / "closed", tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "run").mkdir()
+    closed.mkdir(0o500)
+    argv = f"--job.dump_folder={closed}/out"
+    text = without_privileges(lambda: refusal(argv))
+    assert text.startswith("job.dump_folder: got ") and f"a folder that {closed} lets" in text
+    hidden.chmod(0)
+    text = without_privileges(lambda: refusal(f"--job.dump_folder={hidden}/run"))
+    assert text.startswith("job.dump_folder: got ") and "(Permission denied)" in text
+    # The control: nothing but the permission was in the way.
+    for folder in (closed, hidden):
+        folder.chmod(0o700)
+    without_privileges(lambda: check(argv))
+    without_privileges(lambda: check(f"--job.dump_folder={hidden}/run"))
+
+
+def test_toml_types_reach_the_user(tmp_path):
+    path = tmp_path / "wrong.toml"
+    path.write_text("[training]\nsteps = 'ten'\n")
+    assert refusal(config_file=path) == (
+        "training.steps: got 'ten', expected an integer such as 10000"
+    )
+
+
+def test_missing_config_file(tmp_path):
+    assert refusal(config_file=tmp_path / "none.toml").startswith("job.config_file: got ")
+
+
+def test_checks_leave_the_configuration_alone(tmp_path):
+    config = check(f"--job.dump_folder={tmp_path}/new")
+    before = config.to_dict()
+    check_job_config(config, 4, "cpu")
+    assert config.to_dict() == before
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,79 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+
+import pytest
+
+from tests.scripts import ROOT
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.errors import ConfigError
+
+CONFIG = ROOT / "train_configs" / "debug_tsr.toml"
+
+
+def check(*argv, tmp_path, world=4):
+    folder = f"--job.dump_folder={tmp_path}"
+    config = build_job_config([f"--job.config_file={CONFIG}", folder, *argv])
+    check_job_config(config, world, "cpu")
+
+
+REFUSALS = [
+    ("optimizer.tsr_rank=0", "0", "an integer of at least 1"),
+    ("optimizer.tsr_rank=65", "65", "at most 64, the shorter side of layers.0.attention.wk.weight"),
+    ("optimizer.tsr_rank=full", "'full'", "an integer"),
+    ("optimizer.tsr_embedding_rank=-1", "-1", "a rank, or 0"),
+    ("optimizer.tsr_embedding_rank=129", "129", "at most 128, the shorter side of tok_embeddings"),
+    ("optimizer.tsr_refresh_interval=0", "0", "an integer of at least 1"),
+    ("optimizer.tsr_embedding_refresh_interval=0", "0", "an integer of at least 1"),
+    ("optimizer.tsr_oversampling=-1", "-1", "an integer of at least 0"),
+    ("optimizer.tsr_power_iterations=-1", "-1", "an integer of at least 0"),
+    ("optimizer.tsr_overlap_buckets=0", "0", "an integer of at least 1"),
+    ("optimizer.tsr_seed=-1", "-1", "an integer of at least 0"),
+    ("optimizer.tsr_scale=0", "0.0", "a positive number"),
+    ("optimizer.tsr_scale=nan", "nan", "a positive number"),
+    ("optimizer.tsr_scale=inf", "inf", "a positive number"),
+    ("optimizer.tsr_moments=forget", "'forget'", "one of 'keep', 'rotate', 'reset'"),
+    ("optimizer.tsr_refresh=never", "'never'", "one of 'auto', 'sketch', 'dense'"),
+    ("optimizer.tsr_core_dtype=float16", "'float16'", "one of 'float32', 'bfloat16'"),
+    ("optimizer.tsr_projection=both", "'both'", "one of 'two_sided', 'one_sided'"),
+    ("optimizer.tsr_include=*.wz.weight", "'*.wz.weight'", "matches the name of a matrix"),
+    ("optimizer.tsr_exclude=norm.weight", "'norm.weight'", "matches the name of a matrix"),
+    ("optimizer.tsr_exclude=*", "['*']", "leave a matrix to compress"),
+    ("optimizer.early_step_in_backward", "True", "false"),
+    ("optimizer.tsr_rnak=3", "'3'", "did you mean optimizer.tsr_rank"),
+]
+
+
+@pytest.mark.parametrize(("option", "got", "want"), REFUSALS)
+def test_refusals_name_key_value_and_what_works(option, got, want, tmp_path):
+    with pytest.raises(ConfigError) as info:
+        check(f"--{option}", tmp_path=tmp_path)
+    key = option.partition("=")[0]
+    blamed = "optimizer.tsr_include" if option.endswith("exclude=*") else key
+    text = str(info.value)
+    assert text.startswith(f"{blamed}: got {got}, expected ") and "\n" not in text
+    assert want in text
+
+
+ACCEPTED = [
+    [],
+    ["--optimizer.tsr_rank=64"],
+    ["--optimizer.tsr_rank=100", "--optimizer.tsr_exclude=*.wk.weight,*.wv.weight"],
+    ["--optimizer.tsr_embedding_rank=0"],
+    ["--optimizer.tsr_include=layers.0.*", "--optimizer.tsr_projection=one_sided"],
+    ["--optimizer.tsr_compress_head", "--optimizer.tsr_stagger"],
+    ["--optimizer.tsr_oversampling=0", "--optimizer.tsr_power_iterations=0"],
+    ["--model.name=llama_cola", "--optimizer.tsr_rank=32"],
+    ["--parallelism.tensor_parallel_degree=2"],
+    # Says nothing where another optimizer trains.
+    ["--optimizer.name=AdamW", "--optimizer.tsr_rank=0"],
+]
+
+
+@pytest.mark.parametrize("argv", ACCEPTED, ids=" ".join)
+def test_no_false_refusals(argv, tmp_path):
+    check(*argv, tmp_path=tmp_path)
+
+
+def test_the_factors_of_a_low_rank_model_have_short_sides(tmp_path):
+    with pytest.raises(ConfigError, match=r"tsr_rank: got 33, expected at most 32, .*\.A\.weight"):
+        check("--model.name=llama_cola", "--optimizer.tsr_rank=33", tmp_path=tmp_path)

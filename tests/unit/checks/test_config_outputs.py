@@ -1,0 +1,94 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What a run will write, asked before it starts."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.unit.checks.test_config_checks import MAIN, without_privileges
+from torchtitan_lr.checks.outputs import check_dump_folder
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.errors import ConfigError
+
+
+def judge(folder, *options):
+    config = build_job_config(
+        [f"--job.config_file={MAIN}", f"--job.dump_folder={folder}", *options]
+    )
+    check_dump_folder(config, 4, "cpu")
+    return config
+
+
+BLOCKED_FOLDERS = [
+    # key, its value, what makes the run write there
+    ("checkpoint.folder", "checkpoint", "--checkpoint.enable"),
+    ("checkpoint.folder", "below/it", "--checkpoint.enable"),
+    ("metrics.save_tb_folder", "tb", "--metrics.enable_tensorboard"),
+    ("metrics.save_tb_folder", "tb", "--metrics.enable_wandb"),
+    ("comm.save_traces_folder", "comm_traces", "--comm.trace_buf_size=1"),
+    ("profiling.save_traces_folder", "profile_traces", "--profiling.enable_profiling"),
+]
+
+
+@pytest.mark.parametrize(("key", "name", "option"), BLOCKED_FOLDERS)
+def test_a_file_in_a_folders_place_is_refused(tmp_path, key, name, option):
+    blocking = tmp_path / Path(name).parts[0]
+    blocking.write_text("")
+    options = [option, f"--{key}={name}"]
+    with pytest.raises(ConfigError) as info:
+        judge(tmp_path, *options)
+    want = f"a folder that {blocking} does not block: it is a file"
+    assert str(info.value) == f"{key}: got {name!r}, expected {want}"
+    # The control: with a folder in that place the run may start.
+    blocking.unlink()
+    blocking.mkdir()
+    judge(tmp_path, *options)
+
+
+@pytest.mark.parametrize("option", ["--checkpoint.no_enable", "--metrics.no_enable_tensorboard"])
+def test_what_is_not_written_may_be_blocked(tmp_path, option):
+    name = "checkpoint" if "checkpoint" in option else "tb"
+    (tmp_path / name).write_text("")
+    judge(tmp_path, option)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "job_config.json", "mine.json"])
+def test_a_folder_in_a_files_place_is_refused(tmp_path, name):
+    (tmp_path / name).mkdir()
+    option = ["--job.save_config_file=mine.json"] if name == "mine.json" else []
+    with pytest.raises(ConfigError) as info:
+        judge(tmp_path, *option)
+    assert str(info.value).startswith(f"job.dump_folder: got '{tmp_path}', expected a folder in ")
+    assert name in str(info.value)
+    (tmp_path / name).rmdir()
+    (tmp_path / name).write_text("")
+    judge(tmp_path, *option)
+
+
+def test_what_may_not_be_written_is_refused(tmp_path):
+    (tmp_path / "tb").mkdir(0o500)
+    (tmp_path / "metrics.jsonl").touch(0o400)
+    for key in ("metrics.save_tb_folder", "job.dump_folder"):
+        with pytest.raises(ConfigError) as info:
+            without_privileges(lambda: judge(tmp_path, "--metrics.enable_tensorboard"))
+        assert str(info.value).startswith(f"{key}: got ")
+        (tmp_path / "tb").chmod(0o700)
+    (tmp_path / "metrics.jsonl").chmod(0o600)
+    without_privileges(lambda: judge(tmp_path, "--metrics.enable_tensorboard"))
+
+
+def test_home_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert judge("~/x").job.dump_folder == str(tmp_path / "x")
+    assert judge("./~").job.dump_folder == "./~"  # what the user insists on
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(ConfigError, match=r"job.dump_folder: got '~nobody-of-that-name/x'"):
+        judge("~nobody-of-that-name/x")
+
+
+@pytest.mark.parametrize("path", ["", " "])
+def test_no_folder_is_refused(path):
+    with pytest.raises(ConfigError, match=r"job.dump_folder: got ' ?', expected a folder such as"):
+        judge(path)

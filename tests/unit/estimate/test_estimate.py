@@ -1,0 +1,357 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""``scripts/estimate.py`` and ``scripts/check/check_gpu_memory.py``: what they print and refuse."""
+
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.scripts import ROOT, load_script
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.estimate.hardware import load_hardware
+from torchtitan_lr.estimate.memory import rehearse_run
+from torchtitan_lr.estimate.rehearsal import Rehearsal
+from torchtitan_lr.estimate.run import read_run
+from torchtitan_lr.estimate.timing import block_flops, repeated_flops, step_time
+from torchtitan_lr.estimate.traffic import bytes_by_dim, step_traffic
+from torchtitan_lr.formulas.flops import head_flops, layer_flops
+from torchtitan_lr.formulas.memory import static_memory
+from torchtitan_lr.tools.alternatives import alternative_modes, alternatives
+
+CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
+MACHINES = sorted((ROOT / "scripts" / "hardware").glob("*.toml"))
+DEBUG = str(ROOT / "train_configs" / "debug_cola.toml")
+ONE = "--parallelism.tensor_parallel_degree=1"
+# The same blocks in two tests, so that they are rehearsed once; none of two kinds in turns.
+BLOCKS = ["--world=4", "--parallelism.tensor_parallel_degree=2"]
+BLOCKS += ["--activation_checkpoint.selective_ac_option=1"]
+KEYS = {"checkpointing", "parameters", "flops_per_token", "memory_bytes", "comm_bytes", "step_time"}
+
+
+@pytest.fixture(scope="module")
+def script():
+    return load_script("estimate")
+
+
+def paper_run(path, world=None, *overrides):
+    config = build_job_config([f"--job.config_file={path}", *overrides])
+    world = load_script("estimate").default_world(config) if world is None else world
+    check_job_config(config, world, "cuda", on_paper=True)
+    return read_run(config, world)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_every_config(path):
+    """Parameters, bytes and time of every TOML that comes with the package."""
+    run = paper_run(path)
+    whole = sum(
+        math.prod(shape)
+        for stage in range(len(run.stages))
+        for unit in run.stages[stage].values()
+        for shape in unit.values()
+    )
+    split = sum(math.prod(shape) for shape in run.global_shapes.values())
+    assert split / run.tp <= whole <= split
+    traffic = [step_traffic(run, rank) for rank in range(run.pp)]
+    sent = [bytes_by_dim(rows, run.wire_dtypes) for rows in traffic]
+    used = {name for name in ("tp", "fsdp", "dp_replicate", "pp") if run.mesh[name].size > 1}
+    assert all(dims.keys() == used for dims in sent)
+    time = step_time(run, traffic, load_hardware("h100", ROOT / "scripts" / "hardware"))
+    assert 0 < time.compute <= time.total < math.inf and time.bubble >= 0
+
+
+def test_the_vocabulary_is_counted(tmp_path):
+    """Twice the rows of embedding and head, in every formula that has them."""
+    small, large = (
+        paper_run(DEBUG, 4, f"--model.vocab_size={rows}", *BLOCKS[1:2]) for rows in (4096, 8192)
+    )
+
+    def parameters(run):
+        return sum(math.prod(shape) for shape in run.global_shapes.values())
+
+    more = 4096 * small.args.dim
+    assert large.args.vocab_size == 8192
+    assert parameters(large) - parameters(small) == 2 * more
+    flops = [head_flops(run.args, run.seq_len) for run in (small, large)]
+    assert flops[1] == 2 * flops[0] > 0
+    traffic = [bytes_by_dim(step_traffic(run, 0), run.wire_dtypes) for run in (small, large)]
+    sent = [sum(dims["fsdp"].values()) for dims in traffic]
+    assert sent[1] > sent[0]
+
+
+def test_json(script, capsys):
+    assert script.main([DEBUG, *BLOCKS, "--json", "--training.local_batch_size=1"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report.keys() >= KEYS and report["world"] == 4
+    others = report["alternatives"]
+    assert others.keys() == {"full", "vanilla", "btp"}
+    assert all(column.keys() >= KEYS for column in others.values())
+    parts = {"weights", "gradients", "optimizer", "activations", "working", "buffers", "peak"}
+    assert report["memory_bytes"].keys() == parts
+    assert report["activations_by_mode"].keys() == {"none", "selective", "full", "low_rank"}
+    assert report["step_time"].keys() >= {
+        "compute", "exposed_communication", "hidden_communication"
+    }  # fmt: skip
+    # As configured is BTP; vanilla sends more, full rank is larger.
+    assert report["comm_bytes"] == others["btp"]["comm_bytes"]
+    tensor = [sum(c["comm_bytes"]["tp"].values()) for c in (others["vanilla"], report)]
+    assert tensor[0] > 1.5 * tensor[1]
+    assert others["full"]["parameters"] > report["parameters"] == others["btp"]["parameters"]
+
+
+def test_text_of_a_pipeline(script, capsys):
+    options = ["--parallelism.pipeline_parallel_degree=2", "--hardware=a100_80g_nvlink"]
+    assert script.main([DEBUG, *BLOCKS, *options]) == 0
+    text = capsys.readouterr().out
+    assert "4 ranks, A100-80G, NVLink" in text and "pp send (GiB a step)" in text
+    assert "pipeline rank 0: stages [0]" in text and "pipeline rank 1: stages [1]" in text
+    assert "bubble (s, modelled)" in text
+
+
+def test_memory_of_a_pipeline():
+    """Stages share the parameters out; the first holds one micro-batch more in flight."""
+    from torchtitan_lr.estimate.memory import in_flight, rank_memory
+
+    run = paper_run(DEBUG, 2, ONE, "--parallelism.pipeline_parallel_degree=2")
+    rehearsal = Rehearsal(block=100.0, ends=7, working=0)
+    blocks = [sum(n.startswith("block") for n in run.units_of(rank)) for rank in (0, 1)]
+    assert in_flight(run, 0, rehearsal) == (2 * 100 * blocks[0], 2)
+    assert in_flight(run, 1, rehearsal) == (100 * blocks[1] + 7, 1)
+    weights = [rank_memory(run, rank, rehearsal)["weights"] for rank in (0, 1)]
+    assert sum(weights) == 4 * sum(math.prod(shape) for shape in run.global_shapes.values())
+    one = paper_run(DEBUG, 1, ONE)
+    assert rank_memory(one, 0, rehearsal)["weights"] == sum(weights) > max(weights)
+
+
+def test_gradients_of_an_earlier_micro_batch_are_held():
+    from torchtitan_lr.estimate.memory import rank_memory
+
+    rehearsal = Rehearsal(block=1000.0, ends=7, working=50)
+    for batch in (8, 16):  # of 8 sequences each
+        run = paper_run(DEBUG, 1, ONE, f"--training.global_batch_size={batch}")
+        parts = rank_memory(run, 0, rehearsal)
+        # On one rank in fp32 nothing but the rotary table: complex64, s by half a head.
+        assert parts["buffers"] == 8 * 128 * run.args.head_dim // 2
+        assert parts["activations"] == 1000 * run.args.n_layers + 7
+        forward, gradients = parts["activations"] + 50, parts["gradients"]
+        moving = gradients + forward if batch == 16 else max(forward, gradients + 1000)
+        assert parts["peak"] == parts["weights"] + parts["optimizer"] + parts["buffers"] + moving
+
+
+def test_every_micro_batch_sends():
+    degree = "--parallelism.tensor_parallel_degree=2"
+    runs = [paper_run(DEBUG, 2, degree, f"--training.global_batch_size={n}") for n in (8, 24)]
+    once, three_times = (list(step_traffic(run, 0)) for run in runs)
+    assert once and len(once) == len(three_times)
+    for a, b in zip(once, three_times, strict=True):
+        assert (b.calls, b.elements) == (3 * a.calls, 3 * a.elements)
+
+
+def test_only_the_compiler_knows_what_a_memory_budget_repeats():
+    from torchtitan_lr.estimate.memory import repeated_by_block
+
+    options = ["--activation_checkpoint.mode=memory_budget", "--compile.enable"]
+    run = paper_run(DEBUG, 2, "--parallelism.tensor_parallel_degree=2", *options)
+    with pytest.raises(ConfigError, match="mode: got 'memory_budget', expected 'none', 'sel"):
+        repeated_by_block(run)
+    assert repeated_by_block(paper_run(DEBUG, 2, ONE, *options)) == []
+
+
+def test_bubble_of_two_stages():
+    """1F1B where the second stage is slower: the first one's passes, before and after."""
+    options = ["--parallelism.pipeline_parallel_degree=2", "--training.global_batch_size=16"]
+    run = paper_run(DEBUG, 2, ONE, *options)
+    assert (run.accumulation, run.microbatches, run.microbatch) == (2, 8, 1)
+    machine = load_hardware("h100", ROOT / "scripts" / "hardware")
+    machine = replace(machine, intra_node_gbytes_per_s=math.inf, latency_us=0.0)
+    time = step_time(run, [step_traffic(run, rank) for rank in (0, 1)], machine)
+    blocks = [sum(name.startswith("block") for name in stage) for stage in run.stages]
+    flops = [n * layer_flops(run.args, 128).total for n in blocks]
+    flops[1] += head_flops(run.args, 128)
+    assert flops[0] < flops[1]
+    speed = machine.peak_tflops * 1e12 * machine.matmul_efficiency
+    assert time.bubble == pytest.approx(2 * flops[0] / speed)
+    assert time.compute == pytest.approx(2 * 8 * flops[1] / speed)
+
+
+def test_thousands_of_ranks():
+    """BOOST's 30B on 1,024 ranks: exact shards, and BTP faster than the others."""
+    path = ROOT / "train_configs" / "boost_30b.toml"
+    run = paper_run(path, 1024, "--training.global_batch_size=-1")
+    assert (run.tp, run.shard) == (8, 128)
+    parts = [{n: s for unit in run.stages[0].values() for n, s in unit.items()}]
+    held = static_memory(parts, run.shard, run.precision)
+    parameters = sum(math.prod(shape) for shape in run.global_shapes.values())
+    assert 4 * parameters / 1024 < held.weights < 1.01 * 4 * parameters / 1024 + 4 * 36 * 8192
+    machine = load_hardware("h100", ROOT / "scripts" / "hardware")
+    times = {}
+    for name, other in alternatives(run, alternative_modes(run.config, run.world)):
+        times[name] = step_time(other, [step_traffic(other, 0)], machine).total
+    assert times["btp"] < min(times["full"], times["vanilla"])
+
+
+def test_flops_of_a_block():
+    run = paper_run(DEBUG, 4, "--parallelism.tensor_parallel_degree=4")
+    replicated = paper_run(
+        DEBUG,
+        4,
+        "--parallelism.tensor_parallel_degree=4",
+        "--parallelism.tp_plan=vanilla_replicated",
+    )
+    assert block_flops(replicated) > block_flops(run)
+    full = paper_run(
+        DEBUG,
+        4,
+        "--parallelism.tensor_parallel_degree=4",
+        "--activation_checkpoint.mode=full",
+    )
+    assert repeated_flops(full) == pytest.approx(block_flops(run), rel=1e-6)
+    assert repeated_flops(paper_run(DEBUG, 1, ONE, "--activation_checkpoint.mode=none")) == 0
+
+
+LOW_RANK = "--activation_checkpoint.mode=low_rank"
+
+
+@pytest.mark.parametrize(
+    ("named", "modes"),
+    [
+        ("", {"full": "full", "vanilla": "full", "btp": "full"}),
+        ("btp=low_rank", {"full": "full", "vanilla": "full", "btp": "low_rank"}),
+        ("full=none,vanilla=none", {"full": "none", "vanilla": "none", "btp": "full"}),
+    ],
+)
+def test_alternatives_share_a_mode_of_checkpointing(named, modes):
+    """Every plan repeats the same part of its blocks, but for those that are named."""
+    run = paper_run(DEBUG, 4, "--parallelism.tensor_parallel_degree=4", LOW_RANK)
+    found = dict(alternatives(run, alternative_modes(run.config, run.world, named)))
+    assert {name: other.checkpointing for name, other in found.items()} == modes
+    for name, other in found.items():
+        share = repeated_flops(other) / block_flops(other)
+        if modes[name] == "low_rank":
+            assert 0.1 < share < 0.9  # the control: this mode repeats less
+        else:
+            assert share == pytest.approx(1 if modes[name] == "full" else 0)
+    # What is configured stays the run's own.
+    assert run.checkpointing == "low_rank"
+
+
+def test_a_mode_that_all_have_is_kept():
+    run = paper_run(DEBUG, 4, "--activation_checkpoint.mode=selective")
+    assert set(alternative_modes(run.config, 4).values()) == {"selective"}
+
+
+def test_every_column_names_its_mode(script, capsys):
+    options = [DEBUG, *BLOCKS, LOW_RANK, "--checkpointing=vanilla=none"]
+    assert script.main(options) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (modes,) = [line[2:] for line in lines if line[:2] == ["activation", "checkpointing"]]
+    assert modes == ["low_rank", "full", "none", "full"]
+    assert script.main([*options, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    others = {name: column["checkpointing"] for name, column in report["alternatives"].items()}
+    assert others == {"full": "full", "vanilla": "none", "btp": "full"}
+    assert report["checkpointing"] == "low_rank"
+    # The control: BTP repeats more than as configured, where it keeps the latents.
+    btp = report["alternatives"]["btp"]["step_time"]
+    assert btp["compute"] > 1.05 * report["step_time"]["compute"]
+
+
+def test_a_plan_that_cannot_be(script, capsys):
+    """Instead of an alternative that does not fit comes its reason."""
+    run = paper_run(
+        DEBUG, 4, "--parallelism.tensor_parallel_degree=4", "--low_rank.rank_attention=30"
+    )
+    found = dict(alternatives(run, alternative_modes(run.config, run.world)))
+    assert "rank_attention = 30" in str(found["vanilla"])
+    assert asdict(found["btp"].settings)["plan"] == "btp"
+
+
+@pytest.mark.parametrize("path", MACHINES, ids=[path.stem for path in MACHINES])
+def test_machines(path):
+    machine = load_hardware(path.stem, path.parent)
+    assert machine == load_hardware(str(path), Path("nowhere"))
+    assert machine.intra_node_gbytes_per_s > machine.inter_node_gbytes_per_s > 0
+    assert 100 < machine.peak_tflops < 1000 and 0.3 < machine.matmul_efficiency < 1
+
+
+GOOD = (ROOT / "scripts" / "hardware" / "h100.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GOOD + "\ncolour = 'green'\n", "machine.toml: colour: got 'green'"),
+        (GOOD.replace("memory_gib = 80.0", ""), "machine.toml: memory_gib: got None"),
+        (GOOD.replace("= 80.0", "= 'much'"), "machine.toml: memory_gib: got 'much'"),
+        (GOOD.replace("= 80.0", "= true"), "machine.toml: memory_gib: got True"),
+        (GOOD.replace("= 80.0", "= -1"), "machine.toml: memory_gib: got -1"),
+        (GOOD.replace("= 80.0", "= nan"), "machine.toml: memory_gib: got nan"),
+        (GOOD.replace("node = 8", "node = 8.5"), "machine.toml: devices_per_node: got 8.5"),
+        (GOOD.replace("0.65", "1.5"), "machine.toml: matmul_efficiency: got 1.5"),
+        ("name = ", "--hardware: got"),
+    ],
+)
+def test_wrong_hardware(text, message, tmp_path, script, capsys):
+    path = tmp_path / "machine.toml"
+    path.write_text(text)
+    assert script.main([DEBUG, f"--hardware={path}"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.toml"], "missing.toml"),
+        ([DEBUG, "--hardware=b300"], "one of a100_80g_nvlink"),
+        ([DEBUG, "--world=3", "--parallelism.tensor_parallel_degree=2"], "a divisor of the 3"),
+        ([DEBUG, "--training.sequence=3"], "training.sequence"),
+        ([DEBUG, "--training.seq_len=many"], "training.seq_len"),
+        ([DEBUG, "--model.flavor=huge"], "model.flavor"),
+        ([DEBUG, "--checkpointing=btp"], "--checkpointing: got 'btp', expected COLUMN=MODE"),
+        ([DEBUG, "--checkpointing=lax=full"], "of full, vanilla, btp and none, selective"),
+        ([DEBUG, "--checkpointing=full=low_rank"], "--checkpointing: got 'full=low_rank'"),
+        ([DEBUG, "--checkpointing=btp=memory_budget"], "activation_checkpoint.mode: got"),
+    ],
+)
+def test_refusals(arguments, message, script, capsys):
+    assert script.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("world", ["0", "-4", "many"])
+def test_wrong_world(world, script, capsys):
+    with pytest.raises(SystemExit) as stop:
+        script.main([DEBUG, f"--world={world}"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "--world" in error and error.count("\n") == 1
+
+
+def test_no_assets_are_needed():
+    """The C4 configurations name a tokenizer that is not here; a run would refuse them."""
+    path = ROOT / "train_configs" / "boost_3b.toml"
+    run = paper_run(path)
+    with pytest.raises(Exception, match="hf_assets_path"):
+        check_job_config(run.config, run.world, "cuda")
+
+
+def test_gpu_memory(capsys):
+    script = load_script("check/check_gpu_memory")
+    gib = 2**30
+    text, close = script.verdict({"weights": 4 * gib, "peak": 10 * gib}, int(9.5 * gib))
+    assert close and "+5.3%" in text
+    assert not script.verdict({"peak": 12 * gib}, 10 * gib)[1]
+    if not torch.cuda.is_available():
+        assert script.main([DEBUG]) == 0
+        assert capsys.readouterr().out.startswith("skipped: 1 GPU(s) wanted, 0 found")
+
+
+def test_each_mode_of_a_run_is_rehearsed_by_itself():
+    run = paper_run(DEBUG, 4, *BLOCKS[1:])
+    assert rehearse_run(run, "full").block < rehearse_run(run, "none").block

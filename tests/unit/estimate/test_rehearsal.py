@@ -1,0 +1,129 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Blocks rehearsed without data leave what real ones leave; other plans: tests/distributed."""
+
+import gc
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torchtitan.config.job_config import ActivationCheckpoint
+
+from tests.unit.parallel.recompute.test_activations import Allocations
+from tests.unit.tiny import build_tiny, tiny_args
+from torchtitan_lr.estimate.rehearsal import fused_norm_saving, rehearse
+from torchtitan_lr.estimate.storages import LivingStorages
+from torchtitan_lr.formulas.activations import kept_bytes
+from torchtitan_lr.models.loss import cross_entropy_sum
+from torchtitan_lr.parallel.recompute.activation_checkpoint import apply_activation_checkpoint
+from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
+
+BATCH, SEQ, LAYERS = 2, 16, 4
+# The modes once, and the families where the blocks differ: LaX carries latents, full has none.
+CASES = [("cola", mode) for mode in ("none", "selective op", "selective 2", "full", "low_rank")]
+CASES += [("lax", "none"), ("lax", "low_rank"), ("full", "none")]
+CONTROL = {"cola": "full", "lax": "low_rank", "full": "full"}
+
+
+def checkpointing(mode):
+    name, _, option = mode.partition(" ")
+    section = ActivationCheckpoint(mode=name, preserve_rng_state=False)
+    section.selective_ac_option = option or "2"
+    section.low_rank_save_attention = False
+    config = SimpleNamespace(
+        activation_checkpoint=section,
+        compile=SimpleNamespace(enable=False, components=[]),
+        job=SimpleNamespace(dump_folder=""),
+    )
+    return lambda model: apply_activation_checkpoint(model, config)
+
+
+@cache
+def rehearsed(family, mode, dtype=torch.float32):
+    period = 2 if mode == "selective 2" else 1
+    args = tiny_args(family)
+    settings = TPSettings("btp")
+    return rehearse(args, settings, 1, BATCH, SEQ, dtype, checkpointing(mode), period)
+
+
+def really_saved(family, mode):
+    """Bytes that outlive the forward pass and the loss of a real model of four blocks.
+
+    Returns:
+        All of them, and the bytes of what autograd packs outside checkpointed blocks.
+    """
+    model = build_tiny(family, n_layers=LAYERS, max_seq_len=SEQ)
+    checkpointing(mode)(model)
+    tokens = torch.zeros(BATCH, SEQ, dtype=torch.long)
+    outside = {t.untyped_storage()._cdata for t in (tokens, model.freqs_cis, *model.parameters())}
+    packed = {}
+
+    def pack(x):
+        packed[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+        return x
+
+    allocations = Allocations()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), allocations:
+        loss = cross_entropy_sum(model(tokens), tokens)
+    alive = allocations.bytes_alive(outside | {loss.untyped_storage()._cdata})
+    return alive, sum(n for address, n in packed.items() if address not in outside)
+
+
+@pytest.mark.parametrize(("family", "mode"), CASES)
+def test_saved_activations(family, mode):
+    alive, packed = really_saved(family, mode)
+    part = rehearsed(family, mode)
+    estimate = LAYERS * part.block + part.ends
+    assert estimate == alive
+    if mode == "none":
+        assert estimate == packed
+    # The control: what another mode keeps is another number.
+    other = rehearsed(family, "none" if mode != "none" else CONTROL[family])
+    assert LAYERS * other.block + other.ends != pytest.approx(alive, rel=0.05)
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("lax", torch.float32), ("cola", torch.bfloat16)])
+def test_low_rank_checkpointing_is_the_formula(family, dtype):
+    args = tiny_args(family)
+    found = rehearsed(family, "low_rank", dtype).block
+    assert found == kept_bytes(args, BATCH * SEQ, args.n_heads, dtype.itemsize)
+    assert found != kept_bytes(args, BATCH * SEQ, args.n_heads, dtype.itemsize, save_attention=True)
+
+
+def test_backward_needs_more_where_it_repeats():
+    plain, full = rehearsed("cola", "none"), rehearsed("cola", "full")
+    assert full.block < plain.block and full.working > plain.working > 0
+    # On one rank there is nothing to send again.
+    assert plain.repeated == full.repeated == {}
+
+
+def test_collectives_that_run_again():
+    """Under BTP full checkpointing repeats all-reduces, low-rank checkpointing none."""
+    args = tiny_args("cola")
+    settings = TPSettings("btp")
+    again = {
+        mode: rehearse(args, settings, 2, BATCH, SEQ, torch.bfloat16, checkpointing(mode)).repeated
+        for mode in ("full", "low_rank")
+    }
+    assert again["low_rank"] == {}
+    elements = BATCH * SEQ * (4 * args.rank_attention + 3 * args.rank_ffn)
+    assert again["full"][("all_reduce", "bfloat16")] == (4, elements)
+    assert again["full"][("all_reduce", "float32")] == (2, 2 * BATCH * SEQ)
+
+
+def test_fused_norm():
+    args = tiny_args("cola")
+    assert fused_norm_saving(args, 10, torch.bfloat16) == 10 * 48 * (2 * 4 - 2)
+
+
+def test_what_only_refers_to_itself_does_not_count():
+    gc.disable()  # it might find the circle by itself
+    try:
+        with LivingStorages(set()) as living:
+            kept, circle = torch.zeros(3), [torch.zeros(5)]
+            circle.append(circle)
+            assert living.bytes() == 4 * (3 + 5)
+            del circle
+            assert living.bytes() == kept.nbytes
+    finally:
+        gc.enable()

@@ -1,0 +1,194 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What the launcher refuses, and what it would start; its processes are in tests/integration."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from tests.scripts import ROOT
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch import launcher as launch
+from torchtitan_lr.launch.environment import find_device
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    for name in ("NGPU", "NNODES", "LOG_RANK", "COMM_MODE", "RDZV_ENDPOINT", "TRAIN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("CONFIG_FILE", raising=False)
+    return monkeypatch
+
+
+REFUSED_VARIABLES = [
+    ({"NGPU": "many"}, "NGPU: got 'many', expected a positive integer such as 4"),
+    ({"NGPU": "0"}, "NGPU: got '0', expected a positive integer such as 4"),
+    ({"NGPU": "-2"}, "NGPU: got '-2', expected a positive integer such as 4"),
+    ({"NGPU": "1025"}, "NGPU: got '1025', expected at most 1,024"),
+    ({"NGPU": "9" * 5000}, "NGPU: got '9999999999999999...', expected at most 1,024"),
+    (
+        {"NGPU": "1000001", "COMM_MODE": "fake_backend"},
+        "NGPU: got '1000001', expected at most 1,000,000",
+    ),
+    ({"LOG_RANK": "9" * 5000}, "LOG_RANK: got "),
+    ({"NNODES": "1.5"}, "NNODES: got '1.5', expected a positive integer such as 4"),
+    ({"LOG_RANK": "4"}, "LOG_RANK: got '4', expected ranks from 0 to 3 such as 0,1"),
+    ({"LOG_RANK": "0,x"}, "LOG_RANK: got '0,x', expected ranks from 0 to 3 such as 0,1"),
+    ({"COMM_MODE": "local_tensor"}, "COMM_MODE: got 'local_tensor', expected 'fake_backend'"),
+    ({"NNODES": "2"}, "RDZV_ENDPOINT: got '', expected host:port of one of the 2 machines"),
+]
+
+
+@pytest.mark.parametrize(("values", "expected"), REFUSED_VARIABLES)
+def test_refused_variables(variables, capsys, values, expected):
+    for name, value in values.items():
+        variables.setenv(name, value)
+    assert launch.main([]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"error: {expected}")
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_refused_arguments(variables, capsys, tmp_path):
+    variables.chdir(ROOT)
+    arguments = [f"--job.dump_folder={tmp_path}/new", "--training.steps=ten"]
+    assert launch.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err == ("error: training.steps: got 'ten', expected an integer such as 10000\n")
+    assert not (tmp_path / "new").exists()
+
+
+def test_help(capsys):
+    assert launch.main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+
+
+def test_environment(variables):
+    default = launch.Environment(4, 1, "0", "", "torchtitan_lr.train", ranks_given=False)
+    assert launch.read_environment() == default
+    variables.setenv("NGPU", "")
+    assert launch.read_environment() == default
+    variables.setenv("NGPU", "8")
+    variables.setenv("LOG_RANK", "0, 7")
+    variables.setenv("NNODES", "2")
+    variables.setenv("RDZV_ENDPOINT", "host:1234")
+    environment = launch.read_environment()
+    assert environment == launch.Environment(8, 2, "0,7", "", "torchtitan_lr.train")
+    assert environment.world_size == 16
+
+
+def test_arguments(variables):
+    real = launch.Environment(4, 1, "0", "", "torchtitan_lr.train")
+    dry = launch.Environment(4, 1, "0", "fake_backend", "torchtitan_lr.train")
+    default = "--job.config_file=./train_configs/debug_cola.toml"
+    assert launch.train_arguments(["--a.b=1"], real) == [default, "--a.b=1"]
+    assert launch.train_arguments(["--job.config-file", "x"], real) == ["--job.config-file", "x"]
+    variables.setenv("CONFIG_FILE", "y.toml")
+    assert launch.train_arguments([], dry) == [
+        "--job.config_file=y.toml",
+        "--comm.mode=fake_backend",
+        "--training.steps=1",
+        "--checkpoint.no_enable",
+    ]
+
+
+def test_several_machines(variables, tmp_path):
+    variables.setenv("RDZV_ENDPOINT", "host:1234")
+    environment = launch.Environment(8, 2, "0", "", "torchtitan_lr.train")
+    command, _ = launch.build_command(environment, ["--x.y=1"], tmp_path)
+    assert "--nnodes=2" in command and "--rdzv_endpoint=host:1234" in command
+    assert "--rdzv_backend=loopback" not in command
+    assert command[-3:] == ["-m", "torchtitan_lr.train", "--x.y=1"]
+
+
+def test_one_machine_keeps_to_itself(variables, tmp_path):
+    variables.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    variables.setenv("RDZV_ENDPOINT", "host:1234")
+    single = launch.Environment(8, 1, "0", "", "torchtitan_lr.train")
+    command, child = launch.build_command(single, [], tmp_path)
+    assert "--rdzv_backend=loopback" in command and "host:1234" not in " ".join(command)
+    assert child["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    several = launch.Environment(8, 2, "0", "", "torchtitan_lr.train")
+    assert "GLOO_SOCKET_IFNAME" not in launch.build_command(several, [], tmp_path)[1]
+    # What the user says goes.
+    variables.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    assert launch.build_command(single, [], tmp_path)[1]["GLOO_SOCKET_IFNAME"] == "eth1"
+
+
+def test_threads_are_shared_out(variables, tmp_path):
+    variables.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    for ranks, threads in ((1, cores), (cores, 1), (100 * cores, 1)):
+        environment = launch.Environment(ranks, 1, "0", "", "m")
+        _, child = launch.build_command(environment, [], tmp_path)
+        assert child["OMP_NUM_THREADS"] == str(threads)
+    variables.setenv("OMP_NUM_THREADS", "7")
+    assert launch.build_command(environment, [], tmp_path)[1]["OMP_NUM_THREADS"] == "7"
+
+
+def test_fewer_gpus_than_ranks(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    four = launch.Environment(4, 1, "0", "", "torchtitan_lr.train")
+    with pytest.raises(ConfigError) as info:
+        find_device(four)
+    assert str(info.value) == (
+        "NGPU: got 4, expected at most 1, the GPUs of this machine "
+        "(or CUDA_VISIBLE_DEVICES= to train on the CPU)"
+    )
+    assert find_device(launch.Environment(1, 1, "0", "", "m")) == "cuda"
+    # A dry run takes one GPU whatever NGPU says.
+    assert find_device(launch.Environment(64, 1, "0", "fake_backend", "m")) == "cuda"
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (1, "cpu"), (4, "cuda"), (8, "cuda")])
+def test_default_number_of_ranks(variables, monkeypatch, capsys, tmp_path, gpus, device):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    variables.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    environment, found = launch.place_ranks(launch.read_environment())
+    assert (environment.ranks, found) == (4, device)
+    _, child = launch.build_command(environment, [], tmp_path)
+    assert child["CUDA_VISIBLE_DEVICES"] == ("" if gpus == 1 else "0,1")
+    told = capsys.readouterr().out
+    assert told.count("\n") == (device == "cpu")
+    if device == "cpu":
+        assert "training on 4 CPU processes" in told
+    if gpus == 1:
+        assert "NGPU=1" in told
+        # What was asked for is not changed.
+        variables.setenv("NGPU", "4")
+        with pytest.raises(ConfigError):
+            launch.place_ranks(launch.read_environment())
+
+
+def test_dump_folder_of_a_dry_run(variables, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(launch, "run", lambda env, args, logs, config: seen.append(logs) or 0)
+    config = str(ROOT / "train_configs" / "debug_cola.toml")
+    monkeypatch.chdir(tmp_path)
+    variables.setenv("COMM_MODE", "fake_backend")
+    variables.setenv("CONFIG_FILE", config)
+    assert launch.main(["--job.dump_folder=."]) == 0
+    assert len(seen) == 1 and (tmp_path / seen[0]).parent == tmp_path / "dry_run" / "logs"
+    assert launch.main(["--job.dump_folder="]) == 2
+    assert len(seen) == 1
+
+
+def test_how_to_go_on(tmp_path):
+    checkpoint = SimpleNamespace(folder="checkpoint", enable=True)
+    config = SimpleNamespace(checkpoint=checkpoint, job=SimpleNamespace(dump_folder=str(tmp_path)))
+    assert launch.how_to_go_on(config) == "; there is no checkpoint to resume from"
+    for step, complete in ((2, True), (4, True), (6, False)):
+        folder = tmp_path / f"checkpoint/step-{step}"
+        folder.mkdir(parents=True)
+        if complete:
+            (folder / ".metadata").write_text("")
+    assert launch.how_to_go_on(config).endswith(f"resume from {tmp_path}/checkpoint/step-4")
+    checkpoint.enable = False
+    assert launch.how_to_go_on(config) == "; there is no checkpoint to resume from"
