@@ -10,6 +10,7 @@ the checkpoint's folder.
 import io
 import pickle
 import warnings
+from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -49,10 +50,23 @@ class _Unpickler(pickle.Unpickler):
         """
         if (module, name) in METADATA_CLASSES:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         value = getattr(torch, name, None) if module == "torch" else None
         if isinstance(value, torch.dtype | torch.layout):
             return value
         raise DamagedError(METADATA, f"names {module}.{name}, which no checkpoint needs")
+
+
+def _enum_member(enum: Any, name: str) -> Any:
+    """Return a member of an enumeration: Python 3.11.0 to 3.11.3 pickle it as a getattr.
+
+    Raises:
+        DamagedError: The pickle wants an attribute of something else.
+    """
+    if not (isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__):
+        raise DamagedError(METADATA, "names builtins.getattr, which no checkpoint needs")
+    return enum[name]
 
 
 def read_metadata(step_dir: str | Path) -> Metadata:

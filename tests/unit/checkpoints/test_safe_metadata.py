@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as Format
 
 from tests.unit.tiny import build_tiny, tiny_args
 from torchtitan_lr.checkpoints.lane_record import check_lanes
@@ -85,6 +86,34 @@ def test_no_way_in_runs_it(way: str, evil: Path, tmp_path: Path) -> None:
         WAYS_IN[way](evil)
     assert "names posix.mkdir, which no checkpoint needs" in str(error.value)
     assert not (tmp_path / "made").exists()
+
+
+class Attribute:
+    """Is unpickled as an attribute of a value, as the enumerations of Python 3.11.0 to 3.11.3."""
+
+    def __init__(self, of: Any, name: str) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.of, self.name)
+
+
+def test_enumerations_of_every_python_are_read(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = read_metadata(saved)
+    monkeypatch.setattr(Format, "__reduce_ex__", lambda self, _: (getattr, (Format, self.name)))
+    pickled = pickle.dumps(metadata)
+    assert b"getattr" in pickled
+    (saved / ".metadata").write_bytes(pickled)
+    assert read_metadata(saved) == metadata
+
+
+@pytest.mark.parametrize("of", [(torch.Size, "__init__"), (Format, "__class__"), ({}, "clear")])
+def test_no_other_attribute_is_read(of: tuple[Any, str], saved: Path) -> None:
+    (saved / ".metadata").write_bytes(pickle.dumps(Attribute(*of)))
+    with pytest.raises(DamagedError, match=r"names builtins\.getattr, which no checkpoint needs"):
+        read_metadata(saved)
 
 
 def test_verifying_names_it(evil: Path, tmp_path: Path) -> None:
