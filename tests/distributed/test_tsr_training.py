@@ -87,13 +87,14 @@ def test_other_settings_are_noticed(reference: Any) -> None:
 
 def test_mixed_precision_is_the_same_regime(four_ranks: RankPool, one_rank: RankPool) -> None:
     """A basis of rounded gradients is another one, so losses are compared, not weights."""
-    options = [*model("full"), *BF16, "--training.steps=5", "--optimizer.lr=1e-2"]
+    # A small learning rate: large steps multiply the differences, on some corpora sixfold.
+    options = [*model("full"), *BF16, "--training.steps=8", "--optimizer.lr=3e-3"]
     alone = one_rank.run(train, [*options, *BATCH[8]])[0]["losses"]
     run = four_ranks.run(train, [*options, *LAYOUTS["hsdp2x2"]])[0]["losses"]
-    assert loss_gap(run, alone) < LOSS_GAP
+    assert loss_gap(run, alone, least_fall=0.04) < LOSS_GAP
     # The control: another rank.
     other = one_rank.run(train, [*options, *BATCH[8], "--optimizer.tsr_rank=8"])[0]["losses"]
-    assert loss_gap(other, alone) > 5 * LOSS_GAP
+    assert loss_gap(other, alone, least_fall=0.04) > 5 * LOSS_GAP
 
 
 def test_bf16_weights_keep_fp32_state(four_ranks: RankPool) -> None:

@@ -66,10 +66,10 @@ rank of 8 for 12 gives 0.10, a gradient averaged once too often 0.16.
 """
 
 
-def loss_gap(losses: list[float], expected: list[float]) -> float:
+def loss_gap(losses: list[float], expected: list[float], least_fall: float = 0.1) -> float:
     """Return the largest difference of two runs' losses, over what the expected ones fell."""
     fallen = expected[0] - expected[-1]
-    assert fallen > 0.1, "training did nothing"
+    assert fallen > least_fall, "training did nothing"
     return max(abs(a - b) for a, b in zip(losses, expected, strict=True)) / fallen
 
 
