@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Each family says what it is in one file, and no other file asks for its name."""
+"""Each family is one file, and no other file compares its name."""
 
 import ast
 
