@@ -21,7 +21,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from torchtitan_lr.models.args import FAMILIES
+from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.tools.cli import OneLineParser
 from torchtitan_lr.tools.parity_runs import (
     DEEP,

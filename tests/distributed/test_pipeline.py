@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import train
-from torchtitan_lr.models.args import FAMILIES
+from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.tools.parity_runs import (
     DEEP,
     EXACT,

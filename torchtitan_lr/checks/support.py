@@ -85,9 +85,13 @@ def check_activation_checkpoint(config: Any, world_size: int, device_type: str) 
         raise ConfigError(
             "activation_checkpoint.determinism_check", section.determinism_check, want
         )
-    if section.mode == "low_rank" and config.model.name == "llama_full":
-        want = "another mode for llama_full, which has no low-rank activations"
-        raise ConfigError("activation_checkpoint.mode", "low_rank", want)
+    if section.mode == "low_rank":
+        from torchtitan_lr.models.families.registry import find_family  # late: it imports torch
+
+        family = find_family(config.model.name)
+        if family is not None and not family.low_rank:
+            want = f"another mode for {family.model_name}, which has no low-rank activations"
+            raise ConfigError("activation_checkpoint.mode", "low_rank", want)
     if section.mode == "memory_budget":
         if not (config.compile.enable and "model" in config.compile.components):
             want = "'selective', 'full' or 'none' unless compile.enable with the component 'model'"

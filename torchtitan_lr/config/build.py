@@ -21,7 +21,7 @@ from torchtitan_lr.config.parse import (
     split_arguments,
 )
 from torchtitan_lr.config.paths import user_path
-from torchtitan_lr.config.schema import TP_PLANS
+from torchtitan_lr.config.schema import MODELS, TP_PLANS
 from torchtitan_lr.errors import ConfigError
 
 CONFIG_MODULE = "torchtitan_lr.config.schema"
@@ -58,7 +58,7 @@ def build_job_config(argv: list[str]) -> Any:
     with collector_off():
         import torchtitan.config  # noqa: F401
 
-    _import_plan(raw, overrides)
+    _import_registrations(raw, overrides)
     config_cls = config_class()
     values = apply_overrides(check_toml(raw, config_cls), overrides, config_cls)
     for section, key in (("job", "custom_config_module"), ("experimental", "custom_import")):
@@ -78,16 +78,18 @@ def config_class() -> Any:
     return merged_job_config(extension.JobConfig)
 
 
-def _import_plan(raw: dict[str, Any], overrides: list[Override]) -> None:
-    """Imports ``experimental.custom_import`` where an unknown plan is named: it may register it."""
+def _import_registrations(raw: dict[str, Any], overrides: list[Override]) -> None:
+    """Imports ``experimental.custom_import`` for an unknown plan or model: it may register it."""
     given = {
         f"{section}.{key}": value
         for section, table in raw.items()
         if isinstance(table, dict)
         for key, value in table.items()
     } | {override.key: override.value for override in overrides}
-    plan, module = given.get("parallelism.tp_plan"), given.get("experimental.custom_import")
-    if isinstance(plan, str) and plan not in TP_PLANS and isinstance(module, str) and module:
+    plan, model = given.get("parallelism.tp_plan"), given.get("model.name")
+    module = given.get("experimental.custom_import")
+    unknown = plan not in (None, *TP_PLANS) or model not in (None, *MODELS)
+    if unknown and isinstance(module, str) and module and module not in RENAMED:
         _check_import(module)
         importlib.import_module(module)
 

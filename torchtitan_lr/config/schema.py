@@ -14,6 +14,9 @@ from torchtitan_lr.config.methods import Caat, GradCompression, LowRank, Optimiz
 TP_PLANS = ["auto", "btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat"]
 """Values of ``parallelism.tp_plan``; a plan that is registered adds its name."""
 
+MODELS = ("llama_full", "llama_svd", "llama_cola", "llama_lax")
+"""Values of ``model.name`` that ``experimental.custom_import`` registers by default."""
+
 
 @dataclass
 class Job:

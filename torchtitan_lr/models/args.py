@@ -9,18 +9,17 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.protocols.model import BaseModelArgs
 
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models.families.registry import FAMILIES, ModelFamily
 
 if TYPE_CHECKING:
     from torch import nn
 
     from torchtitan_lr.models.llama import LlamaModel
 
-Family = Literal["full", "svd", "cola", "lax"]
 Activation = Literal["both", "lowrank", "reduced", "fullrank", "none"]
 LaxGate = Literal["identity", "scalar"]
 BackwardSum = Literal["float32", "activation"]
 
-FAMILIES: tuple[Family, ...] = ("full", "svd", "cola", "lax")
 ACTIVATIONS: tuple[Activation, ...] = ("both", "lowrank", "reduced", "fullrank", "none")
 LAX_GATES: tuple[LaxGate, ...] = ("identity", "scalar")
 BACKWARD_SUMS: tuple[BackwardSum, ...] = ("float32", "activation")
@@ -39,9 +38,9 @@ class LlamaArgs(BaseModelArgs):
         ConfigError: On creation and on ``update_from_config``, when the values do not fit together.
     """
 
-    family: Family = "cola"
-    """What a linear becomes: W (full), BA (svd), B σ(A ·) (cola), the same with the previous
-    block's latent added in front of σ (lax)."""
+    family: str = "cola"
+    """What a linear becomes, one of `FAMILIES`: W (full), BA (svd), B σ(A ·) (cola), the same with
+    the previous block's latent added in front of σ (lax)."""
 
     dim: int = 256
     """Width d of the residual stream."""
@@ -105,9 +104,14 @@ class LlamaArgs(BaseModelArgs):
         self.check()
 
     @property
+    def model_family(self) -> ModelFamily:
+        """What a linear becomes in this family, and what follows from it."""
+        return FAMILIES[self.family]
+
+    @property
     def low_rank(self) -> bool:
         """Whether the linears are factorised."""
-        return self.family != "full"
+        return self.model_family.low_rank
 
     @property
     def head_dim(self) -> int:
@@ -146,6 +150,7 @@ class LlamaArgs(BaseModelArgs):
             ConfigError: With the first value that cannot work.
         """
         self._check_choices()
+        self.model_family.check(self)
         self._check_sizes()
         if self.low_rank:
             for group in ("attention", "ffn"):
@@ -165,13 +170,13 @@ class LlamaArgs(BaseModelArgs):
             ConfigError: When an override does not fit the family or the shape.
         """
         section = job_config.low_rank
-        self._refuse_unused_overrides(section)
+        self.model_family.check_overrides(section)
         if self.low_rank:
             for group in ("attention", "ffn"):
                 self._override_rank(section, group)
         if section.activation != "flavor":
             self.activation = section.activation
-        if self.family == "lax":
+        if self.model_family.gated:
             self.lax_gate = section.lax_gate
         # The record of a run from before there were lanes has no such section.
         lanes = getattr(job_config, "caat", None)
@@ -199,16 +204,13 @@ class LlamaArgs(BaseModelArgs):
 
     def _check_choices(self) -> None:
         for key, value, choices in (
-            ("model.name", self.family, FAMILIES),
+            ("model.name", self.family, tuple(FAMILIES)),
             ("low_rank.activation", self.activation, ACTIVATIONS),
             ("low_rank.lax_gate", self.lax_gate, LAX_GATES),
             ("caat.backward_sum", self.backward_sum, BACKWARD_SUMS),
         ):
             if value not in choices:
                 raise ConfigError(key, value, "one of " + ", ".join(choices))
-        if self.family == "svd" and self.activation not in ("fullrank", "none"):
-            want = "'fullrank' or 'none' for llama_svd (with σ in the bottleneck it is llama_cola)"
-            raise ConfigError("low_rank.activation", self.activation, want)
 
     def _check_sizes(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "kv_heads", "ffn_dim", "vocab_size"):
@@ -231,8 +233,6 @@ class LlamaArgs(BaseModelArgs):
             raise ConfigError("caat.sync_fraction", fraction, "a number from 0 to 1")
         if lanes == 1 and fraction != 1:
             raise ConfigError("caat.sync_fraction", fraction, "1 unless caat.lanes is more than 1")
-        if lanes > 1 and self.family == "lax":
-            raise ConfigError("caat.lanes", lanes, "1 for llama_lax, whose latents would be lanes")
         widths = {"n_heads": self.n_heads, "n_kv_heads": self.kv_heads, "ffn_dim": self.ffn_dim}
         if not self.low_rank:
             widths["vocab_size"] = self.vocab_size
@@ -276,15 +276,3 @@ class LlamaArgs(BaseModelArgs):
             # Degrees and lanes that are no positive numbers are refused elsewhere.
             unit = math.lcm(VOCABULARY_UNIT, max(1, degree), max(1, self.lanes))
             self.vocab_size = -(-wanted // unit) * unit
-
-    def _refuse_unused_overrides(self, section: Any) -> None:
-        """A setting that would be silently without effect is a mistake of the user's."""
-        for name in ("rank", "rank_attention", "rank_ffn"):
-            if self.family == "full" and getattr(section, name) != 0:
-                want = "0 for llama_full, which has no low-rank factors"
-                raise ConfigError(f"low_rank.{name}", getattr(section, name), want)
-        if self.family == "full" and section.activation not in ("flavor", "fullrank"):
-            want = "'flavor' for llama_full, which has no bottlenecks"
-            raise ConfigError("low_rank.activation", section.activation, want)
-        if self.family != "lax" and section.lax_gate != "identity":
-            raise ConfigError("low_rank.lax_gate", section.lax_gate, "'identity' unless llama_lax")

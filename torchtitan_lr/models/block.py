@@ -5,6 +5,7 @@ No code here knows of ranks or meshes. Head counts and hidden widths are read of
 the same lines run on a shard of the heads or of the feed-forward.
 """
 
+from functools import partial
 from typing import TypeAlias
 
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.lane_edges import dense_edges, low_rank_edges
-from torchtitan_lr.models.layers import MixEdge, build_linear, low_rank_group
+from torchtitan_lr.models.layers import low_rank_group
 from torchtitan_lr.models.rope import apply_rope
 
 Latents: TypeAlias = tuple[Tensor, ...]
@@ -39,16 +40,16 @@ class Attention(nn.Module):
         d, d_kv, r = args.dim, args.kv_dim, args.rank_attention
         self.head_dim = args.head_dim
         self.low_rank = args.low_rank
-        self.wq = build_linear(args, d, d, r, first_block)
-        self.wk = build_linear(args, d, d_kv, r, first_block)
-        self.wv = build_linear(args, d, d_kv, r, first_block)
-        self.wo = build_linear(args, d, d, r, first_block)
+        family = args.model_family
+        linear = partial(family.build_linear, args, rank=r, first_block=first_block)
+        self.wq, self.wk, self.wv = linear(d, d), linear(d, d_kv), linear(d, d_kv)
+        self.wo = linear(d, d)
         if not args.low_rank:
             self.qkv, self.o = dense_edges(args)
             return
         self.down_qkv, self.up_qkv = low_rank_edges(args)
         self.down_o, self.up_o = low_rank_edges(args)
-        self.mix = MixEdge() if args.family == "lax" else None
+        self.mix = family.build_mix()
         self.silu_qkv = [args.latent_silu(name) for name in ("q", "k", "v")]
         self.silu_o = [args.latent_silu("o")]
 
@@ -118,15 +119,17 @@ class FeedForward(nn.Module):
         d, f, r = args.dim, args.ffn_dim, args.rank_ffn
         self.low_rank = args.low_rank
         self.outer_silu = args.outer_silu
-        self.w1 = build_linear(args, d, f, r, first_block)  # gate
-        self.w2 = build_linear(args, f, d, r, first_block)  # down
-        self.w3 = build_linear(args, d, f, r, first_block)  # up
+        family = args.model_family
+        linear = partial(family.build_linear, args, rank=r, first_block=first_block)
+        self.w1 = linear(d, f)  # gate
+        self.w2 = linear(f, d)  # down
+        self.w3 = linear(d, f)  # up
         if not args.low_rank:
             self.gate_up, self.down = dense_edges(args)
             return
         self.down_gate_up, self.up_gate_up = low_rank_edges(args)
         self.down_down, self.up_down = low_rank_edges(args)
-        self.mix = MixEdge() if args.family == "lax" else None
+        self.mix = family.build_mix()
         self.silu_gate_up = [args.latent_silu(name) for name in ("gate", "up")]
         self.silu_down = [args.latent_silu("down")]
 
@@ -173,7 +176,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, layer_id: int, args: LlamaArgs) -> None:
         super().__init__()
-        self.carries_latents = args.family == "lax"
+        self.carries_latents = args.model_family.carries_latents
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.attention = Attention(args, first_block=layer_id == 0)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)

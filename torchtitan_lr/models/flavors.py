@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The named shapes of every family.
+"""The named shapes, common to all families; each family adds its ranks and nonlinearities.
 
-Sources: ``60M`` to ``7B`` are CoLA's (Table 5, with their ranks), ``1B_boost``, ``3B``, ``13B`` and
-``30B`` are BOOST's, ``8B`` is Llama 3.1 with a rank of d/4. CoLA's 1B has d_ff 5461, which no
-tensor-parallel degree divides; BOOST's 5472 is divisible by 2, 4 and 8.
+Sources: ``60M`` to ``7B`` are CoLA's (Table 5), ``1B_boost``, ``3B``, ``13B`` and ``30B`` are
+BOOST's, ``8B`` is Llama 3.1's. CoLA's 1B has d_ff 5461, which no tensor-parallel degree divides;
+BOOST's 5472 is divisible by 2, 4 and 8.
 """
 
 import copy
@@ -12,22 +12,23 @@ from typing import Any
 
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
-from torchtitan_lr.models.args import FAMILIES, Activation, Family, LlamaArgs
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.families.registry import FAMILIES, ModelFamily
 
-# dim, ffn_dim, n_heads, n_layers, rank
-_SHAPES: dict[str, tuple[int, int, int, int, int]] = {
-    "debug": (128, 344, 8, 4, 32),
-    "tiny": (256, 688, 8, 2, 64),
-    "60M": (512, 1376, 8, 8, 128),
-    "130M": (768, 2048, 12, 12, 256),
-    "350M": (1024, 2736, 16, 24, 256),
-    "1B": (2048, 5461, 32, 24, 512),
-    "1B_boost": (2048, 5472, 32, 24, 512),
-    "3B": (3072, 8192, 24, 28, 768),
-    "7B": (4096, 11008, 32, 32, 1024),
-    "8B": (4096, 14336, 32, 32, 1024),
-    "13B": (5120, 13824, 40, 40, 1280),
-    "30B": (8192, 22016, 64, 36, 2048),
+# dim, ffn_dim, n_heads, n_layers
+_SHAPES: dict[str, tuple[int, int, int, int]] = {
+    "debug": (128, 344, 8, 4),
+    "tiny": (256, 688, 8, 2),
+    "60M": (512, 1376, 8, 8),
+    "130M": (768, 2048, 12, 12),
+    "350M": (1024, 2736, 16, 24),
+    "1B": (2048, 5461, 32, 24),
+    "1B_boost": (2048, 5472, 32, 24),
+    "3B": (3072, 8192, 24, 28),
+    "7B": (4096, 11008, 32, 32),
+    "8B": (4096, 14336, 32, 32),
+    "13B": (5120, 13824, 40, 40),
+    "30B": (8192, 22016, 64, 36),
 }
 
 _EXTRAS: dict[str, dict[str, Any]] = {
@@ -45,9 +46,6 @@ _EXTRAS: dict[str, dict[str, Any]] = {
         "max_seq_len": 8192,
     },
 }
-
-# CoLA, Appendix on Table 10: keeping SwiGLU's SiLU helps up to 130M and no longer at 350M.
-_KEEPS_OUTER_SILU = ("debug", "tiny", "60M", "130M")
 
 
 class FlavorTable(Mapping[str, LlamaArgs]):
@@ -70,31 +68,21 @@ class FlavorTable(Mapping[str, LlamaArgs]):
         return len(self._flavors)
 
 
-def _default_activation(family: Family, flavor: str) -> Activation:
-    # Without σ in the bottleneck, svd must keep LLaMA's SwiGLU: it then merges into a LLaMA.
-    if family in ("full", "svd"):
-        return "fullrank"
-    return "both" if flavor in _KEEPS_OUTER_SILU else "lowrank"
+def build_flavors(family: ModelFamily) -> FlavorTable:
+    """Return every size of a family."""
+    flavors = {}
+    for size, (dim, ffn_dim, n_heads, n_layers) in _SHAPES.items():
+        flavors[size] = LlamaArgs(
+            family=family.name,
+            dim=dim,
+            ffn_dim=ffn_dim,
+            n_heads=n_heads,
+            n_layers=n_layers,
+            **_EXTRAS.get(size, {}),
+            **family.defaults(size),
+        )
+    return FlavorTable(flavors)
 
 
-def _build_flavor(family: Family, flavor: str) -> LlamaArgs:
-    dim, ffn_dim, n_heads, n_layers, rank = _SHAPES[flavor]
-    rank = 0 if family == "full" else rank
-    return LlamaArgs(
-        family=family,
-        dim=dim,
-        ffn_dim=ffn_dim,
-        n_heads=n_heads,
-        n_layers=n_layers,
-        rank_attention=rank,
-        rank_ffn=rank,
-        activation=_default_activation(family, flavor),
-        **_EXTRAS.get(flavor, {}),
-    )
-
-
-FLAVORS: dict[str, FlavorTable] = {
-    family: FlavorTable({flavor: _build_flavor(family, flavor) for flavor in _SHAPES})
-    for family in FAMILIES
-}
+FLAVORS = {name: build_flavors(family) for name, family in FAMILIES.items()}
 """The flavors of every family: ``FLAVORS["cola"]["60M"]``."""

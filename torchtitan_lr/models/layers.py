@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.marks import keep
 
 
@@ -33,28 +32,6 @@ class LowRankLinear(nn.Module):
         self.B = nn.Linear(rank, d_out, bias=False)
         # Of shape (1,): FSDP2 shards along dimension 0 and refuses scalars.
         self.gate = nn.Parameter(self.A.weight.new_ones(1)) if gated else None
-
-
-def build_linear(
-    args: LlamaArgs, d_in: int, d_out: int, rank: int, first_block: bool
-) -> nn.Linear | LowRankLinear:
-    """Build one projection of a block in the family's form.
-
-    Args:
-        args: The model's arguments.
-        d_in: Input width.
-        d_out: Output width.
-        rank: Rank of the projection's group.
-        first_block: Whether it belongs to the first block, which receives no latents and so has
-            nothing to gate.
-
-    Returns:
-        A dense linear without bias, or a pair of factors.
-    """
-    if not args.low_rank:
-        return nn.Linear(d_in, d_out, bias=False)
-    gated = args.family == "lax" and args.lax_gate == "scalar" and not first_block
-    return LowRankLinear(d_in, d_out, rank, gated)
 
 
 class DenseEdge(nn.Module):
@@ -113,33 +90,6 @@ class UpEdge(nn.Module):
         return [linear.B(latent) for linear, latent in zip(linears, latents, strict=True)]
 
 
-class MixEdge(nn.Module):
-    """LaX: add the previous block's latents, projection by projection."""
-
-    def forward(
-        self,
-        latents: Sequence[Tensor],
-        carried: Sequence[Tensor] | None,
-        linears: Sequence[LowRankLinear],
-    ) -> list[Tensor]:
-        """Compute A_i x_i + g · A_(i-1) x_(i-1).
-
-        Args:
-            latents: This block's A_i x_i, one (b, s, r) per linear.
-            carried: The previous block's, in the same order; None in the first block.
-            linears: The group, which holds the gates g where they are learned (else g = 1).
-
-        Returns:
-            The mixed latents (b, s, r).
-        """
-        if carried is None:
-            return list(latents)
-        return [
-            latent + (previous if linear.gate is None else linear.gate * previous)
-            for latent, previous, linear in zip(latents, carried, linears, strict=True)
-        ]
-
-
 def activate(latents: Sequence[Tensor], use_silu: Sequence[bool]) -> list[Tensor]:
     """Apply σ = SiLU to the latents (b, s, r) whose bottleneck has one (CoLA, Eq. 3)."""
     return [F.silu(h) if silu else h for h, silu in zip(latents, use_silu, strict=True)]
@@ -164,8 +114,8 @@ def low_rank_group(
         up: Edge that applies B, such as `UpEdge`.
         use_silu: Which of them have σ = SiLU in their bottleneck.
         norm: Applied to x first.
-        mix: LaX's edge, such as `MixEdge`, which adds the latents of the previous block.
-        carried: Those latents; None in the first block.
+        mix: Edge between A and σ, such as LaX's `MixEdge`, which adds carried latents.
+        carried: The latents of the previous block; None in the first block.
 
     Returns:
         One output (b, s, d_out) per linear, and their pre-activation latents A x (b, s, r).

@@ -34,11 +34,9 @@ class LlamaStateDictAdapter(Llama3StateDictAdapter):
     @property
     def is_llama(self) -> bool:
         """Whether the model equals, exactly, a LLaMA that Hugging Face's code can run."""
-        if self.llama_args.lanes > 1 and self.llama_args.sync_fraction < 1:
-            return False
-        return not self.llama_args.low_rank or (
-            self.llama_args.family == "svd" and self.llama_args.activation == "fullrank"
-        )
+        args = self.llama_args
+        private_channels = args.lanes > 1 and args.sync_fraction < 1
+        return not private_channels and args.model_family.is_llama(args)
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Convert our weights.
@@ -67,9 +65,7 @@ class LlamaStateDictAdapter(Llama3StateDictAdapter):
             ConfigError: For svd, whose factors a full matrix does not determine, and for lanes with
                 channels of their own.
         """
-        if self.llama_args.family == "svd":
-            want = "llama_full: a full-rank matrix does not determine the factors of llama_svd"
-            raise ConfigError("model.name", "llama_svd", want)
+        self.llama_args.model_family.check_import()
         if not self.is_llama and not self.llama_args.low_rank:
             want = "1 to load a LLaMA's weights, whose streams are one"
             raise ConfigError("caat.sync_fraction", self.llama_args.sync_fraction, want)

@@ -1,10 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The one place that orders what is done to a model before it trains.
 
-Each family has a parallelize function of its own name, which says what its plans split; all of them
-call the same order.
+Each family has a parallelize function of its own name, which names the plans that it emits; all of
+them call the same order.
 """
 
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -46,36 +47,47 @@ def parallelize_llama(
     return model
 
 
-def parallelize_llama_full(
-    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
-) -> nn.Module:
-    """Parallelize dense linears: the plan ``megatron``, with lanes ``caat``."""
-    return parallelize_llama(model, parallel_dims, job_config)
+@dataclass(frozen=True)
+class FamilyParallelize:
+    """A family's function for torchtitan's ``parallelize_fn``: it emits the plans it names.
 
+    Plans from outside the package are not named here; a plan says itself which models it is for.
 
-def parallelize_llama_svd(
-    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
-) -> nn.Module:
-    """Parallelize B A x: ``btp``, ``vanilla``, ``vanilla_replicated``; with lanes ``btp_caat``."""
-    return parallelize_llama(model, parallel_dims, job_config)
-
-
-def parallelize_llama_cola(
-    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
-) -> nn.Module:
-    """Parallelize B σ(A x): the plans of llama_svd; σ acts on whole sums A x, so it stays local."""
-    return parallelize_llama(model, parallel_dims, job_config)
-
-
-def parallelize_llama_lax(
-    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
-) -> nn.Module:
-    """Parallelize B (A x + g · A' x'): the plans of llama_svd without lanes.
-
-    Their edge ``mix`` adds the latents A' x' of the previous block, which also cross pipeline
-    stages.
+    Args:
+        family: The family's name.
+        plans: Plans of this package that can split its linears, without lanes.
+        lane_plans: Those for its models with CAAT-Net's lanes.
     """
-    return parallelize_llama(model, parallel_dims, job_config)
+
+    family: str
+    plans: tuple[str, ...]
+    lane_plans: tuple[str, ...] = ()
+
+    @property
+    def __name__(self) -> str:
+        return f"parallelize_llama_{self.family}"
+
+    def __call__(
+        self, model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+    ) -> nn.Module:
+        """Apply the order of `parallelize_llama`, with its arguments and result."""
+        return parallelize_llama(model, parallel_dims, job_config)
+
+
+_FACTORISED = ("btp", "vanilla", "vanilla_replicated")
+
+parallelize_llama_full = FamilyParallelize("full", ("megatron",), ("caat",))
+"""Dense linears."""
+
+parallelize_llama_svd = FamilyParallelize("svd", _FACTORISED, ("btp_caat",))
+"""B A x."""
+
+parallelize_llama_cola = FamilyParallelize("cola", _FACTORISED, ("btp_caat",))
+"""B σ(A x): σ acts on whole sums A x, so it needs no communication."""
+
+parallelize_llama_lax = FamilyParallelize("lax", _FACTORISED)
+"""B σ(A x + g · A' x'): the plans' edge ``mix`` adds the latents A' x' of the previous block, which
+also cross pipeline stages."""
 
 
 def apply_compile(model: nn.Module, backend: str) -> None:

@@ -22,7 +22,8 @@ from torchtitan_lr.checkpoints.manifest import (
 )
 from torchtitan_lr.checkpoints.safe_metadata import load, read_metadata
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.args import FAMILIES, LlamaArgs
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.families.registry import FAMILIES, find_family
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.training.fingerprint import (
@@ -75,13 +76,14 @@ def build_model_args(config: Any) -> LlamaArgs:
     """
     try:
         name, flavor = config.model.name, config.model.flavor
-        family = str(name).removeprefix("llama_")
-        if family not in FAMILIES or not str(name).startswith("llama_"):
-            choices = ", ".join(f"llama_{family}" for family in FAMILIES)
+        family = find_family(str(name))
+        if family is None:
+            choices = ", ".join(family.model_name for family in FAMILIES.values())
             raise ConfigError("model.name", name, f"one of {choices}")
-        if flavor not in FLAVORS[family]:
-            raise ConfigError("model.flavor", flavor, "one of " + ", ".join(FLAVORS[family]))
-        args = FLAVORS[family][flavor]
+        flavors = FLAVORS[family.name]
+        if flavor not in flavors:
+            raise ConfigError("model.flavor", flavor, "one of " + ", ".join(flavors))
+        args = flavors[flavor]
         args.update_from_config(config)
     except AttributeError as error:
         raise ConfigError(RUN_CONFIG, str(error), "the complete record of a run") from error
@@ -171,7 +173,8 @@ def _check_stored(step_dir: Path, stored: dict[str, Any], model: LlamaModel) -> 
     }
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
-            what = f"{model.model_args.family} with {name} of shape {expected.get(name)}"
-            want = f"a checkpoint of llama_{what}, not {found.get(name)}; is --config the run's?"
+            what = f"{model.model_args.model_family.model_name} with {name}"
+            what += f" of shape {expected.get(name)}"
+            want = f"a checkpoint of {what}, not {found.get(name)}; is --config the run's?"
             raise ConfigError("CHECKPOINT", str(step_dir), want)
     return stored["tok_embeddings.weight"].properties.dtype

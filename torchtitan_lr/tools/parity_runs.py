@@ -20,7 +20,8 @@ from torchtitan.tools.logging import logger
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.compat.names import clean_name
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.models.args import FAMILIES, LlamaArgs
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.tools.rank_pool import RankPool
 from torchtitan_lr.tools.seed_checkpoint import make_seed_checkpoint

@@ -55,11 +55,13 @@ def derive(config: str, plan: str, overrides: Sequence[str] = ()) -> list[str]:
     given = build_job_config([f"--job.config_file={config}", *overrides])
     if plan == FULL_RANK:
         return [*_FULL_RANK, *_ONE_LANE]
-    # Late: the plans import torch, and --help does not wait.
+    # Late: both import torch, and --help does not wait.
+    from torchtitan_lr.models.families.registry import find_family
     from torchtitan_lr.parallel.tensor import plans
 
     changes = [f"--parallelism.tp_plan={plan}", *_ONE_LANE]
-    if given.model.name == "llama_full":
+    family = find_family(given.model.name)
+    if family is not None and not family.low_rank:
         changes.append("--model.name=llama_cola")
     choices = plans.PLANS[plan].choices
     return [*changes, *(default for key, default in _DEFAULTS.items() if key not in choices)]

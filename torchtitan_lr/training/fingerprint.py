@@ -37,14 +37,7 @@ def model_fingerprint(args: LlamaArgs) -> dict[str, Any]:
     shape = {name: getattr(args, name) for name in _SHAPE}
     shape |= {"n_kv_heads": args.kv_heads, "rope_scaling": scaling and dataclasses.asdict(scaling)}
     fingerprint: dict[str, Any] = {"model.name": f"llama_{args.family}", "model.flavor": shape}
-    if args.low_rank:
-        fingerprint |= {
-            "low_rank.rank_attention": args.rank_attention,
-            "low_rank.rank_ffn": args.rank_ffn,
-            "low_rank.activation": args.activation,
-        }
-    if args.family == "lax":
-        fingerprint["low_rank.lax_gate"] = args.lax_gate
+    fingerprint |= args.model_family.fingerprint(args)
     return fingerprint | {"caat.lanes": args.lanes, "caat.sync_fraction": args.sync_fraction}
 
 

@@ -14,7 +14,8 @@ from torchtitan.protocols.train_spec import (
 from torchtitan_lr.compat.titan import registered_specs
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.tokenizer import build_tokenizer
-from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.families.registry import FAMILIES, ModelFamily, register_family
+from torchtitan_lr.models.flavors import FLAVORS, build_flavors
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.loss import build_loss
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
@@ -30,16 +31,19 @@ from torchtitan_lr.training.metrics import build_metrics_processor
 from torchtitan_lr.training.validate import build_validator
 
 PARALLELIZE: dict[str, ParallelizeFunction] = {
-    "full": parallelize_llama_full,
-    "svd": parallelize_llama_svd,
-    "cola": parallelize_llama_cola,
-    "lax": parallelize_llama_lax,
+    function.family: function
+    for function in (
+        parallelize_llama_full,
+        parallelize_llama_svd,
+        parallelize_llama_cola,
+        parallelize_llama_lax,
+    )
 }
 """What splits a model of each family."""
 
 
 def build_train_spec(family: str) -> TrainSpec:
-    """Assemble the TrainSpec of a family: ``full``, ``svd``, ``cola`` or ``lax``."""
+    """Assemble the TrainSpec of a family, one of `FAMILIES`."""
     return TrainSpec(
         model_cls=LlamaModel,
         model_args=FLAVORS[family],
@@ -56,15 +60,30 @@ def build_train_spec(family: str) -> TrainSpec:
     )
 
 
+def register_model_family(family: ModelFamily, parallelize: ParallelizeFunction) -> None:
+    """Make a family from outside the package known: its name, its flavors and its TrainSpec.
+
+    A run names the module that calls this by ``experimental.custom_import``.
+
+    Args:
+        family: The family.
+        parallelize: What splits its models, such as a `FamilyParallelize`.
+    """
+    register_family(family)
+    FLAVORS[family.name] = build_flavors(family)
+    PARALLELIZE[family.name] = parallelize
+    register_train_specs()
+
+
 def register_train_specs() -> None:
-    """Make ``llama_full``, ``llama_svd``, ``llama_cola`` and ``llama_lax`` known to torchtitan.
+    """Make every family known to torchtitan, ``llama_full`` and the others.
 
     What is registered already stays: torchtitan refuses to be told twice.
     """
-    for family in FLAVORS:
-        name = f"llama_{family}"
+    for family in FAMILIES.values():
+        name = family.model_name
         if name not in registered_specs():
-            register_train_spec(name, build_train_spec(family))
+            register_train_spec(name, build_train_spec(family.name))
 
 
 register_train_specs()

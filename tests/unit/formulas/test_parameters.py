@@ -6,7 +6,7 @@ import torch
 
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.formulas.parameters import count_parameters
-from torchtitan_lr.models.args import FAMILIES
+from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 

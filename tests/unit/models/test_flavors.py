@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
 
-from torchtitan_lr.models.args import FAMILIES
+from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 
 NAMES = ["debug", "tiny", "60M", "130M", "350M", "1B", "1B_boost", "3B", "7B", "8B", "13B", "30B"]

@@ -5,16 +5,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.unit.tiny import tiny_args
+from torchtitan_lr.models.families.lax import MixEdge
 from torchtitan_lr.models.layers import (
     DenseEdge,
     DownEdge,
     LowRankLinear,
-    MixEdge,
     OutputProjection,
     TokenEmbedding,
     UpEdge,
     activate,
-    build_linear,
     low_rank_group,
 )
 
@@ -49,13 +48,15 @@ def test_a_gate_has_one_dimension():
     ],
 )
 def test_who_has_a_gate(family, gate, first_block, gated):
-    linear = build_linear(tiny_args(family, lax_gate=gate), 48, 80, 12, first_block)
+    args = tiny_args(family, lax_gate=gate)
+    linear = args.model_family.build_linear(args, 48, 80, 12, first_block)
     assert isinstance(linear, LowRankLinear)
     assert (linear.gate is not None) == gated
 
 
 def test_full_rank_is_a_plain_linear():
-    linear = build_linear(tiny_args("full"), 48, 80, 0, False)
+    args = tiny_args("full")
+    linear = args.model_family.build_linear(args, 48, 80, 0, False)
     assert type(linear) is nn.Linear
     assert linear.bias is None
 

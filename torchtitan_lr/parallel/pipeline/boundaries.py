@@ -79,9 +79,9 @@ def stage_boundary(
         latents: Whether a block sends to another one here, so that LaX's latents cross.
     """
     widths = [args.rank_attention] * 4 + [args.rank_ffn] * 3
-    if not latents or args.family != "lax":
+    if not (latents and args.model_family.carries_latents):
         widths = []
-    if args.lanes > 1 and args.family == "full":
+    if args.lanes > 1 and not args.low_rank:
         lanes = args.lanes // tp_degree
         return Boundary(seq_len, lanes * args.dim, (), lanes=lanes)
     if tp_degree == 1:

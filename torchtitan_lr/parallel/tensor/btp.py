@@ -161,5 +161,5 @@ class BTP(TensorParallelPlan):
         return block_edges(
             {"down_qkv": down, "up_qkv": up, "down_o": down, "up_o": up},
             {"down_gate_up": down, "up_gate_up": up, "down_down": down, "up_down": up},
-            on_ranks(ShardedMixEdge, sequence) if args.family == "lax" else None,
+            on_ranks(ShardedMixEdge, sequence) if args.model_family.carries_latents else None,
         )

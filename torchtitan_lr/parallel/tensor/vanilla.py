@@ -140,7 +140,7 @@ class Vanilla(TensorParallelPlan):
             block_edges(
                 {"down_qkv": down, "up_qkv": up_qkv, "down_o": down_o, "up_o": up},
                 {"down_gate_up": down, "up_gate_up": up, "down_down": down, "up_down": up},
-                on_ranks(ShardedMixEdge, True) if args.family == "lax" else None,
+                on_ranks(ShardedMixEdge, True) if args.model_family.carries_latents else None,
             )
         )
         head = partial(VocabParallelHead, stream="replicated", loss_parallel=settings.loss_parallel)

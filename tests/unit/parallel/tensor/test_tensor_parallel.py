@@ -9,13 +9,15 @@ from torch import nn
 from torchtitan.tools.logging import logger
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.args import FAMILIES, LlamaArgs
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.tensor.plans import build_tp_plan
+from torchtitan_lr.parallel.parallelize import FamilyParallelize
+from torchtitan_lr.parallel.tensor.plans import PLANS, build_tp_plan
 from torchtitan_lr.parallel.tensor.styles import EdgeParallel
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, resolve_settings
-from torchtitan_lr.training.register import build_train_spec
+from torchtitan_lr.training.register import PARALLELIZE, build_train_spec
 
 
 def tiny(family: str = "cola", **changes: Any) -> LlamaArgs:
@@ -181,6 +183,29 @@ def test_a_plan_places_every_parameter_of_a_stage(family: str, plan: Any) -> Non
     gates = {name for name in placed if name.endswith(".gate")}
     assert placed - gates == wanted
     assert "tok_embeddings.weight" not in placed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_familys_function_names_the_plans_it_emits(family: str) -> None:
+    """Those that are accepted for its models, of all the registered ones."""
+    emits = PARALLELIZE[family]
+    assert isinstance(emits, FamilyParallelize)
+    for plan in PLANS:
+        assert accepted(tiny(family), plan) == (plan in emits.plans)
+    if not FAMILIES[family].lanes:
+        assert not emits.lane_plans
+        return
+    for plan in PLANS:
+        assert accepted(tiny(family, lanes=4), plan) == (plan in emits.lane_plans)
+
+
+def accepted(args: LlamaArgs, plan: str) -> bool:
+    try:
+        resolve_settings(TPSettings(plan), args, 4, 16)
+    except ConfigError as error:
+        assert error.key == "parallelism.tp_plan"
+        return False
+    return True
 
 
 @pytest.mark.parametrize("family", FAMILIES)

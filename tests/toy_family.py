@@ -1,0 +1,41 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A model family from outside the package: ``llama_tanh``, y = B tanh(A x).
+
+A run names this module by ``experimental.custom_import``.
+"""
+
+import torch
+from torch import nn
+
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models.families.cola import RANKS
+from torchtitan_lr.models.families.family import ModelFamily
+from torchtitan_lr.parallel.parallelize import FamilyParallelize
+from torchtitan_lr.training.register import register_model_family
+
+
+class TanhEdge(nn.Module):
+    """tanh of every latent (b, s, r), element by element: each plan's shards of it will do."""
+
+    def forward(self, latents, carried, linears):
+        return [torch.tanh(latent) for latent in latents]
+
+
+class Tanh(ModelFamily):
+    name = "tanh"
+
+    def defaults(self, size):
+        return {"rank_attention": RANKS[size], "rank_ffn": RANKS[size], "activation": "fullrank"}
+
+    def build_mix(self):
+        return TanhEdge()
+
+    def check(self, args):
+        if args.activation != "fullrank":
+            want = f"'fullrank' for {self.model_name}, which has tanh in its bottlenecks"
+            raise ConfigError("low_rank.activation", args.activation, want)
+        super().check(args)
+
+
+plans = ("btp", "vanilla", "vanilla_replicated")
+register_model_family(Tanh(), FamilyParallelize("tanh", plans, lane_plans=("btp_caat",)))

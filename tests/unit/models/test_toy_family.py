@@ -1,0 +1,107 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A family from outside the package is built, accepted, refused and counted like the others."""
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+from tests.unit.tiny import build_tiny, tiny_args, tokens
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.compat.titan import registered_specs
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.estimate.run import read_run
+from torchtitan_lr.estimate.timing import block_flops
+from torchtitan_lr.formulas.parameters import count_parameters
+from torchtitan_lr.models.families.registry import FAMILIES
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.layers import low_rank_group
+from torchtitan_lr.tools.export import check_hf_exportable
+from torchtitan_lr.training.fingerprint import model_fingerprint
+from torchtitan_lr.training.register import PARALLELIZE
+
+NAMED = "--model.name=llama_tanh"
+MODULE = "--experimental.custom_import=tests.toy_family"
+TP = "--parallelism.tensor_parallel_degree=2"
+NO_CHECKPOINT = "--checkpoint.no_enable"  # whatever runs have left in ./outputs
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind():
+    yield
+    sys.modules.pop("tests.toy_family", None)
+    for table in (FAMILIES, FLAVORS, PARALLELIZE):
+        table.pop("tanh", None)
+    registered_specs().pop("llama_tanh", None)
+
+
+def config_of(*arguments):
+    config = build_job_config([NAMED, MODULE, TP, NO_CHECKPOINT, *arguments])
+    check_job_config(config, 4, "cpu")
+    return config
+
+
+def tiny_toy(**changes):
+    importlib.import_module("tests.toy_family")
+    return build_tiny("tanh", activation="fullrank", **changes)
+
+
+def test_without_its_module_it_is_unknown():
+    config = build_job_config([NAMED, NO_CHECKPOINT])
+    with pytest.raises(ConfigError, match=r"model.name: got 'llama_tanh', expected one of llama_c"):
+        check_job_config(config, 4, "cpu")
+    with pytest.raises(ConfigError, match=r"model.name: got 'tanh', expected one of full, svd, c"):
+        tiny_args("tanh")
+
+
+def test_a_linear_is_b_tanh_a():
+    model = tiny_toy(dtype=torch.float64)
+    attention, norm = model.layers["1"].attention, model.layers["1"].attention_norm
+    linears = [attention.wq, attention.wk, attention.wv]
+    edges = attention.down_qkv, attention.up_qkv
+    x = torch.randn(2, 5, 48, dtype=torch.float64)
+    outputs, _ = low_rank_group(x, linears, *edges, attention.silu_qkv, norm, attention.mix)
+    for linear, out in zip(linears, outputs, strict=True):
+        torch.testing.assert_close(out, linear.B(torch.tanh(linear.A(norm(x)))))
+
+
+def test_it_runs_forward_and_backward():
+    model = tiny_toy()
+    model(tokens(model.model_args)).logsumexp(-1).mean().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(g is not None and g.isfinite().all() and g.any() for g in gradients)
+    assert count_parameters(model.model_args).total == sum(g.numel() for g in gradients)
+
+
+@pytest.mark.parametrize("plan", ["auto", "vanilla"])
+def test_a_run_of_it_is_accepted_and_estimated(plan):
+    run = read_run(config_of(f"--parallelism.tp_plan={plan}"), 4)
+    assert run.args.family == "tanh" and run.args.rank_ffn == FLAVORS["cola"]["debug"].rank_ffn
+    assert run.settings.plan == plan.replace("auto", "btp")
+    assert block_flops(run) > 0
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ("--parallelism.tp_plan=megatron", "expected one of auto, btp, vanilla, vanilla_replicate"),
+        ("--low_rank.activation=both", "got 'both', expected 'fullrank' for llama_tanh, which"),
+        ("--low_rank.lax_gate=scalar", "got 'scalar', expected 'identity' unless llama_lax"),
+        ("--low_rank.rank=129", "got 129, expected a rank from 1 to 128"),
+        ("--model.flavor=2B", "model.flavor: got '2B', expected one of debug"),
+    ],
+)
+def test_it_is_refused_in_one_line_like_the_others(argument, text):
+    with pytest.raises(ConfigError) as info:
+        config_of(argument)
+    assert text in str(info.value)
+    assert "\n" not in str(info.value)
+
+
+def test_its_checkpoints_carry_its_name_and_it_is_no_llama():
+    args = tiny_toy().model_args
+    assert model_fingerprint(args)["model.name"] == "llama_tanh"
+    with pytest.raises(ConfigError, match="'factored' for this model"):
+        check_hf_exportable(args)
