@@ -14,6 +14,9 @@ from torchtitan_lr.config.methods import Caat, GradCompression, LowRank, Optimiz
 TP_PLANS = ["auto", "btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat"]
 """Values of ``parallelism.tp_plan``; a plan that is registered adds its name."""
 
+AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
+"""Values of ``activation_checkpoint.mode``; a mode that is registered adds its name."""
+
 
 @dataclass
 class Job:
@@ -135,7 +138,7 @@ class Parallelism:
 class ActivationCheckpoint:
     """Additions to torchtitan's ``[activation_checkpoint]``."""
 
-    mode: Literal["selective", "full", "memory_budget", "none", "low_rank"] = "none"
+    mode: Annotated[str, AC_MODES] = "none"
     """
     What is recomputed in backward; torchtitan's modes, and 'low_rank': keep the r-wide latents
     and recompute what is wider (CoLA-M; under tp_plan = 'btp' without communication).
