@@ -74,7 +74,9 @@ def check_unsupported(config: Any, world_size: int, device_type: str) -> None:
 
 
 def check_activation_checkpoint(config: Any, world_size: int, device_type: str) -> None:
-    """``[activation_checkpoint]`` says something torchtitan can apply."""
+    """``[activation_checkpoint]`` says something that its mode can apply."""
+    from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
+
     section = config.activation_checkpoint
     option = section.selective_ac_option
     if option != "op" and not (option.isdecimal() and int(option) > 0):
@@ -85,20 +87,7 @@ def check_activation_checkpoint(config: Any, world_size: int, device_type: str) 
         raise ConfigError(
             "activation_checkpoint.determinism_check", section.determinism_check, want
         )
-    if section.mode == "low_rank":
-        from torchtitan_lr.models.families.registry import find_family  # late: it imports torch
-
-        family = find_family(config.model.name)
-        if family is not None and not family.low_rank:
-            want = f"another mode for {family.model_name}, which has no low-rank activations"
-            raise ConfigError("activation_checkpoint.mode", "low_rank", want)
-    if section.mode == "memory_budget":
-        if not (config.compile.enable and "model" in config.compile.components):
-            want = "'selective', 'full' or 'none' unless compile.enable with the component 'model'"
-            raise ConfigError("activation_checkpoint.mode", "memory_budget", want)
-        if not 0 <= section.memory_budget <= 1:
-            want = "a number from 0 to 1"
-            raise ConfigError("activation_checkpoint.memory_budget", section.memory_budget, want)
+    MODES[section.mode].check(config)
 
 
 def check_compile(config: Any, world_size: int, device_type: str) -> None:
@@ -138,13 +127,16 @@ def check_cpu(config: Any, world_size: int, device_type: str) -> None:
 
 def check_compiled_checkpointing(config: Any, world_size: int, device_type: str) -> None:
     """Torch 2.13 cannot compile tensor-parallel blocks that repeat attention on a CPU."""
-    mode = config.activation_checkpoint.mode
-    compiled = config.compile.enable and "model" in config.compile.components
+    from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES, compiles_model
+
+    mode = MODES[config.activation_checkpoint.mode]
     tensor_parallel = config.parallelism.tensor_parallel_degree > 1
-    repeats = mode in ("full", "selective", "memory_budget")
-    if device_type == "cpu" and compiled and tensor_parallel and repeats:
-        want = "'none' or 'low_rank' with compile.enable and tensor parallelism on a CPU"
-        raise ConfigError("activation_checkpoint.mode", mode, want)
+    if device_type != "cpu" or not tensor_parallel or not compiles_model(config):
+        return
+    if not mode.compiles_on_cpu:
+        others = [repr(other.name) for other in MODES.values() if other.compiles_on_cpu]
+        want = f"{' or '.join(others)} with compile.enable and tensor parallelism on a CPU"
+        raise ConfigError("activation_checkpoint.mode", mode.name, want)
 
 
 SUPPORT_CHECKS: tuple[Callable[[Any, int, str], None], ...] = (

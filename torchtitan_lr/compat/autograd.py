@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 __all__ = [
     "checkpoint_wrapper",
-    "checkpointed_module",
+    "checkpointed_modules",
     "in_backward",
     "next_node_number",
     "running_node_number",
@@ -56,14 +56,17 @@ def next_node_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def checkpointed_module(module: nn.Module) -> nn.Module | None:
-    """Return the module inside a checkpoint wrapper, None for any other module.
+def checkpointed_modules(module: nn.Module) -> list[nn.Module]:
+    """Return the modules inside the checkpoint wrappers of a module, itself included.
 
-    Recomputation calls the inner module and not its wrapper, so hooks must be there. Reads
-    ``_checkpoint_wrapped_module``. If upstream renames it, this raises an AttributeError, and
-    `torchtitan_lr.compat.names` must follow: it is part of parameters' names.
+    Recomputation calls the inner module and not its wrapper, so hooks must be there. Compiled parts
+    are left out: what they repeat is inside their backward. Reads ``_checkpoint_wrapped_module``
+    and skips what lies below ``_orig_mod``. If upstream renames the first, this raises an
+    AttributeError; if the second, hooks get into compiled blocks. `torchtitan_lr.compat.names` must
+    follow both: they are part of parameters' names.
     """
-    if not isinstance(module, CheckpointWrapper):
-        return None
-    inner: nn.Module = module._checkpoint_wrapped_module
-    return inner
+    return [
+        part._checkpoint_wrapped_module
+        for name, part in module.named_modules()
+        if isinstance(part, CheckpointWrapper) and "_orig_mod" not in name.split(".")
+    ]

@@ -21,7 +21,7 @@ from torchtitan_lr.config.parse import (
     split_arguments,
 )
 from torchtitan_lr.config.paths import user_path
-from torchtitan_lr.config.schema import MODELS, TP_PLANS
+from torchtitan_lr.config.schema import AC_MODES, MODELS, TP_PLANS
 from torchtitan_lr.errors import ConfigError
 
 CONFIG_MODULE = "torchtitan_lr.config.schema"
@@ -31,6 +31,13 @@ RENAMED = {
     "torchtitan_lr.specs": "torchtitan_lr.training.register",
 }
 """Modules that the TOML files and records of older runs name, and what they are called now."""
+
+REGISTERED = {
+    "model.name": MODELS,
+    "parallelism.tp_plan": TP_PLANS,
+    "activation_checkpoint.mode": AC_MODES,
+}
+"""Known values of the keys to which ``experimental.custom_import`` may add some."""
 
 
 def build_job_config(argv: list[str]) -> Any:
@@ -58,7 +65,7 @@ def build_job_config(argv: list[str]) -> Any:
     with collector_off():
         import torchtitan.config  # noqa: F401
 
-    _import_registrations(raw, overrides)
+    _import_unknown(raw, overrides)
     config_cls = config_class()
     values = apply_overrides(check_toml(raw, config_cls), overrides, config_cls)
     for section, key in (("job", "custom_config_module"), ("experimental", "custom_import")):
@@ -78,18 +85,19 @@ def config_class() -> Any:
     return merged_job_config(extension.JobConfig)
 
 
-def _import_registrations(raw: dict[str, Any], overrides: list[Override]) -> None:
-    """Imports ``experimental.custom_import`` for an unknown plan or model: it may register it."""
+def _import_unknown(raw: dict[str, Any], overrides: list[Override]) -> None:
+    """Imports ``experimental.custom_import`` where an unknown name is given: it may register it."""
     given = {
         f"{section}.{key}": value
         for section, table in raw.items()
         if isinstance(table, dict)
         for key, value in table.items()
     } | {override.key: override.value for override in overrides}
-    plan, model = given.get("parallelism.tp_plan"), given.get("model.name")
+    names = [(given.get(key), known) for key, known in REGISTERED.items()]
+    unknown = any(isinstance(name, str) and name not in known for name, known in names)
     module = given.get("experimental.custom_import")
-    unknown = plan not in (None, *TP_PLANS) or model not in (None, *MODELS)
-    if unknown and isinstance(module, str) and module and module not in RENAMED:
+    if unknown and isinstance(module, str) and module:
+        module = RENAMED.get(module, module)
         _check_import(module)
         importlib.import_module(module)
 

@@ -17,6 +17,9 @@ TP_PLANS = ["auto", "btp", "vanilla", "vanilla_replicated", "megatron", "caat", 
 MODELS = ("llama_full", "llama_svd", "llama_cola", "llama_lax")
 """Values of ``model.name`` that ``experimental.custom_import`` registers by default."""
 
+AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
+"""Values of ``activation_checkpoint.mode``; a mode that is registered adds its name."""
+
 
 @dataclass
 class Job:
@@ -138,7 +141,7 @@ class Parallelism:
 class ActivationCheckpoint:
     """Additions to torchtitan's ``[activation_checkpoint]``."""
 
-    mode: Literal["selective", "full", "memory_budget", "none", "low_rank"] = "none"
+    mode: Annotated[str, AC_MODES] = "none"
     """
     What is recomputed in backward; torchtitan's modes, and 'low_rank': keep the r-wide latents
     and recompute what is wider (CoLA-M; under tp_plan = 'btp' without communication).

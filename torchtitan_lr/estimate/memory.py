@@ -24,7 +24,10 @@ from torchtitan_lr.estimate.traffic import boundaries_of, exchanged_units, repea
 from torchtitan_lr.formulas.memory import core_elements, gathered_bytes, sharded, static_memory
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.recompute.activation_checkpoint import apply_activation_checkpoint
+from torchtitan_lr.parallel.recompute.activation_checkpoint import (
+    MODES,
+    apply_activation_checkpoint,
+)
 from torchtitan_lr.parallel.tensor.plans import TPSettings
 
 ROTARY_BYTES = 8
@@ -72,28 +75,24 @@ def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> 
 
     Args:
         run: The run.
-        mode: A mode of activation checkpointing; the run's by default. ``memory_budget``, which
-            only the compiler carries out, is counted as a straight line between ``full`` and
-            ``none``.
+        mode: A mode of activation checkpointing; the run's by default. One that only the compiler
+            carries out is counted as a straight line between two others.
         fused_norm: Whether RMSNorm is one kernel, as on GPUs.
     """
     section = run.config.activation_checkpoint
     mode = run.checkpointing if mode is None else mode
-    if mode == "memory_budget":
-        return _between(
-            rehearse_run(run, "full", fused_norm),
-            rehearse_run(run, "none", fused_norm),
-            section.memory_budget,
-        )
-    option = section.selective_ac_option
-    period = int(option) if mode == "selective" and option.isdecimal() else 1
+    if not MODES[mode].eager:
+        least, most, share = MODES[mode].between(section)
+        bounds = rehearse_run(run, least, fused_norm), rehearse_run(run, most, fused_norm)
+        return _between(*bounds, share)
     what, dtype = _rehearsed(run), TORCH_DTYPE_MAP[run.config.training.mixed_precision_param]
     # Alternatives, and runs that differ in their ranks only, often have the same blocks.
     key = repr((*what, replace(section, mode=mode)))
     if key not in _KNOWN:
+        period = MODES[mode].period(section)
         _KNOWN[key] = rehearse(*what, _checkpointing(run, mode), period)
     result = _KNOWN[key]
-    if mode == "none" and run.tp == 1 and fused_norm:
+    if not MODES[mode].recomputes and run.tp == 1 and fused_norm:
         saving = fused_norm_saving(run.args, run.tokens, dtype)
         result = replace(result, block=result.block - 2 * saving, ends=max(0, result.ends - saving))
     return result
@@ -108,11 +107,13 @@ def repeated_by_block(run: Run) -> list[Traffic]:
     Raises:
         ConfigError: Only the compiler decides what is repeated.
     """
-    if run.tp == 1 or run.checkpointing == "none":
+    mode = MODES[run.checkpointing]
+    if run.tp == 1 or not mode.recomputes:
         return []
-    if run.checkpointing == "memory_budget":
-        want = "'none', 'selective', 'full' or 'low_rank': only the compiler knows what it repeats"
-        raise ConfigError("activation_checkpoint.mode", "memory_budget", want)
+    if not mode.eager:
+        *others, last = [repr(other.name) for other in MODES.values() if other.eager]
+        want = f"{', '.join(others)} or {last}: only the compiler knows what it repeats"
+        raise ConfigError("activation_checkpoint.mode", mode.name, want)
     prepare = _checkpointing(run, run.checkpointing)
     count = run.microbatches * run.accumulation
     return [

@@ -20,9 +20,6 @@ from torchtitan_lr.parallel.data_parallel import reshard_after_forward
 from torchtitan_lr.parallel.pipeline.stage_split import modules_per_stage
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, settings_for
 
-AC_MODES = ("none", "selective", "full", "low_rank")
-"""Modes of ``[activation_checkpoint]`` that eager blocks have."""
-
 
 @dataclass(frozen=True)
 class Run:

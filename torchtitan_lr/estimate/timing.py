@@ -13,10 +13,11 @@ from torchtitan_lr.estimate.step_time import (
     model_step_time,
 )
 from torchtitan_lr.estimate.traffic import element_size
-from torchtitan_lr.formulas.activations import layer_recompute_flops, recompute_flops
+from torchtitan_lr.formulas.activations import recompute_flops
 from torchtitan_lr.formulas.flops import FORWARD_AND_BACKWARD, head_flops, layer_flops
 from torchtitan_lr.formulas.plans.registry import formula_of
 from torchtitan_lr.formulas.traffic import Traffic
+from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES, BlockFlops
 
 
 def step_time(run: Run, traffic: list[list[Traffic]], hardware: Hardware) -> StepTime:
@@ -97,19 +98,13 @@ def block_flops(run: Run) -> float:
 def repeated_flops(run: Run) -> float:
     """FLOPs that checkpointing repeats of a block, for one sequence on one rank.
 
-    ``selective`` repeats every so many blocks, or about half of a block's products;
-    ``memory_budget`` is taken for the share of a block that is beyond the budget.
+    The ranks share all products evenly; under ``vanilla_replicated`` attention counts too low.
     """
-    section, mode = run.config.activation_checkpoint, run.checkpointing
-    whole = layer_recompute_flops(run.args, run.seq_len, run.tp)
-    if mode == "low_rank":
-        keeps = section.low_rank_save_attention
-        return recompute_flops(run.args, run.seq_len, keeps, run.tp)
-    if mode == "selective":
-        option = section.selective_ac_option
-        if option.isdecimal():
-            return whole / int(option)
-        scores = layer_flops(run.args, run.seq_len).attention_scores
-        return (whole - scores / FORWARD_AND_BACKWARD / run.tp) / 2
-    shares = {"full": 1.0, "memory_budget": 1 - section.memory_budget}
-    return whole * shares.get(mode, 0.0)
+    flops, shares = layer_flops(run.args, run.seq_len), FORWARD_AND_BACKWARD * run.tp
+    block = BlockFlops(
+        attention_linears=flops.attention_linears // shares,
+        attention_scores=flops.attention_scores // shares,
+        feed_forward=flops.feed_forward // shares,
+        up_projections=recompute_flops(run.args, run.seq_len, True, run.tp),
+    )
+    return MODES[run.checkpointing].repeated_flops(run.config.activation_checkpoint, block)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchtitan_lr.compat.autograd import (
-    checkpointed_module,
+    checkpointed_modules,
     in_backward,
     next_node_number,
     running_node_number,
@@ -129,8 +129,7 @@ class ScopeTracker:
         def after(*_: Any) -> None:
             self._recomputing -= in_backward()
 
-        inner = checkpointed_module(module)
-        if inner is not None:
+        for inner in checkpointed_modules(module):
             self._undo.append(inner.register_forward_pre_hook(before).remove)
             # Recomputation may stop early, by an exception.
             self._undo.append(inner.register_forward_hook(after, always_call=True).remove)

@@ -9,6 +9,7 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.run import Run, with_checkpointing
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, resolve_settings
 from torchtitan_lr.tools.variants import read_modes, shared_mode
 
@@ -30,11 +31,12 @@ def alternative_modes(config: Any, world: int, named: str = "") -> dict[str, str
     """
     shared = shared_mode(config.activation_checkpoint.mode, ALTERNATIVES)
     modes = dict.fromkeys(ALTERNATIVES, shared) | read_modes(named, ALTERNATIVES)
-    if modes["full"] == "low_rank":
+    if MODES[modes["full"]].low_rank:
         want = "full=MODE with another mode: full rank has no low-rank activations"
-        raise ConfigError("--checkpointing", "full=low_rank", want)
-    for mode in set(modes.values()) - {"low_rank"}:
-        check_job_config(with_checkpointing(config, mode), world, "cuda", on_paper=True)
+        raise ConfigError("--checkpointing", f"full={modes['full']}", want)
+    for mode in set(modes.values()):
+        if not MODES[mode].low_rank:
+            check_job_config(with_checkpointing(config, mode), world, "cuda", on_paper=True)
     return modes
 
 

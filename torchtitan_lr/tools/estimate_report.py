@@ -10,7 +10,7 @@ from typing import Any
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.memory import activation_bytes, in_flight, rank_memory, rehearse_run
 from torchtitan_lr.estimate.rehearsal import Rehearsal
-from torchtitan_lr.estimate.run import AC_MODES, Run
+from torchtitan_lr.estimate.run import Run
 from torchtitan_lr.estimate.step_time import Hardware
 from torchtitan_lr.estimate.timing import step_time
 from torchtitan_lr.estimate.traffic import (
@@ -23,6 +23,7 @@ from torchtitan_lr.estimate.traffic import (
 from torchtitan_lr.formulas.flops import flops_per_token
 from torchtitan_lr.formulas.parameters import count_parameters
 from torchtitan_lr.formulas.traffic import Traffic
+from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
 from torchtitan_lr.tools.alternatives import alternative_modes, alternatives
 
 GIB = 2**30
@@ -108,8 +109,9 @@ def _pipeline_rank(
 def _by_mode(run: Run, pp_rank: int, own: Rehearsal) -> dict[str, dict[str, int]]:
     """What every mode of activation checkpointing would keep, and backward's need on top."""
     result = {}
-    for mode in dict.fromkeys((*AC_MODES, run.checkpointing)):
-        if mode == "low_rank" and not run.args.low_rank:
+    eager = [mode.name for mode in MODES.values() if mode.eager]
+    for mode in dict.fromkeys((*eager, run.checkpointing)):
+        if MODES[mode].low_rank and not run.args.low_rank:
             continue
         rehearsal = own if mode == run.checkpointing else rehearse_run(run, mode)
         kept = activation_bytes(run, pp_rank, rehearsal)

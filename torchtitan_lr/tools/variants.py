@@ -16,9 +16,6 @@ PLANS = ("full", "vanilla", "vanilla_replicated", "btp")
 FULL_RANK = "full"
 """The one that is a family, under the plan that ``auto`` gives it."""
 
-CHECKPOINTING_MODES = ("none", "selective", "full", "low_rank", "memory_budget")
-"""Modes of ``[activation_checkpoint]``."""
-
 _ONE_LANE = ["--caat.lanes=1", "--caat.sync_fraction=1.0"]
 """The ordinary model: these plans have no lanes."""
 
@@ -91,13 +88,15 @@ def shared_mode(mode: str, plans: Collection[str]) -> str:
 
     What a run repeats in backward belongs to its mode, not to its plan: two runs of different modes
     differ in both. The configured mode holds for all plans that have it. Full rank has no latents
-    to keep; with it, ``low_rank`` becomes ``full`` for all.
+    to keep; with it, ``low_rank`` and its like become ``full`` for all.
 
     Args:
         mode: As configured.
         plans: What is compared, out of `PLANS`.
     """
-    return "full" if mode == "low_rank" and FULL_RANK in plans else mode
+    from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
+
+    return "full" if MODES[mode].low_rank and FULL_RANK in plans else mode
 
 
 def read_modes(text: str, columns: Collection[str]) -> dict[str, str]:
@@ -113,11 +112,13 @@ def read_modes(text: str, columns: Collection[str]) -> dict[str, str]:
     Raises:
         ConfigError: There is no such column, or no such mode.
     """
+    from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
+
     modes: dict[str, str] = {}
     for item in filter(None, text.split(",")):
         column, _, mode = item.partition("=")
-        if column not in columns or mode not in CHECKPOINTING_MODES:
-            want = f"COLUMN=MODE, of {', '.join(columns)} and {', '.join(CHECKPOINTING_MODES)}"
+        if column not in columns or mode not in MODES:
+            want = f"COLUMN=MODE, of {', '.join(columns)} and {', '.join(MODES)}"
             raise ConfigError("--checkpointing", item, want)
         modes[column] = mode
     return modes

@@ -161,10 +161,15 @@ def test_autograd_says_whether_backward_runs_and_which_node():
 def test_autograd_the_wrapper_of_checkpointed_modules():
     inner = nn.Linear(1, 1)
     wrapper = autograd.checkpoint_wrapper(inner)
-    assert autograd.checkpointed_module(wrapper) is inner, changed(
-        "CheckpointWrapper._checkpoint_wrapped_module", "autograd.checkpointed_module"
+    want = changed("CheckpointWrapper._checkpoint_wrapped_module", "autograd.checkpointed_modules")
+    for whole in (wrapper, nn.Sequential(wrapper)):
+        (found,) = autograd.checkpointed_modules(whole)
+        assert found is inner, want
+    assert autograd.checkpointed_modules(inner) == []
+    compiled = nn.Sequential(torch.compile(wrapper))
+    assert autograd.checkpointed_modules(compiled) == [], changed(
+        "OptimizedModule._orig_mod", "autograd.checkpointed_modules"
     )
-    assert autograd.checkpointed_module(inner) is None
 
 
 def test_names_lose_what_wrappers_put_into_them():

@@ -151,6 +151,22 @@ def test_recomputation_is_backward_and_flagged() -> None:
     assert first == ledgers[0].rows()
 
 
+def test_recomputation_of_half_a_block_is_flagged() -> None:
+    """Each block sends twice, and again in its second half."""
+    model = Model()
+    for name in list(model.layers):
+        model.layers[name] = nn.Sequential(Part(), checkpoint_wrapper(Part()))
+    ledger = new_ledger(model)
+    step(model, ledger)
+    rows = ledger.rows(split_recompute=True)
+    reductions = [r for r in rows if r["op"] == "all_reduce" and r["scope"].startswith("block")]
+    assert [(r["scope"], r["pass"], r["calls"], r["recompute"]) for r in reductions] == [
+        (f"block {i}", *row)
+        for i in range(2)
+        for row in (("forward", 2, False), ("backward", 1, True))
+    ]
+
+
 def test_without_hooks_after_leaving() -> None:
     model = Model()
     ledger = new_ledger(model)

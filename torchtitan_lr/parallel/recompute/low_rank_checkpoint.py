@@ -12,7 +12,7 @@ The tensors to keep are marked where they are made, see `torchtitan_lr.models.ma
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,13 +22,46 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
 from torchtitan_lr.compat.autograd import checkpoint_wrapper
 from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.families.registry import ModelFamily, find_family
 from torchtitan_lr.models.marks import mark_in_graphs
+from torchtitan_lr.parallel.recompute.mode import BlockFlops, CheckpointingMode
 from torchtitan_lr.parallel.recompute.replay import Recording
+
+
+class LowRankCheckpointing(CheckpointingMode):
+    """``low_rank``: keep the latents, and attention's output where the configuration says so.
+
+    A block repeats its up-projections but for the last, whose result is the next block's input, and
+    what lies between them (CoLA, section 4). Under BTP it repeats no collective.
+    """
+
+    name = "low_rank"
+    low_rank = True
+    compiles_on_cpu = True
+
+    def check(self, config: Any) -> None:
+        """It needs latents."""
+        family = find_family(config.model.name)
+        if family is not None and not family.low_rank:
+            raise _without_latents(family)
+
+    def apply(self, model: nn.Module, job_config: JobConfig) -> None:
+        """As `apply_low_rank_checkpoint`."""
+        section: Any = job_config.activation_checkpoint
+        apply_low_rank_checkpoint(model, section.low_rank_save_attention)
+
+    def repeated_flops(self, section: Any, block: BlockFlops) -> float:
+        """The up-projections; attention too unless its output is kept."""
+        if section.low_rank_save_attention:
+            return block.up_projections
+        return block.up_projections + block.attention_scores
 
 
 def apply_low_rank_checkpoint(model: nn.Module, save_attention: bool) -> None:
@@ -43,9 +76,9 @@ def apply_low_rank_checkpoint(model: nn.Module, save_attention: bool) -> None:
     Raises:
         ConfigError: For a model without bottlenecks.
     """
-    if not getattr(model, "model_args").low_rank:  # noqa: B009
-        want = "another mode for llama_full, which has no low-rank activations"
-        raise ConfigError("activation_checkpoint.mode", "low_rank", want)
+    family = cast(LlamaArgs, model.model_args).model_family
+    if not family.low_rank:
+        raise _without_latents(family)
     mark_in_graphs()
     layers = model.get_submodule("layers")
     for name, block in layers.named_children():
@@ -93,6 +126,11 @@ def checkpoint_block(
         return block(*args, **kwargs)
     operators = ATTENTION_OPERATORS if save_attention else frozenset()
     return Recording(block, args, kwargs, operators).forward()
+
+
+def _without_latents(family: ModelFamily) -> ConfigError:
+    want = f"another mode for {family.model_name}, which has no low-rank activations"
+    return ConfigError("activation_checkpoint.mode", LowRankCheckpointing.name, want)
 
 
 def _cannot_repeat_attention_compiled(model: nn.Module) -> bool:

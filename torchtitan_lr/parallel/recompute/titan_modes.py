@@ -1,0 +1,118 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The modes that torchtitan carries out: ``none``, ``selective``, ``full``, ``memory_budget``."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.config import JobConfig
+from torchtitan.distributed import activation_checkpoint as titan_ac
+
+from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS
+from torchtitan_lr.compat.titan import count_checkpointed_blocks_from
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.parallel.recompute.mode import BlockFlops, CheckpointingMode, compiles_model
+
+SELECTIVE_SAVE_LIST = {torch.ops.aten.mm.default, *ATTENTION_OPERATORS}
+"""The operators whose outputs ``selective_ac_option = "op"`` keeps: the dear ones to repeat.
+
+torchtitan keeps every second matmul on top of this; its own list lacks the CPU's attention.
+"""
+
+
+class NoCheckpointing(CheckpointingMode):
+    """``none``: autograd keeps whatever it saves."""
+
+    name = "none"
+    recomputes = False
+    compiles_on_cpu = True
+
+    def apply(self, model: nn.Module, job_config: JobConfig) -> None:
+        """Leave the model as it is."""
+
+    def repeated_flops(self, section: Any, block: BlockFlops) -> float:
+        """Nothing."""
+        return 0.0
+
+
+class TitanMode(CheckpointingMode):
+    """A mode that torchtitan applies, block by block or by a setting of the compiler."""
+
+    def apply(self, model: nn.Module, job_config: JobConfig) -> None:
+        """As `CheckpointingMode.apply`.
+
+        ``selective_ac_option = "2"`` wraps every second block of the whole model, whatever stage of
+        a pipeline holds it.
+        """
+        count_checkpointed_blocks_from(int(next(iter(getattr(model, "layers")), 0)))  # noqa: B009
+        titan_ac.apply_ac(
+            model,
+            job_config.activation_checkpoint,
+            model_compile_enabled=compiles_model(job_config),
+            op_sac_save_list=SELECTIVE_SAVE_LIST,
+            base_folder=job_config.job.dump_folder,
+        )
+
+
+class Selective(TitanMode):
+    """``selective``: wrap every n-th block, or repeat the cheap operators of all of them (``op``).
+
+    A wrapped block keeps its input. With ``op`` it keeps the outputs of attention and of every
+    second matmul too.
+    """
+
+    name = "selective"
+
+    def check_split_backward(self, section: Any, schedule: str) -> None:
+        """Torch drops what ``op`` has kept of a block after the first recomputation."""
+        if section.selective_ac_option == "op":
+            want = (
+                f"a number of blocks, as text, with the schedule {schedule}: torch repeats once "
+                "only"
+            )
+            raise ConfigError("activation_checkpoint.selective_ac_option", "op", want)
+
+    def period(self, section: Any) -> int:
+        """Every n-th block is wrapped."""
+        option = section.selective_ac_option
+        return int(option) if option.isdecimal() else 1
+
+    def repeated_flops(self, section: Any, block: BlockFlops) -> float:
+        """One block in n; with ``op`` about half of a block's linears."""
+        if section.selective_ac_option.isdecimal():
+            return block.whole / self.period(section)
+        return (block.whole - block.attention_scores) / 2
+
+
+class Full(TitanMode):
+    """``full``: a block keeps its input and runs again, its collectives included."""
+
+    name = "full"
+
+    def repeated_flops(self, section: Any, block: BlockFlops) -> float:
+        """The whole block."""
+        return block.whole
+
+
+class MemoryBudget(TitanMode):
+    """``memory_budget``: the compiler chooses what to keep, up to a share of the activations."""
+
+    name = "memory_budget"
+    eager = False
+
+    def check(self, config: Any) -> None:
+        """It needs compiled blocks and a share."""
+        if not compiles_model(config):
+            want = "'selective', 'full' or 'none' unless compile.enable with the component 'model'"
+            raise ConfigError("activation_checkpoint.mode", self.name, want)
+        budget = config.activation_checkpoint.memory_budget
+        if not 0 <= budget <= 1:
+            raise ConfigError("activation_checkpoint.memory_budget", budget, "a number from 0 to 1")
+
+    def between(self, section: Any) -> tuple[str, str, float]:
+        """A straight line from ``full`` to ``none``."""
+        return Full.name, NoCheckpointing.name, section.memory_budget
+
+    def repeated_flops(self, section: Any, block: BlockFlops) -> float:
+        """The share of a block that is beyond the budget."""
+        return block.whole * (1 - float(section.memory_budget))
