@@ -13,12 +13,7 @@ class BTPFormula(PlanFormula):
     shards_stream = True
 
     def block(
-        self,
-        shape: ModelShape,
-        settings: PlanSettings,
-        n: int,
-        ranks: int,
-        column_multiple: int,
+        self, shape: ModelShape, settings: PlanSettings, n: int, ranks: int, column_multiple: int
     ) -> list[Traffic]:
         """As `PlanFormula.block`."""
         sequence, online = settings.comm == "sequence", settings.norm == "online"

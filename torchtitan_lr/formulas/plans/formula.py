@@ -30,12 +30,7 @@ class PlanFormula:
     shards_heads: bool = True
 
     def block(
-        self,
-        shape: ModelShape,
-        settings: PlanSettings,
-        n: int,
-        ranks: int,
-        column_multiple: int,
+        self, shape: ModelShape, settings: PlanSettings, n: int, ranks: int, column_multiple: int
     ) -> list[Traffic]:
         """Collectives of one decoder block, without a learned gate's (T > 1).
 

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A plan from outside the package is accepted, refused, estimated and compared like the others."""
 
+import importlib
 import sys
 from math import prod
 
@@ -8,6 +9,7 @@ import pytest
 
 from tests.scripts import load_script
 from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config import schema
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import TP_PLANS
 from torchtitan_lr.errors import ConfigError
@@ -16,6 +18,7 @@ from torchtitan_lr.estimate.timing import block_flops
 from torchtitan_lr.estimate.traffic import step_traffic
 from torchtitan_lr.formulas.communication import model_traffic
 from torchtitan_lr.formulas.plans.registry import FORMULAS
+from torchtitan_lr.parallel.tensor import plans
 from torchtitan_lr.parallel.tensor.plans import PLANS
 from torchtitan_lr.tools.variants import derive
 
@@ -49,6 +52,23 @@ def test_every_name_has_a_plan_and_a_formula():
     assert all(name == plan.name for name, plan in (PLANS | FORMULAS).items())
     for name, plan in PLANS.items():
         assert plan.low_rank == FORMULAS[name].low_rank
+
+
+@pytest.mark.parametrize("listed", [(), ("btp",), (*schema.BUILT_IN_PLANS, "other")])
+def test_a_list_of_other_built_in_plans_is_noticed(listed, monkeypatch):
+    importlib.reload(plans)  # the control
+    monkeypatch.setattr(schema, "BUILT_IN_PLANS", listed)
+    with pytest.raises(RuntimeError, match="BUILT_IN_PLANS of config.schema"):
+        importlib.reload(plans)
+
+
+@pytest.mark.parametrize("name", ["auto", "btp"])
+def test_a_plan_from_outside_takes_no_name_of_the_package(name):
+    toy = importlib.import_module("tests.toy_plan").Gathered()
+    toy.name = name
+    with pytest.raises(ValueError, match=f"the name '{name}' of a tensor-parallel plan is taken"):
+        plans.register_plan(toy)
+    assert not isinstance(PLANS.get(name), type(toy))
 
 
 @pytest.mark.parametrize("arguments", [[], ["--experimental.custom_import=tests.scripts"]])
