@@ -2,6 +2,7 @@
 """A plan from outside the package is accepted, refused, estimated and compared like the others."""
 
 import importlib
+import json
 import sys
 from math import prod
 
@@ -58,7 +59,7 @@ def test_every_name_has_a_plan_and_a_formula():
 def test_a_list_of_other_built_in_plans_is_noticed(listed, monkeypatch):
     importlib.reload(plans)  # the control
     monkeypatch.setattr(schema, "BUILT_IN_PLANS", listed)
-    with pytest.raises(RuntimeError, match="BUILT_IN_PLANS of config.schema"):
+    with pytest.raises(RuntimeError, match=r"BUILT_IN_PLANS of config\.schema"):
         importlib.reload(plans)
 
 
@@ -138,3 +139,17 @@ def test_compare_lists_it(capsys):
             compare._parse([DEBUG, "--plans", unknown, MODULE])
         known = "full, vanilla, vanilla_replicated, btp, gathered"
         assert f"--plans: got '{unknown}', expected some of {known}" in capsys.readouterr().err
+
+
+def test_an_estimate_has_it_as_a_column(capsys):
+    estimate = load_script("estimate")
+    options = [DEBUG, MODULE, TP, NO_CHECKPOINT, "--training.global_batch_size=-1"]
+    assert estimate.main([*options, "--plans", "full,gathered", "--json"]) == 0
+    columns = json.loads(capsys.readouterr().out)["alternatives"]
+    assert list(columns) == ["full", "gathered"]
+    assert columns["gathered"]["comm_bytes"]["tp"].keys() == {"all_gather", "all_reduce"}
+    assert columns["gathered"]["parameters"] < columns["full"]["parameters"]
+    assert estimate.main([*options, "--plans", "full,other"]) == 2
+    known = "full, vanilla, vanilla_replicated, btp, gathered"
+    error = f"error: --plans: got 'other', expected some of {known}\n"
+    assert capsys.readouterr().err == error
