@@ -52,7 +52,8 @@ def test_every_name_has_a_plan_and_a_formula():
     assert PLANS.keys() == FORMULAS.keys()
     assert all(name == plan.name for name, plan in (PLANS | FORMULAS).items())
     for name, plan in PLANS.items():
-        assert plan.low_rank == FORMULAS[name].low_rank
+        for flag in ("low_rank", "shards_stream", "shards_latents", "shards_heads"):
+            assert getattr(plan, flag) == getattr(FORMULAS[name], flag)
 
 
 @pytest.mark.parametrize("listed", [(), ("btp",), (*schema.BUILT_IN_PLANS, "other")])
