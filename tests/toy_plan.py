@@ -13,24 +13,25 @@ from torchtitan_lr.formulas.parameters import ranked_sides
 from torchtitan_lr.formulas.plans.formula import PlanFormula, forward
 from torchtitan_lr.formulas.plans.registry import register_formula
 from torchtitan_lr.models.marks import keep
-from torchtitan_lr.parallel.tensor import plan, plans, styles
+from torchtitan_lr.parallel.tensor import plan, plans
 from torchtitan_lr.parallel.tensor.collectives import gather_replicated
+from torchtitan_lr.parallel.tensor.styles import Edge, ShardedMixEdge, local, replicated_norm
 
 
-class GatheredEdge(styles.Edge):
-    def apply(self, x, factor):
-        return F.linear(x, gather_replicated(styles.local(factor.weight), self.ranks, 0))
+class GatheredEdge(Edge):
+    def product(self, x, factor):
+        return F.linear(x, gather_replicated(local(factor.weight), self.ranks, 0))
 
 
 class GatheredDownEdge(GatheredEdge):
     def forward(self, x, linears, norm=None):
-        x = x if norm is None else styles.replicated_norm(x, norm)
-        return [keep(self.apply(x, linear.A)) for linear in linears]
+        x = x if norm is None else replicated_norm(x, norm)
+        return [keep(self.product(x, linear.A)) for linear in linears]
 
 
 class GatheredUpEdge(GatheredEdge):
     def forward(self, latents, linears):
-        return [self.apply(x, linear.B) for x, linear in zip(latents, linears, strict=True)]
+        return [self.product(x, linear.B) for x, linear in zip(latents, linears, strict=True)]
 
 
 class Gathered(plan.TensorParallelPlan):
@@ -39,7 +40,7 @@ class Gathered(plan.TensorParallelPlan):
     shards_heads = False
 
     def styles(self, args, settings):
-        mix = plan.on_ranks(styles.ShardedMixEdge, False) if args.family == "lax" else None
+        mix = plan.on_ranks(ShardedMixEdge, False) if args.family == "lax" else None
         down, up = plan.on_ranks(GatheredDownEdge), plan.on_ranks(GatheredUpEdge)
         blocks = self.low_rank_blocks(plan.low_rank_edges(down, up, mix))
         return blocks | plan.model_ends(settings)

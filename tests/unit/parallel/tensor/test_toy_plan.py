@@ -8,7 +8,7 @@ from math import prod
 
 import pytest
 
-from tests.scripts import load_script
+from tests.scripts import ROOT, load_script
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config import schema
 from torchtitan_lr.config.build import build_job_config
@@ -45,6 +45,12 @@ def config_of(*arguments):
     config = build_job_config([*common, *arguments])
     check_job_config(config, 4, "cpu")
     return config
+
+
+def test_it_is_short():
+    """A plan from outside repeats nothing of the package: forty lines of code, imports included."""
+    _, _, code = (ROOT / "tests" / "toy_plan.py").read_text().split('"""')
+    assert 20 <= len([line for line in code.splitlines() if line.strip()]) <= 40
 
 
 def test_every_name_has_a_plan_and_a_formula():
