@@ -28,7 +28,6 @@ Exit status: 0 all ran, 1 a run failed, 2 something is refused.
 import argparse
 import json
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from torchtitan_lr.errors import ConfigError
@@ -36,7 +35,7 @@ from torchtitan_lr.tools.cli import OneLineParser, RunFailedError, in_one_line
 from torchtitan_lr.tools.compare import arguments_of, cases_of, measure
 from torchtitan_lr.tools.experiments import check_run, on_signals_stop
 from torchtitan_lr.tools.timing import as_text, draw
-from torchtitan_lr.tools.variants import PLANS, known_plans
+from torchtitan_lr.tools.variants import PLANS, read_plans
 
 
 @in_one_line
@@ -93,13 +92,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print a list of rows instead")
     options = parser.parse_with_overrides(argv)
     parser.check_at_least(options, steps=1, warmup=0)
-    options.plans = options.plans.split(",")
-    known: tuple[str, ...] = PLANS
-    if len(options.configs) == 1 and not set(options.plans) <= set(known):
-        with suppress(ConfigError):  # it is reported below
-            known = known_plans(options.configs[0], options.overrides)
-    if unknown := [plan for plan in options.plans if plan not in known]:
-        parser.error(f"--plans: got {unknown[0]!r}, expected some of {', '.join(known)}")
+    config = options.configs[0] if len(options.configs) == 1 else None
+    try:
+        options.plans = read_plans(options.plans, config, options.overrides)
+    except ConfigError as error:
+        parser.error(str(error))
     if options.tables and options.configs:
         parser.error(f"--tables: got CONFIG {options.configs[0]!r} too, expected none")
     if not options.tables and not options.configs:

@@ -5,14 +5,17 @@
     python scripts/estimate.py train_configs/boost_13b.toml
     python scripts/estimate.py CONFIG --world 1024 --training.global_batch_size=-1
     python scripts/estimate.py CONFIG --hardware h200 --json [--section.key=value ...]
+    python scripts/estimate.py CONFIG --plans full,vanilla_replicated,btp
 
 Prints parameters, FLOPs a token, memory of the rank that needs most by part, bytes a rank hands to
 its collectives in a step by mesh dimension and operation, and a modelled step time: for the
-configuration as it is and, on the same ranks with the same batches and with AdamW, for full rank,
-vanilla tensor parallelism and BTP. Further arguments override the TOML, as in a run.
+configuration as it is and, on the same ranks with the same batches and with AdamW, for --plans: by
+default full rank, vanilla tensor parallelism and BTP. Further arguments override the TOML, as in a
+run.
 
-These three share one mode of activation checkpointing: the configured one, or "full" where that is
-"low_rank", which full rank does not have. --checkpointing btp=low_rank names another for a column.
+The plans share one mode of activation checkpointing: the configured one, or "full" where that is
+"low_rank" and full rank, which does not have it, is among them. --checkpointing btp=low_rank names
+another for a column.
 
 Weights, gradients, optimizer state and bytes are exact. Activations are counted by running blocks
 on tensors without data ("working" is what backward needs on top); "buffers" are FSDP's whole
@@ -30,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line
+from torchtitan_lr.tools.variants import PLANS, read_plans
 
 HARDWARE = Path(__file__).parent / "hardware"
 
@@ -38,13 +42,14 @@ HARDWARE = Path(__file__).parent / "hardware"
 def main(argv: list[str] | None = None) -> int:
     """Print the estimate; returns the exit status."""
     options = _parse(argv)
+    plans = read_plans(options.plans, options.config, options.overrides)
     from torchtitan_lr.config.build import build_job_config  # late: --help needs no torch
     from torchtitan_lr.estimate.hardware import load_hardware
 
     hardware = load_hardware(options.hardware, HARDWARE)
     config = build_job_config([f"--job.config_file={options.config}", *options.overrides])
     world = default_world(config) if options.world is None else options.world
-    report = _estimate(config, world, hardware, options.checkpointing)
+    report = _estimate(config, world, hardware, plans, options.checkpointing)
     from torchtitan_lr.tools.estimate_report import as_text
 
     print(json.dumps(report, indent=2) if options.json else as_text(report, hardware))
@@ -60,10 +65,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--hardware", default="h100", help=f"{known}, or a TOML file")
     parser.add_argument(
+        "--plans", default="full,vanilla,btp", help=f"some of {','.join(PLANS)}, or of your own"
+    )
+    parser.add_argument(
         "--checkpointing",
         default="",
         metavar="COLUMN=MODE,...",
-        help="modes of activation checkpointing of full, vanilla or btp (default: one for all)",
+        help="modes of activation checkpointing of single --plans (default: one for all)",
     )
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
     options = parser.parse_with_overrides(argv)
@@ -83,14 +91,16 @@ def default_world(config: Any) -> int:
     )
 
 
-def _estimate(config: Any, world: int, hardware: Any, checkpointing: str) -> dict[str, Any]:
+def _estimate(
+    config: Any, world: int, hardware: Any, plans: list[str], checkpointing: str
+) -> dict[str, Any]:
     import torchtitan_lr.training.register  # noqa: F401
     from torchtitan_lr.checks.job import check_job_config
     from torchtitan_lr.estimate.run import read_run
     from torchtitan_lr.tools.estimate_report import estimate
 
     check_job_config(config, world, "cuda", on_paper=True)
-    return estimate(read_run(config, world), hardware, checkpointing)
+    return estimate(read_run(config, world), hardware, checkpointing, plans)
 
 
 if __name__ == "__main__":

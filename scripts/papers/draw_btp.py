@@ -124,7 +124,7 @@ def draw_volumes(axes: Any) -> None:
     from torchtitan_lr.formulas.communication import block_traffic
     from torchtitan_lr.formulas.traffic import count
     from torchtitan_lr.models.flavors import FLAVORS
-    from torchtitan_lr.parallel.tensor.plans import TPSettings
+    from torchtitan_lr.parallel.tensor.plans import PLANS, TPSettings
 
     names = {
         "megatron": "full rank (megatron)",
@@ -133,7 +133,7 @@ def draw_volumes(axes: Any) -> None:
         "btp": "btp",
     }
     for i, (plan, name) in enumerate(reversed(names.items())):
-        args = FLAVORS["full" if plan == "megatron" else "cola"]["7B"]
+        args = FLAVORS["cola" if PLANS[plan].low_rank else "full"]["7B"]
         rows = block_traffic(args, TPSettings(plan), tokens=1)
         forward, backward = (count(rows, p)[1] for p in ("forward", "backward"))
         calls = [count(rows, p)[0] for p in ("forward", "backward")]

@@ -25,6 +25,7 @@ from torchtitan_lr.formulas.papers.caat import (
     speed_up,
 )
 from torchtitan_lr.formulas.parameters import count_parameters
+from torchtitan_lr.formulas.plans.registry import FORMULAS
 from torchtitan_lr.formulas.traffic import count
 from torchtitan_lr.formulas.tsr import (
     TSRShape,
@@ -75,7 +76,7 @@ def boost_communication() -> str:
         rows.append([f"d_ff = {alpha}d", *cells, same("1.14", dense / volume["btp"])])
     figure = []
     for plan, gib in paper.BOOST_VOLUME_GIB.items():
-        args = FLAVORS["full" if plan == "megatron" else "cola"]["7B"]
+        args = FLAVORS["cola" if FORMULAS[plan].low_rank else "full"]["7B"]
         bytes_ = 2 * 4 * 4096 * volume_of(args, plan)
         figure.append([f"`{plan}`", f"{gib:.2f}", f"{bytes_ / 2**30:.3f}"])
     full, low = FLAVORS["full"]["7B"], FLAVORS["cola"]["7B"]

@@ -11,7 +11,10 @@ from typing import Annotated, Literal
 
 from torchtitan_lr.config.methods import Caat, GradCompression, LowRank, Optimizer
 
-TP_PLANS = ["auto", "btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat"]
+BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat")
+"""The plans of this package; ``parallel.tensor.plans`` refuses to load where it has others."""
+
+TP_PLANS = ["auto", *BUILT_IN_PLANS]
 """Values of ``parallelism.tp_plan``; a plan that is registered adds its name."""
 
 MODELS = ("llama_full", "llama_svd", "llama_cola", "llama_lax")

@@ -9,9 +9,6 @@ from torchtitan_lr.formulas.plans.formula import PlanFormula
 from torchtitan_lr.formulas.plans.registry import UNSPLIT, formula_of
 from torchtitan_lr.formulas.traffic import PlanSettings
 
-NORMS = 2
-"""RMSNorms of a block."""
-
 
 @dataclass(frozen=True)
 class Split:
@@ -30,12 +27,6 @@ class Split:
         """The plan's formula."""
         return UNSPLIT if self.settings is None else formula_of(self.settings, self.degree)
 
-    @property
-    def sequence(self) -> bool:
-        """Whether latents are token shards."""
-        tokens = self.settings is not None and self.settings.comm == "sequence"
-        return self.formula.shards_stream and tokens
-
 
 def kept_bytes(
     shape: ModelShape,
@@ -48,10 +39,8 @@ def kept_bytes(
     """Bytes that one block keeps for backward under low-rank checkpointing, on one rank.
 
     The block's input and the seven latents: nd + 7nr elements (the residual in the middle of the
-    block, the second nd of CoLA's Table 4, is made again from the o latent). Under BTP the input is
-    sharded, nd/T, the latents are not, and each norm's statistic is kept, n numbers in fp32 (fp64
-    for fp64). With token shards the latents are 7nr/T, and what was gathered from them in front of
-    the up-projections, 7nr, is kept too: gathering again would communicate.
+    block, the second nd of CoLA's Table 4, is made again from the o latent). `PlanFormula.kept`
+    says what these are on one of T ranks.
 
     Args:
         shape: Shape and family of the model; low-rank.
@@ -62,22 +51,15 @@ def kept_bytes(
             head and token are kept. Where every rank attends with every head, T is 1 here.
         split: Tensor parallelism.
     """
-    t = split.degree
-    latents = tokens * (4 * shape.rank_attention + 3 * shape.rank_ffn)
-    stream = tokens * shape.dim // (t if split.formula.shards_stream else 1)
+    formula, t = split.formula, split.degree
     statistic_size = max(4, element_size)
-    kept = stream * element_size
-    kept += latents * element_size // (t if split.formula.shards_latents or split.sequence else 1)
-    if split.sequence:
-        kept += latents * element_size
-    if split.formula.shards_stream:
-        online = split.settings is not None and split.settings.norm == "online"
-        kept += NORMS * tokens * statistic_size // (t if split.sequence and online else 1)
+    kept = formula.kept(shape, split.settings, tokens, t)
+    size = kept.activations * element_size + kept.statistics * statistic_size
     if save_attention:
-        shards = t if split.formula.shards_heads else 1
-        kept += tokens * shape.dim // shards * element_size
-        kept += tokens * n_heads // shards * statistic_size
-    return kept
+        shards = t if formula.shards_heads else 1
+        size += tokens * shape.dim // shards * element_size
+        size += tokens * n_heads // shards * statistic_size
+    return size
 
 
 def recompute_flops(

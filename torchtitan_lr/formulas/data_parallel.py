@@ -17,6 +17,7 @@ from torchtitan_lr.formulas.parameters import (
     feed_forward_sides,
     group_ranks,
     linear_parameters,
+    ranked_sides,
 )
 from torchtitan_lr.formulas.plans.registry import formula_of
 from torchtitan_lr.formulas.traffic import PlanSettings, Traffic, merge
@@ -154,11 +155,8 @@ def named_parameters(
 
 
 def _linears(shape: ModelShape, settings: PlanSettings, t: int) -> Shapes:
-    rank_attention, rank_ffn = group_ranks(shape)
-    sides = [(*side, rank_attention) for side in attention_sides(shape)]
-    sides += [(*side, rank_ffn) for side in feed_forward_sides(shape)]
     shapes: Shapes = []
-    for i, (d_in, d_out, rank) in enumerate(sides):
+    for i, (d_in, d_out, rank) in enumerate(ranked_sides(shape)):
         if rank is None:
             row_parallel = i in (3, 6)  # o and down
             shapes.append((d_out, d_in // t) if row_parallel else (d_out // t, d_in))

@@ -96,6 +96,13 @@ def feed_forward_sides(shape: ModelShape) -> list[tuple[int, int]]:
     return [(d, f), (d, f), (f, d)]
 
 
+def ranked_sides(shape: ModelShape) -> list[tuple[int, int, int | None]]:
+    """(d_in, d_out, rank) of all seven linears of a block; None where it is a full matrix."""
+    rank_attention, rank_ffn = group_ranks(shape)
+    attention = [(*side, rank_attention) for side in attention_sides(shape)]
+    return [*attention, *((*side, rank_ffn) for side in feed_forward_sides(shape))]
+
+
 def group_ranks(shape: ModelShape) -> tuple[int | None, int | None]:
     """Ranks of the attention and the feed-forward group; None where they are full matrices."""
     if shape.family == "full":

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The same run with full rank, vanilla tensor parallelism and BTP, to compare estimates."""
+"""The same run at full rank and under other tensor-parallel plans, to compare estimates."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +11,15 @@ from torchtitan_lr.estimate.run import Run, with_checkpointing
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, resolve_settings
-from torchtitan_lr.tools.variants import read_modes, shared_mode
+from torchtitan_lr.tools.variants import FULL_RANK, read_modes, shared_mode
 
 ALTERNATIVES = ("full", "vanilla", "btp")
-"""What a run is compared with: full rank, and the low-rank model under two plans."""
+"""What a run is compared with by default: full rank, and the low-rank model under two plans."""
 
 
-def alternative_modes(config: Any, world: int, named: str = "") -> dict[str, str]:
+def alternative_modes(
+    config: Any, world: int, named: str = "", plans: Sequence[str] = ALTERNATIVES
+) -> dict[str, str]:
     """Return the mode of activation checkpointing of every alternative of a run.
 
     Args:
@@ -25,15 +27,16 @@ def alternative_modes(config: Any, world: int, named: str = "") -> dict[str, str
         world: Its ranks.
         named: Modes of single alternatives, as `read_modes` reads them; the others have the one
             that all models have.
+        plans: The alternatives, as `tools.variants.read_plans` returns them.
 
     Raises:
         ConfigError: There is no such alternative or mode, or it cannot be carried out.
     """
-    shared = shared_mode(config.activation_checkpoint.mode, ALTERNATIVES)
-    modes = dict.fromkeys(ALTERNATIVES, shared) | read_modes(named, ALTERNATIVES)
-    if MODES[modes["full"]].low_rank:
+    shared = shared_mode(config.activation_checkpoint.mode, plans)
+    modes = dict.fromkeys(plans, shared) | read_modes(named, plans)
+    if FULL_RANK in modes and MODES[modes[FULL_RANK]].low_rank:
         want = "full=MODE with another mode: full rank has no low-rank activations"
-        raise ConfigError("--checkpointing", f"full={modes['full']}", want)
+        raise ConfigError("--checkpointing", f"{FULL_RANK}={modes[FULL_RANK]}", want)
     for mode in set(modes.values()):
         if not MODES[mode].low_rank:
             check_job_config(with_checkpointing(config, mode), world, "cuda", on_paper=True)
@@ -41,10 +44,10 @@ def alternative_modes(config: Any, world: int, named: str = "") -> dict[str, str
 
 
 def alternatives(run: Run, modes: Mapping[str, str]) -> Iterator[tuple[str, Run | ConfigError]]:
-    """Yield full rank, vanilla and BTP with the same shape, ranks, batches, and AdamW.
+    """Yield the alternatives with the same shape, ranks, batches, and AdamW.
 
-    A full-rank model is compared with the CoLA model of its flavor. Instead of a plan that cannot
-    be carried out comes the reason.
+    Full rank has the plan that ``auto`` gives it. A full-rank model is compared with the CoLA model
+    of its flavor. Instead of a plan that cannot be carried out comes the reason.
 
     Args:
         run: The run.
@@ -57,18 +60,14 @@ def alternatives(run: Run, modes: Mapping[str, str]) -> Iterator[tuple[str, Run 
         if flavor in cola:
             low = replace(cola[flavor], max_seq_len=run.args.max_seq_len)
     dense = replace(low, family="full", rank_attention=0, rank_ffn=0, activation="fullrank")
-    wanted = {
-        "full": (TPSettings("megatron"), dense),
-        "vanilla": (TPSettings("vanilla"), low),
-        "btp": (TPSettings("btp"), low),
-    }
-    for name, (plan, args) in wanted.items():
-        if name != "full" and not low.low_rank:
+    for name, mode in modes.items():
+        if name != FULL_RANK and not low.low_rank:
             continue
+        plan, args = ("auto", dense) if name == FULL_RANK else (name, low)
         try:
-            settings = resolve_settings(plan, args, run.tp, run.seq_len)
+            settings = resolve_settings(TPSettings(plan), args, run.tp, run.seq_len)
         except ConfigError as error:
             yield name, error
         else:
-            config = with_checkpointing(run.config, modes[name])
+            config = with_checkpointing(run.config, mode)
             yield name, Run(config, run.world, args, settings, baseline=True)

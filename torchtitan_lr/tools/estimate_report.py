@@ -2,7 +2,7 @@
 """The estimate of a run as a dictionary, and as a table for people."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -24,12 +24,14 @@ from torchtitan_lr.formulas.flops import flops_per_token
 from torchtitan_lr.formulas.parameters import count_parameters
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
-from torchtitan_lr.tools.alternatives import alternative_modes, alternatives
+from torchtitan_lr.tools.alternatives import ALTERNATIVES, alternative_modes, alternatives
 
 GIB = 2**30
 
 
-def estimate(run: Run, hardware: Hardware, checkpointing: str = "") -> dict[str, Any]:
+def estimate(
+    run: Run, hardware: Hardware, checkpointing: str = "", plans: Sequence[str] = ALTERNATIVES
+) -> dict[str, Any]:
     """Estimate a run, and its alternatives on the same ranks.
 
     The alternatives share one mode of activation checkpointing, so that they compare.
@@ -38,6 +40,7 @@ def estimate(run: Run, hardware: Hardware, checkpointing: str = "") -> dict[str,
         run: The run.
         hardware: The machine.
         checkpointing: Other modes of single alternatives, ``NAME=MODE,...``.
+        plans: The alternatives, as `tools.variants.read_plans` returns them.
 
     Returns:
         ``checkpointing`` (the mode), ``parameters``, ``flops_per_token``, ``memory_bytes`` (of the
@@ -49,7 +52,7 @@ def estimate(run: Run, hardware: Hardware, checkpointing: str = "") -> dict[str,
     Raises:
         ConfigError: ``checkpointing`` names what cannot be.
     """
-    modes = alternative_modes(run.config, run.world, checkpointing)
+    modes = alternative_modes(run.config, run.world, checkpointing, plans)
     with _quiet():
         report = _estimate(run, hardware, every_mode=True)
         others: dict[str, Any] = {}
@@ -152,9 +155,10 @@ def as_text(report: dict[str, Any], hardware: Hardware) -> str:
     columns = {"as configured": report}
     columns |= {n: c for n, c in report["alternatives"].items() if n not in refused}
     head = f"{report['world']} ranks, {report['hardware']}"
-    lines = [f"{head:44}" + "".join(f"{name:>16}" for name in columns)]
+    width = max(16, 2 + max(map(len, columns)))
+    lines = [f"{head:44}" + "".join(f"{name:>{width}}" for name in columns)]
     for name, cells in _rows(list(columns.values())):
-        lines.append(f"{name:44}" + "".join(f"{cell:>16}" for cell in cells))
+        lines.append(f"{name:44}" + "".join(f"{cell:>{width}}" for cell in cells))
     lines += ["", "activations by checkpointing mode: kept + at work in backward (GiB)"]
     for mode, sizes in report["activations_by_mode"].items():
         lines.append(f"  {mode:14}{sizes['kept'] / GIB:10,.2f} +{sizes['working'] / GIB:8,.2f}")

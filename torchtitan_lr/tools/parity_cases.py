@@ -19,11 +19,8 @@ from torchtitan_lr.models.args import LaxGate, LlamaArgs
 from torchtitan_lr.models.initialization import draw_parameter
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.loss import cross_entropy_sum
-from torchtitan_lr.parallel.tensor.tensor_parallel import (
-    TPSettings,
-    apply_tensor_parallel,
-    resolve_settings,
-)
+from torchtitan_lr.parallel.tensor.plans import PLANS, TPSettings
+from torchtitan_lr.parallel.tensor.tensor_parallel import apply_tensor_parallel, resolve_settings
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 """
@@ -196,9 +193,14 @@ def tp_mesh(degree: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))["tp"]
 
 
+def resolved(case: Case) -> TPSettings:
+    """The case's settings with the plan named."""
+    return resolve_settings(case.settings, model_args(case), case.degree, TOKENS)
+
+
 def shard_model(case: Case) -> Callable[[LlamaModel], None]:
     """Return what applies the case's tensor parallelism to a model."""
-    settings = resolve_settings(case.settings, model_args(case), case.degree, TOKENS)
+    settings = resolved(case)
     return lambda model: apply_tensor_parallel(model, tp_mesh(case.degree), settings)
 
 
@@ -210,10 +212,10 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 def own_part(case: Case, whole: Tensor) -> Tensor:
     """This rank's part of a residual stream (b, s, d), or of the lanes', under the case's plan."""
-    plan, rank = case.settings.plan, tp_mesh(case.degree).get_local_rank()
+    plan, rank = resolved(case).plan, tp_mesh(case.degree).get_local_rank()
     if case.lanes > 1 and case.family == "full":
         return whole.chunk(case.degree, 2)[rank]
-    if plan in ("auto", "btp", "btp_caat") and case.family != "full":
+    if PLANS[plan].shards_stream:
         return whole.chunk(case.degree, -1)[rank]
     return whole.chunk(case.degree, 1)[rank] if case.settings.comm == "sequence" else whole
 

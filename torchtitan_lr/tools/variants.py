@@ -3,14 +3,15 @@
 
 import importlib
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 
-PLANS = ("full", "vanilla", "vanilla_replicated", "btp")
+PLANS: tuple[str, ...] = ("full", "vanilla", "vanilla_replicated", "btp")
 """What `derive` makes: llama_full under Megatron's plan, or a low-rank model under the others.
 
-`known_plans` adds those that a configuration registers.
+`read_plans` takes those that a configuration registers too.
 """
 
 FULL_RANK = "full"
@@ -43,7 +44,7 @@ def derive(config: str, plan: str, overrides: Sequence[str] = ()) -> list[str]:
 
     Args:
         config: The TOML file.
-        plan: One of `known_plans`.
+        plan: Returned by `read_plans`.
         overrides: The user's, which are part of what is derived from.
 
     Raises:
@@ -64,16 +65,29 @@ def derive(config: str, plan: str, overrides: Sequence[str] = ()) -> list[str]:
     return [*changes, *(default for key, default in _DEFAULTS.items() if key not in choices)]
 
 
-def known_plans(config: str, overrides: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return `PLANS` and the plans that the module of ``experimental.custom_import`` registers.
+def read_plans(text: str, config: str | None, overrides: Sequence[str] = ()) -> list[str]:
+    """Read the plans that are to be compared.
 
     Args:
-        config: The TOML file.
+        text: Some of `PLANS`, and of those that the module of ``experimental.custom_import``
+            registers, separated by commas.
+        config: The TOML file; None where there are several, or none.
         overrides: The user's.
 
     Raises:
-        ConfigError: The TOML or an override cannot be read.
+        ConfigError: There is no such plan.
     """
+    plans, known = text.split(","), PLANS
+    if config is not None and not set(plans) <= set(known):
+        with suppress(ConfigError):  # it is reported where the run is read
+            known = _known_plans(config, overrides)
+    for plan in plans:
+        if plan not in known:
+            raise ConfigError("--plans", plan, f"some of {', '.join(known)}")
+    return plans
+
+
+def _known_plans(config: str, overrides: Sequence[str]) -> tuple[str, ...]:
     given = build_job_config([f"--job.config_file={config}", *overrides])
     importlib.import_module(given.experimental.custom_import)
     from torchtitan_lr.parallel.tensor import plans

@@ -261,6 +261,20 @@ def test_every_column_names_its_mode(script, capsys):
     assert btp["compute"] > 1.05 * report["step_time"]["compute"]
 
 
+def test_other_plans_are_columns_too(script, capsys):
+    """Every option holds for the plans that are named; without full rank the mode stays."""
+    options = [DEBUG, *BLOCKS, LOW_RANK, "--plans=vanilla_replicated,btp"]
+    assert script.main([*options, "--checkpointing=btp=full"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[-4:] == ["as", "configured", "vanilla_replicated", "btp"]
+    (modes,) = [line.split()[2:] for line in lines if line.startswith("activation checkpointing")]
+    assert modes == ["low_rank", "low_rank", "full"]
+    assert script.main([*options, "--checkpointing=full=none"]) == 2
+    assert "COLUMN=MODE, of vanilla_replicated, btp and none" in capsys.readouterr().err
+    assert script.main([DEBUG, "--plans=megatron"]) == 2
+    assert "--plans: got 'megatron', expected some of full, van" in capsys.readouterr().err
+
+
 def test_a_plan_that_cannot_be(script, capsys):
     """Instead of an alternative that does not fit comes its reason."""
     run = paper_run(

@@ -2,7 +2,14 @@
 """Bottleneck-aware tensor parallelism on paper: r-wide payloads (BOOST, Eq. 3)."""
 
 from torchtitan_lr.formulas.parameters import ModelShape
-from torchtitan_lr.formulas.plans.formula import PlanFormula, backward, forward, round_up
+from torchtitan_lr.formulas.plans.formula import (
+    Kept,
+    PlanFormula,
+    backward,
+    forward,
+    latent_width,
+    round_up,
+)
 from torchtitan_lr.formulas.traffic import PlanSettings, Traffic
 
 
@@ -13,12 +20,7 @@ class BTPFormula(PlanFormula):
     shards_stream = True
 
     def block(
-        self,
-        shape: ModelShape,
-        settings: PlanSettings,
-        n: int,
-        ranks: int,
-        column_multiple: int,
+        self, shape: ModelShape, settings: PlanSettings, n: int, ranks: int, column_multiple: int
     ) -> list[Traffic]:
         """As `PlanFormula.block`."""
         sequence, online = settings.comm == "sequence", settings.norm == "online"
@@ -65,6 +67,20 @@ class BTPFormula(PlanFormula):
                 backward("all_reduce", statistic, "statistic"),
             ]
         return [forward("all_gather", stream), backward("all_reduce", stream)]
+
+    def kept(self, shape: ModelShape, settings: PlanSettings | None, n: int, t: int) -> Kept:
+        """A shard of the input, nd/T, whole latents, and the statistic of each norm, n numbers.
+
+        With token shards the latents are 7nr/T. What was gathered from them in front of the
+        up-projections, 7nr, is kept too: gathering again would communicate.
+        """
+        assert settings is not None
+        sequence, online = settings.comm == "sequence", settings.norm == "online"
+        latents = n * latent_width(shape)
+        if sequence:
+            latents += latents // t
+        statistics = 2 * n // (t if sequence and online else 1)
+        return Kept(n * shape.dim // t + latents, statistics)
 
 
 def chunk_groups(shape: ModelShape) -> list[tuple[list[int], bool]]:

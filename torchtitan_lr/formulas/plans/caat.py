@@ -16,12 +16,7 @@ class CaatFormula(PlanFormula):
     low_rank = False
 
     def block(
-        self,
-        shape: ModelShape,
-        settings: PlanSettings,
-        n: int,
-        ranks: int,
-        column_multiple: int,
+        self, shape: ModelShape, settings: PlanSettings, n: int, ranks: int, column_multiple: int
     ) -> list[Traffic]:
         """As `PlanFormula.block`."""
         rows = _partial_reductions([n * _shared(shape, shape.dim)] * 2, settings, ranks)
@@ -44,12 +39,7 @@ class BTPCaatFormula(BTPFormula):
     name = "btp_caat"
 
     def block(
-        self,
-        shape: ModelShape,
-        settings: PlanSettings,
-        n: int,
-        ranks: int,
-        column_multiple: int,
+        self, shape: ModelShape, settings: PlanSettings, n: int, ranks: int, column_multiple: int
     ) -> list[Traffic]:
         """As `PlanFormula.block`."""
         payloads: list[int] = []

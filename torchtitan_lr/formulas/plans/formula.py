@@ -6,9 +6,19 @@ plan should send, so that a measured step can disagree. Both sides are joined by
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torchtitan_lr.formulas.parameters import ModelShape
 from torchtitan_lr.formulas.traffic import PlanSettings, Traffic
+
+
+class Kept(NamedTuple):
+    """Elements that a block keeps for backward, on one rank."""
+
+    activations: int
+    """In the activations' dtype."""
+    statistics: int
+    """In fp32; fp64 for fp64."""
 
 
 class PlanFormula:
@@ -30,12 +40,7 @@ class PlanFormula:
     shards_heads: bool = True
 
     def block(
-        self,
-        shape: ModelShape,
-        settings: PlanSettings,
-        n: int,
-        ranks: int,
-        column_multiple: int,
+        self, shape: ModelShape, settings: PlanSettings, n: int, ranks: int, column_multiple: int
     ) -> list[Traffic]:
         """Collectives of one decoder block, without a learned gate's (T > 1).
 
@@ -73,6 +78,23 @@ class PlanFormula:
         if self.shards_stream:
             return [(rank, d_in // t), (d_out // t, rank)]
         return [(rank // t, d_in), (d_out, rank // t)]
+
+    def kept(self, shape: ModelShape, settings: PlanSettings | None, n: int, t: int) -> Kept:
+        """What low-rank checkpointing keeps of a block: its input, nd, and the latents, 7nr.
+
+        Args:
+            shape: Shape and family of the model; low-rank.
+            settings: The plan's settings; None on a single rank.
+            n: Tokens of the micro-batch.
+            t: Tensor-parallel ranks T.
+        """
+        latents = n * latent_width(shape) // (t if self.shards_latents else 1)
+        return Kept(n * shape.dim + latents, statistics=0)
+
+
+def latent_width(shape: ModelShape) -> int:
+    """Return the ranks of a block's seven linears together: 7r where all are equal."""
+    return 4 * shape.rank_attention + 3 * shape.rank_ffn
 
 
 def forward(

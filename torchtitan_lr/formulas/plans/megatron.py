@@ -15,12 +15,7 @@ class MegatronFormula(PlanFormula):
     low_rank = False
 
     def block(
-        self,
-        shape: ModelShape,
-        settings: PlanSettings,
-        n: int,
-        ranks: int,
-        column_multiple: int,
+        self, shape: ModelShape, settings: PlanSettings, n: int, ranks: int, column_multiple: int
     ) -> list[Traffic]:
         """As `PlanFormula.block`."""
         payloads = [n * shape.dim] * 2

@@ -13,12 +13,7 @@ class VanillaFormula(PlanFormula):
     shards_latents = True
 
     def block(
-        self,
-        shape: ModelShape,
-        settings: PlanSettings,
-        n: int,
-        ranks: int,
-        column_multiple: int,
+        self, shape: ModelShape, settings: PlanSettings, n: int, ranks: int, column_multiple: int
     ) -> list[Traffic]:
         """As `PlanFormula.block`."""
         d, f = shape.dim, shape.ffn_dim

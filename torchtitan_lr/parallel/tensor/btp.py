@@ -14,7 +14,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.layers import LowRankLinear
@@ -34,15 +34,14 @@ from torchtitan_lr.parallel.tensor.plan import (
     Styles,
     TensorParallelPlan,
     TPSettings,
-    block_edges,
-    low_rank_blocks,
+    low_rank_edges,
     model_ends,
     on_ranks,
 )
-from torchtitan_lr.parallel.tensor.styles import EdgeFactory, ShardedMixEdge, epsilon, local
+from torchtitan_lr.parallel.tensor.styles import Edge, ShardedMixEdge, epsilon, local
 
 
-class BTPDownEdge(nn.Module):
+class BTPDownEdge(Edge):
     """End of a chunk: norm, row-parallel A, and the one reduction of the chunk.
 
     Args:
@@ -56,8 +55,8 @@ class BTPDownEdge(nn.Module):
     def __init__(
         self, ranks: Ranks, grouped: bool, sequence: bool, online: bool, column: bool
     ) -> None:
-        super().__init__()
-        self.ranks, self.online = ranks, online
+        super().__init__(ranks)
+        self.online = online
         # The width and ε are the norm's own and are filled in when it is known.
         self.exchange = OnlineNorm(ranks, 0, 0.0, grouped, column, sequence)
 
@@ -91,7 +90,7 @@ class BTPDownEdge(nn.Module):
         return keep(reduce_over_ranks(h, self.ranks))
 
 
-class BTPUpEdge(nn.Module):
+class BTPUpEdge(Edge):
     """Start of a chunk: column-parallel B on latents that every rank holds.
 
     Args:
@@ -102,8 +101,8 @@ class BTPUpEdge(nn.Module):
     """
 
     def __init__(self, ranks: Ranks, grouped: bool, sequence: bool) -> None:
-        super().__init__()
-        self.ranks, self.grouped, self.sequence = ranks, grouped, sequence
+        super().__init__(ranks)
+        self.grouped, self.sequence = grouped, sequence
 
     def forward(self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]) -> list[Tensor]:
         """Expand the latents of a group.
@@ -131,6 +130,7 @@ class BTP(TensorParallelPlan):
     """Bottleneck-aware: stream Shard(-1), A row-parallel, B column-parallel."""
 
     name = "btp"
+    factors = Shard(1), Shard(0)
     shards_stream = True
     choices = frozenset({"grouping", "norm", "norm_stat", "comm", "head"})
 
@@ -140,17 +140,11 @@ class BTP(TensorParallelPlan):
 
     def styles(self, args: LlamaArgs, settings: TPSettings) -> Styles:
         """As `TensorParallelPlan.styles`."""
-        plan = low_rank_blocks(Shard(1), Shard(0), Shard(0))
-        plan.update(self.edges(args, settings))
-        loss_parallel, scatter = settings.loss_parallel, settings.head == "scatter"
-        head: EdgeFactory = (
-            partial(ScatterHead, loss_parallel=loss_parallel)
-            if scatter
-            else partial(VocabParallelHead, stream="features", loss_parallel=loss_parallel)
-        )
-        embed: EdgeFactory = lambda mesh: ShardedEmbedEdge()  # noqa: E731
-        plan.update(model_ends(embed, head, Shard(0) if scatter else Replicate()))
-        return plan
+        blocks = self.low_rank_blocks(self.edges(args, settings))
+        embed = on_ranks(ShardedEmbedEdge)
+        if settings.head == "scatter":
+            return blocks | model_ends(settings, embed, ScatterHead, Shard(0))
+        return blocks | model_ends(settings, embed, partial(VocabParallelHead, stream="features"))
 
     def edges(self, args: LlamaArgs, settings: TPSettings) -> Styles:
         """Return the edges of a block; arguments as of `styles`."""
@@ -158,8 +152,5 @@ class BTP(TensorParallelPlan):
         online, column = settings.norm == "online", settings.norm_stat == "column"
         down = on_ranks(BTPDownEdge, settings.grouping, sequence, online, column)
         up = on_ranks(BTPUpEdge, settings.grouping, sequence)
-        return block_edges(
-            {"down_qkv": down, "up_qkv": up, "down_o": down, "up_o": up},
-            {"down_gate_up": down, "up_gate_up": up, "down_down": down, "up_down": up},
-            on_ranks(ShardedMixEdge, sequence) if args.model_family.carries_latents else None,
-        )
+        mix = on_ranks(ShardedMixEdge, sequence) if args.model_family.carries_latents else None
+        return low_rank_edges(down, up, mix)

@@ -21,11 +21,11 @@ from torchtitan_lr.parallel.tensor.btp import BTP
 from torchtitan_lr.parallel.tensor.caat import share_over_ranks
 from torchtitan_lr.parallel.tensor.collectives import Ranks
 from torchtitan_lr.parallel.tensor.online_norm import sync_norm
-from torchtitan_lr.parallel.tensor.plan import Styles, TPSettings, block_edges, on_ranks
-from torchtitan_lr.parallel.tensor.styles import epsilon, local
+from torchtitan_lr.parallel.tensor.plan import Styles, TPSettings, low_rank_edges, on_ranks
+from torchtitan_lr.parallel.tensor.styles import Edge, epsilon, local
 
 
-class BTPCaatDownEdge(nn.Module):
+class BTPCaatDownEdge(Edge):
     """End of a chunk: norm, row-parallel A, and the partial reduction of the group's latents.
 
     Args:
@@ -36,8 +36,8 @@ class BTPCaatDownEdge(nn.Module):
     """
 
     def __init__(self, ranks: Ranks, args: LlamaArgs, grouped: bool, wide: bool) -> None:
-        super().__init__()
-        self.ranks, self.args, self.grouped, self.wide = ranks, args, grouped, wide
+        super().__init__(ranks)
+        self.args, self.grouped, self.wide = args, grouped, wide
 
     def forward(
         self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
@@ -73,15 +73,8 @@ class BTPCaatDownEdge(nn.Module):
         return [keep(torch.cat((parts[i], parts[n + i]), dim=-1)) for i in range(n)]
 
 
-class BTPCaatUpEdge(nn.Module):
-    """Start of a chunk: column-parallel B on the lanes' own latents; no collective.
-
-    Args:
-        ranks: The tensor-parallel ranks; part of the edges' interface.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        super().__init__()
+class BTPCaatUpEdge(Edge):
+    """Start of a chunk: column-parallel B on the lanes' own latents; no collective."""
 
     def forward(self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]) -> list[Tensor]:
         """Expand the latents of a group.
@@ -116,8 +109,4 @@ class BTPCaat(BTP):
         down = on_ranks(
             partial(BTPCaatDownEdge, args=args, grouped=settings.grouping, wide=settings.wide_sums)
         )
-        up = on_ranks(BTPCaatUpEdge)
-        return block_edges(
-            {"down_qkv": down, "up_qkv": up, "down_o": down, "up_o": up},
-            {"down_gate_up": down, "up_gate_up": up, "down_down": down, "up_down": up},
-        )
+        return low_rank_edges(down, on_ranks(BTPCaatUpEdge))

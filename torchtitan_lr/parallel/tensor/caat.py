@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
 
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.lane_edges import lane_linear, lane_sum, lane_terms, spread
@@ -32,16 +31,15 @@ from torchtitan_lr.parallel.tensor.collectives import (
 )
 from torchtitan_lr.parallel.tensor.ends import VocabParallelHead
 from torchtitan_lr.parallel.tensor.grouped_linear import concatenated_linear
-from torchtitan_lr.parallel.tensor.megatron import dense_blocks
 from torchtitan_lr.parallel.tensor.plan import (
     Styles,
     TensorParallelPlan,
     TPSettings,
-    block_edges,
+    dense_blocks,
     model_ends,
     on_ranks,
 )
-from torchtitan_lr.parallel.tensor.styles import local
+from torchtitan_lr.parallel.tensor.styles import Edge, local
 from torchtitan_lr.parallel.tensor.wide_sums import wide_all_reduce, wide_reduce_scatter
 
 
@@ -112,16 +110,8 @@ def summed_norm(x: Tensor, norm: nn.RMSNorm, ranks: Ranks) -> Tensor:
     return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
 
 
-class CaatColumnEdge(nn.Module):
-    """Norm and column-parallel linears of each lane; no collective but the norm weight's.
-
-    Args:
-        ranks: The tensor-parallel ranks.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        super().__init__()
-        self.ranks = ranks
+class CaatColumnEdge(Edge):
+    """Norm and column-parallel linears of each lane; no collective but the norm weight's."""
 
     def forward(self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm) -> list[Tensor]:
         """Apply the group.
@@ -142,7 +132,7 @@ class CaatColumnEdge(nn.Module):
         return list(out.split([weight.shape[0] for weight in weights], dim=-1))
 
 
-class CaatRowEdge(nn.Module):
+class CaatRowEdge(Edge):
     """A row-parallel linear and the partial reduction.
 
     Args:
@@ -152,8 +142,8 @@ class CaatRowEdge(nn.Module):
     """
 
     def __init__(self, ranks: Ranks, args: LlamaArgs, wide: bool) -> None:
-        super().__init__()
-        self.ranks, self.wide = ranks, wide
+        super().__init__(ranks)
+        self.wide = wide
         self.lanes, self.shared = args.lanes // ranks.size, args.shared_channels(args.dim)
 
     def forward(
@@ -173,7 +163,7 @@ class CaatRowEdge(nn.Module):
         return [share_over_ranks(term, self.shared, self.ranks, self.wide) for term in terms]
 
 
-class CaatEmbedEdge(nn.Module):
+class CaatEmbedEdge(Edge):
     """Look-up of a shard of the features, then all of them for every lane.
 
     Args:
@@ -183,8 +173,8 @@ class CaatEmbedEdge(nn.Module):
     """
 
     def __init__(self, ranks: Ranks, lanes: int, wide: bool) -> None:
-        super().__init__()
-        self.ranks, self.lanes, self.wide = ranks, lanes // ranks.size, wide
+        super().__init__(ranks)
+        self.lanes, self.wide = lanes // ranks.size, wide
 
     def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
         """Look tokens (b, s) up in weight (V, d/T), Shard(1); gives (b, s, g, d)."""
@@ -202,7 +192,7 @@ class CaatHead(VocabParallelHead):
     """
 
     def __init__(self, mesh: DeviceMesh, loss_parallel: bool) -> None:
-        super().__init__(mesh, "lanes", loss_parallel)
+        super().__init__(mesh, loss_parallel, "lanes")
 
     def forward(self, x: Tensor, norm: nn.RMSNorm | None, output: nn.Linear) -> Tensor:
         """Compute logits.
@@ -235,10 +225,6 @@ class Caat(TensorParallelPlan):
     def styles(self, args: LlamaArgs, settings: TPSettings) -> Styles:
         """As `TensorParallelPlan.styles`."""
         wide = settings.wide_sums
-        column, row = on_ranks(CaatColumnEdge), on_ranks(partial(CaatRowEdge, args=args, wide=wide))
-        plan = dense_blocks()
-        plan.update(block_edges({"qkv": column, "o": row}, {"gate_up": column, "down": row}))
-        head = partial(CaatHead, loss_parallel=settings.loss_parallel)
+        row = on_ranks(partial(CaatRowEdge, args=args, wide=wide))
         embed = on_ranks(partial(CaatEmbedEdge, lanes=args.lanes, wide=wide))
-        plan.update(model_ends(embed, head, Replicate()))
-        return plan
+        return dense_blocks(on_ranks(CaatColumnEdge), row) | model_ends(settings, embed, CaatHead)

@@ -28,10 +28,16 @@ from torchtitan_lr.parallel.tensor.collectives import (
     wait,
 )
 from torchtitan_lr.parallel.tensor.online_norm import sum_of_squares
-from torchtitan_lr.parallel.tensor.styles import epsilon, local, replicated_norm, token_sharded_norm
+from torchtitan_lr.parallel.tensor.styles import (
+    Edge,
+    epsilon,
+    local,
+    replicated_norm,
+    token_sharded_norm,
+)
 
 
-class ShardedEmbedEdge(nn.Module):
+class ShardedEmbedEdge(Edge):
     """Look-up of a shard of the features: no collective (BTP)."""
 
     def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
@@ -39,7 +45,7 @@ class ShardedEmbedEdge(nn.Module):
         return F.embedding(tokens, local(embedding.weight))
 
 
-class GatheredEmbedEdge(nn.Module):
+class GatheredEmbedEdge(Edge):
     """Look-up of a shard of the features, then all of them on every rank.
 
     Args:
@@ -48,8 +54,8 @@ class GatheredEmbedEdge(nn.Module):
     """
 
     def __init__(self, ranks: Ranks, sequence: bool = False) -> None:
-        super().__init__()
-        self.ranks, self.sequence = ranks, sequence
+        super().__init__(ranks)
+        self.sequence = sequence
 
     def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
         """Look tokens (b, s) up in weight (V, d/T), Shard(1).
@@ -67,13 +73,13 @@ class VocabParallelHead(nn.Module):
 
     Args:
         mesh: The tensor-parallel mesh.
-        stream: How the residual stream arrives: ``replicated`` (b, s, d), ``features``
-            (b, s, d/T), Shard(-1), or ``tokens`` (b, s/T, d), Shard(1).
         loss_parallel: Whether logits stay sharded, as a DTensor for torch's ``loss_parallel``
             context, or are gathered.
+        stream: How the residual stream arrives: ``replicated`` (b, s, d), ``features``
+            (b, s, d/T), Shard(-1), or ``tokens`` (b, s/T, d), Shard(1).
     """
 
-    def __init__(self, mesh: DeviceMesh, stream: str, loss_parallel: bool) -> None:
+    def __init__(self, mesh: DeviceMesh, loss_parallel: bool, stream: str = "replicated") -> None:
         super().__init__()
         self.mesh, self.ranks = mesh, Ranks.of(mesh)
         self.stream, self.loss_parallel = stream, loss_parallel
@@ -120,7 +126,7 @@ class ScatterHead(VocabParallelHead):
     """
 
     def __init__(self, mesh: DeviceMesh, loss_parallel: bool) -> None:
-        super().__init__(mesh, "features", loss_parallel)
+        super().__init__(mesh, loss_parallel, "features")
 
     def forward(self, x: Tensor, norm: nn.RMSNorm | None, output: nn.Linear) -> Tensor:
         """Compute logits.

@@ -11,7 +11,6 @@ from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
 
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.tensor.collectives import (
@@ -25,25 +24,17 @@ from torchtitan_lr.parallel.tensor.collectives import (
 from torchtitan_lr.parallel.tensor.ends import GatheredEmbedEdge, VocabParallelHead
 from torchtitan_lr.parallel.tensor.grouped_linear import concatenated_linear
 from torchtitan_lr.parallel.tensor.plan import (
-    ATTENTION,
-    FEED_FORWARD,
-    NORMS,
     Styles,
     TensorParallelPlan,
     TPSettings,
-    block_edges,
+    dense_blocks,
     model_ends,
     on_ranks,
 )
-from torchtitan_lr.parallel.tensor.styles import (
-    EdgeParallel,
-    local,
-    replicated_norm,
-    token_sharded_norm,
-)
+from torchtitan_lr.parallel.tensor.styles import Edge, local, replicated_norm, token_sharded_norm
 
 
-class ColumnEdge(nn.Module):
+class ColumnEdge(Edge):
     """Norm and the column-parallel linears of a group.
 
     Args:
@@ -52,8 +43,8 @@ class ColumnEdge(nn.Module):
     """
 
     def __init__(self, ranks: Ranks, sequence: bool) -> None:
-        super().__init__()
-        self.ranks, self.sequence = ranks, sequence
+        super().__init__(ranks)
+        self.sequence = sequence
 
     def forward(self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm) -> list[Tensor]:
         """Apply the group.
@@ -75,7 +66,7 @@ class ColumnEdge(nn.Module):
         return list(out.split([weight.shape[0] for weight in weights], dim=-1))
 
 
-class RowEdge(nn.Module):
+class RowEdge(Edge):
     """A row-parallel linear and the sum over the ranks.
 
     Args:
@@ -84,8 +75,8 @@ class RowEdge(nn.Module):
     """
 
     def __init__(self, ranks: Ranks, sequence: bool) -> None:
-        super().__init__()
-        self.ranks, self.sequence = ranks, sequence
+        super().__init__(ranks)
+        self.sequence = sequence
 
     def forward(
         self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm | None = None
@@ -123,25 +114,6 @@ class Megatron(TensorParallelPlan):
     def styles(self, args: LlamaArgs, settings: TPSettings) -> Styles:
         """As `TensorParallelPlan.styles`."""
         sequence = settings.comm == "sequence"
-        column, row = on_ranks(ColumnEdge, sequence), on_ranks(RowEdge, sequence)
-        plan = dense_blocks()
-        plan.update(block_edges({"qkv": column, "o": row}, {"gate_up": column, "down": row}))
-        head = partial(
-            VocabParallelHead,
-            stream="tokens" if sequence else "replicated",
-            loss_parallel=settings.loss_parallel,
-        )
-        plan.update(model_ends(on_ranks(GatheredEmbedEdge, sequence), head, Replicate()))
-        return plan
-
-
-def dense_blocks() -> Styles:
-    """Return the placements of a full-rank block: column-parallel, then row-parallel linears."""
-    plan: Styles = {name: EdgeParallel({"weight": Replicate()}) for name in NORMS}
-    for parent, columns, rows in (
-        (ATTENTION, ("wq", "wk", "wv"), ("wo",)),
-        (FEED_FORWARD, ("w1", "w3"), ("w2",)),
-    ):
-        plan.update({f"{parent}.{name}": EdgeParallel({"weight": Shard(0)}) for name in columns})
-        plan.update({f"{parent}.{name}": EdgeParallel({"weight": Shard(1)}) for name in rows})
-    return plan
+        blocks = dense_blocks(on_ranks(ColumnEdge, sequence), on_ranks(RowEdge, sequence))
+        head = partial(VocabParallelHead, stream="tokens" if sequence else "replicated")
+        return blocks | model_ends(settings, on_ranks(GatheredEmbedEdge, sequence), head)

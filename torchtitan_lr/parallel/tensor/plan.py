@@ -7,6 +7,7 @@ What it sends and keeps is stated independently by the class of its name in `for
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Literal
 
 from torch import nn
@@ -14,15 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from torchtitan_lr.config.schema import TP_PLANS
+from torchtitan_lr.config.schema import BUILT_IN_PLANS, TP_PLANS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.tensor.collectives import Ranks
+from torchtitan_lr.parallel.tensor.ends import GatheredEmbedEdge, VocabParallelHead
 from torchtitan_lr.parallel.tensor.styles import EdgeFactory, EdgeParallel, low_rank_placements
 
 ATTENTION, FEED_FORWARD = "layers.*.attention", "layers.*.feed_forward"
 NORMS = ("layers.*.attention_norm", "layers.*.ffn_norm")
-LOW_RANK_LINEARS = (
+LINEARS = (
     *(f"{ATTENTION}.{name}" for name in ("wq", "wk", "wv", "wo")),
     *(f"{FEED_FORWARD}.{name}" for name in ("w1", "w2", "w3")),
 )
@@ -66,8 +68,11 @@ class TensorParallelPlan:
         low_rank: Whether it splits factorised linears, or dense ones.
         lanes: Whether it is for models with CAAT-Net's lanes.
         experimental: Whether it must be named, since ``auto`` never chooses it.
-        shards_stream: Whether a rank sends d/T features of the residual stream to the next stage.
+        factors: Placements of A and B where it is for factorised linears.
+        shards_stream: Whether a rank holds d/T features of the residual stream, and sends these to
+            the next stage. The norms' weights in the blocks are sharded alike.
         shards_latents: Whether it sends r/T features of each of LaX's latents.
+        shards_heads: Whether a rank attends with its share of the heads, or with all of them.
         choices: Fields of `TPSettings` in which it has a choice; others keep their defaults.
     """
 
@@ -75,8 +80,10 @@ class TensorParallelPlan:
     low_rank: bool = True
     lanes: bool = False
     experimental: bool = False
+    factors: tuple[Shard, Shard] = (Shard(1), Shard(0))
     shards_stream: bool = False
     shards_latents: bool = False
+    shards_heads: bool = True
     choices: frozenset[str] = frozenset()
 
     def styles(self, args: LlamaArgs, settings: TPSettings) -> Styles:
@@ -93,14 +100,29 @@ class TensorParallelPlan:
         return False
 
     def widths(self, args: LlamaArgs) -> dict[str, int]:
-        """Return the widths of the model that T must divide, by name."""
-        return {
-            "n_heads": args.n_heads,
-            "n_kv_heads": args.kv_heads,
-            "dim": args.dim,
-            "ffn_dim": args.ffn_dim,
-            "vocab_size": args.vocab_size,
-        }
+        """Return the widths of the model that T must divide, by name: those of what is sharded."""
+        a, b = self.factors
+        widths: dict[str, int] = {}
+        if self.shards_heads:
+            widths |= {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads}
+        widths["dim"] = args.dim  # of the embedding, in every plan
+        if a == Shard(1) or b == Shard(0):
+            widths |= {"kv_dim": args.kv_dim, "ffn_dim": args.ffn_dim}
+        widths["vocab_size"] = args.vocab_size  # of the head, in every plan
+        if a == Shard(0) or b == Shard(1):
+            widths |= {"rank_attention": args.rank_attention, "rank_ffn": args.rank_ffn}
+        return widths
+
+    def low_rank_blocks(self, edges: Styles) -> Styles:
+        """Return placements and edges of low-rank blocks: every A and B, and the norms' weights.
+
+        Args:
+            edges: Returned by `low_rank_edges`.
+        """
+        norm = Shard(0) if self.shards_stream else Replicate()
+        styles: Styles = {name: EdgeParallel({"weight": norm}) for name in NORMS}
+        styles |= {name: EdgeParallel(low_rank_placements(*self.factors)) for name in LINEARS}
+        return styles | edges
 
     def check(self, settings: TPSettings) -> None:
         """Refuse settings without effect under this plan.
@@ -132,15 +154,20 @@ class TensorParallelPlan:
 
 
 PLANS: dict[str, TensorParallelPlan] = {}
-"""Plans by name; `plans` registers those of this package."""
+"""Plans by name; `plans` adds those of this package."""
 
 
 def register_plan(plan: TensorParallelPlan) -> None:
-    """Make a plan known under its name, also as a value of ``parallelism.tp_plan``.
+    """Make a plan from outside the package known, also as a value of ``parallelism.tp_plan``.
 
     Args:
         plan: The plan; the formulas know its traffic by `formulas.plans.registry`.
+
+    Raises:
+        ValueError: A plan of this package has the name.
     """
+    if plan.name in ("auto", *BUILT_IN_PLANS):
+        raise ValueError(f"the name {plan.name!r} of a tensor-parallel plan is taken")
     PLANS[plan.name] = plan
     if plan.name not in TP_PLANS:
         TP_PLANS.append(plan.name)
@@ -160,43 +187,62 @@ def on_ranks(edge: Callable[..., nn.Module], *options: bool) -> EdgeFactory:
     return build
 
 
-def low_rank_blocks(a: Shard, b: Shard, norm: Shard | Replicate) -> Styles:
-    """Return the placements of a low-rank block: every A, every B, and the norms' weights."""
-    plan: Styles = {name: EdgeParallel({"weight": norm}) for name in NORMS}
-    plan.update({name: EdgeParallel(low_rank_placements(a, b)) for name in LOW_RANK_LINEARS})
-    return plan
-
-
-def block_edges(
-    attention: dict[str, EdgeFactory],
-    feed_forward: dict[str, EdgeFactory],
-    mix: EdgeFactory | None = None,
+def low_rank_edges(
+    down: EdgeFactory, up: EdgeFactory, mix: EdgeFactory | None = None, **attention: EdgeFactory
 ) -> Styles:
-    """Return the edges of a block.
+    """Return the edges of a low-rank block.
 
     Args:
-        attention: Attention's, by name.
-        feed_forward: The feed-forward's, by name.
-        mix: LaX's in both; None in the other families.
+        down: Ends a chunk: applies the A of a group.
+        up: Starts a chunk: applies the B of a group.
+        mix: LaX's; None in the other families.
+        **attention: Edges of attention that differ from these, by name.
     """
-    if mix is not None:
-        attention, feed_forward = {**attention, "mix": mix}, {**feed_forward, "mix": mix}
+    lax = {} if mix is None else {"mix": mix}
+    of_attention = {"down_qkv": down, "up_qkv": up, "down_o": down, "up_o": up}
+    of_ffn = {"down_gate_up": down, "up_gate_up": up, "down_down": down, "up_down": up}
     return {
-        ATTENTION: EdgeParallel(edges=attention),
-        FEED_FORWARD: EdgeParallel(edges=feed_forward),
+        ATTENTION: EdgeParallel(edges=of_attention | attention | lax),
+        FEED_FORWARD: EdgeParallel(edges=of_ffn | lax),
     }
 
 
-def model_ends(embed: EdgeFactory, head: EdgeFactory, norm: Shard | Replicate) -> Styles:
+def dense_blocks(column: EdgeFactory, row: EdgeFactory) -> Styles:
+    """Return placements and edges of a full-rank block: column-, then row-parallel linears.
+
+    Args:
+        column: Applies q, k, v or gate, up; weights Shard(0).
+        row: Applies o or down; weights Shard(1).
+    """
+    styles: Styles = {name: EdgeParallel({"weight": Replicate()}) for name in NORMS}
+    styles[ATTENTION] = EdgeParallel(edges={"qkv": column, "o": row})
+    styles[FEED_FORWARD] = EdgeParallel(edges={"gate_up": column, "down": row})
+    for name in LINEARS:
+        dim = 1 if name.endswith(("wo", "w2")) else 0
+        styles[name] = EdgeParallel({"weight": Shard(dim)})
+    return styles
+
+
+def model_ends(
+    settings: TPSettings,
+    embed: EdgeFactory | None = None,
+    head: Callable[..., nn.Module] = VocabParallelHead,
+    norm: Shard | Replicate | None = None,
+) -> Styles:
     """Return both ends of the model: the embedding sharded along d, the head along V.
 
     Args:
-        embed: The embedding's edge.
-        head: The head's edge, which applies the final norm.
-        norm: Placement of the final norm's weight.
+        settings: The plan's.
+        embed: The embedding's edge; by default the stream is gathered on every rank.
+        head: The head's edge, of a mesh and ``loss_parallel``, which applies the final norm; by
+            default that of a stream which every rank has whole.
+        norm: Placement of the final norm's weight; Replicate by default.
     """
+    build_head: EdgeFactory = partial(head, loss_parallel=settings.loss_parallel)
     return {
-        "tok_embeddings": EdgeParallel({"weight": Shard(1)}, {"embed": embed}),
-        "norm": EdgeParallel({"weight": norm}),
-        "output": EdgeParallel({"weight": Shard(0)}, {"head": head}),
+        "tok_embeddings": EdgeParallel(
+            {"weight": Shard(1)}, {"embed": embed or on_ranks(GatheredEmbedEdge)}
+        ),
+        "norm": EdgeParallel({"weight": norm or Replicate()}),
+        "output": EdgeParallel({"weight": Shard(0)}, {"head": build_head}),
     }

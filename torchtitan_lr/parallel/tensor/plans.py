@@ -3,6 +3,7 @@
 
 from torch import nn
 
+from torchtitan_lr.config.schema import BUILT_IN_PLANS
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.tensor.btp import BTP
 from torchtitan_lr.parallel.tensor.btp_caat import BTPCaat
@@ -36,5 +37,7 @@ def build_tp_plan(model: nn.Module, settings: TPSettings) -> Styles:
     return {name: style for name, style in styles.items() if name.split(".")[0] in stage}
 
 
-for _plan in (BTP(), Vanilla(), VanillaReplicated(), Megatron(), Caat(), BTPCaat()):
-    register_plan(_plan)
+_built_in = (BTP(), Vanilla(), VanillaReplicated(), Megatron(), Caat(), BTPCaat())
+PLANS.update({_plan.name: _plan for _plan in _built_in})
+if (_names := tuple(_plan.name for _plan in _built_in)) != BUILT_IN_PLANS:
+    raise RuntimeError(f"BUILT_IN_PLANS of config.schema must be the plans of this file: {_names}")

@@ -55,7 +55,19 @@ class EdgeParallel(ParallelStyle):
         return module
 
 
-class ShardedMixEdge(nn.Module):
+class Edge(nn.Module):
+    """An edge of a plan: no parameters, and the ranks over which its collectives run.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+
+class ShardedMixEdge(Edge):
     """LaX on latents that are replicated or sharded; the addition is local either way.
 
     Args:
@@ -65,8 +77,8 @@ class ShardedMixEdge(nn.Module):
     """
 
     def __init__(self, ranks: Ranks, sharded: bool) -> None:
-        super().__init__()
-        self.ranks, self.sharded = ranks, sharded
+        super().__init__(ranks)
+        self.sharded = sharded
 
     def forward(
         self,

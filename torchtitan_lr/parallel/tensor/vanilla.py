@@ -12,11 +12,10 @@ would look alike in forward and lose gradients.) The form BOOST measures against
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.layers import LowRankLinear
@@ -29,21 +28,19 @@ from torchtitan_lr.parallel.tensor.collectives import (
     reduce_over_ranks,
     scatter_sum,
 )
-from torchtitan_lr.parallel.tensor.ends import GatheredEmbedEdge, VocabParallelHead
 from torchtitan_lr.parallel.tensor.grouped_linear import concatenated_linear
 from torchtitan_lr.parallel.tensor.plan import (
     Styles,
     TensorParallelPlan,
     TPSettings,
-    block_edges,
-    low_rank_blocks,
+    low_rank_edges,
     model_ends,
     on_ranks,
 )
-from torchtitan_lr.parallel.tensor.styles import ShardedMixEdge, local, replicated_norm
+from torchtitan_lr.parallel.tensor.styles import Edge, ShardedMixEdge, local, replicated_norm
 
 
-class VanillaDownEdge(nn.Module):
+class VanillaDownEdge(Edge):
     """Norm and column-parallel A.
 
     Args:
@@ -53,8 +50,8 @@ class VanillaDownEdge(nn.Module):
     """
 
     def __init__(self, ranks: Ranks, grouped: bool, sharded_input: bool = False) -> None:
-        super().__init__()
-        self.ranks, self.grouped, self.sharded_input = ranks, grouped, sharded_input
+        super().__init__(ranks)
+        self.grouped, self.sharded_input = grouped, sharded_input
 
     def forward(
         self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
@@ -82,7 +79,7 @@ class VanillaDownEdge(nn.Module):
         return copy_to_ranks(x, self.ranks)
 
 
-class VanillaUpEdge(nn.Module):
+class VanillaUpEdge(Edge):
     """Row-parallel B and the sum over the ranks.
 
     Args:
@@ -92,8 +89,8 @@ class VanillaUpEdge(nn.Module):
     """
 
     def __init__(self, ranks: Ranks, sharded_output: bool = False) -> None:
-        super().__init__()
-        self.ranks, self.sharded_output = ranks, sharded_output
+        super().__init__(ranks)
+        self.sharded_output = sharded_output
 
     def forward(self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]) -> list[Tensor]:
         """Expand the latents of a group.
@@ -118,50 +115,27 @@ class VanillaUpEdge(nn.Module):
 
 
 class Vanilla(TensorParallelPlan):
-    """Vanilla: stream replicated, A column-parallel, B row-parallel; latents Shard(-1).
-
-    Attributes:
-        sharded_heads: Whether each rank attends with its own heads, or with all of them.
-    """
+    """Vanilla: stream replicated, A column-parallel, B row-parallel; latents Shard(-1)."""
 
     name = "vanilla"
+    factors = Shard(0), Shard(1)
     shards_latents = True
     choices = frozenset({"grouping"})
-    sharded_heads: bool = True
 
     def styles(self, args: LlamaArgs, settings: TPSettings) -> Styles:
         """As `TensorParallelPlan.styles`."""
-        down = on_ranks(VanillaDownEdge, settings.grouping)
-        down_o = on_ranks(VanillaDownEdge, settings.grouping, self.sharded_heads)
-        up = on_ranks(VanillaUpEdge)
-        up_qkv = on_ranks(VanillaUpEdge, self.sharded_heads)
-        plan = low_rank_blocks(Shard(0), Shard(1), Replicate())
-        plan.update(
-            block_edges(
-                {"down_qkv": down, "up_qkv": up_qkv, "down_o": down_o, "up_o": up},
-                {"down_gate_up": down, "up_gate_up": up, "down_down": down, "up_down": up},
-                on_ranks(ShardedMixEdge, True) if args.model_family.carries_latents else None,
-            )
+        edges = low_rank_edges(
+            on_ranks(VanillaDownEdge, settings.grouping),
+            on_ranks(VanillaUpEdge),
+            on_ranks(ShardedMixEdge, True) if args.model_family.carries_latents else None,
+            down_o=on_ranks(VanillaDownEdge, settings.grouping, self.shards_heads),
+            up_qkv=on_ranks(VanillaUpEdge, self.shards_heads),
         )
-        head = partial(VocabParallelHead, stream="replicated", loss_parallel=settings.loss_parallel)
-        plan.update(model_ends(on_ranks(GatheredEmbedEdge), head, Replicate()))
-        return plan
-
-    def widths(self, args: LlamaArgs) -> dict[str, int]:
-        """The ranks too, but not f: all of the hidden units are on every rank."""
-        ranks = {"rank_attention": args.rank_attention, "rank_ffn": args.rank_ffn}
-        widths = super().widths(args) | ranks
-        del widths["ffn_dim"]
-        return widths
+        return self.low_rank_blocks(edges) | model_ends(settings)
 
 
 class VanillaReplicated(Vanilla):
     """The form that BOOST measures against: q, k and v are all-reduced."""
 
     name = "vanilla_replicated"
-    sharded_heads = False
-
-    def widths(self, args: LlamaArgs) -> dict[str, int]:
-        """As `Vanilla.widths`, without the heads: every rank attends with every head."""
-        whole = ("n_heads", "n_kv_heads")
-        return {name: n for name, n in super().widths(args).items() if name not in whole}
+    shards_heads = False

@@ -1,13 +1,16 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A plan from outside the package is accepted, refused, estimated and compared like the others."""
 
+import importlib
+import json
 import sys
 from math import prod
 
 import pytest
 
-from tests.scripts import load_script
+from tests.scripts import ROOT, load_script
 from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config import schema
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import TP_PLANS
 from torchtitan_lr.errors import ConfigError
@@ -16,6 +19,7 @@ from torchtitan_lr.estimate.timing import block_flops
 from torchtitan_lr.estimate.traffic import step_traffic
 from torchtitan_lr.formulas.communication import model_traffic
 from torchtitan_lr.formulas.plans.registry import FORMULAS
+from torchtitan_lr.parallel.tensor import plans
 from torchtitan_lr.parallel.tensor.plans import PLANS
 from torchtitan_lr.tools.variants import derive
 
@@ -43,12 +47,36 @@ def config_of(*arguments):
     return config
 
 
+def test_it_is_short():
+    """A plan from outside repeats nothing of the package: forty lines of code, imports included."""
+    _, _, code = (ROOT / "tests" / "toy_plan.py").read_text().split('"""')
+    assert 20 <= len([line for line in code.splitlines() if line.strip()]) <= 40
+
+
 def test_every_name_has_a_plan_and_a_formula():
     assert ["auto", *PLANS] == TP_PLANS
     assert PLANS.keys() == FORMULAS.keys()
     assert all(name == plan.name for name, plan in (PLANS | FORMULAS).items())
     for name, plan in PLANS.items():
-        assert plan.low_rank == FORMULAS[name].low_rank
+        for flag in ("low_rank", "shards_stream", "shards_latents", "shards_heads"):
+            assert getattr(plan, flag) == getattr(FORMULAS[name], flag)
+
+
+@pytest.mark.parametrize("listed", [(), ("btp",), (*schema.BUILT_IN_PLANS, "other")])
+def test_a_list_of_other_built_in_plans_is_noticed(listed, monkeypatch):
+    importlib.reload(plans)  # the control
+    monkeypatch.setattr(schema, "BUILT_IN_PLANS", listed)
+    with pytest.raises(RuntimeError, match=r"BUILT_IN_PLANS of config\.schema"):
+        importlib.reload(plans)
+
+
+@pytest.mark.parametrize("name", ["auto", "btp"])
+def test_a_plan_from_outside_takes_no_name_of_the_package(name):
+    toy = importlib.import_module("tests.toy_plan").Gathered()
+    toy.name = name
+    with pytest.raises(ValueError, match=f"the name '{name}' of a tensor-parallel plan is taken"):
+        plans.register_plan(toy)
+    assert not isinstance(PLANS.get(name), type(toy))
 
 
 @pytest.mark.parametrize("arguments", [[], ["--experimental.custom_import=tests.scripts"]])
@@ -118,3 +146,17 @@ def test_compare_lists_it(capsys):
             compare._parse([DEBUG, "--plans", unknown, MODULE])
         known = "full, vanilla, vanilla_replicated, btp, gathered"
         assert f"--plans: got '{unknown}', expected some of {known}" in capsys.readouterr().err
+
+
+def test_an_estimate_has_it_as_a_column(capsys):
+    estimate = load_script("estimate")
+    options = [DEBUG, MODULE, TP, NO_CHECKPOINT, "--training.global_batch_size=-1"]
+    assert estimate.main([*options, "--plans", "full,gathered", "--json"]) == 0
+    columns = json.loads(capsys.readouterr().out)["alternatives"]
+    assert list(columns) == ["full", "gathered"]
+    assert columns["gathered"]["comm_bytes"]["tp"].keys() == {"all_gather", "all_reduce"}
+    assert columns["gathered"]["parameters"] < columns["full"]["parameters"]
+    assert estimate.main([*options, "--plans", "full,other"]) == 2
+    known = "full, vanilla, vanilla_replicated, btp, gathered"
+    error = f"error: --plans: got 'other', expected some of {known}\n"
+    assert capsys.readouterr().err == error
