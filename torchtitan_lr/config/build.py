@@ -12,6 +12,7 @@ from typing import Any
 
 from torchtitan_lr.compat.interpreter import collector_off
 from torchtitan_lr.compat.titan import fill_job_config, merged_job_config
+from torchtitan_lr.config.methods import GRAD_CODECS
 from torchtitan_lr.config.parse import (
     CONFIG_FILE_KEY,
     Override,
@@ -58,7 +59,7 @@ def build_job_config(argv: list[str]) -> Any:
     with collector_off():
         import torchtitan.config  # noqa: F401
 
-    _import_plan(raw, overrides)
+    _import_extension(raw, overrides)
     config_cls = config_class()
     values = apply_overrides(check_toml(raw, config_cls), overrides, config_cls)
     for section, key in (("job", "custom_config_module"), ("experimental", "custom_import")):
@@ -78,16 +79,18 @@ def config_class() -> Any:
     return merged_job_config(extension.JobConfig)
 
 
-def _import_plan(raw: dict[str, Any], overrides: list[Override]) -> None:
-    """Imports ``experimental.custom_import`` where an unknown plan is named: it may register it."""
+def _import_extension(raw: dict[str, Any], overrides: list[Override]) -> None:
+    """Imports ``experimental.custom_import`` where it may register an unknown plan or codec."""
     given = {
         f"{section}.{key}": value
         for section, table in raw.items()
         if isinstance(table, dict)
         for key, value in table.items()
     } | {override.key: override.value for override in overrides}
-    plan, module = given.get("parallelism.tp_plan"), given.get("experimental.custom_import")
-    if isinstance(plan, str) and plan not in TP_PLANS and isinstance(module, str) and module:
+    module = given.get("experimental.custom_import")
+    named = {"parallelism.tp_plan": TP_PLANS, "grad_compression.codec": GRAD_CODECS}
+    unknown = any(isinstance(given.get(k), str) and given[k] not in v for k, v in named.items())
+    if unknown and isinstance(module, str) and module:
         _check_import(module)
         importlib.import_module(module)
 

@@ -15,13 +15,8 @@ from torchtitan_lr.compression.codecs import (
     sketch,
 )
 from torchtitan_lr.compression.codecs.sparsify import largest, left_over
-from torchtitan_lr.compression.sizes import (
-    candidates,
-    kept_entries,
-    sketch_row,
-    smallest_theta,
-    verdict_block,
-)
+from torchtitan_lr.compression.peeling import sketch_row, smallest_theta
+from torchtitan_lr.compression.sizes import candidates, kept_entries, verdict_block
 
 W, M = 4, 3001
 

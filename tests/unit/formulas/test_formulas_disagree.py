@@ -20,30 +20,31 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.unit.tiny import FAMILIES, tiny_args
 from torchtitan_lr.compression import fsdp
-from torchtitan_lr.compression.codecs import bitmap
+from torchtitan_lr.compression.codecs import bitmap, unit_codec
 from torchtitan_lr.compression.compressor import Compressor, Span
 from torchtitan_lr.compression.fsdp import CompressedAllReduce, CompressedReduceScatter
+from torchtitan_lr.compression.peeling import (
+    HASH_ROWS,
+    load_limit,
+    sketch_row,
+    smallest_theta,
+    unit_load,
+)
 from torchtitan_lr.compression.settings import CompressionSettings
 from torchtitan_lr.compression.sizes import (
-    HASH_ROWS,
     CodecSizes,
     candidates,
     exchange_unit,
     kept_entries,
-    load_limit,
     packed_bytes,
     sent_bytes,
-    sketch_row,
-    smallest_theta,
     spreads_packed,
-    unit_codec,
-    unit_load,
     verdict_block,
 )
 from torchtitan_lr.formulas.compression import (
     Exchange,
     all_reduce_traffic,
-    can_be_peeled,
+    can_be_decoded,
     reduce_scatter_traffic,
     replicated,
     returned_entries,
@@ -224,7 +225,7 @@ def unequal_decisions():
         for m, codec, ranks in GRID
         for all_reduce in (False, True)
         if (unit_codec(codec, ranks * m if all_reduce else m, ranks, all_reduce) == codec)
-        != can_be_peeled(codec, m, ranks)
+        != can_be_decoded(codec, m, ranks)
     ]
 
 
