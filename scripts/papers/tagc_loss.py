@@ -15,10 +15,10 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torchtitan_lr.compression.sizes import LEVELS
-from torchtitan_lr.config.methods import GradCompression
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
 from torchtitan_lr.tools.experiments import launch
 from torchtitan_lr.training.figures import new_figure
@@ -74,7 +74,7 @@ def row(name: str, ranks: int, records: list[Any], dense: float) -> dict[str, An
 
     codec, index = KINDS[kind]
     c, theta = LEVELS[level]
-    section = GradCompression(auto=True, index=index)
+    section = SimpleNamespace(auto=True, index=index)
     sizes = CODECS[codec].resolve(section, c, theta, ranks)
     bits = sum(codec_bits(sizes).values())
     steps = [r for r in records if TRAIN_LOSS in r]

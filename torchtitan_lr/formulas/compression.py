@@ -285,8 +285,8 @@ def least_theta(c: float, ranks: int) -> float:
 def bits_per_entry(codec: CodecNumbers, ranks: int, all_reduce: bool) -> float:
     """Bits that a rank sends per compressed entry of a very large unit.
 
-    The bytes of the exact rows at 10¹⁵ entries a destination, where neither rounding up nor the
-    verdict's 128 bytes show in twelve digits.
+    The bytes of the exact rows at 10¹⁵ entries a destination, where neither whole cells, the
+    verdict's 128 bytes nor the 10⁻⁹ of `sent_entries` show in six digits.
 
     Args:
         codec: What travels.
