@@ -20,11 +20,13 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from torchtitan_lr.compression.codecs import CODECS, codec_bits
 from torchtitan_lr.compression.compressor import Compressor, Span
-from torchtitan_lr.compression.sizes import LEVELS, CodecSizes, codec_bits, smallest_theta
+from torchtitan_lr.compression.sizes import LEVELS
+from torchtitan_lr.config.methods import GradCompression
 from torchtitan_lr.tools.cli import OneLineParser, text_table
 
-CODECS = ("dense", "sketch", "sparse")
+NAMES = ("dense", "sketch", "sparse")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,9 +52,8 @@ def _bench(name: str, options: argparse.Namespace, device: torch.device) -> dict
     """Return seconds an exchange (the slowest rank's median) and what it sends."""
     ranks = dist.get_world_size()
     c, theta = LEVELS[options.level]
-    if name == "sketch":
-        theta = max(theta, smallest_theta(c, ranks))
-    sizes = CodecSizes(name, c, 0.0 if name == "dense" else theta)
+    kind = CODECS[name]
+    sizes = kind.resolve(GradCompression(auto=True), c, theta if kind.lossy else 0.0, ranks)
     m = round(options.megabytes * 1e6 / 4 / ranks)
     group = dist.group.WORLD
     assert group is not None
@@ -100,7 +101,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__)
     parser.add_argument("--megabytes", type=float, default=16, help="of each rank's gradient, fp32")
     parser.add_argument("--level", default="10x", choices=list(LEVELS), help="of compression")
-    parser.add_argument("--codecs", nargs="+", default=list(CODECS), choices=CODECS, help="to time")
+    parser.add_argument("--codecs", nargs="+", default=list(NAMES), choices=NAMES, help="to time")
     parser.add_argument("--repeats", type=int, default=7, help="exchanges timed, after two")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(argv)

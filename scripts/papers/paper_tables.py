@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.compression.sizes import LEVELS, PEELING_LIMIT, union_density
+from torchtitan_lr.compression.peeling import PEELING_LIMIT, union_density
+from torchtitan_lr.compression.sizes import LEVELS
 from torchtitan_lr.formulas.communication import block_traffic
 from torchtitan_lr.formulas.compression import paper_bits
 from torchtitan_lr.formulas.data_parallel import linear_volume

@@ -15,13 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.compression.sizes import (
-    LEVELS,
-    PEELING_LIMIT,
-    peels,
-    smallest_theta,
-    union_density,
-)
+from torchtitan_lr.compression.peeling import PEELING_LIMIT, peels, smallest_theta, union_density
+from torchtitan_lr.compression.sizes import LEVELS
 from torchtitan_lr.tools.cli import OneLineParser, text_table
 from torchtitan_lr.training.figures import new_figure
 

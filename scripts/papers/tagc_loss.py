@@ -15,9 +15,10 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from torchtitan_lr.compression.sizes import LEVELS, CodecSizes, codec_bits, peels, smallest_theta
+from torchtitan_lr.compression.sizes import LEVELS
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
 from torchtitan_lr.tools.experiments import launch
 from torchtitan_lr.training.figures import new_figure
@@ -68,15 +69,18 @@ def row(name: str, ranks: int, records: list[Any], dense: float) -> dict[str, An
     found["increase_percent"] = 100 * (final / dense - 1)
     if not level:
         return found | {"theta": 0.0, "raised": False, "bits": 32.0}
+    # Late: it imports torch, and --help needs none.
+    from torchtitan_lr.compression.codecs import CODECS, codec_bits
+
     codec, index = KINDS[kind]
     c, theta = LEVELS[level]
-    raised = codec == "sketch" and not peels(c, theta, ranks)
-    theta = smallest_theta(c, ranks) if raised else theta
-    bits = sum(codec_bits(CodecSizes(codec, c, theta, index)).values())
+    section = SimpleNamespace(auto=True, index=index)
+    sizes = CODECS[codec].resolve(section, c, theta, ranks)
+    bits = sum(codec_bits(sizes).values())
     steps = [r for r in records if TRAIN_LOSS in r]
     for key in ("unpeeled_share", "index_collisions"):
         found[key] = sum(r[f"grad_compression/{key}"] for r in steps) / len(steps)
-    return found | {"theta": theta, "raised": raised, "bits": bits}
+    return found | {"theta": sizes.theta, "raised": sizes.theta > theta, "bits": bits}
 
 
 def as_text(rows: list[dict[str, Any]]) -> str:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lr.compression.sizes import LEVELS, smallest_theta
+from torchtitan_lr.compression.peeling import smallest_theta
+from torchtitan_lr.compression.sizes import LEVELS
 from torchtitan_lr.tools.rank_pool import RankPool
 
 

@@ -7,6 +7,7 @@ are exact in fp32. Magnitudes of a row differ, so that the largest ones are the 
 
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +16,9 @@ from torch import Tensor
 
 from torchtitan_lr.compression.codecs import SketchCodec, SparseCodec, exchange_in_process
 from torchtitan_lr.compression.codecs.hashing import cells_and_signs
-from torchtitan_lr.compression.codecs.sketch import insert, peel
-from torchtitan_lr.compression.sizes import (
-    HASH_ROWS,
-    kept_entries,
-    sketch_row,
-    smallest_theta,
-    verdict_block,
-)
+from torchtitan_lr.compression.codecs.sketch import insert, peel, peel_remaining
+from torchtitan_lr.compression.peeling import HASH_ROWS, sketch_row, smallest_theta
+from torchtitan_lr.compression.sizes import kept_entries, verdict_block
 
 W, M, SEED = 3, 1501, 7
 C = 4
@@ -161,9 +157,9 @@ def stuck_blocks(unknown: np.ndarray, block: int) -> np.ndarray:
     return blocks
 
 
-@pytest.mark.parametrize("compact", [True, False], ids=["cpu's loop", "accelerator's loop"])
+@pytest.mark.parametrize("solve", [peel_remaining, peel])
 @pytest.mark.parametrize("theta", [THETA, TOO_DENSE])
-def test_peeling_loops(theta: float, compact: bool, device: torch.device) -> None:
+def test_peeling_loops(theta: float, solve: Any, device: torch.device) -> None:
     """Both loops run on both devices; they read off the same entries."""
     entries = np.sort(np.random.default_rng(1).choice(M, kept_entries(M, theta), replace=False))
     values = (np.arange(len(entries)) + 1).astype(np.float32)
@@ -172,7 +168,7 @@ def test_peeling_loops(theta: float, compact: bool, device: torch.device) -> Non
         unknown[None], torch.from_numpy(values).to(device)[None], sketch_row(M, C), SEED
     )
     filled = torch.nn.functional.pad(unknown, (0, 5), value=M)
-    found, stuck = peel(content[0], filled, M, SEED, 24, compact)
+    found, stuck = solve(content[0], filled, M, SEED, 24)
     marked = np.zeros(M, bool)
     marked[entries] = True
     expected = stuck_blocks(marked, 1)[entries]

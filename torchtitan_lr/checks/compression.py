@@ -10,11 +10,9 @@ from torchtitan_lr.compression.settings import (
     is_compressed,
     settings_for,
 )
+from torchtitan_lr.compression.sizes import CodecSizes
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.configured import llama_args, model_shapes
-
-MOST_RANKS_OF_SUM4 = 15
-"""Four bits count no further."""
 
 
 def check_grad_compression(config: Any, world_size: int, device_type: str) -> None:
@@ -26,13 +24,14 @@ def check_grad_compression(config: Any, world_size: int, device_type: str) -> No
     if not compresses(config):
         return
     _check_layout(config, world_size)
+    # Late: it imports torch.
+    from torchtitan_lr.compression.codecs import CODECS
+
     ranks = exchanging_ranks(config, world_size)
     section = config.grad_compression
-    if section.codec == "sketch" and section.index == "sum4" and ranks > MOST_RANKS_OF_SUM4:
-        want = f"'exact': four bits count {MOST_RANKS_OF_SUM4} ranks, here are {ranks}"
-        raise ConfigError("grad_compression.index", "sum4", want)
     settings = settings_for(config, ranks)
-    if settings.codec.name == "dense":
+    codec = CODECS[section.codec]
+    if not codec.lossy:
         return
     args = llama_args(config)
     if args is None:  # another package's model: the ranks find out
@@ -40,21 +39,25 @@ def check_grad_compression(config: Any, world_size: int, device_type: str) -> No
     sizes = {name: math.prod(shape) for name, shape in model_shapes(args).items()}
     if not any(is_compressed(name, size, settings) for name, size in sizes.items()):
         _refuse_empty_selection(section)
-    _check_unit_sizes(config, world_size, ranks)
+    if codec.size_limit and ranks > 1:
+        _check_unit_sizes(config, world_size, settings.codec)
 
 
-def _check_unit_sizes(config: Any, world_size: int, ranks: int) -> None:
-    """Some unit is large enough for a sketch to peel."""
-    if config.grad_compression.codec != "sketch" or ranks == 1:
-        return
-    # Late: it imports models and plans.
+def _check_unit_sizes(config: Any, world_size: int, asked: CodecSizes) -> None:
+    """Some unit is large enough for its codec."""
+    # Late: these import torch, models and plans.
+    from torchtitan_lr.compression.codecs import CODECS
     from torchtitan_lr.estimate.run import read_run
     from torchtitan_lr.estimate.traffic import exchanged_units
 
     units = exchanged_units(read_run(config, world_size))
-    if not any(unit.compressed and codec.name == "sketch" for _, unit, codec in units):
-        want = "'sparse' or 'none': every unit of this selection is too small for a sketch to peel"
-        raise ConfigError("grad_compression.codec", "sketch", want)
+    if not any(unit.compressed and codec == asked for _, unit, codec in units):
+        others = [name for name, kind in CODECS.items() if kind.lossy and not kind.size_limit]
+        want = (
+            f"{' or '.join(map(repr, [*others, 'none']))}: every unit of this selection is too "
+            f"small for {CODECS[asked.name].size_limit}"
+        )
+        raise ConfigError("grad_compression.codec", asked.name, want)
 
 
 def _check_ranges(section: Any) -> None:

@@ -14,14 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_lr.compression.codecs import (
-    Codec,
-    DenseCodec,
-    SketchCodec,
-    SparseCodec,
-    exchange,
-    gather,
-)
+from torchtitan_lr.compression.codecs import build_codec, exchange, gather
 from torchtitan_lr.compression.codecs.bitmap import pack, unpack
 from torchtitan_lr.compression.codecs.hashing import step_seed
 from torchtitan_lr.compression.sizes import (
@@ -89,9 +82,9 @@ class Compressor:
         ranks = group.size()
         self.compressed_size = sum(span.size for span in spans if span.compressed)
         dense = sum(span.size for span in spans) - self.compressed_size
-        self.owes = sizes.name != "dense" and self.compressed_size > 0
-        self.unit = exchange_unit(self.compressed_size, dense, ranks, sizes, all_reduce)
         self.codec = build_codec(sizes, ranks)
+        self.owes = self.codec.lossy and self.compressed_size > 0
+        self.unit = exchange_unit(self.compressed_size, dense, ranks, self.owes, all_reduce)
         self.exchanges = 0
         self.measuring = False
         self.counts: Tensor | None = None
@@ -121,7 +114,9 @@ class Compressor:
         """Bytes of the uncompressed exchange less those of this one, on this rank."""
         entries = sum(span.size for span in self.spans)
         whole = VALUE_BYTES * entries * (1 if self.all_reduce else self.unit.ranks)
-        return whole - sent_bytes(self.unit, self.sizes, self.all_reduce)
+        m = self.unit.compressed
+        message = sum(self.codec.message_bytes(m).values()) if m else 0
+        return whole - sent_bytes(self.unit, self.sizes, message, self.all_reduce)
 
     def reduce_rows(self, rows: Tensor, dense: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Reduce-scatter rows, compressed, with error feedback.
@@ -181,7 +176,7 @@ class Compressor:
             (W·m,), the same bits on every rank.
         """
         w, m = self.unit.ranks, self.unit.compressed
-        if isinstance(self.codec, DenseCodec) or not spreads_packed(self.unit, self.sizes):
+        if not spreads_packed(self.unit, self.sizes):
             return gather(total, self.group).flatten()
         sent = candidates(w, m, self.sizes.theta)
         marked = total != 0
@@ -194,13 +189,6 @@ class Compressor:
             places = unpack(packed, m).nonzero_static(size=sent, fill_value=m).flatten()
             row.index_copy_(0, places, own)
         return whole[:, :m].flatten()
-
-
-def build_codec(sizes: CodecSizes, ranks: int) -> Codec:
-    """Build the codec for W ranks that has the given sizes."""
-    if sizes.name == "sketch":
-        return SketchCodec(ranks, sizes.c, sizes.theta, sizes.index)  # type: ignore[arg-type]
-    return SparseCodec(sizes.theta) if sizes.name == "sparse" else DenseCodec()
 
 
 def split_spans(flat: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_lr.compat.collectives import reduce_scatter
 from torchtitan_lr.compat.fsdp import ReduceScatter, unit_parameters
 from torchtitan_lr.compat.names import clean_name
+from torchtitan_lr.compression.codecs import CODECS, build_codec, codec_bits, unit_codec
 from torchtitan_lr.compression.compressor import Compressor, Span, join_spans, split_spans
 from torchtitan_lr.compression.settings import (
     CompressionSettings,
@@ -28,7 +29,7 @@ from torchtitan_lr.compression.settings import (
     describe_small_units,
     is_compressed,
 )
-from torchtitan_lr.compression.sizes import CodecSizes, codec_bits, unit_codec
+from torchtitan_lr.compression.sizes import CodecSizes
 from torchtitan_lr.errors import ConfigError
 
 _COMPRESSORS: WeakKeyDictionary[object, Compressor] = WeakKeyDictionary()
@@ -116,7 +117,7 @@ def apply_gradient_compression(
 ) -> None:
     """Give every FSDP2 unit of a model its compressor.
 
-    A unit too small for its sketch to peel travels dense.
+    A unit too small for its codec travels dense.
 
     Args:
         model: Sharded with `fully_shard`; may still be on the meta device.
@@ -130,7 +131,7 @@ def apply_gradient_compression(
     names = {id(p): clean_name(name) for name, p in model.named_parameters()}
     sizes = {clean_name(name): p.numel() for name, p in model.named_parameters()}
     chosen = {name for name, size in sizes.items() if is_compressed(name, size, settings)}
-    if not chosen and settings.codec.name != "dense":
+    if not chosen and CODECS[settings.codec.name].lossy:
         raise ConfigError(
             "grad_compression.layers", settings.layers, "a selection that some tensor fits"
         )
@@ -151,7 +152,7 @@ def apply_gradient_compression(
             module.set_custom_reduce_scatter(CompressedReduceScatter(compressor))
     _log(settings, sizes, [name for name in sizes if name in chosen], all_reduce)
     if too_small:
-        what = describe_small_units(settings.codec, too_small, mesh.size())
+        what = describe_small_units(build_codec(settings.codec, mesh.size()), too_small)
         logger.info("Gradient compression: %s", what)
 
 
@@ -230,23 +231,21 @@ def _require_size(compressor: Compressor, shard: Tensor) -> None:
 
 
 def _log(
-    settings: CompressionSettings, sizes: dict[str, int], chosen: list[str], all_reduce: bool
+    settings: CompressionSettings, parameters: dict[str, int], chosen: list[str], all_reduce: bool
 ) -> None:
-    codec = settings.codec
-    if codec.theta > settings.requested_theta:
+    sizes, codec = settings.codec, build_codec(settings.codec, settings.ranks)
+    if sizes.theta > settings.requested_theta:
         logger.info(
-            "Gradient compression: theta raised from %g to %g, the least at which a sketch of "
-            "c = %g peels on %d ranks",
+            "Gradient compression: theta raised from %g to %g, the least at which %s",
             settings.requested_theta,
-            codec.theta,
-            codec.c,
-            settings.ranks,
+            sizes.theta,
+            codec.describe_theta(),
         )
     logger.info(
         "Gradient compression: %s over %d ranks, theta %g, %.2f bits a compressed parameter; %s",
-        codec.name if codec.name != "sketch" else f"sketch (c = {codec.c:g}, index {codec.index})",
+        codec.describe(),
         settings.ranks,
-        codec.theta,
-        sum(codec_bits(codec, settings.ranks if all_reduce else 0).values()),
-        describe_selection(sizes, chosen),
+        sizes.theta,
+        sum(codec_bits(sizes, settings.ranks if all_reduce else 0).values()),
+        describe_selection(parameters, chosen),
     )

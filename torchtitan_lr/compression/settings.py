@@ -9,18 +9,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lr.compression.sizes import (
-    LEVELS,
-    CodecSizes,
-    load_limit,
-    peels,
-    smallest_theta,
-    unit_load,
-)
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.compression.sizes import LEVELS, CodecSizes
 
 if TYPE_CHECKING:
     import torch
+
+    from torchtitan_lr.compression.codecs import Codec
 
 _ATTENTION = re.compile(r"\.attention\.w[qkv]\.")
 
@@ -75,30 +69,18 @@ def settings_for(config: Any, ranks: int) -> CompressionSettings:
         ranks: Ranks that exchange gradients.
 
     Raises:
-        ConfigError: The sketch would not peel; names the smallest θ that would.
+        ConfigError: The codec refuses these settings; a sketch that would not peel names the
+            smallest θ that would.
     """
-    from torchtitan.config import TORCH_DTYPE_MAP  # late: it imports torch
+    # Late: these import torch.
+    from torchtitan.config import TORCH_DTYPE_MAP
+
+    from torchtitan_lr.compression.codecs import CODECS
 
     section = config.grad_compression
     c, theta = LEVELS.get(section.level, (section.c, section.theta))
-    raised = theta
-    if section.codec == "sketch" and ranks > 1 and not peels(c, theta, ranks):
-        least = smallest_theta(c, ranks)
-        if not section.auto:
-            key = "theta" if section.level == "custom" else "level"
-            got = theta if section.level == "custom" else section.level
-            want = (
-                f"a theta of at least {least} (level = 'custom', c = {c:g}), or auto = true: "
-                f"on {ranks} ranks c*(1 - theta^ranks) is {c * (1 - theta**ranks):.3f} at theta "
-                f"{theta:g}, and above 0.75 a sketch does not peel"
-            )
-            raise ConfigError(f"grad_compression.{key}", got, want)
-        raised = least
-    codec = CodecSizes(
-        section.codec, c, raised, section.index if section.codec == "sketch" else "exact"
-    )
     return CompressionSettings(
-        codec=codec,
+        codec=CODECS[section.codec].resolve(section, c, theta, ranks),
         requested_theta=theta,
         ranks=ranks,
         layers=section.layers,
@@ -150,20 +132,18 @@ def describe_selection(sizes: Mapping[str, int], chosen: Iterable[str]) -> str:
     )
 
 
-def describe_small_units(codec: CodecSizes, entries: Mapping[str, int], ranks: int) -> str:
+def describe_small_units(codec: Codec, entries: Mapping[str, int]) -> str:
     """Say which units travel dense, and why, units of equal size together.
 
     Args:
-        codec: The sketch that would not peel.
+        codec: What they are too small for.
         entries: Entries of a destination by unit.
-        ranks: Ranks that exchange gradients.
     """
     reasons = []
     for m in sorted(set(entries.values())):
-        load, limit = unit_load(m, codec, ranks), max(0.0, load_limit(m, codec))
         units = _merged(name for name, size in entries.items() if size == m)
-        reasons.append(f"{units} ({m} entries a destination: load {load:.2f} above {limit:.2f})")
-    return f"too small for a sketch to peel, so dense: {', '.join(reasons)}"
+        reasons.append(f"{units} ({m} entries a destination: {codec.describe_size(m)})")
+    return f"too small for {codec.size_limit}, so dense: {', '.join(reasons)}"
 
 
 def _merged(names: Iterable[str]) -> str:

@@ -5,10 +5,13 @@ As in :mod:`torchtitan_lr.config.schema`, no ``from __future__ import annotation
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 TSR = "TSRAdam"
 """The value of ``optimizer.name`` that chooses TSR-Adam."""
+
+GRAD_CODECS = ["none", "dense", "sparse", "sketch"]
+"""Values of ``grad_compression.codec``; a codec that is registered adds its name."""
 
 
 @dataclass
@@ -147,7 +150,7 @@ class Caat:
 class GradCompression:
     """The section ``[grad_compression]``: gradients that cross a slow network (TAGC)."""
 
-    codec: Literal["none", "dense", "sparse", "sketch"] = "none"
+    codec: Annotated[str, GRAD_CODECS] = "none"
     """
     How gradients are exchanged, over FSDP's shards or, under HSDP, over its replicas:
     - 'none': by FSDP2 itself

@@ -21,6 +21,7 @@ from torchtitan_lr.estimate.rehearsal import (
 from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.estimate.schedule import most_in_flight, pipeline_order
 from torchtitan_lr.estimate.traffic import boundaries_of, exchanged_units, repeated_row
+from torchtitan_lr.formulas.compression import leaves_residual
 from torchtitan_lr.formulas.memory import core_elements, gathered_bytes, sharded, static_memory
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.models.args import LlamaArgs
@@ -206,7 +207,7 @@ def _owed_bytes(run: Run) -> int:
     Twice where a step may be skipped: what is owed after the step, and what before it.
     """
     settings = settings_for(run.config, run.replicas if run.replicas > 1 else run.shard)
-    owing = [unit for _, unit, codec in exchanged_units(run) if codec.name != "dense"]
+    owing = [unit for _, unit, codec in exchanged_units(run) if leaves_residual(codec)]
     entries = sum(unit.ranks * unit.compressed for unit in owing)
     return settings.residual_dtype.itemsize * entries * (2 if settings.revocable else 1)
 

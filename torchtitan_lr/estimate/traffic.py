@@ -14,14 +14,14 @@ from math import ceil, lcm, prod
 import torch
 
 from torchtitan_lr.compression.settings import is_compressed, settings_for
-from torchtitan_lr.compression.sizes import CodecSizes
+from torchtitan_lr.compression.sizes import DENSE, CodecSizes
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.formulas.communication import model_traffic
 from torchtitan_lr.formulas.compression import (
     Exchange,
     all_reduce_traffic,
-    can_be_peeled,
+    can_be_decoded,
     reduce_scatter_traffic,
     replicated,
 )
@@ -163,8 +163,8 @@ def exchanged_units(run: Run) -> list[tuple[str, Exchange, CodecSizes]]:
             chosen = is_compressed(parameter, prod(run.global_shapes[parameter]), settings)
             entries[chosen] += prod(sharded(shape, run.shard))
         owned = ceil(entries[True] / ranks) if crosses_hosts else entries[True]
-        peels = can_be_peeled(settings.codec, owned, ranks)
-        codec = settings.codec if peels else CodecSizes("dense")
+        fits = can_be_decoded(settings.codec, owned, ranks)
+        codec = settings.codec if fits else DENSE
         unit = Exchange(ranks, entries[True], entries[False])
         if crosses_hosts:
             unit = replicated(entries[True], entries[False], ranks, codec)

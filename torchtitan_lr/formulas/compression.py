@@ -20,7 +20,7 @@ class CodecNumbers(Protocol):
 
     @property
     def name(self) -> str:
-        """One of dense, sparse, sketch."""
+        """The codec's name, a key of `FORMULAS`."""
 
     @property
     def c(self) -> float:
@@ -60,7 +60,7 @@ def replicated(compressed: int, dense: int, ranks: int, codec: CodecNumbers) -> 
         ranks: Ranks W.
         codec: Without compression all entries travel in one plain all-reduce.
     """
-    if codec.name == "dense":
+    if not leaves_residual(codec):
         return Exchange(ranks, 0, compressed + dense)
     return Exchange(ranks, ceil(Fraction(compressed, ranks)), dense)
 
@@ -101,28 +101,6 @@ def returns_packed(exchange: Exchange, codec: CodecNumbers) -> bool:
     return index_bytes(m) < 4 * zeros
 
 
-def can_be_peeled(codec: CodecNumbers, m: int, ranks: int) -> bool:
-    """Whether a destination's sketch has few enough unknowns for its cells.
-
-    Unknowns are the entries that any of W ranks sends, k each, chosen independently:
-    m·(1 − (1 − k/m)^W). With n cells in each of the three rows they may be at most
-    3n·min(0.75, 0.818 − 1.2·n^(−2/3)): random hypergraphs of three-fold edges have a core from
-    .818 on, and finite ones earlier, by a power of their size whose exponent is 2/3.
-
-    Args:
-        codec: What was asked for; only a sketch needs peeling.
-        m: Compressed entries of the destination.
-        ranks: Ranks W; one rank alone sends to itself.
-    """
-    if codec.name != "sketch" or m == 0 or ranks == 1:
-        return True
-    missed = 1 - sent_entries(m, codec.theta) / m
-    unknowns = m - m * missed**ranks
-    cells = sketch_cells(m, codec.c)
-    share = min(0.75, 0.818 - 1.2 * (cells / 3) ** (-2 / 3))
-    return unknowns <= (share + 1e-12) * cells
-
-
 def paper_bits(c: float, index_bits: int, algorithm: str = "tagc") -> dict[str, float]:
     """Bits per parameter and rank by operation, as the paper counts them (Figures 1 and 2).
 
@@ -136,6 +114,191 @@ def paper_bits(c: float, index_bits: int, algorithm: str = "tagc") -> dict[str, 
     """
     calls = {"tagc": 1, "lhc": 2}[algorithm]
     return {"index": 2.0 * index_bits, "sketch": calls * 32 / c}
+
+
+class CodecFormula:
+    """What the formulas say of a codec, by the name under which the codec is registered.
+
+    Attributes:
+        leaves_residual: Whether a rank keeps what it does not send, a number for each entry.
+    """
+
+    leaves_residual = True
+
+    def rows(
+        self, exchange: Exchange, codec: CodecNumbers, scope: str, mesh_dim: str
+    ) -> list[Traffic]:
+        """Every collective of one reduce-scatter with m > 0 compressed entries, exactly.
+
+        Args:
+            exchange: Sizes.
+            codec: The codec's numbers.
+            scope: Part of the model.
+            mesh_dim: Name of the mesh dimension.
+        """
+        raise NotImplementedError
+
+    def can_be_decoded(self, codec: CodecNumbers, m: int, ranks: int) -> bool:
+        """Whether an owner of m > 0 entries can decode what ``ranks`` > 1 ranks send."""
+        return True
+
+
+class DenseFormula(CodecFormula):
+    """No compression: the plain reduce-scatter."""
+
+    leaves_residual = False
+
+    def rows(
+        self, exchange: Exchange, codec: CodecNumbers, scope: str, mesh_dim: str
+    ) -> list[Traffic]:
+        """All entries, summed."""
+        entries = exchange.ranks * (exchange.compressed + exchange.dense)
+        return [_row(scope, "reduce_scatter", "gradient", entries, mesh_dim)]
+
+
+class SparseFormula(CodecFormula):
+    """A bitmap and the largest values."""
+
+    def rows(
+        self, exchange: Exchange, codec: CodecNumbers, scope: str, mesh_dim: str
+    ) -> list[Traffic]:
+        """Bitmaps and values, swapped; dense entries, summed."""
+        w, m = exchange.ranks, exchange.compressed
+        rows = [
+            _row(scope, "all_to_all", "index", w * index_bytes(m), mesh_dim),
+            _row(scope, "all_to_all", "gradient", w * sent_entries(m, codec.theta), mesh_dim),
+        ]
+        if exchange.dense:
+            rows.append(_row(scope, "reduce_scatter", "gradient", w * exchange.dense, mesh_dim))
+        return rows
+
+
+class SketchFormula(CodecFormula):
+    """TAGC's index and count sketch."""
+
+    def rows(
+        self, exchange: Exchange, codec: CodecNumbers, scope: str, mesh_dim: str
+    ) -> list[Traffic]:
+        """The index, swapped or summed; cells and dense entries, summed; the verdicts, gathered."""
+        w, m = exchange.ranks, exchange.compressed
+        op = "all_to_all" if codec.index == "exact" else "reduce_scatter"
+        packed = w * index_bytes(m, 4 if codec.index == "sum4" else 1)
+        summed = w * (sketch_cells(m, codec.c) + exchange.dense)
+        return [
+            _row(scope, op, "index", packed, mesh_dim),
+            _row(scope, "reduce_scatter", "gradient", summed, mesh_dim),
+            _row(scope, "all_gather", "index", w * verdict_bytes(m), mesh_dim),
+        ]
+
+    def can_be_decoded(self, codec: CodecNumbers, m: int, ranks: int) -> bool:
+        """Whether a destination's sketch has few enough unknowns for its cells.
+
+        Unknowns are the entries that any of W ranks sends, k each, chosen independently:
+        m·(1 − (1 − k/m)^W). With n cells in each of the three rows they may be at most
+        3n·min(0.75, 0.818 − 1.2·n^(−2/3)): random hypergraphs of three-fold edges have a core from
+        .818 on, and finite ones earlier, by a power of their size whose exponent is 2/3.
+        """
+        missed = 1 - sent_entries(m, codec.theta) / m
+        unknowns = m - m * missed**ranks
+        cells = sketch_cells(m, codec.c)
+        share = min(0.75, 0.818 - 1.2 * (cells / 3) ** (-2 / 3))
+        return unknowns <= (share + 1e-12) * cells
+
+
+FORMULAS: dict[str, CodecFormula] = {}
+"""Formulas by the name of their codec."""
+
+
+def register_formula(name: str, formula: CodecFormula) -> None:
+    """Make a codec known to the formulas.
+
+    Args:
+        name: Under which `compression.codecs.register_codec` knows it.
+        formula: Its sizes.
+    """
+    FORMULAS[name] = formula
+
+
+register_formula("dense", DenseFormula())
+register_formula("sparse", SparseFormula())
+register_formula("sketch", SketchFormula())
+
+
+def leaves_residual(codec: CodecNumbers) -> bool:
+    """Whether a rank that sends by this codec keeps what it does not send."""
+    return FORMULAS[codec.name].leaves_residual
+
+
+def can_be_decoded(codec: CodecNumbers, m: int, ranks: int) -> bool:
+    """Whether a destination's message can be decoded, by its size.
+
+    Args:
+        codec: What was asked for.
+        m: Compressed entries of the destination.
+        ranks: Ranks W; one rank alone sends to itself.
+    """
+    return m == 0 or ranks == 1 or FORMULAS[codec.name].can_be_decoded(codec, m, ranks)
+
+
+def large_sketch_peels(c: float, theta: float, ranks: int) -> bool:
+    """Whether the unknowns of an endless sketch are at most three quarters of its cells.
+
+    An entry is in no message with probability θ^W, so m(1 − θ^W) of m entries are unknown, and
+    there are m/c cells. Exact for the decimal numbers that c and θ are.
+
+    Args:
+        c: Entries per cell.
+        theta: Share θ of entries that a rank does not send.
+        ranks: Ranks W.
+    """
+    return 1 - _decimal(theta) ** ranks <= Fraction(3, 4) / _decimal(c)
+
+
+def least_theta(c: float, ranks: int) -> float:
+    """The least θ of so many decimals at which a large sketch peels.
+
+    Four decimals, or one more than θ has leading nines where that is more. Found by bisection in
+    whole numbers, without roots or logarithms.
+
+    Args:
+        c: Entries per cell.
+        ranks: Ranks W.
+    """
+
+    def peels(numerator: int, decimals: int) -> bool:
+        theta = Fraction(numerator, 10**decimals)
+        return 1 - theta**ranks <= Fraction(3, 4) / _decimal(c)
+
+    if peels(0, 0):
+        return 0.0
+    nines = 1
+    while not peels(10**nines - 1, nines):
+        nines += 1
+    decimals = max(4, nines + 1)
+    low, high = 0, 10**decimals  # the first does not peel, the last does
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if peels(middle, decimals) else (middle, high)
+    return float(Fraction(high, 10**decimals))
+
+
+def bits_per_entry(codec: CodecNumbers, ranks: int, all_reduce: bool) -> float:
+    """Bits that a rank sends per compressed entry of a very large unit.
+
+    The bytes of the exact rows at 10¹⁵ entries a destination, where neither whole cells, the
+    verdict's 128 bytes nor the 10⁻⁹ of `sent_entries` show in six digits.
+
+    Args:
+        codec: What travels.
+        ranks: Ranks W.
+        all_reduce: Whether every rank needs the whole sum; an all-reduced entry counts once.
+    """
+    m = 10**15
+    rows_of = all_reduce_traffic if all_reduce else reduce_scatter_traffic
+    exchange = replicated(ranks * m, 0, ranks, codec) if all_reduce else Exchange(ranks, m)
+    size = {"index": 1, "gradient": 4}
+    sent = sum(size[row.role] * row.elements for row in rows_of(exchange, codec, "unit"))
+    return float(Fraction(8 * sent, ranks * m))
 
 
 def reduce_scatter_traffic(
@@ -152,25 +315,8 @@ def reduce_scatter_traffic(
     Returns:
         Rows with the roles ``gradient`` and ``index`` (bytes).
     """
-    w, m, dense = exchange.ranks, exchange.compressed, exchange.dense
-    if m == 0 or codec.name == "dense":
-        return [_row(scope, "reduce_scatter", "gradient", w * (m + dense), mesh_dim)]
-    packed = w * index_bytes(m, 4 if codec.index == "sum4" else 1)
-    if codec.name == "sparse":
-        rows = [
-            _row(scope, "all_to_all", "index", packed, mesh_dim),
-            _row(scope, "all_to_all", "gradient", w * sent_entries(m, codec.theta), mesh_dim),
-        ]
-        if dense:
-            rows.append(_row(scope, "reduce_scatter", "gradient", w * dense, mesh_dim))
-        return rows
-    index = "all_to_all" if codec.index == "exact" else "reduce_scatter"
-    summed = w * (sketch_cells(m, codec.c) + dense)
-    return [
-        _row(scope, index, "index", packed, mesh_dim),
-        _row(scope, "reduce_scatter", "gradient", summed, mesh_dim),
-        _row(scope, "all_gather", "index", w * verdict_bytes(m), mesh_dim),
-    ]
+    formula = FORMULAS[codec.name] if exchange.compressed else DenseFormula()
+    return formula.rows(exchange, codec, scope, mesh_dim)
 
 
 def all_reduce_traffic(
@@ -185,7 +331,7 @@ def all_reduce_traffic(
         mesh_dim: Name of the mesh dimension.
     """
     w, m, dense = exchange.ranks, exchange.compressed, exchange.dense
-    if m == 0 or codec.name == "dense":
+    if m == 0 or not leaves_residual(codec):
         return [_row(scope, "all_reduce", "gradient", w * m + dense, mesh_dim)]
     rows = reduce_scatter_traffic(Exchange(w, m), codec, scope, mesh_dim)
     returned = m

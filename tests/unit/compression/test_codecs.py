@@ -15,13 +15,8 @@ from torchtitan_lr.compression.codecs import (
     sketch,
 )
 from torchtitan_lr.compression.codecs.sparsify import largest, left_over
-from torchtitan_lr.compression.sizes import (
-    candidates,
-    kept_entries,
-    sketch_row,
-    smallest_theta,
-    verdict_block,
-)
+from torchtitan_lr.compression.peeling import sketch_row, smallest_theta
+from torchtitan_lr.compression.sizes import candidates, kept_entries, verdict_block
 
 W, M = 4, 3001
 
@@ -274,10 +269,29 @@ def test_the_rounds_of_peeling_suffice_at_the_limit(seed):
     values = torch.randn(1, entries, generator=torch.Generator().manual_seed(seed)).mul(99).round()
     cells = sketch.insert(places[None], values, row, seed)[0]
     rounds = SketchCodec(W, 10, 0.9).rounds
-    found, stuck = sketch.peel(cells.clone(), places, entries, seed, rounds)
-    assert not stuck.any() and torch.equal(found, values[0])
-    assert not sketch.peel(cells.clone(), places, entries, seed, rounds - 6)[1].any()
-    assert sketch.peel(cells.clone(), places, entries, seed, 15)[1].any()
+    for solve in (sketch.peel, sketch.peel_remaining):
+        found, stuck = solve(cells.clone(), places, entries, seed, rounds)
+        assert not stuck.any() and torch.equal(found, values[0])
+        assert not solve(cells.clone(), places, entries, seed, rounds - 6)[1].any()
+        assert solve(cells.clone(), places, entries, seed, 15)[1].any()
+
+
+@pytest.mark.parametrize("load", [0.3, 0.74, 0.95], ids="load {}".format)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_shorter_way_of_a_cpu_gives_the_same_bits(load, dtype):
+    """Of any numbers, in whatever order they round; above .82 of the cells many entries remain."""
+    row, m = 400, 5000
+    generator = torch.Generator().manual_seed(3)
+    places = torch.randperm(m, generator=generator)[: int(3 * row * load)].sort().values
+    values = torch.randn(1, len(places), generator=generator, dtype=dtype).exp()
+    cells = sketch.insert(places[None], values, row, 5)[0]
+    unknown = torch.nn.functional.pad(places, (0, 7), value=m)
+    for rounds in (0, 1, 5, 24):
+        found, remains = sketch.peel(cells.clone(), unknown, m, 5, rounds)
+        shorter, stuck = sketch.peel_remaining(cells.clone(), unknown, m, 5, rounds)
+        assert torch.equal(remains, stuck) and torch.equal(found, shorter)
+        assert not found[-7:].any() and not remains[-7:].any()
+    assert remains.any() == (load > 0.9)
 
 
 def test_hashes_spread_evenly_and_change_with_the_seed():
@@ -314,5 +328,6 @@ def test_sizes_are_fixed_by_the_shape_alone():
         assert message.swapped["index"].shape == (W, -(-M // 8))
         assert message.summed["sketch"].shape == (W, 3 * sketch_row(M, 10))
     unknown = torch.full((candidates(W, M, 0.9875),), M)
-    values, stuck = sketch.peel(torch.zeros(3 * 10), unknown, M, 0, 4)
-    assert not values.any() and not stuck.any()
+    for solve in (sketch.peel, sketch.peel_remaining):
+        values, stuck = solve(torch.zeros(3 * 10), unknown, M, 0, 4)
+        assert not values.any() and not stuck.any()

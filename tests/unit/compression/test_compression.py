@@ -2,27 +2,27 @@
 import pytest
 import torch
 
-from torchtitan_lr.compression.codecs import SketchCodec, reduce_in_process
+from torchtitan_lr.compression.codecs import SketchCodec, codec_bits, reduce_in_process, unit_codec
+from torchtitan_lr.compression.peeling import (
+    load_limit,
+    peels,
+    sketch_row,
+    smallest_theta,
+    unit_load,
+)
 from torchtitan_lr.compression.sizes import (
     LEVELS,
     CodecSizes,
     Unit,
     candidates,
-    codec_bits,
     kept_entries,
-    load_limit,
-    peels,
-    sketch_row,
-    smallest_theta,
     spreads_packed,
-    unit_codec,
-    unit_load,
     verdict_block,
 )
 from torchtitan_lr.formulas.compression import (
     Exchange,
     all_reduce_traffic,
-    can_be_peeled,
+    can_be_decoded,
     paper_bits,
     reduce_scatter_traffic,
     replicated,
@@ -165,8 +165,10 @@ AUTO8 = CodecSizes("sketch", 10, smallest_theta(10, 8))
 def test_whole_entries_and_cells_decide():
     """Of 16 entries each of 8 ranks sends one, not .15, to 3 cells, not 1.6."""
     assert peels(AUTO8.c, AUTO8.theta, 8)
-    assert unit_load(16, AUTO8, 8) == pytest.approx(16 * (1 - (15 / 16) ** 8) / 3)
-    assert unit_load(10**6, AUTO8, 8) == pytest.approx(10 * (1 - 0.9904**8), rel=1e-3)
+    assert unit_load(16, AUTO8.c, AUTO8.theta, 8) == pytest.approx(16 * (1 - (15 / 16) ** 8) / 3)
+    assert unit_load(10**6, AUTO8.c, AUTO8.theta, 8) == pytest.approx(
+        10 * (1 - 0.9904**8), rel=1e-3
+    )
     assert unit_codec(AUTO8, 10**6, 8, False) == AUTO8
     for small in (1, 16, 64):
         assert unit_codec(AUTO8, small, 8, False) == CodecSizes("dense")
@@ -176,8 +178,8 @@ def test_whole_entries_and_cells_decide():
     assert unit_codec(AUTO8, 2500, 8, True) == CodecSizes("dense")
     sparse = CodecSizes("sparse", 1, 0.99)
     assert unit_codec(sparse, 16, 8, False) == sparse
-    assert can_be_peeled(sparse, 16, 8) and can_be_peeled(AUTO8, 2500, 8)
-    assert not any(can_be_peeled(AUTO8, small, 8) for small in (1, 16, 64))
+    assert can_be_decoded(sparse, 16, 8) and can_be_decoded(AUTO8, 2500, 8)
+    assert not any(can_be_decoded(AUTO8, small, 8) for small in (1, 16, 64))
 
 
 def test_small_units_do_not_peel_where_large_ones_do():
@@ -194,7 +196,7 @@ def test_accepted_units_peel(c, ranks):
         codec = CodecSizes("sketch", c, theta)
         accepted = [m for m in range(8, 6000, 8) if unit_codec(codec, m, ranks, False) == codec]
         m = accepted[0]
-        assert unit_load(m, codec, ranks) <= load_limit(m, codec) <= 0.75
+        assert unit_load(m, c, theta, ranks) <= load_limit(m, c) <= 0.75
         # 4 to 9% in the mean of many trials, of which a small sketch needs more to show it.
         assert unpeeled(m, codec, ranks, trials=4 if m > 100 else 40) < 0.15
 

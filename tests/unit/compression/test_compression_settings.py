@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from torchtitan_lr.compat.names import clean_name
+from torchtitan_lr.compression.codecs import build_codec
 from torchtitan_lr.compression.settings import (
     compresses,
     describe_selection,
@@ -78,7 +79,7 @@ def test_auto_raises_theta_only_where_needed(ranks, auto, theta):
 
 def test_small_units_are_named_by_size_with_the_reason():
     units = {"layers.0": 16, "layers.1": 16, "output": 64}
-    assert describe_small_units(settings().codec, units, 4) == (
+    assert describe_small_units(build_codec(settings().codec, 4), units) == (
         "too small for a sketch to peel, so dense: "
         "layers.* (16 entries a destination: load 1.21 above 0.00), "
         "output (64 entries a destination: load 0.43 above 0.24)"

@@ -5,15 +5,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_lr.compression.codecs import DenseCodec, SketchCodec, SparseCodec
+from torchtitan_lr.compression.codecs import DenseCodec, SketchCodec, SparseCodec, build_codec
 from torchtitan_lr.compression.compressor import (
     Compressor,
     Span,
-    build_codec,
     join_spans,
     split_spans,
 )
-from torchtitan_lr.compression.sizes import CodecSizes, sketch_row
+from torchtitan_lr.compression.peeling import sketch_row
+from torchtitan_lr.compression.sizes import CodecSizes
 
 SPANS = [Span(3, True), Span(2, False), Span(4, True), Span(1, False)]
 

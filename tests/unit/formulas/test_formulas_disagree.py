@@ -19,31 +19,37 @@ from torch.nn.functional import pad
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.unit.tiny import FAMILIES, tiny_args
-from torchtitan_lr.compression import fsdp
-from torchtitan_lr.compression.codecs import bitmap
+from torchtitan_lr.compression import fsdp, peeling
+from torchtitan_lr.compression.codecs import CODECS as CODEC_CLASSES
+from torchtitan_lr.compression.codecs import bitmap, codec_bits, unit_codec
 from torchtitan_lr.compression.compressor import Compressor, Span
 from torchtitan_lr.compression.fsdp import CompressedAllReduce, CompressedReduceScatter
+from torchtitan_lr.compression.peeling import (
+    HASH_ROWS,
+    load_limit,
+    sketch_row,
+    smallest_theta,
+    unit_load,
+)
 from torchtitan_lr.compression.settings import CompressionSettings
 from torchtitan_lr.compression.sizes import (
-    HASH_ROWS,
+    LEVELS,
     CodecSizes,
     candidates,
     exchange_unit,
     kept_entries,
-    load_limit,
     packed_bytes,
     sent_bytes,
-    sketch_row,
-    smallest_theta,
     spreads_packed,
-    unit_codec,
-    unit_load,
     verdict_block,
 )
 from torchtitan_lr.formulas.compression import (
     Exchange,
     all_reduce_traffic,
-    can_be_peeled,
+    bits_per_entry,
+    can_be_decoded,
+    large_sketch_peels,
+    least_theta,
     reduce_scatter_traffic,
     replicated,
     returned_entries,
@@ -164,23 +170,96 @@ def test_a_wrong_size_on_the_wire_is_noticed(
     assert compared(CODECS[codec], all_reduce, four_ranks)[0]
 
 
-SAVED = {
-    "index": (packed_bytes, "sparse"),
-    "kept entries": (kept_entries, "sparse"),
-    "row of the sketch": (sketch_row, "sketch"),
-    "all of it": (sent_bytes, "dense"),
-}
+SAVED = [
+    *(("sparse", part) for part in ("index", "values")),
+    *((codec, part) for codec in ("sketch", "sum4") for part in ("index", "sketch", "verdict")),
+    ("dense", "values"),
+]
 
 
-@pytest.mark.parametrize(("size", "codec"), SAVED.values(), ids=SAVED)
-def test_a_wrong_metric_of_bytes_is_noticed(size, codec, four_ranks, monkeypatch):
+@pytest.mark.parametrize(("codec", "part"), SAVED)
+def test_a_wrong_metric_of_bytes_is_noticed(codec, part, four_ranks, monkeypatch):
     """Only the metric is wrong here, not what is sent."""
-    module = "compressor" if size is sent_bytes else "sizes"
-    monkeypatch.setattr(
-        f"torchtitan_lr.compression.{module}.{size.__name__}", one_more(size), raising=True
-    )
+    kind = CODEC_CLASSES[CODECS[codec].name]
+    right = kind.message_bytes
+
+    def wrong(self, m):
+        parts = right(self, m)
+        return parts | {part: parts[part] + 1}
+
+    monkeypatch.setattr(kind, "message_bytes", wrong)
     wrong_rows, error = compared(CODECS[codec], False, four_ranks)
+    assert wrong_rows == [] and error == -RANKS
+
+
+def test_a_wrong_sum_of_bytes_is_noticed(four_ranks, monkeypatch):
+    monkeypatch.setattr("torchtitan_lr.compression.compressor.sent_bytes", one_more(sent_bytes))
+    wrong_rows, error = compared(CODECS["dense"], False, four_ranks)
     assert wrong_rows == [] and error != 0
+
+
+def unequal_bits():
+    """Codecs whose bits per parameter are not the formulas', by FSDP or by HSDP."""
+    levels = [(c, theta) for c, theta in LEVELS.values()]
+    sketches = [
+        CodecSizes("sketch", c, theta, index) for c, theta in levels for index in ("exact", "sum4")
+    ]
+    sparse = [CodecSizes("sparse", 1, theta) for theta in (0.4, *(theta for _, theta in levels))]
+    return [
+        (codec, replicas)
+        for codec in (CodecSizes("dense"), *sparse, *sketches)
+        for replicas in (0, 2, 4)
+        if sum(codec_bits(codec, replicas).values())
+        != pytest.approx(bits_per_entry(codec, replicas or 4, replicas > 0), rel=1e-6)
+    ]
+
+
+def test_wrong_bits_per_parameter_are_noticed(monkeypatch):
+    assert unequal_bits() == []
+    for kind in CODEC_CLASSES.values():
+        for part in kind.build(CodecSizes(kind.name, 10, 0.9), 4).bits():
+            right = kind.bits
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    kind, "bits", lambda own, r=right, p=part: (b := r(own)) | {p: b[p] + 1e-3}
+                )
+                assert {codec.name for codec, _ in unequal_bits()} == {kind.name}
+
+
+LOADS = [(c, ranks) for c in (0.5, 0.75, 0.76, 2, 3.3, 10, 100) for ranks in (1, 2, 3, 8, 64, 512)]
+
+
+def unequal_limits():
+    """Sketches that one side accepts and the other does not, and the least θ likewise."""
+    thetas = (0.0, 0.5, 0.8, 0.9, 0.95, 0.9807, 0.9806, 0.9875, 0.9904, 0.9903)
+    return [
+        (c, ranks)
+        for c, ranks in LOADS
+        if peeling.smallest_theta(c, ranks) != least_theta(c, ranks)
+        or any(
+            peeling.peels(c, theta, ranks) != large_sketch_peels(c, theta, ranks)
+            for theta in (*thetas, least_theta(c, ranks), least_theta(c, ranks) - 1e-4)
+            if theta >= 0
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("PEELING_LIMIT", 0.7501),
+        ("PEELING_LIMIT", 0.7499),
+        ("THETA_STEP", 1e-3),
+        ("THETA_STEP", 1e-5),
+        ("union_density", lambda ranks, theta: 1 - theta ** (ranks + 1)),
+        ("smallest_theta", lambda *args: smallest_theta(*args) + 1e-12),
+        ("peels", lambda c, theta, ranks: c * (1 - theta**ranks) < 0.75 - 1e-9),
+    ],
+)
+def test_another_limit_of_peeling_is_noticed(name, wrong, monkeypatch):
+    assert unequal_limits() == []
+    monkeypatch.setattr(peeling, name, wrong)
+    assert unequal_limits()
 
 
 GRID = [
@@ -224,7 +303,7 @@ def unequal_decisions():
         for m, codec, ranks in GRID
         for all_reduce in (False, True)
         if (unit_codec(codec, ranks * m if all_reduce else m, ranks, all_reduce) == codec)
-        != can_be_peeled(codec, m, ranks)
+        != can_be_decoded(codec, m, ranks)
     ]
 
 
@@ -232,6 +311,15 @@ def unequal_decisions():
 def test_a_unit_that_travels_by_another_codec_is_noticed(size, monkeypatch):
     assert unequal_decisions() == []
     replace_everywhere(monkeypatch, size, one_more(size))
+    assert unequal_decisions()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("PEELING_LIMIT", 0.74), ("SHARP_LIMIT", 0.8), ("SMALL_SKETCH", 1.1), ("HASH_ROWS", 4)],
+)
+def test_another_fit_of_small_sketches_is_noticed(name, wrong, monkeypatch):
+    monkeypatch.setattr(peeling, name, wrong)
     assert unequal_decisions()
 
 

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from tests.scripts import load_script
-from torchtitan_lr.compression.sizes import LEVELS, union_density
+from torchtitan_lr.compression.peeling import union_density
+from torchtitan_lr.compression.sizes import LEVELS
 
 
 @pytest.fixture(scope="module")

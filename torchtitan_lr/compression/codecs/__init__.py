@@ -2,6 +2,7 @@
 """Gradient codecs: how W rows of a gradient, one for each owner, become their owners' sums."""
 
 from torchtitan_lr.compression.codecs.base import (
+    CODECS,
     Codec,
     Decoded,
     Message,
@@ -9,20 +10,27 @@ from torchtitan_lr.compression.codecs.base import (
     exchange_in_process,
     gather,
     reduce_in_process,
+    register_codec,
 )
 from torchtitan_lr.compression.codecs.dense import DenseCodec
+from torchtitan_lr.compression.codecs.registry import build_codec, codec_bits, unit_codec
 from torchtitan_lr.compression.codecs.sketch import SketchCodec
 from torchtitan_lr.compression.codecs.sparse import SparseCodec
 
 __all__ = [
+    "CODECS",
     "Codec",
     "Decoded",
     "DenseCodec",
     "Message",
     "SketchCodec",
     "SparseCodec",
+    "build_codec",
+    "codec_bits",
     "exchange",
     "exchange_in_process",
     "gather",
     "reduce_in_process",
+    "register_codec",
+    "unit_codec",
 ]

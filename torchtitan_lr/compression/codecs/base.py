@@ -11,15 +11,20 @@ Reducing W rows takes four phases, each without a host synchronisation:
 A row's sum plus what all ranks still owe on it is the sum of their inputs.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lr.compat.collectives import all_gather, reduce_scatter
+from torchtitan_lr.compression.sizes import CodecSizes
+from torchtitan_lr.config.methods import GRAD_CODECS
 
 
 @dataclass
@@ -56,7 +61,72 @@ class Decoded:
 
 
 class Codec(ABC):
-    """Turns W rows into messages and received messages into sums."""
+    """Turns W rows into messages and received messages into sums; a subclass is a codec.
+
+    Attributes:
+        name: The value of ``grad_compression.codec``.
+        lossy: Whether anything can be left unsent. The state of a codec that is lossy is a residual
+            (W, m) per unit; the others have none.
+        size_limit: What a unit may be too small for, such as "a sketch to peel"; empty where units
+            of every size can be decoded.
+    """
+
+    name: ClassVar[str]
+    lossy: ClassVar[bool] = True
+    size_limit: ClassVar[str] = ""
+
+    @classmethod
+    def resolve(cls, section: Any, c: float, theta: float, ranks: int) -> CodecSizes:
+        """Return the codec's numbers for a run.
+
+        Args:
+            section: ``[grad_compression]``; ranges are checked elsewhere.
+            c: Compression of the level.
+            theta: Sparsity of the level.
+            ranks: Ranks that exchange gradients.
+
+        Raises:
+            ConfigError: The codec cannot work with these settings.
+        """
+        return CodecSizes(cls.name, c, theta)
+
+    @classmethod
+    @abstractmethod
+    def build(cls, sizes: CodecSizes, ranks: int) -> Codec:
+        """Build the codec.
+
+        Args:
+            sizes: Its numbers.
+            ranks: Ranks W.
+        """
+
+    @abstractmethod
+    def message_bytes(self, m: int) -> dict[str, int]:
+        """Return the bytes that a rank hands to the collectives for one destination, by part.
+
+        Args:
+            m: Compressed entries of the destination, at least one.
+        """
+
+    @abstractmethod
+    def bits(self) -> dict[str, float]:
+        """Return `message_bytes` in bits per entry, by part, in the limit of large tensors."""
+
+    def decodes(self, m: int) -> bool:
+        """Return whether a destination of m entries can be decoded."""
+        return True
+
+    def describe_size(self, m: int) -> str:
+        """Say in a few words why a destination of m entries is below `size_limit`."""
+        return ""
+
+    def describe(self) -> str:
+        """Return the codec's name and what it was set to, for the log."""
+        return self.name
+
+    def describe_theta(self) -> str:
+        """Say what a θ that `resolve` raised is the least for."""
+        return ""
 
     @abstractmethod
     def encode(self, rows: Tensor, seed: int) -> Message:
@@ -86,6 +156,22 @@ class Codec(ABC):
             message: What `encode` made of them.
             verdicts: The owners' verdicts (W, v).
         """
+
+
+CODECS: dict[str, type[Codec]] = {}
+"""Codecs by name; `registry` registers those of this package."""
+
+
+def register_codec(codec: type[Codec]) -> type[Codec]:
+    """Make a codec known under its name, also as a value of ``grad_compression.codec``.
+
+    Args:
+        codec: The codec; `formulas.compression` states its traffic by the same name.
+    """
+    CODECS[codec.name] = codec
+    if codec.name not in GRAD_CODECS:
+        GRAD_CODECS.append(codec.name)
+    return codec
 
 
 def exchange(message: Message, group: dist.ProcessGroup) -> dict[str, Tensor]:

@@ -1,16 +1,35 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """No compression: the plain reduce-scatter by the codecs' path."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from torchtitan_lr.compression.codecs.base import Codec, Decoded, Message
+from torchtitan_lr.compression.sizes import DENSE, VALUE_BYTES, CodecSizes
 
 
 class DenseCodec(Codec):
-    """Sends everything, owes nothing."""
+    """Sends everything, leaves nothing unsent: 32 bits per parameter."""
+
+    name = DENSE.name
+    lossy = False
+
+    @classmethod
+    def build(cls, sizes: CodecSizes, ranks: int) -> DenseCodec:
+        """Build it; it has no numbers."""
+        return cls()
+
+    def message_bytes(self, m: int) -> dict[str, int]:
+        """Return the bytes of the rows; see `Codec.message_bytes`."""
+        return {"values": VALUE_BYTES * m}
+
+    def bits(self) -> dict[str, float]:
+        """Return 32 bits of values."""
+        return {"values": 32.0}
 
     def encode(self, rows: Tensor, seed: int) -> Message:
         """Send the rows themselves; see `Codec.encode`."""

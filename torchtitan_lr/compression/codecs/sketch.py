@@ -6,8 +6,10 @@ adds them up, whatever entries each rank chose. The owner knows from the index w
 it and peels: a cell with one unknown gives that entry, which is then taken out of its other cells.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +19,26 @@ from torchtitan_lr.compression.codecs.base import Codec, Decoded, Message
 from torchtitan_lr.compression.codecs.bitmap import mark, pack, union, unpack
 from torchtitan_lr.compression.codecs.hashing import cells_and_signs
 from torchtitan_lr.compression.codecs.sparsify import largest, left_over
-from torchtitan_lr.compression.sizes import (
+from torchtitan_lr.compression.peeling import (
     HASH_ROWS,
+    load_limit,
+    peels,
+    sketch_row,
+    smallest_theta,
+    unit_load,
+)
+from torchtitan_lr.compression.sizes import (
+    VALUE_BYTES,
+    CodecSizes,
     candidates,
     kept_entries,
-    sketch_row,
+    packed_bytes,
     verdict_block,
 )
+from torchtitan_lr.errors import ConfigError
 
-Index = Literal["exact", "sum1", "sum4"]
+MOST_RANKS_OF_SUM4 = 15
+"""Four bits count no further."""
 
 ROUNDS = 24
 """Rounds of peeling; at the limit of 0.75 a million entries take 17, at 0.7 they take 12."""
@@ -41,6 +54,9 @@ class SketchCodec(Codec):
 
     Entries that do not peel are never lost: the owner zeroes their blocks, and says which.
 
+    State: the residual (W, m) that every lossy codec has, no more; hash seeds follow from the
+    number of the exchange.
+
     Args:
         ranks: Ranks W.
         c: Entries per cell.
@@ -49,11 +65,79 @@ class SketchCodec(Codec):
         rounds: Rounds of peeling.
     """
 
+    name = "sketch"
+    size_limit = "a sketch to peel"
+
     def __init__(
-        self, ranks: int, c: float, theta: float, index: Index = "exact", rounds: int = ROUNDS
+        self, ranks: int, c: float, theta: float, index: str = "exact", rounds: int = ROUNDS
     ) -> None:
         self.ranks, self.c, self.theta = ranks, c, theta
         self.index, self.rounds = index, rounds
+
+    @classmethod
+    def resolve(cls, section: Any, c: float, theta: float, ranks: int) -> CodecSizes:
+        """Return its numbers, with the θ raised where ``auto`` says so; see `Codec.resolve`.
+
+        Raises:
+            ConfigError: Four bits do not count the ranks, or the sketch would not peel; names the
+                smallest θ that would.
+        """
+        if section.index == "sum4" and ranks > MOST_RANKS_OF_SUM4:
+            want = f"'exact': four bits count {MOST_RANKS_OF_SUM4} ranks, here are {ranks}"
+            raise ConfigError("grad_compression.index", "sum4", want)
+        if ranks > 1 and not peels(c, theta, ranks):
+            least = smallest_theta(c, ranks)
+            if not section.auto:
+                key = "theta" if section.level == "custom" else "level"
+                want = (
+                    f"a theta of at least {least} (level = 'custom', c = {c:g}), or auto = true: "
+                    f"on {ranks} ranks c*(1 - theta^ranks) is {c * (1 - theta**ranks):.3f} at "
+                    f"theta {theta:g}, and above 0.75 a sketch does not peel"
+                )
+                got = theta if section.level == "custom" else section.level
+                raise ConfigError(f"grad_compression.{key}", got, want)
+            theta = least
+        return CodecSizes(cls.name, c, theta, section.index)
+
+    @classmethod
+    def build(cls, sizes: CodecSizes, ranks: int) -> SketchCodec:
+        """Build it for W ranks; see `Codec.build`."""
+        return cls(ranks, sizes.c, sizes.theta, sizes.index)
+
+    def message_bytes(self, m: int) -> dict[str, int]:
+        """Return the bytes of index, cells and the owner's verdict; see `Codec.message_bytes`."""
+        return {
+            "index": packed_bytes(m, self.index_bits),
+            "sketch": VALUE_BYTES * HASH_ROWS * sketch_row(m, self.c),
+            "verdict": packed_bytes(-(-m // verdict_block(m))),
+        }
+
+    def bits(self) -> dict[str, float]:
+        """Return the index's 1 or 4 bits and 32/c of cells.
+
+        The verdict is 128 bytes a destination whatever its size, nothing in this limit.
+        """
+        return {"index": float(self.index_bits), "sketch": 32 / self.c}
+
+    def decodes(self, m: int) -> bool:
+        """Return whether a sketch of m entries peels but for a few percent of them."""
+        if self.ranks == 1:
+            return True
+        load = unit_load(m, self.c, self.theta, self.ranks)
+        return load <= load_limit(m, self.c) + 1e-12
+
+    def describe_size(self, m: int) -> str:
+        """Return load and limit of a sketch of m entries."""
+        load, limit = unit_load(m, self.c, self.theta, self.ranks), load_limit(m, self.c)
+        return f"load {load:.2f} above {max(0.0, limit):.2f}"
+
+    def describe(self) -> str:
+        """Return its name, c and index."""
+        return f"{self.name} (c = {self.c:g}, index {self.index})"
+
+    def describe_theta(self) -> str:
+        """Say that its θ is the least at which it peels."""
+        return f"a sketch of c = {self.c:g} peels on {self.ranks} ranks"
 
     def encode(self, rows: Tensor, seed: int) -> Message:
         """Send the index and a sketch for each owner (W, 3·row); see `Codec.encode`."""
@@ -65,7 +149,7 @@ class SketchCodec(Codec):
             # Zeros need no place in the index: the fewer unknowns, the surer the peeling.
             message.swapped["index"] = pack(mark(positions, m, values != 0))
         else:
-            message.summed["index"] = pack(mark(positions, m), self._index_bits)
+            message.summed["index"] = pack(mark(positions, m), self.index_bits)
         return message
 
     def decode(self, received: Mapping[str, Tensor], m: int, seed: int) -> Decoded:
@@ -77,10 +161,12 @@ class SketchCodec(Codec):
         if self.index == "exact":
             marked = unpack(union(index), m)
         else:
-            marked = unpack(index, m, self._index_bits)
+            marked = unpack(index, m, self.index_bits)
         unknown = marked.nonzero_static(size=candidates(self.ranks, m, self.theta), fill_value=m)
         unknown = unknown.flatten()
-        values, stuck = peel(received["sketch"], unknown, m, seed, self.rounds)
+        # An accelerator's host would have to wait for the number of entries that remain.
+        solve = peel_remaining if unknown.device.type == "cpu" else peel
+        values, stuck = solve(received["sketch"], unknown, m, seed, self.rounds)
         total = values.new_zeros(m + 1).index_copy_(0, unknown.clamp(max=m), values)[:m]
         failed, verdict = _judge(unknown, stuck, m)
         counts = {"unpeeled": stuck.sum(), "indexed": marked.sum()}
@@ -96,7 +182,8 @@ class SketchCodec(Codec):
         return left_over(rows, message.positions, message.values, verdicts)
 
     @property
-    def _index_bits(self) -> int:
+    def index_bits(self) -> int:
+        """Bits of the index per entry."""
         return 4 if self.index == "sum4" else 1
 
 
@@ -110,13 +197,12 @@ def insert(positions: Tensor, values: Tensor, row: int, seed: int) -> Tensor:
     return sketch
 
 
-def peel(
-    sketch: Tensor, unknown: Tensor, m: int, seed: int, rounds: int, compact: bool | None = None
-) -> tuple[Tensor, Tensor]:
-    """Solve a sketch for the entries it holds.
+def peel(sketch: Tensor, unknown: Tensor, m: int, seed: int, rounds: int) -> tuple[Tensor, Tensor]:
+    """Solve a sketch for the entries it holds (TAGC, decompression).
 
     In every round all entries that are alone in one of their three cells are read off there and
-    taken out of the other two. Which entries these are follows from the index alone.
+    taken out of the other two. Which entries these are follows from the index alone. The host
+    never waits for the device: every round visits all entries.
 
     Args:
         sketch: (3·row,).
@@ -124,40 +210,56 @@ def peel(
         m: Entries of the row.
         seed: Of the step.
         rounds: How many.
-        compact: Whether a round looks only at what the ones before it left. By default on a CPU: on
-            an accelerator the host would have to wait for the number of these entries.
 
     Returns:
         Values (u,), and which entries remain unknown (u,), bool.
     """
-    row = sketch.numel() // HASH_ROWS
-    spare = HASH_ROWS * row  # a cell for what fills up
-    cells, negative = cells_and_signs(unknown, row, seed)
-    alive = unknown < m
-    cells = torch.where(alive, cells, spare)
-    content = pad(sketch, (0, 1))
-    load = torch.zeros(spare + 1, dtype=torch.int32, device=sketch.device)
-    load.scatter_add_(0, cells.flatten(), alive.int().repeat(HASH_ROWS))
+    content, load, cells, negative = _loaded(sketch, unknown, m, seed)
     values = sketch.new_zeros(unknown.shape)
-    stuck = alive.clone()
-    places = torch.arange(len(unknown), device=unknown.device)
-    if compact is None:
-        compact = sketch.device.type == "cpu"
+    remains = unknown < m
     for _ in range(rounds):
-        if compact:
-            left = alive.nonzero().flatten()
-            if not len(left):
-                break
-            cells, negative, places, alive = _pick(left, cells, negative, places, alive)
-        ready, first = _alone(load, cells, alive)
-        taken: tuple[Tensor, ...] = (cells, negative, first, ready, places)
-        if compact:
-            taken = _pick(ready.nonzero().flatten(), *taken)
-        *entries, at = taken
-        values.index_add_(0, at, _take_out(content, load, *entries))
-        alive = alive & ~ready
-        stuck.index_copy_(0, places, alive)
-    return values, stuck
+        alone, first = _alone(load, cells)
+        alone &= remains
+        values += _take_out(content, load, cells, negative, first, alone)
+        remains = remains & ~alone
+    return values, remains
+
+
+def peel_remaining(
+    sketch: Tensor, unknown: Tensor, m: int, seed: int, rounds: int
+) -> tuple[Tensor, Tensor]:
+    """Do what `peel` does, and visit only the entries that remain: several times faster on a CPU.
+
+    The bits are those of `peel`, whose arguments it takes.
+    """
+    content, load, cells, negative = _loaded(sketch, unknown, m, seed)
+    values = sketch.new_zeros(unknown.shape)
+    places = (unknown < m).nonzero().flatten()
+    cells, negative = _pick(places, cells, negative)
+    for _ in range(rounds):
+        if not len(places):
+            break
+        alone, first = _alone(load, cells)
+        taken = _pick(alone.nonzero().flatten(), places, cells, negative, first, alone)
+        values.index_copy_(0, taken[0], _take_out(content, load, *taken[1:]))
+        places, cells, negative = _pick((~alone).nonzero().flatten(), places, cells, negative)
+    remains = torch.zeros_like(unknown, dtype=torch.bool).index_fill_(0, places, True)
+    return values, remains
+
+
+def _loaded(
+    sketch: Tensor, unknown: Tensor, m: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return content and load of every cell (3·row + 1,), and cells and signs of the entries.
+
+    What fills up the unknown falls into the spare cell at the end.
+    """
+    spare = sketch.numel()
+    cells, negative = cells_and_signs(unknown, spare // HASH_ROWS, seed)
+    cells = torch.where(unknown < m, cells, spare)
+    load = torch.zeros(spare + 1, dtype=torch.int32, device=sketch.device)
+    load.scatter_add_(0, cells.flatten(), (unknown < m).int().repeat(HASH_ROWS))
+    return pad(sketch, (0, 1)), load, cells, negative
 
 
 def _pick(which: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -165,9 +267,9 @@ def _pick(which: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.index_select(-1, which) for tensor in tensors)
 
 
-def _alone(load: Tensor, cells: Tensor, alive: Tensor) -> tuple[Tensor, Tensor]:
+def _alone(load: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
     """Return which entries (u,) are alone in a cell, and the row of the first such cell (1, u)."""
-    alone = (load.take(cells) == 1) & alive
+    alone = load.take(cells) == 1
     first = torch.where(alone[0], 0, torch.where(alone[1], 1, 2))
     return alone.any(0), first.unsqueeze(0)
 

@@ -1,6 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The largest entries as a bitmap and their values: exact at any number of ranks."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 
 import torch
@@ -9,7 +11,12 @@ from torch import Tensor
 from torchtitan_lr.compression.codecs.base import Codec, Decoded, Message
 from torchtitan_lr.compression.codecs.bitmap import mark, pack, unpack
 from torchtitan_lr.compression.codecs.sparsify import largest, left_over
-from torchtitan_lr.compression.sizes import kept_entries
+from torchtitan_lr.compression.sizes import (
+    VALUE_BYTES,
+    CodecSizes,
+    kept_entries,
+    packed_bytes,
+)
 
 
 class SparseCodec(Codec):
@@ -19,8 +26,26 @@ class SparseCodec(Codec):
         theta: Share of entries that is not sent, in [0, 1).
     """
 
+    name = "sparse"
+
     def __init__(self, theta: float) -> None:
         self.theta = theta
+
+    @classmethod
+    def build(cls, sizes: CodecSizes, ranks: int) -> SparseCodec:
+        """Build it for a θ; see `Codec.build`."""
+        return cls(sizes.theta)
+
+    def message_bytes(self, m: int) -> dict[str, int]:
+        """Return the bytes of bitmap and values; see `Codec.message_bytes`."""
+        return {
+            "index": packed_bytes(m),
+            "values": VALUE_BYTES * kept_entries(m, self.theta),
+        }
+
+    def bits(self) -> dict[str, float]:
+        """Return 1 bit of the bitmap and 32(1 − θ) of values."""
+        return {"index": 1.0, "values": 32 * (1 - self.theta)}
 
     def encode(self, rows: Tensor, seed: int) -> Message:
         """Swap bitmaps and, in the order of their bits, values; see `Codec.encode`."""

@@ -1,0 +1,48 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The gradient codecs of this package, and the codec of a unit of the model."""
+
+from torchtitan_lr.compression.codecs.base import CODECS, Codec, register_codec
+from torchtitan_lr.compression.codecs.dense import DenseCodec
+from torchtitan_lr.compression.codecs.sketch import SketchCodec
+from torchtitan_lr.compression.codecs.sparse import SparseCodec
+from torchtitan_lr.compression.sizes import DENSE, CodecSizes
+
+
+def build_codec(sizes: CodecSizes, ranks: int) -> Codec:
+    """Build the codec for W ranks that has the given numbers."""
+    return CODECS[sizes.name].build(sizes, ranks)
+
+
+def unit_codec(codec: CodecSizes, compressed: int, ranks: int, all_reduce: bool) -> CodecSizes:
+    """Return what a unit's gradients travel by: dense where its size cannot be decoded.
+
+    Args:
+        codec: What was asked for.
+        compressed: Compressed entries of a destination; of the whole shard where all ranks need
+            the sums.
+        ranks: Ranks W.
+        all_reduce: Whether every rank needs the whole sum.
+    """
+    m = -(-compressed // ranks) if all_reduce else compressed
+    return codec if m == 0 or build_codec(codec, ranks).decodes(m) else DENSE
+
+
+def codec_bits(sizes: CodecSizes, replicas: int = 0) -> dict[str, float]:
+    """Bits per parameter and rank by operation in the limit of large tensors, fp32 values.
+
+    Where every replica needs the sum, the owners' sums travel back: as bitmap and values, of which
+    there may be a share W(1 − θ), or whole where that is less: min(32, 1 + 32·W(1 − θ)).
+
+    Args:
+        sizes: What travels.
+        replicas: HSDP's replicas W, whose shards are all-reduced; 0 for FSDP's reduce-scatter.
+    """
+    codec = build_codec(sizes, max(1, replicas))
+    bits = codec.bits()
+    if replicas and codec.lossy:
+        bits["returned"] = min(32.0, 1 + 32 * replicas * (1 - sizes.theta))
+    return bits
+
+
+for _codec in (DenseCodec, SparseCodec, SketchCodec):
+    register_codec(_codec)
