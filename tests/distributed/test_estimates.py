@@ -11,7 +11,7 @@ from tests.distributed.training import known_setup
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.estimate.memory import rehearse_run, repeated_by_block
-from torchtitan_lr.estimate.rehearsal import rehearse
+from torchtitan_lr.estimate.rehearsal import Workload, rehearse
 from torchtitan_lr.estimate.run import Run, read_run
 from torchtitan_lr.estimate.traffic import bytes_by_dim, step_traffic
 from torchtitan_lr.formulas.memory import static_memory
@@ -293,7 +293,8 @@ def test_saved_activations(index: int, saved: list[dict[str, int]]) -> None:
     settings = resolve_settings(case.settings, args, case.degree, TOKENS)
     estimates = {}
     for mode in found.keys() - {"packed"}:
-        part = rehearse(args, settings, case.degree, BATCH, TOKENS, case.dtype, checkpointing(mode))
+        workload = Workload(args, settings, case.degree, BATCH, TOKENS, case.dtype)
+        part = rehearse(workload, checkpointing(mode))
         estimates[mode] = args.n_layers * part.block + part.ends
         assert estimates[mode] == pytest.approx(found[mode], rel=0.05)
     # What outlives the forward pass is what autograd was given to keep.

@@ -164,12 +164,12 @@ class Process:
 
     def wait_for_held(self, count):
         """Waits until that many ranks hold, see `tests.integration.held_train`."""
-        return self.wait_until(
-            lambda: (
-                len(pids := [p for p in self.rank_pids() if process_state(p) == "T"]) == count
-                and pids
-            )
-        )
+
+        def held():
+            pids = [pid for pid in self.rank_pids() if process_state(pid) == "T"]
+            return len(pids) == count and pids
+
+        return self.wait_until(held)
 
     def finish(self):
         try:
