@@ -18,13 +18,13 @@ Exit status: 0 all points are finished, 1 some failed, 2 something is refused, 1
 """
 
 import argparse
-import fcntl
 import json
 import sys
 from pathlib import Path
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch.folder_lock import lock_file
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line
 from torchtitan_lr.tools.experiments import Stopped, on_signals_stop
 from torchtitan_lr.tools.sweep import Sweep, as_markdown, check_own_keys, parse_grid, points_of
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     with file as lock:
         check_own_keys([*options.set, *options.overrides])
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(lock, work / ".lock")
         except BlockingIOError:
             want = "a folder in which no sweep, nor a run that one left behind, is at work"
             raise ConfigError("--work", options.work, want) from None

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # scripts/ is a folder of programs, not a package
 
 from torchtitan_lr.checkpoints.layout import all_steps  # noqa: E402
-from torchtitan_lr.launch.processes import child_pids  # noqa: E402
+from torchtitan_lr.launch.processes import child_pids, process_state  # noqa: E402
 from torchtitan_lr.tools.cli import OneLineParser  # noqa: E402
 from torchtitan_lr.training.history import HISTORY_FILE, read_history  # noqa: E402
 
@@ -162,10 +162,7 @@ def below(pid: int) -> list[int]:
 
 def alive(pid: int) -> bool:
     """Say whether a process runs; one that has ended and was not waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return process_state(pid) not in ("", "Z")
 
 
 def compare(folder: Path, undisturbed: Path, steps: int) -> None:

@@ -4,7 +4,6 @@
 import json
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,15 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.distributed.training import known_setup, train
+from tests.distributed.training import small_trainer, train
 from tests.integration import runs
-from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.compression.fsdp import compressors_of
-from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.estimate.memory import buffer_bytes
 from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.tools.loading import build_model_args, load_model, read_run_config
-from torchtitan_lr.tools.parity_runs import EXACT, TINY, largest_difference
+from torchtitan_lr.tools.parity_runs import EXACT, largest_difference
 from torchtitan_lr.tools.rank_pool import RankPool
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
@@ -179,14 +176,7 @@ def around_a_skipped_step(arguments: list[str], revocable: bool = True) -> dict[
         ``changed`` (entries of the residuals, by the skipped step and by the next one), ``skipped``
         steps, bytes of the ``residuals``, and how many the ``estimate`` adds for skipping.
     """
-    from torchtitan_lr.training.trainer import Trainer
-
-    folders: list[Any] = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folders)
-    config = build_job_config([*TINY, f"--job.dump_folder={folders[0]}", *arguments])
-    with known_setup():
-        check_job_config(config, dist.get_world_size(), "cpu")
-        trainer = Trainer(config)
+    with small_trainer(arguments) as trainer:
         compressors = compressors_of(trainer.model_parts)
         for compressor in compressors:
             compressor.revocable = revocable
@@ -199,17 +189,17 @@ def around_a_skipped_step(arguments: list[str], revocable: bool = True) -> dict[
                 trainer.train_step(batches)
             pairs = zip(compressors, before, strict=True)
             changed.append(sum(int((c.residual != old).sum()) for c, old in pairs))
-    run = read_run(config, dist.get_world_size())
-    bytes_of_buffers = buffer_bytes(run, 0)
-    config.training.max_skipped_steps = 0
-    held = [t for c in compressors for t in (c._residual, c._spare) if t is not None]
-    result = {
-        "changed": changed[2:],
-        "skipped": trainer.skipped_steps,
-        "residuals": sum(tensor.nbytes for tensor in held),
-        "estimate": bytes_of_buffers - buffer_bytes(run, 0),
-    }
-    trainer.close()
+        config = trainer.job_config
+        run = read_run(config, dist.get_world_size())
+        bytes_of_buffers = buffer_bytes(run, 0)
+        config.training.max_skipped_steps = 0
+        held = [t for c in compressors for t in (c._residual, c._spare) if t is not None]
+        result = {
+            "changed": changed[2:],
+            "skipped": trainer.skipped_steps,
+            "residuals": sum(tensor.nbytes for tensor in held),
+            "estimate": bytes_of_buffers - buffer_bytes(run, 0),
+        }
     return result
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.training import known_setup
+from tests.distributed.training import small_trainer
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.estimate.memory import rehearse_run, repeated_by_block
-from torchtitan_lr.estimate.rehearsal import rehearse
+from torchtitan_lr.estimate.rehearsal import Workload, rehearse
 from torchtitan_lr.estimate.run import Run, read_run
 from torchtitan_lr.estimate.traffic import bytes_by_dim, step_traffic
 from torchtitan_lr.formulas.memory import static_memory
@@ -69,44 +69,36 @@ RUNS: dict[str, list[str]] = {
 def measure(arguments: list[str]) -> dict[str, Any]:
     """Take one step on this rank; return the ledger's bytes, and those of the real tensors."""
     import gc
-    import tempfile
 
     import torch.distributed as dist
 
     from torchtitan_lr.ledger.ledger import ledger_for
-    from torchtitan_lr.training.trainer import Trainer
 
-    folders: list[Any] = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folders)
-    config = build_job_config([*TINY, f"--job.dump_folder={folders[0]}", *arguments])
-    with known_setup():
-        check_job_config(config, dist.get_world_size(), "cpu")
-        trainer = Trainer(config)
+    with small_trainer(arguments) as trainer:
         batches = trainer.batch_generator(trainer.dataloader)
         trainer.step = 1
         with ledger_for(trainer.parallel_dims, trainer.model_parts) as ledger:
             trainer.train_step(batches)
-    sent: dict[str, dict[str, int]] = {}
-    for row in ledger.rows():
-        if row["scope"] != "step":
-            ops = sent.setdefault(row["mesh_dim"], {})
-            ops[row["op"]] = ops.get(row["op"], 0) + row["bytes"]
-    parameters = [p for part in trainer.model_parts for p in part.parameters()]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    states = [s for o in trainer.optimizers.optimizers for s in o.state.values()]
-    tensors = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
-    dims = trainer.parallel_dims
-    meshes = {n: dims.get_optional_mesh(n) for n in ("pp", "fsdp")}
-    result = {
-        "rows": ledger.rows(),
-        "sent": sent,
-        "weights": bytes_of(parameters),
-        "gradients": bytes_of(gradients),
-        "optimizer": bytes_of(tensors),
-        "names": sorted(n for part in trainer.model_parts for n, _ in part.named_parameters()),
-        **{name: 0 if m is None else m.get_local_rank() for name, m in meshes.items()},
-    }
-    trainer.close()
+        sent: dict[str, dict[str, int]] = {}
+        for row in ledger.rows():
+            if row["scope"] != "step":
+                ops = sent.setdefault(row["mesh_dim"], {})
+                ops[row["op"]] = ops.get(row["op"], 0) + row["bytes"]
+        parameters = [p for part in trainer.model_parts for p in part.parameters()]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        states = [s for o in trainer.optimizers.optimizers for s in o.state.values()]
+        tensors = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
+        dims = trainer.parallel_dims
+        meshes = {n: dims.get_optional_mesh(n) for n in ("pp", "fsdp")}
+        result = {
+            "rows": ledger.rows(),
+            "sent": sent,
+            "weights": bytes_of(parameters),
+            "gradients": bytes_of(gradients),
+            "optimizer": bytes_of(tensors),
+            "names": sorted(n for part in trainer.model_parts for n, _ in part.named_parameters()),
+            **{name: 0 if m is None else m.get_local_rank() for name, m in meshes.items()},
+        }
     del trainer, parameters, gradients, states, tensors
     gc.collect()
     dist.barrier()
@@ -293,7 +285,8 @@ def test_saved_activations(index: int, saved: list[dict[str, int]]) -> None:
     settings = resolve_settings(case.settings, args, case.degree, TOKENS)
     estimates = {}
     for mode in found.keys() - {"packed"}:
-        part = rehearse(args, settings, case.degree, BATCH, TOKENS, case.dtype, checkpointing(mode))
+        workload = Workload(args, settings, case.degree, BATCH, TOKENS, case.dtype)
+        part = rehearse(workload, checkpointing(mode))
         estimates[mode] = args.n_layers * part.block + part.ends
         assert estimates[mode] == pytest.approx(found[mode], rel=0.05)
     # What outlives the forward pass is what autograd was given to keep.

@@ -4,9 +4,7 @@
 Gradients here are whole numbers, whose sums are exact in fp32: what equals, equals in every bit.
 """
 
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,124 +12,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.unit.tiny import build_tiny
-from torchtitan_lr.compression import fsdp as gradient_compression
-from torchtitan_lr.compression.fsdp import apply_gradient_compression, compressor_of, compressors_of
-from torchtitan_lr.compression.settings import CompressionSettings
-from torchtitan_lr.compression.sizes import CodecSizes
-from torchtitan_lr.formulas.compression import (
-    Exchange,
-    all_reduce_traffic,
-    reduce_scatter_traffic,
-    replicated,
+from tests.distributed.compression_cases import (
+    CASES,
+    SHAPES,
+    Case,
+    build,
+    compress,
+    gradient,
+    layout,
+    step_gradients,
 )
-from torchtitan_lr.formulas.traffic import Traffic
-from torchtitan_lr.ledger.comparison import compare, differences
-from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
-from torchtitan_lr.models.loss import cross_entropy_sum
-from torchtitan_lr.parallel.data_parallel import sum_gradients, synchronize_gradients
+from torchtitan_lr.compression import fsdp as gradient_compression
+from torchtitan_lr.compression.fsdp import compressor_of, compressors_of
+from torchtitan_lr.compression.sizes import CodecSizes
+from torchtitan_lr.parallel.data_parallel import sum_gradients
 from torchtitan_lr.tools.rank_pool import RankPool
-
-SHAPES = {"wide": (37, 11), "tiny": (3,), "tall": (50, 7), "odd": (5, 13), "scale": (1,)}
-"""None divides by the ranks; `min_size` 60 leaves two of them dense, between the others."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """What to compress, on which layout."""
-
-    codec: CodecSizes
-    hsdp: bool = False
-    microbatches: int = 1
-    min_size: int = 60
-    layers: str = "all"
-    patterns: tuple[str, ...] = ()
-    forced: bool = False
-    """Whether units send a sketch that they are too small for."""
-
-    @property
-    def ranks(self) -> int:
-        return 2 if self.hsdp else 4
-
-    def settings(self) -> CompressionSettings:
-        return CompressionSettings(
-            codec=self.codec,
-            requested_theta=self.codec.theta,
-            ranks=self.ranks,
-            layers=self.layers,
-            patterns=self.patterns,
-            min_size=self.min_size,
-            residual_dtype=torch.float32,
-            seed=0,
-        )
-
-
-class Weighted(nn.Module):
-    """Its output's gradient with respect to each parameter is what `gradients` holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gradients: dict[str, Tensor] = {}
-        for name, shape in SHAPES.items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for name, gradient in self.gradients.items():
-            x = x + (getattr(self, name) * gradient).sum()
-        return x
-
-
-def gradient(name: str, unit: int, rank: int, step: int, micro: int) -> Tensor:
-    """Whole numbers of very different size, as gradients are."""
-    seed = hash((len(name), SHAPES[name], unit, rank, step, micro)) % 2**31
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(SHAPES[name], generator=generator).exp() * 100).round()
-
-
-@cache
-def layout(hsdp: bool) -> DeviceMesh:
-    """Two replicas of two shards, or four shards; the groups are made once."""
-    shape = (2, 2) if hsdp else (1, 4)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "fsdp"))
-
-
-def build(case: Case) -> tuple[nn.Module, Any]:
-    torch.manual_seed(0)
-    model = nn.Sequential(Weighted(), Weighted())
-    meshes = layout(case.hsdp)
-    shard_mesh, mesh = meshes["fsdp"], meshes["dp_replicate" if case.hsdp else "fsdp"]
-    for unit in (*model, model):
-        fully_shard(unit, mesh=shard_mesh)
-    sum_gradients(model)
-    if case.codec.name != "none":
-        compress(model, mesh, case)
-    return model, mesh
-
-
-def compress(model: nn.Module, mesh: DeviceMesh, case: Case) -> None:
-    forced = patch.object(gradient_compression, "unit_codec", as_asked)
-    with forced if case.forced else nullcontext():
-        apply_gradient_compression(model, mesh, case.settings(), all_reduce=case.hsdp)
-
-
-def as_asked(codec: CodecSizes, *size: Any) -> CodecSizes:
-    return codec
-
-
-def step_gradients(model: nn.Module, case: Case, step: int) -> dict[str, Tensor]:
-    """Run one step's micro-batches; return the full gradients."""
-    for p in model.parameters():
-        p.grad = None
-    for micro in range(case.microbatches):
-        synchronize_gradients([model], micro == case.microbatches - 1)
-        for index, unit in enumerate(model):
-            unit.gradients = {n: gradient(n, index, dist.get_rank(), step, micro) for n in SHAPES}
-        model(torch.zeros(2, requires_grad=True)).sum().backward()
-    # The output counts every gradient twice: it has two entries.
-    return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
 
 
 def true_sum(name: str, case: Case, step: int) -> Tensor:
@@ -199,23 +96,6 @@ def books(case: Case, steps: int = 4, fault: str = "") -> dict[str, Any]:
     return {"errors": errors, "owed": owed, "exchanges": exchanges}
 
 
-SKETCH = CodecSizes("sketch", 4, 0.96)
-"""Units here are small: at the smallest theta for large ones they would travel dense."""
-
-CASES = {
-    "sparse": Case(CodecSizes("sparse", 1, 0.9)),
-    "sketch": Case(SKETCH),
-    "sketch_10x": Case(CodecSizes("sketch", 10, 0.9875)),
-    "sketch_sum4": Case(replace(SKETCH, index="sum4")),
-    "sketch_that_sticks": Case(CodecSizes("sketch", 10, 0.8), forced=True),
-    "sparse_accumulate3": Case(CodecSizes("sparse", 1, 0.9), microbatches=3),
-    "sketch_accumulate3": Case(SKETCH, microbatches=3),
-    "sparse_hsdp": Case(CodecSizes("sparse", 1, 0.9), hsdp=True),
-    "sparse_hsdp_dense_return": Case(CodecSizes("sparse", 1, 0.4), hsdp=True),
-    "sketch_hsdp": Case(CodecSizes("sketch", 10, 0.9875), hsdp=True, microbatches=2),
-}
-
-
 def books_of_all() -> dict[str, dict[str, Any]]:
     return {name: books(case) for name, case in CASES.items()}
 
@@ -268,88 +148,6 @@ def test_nothing_left_out_is_plain_fsdp(
     codec: CodecSizes, hsdp: bool, four_ranks: RankPool
 ) -> None:
     assert four_ranks.run(plain_difference, Case(codec, hsdp, 2)) == [0.0] * 4
-
-
-def ledger_differences(case: Case) -> tuple[list[Any], int, int]:
-    """Compare one counted step of a small model with the formulas; count bytes and parameters."""
-    torch.manual_seed(0)
-    model = build_tiny("full")
-    meshes = layout(case.hsdp)
-    for unit in (model.tok_embeddings, *model.layers.values(), model.output, model):
-        fully_shard(unit, mesh=meshes["fsdp"])
-    sum_gradients(model)
-    name = "dp_replicate" if case.hsdp else "fsdp"
-    apply_gradient_compression(model, meshes[name], case.settings(), all_reduce=case.hsdp)
-    ledger = CommLedger([model], mesh_dims_of({n: meshes[n] for n in ("fsdp", "dp_replicate")}))
-    with ledger:
-        for micro in range(case.microbatches):
-            synchronize_gradients([model], micro == case.microbatches - 1)
-            tokens = torch.arange(32).view(2, 16) % 96
-            cross_entropy_sum(model(tokens), tokens).backward()
-    units = {"embedding": model.tok_embeddings, "head": model.output}
-    units |= {f"block {n}": block for n, block in model.layers.items()}
-    expected = [row for scope, unit in units.items() for row in predicted(unit, case, scope, name)]
-    expected += predicted(model, case, "head", name)
-    rows = [
-        row
-        for row in ledger.rows()
-        if row["mesh_dim"] == name and (row["op"], row["dtype"]) != ("all_gather", "float32")
-    ]
-    if case.hsdp:
-        rows = [row for row in ledger.rows() if row["mesh_dim"] == name]
-    table = compare(rows, expected, {"gradient": "float32", "index": "uint8"})
-    assert any(row["calls"] for row in table)
-    saved = sum(compressor_of(unit).bytes_saved() for unit in (*units.values(), model))
-    return differences(table), sum(row["bytes"] for row in rows), saved
-
-
-def predicted(unit: nn.Module, case: Case, scope: str, mesh_dim: str) -> list[Traffic]:
-    """What the formulas say of one FSDP unit, from the sizes of its tensors' shards."""
-    spans = compressor_of(unit).spans
-    chosen = sum(span.size for span in spans if span.compressed)
-    entries = (chosen, sum(span.size for span in spans) - chosen)
-    if case.hsdp:
-        shared = replicated(*entries, case.ranks, case.codec)
-        return all_reduce_traffic(shared, case.codec, scope, mesh_dim)
-    return reduce_scatter_traffic(Exchange(case.ranks, *entries), case.codec, scope, mesh_dim)
-
-
-def dense(case: Case) -> Case:
-    """The layout of a case with every codec's baseline."""
-    return Case(CodecSizes("dense"), case.hsdp, case.microbatches, min_size=1000)
-
-
-LEDGER = {
-    name: replace(case, min_size=1000) for name, case in CASES.items() if "sticks" not in name
-}
-
-
-def all_ledger_differences() -> dict[Case, tuple[list[Any], int, int]]:
-    cases = {*LEDGER.values(), *map(dense, LEDGER.values())}
-    return {case: ledger_differences(case) for case in sorted(cases, key=str)}
-
-
-@pytest.fixture(scope="module")
-def ledgers(four_ranks: RankPool) -> dict[Case, tuple[list[Any], int, int]]:
-    return four_ranks.run(all_ledger_differences)[0]
-
-
-@pytest.mark.parametrize("name", LEDGER)
-def test_the_ledger_counts_what_the_formulas_say(name: str, ledgers: dict[Case, Any]) -> None:
-    wrong, measured, saved = ledgers[LEDGER[name]]
-    assert wrong == []
-    _, whole, nothing = ledgers[dense(LEDGER[name])]
-    assert nothing == 0 and saved == whole - measured
-
-
-def test_a_formula_that_is_off_by_one_is_noticed(four_ranks: RankPool) -> None:
-    with pytest.raises(RuntimeError, match="assert"):
-        four_ranks.run(ledger_with_wrong_formula)
-
-
-def ledger_with_wrong_formula() -> None:
-    with patch("torchtitan_lr.formulas.compression.verdict_bytes", lambda m: 1 + m // 8):
-        assert ledger_differences(replace(CASES["sketch"], min_size=1000))[0] == []
 
 
 SIZES = (16, 64, 4000)

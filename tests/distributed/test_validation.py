@@ -3,7 +3,6 @@
 
 import itertools
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ import torch
 from tokenizers import Tokenizer
 from torchtitan.components.loss import IGNORE_INDEX
 
-from tests.distributed.training import known_setup
+from tests.distributed.training import small_trainer
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.tools.parity_runs import LAYOUTS, TINY, degrees, model
+from torchtitan_lr.tools.parity_runs import LAYOUTS, degrees, model
 from torchtitan_lr.tools.rank_pool import RankPool
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
@@ -65,31 +64,22 @@ def log_losses(corpus: str, cases: list[list[str]]) -> list[list[dict[str, Any]]
     """Validate and train one step in each layout; return the records of each."""
     import torch.distributed as dist
 
-    from torchtitan_lr.checks.job import check_job_config
-    from torchtitan_lr.config.build import build_job_config
-    from torchtitan_lr.training.trainer import Trainer
-
     results = []
     for options in cases:
-        folders: list[Any] = [tempfile.mkdtemp()]
-        dist.broadcast_object_list(folders)
-        paths = [f"--validation.dataset_path={corpus}", f"--job.dump_folder={folders[0]}"]
-        config = build_job_config([*TINY, *options, *OPTIONS, *paths])
-        with known_setup():
-            check_job_config(config, dist.get_world_size(), "cpu")
-            trainer = Trainer(config)
-        for part in trainer.model_parts:
-            if part.output is not None:
-                with torch.no_grad():
-                    part.output.weight.mul_(SHARPER)
-        trainer.validator.validate(trainer.model_parts, 0)
-        mesh = trainer.parallel_dims.get_optional_mesh("batch")
-        rank = 0 if mesh is None else mesh.get_local_rank()
-        trainer.step = 1
-        trainer.train_step(iter([training_batch(rank, config.training.local_batch_size)]))
-        trainer.close()
+        path = f"--validation.dataset_path={corpus}"
+        with small_trainer([*options, *OPTIONS, path]) as trainer:
+            for part in trainer.model_parts:
+                if part.output is not None:
+                    with torch.no_grad():
+                        part.output.weight.mul_(SHARPER)
+            trainer.validator.validate(trainer.model_parts, 0)
+            mesh = trainer.parallel_dims.get_optional_mesh("batch")
+            rank = 0 if mesh is None else mesh.get_local_rank()
+            job = trainer.job_config
+            trainer.step = 1
+            trainer.train_step(iter([training_batch(rank, job.training.local_batch_size)]))
         dist.barrier()
-        results.append(read_history(Path(folders[0]) / HISTORY_FILE))
+        results.append(read_history(Path(job.job.dump_folder) / HISTORY_FILE))
     return results
 
 

@@ -3,6 +3,7 @@
 
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +57,30 @@ def train(
     ):
         build = partial(_trainer_with, fault)
         return parity_runs.train(arguments, dump_folder, exact, everywhere, build)
+
+
+@contextmanager
+def small_trainer(arguments: list[str]) -> Iterator[Any]:
+    """Build the trainer of a checked `TINY` run, and close it at the end; call it on every rank.
+
+    Args:
+        arguments: As on the command line; the dump folder is a new one.
+    """
+    import torch.distributed as dist
+
+    from torchtitan_lr.checks.job import check_job_config
+    from torchtitan_lr.config.build import build_job_config
+    from torchtitan_lr.training.trainer import Trainer
+
+    folders: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    folder = f"--job.dump_folder={folders[0]}"
+    config = build_job_config([*parity_runs.TINY, folder, *arguments])
+    with known_setup():
+        check_job_config(config, dist.get_world_size(), "cpu")
+        trainer = Trainer(config)
+        yield trainer
+    trainer.close()
 
 
 LOSS_GAP = 0.01

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.fork_server import AVAILABLE, ROOT, ForkServer
-from torchtitan_lr.launch.processes import child_pids
+from torchtitan_lr.launch.processes import child_pids, process_state
 
 LIMIT = 480  # seconds a process may take before it counts as hung; a quiet machine needs ten
 
@@ -164,9 +164,12 @@ class Process:
 
     def wait_for_held(self, count):
         """Waits until that many ranks hold, see `tests.integration.held_train`."""
-        return self.wait_until(
-            lambda: len(pids := [p for p in self.rank_pids() if state(p) == "T"]) == count and pids
-        )
+
+        def held():
+            pids = [pid for pid in self.rank_pids() if process_state(pid) == "T"]
+            return len(pids) == count and pids
+
+        return self.wait_until(held)
 
     def finish(self):
         try:
@@ -186,14 +189,6 @@ class Process:
         raise AssertionError(f"no end within {LIMIT} s:\n{self._texts}")
 
 
-def state(pid):
-    """A process's state as in ``ps``, "" where it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
 def is_pending(pid, number):
     """Whether a signal waits for a process that is stopped."""
     status = Path(f"/proc/{pid}/status").read_text()
@@ -204,7 +199,7 @@ def is_pending(pid, number):
 def wait_until_gone(pids):
     """Waits until processes that nobody here waits for have ended."""
     deadline = time.monotonic() + LIMIT
-    while any(state(pid) not in ("", "Z") for pid in pids):
+    while any(process_state(pid) not in ("", "Z") for pid in pids):
         assert time.monotonic() < deadline, pids
         time.sleep(0.005)
 

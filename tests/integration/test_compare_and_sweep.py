@@ -94,7 +94,9 @@ def held_ranks(sweep):
     below = [sweep]
     for _ in range(3):  # launcher, torchrun, ranks
         below = [child for pid in below for child in child_pids(pid)]
-    return below if len(below) == 2 and all(runs.state(pid) == "T" for pid in below) else None
+    return (
+        below if len(below) == 2 and all(runs.process_state(pid) == "T" for pid in below) else None
+    )
 
 
 @LINUX

@@ -132,7 +132,7 @@ def test_what_a_shell_ignores_stays_ignored(tmp_path, ignored):
     run.wait_for_ranks()
     # Both at the same time: were the ignored one heard, the other would be the second, which kills.
     run.send(signal.SIGSTOP)
-    run.wait_until(lambda: runs.state(run.pid) == "T")
+    run.wait_until(lambda: runs.process_state(run.pid) == "T")
     run.send(ignored)
     run.send(signal.SIGTERM)
     run.send(signal.SIGCONT)
@@ -172,7 +172,7 @@ def test_a_second_signal_kills(tmp_path):
 def test_a_killed_launcher_leaves_no_ranks(tmp_path):
     run = Launch(tmp_path, "deaf")
     pids = run.wait_for_ranks()
-    assert all(runs.state(pid) not in ("", "Z") for pid in pids)
+    assert all(runs.process_state(pid) not in ("", "Z") for pid in pids)
     run.send(signal.SIGKILL)
     run.finish()
     runs.wait_until_gone(pids)

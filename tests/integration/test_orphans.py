@@ -19,7 +19,7 @@ TOLD |= {"rank": "rank 1 was ended by SIGKILL", "launcher": ""}
 
 def end_survivors(pids):
     """Ends ranks in the way that leaves a trace, if there are any left."""
-    while any(runs.state(pid) not in ("", "Z") for pid in pids):
+    while any(runs.process_state(pid) not in ("", "Z") for pid in pids):
         runs.send_all(pids, signal.SIGTERM)
         time.sleep(0.005)
 

@@ -10,6 +10,7 @@ from tests.scripts import ROOT
 
 PACKAGE = ROOT / "torchtitan_lr"
 FILES = sorted(PACKAGE.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 CONTRACTS = (ROOT / "pyproject.toml").read_text().partition("[tool.importlinter]")[2]
 CONTRACTS = CONTRACTS.partition("[tool.pytest")[0]
 
@@ -47,3 +48,8 @@ def test_files_and_functions_can_be_read(path):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno - node.lineno < 60, node.name
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_of_tests_can_be_read(path):
+    assert len(path.read_text().splitlines()) <= 400

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan_lr.checkpoints.layout import LANES
 from torchtitan_lr.checkpoints.safe_metadata import load, read_metadata
@@ -30,31 +31,37 @@ def record_of(lanes: Lanes) -> dict[str, Tensor]:
     return {LANES: torch.tensor(lanes, dtype=torch.float64)}
 
 
-def stored_lanes(step_dir: str | Path) -> Lanes:
+def stored_lanes(step_dir: str | Path, metadata: Metadata | None = None) -> Lanes:
     """Read G and p from a DCP folder, without any collective.
 
     Args:
         step_dir: The folder of a complete checkpoint.
+        metadata: Its table of contents, where it has been read already.
     """
-    if LANES not in read_metadata(step_dir).state_dict_metadata:
+    metadata = metadata or read_metadata(step_dir)
+    if LANES not in metadata.state_dict_metadata:
         return ORDINARY
     stored: dict[str, Any] = {LANES: torch.zeros(2, dtype=torch.float64)}
-    load(stored, step_dir, no_dist=True)
+    load(stored, step_dir, no_dist=True, metadata=metadata)
     lanes, fraction = stored[LANES].tolist()
     return int(lanes), fraction
 
 
-def check_lanes(step_dir: str | Path, lanes: Lanes) -> None:
+def check_lanes(step_dir: str | Path, lanes: Lanes, metadata: Metadata | None = None) -> None:
     """Refuse a checkpoint of a model with other lanes, before its weights are loaded.
+
+    A model's fingerprint has its lanes, too. This check is for the checkpoints whose fingerprint is
+    not compared: those without a manifest, and those of another model.
 
     Args:
         step_dir: The folder of a complete checkpoint.
         lanes: G and p of the model at hand.
+        metadata: The checkpoint's table of contents, where it has been read already.
 
     Raises:
         ConfigError: They are not those of the checkpoint.
     """
-    stored = stored_lanes(step_dir)
+    stored = stored_lanes(step_dir, metadata)
     for name, here, there in zip(("lanes", "sync_fraction"), lanes, stored, strict=True):
         if here != there:
             want = f"{there:g} as in the checkpoint {step_dir}, whose model is another one"

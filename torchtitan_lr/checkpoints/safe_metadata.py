@@ -97,13 +97,19 @@ def read_metadata(step_dir: str | Path) -> Metadata:
     return metadata
 
 
-def load(state_dict: dict[str, Any], step_dir: str | Path, no_dist: bool = False) -> None:
+def load(
+    state_dict: dict[str, Any],
+    step_dir: str | Path,
+    no_dist: bool = False,
+    metadata: Metadata | None = None,
+) -> None:
     """Load a checkpoint of DCP in place, as `torch.distributed.checkpoint.load` does, but safely.
 
     Args:
         state_dict: What to load; values are replaced or filled.
         step_dir: The checkpoint's folder.
         no_dist: Whether this process reads alone, without any collective.
+        metadata: The folder's table of contents, where it has been read already.
 
     Raises:
         CheckpointException: It cannot be read, or does not hold these states.
@@ -112,7 +118,8 @@ def load(state_dict: dict[str, Any], step_dir: str | Path, no_dist: bool = False
         if no_dist:
             # DCP warns that it runs without a process group, which is what we ask for.
             warnings.simplefilter("ignore")
-        dcp.load(state_dict, storage_reader=_Reader(step_dir), planner=_Planner(), no_dist=no_dist)
+        reader = _Reader(step_dir, metadata)
+        dcp.load(state_dict, storage_reader=reader, planner=_Planner(), no_dist=no_dist)
 
 
 def describe(error: BaseException) -> str:
@@ -122,10 +129,14 @@ def describe(error: BaseException) -> str:
 
 
 class _Reader(FileSystemReader):
+    def __init__(self, step_dir: str | Path, metadata: Metadata | None) -> None:
+        super().__init__(step_dir)
+        self._metadata = metadata
+
     # Upstream looks for a parameter of the name kwargs: where there is none it does not try to
     # read a rank's own metadata, another pickle.
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        metadata = read_metadata(Path(self.path))
+        metadata = self._metadata or read_metadata(Path(self.path))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

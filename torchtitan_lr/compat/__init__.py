@@ -4,5 +4,5 @@
 Every private name (a leading underscore in a module, an attribute or a function), every patch of
 upstream's objects and every copied table of the package stands in this folder, behind a public name
 whose docstring gives the reason, the versions it was seen in, and what fails when upstream changes.
-``tests/unit/compat/test_compat.py`` tests every door and refuses a private name anywhere else.
+``tests/unit/compat`` tests every door and refuses a private name anywhere else.
 """

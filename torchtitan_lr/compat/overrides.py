@@ -3,7 +3,7 @@
 
 A private method that a subclass overrides stays in that subclass, where it is read with the rest of
 it. A step that is told again stands where ours differs from it. Neither can be a door, so both are
-listed here and compared with upstream by ``tests/unit/compat/test_compat.py``.
+listed here and compared with upstream by ``tests/unit/compat/test_overrides.py``.
 
 Seen in torch 2.11 and 2.13 and in torchtitan 0.2.2.
 """

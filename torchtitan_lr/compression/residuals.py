@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torchtitan.tools.logging import logger
@@ -99,16 +100,17 @@ class Residuals:
             "grad_compression/bytes_saved": float(sum(c.bytes_saved() for c in self.compressors)),
         }
 
-    def check_checkpoint(self, checkpoint_id: str) -> None:
+    def check_checkpoint(self, checkpoint_id: str, metadata: Metadata | None = None) -> None:
         """Refuse a checkpoint whose residuals do not fit, before it is loaded.
 
         Args:
             checkpoint_id: A DCP folder.
+            metadata: Its table of contents, where it has been read already.
 
         Raises:
             ConfigError: It has no residuals, or those of other ranks or tensors.
         """
-        saved = _saved_shapes(checkpoint_id)
+        saved = _saved_shapes(checkpoint_id, metadata)
         skip = f"checkpoint.exclude_from_loading = ['{RESIDUALS}'] to start without residuals"
         if not saved:
             want = f"a checkpoint saved with gradient compression, or {skip}"
@@ -124,17 +126,23 @@ class Residuals:
             raise ConfigError("checkpoint", checkpoint_id, want)
 
 
-def warn_of_dropped_residuals(checkpoint_id: str) -> None:
-    """Log that a checkpoint's residuals are not loaded, where it has some."""
-    if _saved_shapes(checkpoint_id):
+def warn_of_dropped_residuals(checkpoint_id: str, metadata: Metadata | None = None) -> None:
+    """Log that a checkpoint's residuals are not loaded, where it has some.
+
+    Args:
+        checkpoint_id: The checkpoint's folder.
+        metadata: Its table of contents, where it has been read already.
+    """
+    if _saved_shapes(checkpoint_id, metadata):
         logger.warning("The gradient residuals of %s are not loaded", checkpoint_id)
 
 
-def _saved_shapes(checkpoint_id: str) -> dict[str, tuple[int, ...]]:
+def _saved_shapes(checkpoint_id: str, metadata: Metadata | None) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the residuals in a checkpoint; only its metadata is read."""
     if not is_dcp(checkpoint_id):
         return {}
-    found: Iterable[tuple[str, Any]] = read_metadata(checkpoint_id).state_dict_metadata.items()
+    metadata = metadata or read_metadata(checkpoint_id)
+    found: Iterable[tuple[str, Any]] = metadata.state_dict_metadata.items()
     prefix = RESIDUALS + "."
     return {
         name.removeprefix(prefix): tuple(entry.size)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
@@ -175,7 +176,7 @@ class LaneDataLoader(BaseDataLoader):
             reader.load_state(position, changed)
         self._sample_index = sample_index
 
-    def check_checkpoint(self, checkpoint_id: str) -> None:
+    def check_checkpoint(self, checkpoint_id: str, metadata: Metadata | None = None) -> None:
         """Refuse a checkpoint of another batch size or corpus before it is loaded.
 
         DCP stops at the first key it misses, and a larger batch has more lanes than were saved.
@@ -183,13 +184,14 @@ class LaneDataLoader(BaseDataLoader):
 
         Args:
             checkpoint_id: A DCP folder in which this loader was saved as ``dataloader``.
+            metadata: Its table of contents, where it has been read already.
 
         Raises:
             ConfigError: Another global batch size or another corpus made that checkpoint.
         """
         stored = {"dataloader": self._identity()}
         # no_dist: each rank reads three small values; no collective, so any rank may raise.
-        load(stored, checkpoint_id, no_dist=True)
+        load(stored, checkpoint_id, no_dist=True, metadata=metadata)
         self._check_identity(stored["dataloader"])
 
     def _check_identity(self, stored: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ from functools import partial
 from math import prod
 from types import SimpleNamespace
 
-import torch
 from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP
 
@@ -14,6 +13,7 @@ from torchtitan_lr.compression.settings import settings_for
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.rehearsal import (
     Rehearsal,
+    Workload,
     fused_norm_saving,
     rehearse,
     rehearse_repeats,
@@ -24,7 +24,6 @@ from torchtitan_lr.estimate.traffic import boundaries_of, exchanged_units, repea
 from torchtitan_lr.formulas.compression import leaves_residual
 from torchtitan_lr.formulas.memory import core_elements, gathered_bytes, sharded, static_memory
 from torchtitan_lr.formulas.traffic import Traffic
-from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.recompute.activation_checkpoint import (
     MODES,
     apply_activation_checkpoint,
@@ -86,15 +85,15 @@ def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> 
         least, most, share = MODES[mode].between(section)
         bounds = rehearse_run(run, least, fused_norm), rehearse_run(run, most, fused_norm)
         return _between(*bounds, share)
-    what, dtype = _rehearsed(run), TORCH_DTYPE_MAP[run.config.training.mixed_precision_param]
+    workload = _workload(run)
     # Alternatives, and runs that differ in their ranks only, often have the same blocks.
-    key = repr((*what, replace(section, mode=mode)))
+    key = repr((workload, replace(section, mode=mode)))
     if key not in _KNOWN:
         period = MODES[mode].period(section)
-        _KNOWN[key] = rehearse(*what, _checkpointing(run, mode), period)
+        _KNOWN[key] = rehearse(workload, _checkpointing(run, mode), period)
     result = _KNOWN[key]
     if not MODES[mode].recomputes and run.tp == 1 and fused_norm:
-        saving = fused_norm_saving(run.args, run.tokens, dtype)
+        saving = fused_norm_saving(run.args, run.tokens, workload.dtype)
         result = replace(result, block=result.block - 2 * saving, ends=max(0, result.ends - saving))
     return result
 
@@ -119,15 +118,14 @@ def repeated_by_block(run: Run) -> list[Traffic]:
     count = run.microbatches * run.accumulation
     return [
         repeated_row(run, *what, count * calls, count * elements)
-        for what, (calls, elements) in rehearse_repeats(*_rehearsed(run), prepare).items()
+        for what, (calls, elements) in rehearse_repeats(_workload(run), prepare).items()
     ]
 
 
-def _rehearsed(run: Run) -> tuple[LlamaArgs, TPSettings, int, int, int, torch.dtype]:
-    """Return the model, plan, degree, sizes of a micro-batch and dtype of a rehearsal."""
+def _workload(run: Run) -> Workload:
     settings = run.settings if run.tp > 1 else TPSettings()  # ignored there
     dtype = TORCH_DTYPE_MAP[run.config.training.mixed_precision_param]
-    return run.args, settings, run.tp, run.microbatch, run.seq_len, dtype
+    return Workload(run.args, settings, run.tp, run.microbatch, run.seq_len, dtype)
 
 
 def _checkpointing(run: Run, mode: str) -> partial[None]:

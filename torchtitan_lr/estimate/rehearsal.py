@@ -39,6 +39,27 @@ Repeats = dict[tuple[str, str, str], tuple[int, int]]
 
 
 @dataclass(frozen=True)
+class Workload:
+    """What one rank computes for one micro-batch.
+
+    Args:
+        args: The model.
+        settings: A resolved plan; ignored when T is 1.
+        tp_degree: Tensor-parallel ranks T.
+        batch: Sequences b of a micro-batch.
+        seq_len: Tokens s of a sequence.
+        dtype: The dtype that blocks compute in.
+    """
+
+    args: LlamaArgs
+    settings: TPSettings
+    tp_degree: int
+    batch: int
+    seq_len: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Rehearsal:
     """What one rank needs for one micro-batch.
 
@@ -58,36 +79,20 @@ class Rehearsal:
     repeated: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
 
 
-def rehearse(
-    args: LlamaArgs,
-    settings: TPSettings,
-    tp_degree: int,
-    batch: int,
-    seq_len: int,
-    dtype: torch.dtype,
-    prepare: Prepare | None = None,
-    period: int = 1,
-) -> Rehearsal:
+def rehearse(workload: Workload, prepare: Prepare | None = None, period: int = 1) -> Rehearsal:
     """Run a short model forward and backward on tensors without data.
 
     Args:
-        args: The model; one and three of its blocks are run, or as many periods.
-        settings: A resolved plan; ignored when T is 1.
-        tp_degree: Tensor-parallel ranks T.
-        batch: Sequences b of a micro-batch.
-        seq_len: Tokens s of a sequence.
-        dtype: The dtype that blocks compute in.
+        workload: What to run; of the model's blocks one and three, or as many periods.
         prepare: Applied to the model after tensor parallelism.
         period: Blocks after which checkpointing starts over (``selective_ac_option``).
 
     Raises:
         RuntimeError: If this process has a process group already and T > 1.
     """
-    with fake_ranks(tp_degree) as mesh:
-        one, three = (
-            _run(replace(args, n_layers=n * period), settings, mesh, batch, seq_len, dtype, prepare)
-            for n in (1, 3)
-        )
+    short = [replace(workload.args, n_layers=n * period) for n in (1, 3)]
+    with fake_ranks(workload.tp_degree) as mesh:
+        one, three = (_run(replace(workload, args=args), mesh, prepare) for args in short)
     blocks = 2 * period
     block = (three.kept - one.kept) / blocks
     less, repeated = _over_parts(one.repeated), {}
@@ -97,27 +102,14 @@ def rehearse(
     return Rehearsal(block, one.kept - round(period * block), three.peak - three.kept, repeated)
 
 
-def rehearse_repeats(
-    args: LlamaArgs,
-    settings: TPSettings,
-    tp_degree: int,
-    batch: int,
-    seq_len: int,
-    dtype: torch.dtype,
-    prepare: Prepare,
-) -> Repeats:
+def rehearse_repeats(workload: Workload, prepare: Prepare) -> Repeats:
     """Run the whole model on tensors without data; return what checkpointing repeats, where.
 
     Blocks need not be alike: LaX's first one has no latents to add, and checkpointing may leave
     some of them alone.
 
     Args:
-        args: The model.
-        settings: A resolved plan; ignored when T is 1.
-        tp_degree: Tensor-parallel ranks T.
-        batch: Sequences b of a micro-batch.
-        seq_len: Tokens s of a sequence.
-        dtype: The dtype that blocks compute in.
+        workload: What to run.
         prepare: Applied to the model after tensor parallelism.
 
     Returns:
@@ -126,8 +118,8 @@ def rehearse_repeats(
     Raises:
         RuntimeError: If this process has a process group already and T > 1.
     """
-    with fake_ranks(tp_degree) as mesh:
-        return _run(args, settings, mesh, batch, seq_len, dtype, prepare).repeated
+    with fake_ranks(workload.tp_degree) as mesh:
+        return _run(workload, mesh, prepare).repeated
 
 
 def fused_norm_saving(args: LlamaArgs, tokens: int, dtype: torch.dtype) -> int:
@@ -165,25 +157,17 @@ class _Count:
     repeated: Repeats
 
 
-def _run(
-    args: LlamaArgs,
-    settings: TPSettings,
-    mesh: DeviceMesh | None,
-    batch: int,
-    seq_len: int,
-    dtype: torch.dtype,
-    prepare: Prepare | None,
-) -> _Count:
+def _run(workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None) -> _Count:
     with FakeTensorMode():
-        model = _build(replace(args, max_seq_len=seq_len), dtype)
+        model = _build(replace(workload.args, max_seq_len=workload.seq_len), workload.dtype)
         if mesh is not None:
-            apply_tensor_parallel(model, mesh, settings)
+            apply_tensor_parallel(model, mesh, workload.settings)
         if prepare is not None:
             prepare(model)
         for parameter in model.parameters():
             # Whole gradients are counted elsewhere, by unit.
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
-        tokens = torch.zeros(batch, seq_len, dtype=torch.long)
+        tokens = torch.zeros(workload.batch, workload.seq_len, dtype=torch.long)
         outside = {_address(p) for p in model.parameters()}
         outside |= {_address(model.freqs_cis), _address(tokens)}
         living = LivingStorages(outside)

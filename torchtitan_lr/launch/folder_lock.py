@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from torchtitan_lr.errors import ConfigError
 
@@ -41,7 +41,7 @@ def locked(dump_folder: str) -> Iterator[None]:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open_file.enter_context(path.open("ab", buffering=0))
-            _lock(file, path)
+            lock_file(file, path)
             _sign(file)
         except BlockingIOError:
             want = f"a folder in which no other job is at work; {_holder(path)}"
@@ -71,8 +71,16 @@ def locked_by_rank(dump_folder: str, variables: Mapping[str, str]) -> Iterator[N
         yield
 
 
-def _lock(file: IO[bytes], path: Path) -> None:
-    """Locks, or says that this file system cannot; raises `BlockingIOError` where another has."""
+def lock_file(file: IO[Any], path: Path) -> None:
+    """Lock a file until it is closed, or warn that this file system cannot.
+
+    Args:
+        file: The file, open for writing; processes that inherit it keep the lock.
+        path: Its path, for the warning.
+
+    Raises:
+        BlockingIOError: Another process holds the lock.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

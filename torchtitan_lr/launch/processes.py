@@ -161,19 +161,34 @@ def child_pids(parent: int) -> list[int]:
     return sorted(pid for pid, ppid, state in rows if ppid == parent and state != "Z")
 
 
+def process_state(pid: int) -> str:
+    """Read the state of a process (Linux only).
+
+    Args:
+        pid: Process id.
+
+    Returns:
+        The letter that ``ps`` shows, such as ``T`` where it is stopped; "" where there is none.
+    """
+    fields = _stat_of(pid)
+    return fields[0] if fields else ""
+
+
+def _stat_of(pid: int) -> list[str]:
+    """The fields behind a process's name in /proc: state, parent's id, ...; [] where it is gone."""
+    try:
+        # The name in parentheses may itself hold blanks and parentheses.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def _proc_table() -> list[tuple[int, int, str]]:
     """Process id, parent's id and state of every process, from /proc."""
-    rows = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        try:
-            # The name in parentheses may itself hold blanks and parentheses.
-            state, ppid, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it ended meanwhile
-        rows.append((int(entry.name), int(ppid), state))
-    return rows
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+    stats = ((pid, _stat_of(pid)) for pid in pids)
+    # Without fields: it ended meanwhile.
+    return [(pid, int(fields[1]), fields[0]) for pid, fields in stats if fields]
 
 
 def _ps_table() -> list[tuple[int, int, str]]:

@@ -134,11 +134,11 @@ def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaM
     if manifest is not None:
         tokenizer = {TOKENIZER: tokenizer_digest(assets_path)} if assets_path else {}
         check_fingerprint(manifest.model, model_fingerprint(args) | tokenizer, step_dir)
-    check_lanes(step_dir, (args.lanes, args.sync_fraction))
+    check_lanes(step_dir, (args.lanes, args.sync_fraction), metadata)
     model.to_empty(device="cpu")
     weights = model.state_dict()
     try:
-        load(weights, step_dir, no_dist=True)
+        load(weights, step_dir, no_dist=True, metadata=metadata)
     # A damaged file surfaces as whatever its reader stumbles over; DCP wraps some of it in an
     # exception that is no Exception.
     except (Exception, CheckpointException) as error:

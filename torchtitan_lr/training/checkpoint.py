@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torchtitan.components.checkpoint import DATALOADER, MODEL, AsyncMode
@@ -44,7 +45,12 @@ from torchtitan_lr.checkpoints.manifest import (
     read_manifest,
     write_manifest,
 )
-from torchtitan_lr.checkpoints.safe_metadata import DamagedError, describe, load
+from torchtitan_lr.checkpoints.safe_metadata import (
+    DamagedError,
+    describe,
+    load,
+    read_metadata,
+)
 from torchtitan_lr.compat.titan_trainer import OpenCheckpointManager
 from torchtitan_lr.compression.residuals import warn_of_dropped_residuals
 from torchtitan_lr.errors import ConfigError
@@ -158,8 +164,8 @@ class CheckpointManager(OpenCheckpointManager):
                 raise _damaged(checkpoint_id, damage, None)
             return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
         try:
-            has_manifest = self._check_before_loading(state_dict, checkpoint_id)
-            load(state_dict, checkpoint_id)
+            has_manifest, metadata = self._check_before_loading(state_dict, checkpoint_id)
+            load(state_dict, checkpoint_id, metadata=metadata)
         except DamagedError as error:
             raise ConfigError("checkpoint", checkpoint_id, f"a whole one ({error})") from error
         except CheckpointException as error:  # no Exception, so nobody else catches it
@@ -172,22 +178,29 @@ class CheckpointManager(OpenCheckpointManager):
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
 
-    def _check_before_loading(self, state_dict: dict[str, Any], checkpoint_id: str) -> bool:
-        """Refuse a damaged checkpoint, another model's, or other data's; say if it has sums."""
+    def _check_before_loading(
+        self, state_dict: dict[str, Any], checkpoint_id: str
+    ) -> tuple[bool, Metadata]:
+        """Refuse a damaged checkpoint, another model's, or other data's.
+
+        Returns:
+            Whether it has a manifest, and its table of contents.
+        """
         if checkpoint_id != self._verified and (damage := damage_of(checkpoint_id)):
             raise _damaged(checkpoint_id, damage, newest_whole_before(checkpoint_id))
         manifest = read_manifest(checkpoint_id)
         may_differ = self._other_model and checkpoint_id == self.initial_load_path
         if manifest is not None and not may_differ:
             check_fingerprint(manifest.model, self.fingerprint, checkpoint_id)
-        check_lanes(checkpoint_id, self.lanes)
+        metadata = read_metadata(checkpoint_id)
+        check_lanes(checkpoint_id, self.lanes, metadata)
         if state_dict.get(DATALOADER) is not None:
-            state_dict[DATALOADER].check_checkpoint(checkpoint_id)
+            state_dict[DATALOADER].check_checkpoint(checkpoint_id, metadata)
         if RESIDUALS in state_dict:
-            state_dict[RESIDUALS].check_checkpoint(checkpoint_id)
+            state_dict[RESIDUALS].check_checkpoint(checkpoint_id, metadata)
         elif DATALOADER in state_dict:
-            warn_of_dropped_residuals(checkpoint_id)
-        return manifest is not None
+            warn_of_dropped_residuals(checkpoint_id, metadata)
+        return manifest is not None, metadata
 
     def load(self, step: int = -1) -> bool:
         """Load step ``step``, or the newest complete one; then what follows it is put aside.

@@ -2,11 +2,13 @@
 """What a run will write, asked before it starts."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.unit.checks.test_config_checks import MAIN, without_privileges
+from tests.unit.checks.test_config_checks import MAIN, check, refusal, without_privileges
+from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.checks.outputs import check_dump_folder
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
@@ -92,3 +94,44 @@ def test_home_is_expanded(tmp_path, monkeypatch):
 def test_no_folder_is_refused(path):
     with pytest.raises(ConfigError, match=r"job.dump_folder: got ' ?', expected a folder such as"):
         judge(path)
+
+
+@pytest.mark.parametrize("length", [300, 5000])
+def test_dump_folder_with_too_long_a_name(tmp_path, length):
+    text = refusal(f"--job.dump_folder={tmp_path}/{'x' * length}")
+    assert text.startswith("job.dump_folder: got ") and len(text) < 500
+
+
+def test_dump_folder_that_is_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    text = refusal(f"--job.dump_folder={tmp_path}/file/below")
+    assert text.startswith(f"job.dump_folder: got '{tmp_path}/file/below', expected a folder")
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" and os.geteuid() == 0, reason="root may write everywhere"
+)
+def test_dump_folder_without_permission(tmp_path):
+    closed, hidden = tmp_path / "closed", tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "run").mkdir()
+    closed.mkdir(0o500)
+    argv = f"--job.dump_folder={closed}/out"
+    text = without_privileges(lambda: refusal(argv))
+    assert text.startswith("job.dump_folder: got ") and f"a folder that {closed} lets" in text
+    hidden.chmod(0)
+    text = without_privileges(lambda: refusal(f"--job.dump_folder={hidden}/run"))
+    assert text.startswith("job.dump_folder: got ") and "(Permission denied)" in text
+    # The control: nothing but the permission was in the way.
+    for folder in (closed, hidden):
+        folder.chmod(0o700)
+    without_privileges(lambda: check(argv))
+    without_privileges(lambda: check(f"--job.dump_folder={hidden}/run"))
+
+
+def test_checks_leave_the_configuration_alone(tmp_path):
+    config = check(f"--job.dump_folder={tmp_path}/new")
+    before = config.to_dict()
+    check_job_config(config, 4, "cpu")
+    assert config.to_dict() == before
+    assert not (tmp_path / "new").exists()

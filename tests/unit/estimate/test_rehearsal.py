@@ -11,7 +11,7 @@ from torchtitan.config.job_config import ActivationCheckpoint
 
 from tests.unit.parallel.recompute.test_activations import Allocations
 from tests.unit.tiny import build_tiny, tiny_args
-from torchtitan_lr.estimate.rehearsal import fused_norm_saving, rehearse
+from torchtitan_lr.estimate.rehearsal import Workload, fused_norm_saving, rehearse
 from torchtitan_lr.estimate.storages import LivingStorages
 from torchtitan_lr.formulas.activations import kept_bytes
 from torchtitan_lr.models.loss import cross_entropy_sum
@@ -43,7 +43,7 @@ def rehearsed(family, mode, dtype=torch.float32):
     period = 2 if mode == "selective 2" else 1
     args = tiny_args(family)
     settings = TPSettings("btp")
-    return rehearse(args, settings, 1, BATCH, SEQ, dtype, checkpointing(mode), period)
+    return rehearse(Workload(args, settings, 1, BATCH, SEQ, dtype), checkpointing(mode), period)
 
 
 def really_saved(family, mode):
@@ -101,9 +101,9 @@ def test_collectives_that_run_again():
     """Under BTP full checkpointing repeats all-reduces, low-rank checkpointing none."""
     args = tiny_args("cola")
     settings = TPSettings("btp")
+    workload = Workload(args, settings, 2, BATCH, SEQ, torch.bfloat16)
     again = {
-        mode: rehearse(args, settings, 2, BATCH, SEQ, torch.bfloat16, checkpointing(mode)).repeated
-        for mode in ("full", "low_rank")
+        mode: rehearse(workload, checkpointing(mode)).repeated for mode in ("full", "low_rank")
     }
     assert again["low_rank"] == {}
     elements = BATCH * SEQ * (4 * args.rank_attention + 3 * args.rank_ffn)

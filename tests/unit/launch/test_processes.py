@@ -2,13 +2,14 @@
 """How a process ends, and its children; the group of ranks is in tests/integration."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from torchtitan_lr.launch.processes import child_pids
+from torchtitan_lr.launch.processes import child_pids, process_state
 
 PROGRAM = """
 import atexit, threading
@@ -58,3 +59,15 @@ def test_child_pids():
         # Ended, but not waited for: a zombie does not count.
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert child.pid not in child_pids(os.getpid())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has no /proc")
+def test_process_state():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+        assert process_state(child.pid) == "T"
+        os.kill(child.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert process_state(child.pid) == "Z"
+    assert process_state(child.pid) == ""

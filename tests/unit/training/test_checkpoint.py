@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
 from torchtitan.config import JobConfig
 
+from torchtitan_lr.checkpoints import safe_metadata
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.build import build_optimizers
 from torchtitan_lr.training.checkpoint import CheckpointManager
@@ -230,6 +231,23 @@ def test_falling_back_goes_on_from_the_newest_whole_one(tmp_path: Path) -> None:
         flip_a_bit(tmp_path, step)
     with pytest.raises(ConfigError, match="there is no older one that is whole"):
         again.load()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_load_reads_the_table_of_contents_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = model_only(tmp_path, steps=1)
+    read: list[str] = []
+
+    class Noted(safe_metadata._Unpickler):
+        def load(self) -> Any:
+            read.append("table of contents")
+            return super().load()
+
+    monkeypatch.setattr(safe_metadata, "_Unpickler", Noted)
+    assert checkpoints.load()
+    assert len(read) == 2  # once more to verify it
 
 
 @pytest.mark.usefixtures("process_group")

@@ -1,0 +1,109 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""TOML files and corpora that a run reads, checked before it starts."""
+
+import pytest
+
+from tests.scripts import ROOT
+from tests.unit.checks.test_config_checks import MAIN, SHIPPED, check, refusal
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.data.corpora import validation_source
+
+CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_train_config_passes(path, tmp_path):
+    """Their tokenizers are not shipped, so ours stands in: it is smaller than every vocabulary."""
+    overrides = [f"--job.dump_folder={tmp_path}", f"--model.hf_assets_path={SHIPPED}"]
+    config = check(*overrides, world=8, device="cuda", config_file=path)
+    assert config.job.dump_folder == str(tmp_path)
+    assert config.lr_scheduler.warmup_steps * 10 in range(
+        config.training.steps - 10, config.training.steps + 1
+    )
+
+
+def test_there_are_train_configs():
+    names = {path.stem for path in CONFIGS}
+    assert {"debug_cola", "debug_full", "debug_svd", "debug_lax", "cola_60m", "full_1b"} <= names
+
+
+def test_sections_have_one_order_everywhere():
+    main = [line for line in MAIN.read_text().splitlines() if line.startswith("[")]
+    order = [*main[: main.index("[validation]")], "[compile]", *main[main.index("[validation]") :]]
+    after = order.index("[parallelism]") + 1
+    order[after:after] = ["[caat]", "[grad_compression]"]
+    for path in CONFIGS:
+        sections = [line for line in path.read_text().splitlines() if line.startswith("[")]
+        assert sections == [section for section in order if section in sections], path.name
+
+
+def test_a_local_corpus_alone_is_validated_on(tmp_path):
+    """The main job's TOML, and the two arguments that name one's own text."""
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "text {i}"}}\n' for i in range(900)))
+    argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}"]
+    config = build_job_config([f"--job.config_file={MAIN}", *argv])
+    assert config.validation.enable
+    source = validation_source(config)
+    assert (source.name, source.path, source.split) == ("local", str(tmp_path), "validation")
+
+
+def test_a_corpus_without_one_sequence_is_refused_before_ranks_start(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a few words"}\n{"text": "some words"}\n')
+    argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}"]
+    argv += [f"--job.dump_folder={tmp_path}", "--validation.no_enable"]
+    text = refusal(*argv)
+    assert text.startswith("training.seq_len: got 128, expected at most ")
+    (tmp_path / "a.jsonl").write_text('{"text": "a few words"}\n' * 100)
+    check(*argv)
+
+
+def test_local_corpus_that_is_not_there(tmp_path):
+    argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}/*.txt"]
+    text = refusal(*argv, f"--job.dump_folder={tmp_path}")
+    assert text.startswith("training.dataset_path: got ")
+    (tmp_path / "a.txt").write_text("some text to train on\n" * 5000)
+    check(*argv, f"--job.dump_folder={tmp_path}")
+
+
+def test_empty_config_file():
+    assert refusal(config_file="").startswith("job.config_file: got '', expected a TOML file")
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n"])
+def test_config_file_without_settings(tmp_path, text):
+    path = tmp_path / "empty.toml"
+    path.write_text(text)
+    told = refusal(config_file=path)
+    assert told == f"job.config_file: got '{path}', expected a TOML file with settings; it has none"
+
+
+def test_empty_tables_of_names(tmp_path):
+    path = tmp_path / "empty.toml"
+    path.write_text('[model]\nname = ""\nflavor = ""\n')
+    assert refusal(config_file=path).startswith("model.name: got '', expected one of llama_cola")
+
+
+def test_path_of_c4_is_expanded(tmp_path, monkeypatch):
+    from torchtitan_lr.data import corpora, hub_corpus
+
+    seen = []
+    monkeypatch.setattr(hub_corpus, "HubCorpus", lambda name, path, key: seen.append(path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c4").mkdir()
+    for path in ("~/c4", "allenai/c4"):
+        corpora.build_corpus("c4", path, "train", "training")
+    assert seen == [f"{tmp_path}/c4", "allenai/c4"]
+    text = refusal("--training.dataset=c4", "--training.dataset_path=~nosuchuser/c4")
+    assert text.startswith("training.dataset_path: got '~nosuchuser/c4', expected a path to use")
+
+
+def test_toml_types_reach_the_user(tmp_path):
+    path = tmp_path / "wrong.toml"
+    path.write_text("[training]\nsteps = 'ten'\n")
+    assert refusal(config_file=path) == (
+        "training.steps: got 'ten', expected an integer such as 10000"
+    )
+
+
+def test_missing_config_file(tmp_path):
+    assert refusal(config_file=tmp_path / "none.toml").startswith("job.config_file: got ")

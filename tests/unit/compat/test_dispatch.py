@@ -1,0 +1,136 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Autograd, dispatch modes, and tensors without data."""
+
+import inspect
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.unit.compat.doors import changed
+from torchtitan_lr.compat import autograd, dispatch, fake
+from torchtitan_lr.compat.names import clean_name
+
+
+def test_autograd_says_whether_backward_runs_and_which_node():
+    assert not autograd.in_backward(), changed("_current_graph_task_id", "autograd.in_backward")
+    x = torch.ones(2, requires_grad=True)
+    start = autograd.next_node_number()
+    y = x.exp()
+    end = autograd.next_node_number()
+    z = (y * 2).sum()
+    seen = []
+
+    def note(*_):
+        seen.append((autograd.in_backward(), autograd.running_node_number()))
+
+    y.grad_fn.register_prehook(note)
+    x.register_post_accumulate_grad_hook(note)
+    z.backward()
+    (inside, number), (_, accumulating) = seen
+    assert inside, changed("_current_graph_task_id", "autograd.in_backward")
+    assert start <= number < end, changed("Node._sequence_nr", "autograd.running_node_number")
+    assert accumulating is None, changed("the name AccumulateGrad", "autograd.running_node_number")
+
+
+def test_autograd_the_wrapper_of_checkpointed_modules():
+    inner = nn.Linear(1, 1)
+    wrapper = autograd.checkpoint_wrapper(inner)
+    want = changed("CheckpointWrapper._checkpoint_wrapped_module", "autograd.checkpointed_modules")
+    for whole in (wrapper, nn.Sequential(wrapper)):
+        (found,) = autograd.checkpointed_modules(whole)
+        assert found is inner, want
+    assert autograd.checkpointed_modules(inner) == []
+    compiled = nn.Sequential(torch.compile(wrapper))
+    assert autograd.checkpointed_modules(compiled) == [], changed(
+        "OptimizedModule._orig_mod", "autograd.checkpointed_modules"
+    )
+
+
+def test_names_lose_what_wrappers_put_into_them():
+    model = nn.Sequential(torch.compile(autograd.checkpoint_wrapper(nn.Linear(1, 1))))
+    names = [name for name, _ in nn.Module.named_parameters(model)]
+    assert any("_orig_mod" in name for name in names)
+    assert {clean_name(name) for name in names} == {"0.weight", "0.bias"}, changed(
+        f"names in a parameter's path: {names}", "names.clean_name"
+    )
+
+
+def test_dispatch_knows_every_fused_attention_kernel():
+    """Forward operators of torch for attention; those of other devices and the unfused are none."""
+    known = {func.name().removeprefix("aten::") for func in dispatch.ATTENTION_OPERATORS}
+    every = {
+        schema.name.removeprefix("aten::")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("aten::_scaled_dot_product")
+    }
+    others = {name for name in every - known if name.endswith(("_backward", "_mps", "_math"))}
+    assert every - others == known, changed(
+        "operators aten::_scaled_dot_product_*", "dispatch.ATTENTION_OPERATORS"
+    )
+
+
+def test_dispatch_reads_schemas():
+    want = changed("OpOverload._schema", "dispatch.schema_of")
+    assert dispatch.schema_of(torch.ops.aten.mul_.Tensor) == ("mul_", ["self", "other"]), want
+    assert dispatch.changes_arguments(torch.ops.aten.mul_.Tensor), want
+    assert not dispatch.changes_arguments(torch.ops.aten.mul.Tensor), want
+    assert not dispatch.changes_arguments(len)
+
+
+def test_dispatch_modes_trees_and_storages():
+    seen = []
+
+    class Mode(dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        x = torch.ones(3) * 2
+    assert torch.ops.aten.mul.Tensor in seen, changed("TorchDispatchMode", "dispatch")
+    leaves, spec = dispatch.tree_flatten({"a": [1, 2]})
+    want = changed("torch.utils._pytree", "dispatch")
+    assert dispatch.tree_unflatten(leaves, spec) == {"a": [1, 2]}, want
+    assert dispatch.tree_map(lambda leaf: leaf + 1, [1]) == [2], want
+    assert dispatch.tree_leaves((1, {"b": 2})) == [1, 2], want
+    want = changed("UntypedStorage._cdata", "dispatch.storage_address")
+    address = dispatch.storage_address(x)
+    assert address == dispatch.storage_address(x[1:].untyped_storage()), want
+    assert address != dispatch.storage_address(x.clone()), want
+
+
+def test_dispatch_the_registry_of_lowerings():
+    from torch._inductor.lowering import lowerings, register_lowering
+
+    want = changed("torch._inductor.lowering", "dispatch.lower_as_identity")
+    assert torch.ops.aten.mul.Tensor in lowerings, want
+    assert "type_promotion_kind" in inspect.signature(register_lowering).parameters, want
+
+
+def test_fake_tensors_have_storages_but_no_memory():
+    with fake.FakeTensorMode():
+        x, y = torch.empty(2**40), torch.empty(2**40)
+    assert isinstance(x, fake.FakeTensor), changed("FakeTensor", "fake")
+    assert dispatch.storage_address(x) != dispatch.storage_address(y), changed(
+        "UntypedStorage._cdata of fake tensors", "dispatch.storage_address"
+    )
+
+
+def test_fake_ranks_answer_at_once():
+    with fake.fake_process_group(7):
+        assert dist.get_world_size() == 7, changed("FakeStore", "fake.fake_process_group")
+        dist.all_reduce(torch.ones(1))
+    assert not dist.is_initialized()
+
+
+def test_fake_dtensor_finds_shapes_where_the_door_is(two_ranks):
+    x = distribute_tensor(torch.ones(4, 6), two_ranks, [Shard(0)], src_data_rank=None)
+    said = []
+    with fake.while_finding_shapes(said.append):
+        x.view(4, 2, 3).sum(1)
+    assert said, changed(
+        "ShardingPropagator._propagate_tensor_meta_non_cached", "fake.while_finding_shapes"
+    )
+    assert said == [True, False] * (len(said) // 2)
