@@ -10,7 +10,7 @@ import sys
 from contextlib import ExitStack
 
 from torchtitan_lr.compat.interpreter import collector_off
-from torchtitan_lr.launch.processes import end_with_torchrun, leave
+from torchtitan_lr.launch.processes import end_with_torchrun, exit_without_teardown
 
 with collector_off():
     # Call this before the slow imports: torchrun may be killed during them.
@@ -68,4 +68,4 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_without_teardown(main())

@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""One TrainSpec a model family: what torchtitan builds a run from.
-
-Importing this module registers them.
-"""
+"""One torchtitan TrainSpec per model family; importing this module registers them."""
 
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.protocols.train_spec import (
@@ -35,7 +32,7 @@ PARALLELIZE: dict[str, ParallelizeFunction] = {
     "cola": parallelize_llama_cola,
     "lax": parallelize_llama_lax,
 }
-"""What splits a model of each family."""
+"""The parallelize function of each family."""
 
 
 def build_train_spec(family: str) -> TrainSpec:
@@ -57,9 +54,9 @@ def build_train_spec(family: str) -> TrainSpec:
 
 
 def register_train_specs() -> None:
-    """Make ``llama_full``, ``llama_svd``, ``llama_cola`` and ``llama_lax`` known to torchtitan.
+    """Register ``llama_full``, ``llama_svd``, ``llama_cola`` and ``llama_lax`` with torchtitan.
 
-    What is registered already stays: torchtitan refuses to be told twice.
+    Registered names are skipped: torchtitan raises for a second registration.
     """
     for family in FLAVORS:
         name = f"llama_{family}"

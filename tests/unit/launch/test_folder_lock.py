@@ -19,7 +19,7 @@ def test_the_second_job_is_told_who_is_at_work(tmp_path):
         pass
     told = str(info.value)
     assert told.startswith(f"job.dump_folder: got {folder!r}, expected a folder in which no other")
-    assert f"process {os.getpid()} on {socket.gethostname()} has been since 20" in told
+    assert f"process {os.getpid()} on {socket.gethostname()} has used it since 20" in told
     # What is left in the file holds nothing.
     with locked(folder):
         pass

@@ -12,12 +12,12 @@ from torchtitan_lr.launch.processes import child_pids
 
 PROGRAM = """
 import atexit, threading
-from torchtitan_lr.launch.processes import leave
+from torchtitan_lr.launch.processes import exit_without_teardown
 
 atexit.register(print, "registered")
 threading.Thread(target=threading.Event().wait).start()
 print("done", end=" ")
-leave(3)
+exit_without_teardown(3)
 """
 
 

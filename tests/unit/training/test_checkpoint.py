@@ -228,7 +228,7 @@ def test_falling_back_goes_on_from_the_newest_whole_one(tmp_path: Path) -> None:
     assert folders(tmp_path) == ["aside-3-0", "step-1", "step-2"]
     for step in (1, 2):
         flip_a_bit(tmp_path, step)
-    with pytest.raises(ConfigError, match="there is no older one that is whole"):
+    with pytest.raises(ConfigError, match="there is no older whole one"):
         again.load()
 
 
