@@ -99,7 +99,7 @@ def test_a_killed_rank_is_the_cause_not_those_that_missed_it(tmp_path):
     message = {"message": "RuntimeError: Connection closed", "extraInfo": {"timestamp": "1"}}
     (other / "error.json").write_text(json.dumps({"message": message}))
     told = describe_failure(tmp_path, 1)
-    assert told.startswith("rank 1 was ended by SIGKILL (which is also")
+    assert told.startswith("rank 1 was ended by SIGKILL (the kernel also")
     assert told.endswith(f"its output: {folder}")
 
 

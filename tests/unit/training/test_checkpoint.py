@@ -207,7 +207,7 @@ def test_a_flipped_bit_is_refused_and_the_way_out_named(step: int, tmp_path: Pat
     line = str(error.value)
     assert line.startswith(f"checkpoint: got '{tmp_path}/checkpoint/step-4', expected a whole one")
     assert "(__0_0.distcp has another checksum than when it was saved)" in line
-    assert f"whole is {tmp_path}/checkpoint/step-2: checkpoint.fall_back = true" in line
+    assert f"whole one is {tmp_path}/checkpoint/step-2: set checkpoint.fall_back = true" in line
     assert folders(tmp_path) == ["step-1", "step-2", "step-3", "step-4"]
 
 
