@@ -227,7 +227,7 @@ def test_every_rank_refuses_a_flipped_bit(stopped: str, two_ranks: RankPool) -> 
         line = error.splitlines()[-1]
         assert f"ConfigError: checkpoint: got '{step}', expected a whole one" in line
         assert "__1_0.distcp has another checksum" in line
-        assert f"{step.parent}/step-2: checkpoint.fall_back = true" in line
+        assert f"{step.parent}/step-2: set checkpoint.fall_back = true" in line
 
 
 def test_falling_back_loses_one_step_and_no_digit(
