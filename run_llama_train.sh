@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-# Trains the model of CONFIG_FILE on NGPU ranks; sets up .venv first where it has to.
-# With no arguments: the main job, train_configs/debug_cola.toml on 4 GPUs, or on 4 CPU processes
-# where there are fewer. --help says more.
+# Train the model of CONFIG_FILE on NGPU ranks; set up .venv first if needed.
+# Without arguments: the main job, train_configs/debug_cola.toml on 4 GPUs, or on 4 CPU processes
+# if there are fewer GPUs. --help lists all settings.
 #   NGPU=8 CONFIG_FILE=train_configs/cola_60m.toml ./run_llama_train.sh --training.steps=100
 #   COMM_MODE=fake_backend NGPU=64 ./run_llama_train.sh   # dry run of one step, no GPU
 set -euo pipefail
 
-# A path given from elsewhere means a file there.
+# Resolve a relative CONFIG_FILE before changing the directory.
 if [ -n "${CONFIG_FILE:-}" ] && [ -f "$CONFIG_FILE" ]; then
     CONFIG_FILE=$(cd "$(dirname "$CONFIG_FILE")" && pwd)/$(basename "$CONFIG_FILE")
 fi

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Measures the effective rank of a checkpoint's activations (CoLA, section 3.1, Eq. 1).
+"""Measure the effective rank of a checkpoint's activations (CoLA, section 3.1, Eq. 1).
 
-r(alpha) is the number of singular values that hold a share alpha of an activation matrix's energy.
-It is told for the output of every projection of every block, for the latent that enters its B
-(low-rank families), and for the feed-forward's hidden units. The model reads held-out text: that of
-the run's own [validation], or a file.
+r(alpha) is the number of singular values that hold a fraction alpha of an activation matrix's
+energy. It is reported for the output of every projection of every block, for the latent input of
+its B (low-rank families), and for the feed-forward's hidden units. The model reads held-out text:
+the validation text of the run, or a file.
 
     python scripts/activation_rank.py outputs/debug_cola/checkpoint/step-150
     python scripts/activation_rank.py CHECKPOINT --alpha 0.9,0.95,0.99 --out rank.png --json
 
-The table has r(alpha)/width for every alpha. Take more tokens than the widest activation has
-columns, else the tokens bound the rank (the script says so).
+The table has r(alpha)/width for every alpha. Use more tokens than the widest activation has
+columns, else the number of tokens limits the rank (the script prints a warning).
 """
 
 import argparse

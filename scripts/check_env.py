@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Says whether this interpreter has what pyproject.toml requires.
+"""Check whether this interpreter has all requirements of pyproject.toml.
 
-Usage: ``python scripts/check_env.py [EXTRA ...]``. It runs at every start, before anything is
-installed, and decides whether something must be: so it uses the standard library only, and reads
-requirement strings without the ``packaging`` library, which may be missing then.
+Usage: ``python scripts/check_env.py [EXTRA ...]``. It runs at every start, before the installation,
+and decides whether one is needed. Therefore it uses the standard library only, and parses
+requirement strings without the ``packaging`` library, which may not be installed yet.
 
-Exit status: 0 everything is installed, 1 something is not, 2 there is no such extra.
+Exit status: 0 everything is installed, 1 a requirement is missing, 2 the extra does not exist.
 """
 
 import re
@@ -17,9 +17,9 @@ PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
 
 def requirements(text: str, extras: list[str]) -> list[str]:
-    """Returns the requirement strings of pyproject.toml, those of ``extras`` included.
+    """Return the requirement strings of pyproject.toml, including those of ``extras``.
 
-    No tomllib: Python 3.10 has none, and nothing is installed yet.
+    This does not use tomllib, which Python 3.10 lacks.
     """
     found: list[str] = []
     for key in ("dependencies", *extras):
@@ -33,7 +33,7 @@ def requirements(text: str, extras: list[str]) -> list[str]:
 
 
 def satisfied(requirement: str) -> bool:
-    """Whether an installed distribution meets one requirement such as ``torch>=2.11,<2.14``."""
+    """Return whether an installed distribution meets a requirement, e.g. ``torch>=2.11,<2.14``."""
     specifier, _, marker = requirement.partition(";")
     if "sys_platform == 'linux'" in marker and sys.platform != "linux":
         return True
@@ -50,7 +50,7 @@ def satisfied(requirement: str) -> bool:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Returns the numbers of a version, ``2.13.0+cpu`` as (2, 13, 0), trailing zeros dropped."""
+    """Return a version's numbers without trailing zeros, e.g. (2, 13) for ``2.13.0+cpu``."""
     numbers = [int(part) for part in re.split(r"[^\d.]", version)[0].split(".") if part]
     while numbers and numbers[-1] == 0:
         numbers.pop()

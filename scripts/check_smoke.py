@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Judge the smoke run: ``python scripts/check_smoke.py DUMP_FOLDER``.
+"""Check the results of the smoke run: ``python scripts/check_smoke.py DUMP_FOLDER``.
 
-Exit status: 0 it passed, 1 something is wrong with it, 2 the arguments are refused.
+Exit status: 0 passed, 1 failed, 2 invalid arguments.
 """
 
 import json
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from torchtitan_lr.tools.cli import OneLineParser
 
-# A model that knows nothing of the 4096 tokens; an untrained one starts a little above it.
+# Loss of uniform predictions over 4096 tokens; an untrained model starts slightly above it.
 UNIFORM_LOSS = math.log(4096)
 
 
 def problems(summary: dict[str, object], steps: int = 20) -> list[str]:
-    """Lists what is wrong with the ``summary.json`` of a smoke run (losses in nats a token)."""
+    """Return the errors in the ``summary.json`` of a smoke run (losses in nats per token)."""
     found = []
     if summary.get("steps") != steps:
         found.append(f"steps is {summary.get('steps')}, expected {steps}")
@@ -34,14 +34,14 @@ def problems(summary: dict[str, object], steps: int = 20) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print what is wrong, one line each; return the exit status."""
+    """Print one line per error; return the exit status."""
     parser = OneLineParser(description=__doc__)
     parser.add_argument("dump_folder", metavar="DUMP_FOLDER", type=Path, help="of the smoke run")
     options = parser.parse_args(argv)
     try:
         wrong = problems(json.loads((options.dump_folder / "summary.json").read_text()))
     except (OSError, ValueError) as error:
-        wrong = [f"no summary to judge ({error})"]
+        wrong = [f"no summary to check ({error})"]
     for line in wrong:
         print(f"error: smoke: {line}", file=sys.stderr)
     if not wrong:

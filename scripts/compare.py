@@ -1,28 +1,28 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Trains a few steps under several plans and puts their cost side by side.
+"""Train a few steps under several plans and compare their cost.
 
-With one CONFIG, three runs are derived from it: full rank (Megatron's plan), the low-rank model
-under the vanilla plan, and under the bottleneck-aware one. With several CONFIGs, each is run as it
-is. The runs follow one another on NGPU ranks of this machine (default 4: GPUs, or processes where
-there are too few). Further arguments, --section.key=value, go to all runs.
+With one CONFIG, three runs are derived from it: full rank (Megatron's plan), and the low-rank model
+under the vanilla plan and under the bottleneck-aware plan. With several CONFIGs, each runs
+unchanged. The runs execute one after another on NGPU ranks of this machine (default 4: GPUs, or CPU
+processes if there are fewer GPUs). Further arguments, --section.key=value, apply to all runs.
 
-All runs have one mode of activation checkpointing, which the results name: the TOML's, or "full"
-where that is "low_rank" and full rank, which has none, is among the runs. Several CONFIGs of
-different modes are refused. --checkpointing gives single runs another mode.
+All runs use the same mode of activation checkpointing, which the results name: the TOML's, or
+"full" if that is "low_rank" and a full-rank run, which does not support it, is included. Several
+CONFIGs with different modes are an error. --checkpointing sets another mode for single runs.
 
     python scripts/compare.py train_configs/debug_cola.toml
     NGPU=4 python scripts/compare.py A.toml B.toml --steps 20 --training.seq_len=256
     python scripts/compare.py train_configs/debug_cola.toml --checkpointing full=full,btp=low_rank
-    python scripts/compare.py --tables       # BOOST's Figure 6 (left), on as many GPUs as there are
+    python scripts/compare.py --tables       # BOOST's Figure 6 (left), on all available GPUs
 
-Reported are the median seconds of a step and their range, tokens a second of all ranks, MFU from
-the model's own FLOPs (- where the device's peak is unknown), bytes of all collectives of a step
-(elements once per call times item size, rank 0), the time in which collectives ran (mean of the
-ranks, waiting included, computation may overlap), and the largest rank's peak memory. Bytes and
-communication time come from two more steps at the end, which are not timed. The table is printed;
-compare.json and compare.png are written to --work.
+The table has the median seconds per step and their range, tokens per second of all ranks, MFU from
+the model's own FLOPs (- if the device's peak is unknown), bytes of all collectives per step
+(elements once per call times item size, rank 0), the time in which collectives ran (mean over the
+ranks, including waiting; computation may overlap), and the largest rank's peak memory. Bytes and
+communication time are measured in two additional steps at the end, which are not timed. The table
+is printed; compare.json and compare.png are written to --work.
 
-Exit status: 0 all ran, 1 a run failed, 2 something is refused.
+Exit status: 0 all runs finished, 1 a run failed, 2 invalid arguments or configuration.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from torchtitan_lr.tools.variants import PLANS, read_plans
 
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
-    """Check everything, run everything, report."""
+    """Check all runs, execute them, and print the table; return the exit status."""
     options = _parse(argv)
     cases = cases_of(options)
     for case in cases:

@@ -1,29 +1,29 @@
 #!/usr/bin/env python3
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What a run will need and send, before it starts and without its devices.
+"""Estimate a run's memory, communication and step time, without its devices.
 
     python scripts/estimate.py train_configs/boost_13b.toml
     python scripts/estimate.py CONFIG --world 1024 --training.global_batch_size=-1
     python scripts/estimate.py CONFIG --hardware h200 --json [--section.key=value ...]
     python scripts/estimate.py CONFIG --plans full,vanilla_replicated,btp
 
-Prints parameters, FLOPs a token, memory of the rank that needs most by part, bytes a rank hands to
-its collectives in a step by mesh dimension and operation, and a modelled step time: for the
-configuration as it is and, on the same ranks with the same batches and with AdamW, for --plans: by
-default full rank, vanilla tensor parallelism and BTP. Further arguments override the TOML, as in a
-run.
+Prints parameters, FLOPs per token, the memory of the rank that needs most by part, the bytes that a
+rank passes to its collectives per step by mesh dimension and operation, and a modelled step time:
+for the given configuration and, on the same ranks with the same batches and with AdamW, for
+--plans, by default full rank, vanilla tensor parallelism and BTP. Further arguments override the
+TOML, as in a run.
 
-The plans share one mode of activation checkpointing: the configured one, or "full" where that is
-"low_rank" and full rank, which does not have it, is among them. --checkpointing btp=low_rank names
-another for a column.
+The plans use the same mode of activation checkpointing: the configured one, or "full" if that is
+"low_rank" and full rank is compared, which does not support it. 
+--checkpointing btp=low_rank sets a column's mode.
 
 Weights, gradients, optimizer state and bytes are exact. Activations are counted by running blocks
-on tensors without data ("working" is what backward needs on top); "buffers" are FSDP's whole
-weights and the like. Blocks count as uncompiled. The step time is a model, and shorter than a real
+on tensors without data ("working" is the additional memory of backward); "buffers" include FSDP's
+unsharded weights. Blocks count as uncompiled. The step time is a model, and shorter than a real
 step, see torchtitan_lr/estimate/step_time.py.
-With a pipeline every rank is listed; the table shows the one with most memory, and most bytes.
+With a pipeline every rank is listed; the table shows the ranks with most memory and most bytes.
 
-Exit status: 0, or 2 where the configuration, the number of ranks or the hardware is refused.
+Exit status: 0, or 2 for an invalid configuration, number of ranks or hardware.
 """
 
 import argparse

@@ -2,11 +2,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Write a training checkpoint as safetensors.
 
-With our own, factored names, for every model:
+With this package's factored names, for every model:
 
     python scripts/export.py outputs/checkpoint/step-100 --out exported
 
-As a full-rank Hugging Face LLaMA, where that is exact (llama_full, llama_svd):
+As a full-rank Hugging Face LLaMA, if the conversion is exact (llama_full, llama_svd):
 
     python scripts/export.py outputs/checkpoint/step-100 --out exported --format hf
 """
@@ -25,7 +25,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line.
 
     Args:
-        argv: The arguments; those of the process by default.
+        argv: The arguments; ``sys.argv[1:]`` by default.
 
     Returns:
         ``checkpoint``, ``out``, ``format``, ``dtype`` and ``config``.
@@ -49,7 +49,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
     options, rest = parser.parse_known_args(argv)
     if options.out is None and rest and not rest[0].startswith("-"):
-        options.out = Path(rest.pop(0))  # as it had to be written before there was --out
+        options.out = Path(rest.pop(0))  # the older form of --out
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.out is None:
@@ -61,12 +61,12 @@ def export(args: argparse.Namespace) -> None:
     """Load, convert, write.
 
     Args:
-        args: What ``parse_args`` returned.
+        args: Result of ``parse_args``.
 
     Raises:
-        ConfigError: For anything that cannot be read, converted or written.
+        ConfigError: The checkpoint cannot be read, converted or written.
     """
-    # Late, because torchtitan takes seconds to import: --help and a wrong argument do not wait.
+    # Imported late: torchtitan takes seconds, and --help and argument errors do not need it.
     import torch
 
     from torchtitan_lr.tools.export import check_hf_exportable, export_factored, export_hf

@@ -21,7 +21,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line.
 
     Args:
-        argv: The arguments; those of the process by default.
+        argv: The arguments; ``sys.argv[1:]`` by default.
 
     Returns:
         The options by name.
@@ -40,13 +40,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check_args(args: argparse.Namespace) -> None:
-    """Refuse numbers that mean nothing.
+    """Raise for invalid values.
 
     Args:
-        args: What ``parse_args`` returned.
+        args: Result of ``parse_args``.
 
     Raises:
-        ConfigError: For the first of them.
+        ConfigError: An option has an invalid value; the error names the first one.
     """
     if args.max_new_tokens < 1:
         raise ConfigError("--max_new_tokens", args.max_new_tokens, "a positive integer")
@@ -58,7 +58,7 @@ def check_args(args: argparse.Namespace) -> None:
         raise ConfigError("--seed", args.seed, "an integer from 0 to 2**63 - 1")
     try:
         args.prompt.encode()
-    except UnicodeEncodeError as error:  # bytes of the command line that are no UTF-8
+    except UnicodeEncodeError as error:  # the command line is not UTF-8
         want = f"text in UTF-8 (position {error.start}: {error.reason})"
         raise ConfigError("--prompt", args.prompt, want) from error
 
@@ -67,15 +67,15 @@ def run(args: argparse.Namespace) -> str:
     """Load the model and its tokenizer, and continue the prompt.
 
     Args:
-        args: What ``parse_args`` returned.
+        args: Result of ``parse_args``.
 
     Returns:
         The prompt and its continuation.
 
     Raises:
-        ConfigError: For anything that cannot be read or used.
+        ConfigError: The checkpoint, tokenizer, prompt or device cannot be used.
     """
-    # Late, because torchtitan takes seconds to import: --help and a wrong argument do not wait.
+    # Imported late: torchtitan takes seconds, and --help and argument errors do not need it.
     import torch
 
     from torchtitan_lr.data.tokenizer import build_tokenizer, check_tokenizer

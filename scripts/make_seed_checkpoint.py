@@ -2,15 +2,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Write the initial weights of a job as a checkpoint of step 0, on one CPU process.
 
-The job itself, started afterwards with the same dump folder, begins from it in any parallel layout
-and on any device, whose own random numbers would differ:
+A job started with the same dump folder loads these weights, in any parallel layout and on any
+device; weights initialised on another device would differ:
 
     python scripts/make_seed_checkpoint.py train_configs/debug_cola.toml --job.dump_folder=outputs/a
 
-Other jobs name the folder it prints in `checkpoint.initial_load_path`. The script prints it alone
-on the last line.
+Other jobs set `checkpoint.initial_load_path` to the checkpoint's folder, which the script prints on
+the last line.
 
-Exit status: 0, or 2 where the job is refused.
+Exit status: 0, or 2 for an invalid configuration.
 """
 
 import sys

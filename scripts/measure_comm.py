@@ -3,14 +3,14 @@
 
 python scripts/measure_comm.py CONFIG [--json] [--section.key=value ...]
 
-CONFIG is a TOML file of ./run_llama_train.sh; further arguments override it. The step runs for
-real, on NGPU ranks (default 4) of this machine: GPUs, or gloo processes where there is none.
-Elements are those of the logical tensor, once per call. `block` is one decoder block, where all are
-alike; elsewhere the blocks have rows of their own. Formulas describe the model; the scalars of the
-scope `step` (clipping, logging) have none. What activation checkpointing repeats is no formula: it
-is rehearsed on tensors without data.
+CONFIG is a TOML file of ./run_llama_train.sh; further arguments override it. The step is executed
+on NGPU ranks (default 4) of this machine: GPUs, or gloo processes without GPUs. Elements are those
+of the logical tensor, once per call. If all decoder blocks are equal, they are shown as one,
+`block`; otherwise each has its own rows. Formulas describe the model; the scalars of the scope
+`step` (clipping, logging) have none. Collectives that activation checkpointing recomputes have no
+formula: they are counted by running the model on tensors without data.
 
-Exit status: 0 all rows agree, 1 some differ or the run failed, 2 the configuration is refused.
+Exit status: 0 all rows agree, 1 rows differ or the run failed, 2 invalid configuration.
 """
 
 import json
@@ -29,16 +29,16 @@ QUIET = [
     "--metrics.no_enable_tensorboard",
     "--metrics.no_enable_wandb",
 ]
-"""What a single step needs to leave nothing behind."""
+"""Overrides for a single step that writes no files."""
 
 KEYS = ("scope", "pass", "op", "mesh_dim", "dtype", "calls", "elements", "bytes")
 
 
 def measure(arguments: list[str]) -> list[dict[str, Any]]:
-    """Run one step on this rank of a started run.
+    """Run one step on this rank.
 
     Args:
-        arguments: As of a training run.
+        arguments: Arguments of a training run.
 
     Returns:
         The ledger's rows.
@@ -59,7 +59,7 @@ def measure(arguments: list[str]) -> list[dict[str, Any]]:
 
 
 def one_block(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Show equal blocks as one, with the scope ``block``."""
+    """Merge equal blocks into one, with the scope ``block``."""
     blocks: dict[str, list[dict[str, Any]]] = {}
     for row in table:
         if row["scope"].startswith("block "):
@@ -73,14 +73,17 @@ def one_block(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
-    """Start all ranks of this machine, wait, and return what they counted beside the formulas.
+    """Run one step on all ranks of this machine and compare the counts with the formulas.
 
     Args:
-        arguments: As of a training run.
+        arguments: Arguments of a training run.
+
+    Returns:
+        The rows of the comparison.
 
     Raises:
-        ConfigError: If the configuration cannot run.
-        RunFailedError: If a rank failed.
+        ConfigError: The configuration is invalid.
+        RunFailedError: A rank failed.
     """
     from torchtitan_lr.estimate.memory import repeated_by_block
     from torchtitan_lr.estimate.run import read_run
@@ -93,7 +96,7 @@ def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
         key = "parallelism.pipeline_parallel_degree"
         raise ConfigError(key, config.parallelism.pipeline_parallel_degree, "1 for this script")
     run = read_run(config, read_environment().ranks)
-    # What an optimizer sums over the replicas is in the scope `step`.
+    # The collectives of an optimizer over the replicas are in the scope `step`.
     expected = [row for row in step_traffic(run, 0) if row.scope != "step"]
     expected += repeated_by_block(run)
     return compare(ask_ranks(__file__, arguments), expected, run.wire_dtypes)
@@ -101,7 +104,7 @@ def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
 
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+    """Run the command; return the exit status."""
     answer(measure, sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(description=__doc__)
     parser.add_argument("config", metavar="CONFIG", help="a TOML file")
@@ -116,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def as_text(rows: list[dict[str, Any]]) -> str:
-    """Lay the rows out as a table; a formula's number is shown as = where it agrees."""
+    """Format the rows as a table; a formula's number that agrees is shown as ``=``."""
     lines = []
     for row in rows:
         pairs = (("calls", "expected_calls"), ("elements", "expected_elements"))

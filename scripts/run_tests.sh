@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-# Style, types and tests. Every stage runs, whatever failed before it; the exit status is 1 if one
+# Style, types and tests. Every stage runs, even after a failure; the exit status is 1 if a stage
 # failed, and the last lines name it.
-#   ./scripts/run_tests.sh           all of it; of the largest matrices the share of this commit
-#   ./scripts/run_tests.sh --quick   style, types, the units of what changed, one whole run
-#   ./scripts/run_tests.sh --full    the whole matrices and all mutants: for the night
+#   ./scripts/run_tests.sh           everything; of the largest matrices, this commit's share
+#   ./scripts/run_tests.sh --quick   style, types, unit tests of changed files, one training run
+#   ./scripts/run_tests.sh --full    the whole matrices and all mutants: for nightly runs
 #   ./scripts/run_tests.sh ARGS ...  style and types, then pytest with these arguments
-# docs/testing.md has the times, and what is where.
+# docs/testing.md lists the durations and the layout of the tests.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -15,11 +15,11 @@ setup_env dev
 export OMP_NUM_THREADS=1
 
 results=$(mktemp -d)
-lane=
+background=
 end() {
-    if [ -n "$lane" ]; then
-        kill -TERM -- "-$lane" 2>/dev/null
-        cat "$results/lane"
+    if [ -n "$background" ]; then
+        kill -TERM -- "-$background" 2>/dev/null
+        cat "$results/background"
     fi
     rm -rf "$results"
 }
@@ -44,22 +44,22 @@ style() {
     stage "mypy" mypy
 }
 
-# Everything, in two lanes side by side: ranks often wait for one another, and then leave the cores
-# to the other lane. Its output comes when both have ended.
+# Everything, in two parallel jobs: ranks often wait for each other, and then leave the cores to the
+# background job. Its output is printed when both have ended.
 everything() {
-    echo "Style, units and whole runs go on beside the ranks; their output comes at the end."
-    set -m # a process group of its own, which ends with this script
+    echo "Style, unit tests and training runs run in the background; their output comes at the end."
+    set -m # gives the background job its own process group, so that this script can end it
     {
         style
         stage "units" pytest tests/unit tests/gpu -n auto --dist worksteal "$@"
         stage "whole runs" pytest tests/integration --durations=10 "$@"
-    } >"$results/lane" 2>&1 &
-    lane=$!
+    } >"$results/background" 2>&1 &
+    background=$!
     set +m
     stage "ranks" pytest tests/distributed --durations=15 "$@"
-    wait "$lane"
-    lane=
-    cat "$results/lane"
+    wait "$background"
+    background=
+    cat "$results/background"
 }
 
 case ${1:-} in

@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-# Sourced by the other scripts: `setup_env [EXTRA]` sets RUN_PYTHON to an interpreter that has all
-# that pyproject.toml asks for, and makes .venv where there is none. Nothing is installed twice,
-# and a start that installs nothing does not touch the network.
-# Expects the working directory to be the repository's root. PYTHON names the interpreter to use.
+# Sourced by the other scripts: `setup_env [EXTRA]` sets RUN_PYTHON to an interpreter with all
+# requirements of pyproject.toml, and creates .venv if there is none. Nothing is installed twice,
+# and without an installation there is no network access.
+# Expects the working directory to be the repository's root. PYTHON selects the interpreter.
 
 fail() {
     echo "error: $*" >&2
@@ -13,7 +13,7 @@ python_is_new_enough() {
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1
 }
 
-# Newest first; an activated environment's `python3` comes before all of them.
+# The interpreter of an activated environment (`python3`) first, then the newest version.
 find_base_python() {
     local candidate
     for candidate in ${PYTHON:-python3 python python3.13 python3.12 python3.11 python3.10}; do
@@ -33,7 +33,7 @@ print(".venv/.installed-" + hashlib.sha256(text).hexdigest()[:16])
 PY
 }
 
-# Only one process installs; the others wait for it. The lock of a dead process is taken over.
+# Only one process installs; the others wait. The lock of a dead process is removed.
 lock_venv() {
     local owner nameless=0
     until mkdir .venv.lock 2>/dev/null; do
@@ -61,10 +61,10 @@ install_venv() {
         echo "Setting up .venv with $("$base" -V) (once; some minutes)"
         "$base" -m venv .venv >/dev/null || {
             rm -rf .venv
-            fail "$base cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"
+            fail "$base cannot create a virtual environment; on Debian and Ubuntu: apt install python3-venv"
         }
     elif ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
-        # Interrupted while it was made.
+        # Its creation was interrupted.
         "$base" -m venv .venv >/dev/null || fail "cannot repair .venv; remove it and try again"
     fi
     .venv/bin/python -m pip install --quiet --disable-pip-version-check -e "$target" ||
@@ -75,7 +75,7 @@ setup_env() {
     local extra=${1:-} base candidate stamp
     base=$(find_base_python) ||
         fail "no Python >= 3.10 found${PYTHON:+ at $PYTHON}; name one, e.g. PYTHON=python3.12 $0"
-    # PYTHON wins, then .venv, then what the shell would run.
+    # PYTHON first, then .venv, then the shell's interpreter.
     for candidate in ${PYTHON:+"$base"} .venv/bin/python "$base"; do
         if [ -x "$candidate" ] && "$candidate" scripts/check_env.py $extra >/dev/null 2>&1; then
             RUN_PYTHON=$candidate

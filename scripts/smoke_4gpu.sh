@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-# The main job's short form on 4 ranks, GPUs if there are as many, else CPU processes: it must
-# learn something in 20 steps.
-# Arguments override the TOML, after the smoke's own.
+# Smoke test: the main job for 20 steps on 4 ranks, on GPUs if there are 4, else on CPU processes.
+# The losses must fall below that of uniform predictions. Arguments override the TOML and the
+# settings below.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

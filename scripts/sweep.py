@@ -1,20 +1,20 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-r"""Trains a grid of settings, one run a point, and sums them up in one table.
+r"""Train a grid of settings, one run per point, and collect the results in one table.
 
-Each --set names a TOML key and its values; the grid is every combination. Further arguments,
---section.key=value, go to all points. Runs follow one another on NGPU ranks of this machine
-(default 4: GPUs, or processes where there are too few).
+Each --set names a TOML key and its values; the grid has all combinations. Further arguments,
+--section.key=value, apply to all points. The runs execute one after another on NGPU ranks of this
+machine (default 4: GPUs, or CPU processes if there are fewer GPUs).
 
     python scripts/sweep.py train_configs/debug_cola.toml --set low_rank.rank=16,32 \
         --set parallelism.tp_plan=vanilla,btp --work outputs/ranks --training.steps=100
 
 The whole grid is checked before the first run. The sweep may be stopped at any time (Ctrl-C saves
-the running point) or killed: the same command skips the points that are finished and continues the
-one that was cut off from its last checkpoint. A point that failed is tried again. In wandb
-(--metrics.enable_wandb) all points are one group. The table is sweep.md, sweep.csv and sweep.json
-in --work, written after every point; each point's run is in a folder of its own there.
+the running point) or killed: the same command skips finished points and resumes the interrupted one
+from its last checkpoint. Failed points run again. In wandb (--metrics.enable_wandb) all points are
+one group. The table is written to sweep.md, sweep.csv and sweep.json in --work after every point;
+each point has its own folder there.
 
-Exit status: 0 all points are finished, 1 some failed, 2 something is refused, 130 stopped.
+Exit status: 0 all points finished, 1 some failed, 2 invalid configuration, 130 stopped.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from torchtitan_lr.tools.sweep import Sweep, as_markdown, check_own_keys, parse_
 
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
-    """Check the grid, run what is missing, sum up."""
+    """Check the grid, run the unfinished points, print the table; return the exit status."""
     options = _parse(argv)
     work = Path(options.work)
     try:
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             lock_file(lock, work / ".lock")
         except BlockingIOError:
-            want = "a folder in which no sweep, nor a run that one left behind, is at work"
+            want = "a folder that no other sweep, nor a run left by one, is using"
             raise ConfigError("--work", options.work, want) from None
         base = build_job_config([f"--job.config_file={options.config}", *options.overrides])
         interval = max(1, base.training.steps // 10)
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             sweep.run()
         except Stopped as signal:
-            print(f"stopped by {signal}: the same command goes on", file=sys.stderr)
+            print(f"stopped by {signal}: run the same command to continue", file=sys.stderr)
             return 130
     rows = sweep.rows()
     print(json.dumps(rows, indent=1) if options.json else as_markdown(rows))
@@ -74,7 +74,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         action="append",
         metavar="KEY=V1,V2",
         required=True,
-        help="a key and its values; may be given again",
+        help="a key and its values; may be repeated",
     )
     parser.add_argument(
         *("--out", "--work"),
@@ -86,7 +86,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--skip_refused",
         action="store_true",
-        help="leave out combinations that are refused, instead of refusing the sweep",
+        help="leave out invalid combinations, instead of stopping with an error",
     )
     parser.add_argument("--json", action="store_true", help="print a list of rows instead")
     options = parser.parse_with_overrides(argv)

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Train a byte-level BPE tokenizer on a corpus of one's own, or on the embedded one.
+"""Train a byte-level BPE tokenizer on local files or on the Python standard library.
 
-The shipped tokenizer was made by::
+The shipped tokenizer was created with::
 
     python scripts/train_tokenizer.py --corpus python_stdlib --vocab_size 4096 \
         --out torchtitan_lr/data/assets/bpe4k
 
-The same text and the same version of ``tokenizers`` give the same files. Point
-``model.hf_assets_path`` at the folder to use it.
+The same text and the same version of ``tokenizers`` give the same files. To use the tokenizer, set
+``model.hf_assets_path`` to the folder.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line.
 
     Args:
-        argv: The arguments; those of the process by default.
+        argv: The arguments; ``sys.argv[1:]`` by default.
 
     Returns:
         ``corpus``, ``path``, ``vocab_size``, ``out`` and ``format``.
@@ -43,10 +43,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
-    """Train, write, and print how large the result is; return the exit status."""
+    """Train and write the tokenizer, and print its size; return the exit status."""
     args = parse_args(argv)
     tiktoken = args.format == "tiktoken"
-    make_folder(args.out, dry=True)  # before the minutes that training may take
+    make_folder(args.out, dry=True)  # check it before training, which may take minutes
     corpus = build_corpus(args.corpus, args.path, "train", "training")
     # llama-3's 256 special tokens are not in a rank file, but count as vocabulary.
     room = args.vocab_size - (NUM_LLAMA3_SPECIALS if tiktoken else 0)

@@ -1,15 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The one exception a user's mistake becomes: a single line that names the key."""
+"""The exceptions for a user's mistakes: a one-line message that names the TOML key."""
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work, told in one line: which key, what it got, what would work.
+    """Invalid setting; the message names the key, the value and the expected values on one line.
 
     Args:
-        key: The TOML key in dotted form, e.g. ``training.steps``, or what else was wrong
+        key: The TOML key in dotted form, e.g. ``training.steps``, or the name of another input
             (``--config-file``, a path).
-        got: The offending value.
-        want: What would work, as a phrase: ``an integer such as 1000``.
+        got: The invalid value.
+        want: The expected values, as a phrase: ``an integer such as 1000``.
     """
 
     def __init__(self, key: str, got: object, want: str) -> None:
@@ -20,4 +20,4 @@ class ConfigError(ValueError):
 
 
 class DataError(ConfigError):
-    """Text that cannot be read: ``got`` is the file and, where there are lines, the line."""
+    """Unreadable training text; ``got`` is the file, with the line number for line formats."""

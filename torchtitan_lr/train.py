@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What every rank of a run executes.
+"""Entry point of every rank.
 
-``python -m torchtitan_lr.launch`` starts it; or ``torchrun -m torchtitan_lr.train --job.config_file
-FILE`` does.
+Start it with ``python -m torchtitan_lr.launch`` or with ``torchrun -m torchtitan_lr.train
+--job.config_file FILE``.
 """
 
 import os
@@ -10,10 +10,10 @@ import sys
 from contextlib import ExitStack
 
 from torchtitan_lr.compat.interpreter import collector_off
-from torchtitan_lr.launch.processes import end_with_torchrun, leave
+from torchtitan_lr.launch.processes import end_with_torchrun, exit_without_teardown
 
 with collector_off():
-    # Before the imports, which take seconds: torchrun may be killed meanwhile.
+    # Call this before the slow imports: torchrun may be killed during them.
     end_with_torchrun()
 
     import torch
@@ -31,14 +31,15 @@ from torchtitan_lr.training.guard import BadDataError, NonFiniteError
 
 
 def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) -> int:
-    """Train as the command line says.
+    """Train with the configuration of the command line.
 
     Args:
-        argv: Arguments after the program's name, as torchtitan's; the process's own by default.
-        trainer_class: What trains.
+        argv: Arguments without the program's name, as for torchtitan; ``sys.argv[1:]`` by default.
+        trainer_class: The trainer to build.
 
     Returns:
-        The exit status: 0 done or stopped and saved, 1 non-finite or bad data, 2 refused.
+        The exit status: 0 if training finished or was stopped and saved, 1 for a non-finite loss
+        or bad data, 2 for an invalid configuration.
     """
     init_logger()
     device_type = bind_device()
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         else:
             trainer.train()
     except (ConfigError, NonFiniteError, BadDataError) as error:
-        # On every rank: torchrun ends the others when the first fails, whichever that is.
+        # Print on every rank: torchrun kills the other ranks as soon as any rank fails.
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1
     finally:
@@ -67,4 +68,4 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_without_teardown(main())

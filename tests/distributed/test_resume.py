@@ -227,7 +227,7 @@ def test_every_rank_refuses_a_flipped_bit(stopped: str, two_ranks: RankPool) -> 
         line = error.splitlines()[-1]
         assert f"ConfigError: checkpoint: got '{step}', expected a whole one" in line
         assert "__1_0.distcp has another checksum" in line
-        assert f"{step.parent}/step-2: checkpoint.fall_back = true" in line
+        assert f"{step.parent}/step-2: set checkpoint.fall_back = true" in line
 
 
 def test_falling_back_loses_one_step_and_no_digit(
@@ -260,8 +260,8 @@ def test_hugging_faces_format_has_a_manifest_too(two_ranks: RankPool) -> None:
     start = ["--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={step}"]
     assert two_ranks.run(train, [*options, *start])[0]["losses"][0] < run["losses"][0]
     for error in two_ranks.errors(train, in_hf, "", run["dump_folder"]):
-        assert "step-2', expected one to resume (it holds the model alone" in error
-        assert "checkpoint.load_step = 1, goes on from it" in error
+        assert "step-2', expected one to resume (it holds only the model" in error
+        assert "checkpoint.load_step = 1 to resume from it" in error
     flip(step / "model-00001-of-00001.safetensors")
     for error in two_ranks.errors(train, [*options, *start]):
         assert "model-00001-of-00001.safetensors has another checksum" in error.splitlines()[-1]

@@ -29,7 +29,7 @@ from torchtitan_lr.optim.build import build_optimizers
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.parallel.parallelize import parallelize_llama
 from torchtitan_lr.parallel.tensor.collectives import Ranks
-from torchtitan_lr.training.gradients import gradients_of
+from torchtitan_lr.training.gradients import gradients_for
 from torchtitan_lr.training.trainer import Trainer
 
 READS: dict[str, Callable[[Tensor], Any]] = {
@@ -142,7 +142,7 @@ def _forget_values(trainer: Trainer) -> None:
     trainer.lr_schedulers = trainer.train_spec.build_lr_schedulers_fn(
         trainer.optimizers, config.lr_scheduler, config.training.steps
     )
-    trainer._gradients = gradients_of(trainer.optimizers, [model], None)
+    trainer._gradients = gradients_for(trainer.optimizers, [model], None)
     if isinstance(trainer.optimizers, TSROptimizers):
         for optimizer in trainer.optimizers:
             optimizer.steps += 1

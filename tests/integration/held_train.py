@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint import filesystem
 
-from torchtitan_lr.launch.processes import leave
+from torchtitan_lr.launch.processes import exit_without_teardown
 from torchtitan_lr.train import main
 from torchtitan_lr.training.trainer import Trainer
 
@@ -41,4 +41,4 @@ def hold(point, folder, step):
 
 if __name__ == "__main__":
     filesystem.FileSystemWriter.finish = finish
-    leave(main(trainer_class=HeldTrainer))
+    exit_without_teardown(main(trainer_class=HeldTrainer))

@@ -99,7 +99,7 @@ def test_a_broken_line_saves_and_ends_the_run_in_one_line(tmp_path):
     assert found, done.everything
     last = int(found[1]) - 1
     assert f"training.dataset_path: got '{corpus}:6', expected a JSON object" in found[2]
-    assert f"saved as {tmp_path}/dump/checkpoint/step-{last}: mend the file" in found[2]
+    assert f"saved as {tmp_path}/dump/checkpoint/step-{last}: repair the file" in found[2]
     assert "Traceback" not in done.out + done.err
     assert runs.complete_steps(tmp_path / "dump") == {last}
 

@@ -184,7 +184,7 @@ def test_two_jobs_in_one_folder(tmp_path):
     second = Launch(tmp_path, "end").finish()
     assert second.status == 2, second.everything
     (line,) = second.err.splitlines()
-    assert line.startswith("error: job.dump_folder: got ") and "no other job is at work" in line
+    assert line.startswith("error: job.dump_folder: got ") and "that no other job uses" in line
     assert f"process {first.pid} on " in line
     # It started nothing and left nothing.
     assert second.out == "" and first.saved() == []

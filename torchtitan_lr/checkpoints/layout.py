@@ -1,44 +1,44 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What a checkpoint's folder is called and what lies in it; reading this needs no torch."""
+"""Names of checkpoint folders and of the files and states in them; needs no torch."""
 
 import os
 import re
 from pathlib import Path
 
 RUN_CONFIG = "job_config.json"
-"""The run's own record of its configuration, where ``job.save_config_file`` names no other: in the
-dump folder, two levels above each step's folder."""
+"""Default of ``job.save_config_file``, the run's record of its configuration: in the dump folder,
+two levels above each step's folder."""
 
 METADATA = ".metadata"
-"""DCP's table of contents. Its renaming into place is the last act of a save."""
+"""DCP's table of contents. Renaming it into place is the last action of a save."""
 
 MANIFEST = "manifest.json"
-"""Sizes and checksums of the files, and what model they hold (see :mod:`.manifest`)."""
+"""Sizes and checksums of the files, and the model's fingerprint (see :mod:`.manifest`)."""
 
 HF_INDEX = "model.safetensors.index.json"
 """The last file of a checkpoint in Hugging Face's format."""
 
 RESIDUALS = "grad_compression"
-"""State of compressed gradients: what was not sent."""
+"""Key of the residuals of compressed gradients."""
 
 LANES = "caat"
-"""State of a model with lanes: their number and the fraction they share."""
+"""Key of a CAAT-Net model's number of lanes and shared fraction."""
 
 TRAINING_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state", RESIDUALS, LANES)
-"""All states of a checkpoint beside the model's parameters, which stand at its top level."""
+"""All states of a checkpoint except the model's parameters, which are at its top level."""
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
 """The name of a checkpoint's folder."""
 
 
 def is_dcp(folder: str | Path) -> bool:
-    """Say whether a folder holds a complete checkpoint of DCP: that alone can be resumed."""
-    # os.path, because Path.is_file() raises where a name is too long.
+    """Return whether a folder holds a complete DCP checkpoint; only these can be resumed."""
+    # os.path, because Path.is_file() raises if a name is too long.
     return os.path.isfile(os.path.join(folder, METADATA))
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Say whether a save into the folder has ended, in DCP's format or in Hugging Face's."""
+    """Return whether a save into the folder has ended, in DCP's or Hugging Face's format."""
     return is_dcp(folder) or os.path.isfile(os.path.join(folder, HF_INDEX))
 
 
@@ -46,7 +46,7 @@ def all_steps(folder: str | Path) -> list[int]:
     """Return the steps that have a folder, complete or not, in order.
 
     Args:
-        folder: What holds ``step-1``, ``step-2`` and so on; there need be no such folder.
+        folder: The parent of ``step-1``, ``step-2`` and so on; it may not exist.
     """
     if not os.path.isdir(folder):
         return []
@@ -55,7 +55,7 @@ def all_steps(folder: str | Path) -> list[int]:
 
 
 def complete_steps(folder: str | Path) -> list[int]:
-    """Return the steps of the complete checkpoints in a folder, in order; none where it is not."""
+    """Return the steps of the complete checkpoints in a folder, in order; [] without the folder."""
     return [step for step in all_steps(folder) if is_complete(step_folder(folder, step))]
 
 

@@ -1,11 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A checkpoint's manifest: size and checksum of every file, the model, whether it is usable.
+"""A checkpoint's manifest: size and checksum of every file, the model, and finite weights.
 
-The checksums are of the bytes as they are handed to the file system, on every rank for its own
-files; they travel to the first rank with DCP's own results. It writes ``manifest.json`` between
-``.metadata.tmp`` and the renaming to ``.metadata`` that ends a save: a complete checkpoint has its
-manifest, whenever a kill strikes. Loading reads every file once more and compares, each rank its
-share. Files in Hugging Face's format, which another library writes, are summed once they are there.
+Every rank computes the checksums of its own files from the bytes it writes, and sends them to the
+first rank with DCP's results. The first rank writes ``manifest.json`` after ``.metadata.tmp`` and
+before the renaming to ``.metadata`` that ends a save, so every complete checkpoint has its
+manifest, even after a kill. Before a load the ranks read all files and compare the checksums, each
+rank its share. Files in Hugging Face's format are written by another library, so their checksums
+are computed after the save.
 """
 
 import json
@@ -31,17 +32,17 @@ from torchtitan_lr.checkpoints.safe_metadata import DamagedError, describe, read
 _CHUNK = 1 << 22  # bytes read at a time
 
 Sum = list[int]
-"""Size in bytes and CRC-32 of a file; a list, as JSON gives it back."""
+"""Size in bytes and CRC-32 of a file; a list, since JSON has no tuples."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is recorded beside a checkpoint.
+    """The contents of ``manifest.json``.
 
     Attributes:
-        files: Sums by name, of all files but the manifest itself.
+        files: Size and checksum by name, of all files except the manifest.
         model: The model's fingerprint (`torchtitan_lr.training.fingerprint`); empty if unknown.
-        finite: Whether the weights were finite, and so were the sums of their squares.
+        finite: Whether the weights and the sums of their squares were finite.
     """
 
     files: dict[str, Sum] = field(default_factory=dict)
@@ -56,10 +57,10 @@ def read_manifest(step_dir: str | Path) -> Manifest | None:
         step_dir: The checkpoint's folder.
 
     Returns:
-        The manifest; None for a checkpoint from before there were any.
+        The manifest; None for an old checkpoint without one.
 
     Raises:
-        DamagedError: It cannot be read.
+        DamagedError: The manifest cannot be read.
     """
     try:
         text = (Path(step_dir) / MANIFEST).read_text()
@@ -77,12 +78,12 @@ def read_manifest(step_dir: str | Path) -> Manifest | None:
 
 
 class ManifestWriter(FileSystemWriter):
-    """DCP's writer of files, which leaves a manifest.
+    """DCP's file writer, which also writes the manifest.
 
     Args:
         step_dir: The checkpoint's folder.
         model: The model's fingerprint.
-        finite: Whether its weights are finite.
+        finite: Whether the weights are finite.
     """
 
     def __init__(self, step_dir: str | Path, model: dict[str, Any], finite: bool) -> None:
@@ -91,7 +92,7 @@ class ManifestWriter(FileSystemWriter):
         self._about = Manifest(model=model, finite=finite)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files; the result carries their sums."""
+        """Write this rank's files; the result includes their sizes and checksums."""
         results = _Results(super().write_data(plan, planner).wait())
         results.sums = dict(self.fs.sums)
         future: Future[list[WriteResult]] = Future()
@@ -99,18 +100,18 @@ class ManifestWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """End the save, on the first rank: the manifest, then ``.metadata``."""
+        """Finish the save on the first rank: write the manifest, then ``.metadata``."""
         files = {name: s for result in results for name, s in cast(_Results, result).sums.items()}
         self.fs.manifest = Manifest(files, self._about.model, self._about.finite)
         super().finish(metadata, results)
 
 
 def write_manifest(step_dir: str | Path, finite: bool) -> None:
-    """Write the manifest of files that are there, each rank reading its share; call it on all.
+    """Write the manifest of existing files; call it on every rank, each reads its share.
 
     Args:
         step_dir: The checkpoint's folder.
-        finite: Whether its weights are finite.
+        finite: Whether the weights are finite.
     """
     names = [path.name for path in Path(step_dir).iterdir() if path.is_file()]
     names = from_first_rank(sorted(name for name in names if name != MANIFEST))
@@ -127,15 +128,16 @@ def write_manifest(step_dir: str | Path, finite: bool) -> None:
 def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | None:
     """Compare one rank's share of a checkpoint's files with its manifest.
 
-    A checkpoint without one is compared with DCP's table of contents: files missing or too short.
+    A checkpoint without a manifest is compared with DCP's table of contents, which detects missing
+    and truncated files.
 
     Args:
         step_dir: The checkpoint's folder.
         rank: This rank.
-        ranks: All of them.
+        ranks: Number of ranks.
 
     Returns:
-        What is wrong with which file, None if this share is whole.
+        The damaged file and its damage, None if this share is whole.
     """
     try:
         manifest = read_manifest(step_dir)
@@ -153,13 +155,13 @@ def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | No
 
 
 def damage_of(step_dir: str | Path) -> str | None:
-    """Verify a checkpoint, each rank its share; call it on every rank.
+    """Verify a checkpoint; call it on every rank, each reads its share.
 
     Args:
         step_dir: The checkpoint's folder.
 
     Returns:
-        The same on all ranks: what is wrong with which file, None if it is whole.
+        The damaged file and its damage, None if the checkpoint is whole; the same on all ranks.
     """
     if not dist.is_initialized():
         return find_damage(step_dir)
@@ -169,10 +171,10 @@ def damage_of(step_dir: str | Path) -> str | None:
 
 
 def newest_whole_before(step_dir: str | Path) -> str | None:
-    """Find what to go back to from a damaged checkpoint; call it on every rank.
+    """Find the newest whole checkpoint before a damaged one; call it on every rank.
 
     Args:
-        step_dir: The damaged one, ``.../step-100``.
+        step_dir: The damaged checkpoint's folder, ``.../step-100``.
 
     Returns:
         The folder of the newest older step beside it that is whole, None if there is none.
@@ -188,7 +190,7 @@ def newest_whole_before(step_dir: str | Path) -> str | None:
 
 
 def from_first_rank(value: Any) -> Any:
-    """Give every rank the first one's value: looking at a folder could differ between hosts."""
+    """Broadcast the first rank's value, since hosts may see different states of a folder."""
     box = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(box)
@@ -196,7 +198,7 @@ def from_first_rank(value: Any) -> Any:
 
 
 def _check_file(path: Path, size: int, checksum: int) -> None:
-    """Read a file to its end and compare."""
+    """Compare a file's size and checksum with the manifest's."""
     try:
         found = path.stat().st_size
         if found != size:
@@ -219,7 +221,7 @@ def _sum_of(path: Path) -> Sum:
 
 
 def _check_sizes(step_dir: Path, rank: int, ranks: int) -> None:
-    """Without a manifest: every file that DCP will read from is there, and long enough."""
+    """Check, without a manifest, that every file DCP will read exists and is long enough."""
     least: dict[str, int] = {}
     for info in read_metadata(step_dir).storage_data.values():
         end = info.offset + info.length
@@ -233,13 +235,13 @@ def _check_sizes(step_dir: Path, rank: int, ranks: int) -> None:
 
 
 class _Results(list[WriteResult]):
-    """What a rank tells the first one: DCP's list, and the sums of the rank's files."""
+    """DCP's results that a rank sends to the first one, with the checksums of its files."""
 
     sums: dict[str, Sum]
 
 
 class _SummedStream:
-    """A file that adds up what is written to it; nothing seeks in it."""
+    """A file that computes size and checksum of the written data; it must not be seeked."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -255,7 +257,7 @@ class _SummedStream:
 
 
 class _SummingFileSystem(FileSystem):
-    """Sums what it writes, and puts the manifest in front of the renaming that ends a save."""
+    """Computes checksums of written files, and writes the manifest before the final renaming."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Sum] = {}

@@ -1,2 +1,2 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Keys of a TOML, their types, and reading them."""
+"""TOML keys, their types, and parsing."""

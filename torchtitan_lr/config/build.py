@@ -1,8 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Builds the configuration of a run from a TOML file and the command line.
+"""Build the configuration of a run from a TOML file and the command line.
 
-It is pure and needs no process group: the launcher calls it before any rank starts, and every rank
-again.
+This needs no process group: the launcher does it before any rank starts, and every rank again.
 """
 
 import importlib
@@ -31,7 +30,7 @@ RENAMED = {
     "torchtitan_lr.job_config": CONFIG_MODULE,
     "torchtitan_lr.specs": "torchtitan_lr.training.register",
 }
-"""Modules that the TOML files and records of older runs name, and what they are called now."""
+"""Old module names in existing TOML files and run records, with their current names."""
 
 REGISTERED = {
     "model.name": MODELS,
@@ -43,7 +42,7 @@ REGISTERED = {
 
 
 def build_job_config(argv: list[str]) -> Any:
-    """Builds the configuration from ``--job.config_file`` and command-line overrides.
+    """Build the configuration from ``--job.config_file`` and command-line overrides.
 
     Args:
         argv: Arguments without the program's name, e.g.
@@ -63,7 +62,7 @@ def build_job_config(argv: list[str]) -> Any:
     if paths and paths[-1] and not raw:
         raise ConfigError(CONFIG_FILE_KEY, paths[-1], "a TOML file with settings; it has none")
 
-    # Late, because torchtitan imports torch: a wrong path is refused before those seconds.
+    # Imported late: torchtitan imports torch, which takes seconds; a wrong path is reported first.
     with collector_off():
         import torchtitan.config  # noqa: F401
 
@@ -81,14 +80,14 @@ def build_job_config(argv: list[str]) -> Any:
 
 @cache
 def config_class() -> Any:
-    """Returns torchtitan's JobConfig merged with ``torchtitan_lr.config.schema``."""
+    """Return torchtitan's JobConfig merged with ``torchtitan_lr.config.schema``."""
     from torchtitan_lr.config import schema as extension
 
     return merged_job_config(extension.JobConfig)
 
 
 def _import_unknown(raw: dict[str, Any], overrides: list[Override]) -> None:
-    """Imports ``experimental.custom_import`` where an unknown name is given: it may register it."""
+    """Import ``experimental.custom_import`` for an unknown name: the module may register it."""
     given = {
         f"{section}.{key}": value
         for section, table in raw.items()
@@ -105,7 +104,7 @@ def _import_unknown(raw: dict[str, Any], overrides: list[Override]) -> None:
 
 
 def _check_before_merge(values: dict[str, Any]) -> None:
-    """Refuses what torchtitan's manager itself would answer with a traceback or a warning."""
+    """Raise for values that cause a traceback or only a warning in torchtitan's manager."""
     job, model = values.get("job", {}), values.get("model", {})
     if job.get("custom_config_module", CONFIG_MODULE) != CONFIG_MODULE:
         raise ConfigError("job.custom_config_module", job["custom_config_module"], CONFIG_MODULE)
@@ -123,19 +122,19 @@ def _check_before_merge(values: dict[str, Any]) -> None:
 
 
 def _dump_folder(path: str) -> str:
-    """Returns ``job.dump_folder`` with ``~`` expanded: no shell does that after an equals sign."""
+    """Return ``job.dump_folder`` with ``~`` expanded; shells do not expand it after ``=``."""
     if not path.strip():
         raise ConfigError("job.dump_folder", path, "a folder such as ./outputs")
     return str(user_path(path, "job.dump_folder")) if path.startswith("~") else path
 
 
 def _check_import(module: str | None) -> None:
-    """Refuses a module that is not there; importing it is the ranks' business."""
+    """Raise if a module does not exist; the ranks import it later."""
     if not module:
         return
     try:
         found = importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError, AttributeError):  # its parent is missing, or it is no name
+    except (ImportError, ValueError, AttributeError):  # parent missing, or not a valid module name
         found = False
     if not found:
         raise ConfigError("experimental.custom_import", module, "a module that can be imported")

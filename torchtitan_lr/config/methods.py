@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The sections of a TOML that belong to one method each: low rank, TSR-Adam, CAAT-Net and TAGC.
+"""The TOML sections of the methods: low rank, TSR-Adam, CAAT-Net and TAGC.
 
 As in :mod:`torchtitan_lr.config.schema`, no ``from __future__ import annotations``.
 """
@@ -19,18 +19,18 @@ class LowRank:
     """The section ``[low_rank]``: how the linear layers are factorised."""
 
     rank: int = 0
-    """Rank of every factorised linear; 0 takes the flavor's."""
+    """Rank of every factorised linear; 0 uses the flavor's rank."""
 
     rank_attention: int = 0
-    """Rank of the q, k, v and o projections; 0 takes ``rank``."""
+    """Rank of the q, k, v and o projections; 0 uses ``rank``."""
 
     rank_ffn: int = 0
-    """Rank of the gate, up and down projections; 0 takes ``rank``."""
+    """Rank of the gate, up and down projections; 0 uses ``rank``."""
 
     activation: Literal["flavor", "both", "lowrank", "reduced", "fullrank", "none"] = "flavor"
     """
-    Where the nonlinearities sit (CoLA, Table 10):
-    - 'flavor': as the flavor says ('both' up to 130M, 'lowrank' from 350M)
+    Positions of the nonlinearities (CoLA, Table 10):
+    - 'flavor': the flavor's default ('both' up to 130M, 'lowrank' from 350M)
     - 'both': in every bottleneck, and the outer SiLU on the gate
     - 'lowrank': in every bottleneck only
     - 'reduced': in the gate's bottleneck only
@@ -47,7 +47,7 @@ class LowRank:
 
 @dataclass
 class Optimizer:
-    """Changed defaults of torchtitan's ``[optimizer]`` (AdamW as CoLA trains), and TSR-Adam's."""
+    """Changed defaults of torchtitan's ``[optimizer]`` (CoLA's AdamW), and TSR-Adam's keys."""
 
     name: str = "AdamW"
     """Optimizer to use: AdamW, Adam or TSRAdam."""
@@ -59,16 +59,16 @@ class Optimizer:
     """Decoupled weight decay, applied to every parameter."""
 
     tsr_rank: int = 128
-    """TSRAdam: rank r of the cores. No compressed matrix may have a shorter side."""
+    """TSRAdam: rank r of the cores, at most the shorter side of every compressed matrix."""
 
     tsr_refresh_interval: int = 100
-    """TSRAdam: steps K from one refresh of a matrix's bases to the next."""
+    """TSRAdam: steps K between refreshes of a matrix's bases."""
 
     tsr_oversampling: int = 5
-    """TSRAdam: columns p that a refresh's sketch has beyond the rank."""
+    """TSRAdam: columns p of a refresh's sketch beyond the rank."""
 
     tsr_power_iterations: int = 1
-    """TSRAdam: power iterations q of a refresh; each costs as much again as the sketch."""
+    """TSRAdam: power iterations q per refresh; each costs as much as the sketch."""
 
     tsr_scale: float = 0.75
     """TSRAdam: factor α on the lifted update of compressed matrices (0.5 at 60M in the paper)."""
@@ -77,45 +77,45 @@ class Optimizer:
     """TSRAdam: rank of the token embedding; 0 leaves it dense."""
 
     tsr_embedding_refresh_interval: int = 100
-    """TSRAdam: steps from one refresh of the embedding's bases to the next."""
+    """TSRAdam: steps between refreshes of the embedding's bases."""
 
     tsr_moments: Literal["keep", "rotate", "reset"] = "rotate"
     """
-    TSRAdam: what becomes of Adam's moments when the bases change:
-    - 'keep': the numbers stay (the published code); new bases take the signs of the old ones
-    - 'rotate': they are expressed in the new bases (the paper's theory)
-    - 'reset': they start from zero, and so does the bias correction
+    TSRAdam: Adam's moments after a change of bases:
+    - 'keep': unchanged (the published code); the new bases are given the signs of the old ones
+    - 'rotate': expressed in the new bases (the paper's theory)
+    - 'reset': set to zero, and the bias correction restarts
     """
 
     tsr_refresh: Literal["auto", "sketch", "dense"] = "auto"
     """
-    TSRAdam: what crosses the replicas when bases refresh: sketches, the dense gradient, or per
-    matrix whichever is smaller. The new bases are the same.
+    TSRAdam: data reduced over the replicas for a refresh: sketches, the dense gradient, or the
+    smaller of the two per matrix ('auto'). The new bases are the same.
     """
 
     tsr_stagger: bool = False
-    """TSRAdam: spread the refreshes of the matrices over the interval, but for the first."""
+    """TSRAdam: spread the matrices' refreshes, except the first, over the interval."""
 
     tsr_core_dtype: Literal["float32", "bfloat16"] = "float32"
-    """TSRAdam: dtype in which cores are summed over ranks; they are kept in fp32."""
+    """TSRAdam: dtype of the cores in the all-reduce; they are stored in fp32."""
 
     tsr_projection: Literal["two_sided", "one_sided"] = "two_sided"
     """
-    TSRAdam: both sides (cores r×r), or as GaLore the shorter alone (r×max(m, n)), a square matrix
-    on the right.
+    TSRAdam: project both sides (cores r×r), or only the shorter side as in GaLore (r×max(m, n)); a
+    square matrix is projected on the right.
     """
 
     tsr_include: list[str] = field(default_factory=lambda: ["*"])
-    """TSRAdam: patterns (as of file names) of the parameters to compress; matrices only."""
+    """TSRAdam: shell patterns of the parameters to compress; only matrices are compressed."""
 
     tsr_exclude: list[str] = field(default_factory=list)
     """TSRAdam: patterns of matrices that stay dense, such as "layers.*.attention.wk.weight"."""
 
     tsr_compress_head: bool = False
-    """TSRAdam: compress the language-model head as a linear."""
+    """TSRAdam: compress the language-model head like a linear."""
 
     tsr_overlap_buckets: int = 1
-    """TSRAdam: all-reduces that the cores are split into; each sets out once it is projected."""
+    """TSRAdam: number of all-reduces for the cores; each starts once its cores are projected."""
 
     tsr_seed: int = 0
     """TSRAdam: seed of the sketches."""
@@ -125,81 +125,83 @@ class Optimizer:
 class Caat:
     """The section ``[caat]``: models of several streams that share only some channels (CAAT-Net).
 
-    Two of its keys define the model: a checkpoint stores them and refuses another value.
+    ``lanes`` and ``sync_fraction`` define the model: a checkpoint stores them, and loading raises
+    for other values.
     """
 
     lanes: int = 1
     """
-    Number of streams ("lanes") of the residual; 1 is the ordinary model. The tensor-parallel degree
-    may be any divisor of it: a rank holds the rest as a dimension of its activations. It must
-    divide the heads, d_ff and, for llama_full, the vocabulary. llama_svd and llama_cola have lanes
-    in their bottlenecks, with tp_plan = 'btp_caat' (experimental).
+    Number of residual streams ("lanes"); 1 is the ordinary model. The tensor-parallel degree may be
+    any divisor of it: each rank holds lanes / degree of them as a dimension of its activations. It
+    must divide the heads, d_ff and, for llama_full, the vocabulary. llama_svd and llama_cola have
+    lanes in their bottlenecks, with tp_plan = 'btp_caat' (experimental).
     """
 
     sync_fraction: float = 1.0
-    """Share p of the channels that the lanes sum, the first int(p * width); 1 shares everything."""
+    """Fraction p of the channels that the lanes sum: the first int(p * width); 1 shares all."""
 
     backward_sum: Literal["float32", "activation"] = "float32"
     """
-    How backward adds up the lanes' bf16 gradients: in fp32, with bf16 on the wire (an all-to-all,
-    a local sum and an all-gather), or in bf16, by a plain all-reduce, for comparison.
+    How backward sums the lanes' bf16 gradients: 'float32' sums in fp32 and sends bf16 (an
+    all-to-all, a local sum and an all-gather); 'activation' is a plain bf16 all-reduce, for
+    comparison.
     """
 
 
 @dataclass
 class GradCompression:
-    """The section ``[grad_compression]``: gradients that cross a slow network (TAGC)."""
+    """The section ``[grad_compression]``: compressed gradients for slow networks (TAGC)."""
 
     codec: Annotated[str, GRAD_CODECS] = "none"
     """
-    How gradients are exchanged, over FSDP's shards or, under HSDP, over its replicas:
-    - 'none': by FSDP2 itself
-    - 'dense': all of them, by the path of the codecs, for comparison
-    - 'sparse': a bitmap and the largest values, 1 + 32(1 - theta) bits a parameter, exact
-    - 'sketch': an index and a count sketch, 1 + 32/c bits a parameter; needs a sparse union
-    Under HSDP the sums return to all replicas, min(32, 1 + 32·replicas(1 - theta)) bits more.
-    What is not sent is kept and added to the next gradient: fp32 memory of a whole unsharded
-    gradient on every rank, twice where ``training.max_skipped_steps`` is above 0.
+    How gradients are reduced over FSDP's shards or, under HSDP, over its replicas:
+    - 'none': by FSDP2
+    - 'dense': uncompressed, through the codecs' code path, for comparison
+    - 'sparse': a bitmap and the largest values, 1 + 32(1 - theta) bits per parameter, exact
+    - 'sketch': an index and a count sketch, 1 + 32/c bits per parameter; needs a sparse union
+    Under HSDP the sums are sent back to all replicas, min(32, 1 + 32·replicas(1 - theta)) more
+    bits. Entries that are not sent are added to the next gradient; these residuals take the memory
+    of an unsharded fp32 gradient on every rank, twice if ``training.max_skipped_steps`` is above 0.
     """
 
     level: Literal["2x", "4x", "10x", "custom"] = "10x"
     """
-    The published levels: c = 2, 4, 10 at theta = 0.8, 0.9, 0.9875. 'custom' takes ``c`` and
-    ``theta``. A sketch decodes while c(1 - theta^ranks) is at most 0.75; units too small for that
-    travel dense.
+    The published levels: c = 2, 4, 10 at theta = 0.8, 0.9, 0.9875. 'custom' uses ``c`` and
+    ``theta``. A sketch can be decoded if c(1 - theta^ranks) is at most 0.75; units that are too
+    small for a sketch are sent dense.
     """
 
     c: float = 10.0
     """'custom': entries per cell of the sketch."""
 
     theta: float = 0.9875
-    """'custom': share of the entries that a rank does not send, from 0 to below 1."""
+    """'custom': fraction of the entries that a rank does not send, from 0 to below 1."""
 
     auto: bool = False
-    """Raise theta to the smallest at which the sketch decodes, instead of refusing."""
+    """Raise theta to the smallest decodable value, instead of stopping with an error."""
 
     index: Literal["exact", "sum1", "sum4"] = "exact"
     """
-    'sketch': how an owner learns which entries were sent:
-    - 'exact': it ORs the bitmaps of all ranks
-    - 'sum1', 'sum4': the published sums at 1 or 4 bits an entry, for comparison. 'sum1' loses
-      what two ranks send at once, and corrupts what shares its cells
+    'sketch': how the owning rank gets the indices of the sent entries:
+    - 'exact': the OR of all ranks' bitmaps
+    - 'sum1', 'sum4': the published sums with 1 or 4 bits per entry, for comparison. 'sum1' loses
+      entries that two ranks send, and corrupts the entries that share their cells
     """
 
     layers: Literal["all", "non_attention", "patterns"] = "all"
     """
-    Which tensors are compressed: all; all but the query, key and value projections; or those
-    whose names fit one of ``patterns``.
+    Tensors to compress: all; all except the query, key and value projections; or those whose names
+    match one of ``patterns``.
     """
 
     patterns: list[str] = field(default_factory=list)
     """Shell patterns of parameter names, such as 'layers.*.feed_forward.*'."""
 
     min_size: int = 16384
-    """Tensors with fewer entries travel dense, in the same call as the sketches."""
+    """Tensors with fewer entries are sent dense, in the same call as the sketches."""
 
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of what was not sent; bfloat16 halves its memory and rounds it."""
+    """Dtype of the residuals; bfloat16 halves their memory and rounds them."""
 
     seed: int = 0
-    """Of the hash functions, which change with every step."""
+    """Seed of the hash functions, which change every step."""

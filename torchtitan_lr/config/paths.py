@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Paths as users write them."""
+"""Paths in a user's configuration."""
 
 from pathlib import Path
 
@@ -7,17 +7,18 @@ from torchtitan_lr.errors import ConfigError
 
 
 def user_path(path: str, key: str) -> Path:
-    """Expand ``~`` and make sure that the file system takes the path; it need not exist.
+    """Expand ``~`` and check that the file system accepts the path; it may not exist.
 
     Args:
-        path: What the user wrote.
+        path: The path in the configuration.
         key: The TOML key to name in errors.
 
     Returns:
         The expanded path.
 
     Raises:
-        ConfigError: An unknown user's home, a name that is too long, a folder one may not enter.
+        ConfigError: The home of an unknown user, a name that is too long, or a folder without
+            access permission.
     """
     try:
         expanded = Path(path).expanduser()

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The TOML keys this package adds to torchtitan's, and the defaults it changes.
+"""The TOML keys that this package adds to torchtitan's, and the defaults that it changes.
 
-Only what differs from ``torchtitan.config.JobConfig`` stands here; torchtitan's ``ConfigManager``
-merges the two class trees field by field. It merges a section only where the annotation is a real
-class, so this file must never use ``from __future__ import annotations``.
+This file contains only differences from ``torchtitan.config.JobConfig``; torchtitan's
+``ConfigManager`` merges the two class trees field by field. It merges a section only if the
+annotation is a class, so this file must not use ``from __future__ import annotations``.
 """
 
 from dataclasses import dataclass, field
@@ -12,16 +12,16 @@ from typing import Annotated, Literal
 from torchtitan_lr.config.methods import Caat, GradCompression, LowRank, Optimizer
 
 BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat")
-"""The plans of this package; ``parallel.tensor.plans`` refuses to load where it has others."""
+"""The plans of this package; ``parallel.tensor.plans`` refuses to load if it defines others."""
 
 TP_PLANS = ["auto", *BUILT_IN_PLANS]
-"""Values of ``parallelism.tp_plan``; a plan that is registered adds its name."""
+"""Values of ``parallelism.tp_plan``; registering a plan adds its name."""
 
 MODELS = ("llama_full", "llama_svd", "llama_cola", "llama_lax")
 """Values of ``model.name`` that ``experimental.custom_import`` registers by default."""
 
 AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
-"""Values of ``activation_checkpoint.mode``; a mode that is registered adds its name."""
+"""Values of ``activation_checkpoint.mode``; registering a mode adds its name."""
 
 
 @dataclass
@@ -37,16 +37,16 @@ class Model:
     """Additions to torchtitan's ``[model]``."""
 
     name: str = "llama_cola"
-    """Which model to train: llama_full, llama_svd, llama_cola or llama_lax."""
+    """Model family: llama_full, llama_svd, llama_cola or llama_lax."""
 
     flavor: str = "debug"
-    """Which size of it: debug, tiny, 60M, 130M, 350M, 1B, 1B_boost, 3B, 7B, 8B, 13B or 30B."""
+    """Size: debug, tiny, 60M, 130M, 350M, 1B, 1B_boost, 3B, 7B, 8B, 13B or 30B."""
 
     vocab_size: int = 0
     """
-    Rows of the embedding and of the head, for a tokenizer of one's own; 0 takes the flavor's. It is
+    Rows of the embedding and of the head, for a custom tokenizer; 0 uses the flavor's. The value is
     rounded up to a multiple of 64, so that the model is the same at every tensor-parallel degree
-    that divides 64, and to one of any other degree and of ``caat.lanes``.
+    that divides 64, and to a multiple of any other degree and of ``caat.lanes``.
     """
 
     hf_assets_path: str = "torchtitan_lr/data/assets/bpe4k"
@@ -63,50 +63,50 @@ class Training:
 
     dataset: str = "python_stdlib"
     """
-    What to train on:
+    The training corpus:
     - 'python_stdlib': the source files of the running interpreter's standard library
     - 'local': the .txt, .jsonl or .parquet files that ``dataset_path`` names (a path or a glob)
     - 'c4', 'c4_validation': streamed from the Hugging Face hub
     """
 
     max_norm: float | int = 0.5
-    """Gradients are scaled down to this global norm; inf turns clipping off."""
+    """Gradients are clipped to this global norm; inf disables clipping."""
 
     max_skipped_steps: int = 0
     """
-    How many steps with a non-finite loss or gradient may be skipped, in the whole run, before it
-    stops. 0 stops at the first.
+    Number of steps with a non-finite loss or gradient that may be skipped in the whole run before
+    it stops. 0 stops at the first.
     """
 
     max_bad_records: int = 0
     """
-    How many records of 'local' that cannot be read (a line that is not the JSON it should be, a
-    damaged .parquet) may be skipped, in the whole run, before it saves and stops. 0 stops at the
-    first. A record counts once, however often it is met.
+    Number of unreadable records of 'local' (an invalid JSON line, a damaged .parquet) that may be
+    skipped in the whole run before it saves and stops. 0 stops at the first. Repeated reads of a
+    record count once.
     """
 
     allow_changed_corpus: bool = False
     """
-    Resume although the corpus is not the one the checkpoint was made with: after a file was mended,
-    added or removed. The run goes on at about the same place, and may repeat or miss some text.
+    Resume although the corpus has changed since the checkpoint: a file was repaired, added or
+    removed. The run continues at about the same position, and may repeat or miss some text.
     """
 
 
 @dataclass
 class Parallelism:
-    """Additions to torchtitan's ``[parallelism]``: how tensor parallelism works."""
+    """Additions to torchtitan's ``[parallelism]`` for tensor parallelism."""
 
     tp_plan: Annotated[str, TP_PLANS] = "auto"
     """
     The tensor-parallel plan:
-    - 'auto': 'btp' for the low-rank families, 'megatron' for llama_full, 'caat' where it has lanes
-    - 'btp': bottleneck-aware (BOOST): residual stream sharded, one r-wide reduction a chunk
+    - 'auto': 'btp' for the low-rank families, 'megatron' for llama_full, 'caat' if it has lanes
+    - 'btp': bottleneck-aware (BOOST): sharded residual stream, one r-wide reduction per chunk
     - 'vanilla': every factor pair column- then row-parallel, heads sharded: the fair baseline
-    - 'vanilla_replicated': the same with every head on every rank, as BOOST's authors measured it
+    - 'vanilla_replicated': the same with all heads on every rank, as measured in BOOST's paper
     - 'megatron': column- and row-parallel full-rank linears
-    - 'caat': llama_full with ``[caat] lanes``: each rank has streams of its own (CAAT-Net)
-    - 'btp_caat': experimental, svd and cola with ``[caat] lanes``: 'btp' whose reductions are
-      partial; never chosen by 'auto'
+    - 'caat': llama_full with ``[caat] lanes``: each rank has its own streams (CAAT-Net)
+    - 'btp_caat': experimental, svd and cola with ``[caat] lanes``: 'btp' with partial reductions;
+      never chosen by 'auto'
     """
 
     tp_grouping: bool = True
@@ -117,20 +117,22 @@ class Parallelism:
 
     tp_norm: Literal["online", "sync"] = "online"
     """
-    btp: how RMSNorm gets the statistic of a sharded stream. 'online' divides after the
-    projection, so that the statistic travels beside the latents; 'sync' reduces it first.
+    btp: how RMSNorm reduces the statistic of a sharded stream. 'online' divides after the
+    projection, so that the statistic is reduced together with the latents; 'sync' reduces it
+    before the projection.
     """
 
     tp_norm_stat: Literal["async", "column"] = "async"
     """
-    btp with tp_norm = 'online': the statistic in an fp32 all-reduce of its own, started before the
-    projection, or as a column of the latents' payload (fewest calls; rounds it in bf16).
+    btp with tp_norm = 'online': 'async' reduces the statistic in a separate fp32 all-reduce that
+    starts before the projection; 'column' sends it as a column of the latents (fewest calls;
+    rounds it to bf16).
     """
 
     tp_comm: Literal["all_reduce", "sequence"] = "all_reduce"
     """
-    btp and megatron: reductions leave every rank all tokens, or each rank a shard of them
-    (reduce-scatter, then all-gather in front of the next product).
+    btp and megatron: after a reduction every rank has all tokens ('all_reduce'), or a shard of them
+    ('sequence': reduce-scatter, then all-gather before the next product).
     """
 
     tp_head: Literal["plain", "scatter"] = "plain"
@@ -146,12 +148,12 @@ class ActivationCheckpoint:
 
     mode: Annotated[str, AC_MODES] = "none"
     """
-    What is recomputed in backward; torchtitan's modes, and 'low_rank': keep the r-wide latents
-    and recompute what is wider (CoLA-M; under tp_plan = 'btp' without communication).
+    Activations to recompute in backward: torchtitan's modes, and 'low_rank', which saves the r-wide
+    latents and recomputes wider activations (CoLA-M; without communication under tp_plan = 'btp').
     """
 
     low_rank_save_attention: bool = True
-    """'low_rank': keep attention's output and log-sum-exp too, instead of attending twice."""
+    """'low_rank': also save attention's output and log-sum-exp, instead of recomputing them."""
 
 
 @dataclass
@@ -160,32 +162,32 @@ class Validation:
 
     dataset: str = "training"
     """
-    What to validate on:
-    - 'training': what is held out from the training corpus: one file in 20 of 'python_stdlib', one
+    The validation corpus:
+    - 'training': the held-out part of the training corpus: one file in 20 of 'python_stdlib', one
       document in 200 of 'local' (chosen by hash, never trained on), the validation split of 'c4'
     - 'python_stdlib': its held-out files
-    - 'local': all of the files that ``dataset_path`` names, none of which may be trained on
+    - 'local': all files that ``dataset_path`` names; none of them may be a training file
     - 'c4_validation': streamed from the Hugging Face hub
     """
 
 
 @dataclass
 class Checkpoint:
-    """Changed defaults of torchtitan's ``[checkpoint]``, and what may be loaded."""
+    """Changed defaults of torchtitan's ``[checkpoint]``, and additional keys for loading."""
 
     last_save_model_only: bool = False
     """Save only the model at the last step. Such a checkpoint cannot be resumed."""
 
     fall_back: bool = False
     """
-    Where the checkpoint to resume from is damaged, go on from the newest older one that is whole,
-    instead of naming it and stopping. The damaged one is put aside.
+    If the checkpoint to resume is damaged, resume from the newest whole one before it, instead of
+    stopping with an error. The damaged checkpoint is renamed.
     """
 
     initial_load_other_model: bool = False
     """
-    Let ``initial_load_path`` name a checkpoint of another family, activation or tokenizer, whose
-    weights have the same names and shapes. A run's own checkpoints must always be this model's.
+    Allow ``initial_load_path`` to be a checkpoint of another family, activation or tokenizer with
+    the same weight names and shapes. A run's own checkpoints must always match the model.
     """
 
 
@@ -206,11 +208,11 @@ class Metrics:
     """Tags of the run."""
 
     wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """'auto' goes online where credentials are found and writes offline where they are not."""
+    """'auto' is online if credentials are found, else offline."""
 
     comm_ledger: bool = False
     """
-    Count the collectives of every logged step and log bytes a step and mesh dimension. A counted
+    Count the collectives of every logged step and log bytes per step and mesh dimension. A counted
     step is slower.
     """
 
@@ -220,7 +222,7 @@ class Experimental:
     """Changed defaults of torchtitan's ``[experimental]``."""
 
     custom_import: str = "torchtitan_lr.training.register"
-    """Module imported before the model is looked up; this one registers the four models."""
+    """Module imported before the model is looked up; the default registers the four models."""
 
 
 @dataclass
@@ -233,7 +235,7 @@ class Debug:
 
 @dataclass
 class JobConfig:
-    """The sections to merge into torchtitan's ``JobConfig``."""
+    """The sections merged into torchtitan's ``JobConfig``."""
 
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Checks of a run's corpora before any rank starts: they are there, they are text, and enough."""
+"""Checks of a run's corpora before any rank starts: they exist, are text, and are long enough."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def check_corpus(job_config: Any) -> None:
-    """Check, without the network and without reading the text, that the corpora are there.
+    """Check that the corpora exist, without network access and without reading all the text.
 
     Args:
         job_config: The run's ``JobConfig``; sections ``training`` and ``validation`` are read.
 
     Raises:
-        ConfigError: An unknown name, a missing or empty corpus, a pattern without a match, or a
-            loader setting that this loader has no use for; validation on what is trained on.
+        ConfigError: An unknown name, a missing or empty corpus, a pattern without a match, an
+            unsupported loader setting, or validation on the training files.
         DataError: The first records cannot be read.
     """
     training, validation = job_config.training, job_config.validation
@@ -46,17 +46,17 @@ def check_corpus(job_config: Any) -> None:
 
 
 def check_sequences(job_config: Any, tokenizer: BaseTokenizer) -> None:
-    """Check that a corpus fills one sequence; call it after :func:`check_corpus`.
+    """Check that each corpus fills one sequence; call it after :func:`check_corpus`.
 
-    No more is tokenised than that. What is streamed from the Hub is taken to be long enough.
+    Only enough text for one sequence is tokenised. Hub streams are assumed to be long enough.
 
     Args:
         job_config: The run's ``JobConfig``.
         tokenizer: The run's tokenizer.
 
     Raises:
-        ConfigError: All text of a corpus is shorter than one sequence.
-        DataError: A record on the way there cannot be read.
+        ConfigError: A corpus has fewer tokens than one sequence.
+        DataError: One of the records read for the check is unreadable.
     """
     sections = [("training", job_config.training, training_source(job_config))]
     if job_config.validation.enable:
@@ -77,7 +77,7 @@ def check_sequences(job_config: Any, tokenizer: BaseTokenizer) -> None:
 
 
 def _count_tokens(text: str, tokenizer: BaseTokenizer, wanted: int) -> int:
-    """Count a document's tokens; of one that has many, no more than are wanted."""
+    """Count a document's tokens; for a long document the count may stop once it has ``wanted``."""
     beginning = text[: 16 * wanted]
     found = len(tokenizer.encode(beginning, add_bos=True, add_eos=True))
     if found >= wanted or len(beginning) == len(text):
@@ -86,7 +86,7 @@ def _count_tokens(text: str, tokenizer: BaseTokenizer, wanted: int) -> int:
 
 
 def _check_text(source: Source, named: str) -> Corpus | None:
-    """Check that a corpus has text, and return it; one of the Hub is not opened."""
+    """Check that a corpus has text, and return it; Hub corpora are not opened (None)."""
     if source.name.startswith("c4"):
         return None
     corpus = source.open()
@@ -95,14 +95,14 @@ def _check_text(source: Source, named: str) -> Corpus | None:
     if next(iter(corpus), None) is None:
         key, want = f"{source.key}.dataset", "a corpus with text in it"
         if source.split == "validation":
-            want = "'local' with a file of one's own: too little text to hold a part out"
+            want = "'local' with a separate file: the corpus is too small to hold out a part"
             key = "validation.dataset"
         raise ConfigError(key, named, want)
     return corpus
 
 
 def _check_other_text(source: Source, trained: Corpus | None, training: Any) -> None:
-    """Refuse to validate on a corpus that is named and is the one trained on."""
+    """Raise if the named validation corpus contains training files."""
     advice = "validation.dataset = 'training' takes what is held out from it"
     if source.name == "local" and isinstance(trained, LocalCorpus):
         corpus = source.open()
@@ -118,14 +118,14 @@ def _check_other_text(source: Source, trained: Corpus | None, training: Any) -> 
 
 
 def check_workers(dataloader: Any, key: str) -> None:
-    """Refuse worker processes: the lanes live in the training process.
+    """Raise if worker processes are configured: the training process tokenises all rows.
 
     Args:
         dataloader: The ``[training.dataloader]`` or ``[validation.dataloader]`` section.
-        key: The TOML section it belongs to.
+        key: The TOML section that contains it.
 
     Raises:
-        ConfigError: Worker settings are given.
+        ConfigError: A worker setting differs from its default.
     """
     for name, idle in (
         ("num_workers", 0),

@@ -1,16 +1,17 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What text to train on, and to validate on: the corpora by name.
+"""Training and validation corpora by name.
 
 ``python_stdlib``
-    The standard library's source files of the running interpreter: real text on every machine.
+    The source files of the running interpreter's standard library: real text on every machine.
 ``local``
-    Files of one's own: .txt, .jsonl or .parquet (:mod:`torchtitan_lr.data.local_corpus`).
+    The user's files: .txt, .jsonl or .parquet (:mod:`torchtitan_lr.data.local_corpus`).
 ``c4``, ``c4_validation``
     torchtitan's Hugging Face streams (:mod:`torchtitan_lr.data.hub_corpus`).
 
-Each has a part that is never trained on: ``python_stdlib`` one file in twenty, ``local`` one
-document in two hundred (:mod:`torchtitan_lr.data.held_out`), ``c4`` its own validation split.
-``training``, the default of ``validation.dataset``, is that part of the training corpus.
+Each corpus has a held-out part that is never trained on: ``python_stdlib`` one file in twenty,
+``local`` one document in two hundred (:mod:`torchtitan_lr.data.held_out`), ``c4`` its own
+validation split. ``validation.dataset = "training"`` (the default) selects the held-out part of
+the training corpus.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ Split = Literal["train", "validation", "all"]
 
 
 class Corpus(Protocol):
-    """A source of documents that can be read as lanes, or once from end to end."""
+    """A source of documents, read as parallel lanes or once from start to end."""
 
     name: str
 
     def fingerprint(self) -> str:
-        """Return one line that differs when the corpus does; cheap, contents are not read."""
+        """Return a one-line identity of the corpus, computed without reading its contents."""
         ...
 
     def num_lanes(self, rows: int) -> int:
-        """Return how many lanes serve a global batch of ``rows`` rows: a divisor of ``rows``."""
+        """Return the number of lanes for a global batch of ``rows`` rows: a divisor of ``rows``."""
         ...
 
     def stream(self, lane: int, num_lanes: int, infinite: bool) -> DocumentStream:
@@ -53,21 +54,21 @@ class Corpus(Protocol):
         ...
 
     def __iter__(self) -> Iterator[str]:
-        """Every document once, in a fixed order."""
+        """Yield every document once, in a fixed order."""
         ...
 
 
 class BlockCorpus(ABC):
-    """A corpus cut into blocks that can be opened one by one, without reading the others.
+    """A corpus of independently readable blocks.
 
     Args:
         name: The corpus's name in the TOML.
         key: The TOML key to name in errors.
-        files: ``(name, bytes)`` of each file, in order; the fingerprint is made of these.
-        max_bad_records: How many records that cannot be read may be skipped.
+        files: ``(name, bytes)`` of each file, in order; input of the fingerprint.
+        max_bad_records: Number of unreadable records that may be skipped.
 
     Attributes:
-        skipped: Where the records are that were skipped, each once.
+        skipped: Locations of the skipped records, without duplicates.
     """
 
     def __init__(
@@ -82,20 +83,20 @@ class BlockCorpus(ABC):
     @property
     @abstractmethod
     def num_blocks(self) -> int:
-        """How many blocks there are."""
+        """The number of blocks."""
 
     @abstractmethod
     def documents(self, block: int) -> Iterator[str | DataError]:
-        """Yield the non-empty documents of one block, in order, and what cannot be read."""
+        """Yield one block's non-empty documents in order, and a DataError per unreadable record."""
 
     def skip(self, error: DataError) -> None:
-        """Note a record that cannot be read.
+        """Record an unreadable record as skipped.
 
         Args:
-            error: What is wrong with it.
+            error: The record's location and defect.
 
         Raises:
-            DataError: It is one more than may be skipped.
+            DataError: ``max_bad_records`` records are skipped already.
         """
         most = self._max_bad_records
         if str(error.got) in self.skipped:
@@ -106,7 +107,7 @@ class BlockCorpus(ABC):
         self.skipped.add(str(error.got))
 
     def fingerprint(self) -> str:
-        """Return name, blocks, files, bytes and a hash of the files' names and sizes."""
+        """Return the name, the counts of blocks, files and bytes, and a hash of names and sizes."""
         digest = hashlib.sha256(repr(self._files).encode()).hexdigest()[:16]
         size = sum(size for _, size in self._files)
         return (
@@ -114,7 +115,7 @@ class BlockCorpus(ABC):
         )
 
     def num_lanes(self, rows: int) -> int:
-        """Return ``rows``: blocks serve any number of lanes."""
+        """Return ``rows``: any number of lanes can share the blocks."""
         return rows
 
     def stream(self, lane: int, num_lanes: int, infinite: bool) -> DocumentStream:
@@ -134,21 +135,21 @@ class BlockCorpus(ABC):
 class PythonStdlib(BlockCorpus):
     """The .py files of the standard library, one block and one document each.
 
-    In: every non-empty .py file under the interpreter's stdlib path, sorted by its relative path.
-    Out: installed packages, and test suites (folders named test, tests, idle_test). A file
-    belongs to the validation split iff ``sha256(relative path) mod 20 == 0``.
+    Included: every non-empty .py file under the interpreter's stdlib path, sorted by relative
+    path. Excluded: installed packages and test suites (folders named test, tests, idle_test). A
+    file belongs to the validation split iff ``sha256(relative path) mod 20 == 0``.
 
-    Block by block they are read in the order of these hashes. In the order of their names, one
-    batch would be all asyncio and the next all character tables, and the first batches of the
-    validation split would say little about the rest.
+    Blocks are in the order of these hashes. In the order of the names, one batch would be all
+    asyncio and the next all character tables, and the first batches of the validation split would
+    not represent the rest.
 
     Args:
-        split: Which files to take.
+        split: The split to read.
         key: The TOML key to name in errors.
         root: The library's folder; the running interpreter's by default.
 
     Raises:
-        ConfigError: The interpreter has no library sources (some are built without).
+        ConfigError: The interpreter has no library sources (some builds omit them).
     """
 
     EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -160,13 +161,13 @@ class PythonStdlib(BlockCorpus):
             raise ConfigError(
                 key,
                 self.name,
-                f"an interpreter with its library's sources (none under {self.root}), or 'local'",
+                f"an interpreter with library sources (none under {self.root}), or 'local'",
             )
         self._blocks = sorted((name for name, _ in self._files), key=_path_hash)
 
     @staticmethod
     def is_validation(relative_path: str) -> bool:
-        """Say whether a file is held out; ``relative_path`` is in POSIX form."""
+        """Return whether a file is held out; ``relative_path`` is in POSIX form."""
         return _path_hash(relative_path) % 20 == 0
 
     def _select(self, split: Split) -> Iterator[tuple[str, int]]:
@@ -178,13 +179,13 @@ class PythonStdlib(BlockCorpus):
                 relative = prefix + name
                 if self.is_validation(relative) == (split == "validation"):
                     path = os.path.join(folder, name)
-                    # A broken link is no file; an empty one no document.
+                    # Skip broken links and empty files.
                     if os.path.isfile(path) and (size := os.path.getsize(path)):
                         yield relative, size
 
     @property
     def num_blocks(self) -> int:
-        """How many files there are."""
+        """The number of files."""
         return len(self._files)
 
     def documents(self, block: int) -> Iterator[str | DataError]:
@@ -192,12 +193,12 @@ class PythonStdlib(BlockCorpus):
         path = self.root / self._blocks[block]
         try:
             yield path.read_bytes().decode("utf-8", errors="replace")
-        except OSError as error:  # an interpreter that was replaced while the run went on
+        except OSError as error:  # the interpreter was replaced during the run
             want = f"a readable file ({error.strerror or error})"
             yield DataError(self.key, str(path), want)
 
 
-@cache  # a run opens the corpus for the checks, for training and for validation
+@cache  # a run opens the corpus three times: for the checks, for training and for validation
 def _path_hash(relative_path: str) -> int:
     return int(hashlib.sha256(relative_path.encode()).hexdigest(), 16)
 
@@ -213,19 +214,19 @@ def build_corpus(
     """Open a corpus by name.
 
     Args:
-        name: One of the corpora of this module.
+        name: The corpus (see the module's docstring).
         path: ``dataset_path`` of the same TOML section.
-        split: What to read of a corpus that is cut here; ``python_stdlib`` has no ``all``.
+        split: The split of ``python_stdlib`` or ``local``; ``python_stdlib`` has no ``all``.
         key: The TOML section, ``training`` or ``validation``, to name in errors.
-        rows: Rows of the global batch, so that ``local`` can choose its block size.
-        max_bad_records: Records of ``local`` that may be skipped.
+        rows: Rows of the global batch; ``local`` derives its block size from them.
+        max_bad_records: Number of unreadable ``local`` records that may be skipped.
 
     Returns:
         The corpus.
 
     Raises:
-        ConfigError: Unknown name, nothing there, or a path where none is used.
-        DataError: ``local`` is small, is therefore read here, and has a bad record.
+        ConfigError: An unknown name, a missing corpus, or a path for a corpus that takes none.
+        DataError: A small ``local`` corpus, which is read on opening, has an unreadable record.
     """
     check_name(name, path, key)
     if name == "python_stdlib":
@@ -243,14 +244,14 @@ def build_corpus(
 
 @dataclass(frozen=True)
 class Source:
-    """Where text comes from: the arguments of :func:`build_corpus`.
+    """The arguments of :func:`build_corpus` for one corpus.
 
     Attributes:
         name: The corpus.
         path: Its files.
-        split: The part of it.
+        split: The split to read.
         key: The TOML section to name in errors.
-        max_bad_records: Records of it that may be skipped.
+        max_bad_records: Number of unreadable records that may be skipped.
     """
 
     name: str
@@ -260,16 +261,16 @@ class Source:
     max_bad_records: int = 0
 
     def open(self, rows: int | None = None) -> Corpus:
-        """Open the corpus; ``rows`` and errors as of :func:`build_corpus`."""
+        """Open the corpus; ``rows`` and errors as for :func:`build_corpus`."""
         corpus = (self.name, self.path, self.split, self.key)
         return build_corpus(*corpus, rows, self.max_bad_records)
 
 
 def training_source(job_config: Any) -> Source:
-    """Return what a run trains on.
+    """Return the training corpus of a run.
 
     Args:
-        job_config: The run's ``JobConfig``, or its record; section ``training`` is read.
+        job_config: The run's ``JobConfig``, or its saved record; section ``training`` is read.
     """
     section = job_config.training
     most = getattr(section, "max_bad_records", 0)
@@ -277,18 +278,17 @@ def training_source(job_config: Any) -> Source:
 
 
 def validation_source(job_config: Any) -> Source:
-    """Return what a run validates on: what is held out from training, unless another is named.
+    """Return the validation corpus of a run, by default the held-out part of the training corpus.
 
     Args:
-        job_config: The run's ``JobConfig``, or its record; sections ``training`` and
+        job_config: The run's ``JobConfig``, or its saved record; sections ``training`` and
             ``validation`` are read.
 
     Returns:
-        The source. Errors in it name the section that names the files.
+        The source. Its errors name the TOML section that sets the files.
 
     Raises:
-        ConfigError: A path without the name of its corpus, or a training corpus that has no
-            held-out part.
+        ConfigError: A path without a corpus name, or a training corpus without a held-out part.
     """
     section, training = job_config.validation, training_source(job_config)
     if section.dataset != "training":
@@ -300,21 +300,21 @@ def validation_source(job_config: Any) -> Source:
         raise ConfigError("validation.dataset_path", section.dataset_path, want)
     name = {"c4": "c4_validation"}.get(training.name, training.name)
     if name == training.name and name == "c4_validation":
-        want = "another corpus than training.dataset = 'c4_validation', which holds nothing out"
+        want = "a corpus other than training.dataset = 'c4_validation' (no held-out part)"
         raise ConfigError("validation.dataset", section.dataset, want)
     return replace(training, name=name, split="validation")
 
 
 def check_name(name: str, path: str | None, key: str) -> None:
-    """Refuse a corpus that does not exist, or a path that it has no use for.
+    """Raise if a corpus is unknown, or its path is missing or not supported.
 
     Args:
         name: ``dataset`` of a TOML section.
-        path: ``dataset_path`` of it.
+        path: ``dataset_path`` of the same section.
         key: The section, ``training`` or ``validation``.
 
     Raises:
-        ConfigError: Which of the two cannot work.
+        ConfigError: The name or the path is invalid.
     """
     names = VALIDATION_CORPORA if key == "validation" else TRAINING_CORPORA
     if name not in names:
@@ -332,5 +332,5 @@ def check_name(name: str, path: str | None, key: str) -> None:
 
 
 def _is_local(path: str) -> bool:
-    """Tell a path from the name of a dataset on the Hub."""
+    """Return whether ``path`` is a local path and not the name of a Hub dataset."""
     return path[0] in "/.~"

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The training loader: a rank's rows of the global batch, as lanes, resumable at any dp size."""
+"""The training loader: a rank's rows of the global batch, resumable at any data-parallel size."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from torchtitan_lr.errors import ConfigError
 
 
 class LaneDataLoader(BaseDataLoader):
-    """Yields this rank's micro-batches; the rows come from lanes (:mod:`torchtitan_lr.data.lanes`).
+    """Yields this rank's micro-batches; rows are read from :mod:`torchtitan_lr.data.lanes`.
 
     Micro-batch ``m`` of a step holds the global rows ``m * D * b + r * b + i`` with ``D`` ranks,
-    this rank ``r``, local batch ``b`` and ``0 <= i < b``. Where a corpus has fewer lanes than the
-    batch has rows (c4 has 1024 shards), a run of neighbouring rows shares a lane.
+    this rank ``r``, local batch ``b`` and ``0 <= i < b``. If the corpus has fewer lanes than the
+    batch has rows (c4 has 1024 shards), consecutive rows share a lane.
 
-    Iterating again continues; the position is the loader's, not the iterator's.
+    A new iterator continues at the loader's position.
 
     Args:
-        corpus: What to read.
-        tokenizer: How to tokenise it.
-        seq_len: Tokens of an input row.
-        local_batch_size: ``b``, rows of a micro-batch.
-        global_batch_size: ``B``, rows of a step on all ranks.
-        dp_world_size: ``D``.
-        dp_rank: ``r``.
+        corpus: The corpus to read.
+        tokenizer: Encodes the documents.
+        seq_len: Tokens per input row.
+        local_batch_size: ``b``, rows per micro-batch.
+        global_batch_size: ``B``, rows per step over all ranks.
+        dp_world_size: ``D``, number of data-parallel ranks.
+        dp_rank: ``r``, this rank.
         infinite: Whether to start over at the end of the corpus. Otherwise a rank stops when the
-            first of its lanes has no full window left; ranks need not stop together.
-        pin_memory: Whether to put the batches in pinned memory (where there is CUDA).
-        allow_changed: Whether the position of another corpus of the same kind may be taken over.
+            first of its lanes has no full window left; ranks may stop at different steps.
+        pin_memory: Whether to put the batches in pinned memory (only with CUDA).
+        allow_changed: Whether a position in a changed corpus of the same kind may be loaded.
 
     Raises:
         ConfigError: The batch sizes do not divide, or the corpus cannot be split that way.
@@ -101,24 +101,24 @@ class LaneDataLoader(BaseDataLoader):
             batch = torch.tensor(windows, dtype=torch.int64)
             if self._pin_memory:
                 batch = batch.pin_memory()
-            # Before the yield: a checkpoint is taken while the generator waits there.
+            # Advance before the yield: checkpoints are saved while the generator is suspended.
             self._sample_index += self._stride
             yield {"input": batch[:, :-1].contiguous()}, batch[:, 1:].contiguous()
 
     @property
     def bad_records(self) -> set[str]:
-        """Where the records are that this rank skipped."""
+        """Locations of the records that this rank skipped."""
         return self._corpus.skipped if isinstance(self._corpus, BlockCorpus) else set()
 
     def mark(self) -> None:
-        """Remember the position, so that a step whose data cannot be read leaves no trace."""
+        """Store the position, so that a step with unreadable data can be undone."""
         positions = {lane: reader.state() for lane, reader in self._lanes.items()}
         self._mark = (self._sample_index, positions)
 
     def return_to_mark(self) -> None:
-        """Make :meth:`state_dict` return the position of the last :meth:`mark`, to be saved.
+        """Make :meth:`state_dict` return the position of the last :meth:`mark`, for the checkpoint.
 
-        Nothing can be read any more: the lanes stay where they met what they could not read.
+        Do not read from the loader afterwards: the lanes themselves are not rewound.
         """
         if self._mark is None:
             raise RuntimeError("there is no mark to return to")
@@ -126,12 +126,12 @@ class LaneDataLoader(BaseDataLoader):
         self._at_mark = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: one entry a lane, so that any rank can ask for the lanes it owns.
+        """Return the position, with one entry per lane so that any rank can load the lanes it owns.
 
         Returns:
             ``sample_index`` (samples consumed by all ranks together), ``global_batch_size``,
             ``corpus`` (its fingerprint) and ``lane_<j>`` (JSON) for the lanes of this rank. The
-            first of these has what this rank skipped.
+            first lane's entry also lists the records that this rank skipped.
         """
         state = self._identity()
         positions = {lane: reader.state() for lane, reader in self._lanes.items()}
@@ -151,13 +151,13 @@ class LaneDataLoader(BaseDataLoader):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a stored position.
+        """Move to a stored position.
 
         Args:
-            state_dict: What :meth:`state_dict` returned, here or on the ranks that owned the lanes.
+            state_dict: Result of :meth:`state_dict`, with the entries of this rank's lanes.
 
         Raises:
-            ConfigError: Another global batch size or another corpus made that position.
+            ConfigError: The position belongs to another global batch size or another corpus.
         """
         if not state_dict:
             return
@@ -177,20 +177,20 @@ class LaneDataLoader(BaseDataLoader):
         self._sample_index = sample_index
 
     def check_checkpoint(self, checkpoint_id: str, metadata: Metadata | None = None) -> None:
-        """Refuse a checkpoint of another batch size or corpus before it is loaded.
+        """Raise if a checkpoint has another batch size or corpus; call this before loading it.
 
-        DCP stops at the first key it misses, and a larger batch has more lanes than were saved.
-        Call this first, so that the user reads what changed and not which key is missing.
+        DCP stops at the first missing key, and a larger batch has more lanes than were saved. This
+        check comes first, so that the error names the changed setting and not a missing key.
 
         Args:
             checkpoint_id: A DCP folder in which this loader was saved as ``dataloader``.
             metadata: Its table of contents, where it has been read already.
 
         Raises:
-            ConfigError: Another global batch size or another corpus made that checkpoint.
+            ConfigError: The checkpoint belongs to another global batch size or another corpus.
         """
         stored = {"dataloader": self._identity()}
-        # no_dist: each rank reads three small values; no collective, so any rank may raise.
+        # no_dist: each rank reads three small values without a collective, so any rank may raise.
         load(stored, checkpoint_id, no_dist=True, metadata=metadata)
         self._check_identity(stored["dataloader"])
 
@@ -210,7 +210,7 @@ class LaneDataLoader(BaseDataLoader):
             if self._allow_changed:
                 logger.warning(f"The corpus was {stored['corpus']} and is {here['corpus']}")
                 return
-            want += ", or training.allow_changed_corpus = true to go on in what it is now"
+            want += ", or training.allow_changed_corpus = true to continue with the changed corpus"
         raise ConfigError("training.dataset", here["corpus"], want)
 
 
@@ -226,7 +226,7 @@ def build_dataloader(
 
     Args:
         dp_world_size: Data-parallel ranks.
-        dp_rank: This one.
+        dp_rank: This rank.
         tokenizer: The run's tokenizer.
         job_config: The run's ``JobConfig``; section ``training`` is read.
         infinite: Whether to start over at the end of the corpus.
@@ -235,7 +235,8 @@ def build_dataloader(
         The loader. Building it lists files and opens the first block of each of the rank's lanes.
 
     Raises:
-        ConfigError: As :class:`LaneDataLoader` and :func:`build_corpus`; worker processes.
+        ConfigError: As for :class:`LaneDataLoader` and :func:`build_corpus`, or worker processes
+            are configured.
     """
     training = job_config.training
     check_workers(training.dataloader, "training")
@@ -246,7 +247,7 @@ def build_dataloader(
     if isinstance(corpus, BlockCorpus) and corpus.num_blocks < rows and dp_rank == 0:
         logger.warning(
             f"{corpus.name} has {corpus.num_blocks} blocks for {rows} rows of a batch: "
-            "some rows will repeat each other"
+            "some rows will have the same text"
         )
     return LaneDataLoader(
         corpus,
@@ -263,9 +264,9 @@ def build_dataloader(
 
 
 def _same_kind(fingerprint: str, other: str) -> bool:
-    """Say whether a position in one corpus means something in another.
+    """Return whether a position in one corpus can be used in another.
 
-    Positions differ from corpus to corpus; those in a stream of the Hub belong to its shards.
+    Both must be the same corpus by name; Hub streams must also have the same number of shards.
     """
 
     def kind(text: str) -> list[str]:
@@ -286,7 +287,7 @@ def _check_batch(rows: int, local_batch_size: int, dp_world_size: int) -> None:
 
 
 def _rows_per_lane(corpus: Corpus, rows: int, num_lanes: int, local_batch_size: int) -> int:
-    """Rows that share a lane; they must lie in one micro-batch, or two ranks would need it."""
+    """Return how many rows share a lane; they must lie in one micro-batch, so on one rank."""
     shared = rows // num_lanes
     if local_batch_size % shared:
         below, above = local_batch_size // shared * shared, -(-local_batch_size // shared) * shared
@@ -295,6 +296,6 @@ def _rows_per_lane(corpus: Corpus, rows: int, num_lanes: int, local_batch_size: 
             "training.local_batch_size",
             local_batch_size,
             f"{nearest}: {corpus.name} splits into {num_lanes} streams, so {shared} rows of the "
-            f"global batch of {rows} share one and must stay on one rank",
+            f"global batch of {rows} share a stream and must be on one rank",
         )
     return shared

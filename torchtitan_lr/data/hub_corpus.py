@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """torchtitan's Hugging Face streams (c4) as lanes.
 
-Such a stream cannot be cut at will: it comes in shards (c4 has 1024). A lane gets whole shards, so
-a batch has as many lanes as its rows can be shared among without there being more of them than
-shards; its position is the state that ``datasets`` keeps of its stream.
+A stream comes in shards (c4 has 1024) and cannot be split further. A lane reads whole shards, so
+the number of lanes is the largest divisor of the batch's rows that is no larger than the number of
+shards. A lane's position is the stream state of ``datasets``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class HubCorpus:
     """A dataset from torchtitan's table, streamed.
 
     Args:
-        name: Its name there.
-        path: Where to take it from instead of the Hub, e.g. a local copy.
+        name: Its name in that table.
+        path: A path to read instead of the Hub, e.g. a local copy.
         key: The TOML section to name in errors.
 
     Raises:
-        ConfigError: The dataset cannot be opened; most often there is no network.
+        ConfigError: The dataset cannot be opened, usually because there is no network.
     """
 
     def __init__(self, name: str, path: str | None, key: str) -> None:
@@ -37,12 +37,12 @@ class HubCorpus:
         self._text = entry.sample_processor
         try:
             self._dataset = entry.loader(self._path)
-        except Exception as error:  # datasets, its HTTP layer and parsers raise what they like
+        except Exception as error:  # datasets, its HTTP layer and its parsers raise any type
             raise ConfigError(
                 f"{key}.dataset",
                 name,
                 f"a dataset that opens at {self._path!r} ({type(error).__name__}: "
-                f"{str(error)[:200]}); without network set {key}.dataset_path to a local copy",
+                f"{str(error)[:200]}); without a network set {key}.dataset_path to a local copy",
             ) from error
         self.num_shards: int = self._dataset.num_shards
 
@@ -73,7 +73,10 @@ class HubCorpus:
 
 
 class _HubStream:
-    """One lane's documents; a position is the pass and the state before the document (JSON)."""
+    """One lane's documents.
+
+    A position (JSON) is the pass over the shards and the stream state before the document.
+    """
 
     def __init__(self, corpus: HubCorpus, lane: int, num_lanes: int, infinite: bool) -> None:
         self._corpus = corpus
@@ -89,7 +92,7 @@ class _HubStream:
         self._open()
 
     def _open(self) -> None:
-        # Always a new object: a dataset that was resumed starts its next pass where it was resumed.
+        # Always open a new dataset: a resumed one starts its next pass at the resume point.
         self._shards = self._corpus.open_shards(self._lane, self._num_lanes)
         if self._state is not None:
             self._shards.load_state_dict(self._state)
@@ -100,7 +103,7 @@ class _HubStream:
         for _ in range(2):
             try:
                 sample = next(self._samples, None)
-            except Exception as error:  # datasets, its HTTP layer and parsers raise what they like
+            except Exception as error:  # datasets, its HTTP layer and its parsers raise any type
                 why = f"{type(error).__name__}: {str(error)[:200]}"
                 want = f"a dataset that can be read on ({why})"
                 raise DataError("training.dataset", self._corpus.name, want) from error

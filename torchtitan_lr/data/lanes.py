@@ -1,22 +1,23 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Lanes: each row of the global batch reads a stream of its own, whoever computes that row.
+"""Data lanes: each row of the global batch reads its own stream, on whichever rank it is computed.
 
-A loader that splits the corpus over *ranks* gives other batches when the number of ranks changes.
-Here the corpus is split over the rows of the **global** batch instead. Row ``j`` (of ``B``) is a
-*lane*: an endless stream over the blocks ``j, j + B, j + 2B, ...`` of the corpus, whose documents
-are tokenised, joined and cut into windows of ``seq_len + 1`` tokens exactly as torchtitan's
-``HuggingFaceTextDataset`` does (input ``x[:-1]``, labels ``x[1:]``, the next window starts behind
-the whole of this one). Which rank computes row ``j``, and in which micro-batch, changes nothing in
-what the row holds. Two things follow:
+These lanes are unrelated to the lanes of CAAT-Net (``[caat] lanes``), which split a model.
+
+A loader that splits the corpus over *ranks* yields different batches when the number of ranks
+changes. This one splits it over the rows of the **global** batch. Row ``j`` (of ``B``) is a
+*lane*: an endless stream over the blocks ``j, j + B, j + 2B, ...`` of the corpus. Its documents are
+tokenised, concatenated and cut into windows of ``seq_len + 1`` tokens exactly as in torchtitan's
+``HuggingFaceTextDataset`` (input ``x[:-1]``, labels ``x[1:]``; windows do not overlap). The content
+of row ``j`` does not depend on the rank or the micro-batch that computes it. Therefore:
 
 * the batches are the same for any data-parallel size and any split between ranks and gradient
-  accumulation, as long as ``B`` stays;
-* a rank tokenises only its own rows, so the work is shared and not repeated.
+  accumulation, as long as ``B`` is unchanged;
+* a rank tokenises only its own rows, so no work is repeated.
 
 A lane's position is three integers: block counter, document in the block, token offset in the
-document. No token buffer is stored: to resume, the lane tokenises the current document again and
-drops ``offset`` tokens. In global terms sample ``n = step * B + j`` is the ``step``-th window of
-lane ``j``, so the number of consumed samples says where the whole run stands.
+document. No token buffer is stored: on resume the lane tokenises the current document again and
+drops ``offset`` tokens. Sample ``n = step * B + j`` of the run is the ``step``-th window of lane
+``j``, so the number of consumed samples is the position of the whole run.
 """
 
 from __future__ import annotations
@@ -49,18 +50,18 @@ class DocumentStream(Protocol):
 
 
 def lane_block(lane: int, num_lanes: int, num_blocks: int, k: int) -> int:
-    """Return which block a lane reads as its ``k``-th.
+    """Return the index of the ``k``-th block that a lane reads.
 
     The plain rule ``(lane + k * num_lanes) mod num_blocks`` would keep a lane on the same few
-    blocks for ever where the two numbers share a factor. So after each full turn through them
-    every lane moves one block on: over its first ``num_blocks`` blocks a lane reads each block of
-    the corpus exactly once, and at any time the lanes together still read all of it evenly.
+    blocks forever if the two numbers share a factor. Therefore every lane moves on by one block
+    after each full turn through them. Over its first ``num_blocks`` blocks a lane reads each block
+    of the corpus exactly once, and at any time the lanes together cover the corpus evenly.
 
     Args:
         lane: The lane, ``0 <= lane < num_lanes``.
-        num_lanes: How many lanes share the corpus.
-        num_blocks: Blocks of the corpus.
-        k: How many blocks the lane has read before.
+        num_lanes: Number of lanes that share the corpus.
+        num_blocks: Number of blocks in the corpus.
+        k: Number of blocks that the lane has read before.
 
     Returns:
         A block index in ``[0, num_blocks)``.
@@ -70,14 +71,14 @@ def lane_block(lane: int, num_lanes: int, num_blocks: int, k: int) -> int:
 
 
 class BlockStream:
-    """The documents of one lane of a corpus that is cut into blocks.
+    """The documents of one lane of a :class:`BlockCorpus`.
 
     Positions are ``[k, d]``: document ``d`` of the lane's ``k``-th block.
 
     Args:
         corpus: The corpus.
-        lane: Which lane this is.
-        num_lanes: How many lanes share the corpus.
+        lane: Index of this lane.
+        num_lanes: Number of lanes that share the corpus.
         infinite: Whether to start over at the end; otherwise the lane ends after one pass.
     """
 
@@ -93,7 +94,7 @@ class BlockStream:
         self._k, skip = (0, 0) if position is None else (int(position[0]), int(position[1]))
         self._d = 0
         self._documents: Iterator[str | DataError] = self._open(self._k)
-        for _ in range(skip):  # a record that cannot be read counts, skipped or not
+        for _ in range(skip):  # unreadable records count, skipped or not
             if next(self._documents, None) is None:
                 break
             self._d += 1
@@ -110,7 +111,7 @@ class BlockStream:
                 return None
             self._k, self._d = self._k + 1, 0
             self._documents = self._open(self._k)
-        # The last num_blocks blocks were all the blocks there are (see lane_block).
+        # The last num_blocks blocks were all blocks of the corpus (see lane_block).
         raise ConfigError(self._corpus.key, self._corpus.name, "a corpus with some text in it")
 
     def _last_of_pass(self, k: int) -> bool:
@@ -124,12 +125,12 @@ class BlockStream:
 
 
 class Lane:
-    """One stream of windows: documents tokenised, joined and cut.
+    """One stream of windows, cut from tokenised and concatenated documents.
 
     Args:
         stream: The lane's documents.
-        tokenizer: Turns a document into tokens; begin and end tokens are added.
-        seq_len: Tokens of an input; a window is one longer.
+        tokenizer: Encodes the documents; begin and end tokens are added.
+        seq_len: Tokens of an input; a window has one more.
     """
 
     def __init__(self, stream: DocumentStream, tokenizer: BaseTokenizer, seq_len: int) -> None:
@@ -160,10 +161,10 @@ class Lane:
 
         Args:
             state: The position.
-            changed: Whether the corpus may have changed since; the position is approximate then.
+            changed: Whether the corpus may have changed since; then the position is approximate.
 
         Raises:
-            ConfigError: The document is shorter than the offset, so it or the tokenizer changed.
+            ConfigError: The document is shorter than the offset: it or the tokenizer has changed.
         """
         self._stream.seek(state["document"])
         self._position, self._tokens, self._offset = None, [], 0
@@ -176,8 +177,8 @@ class Lane:
         if not found or len(self._tokens) < state["offset"]:
             raise ConfigError(
                 "model.hf_assets_path",
-                f"{len(self._tokens)} tokens in the document the checkpoint stopped in",
-                f"at least {state['offset']}: corpus and tokenizer as the checkpoint was made with",
+                f"{len(self._tokens)} tokens in the checkpoint's current document",
+                f"at least {state['offset']}: the corpus and tokenizer of the checkpoint",
             )
         self._offset = state["offset"]
 

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""llama-3's split, its special tokens, and the names of a tokenizer's files; needs no torch."""
+"""llama-3's pre-tokenizer split, its special tokens, and tokenizer file names; needs no torch."""
 
 HF_FILE = "tokenizer.json"
 TIKTOKEN_FILE = "tokenizer.model"
@@ -7,14 +7,14 @@ TIKTOKEN_FILE = "tokenizer.model"
 BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"
 
-# How llama-3 cuts text before BPE: contractions, words with one leading non-letter, numbers of up
+# llama-3's split of text before BPE: contractions, words with one leading non-letter, numbers of up
 # to three digits, punctuation, line ends, spaces.
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# The names llama-3.1 gives to places among its 256 special tokens; all others are reserved.
+# The named ones of llama-3.1's 256 special tokens, by position; all others are reserved.
 _NAMED_SPECIALS = {
     0: BOS,
     1: EOS,
@@ -32,10 +32,10 @@ def llama3_specials(first_id: int) -> dict[str, int]:
     """Return llama-3's special tokens and their ids.
 
     Args:
-        first_id: The id behind the last ordinary token.
+        first_id: The id after the last ordinary token.
 
     Returns:
-        256 names, with consecutive ids in order.
+        Consecutive ids of the 256 names.
     """
     reserved = (f"<|reserved_special_token_{i}|>" for i in range(NUM_LLAMA3_SPECIALS))
     names = (_NAMED_SPECIALS.get(i) or next(reserved) for i in range(NUM_LLAMA3_SPECIALS))

@@ -1,18 +1,18 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""One's own files as a corpus: .txt, .jsonl and .parquet, streamed, never read as a whole.
+"""The user's .txt, .jsonl and .parquet files as a corpus, streamed block by block.
 
-Each file is cut into blocks by its size alone, so that opening a corpus costs one ``stat`` a file:
+Each file is cut into blocks by its size alone, so opening a corpus costs one ``stat`` per file:
 
 * .txt and .jsonl: byte ranges. A block holds the lines that *start* in its range; a line that
   crosses the end is read to its end, and the next block skips it.
-* .parquet: slices of rows. The reader decodes, of the row groups that a slice touches, the
-  ``text`` column only, from the group's start; groups not much larger than a block read fastest.
+* .parquet: slices of rows. The reader decodes only the ``text`` column of the row groups that
+  overlap the slice, each from its start. Row groups of about the size of a block are read fastest.
 
 A document is a line's ``"text"`` (.jsonl), a row's ``text`` (.parquet), or all lines of a block
 (.txt: a file no larger than a block is one document).
 
-One document in 200 is held out (:mod:`torchtitan_lr.data.held_out`). Of a .txt file, whose blocks
-depend on the batch, pieces are: the lines that start in 4 KiB of it.
+One document in 200 is held out (:mod:`torchtitan_lr.data.held_out`). The blocks of a .txt file
+depend on the batch, so its held-out units are pieces: the lines that start in the same 4 KiB.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 TEXT = "text"
 
-# Smaller blocks would cut .txt files into snippets; larger ones make resuming slow.
+# Smaller blocks would cut .txt files into snippets; larger blocks would make resuming slow.
 MIN_BLOCK_BYTES = 1 << 10
 MAX_BLOCK_BYTES = 1 << 20
 BLOCKS_PER_LANE = 4
@@ -54,27 +54,26 @@ PIECE_BYTES = 1 << 12
 """Bytes of a .txt file whose lines are held out together."""
 
 HEAD_BYTES = 1 << 16
-"""How much of a file shows whether it is text."""
+"""Bytes at the start of a file that the encoding check reads."""
 
 Line = tuple[int, bytes]
-"""A line and the byte it starts at."""
+"""A line's byte offset, and the line."""
 
 
 class LocalCorpus(BlockCorpus):
-    """The documents of a file, of a folder's files, or of the files a pattern matches.
+    """The documents of a file, of a folder's files, or of the files that match a pattern.
 
     Args:
-        path: File, folder (searched with its subfolders) or glob pattern; files are taken in the
-            order of their paths.
+        path: File, folder (searched with its subfolders) or glob pattern; files are sorted by path.
         key: The TOML key to name in errors.
-        rows: Rows of the global batch; blocks shrink until each row has four, down to 1 KiB. By
-            default blocks are as large as they may be, 1 MiB.
-        split: What is held out, the rest, or both.
+        rows: Rows of the global batch. Blocks are sized to give each row four blocks, between
+            1 KiB and 1 MiB; without ``rows`` they have 1 MiB.
+        split: The held-out part, the training part, or both.
         max_bad_records: See :class:`BlockCorpus`.
 
     Raises:
-        ConfigError: No such file, no file of a known kind, or only empty ones.
-        DataError: A small corpus, which is read here, has a record that cannot be read.
+        ConfigError: No such file, no file with a supported suffix, or only empty files.
+        DataError: A small corpus, which is read on opening, has an unreadable record.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class LocalCorpus(BlockCorpus):
         super().__init__("local", key, zip(names, sizes, strict=True), max_bad_records)
         wanted = MAX_BLOCK_BYTES if rows is None else sum(sizes) // (BLOCKS_PER_LANE * rows)
         self.block_bytes = min(MAX_BLOCK_BYTES, max(MIN_BLOCK_BYTES, wanted))
-        # Of file i: blocks [ends[i - 1], ends[i]).
+        # File i has the blocks [ends[i - 1], ends[i]).
         self._counts = [-(-size // self.block_bytes) for size in sizes]
         self._ends = list(accumulate(self._counts))
         self._split = split
@@ -108,10 +107,10 @@ class LocalCorpus(BlockCorpus):
         return self._paths
 
     def check_encoding(self) -> None:
-        """Refuse files that are no text in UTF-8, by the beginning of each.
+        """Raise if the start of a .txt or .jsonl file is not text in UTF-8.
 
         Raises:
-            DataError: A file of lines is binary or in another encoding.
+            DataError: A file is unreadable, binary or in another encoding.
         """
         for path in self._paths:
             if path.suffix == ".parquet":
@@ -126,24 +125,23 @@ class LocalCorpus(BlockCorpus):
                 raise DataError(self.key, str(path), f"text in UTF-8; this is {what}")
 
     def fingerprint(self) -> str:
-        """Return what :class:`BlockCorpus` does, and the rule of what is held out."""
+        """Return the fingerprint of :class:`BlockCorpus`, with the held-out fraction appended."""
         rule = f" held_out=1/{ONE_IN}" if self._split != "all" else ""
         return super().fingerprint() + rule
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks all files together have."""
+        """The number of blocks in all files."""
         return self._ends[-1]
 
     def documents(self, block: int) -> Iterator[str | DataError]:
         """Yield the documents of one block that belong to the split.
 
         Args:
-            block: Which block.
+            block: The block's index.
 
         Yields:
-            A document, or what is wrong with a record: a line that is not what it should be, the
-            rest of a block that cannot be read.
+            A document, or a DataError for an invalid line or for the unreadable rest of a block.
         """
         index, part, count = self._place(block)
         path = self._paths[index]
@@ -155,7 +153,7 @@ class LocalCorpus(BlockCorpus):
                 yield record
 
     def _place(self, block: int) -> tuple[int, int, int]:
-        """Return a block's file, its number in the file, and how many the file has."""
+        """Return the index of a block's file, the block's index in it, and the file's blocks."""
         index = bisect_right(self._ends, block)
         count = self._counts[index]
         return index, block - (self._ends[index] - count), count
@@ -164,7 +162,7 @@ class LocalCorpus(BlockCorpus):
         return self._split == "all" or (key < self._limit) == (self._split == "validation")
 
     def _hashes(self) -> Iterator[tuple[int, int]]:
-        """Yield hash and bytes of everything that can be held out, by reading the corpus."""
+        """Yield the hash and the bytes of every document or piece; this reads the whole corpus."""
         for block in range(self.num_blocks):
             index, part, count = self._place(block)
             path, (name, _) = self._paths[index], self._files[index]
@@ -183,7 +181,7 @@ class LocalCorpus(BlockCorpus):
         return _lines(self._paths[index], part * size // count, (part + 1) * size // count)
 
     def _texts(self, index: int, part: int, count: int) -> Iterator[str | DataError]:
-        """Yield the text of a block; what the other split has in the middle cuts it in two."""
+        """Yield the text of a block, cut where pieces of the other split are left out."""
         name = self._files[index][0]
 
         @functools.cache
@@ -204,7 +202,7 @@ class LocalCorpus(BlockCorpus):
         return DataError(self.key, str(self._paths[index]), f"a readable file ({why})")
 
     def _records(self, path: Path, index: int, part: int, count: int) -> Iterator[str | DataError]:
-        """Yield what a block of .jsonl or .parquet holds, whatever the split."""
+        """Yield the records of a .jsonl or .parquet block, of both splits."""
         if path.suffix == ".parquet":
             yield from self._parquet(path, part, count)
             return
@@ -226,11 +224,11 @@ class LocalCorpus(BlockCorpus):
                 where = f"{path}:{_line_number(path, start)}"
                 yield DataError(self.key, where, f'a JSON object with a string "{TEXT}"')
             elif text:
-                # JSON can spell half a surrogate pair, which no tokenizer takes.
+                # JSON can encode a lone surrogate, which tokenizers reject.
                 yield text.encode("utf-8", errors="replace").decode("utf-8")
 
     def _parquet(self, path: Path, part: int, count: int) -> Iterator[str | DataError]:
-        # Late: text needs no pyarrow.
+        # Imported late: text files do not need pyarrow.
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -242,14 +240,14 @@ class LocalCorpus(BlockCorpus):
                     return
                 rows = file.metadata.num_rows
                 yield from _rows(file, part * rows // count, (part + 1) * rows // count)
-        # Whatever its parts stumble over in a damaged file; ValueError is text that is no UTF-8.
+        # A damaged file can raise any of these; ValueError means text that is not UTF-8.
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:
             want = f"intact parquet with a column '{TEXT}' ({type(error).__name__})"
             yield DataError(self.key, str(path), want)
 
 
 def _find(path: str, key: str) -> list[Path]:
-    """Return the files with some bytes in them, sorted."""
+    """Return the non-empty files with a supported suffix, sorted by path."""
     target = user_path(path, key)
     if target.is_file():
         found = [target]
@@ -269,7 +267,7 @@ def _find(path: str, key: str) -> list[Path]:
 
 
 def _not_utf8(head: bytes) -> str | None:
-    """Say what the beginning of a file is, None for UTF-8; a few wrong bytes are forgiven."""
+    """Return the likely encoding of a file's start; None for UTF-8, even with a few bad bytes."""
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "UTF-16 (or 32)"
     zeros = head.count(b"\0")
@@ -288,7 +286,7 @@ def _piece_of(line: Line) -> int:
 
 
 def _piece_hash(name: str, piece: int) -> int:
-    """Return the hash of a piece's place: to hash its text, a block would read its neighbours."""
+    """Hash a piece's position; hashing its text would require reading the adjacent blocks."""
     return document_hash(f"{name}:{piece}")
 
 
@@ -296,8 +294,8 @@ def _lines(path: Path, low: int, high: int) -> Iterator[Line]:
     """Yield ``(start, line)`` of the lines that start in bytes ``[low, high)``."""
     with path.open("rb") as file:
         if low > 0:
-            # From the byte before: where that is a line's end, the line at `low` is ours. Bounded,
-            # so that a line of many blocks is not read again by each of them.
+            # Read from the byte before `low`: if it ends a line, the line at `low` belongs to this
+            # block. The read is bounded, so that a line of many blocks is not read once per block.
             file.seek(low - 1)
             if not file.readline(high - low + 1).endswith(b"\n"):
                 return
@@ -306,7 +304,7 @@ def _lines(path: Path, low: int, high: int) -> Iterator[Line]:
 
 
 def _line_number(path: Path, start: int) -> int:
-    """Count lines up to an offset; only errors need it, so it may read the file."""
+    """Return the line number at an offset; this reads the file, and only error messages use it."""
     number, left = 1, start
     with path.open("rb") as file:
         while left and (chunk := file.read(min(left, MAX_BLOCK_BYTES))):
@@ -316,7 +314,7 @@ def _line_number(path: Path, start: int) -> int:
 
 
 def _rows(file: pq.ParquetFile, low: int, high: int) -> Iterator[str]:
-    """Yield the non-empty texts of rows ``[low, high)``, decoding no row group outside."""
+    """Yield the non-empty texts of rows ``[low, high)``, decoding only overlapping row groups."""
     start = 0
     for group in range(file.metadata.num_row_groups):
         end = start + file.metadata.row_group(group).num_rows

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Tokenizers: a Hugging Face ``tokenizer.json`` or a tiktoken rank file, whichever is there."""
+"""Tokenizers: a Hugging Face ``tokenizer.json``, else a tiktoken rank file."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ from torchtitan_lr.data.llama3 import (
 )
 from torchtitan_lr.errors import ConfigError
 
-# tiktoken's regex engine recurses: it panics on very long strings and on long runs of one kind.
+# tiktoken's regex engine recurses: it panics on very long strings and on long runs of characters
+# of one class.
 _MAX_CHARS = 400_000
 _MAX_RUN = 25_000
 
 
 class TiktokenTokenizer(BaseTokenizer):
-    """A byte-level BPE read from a rank file, with llama-3's split and special tokens.
+    """A byte-level BPE from a rank file, with llama-3's split and special tokens.
 
     Args:
         path: A ``tokenizer.model``: a base64 token and its rank on each line.
 
     Raises:
-        ConfigError: The file is not a rank file (SentencePiece models bear the same name).
+        ConfigError: The file is not a rank file (SentencePiece models have the same name).
     """
 
     def __init__(self, path: str | Path) -> None:
-        import tiktoken  # late: few runs read a rank file
+        import tiktoken  # imported late: few runs read a rank file
 
         super().__init__()
         ranks = _read_ranks(Path(path))
@@ -58,10 +59,10 @@ class TiktokenTokenizer(BaseTokenizer):
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Tokenise a document.
 
-        The names of special tokens are ordinary text here: a document cannot forge one.
+        Names of special tokens in the text are encoded as ordinary text.
 
         Args:
-            text: Any text, however long.
+            text: Text of any length.
             add_bos: Whether to begin with ``<|begin_of_text|>``.
             add_eos: Whether to end with ``<|end_of_text|>``.
 
@@ -76,14 +77,14 @@ class TiktokenTokenizer(BaseTokenizer):
         return tokens
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Turn token ids back into text.
+        """Decode token ids into text.
 
         Args:
             token_ids: The ids.
             skip_special_tokens: Whether to leave special tokens out.
 
         Returns:
-            The text; bytes that are no UTF-8 become U+FFFD.
+            The text; bytes that are not UTF-8 become U+FFFD.
         """
         ids = list(token_ids)
         if skip_special_tokens:
@@ -96,7 +97,7 @@ class TiktokenTokenizer(BaseTokenizer):
 
 
 def resolve_assets_path(path: str) -> Path:
-    """Find an assets folder: the path itself, else relative to the folder that holds the package.
+    """Find an assets folder: the path itself, else relative to the package's parent folder.
 
     Args:
         path: ``model.hf_assets_path``.
@@ -105,7 +106,7 @@ def resolve_assets_path(path: str) -> Path:
         The first of the two that is a folder, else ``path`` itself.
 
     Raises:
-        ConfigError: No path at all, such as the home of an unknown user.
+        ConfigError: An invalid path, such as the home of an unknown user.
     """
     here = user_path(path, "model.hf_assets_path")
     shipped = Path(__file__).resolve().parents[2] / path
@@ -113,10 +114,10 @@ def resolve_assets_path(path: str) -> Path:
 
 
 def build_tokenizer(job_config: Any) -> BaseTokenizer:
-    """Build the tokenizer that the assets folder holds (a ``TrainSpec``'s hook).
+    """Build the tokenizer of the assets folder (a ``TrainSpec`` hook).
 
-    A process reads a folder once: checks and trainer get the same object until one of its files
-    changes.
+    The result is cached per process until a file of the folder changes; the checks and the trainer
+    share it.
 
     Args:
         job_config: The run's ``JobConfig``; ``model.hf_assets_path`` is read.
@@ -126,7 +127,7 @@ def build_tokenizer(job_config: Any) -> BaseTokenizer:
         :class:`TiktokenTokenizer` for a ``tokenizer.model``.
 
     Raises:
-        ConfigError: No such folder, no tokenizer in it, or a broken one.
+        ConfigError: The folder does not exist, or it has no readable tokenizer.
     """
     key, path = "model.hf_assets_path", job_config.model.hf_assets_path
     file = tokenizer_file(resolve_assets_path(path))
@@ -141,13 +142,13 @@ def build_tokenizer(job_config: Any) -> BaseTokenizer:
 
 
 def tokenizer_file(folder: Path) -> Path | None:
-    """Return the file that a folder's tokenizer is built from, None if it holds none."""
+    """Return a folder's tokenizer file, None if it has none."""
     files = (folder / name for name in (HF_FILE, TIKTOKEN_FILE))
     return next((file for file in files if file.is_file()), None)
 
 
 def _versions(folder: Path) -> tuple[Any, ...]:
-    """Return name, size and time of change of every file that a tokenizer may read."""
+    """Return the name, size and modification time of every file in the folder."""
     stats = ((path.name, path.stat()) for path in sorted(folder.iterdir()))
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
@@ -160,21 +161,21 @@ def _read(file: Path, versions: tuple[Any, ...]) -> BaseTokenizer:
 
 
 def check_tokenizer(job_config: Any) -> int:
-    """Check that the tokenizer is there and can be read.
+    """Check that the tokenizer exists and is readable.
 
     Args:
         job_config: The run's ``JobConfig``.
 
     Returns:
-        The smallest vocabulary a model needs for it: the largest id plus one.
+        The smallest vocabulary that a model needs for it: the largest id plus one.
 
     Raises:
-        ConfigError: As :func:`build_tokenizer`, or it has no tokens.
+        ConfigError: As for :func:`build_tokenizer`, or it has no tokens.
     """
     tokenizer = build_tokenizer(job_config)
     size = tokenizer.get_vocab_size()
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        # Ids can have holes, so their number may be too small.
+        # Ids can have gaps, so the number of tokens may be too small.
         size = max(size, 1 + max(tokenizer.get_vocab().values(), default=-1))
     if size < 1:
         path = job_config.model.hf_assets_path
@@ -193,7 +194,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
         raise ConfigError(
             "model.hf_assets_path",
             str(path),
-            f"a tiktoken rank file (base64 token and rank a line), or a {HF_FILE} next to it",
+            f"a tiktoken rank file (base64 token and rank per line), or a {HF_FILE} next to it",
         )
     return ranks
 
@@ -203,7 +204,7 @@ def _covers_bytes(ranks: dict[bytes, int]) -> bool:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut text so that tiktoken survives it; ordinary documents stay whole."""
+    """Cut text below the limits of tiktoken's regex engine; ordinary documents are not cut."""
     for start in range(0, len(text), _MAX_CHARS):
         piece = text[start : start + _MAX_CHARS]
         if len(piece) > _MAX_RUN and _longest_run(piece) > _MAX_RUN:

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The validation set: fixed sequences, each on exactly one rank, the same number of batches on all.
+"""The validation set: fixed sequences, each on one rank, with equally many batches on all ranks.
 
 The held-out documents are tokenised once, in order, and packed into windows of ``seq_len + 1``
 tokens as in training. Sequence ``i`` belongs to data-parallel rank ``i mod D``. Ranks with fewer
-sequences fill up with rows whose labels are all ignored, so that no rank waits for another and a
-token-weighted mean is exact for any ``D``.
+sequences are padded with rows whose labels are all ignored. Therefore no rank waits for another,
+and the token-weighted mean is exact for any ``D``.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class ValidationSet:
     Args:
         windows: This rank's sequences, int32 ``(n_r, s + 1)``.
         num_sequences: Sequences of all ranks together.
-        batch_size: Rows of a batch, ``b``.
-        dp_world_size: Ranks, ``D``.
+        batch_size: Rows per batch, ``b``.
+        dp_world_size: Data-parallel ranks, ``D``.
         unigram_entropy: See below.
 
     Attributes:
         unigram_entropy: Entropy in nats of the label tokens of all ranks together: the loss of
-            the best model that ignores context. A trained model must come out below it.
+            the best model without context. A trained model must be below it.
         num_sequences: Sequences of all ranks together.
-        num_tokens: Label tokens of all ranks together, padding not counted.
+        num_tokens: Label tokens of all ranks together, without padding.
     """
 
     def __init__(
@@ -75,21 +75,21 @@ def build_validation_set(
 ) -> ValidationSet:
     """Tokenise the validation corpus and keep this rank's share.
 
-    Every rank walks through all of it, so that all know the entropy without communication.
+    Every rank tokenises the whole corpus, so that it computes the entropy without communication.
 
     Args:
         job_config: The run's ``JobConfig``; section ``validation`` is read, and ``training`` for
-            its held-out part. ``steps = -1`` takes every full window of the corpus,
-            ``steps > 0`` at most that many batches a rank.
-        dp_world_size: Data-parallel ranks.
-        dp_rank: This one.
+            its held-out part. ``steps = -1`` uses every full window of the corpus, ``steps > 0``
+            at most that many batches per rank.
+        dp_world_size: Number of data-parallel ranks.
+        dp_rank: This rank.
         tokenizer: The run's tokenizer.
 
     Returns:
-        The set.
+        This rank's share of the validation set.
 
     Raises:
-        ConfigError: As :func:`build_corpus`, or the corpus is shorter than one window.
+        ConfigError: As for :func:`build_corpus`, or the corpus is shorter than one window.
     """
     section = job_config.validation
     check_workers(section.dataloader, "validation")
@@ -109,7 +109,7 @@ def build_validation_set(
         raise ConfigError(
             "validation.seq_len",
             section.seq_len,
-            f"fewer tokens than all of the validation corpus {corpus.name!r} has",
+            f"fewer tokens than the whole validation corpus {corpus.name!r} has",
         )
     empty = torch.empty(0, section.seq_len + 1, dtype=torch.int32)
     return ValidationSet(
@@ -125,7 +125,7 @@ def entropy(counts: torch.Tensor) -> float:
     """Return the entropy of a distribution given by counts.
 
     Args:
-        counts: How often each outcome was seen, ``(V,)``, not all zero.
+        counts: Count of each outcome, ``(V,)``, not all zero.
 
     Returns:
         ``-sum p log p`` in nats.
@@ -137,7 +137,7 @@ def entropy(counts: torch.Tensor) -> float:
 def _windows(
     corpus: Corpus, tokenizer: BaseTokenizer, seq_len: int, limit: int | None
 ) -> Iterator[torch.Tensor]:
-    """Yield the first ``limit`` windows, int32 ``(seq_len + 1,)``; an unfilled last is dropped."""
+    """Yield the first ``limit`` full windows, int32 ``(seq_len + 1,)``."""
     size, found = seq_len + 1, 0
     buffer: list[int] = []
     for text in corpus:

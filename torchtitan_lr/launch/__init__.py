@@ -1,2 +1,2 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What starts the ranks of a run, and ends with them."""
+"""The launcher: start the ranks of a run, stop them and report."""

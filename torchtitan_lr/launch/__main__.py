@@ -4,10 +4,10 @@
 import signal
 
 from torchtitan_lr.launch.launcher import main, stop_before_ranks
-from torchtitan_lr.launch.processes import leave
+from torchtitan_lr.launch.processes import exit_without_teardown
 
 if __name__ == "__main__":
-    # Below `cmd &` SIGINT is ignored, and stays so.
+    # A process started with `cmd &` ignores SIGINT; keep it ignored.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, stop_before_ranks)
-    leave(main())
+    exit_without_teardown(main())

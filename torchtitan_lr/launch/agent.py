@@ -1,11 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""torchrun, as the launcher starts it: ``python -m torchtitan_lr.launch.agent ARGUMENTS``.
+"""torchrun as the launcher starts it: ``python -m torchtitan_lr.launch.agent ARGUMENTS``.
 
-Three things differ from torchrun's own start. ``--rdzv-backend=loopback`` is a rendezvous for the
-ranks of one machine that no other machine reaches: ``--standalone`` listens on all interfaces and
-unpickles what it reads there. The kernel kills the ranks if this process is killed. And ranks that
-do not end when one of them has failed are killed after :data:`GRACE_SECONDS`, not after half a
-minute.
+It differs from plain torchrun in three ways. ``--rdzv-backend=loopback`` is a rendezvous for the
+ranks of one machine that other machines cannot reach; ``--standalone`` listens on all interfaces
+and unpickles the data it receives. The kernel kills the ranks if this process is killed. When a
+rank has failed, the others are killed after :data:`GRACE_SECONDS`, not after half a minute.
 """
 
 import functools
@@ -33,17 +32,17 @@ from torchtitan_lr.launch.report import DID_NOT_END
 LOOPBACK = "127.0.0.1"
 
 GRACE_SECONDS = 2
-"""How long ranks may take to end after one of them has failed; they cannot save without it."""
+"""Time for the other ranks to end after one has failed; they cannot save without it anyway."""
 
 
 class LoopbackRendezvous(RendezvousHandler):
     """The rendezvous of one machine: a store on a free port of the loopback interface.
 
-    The port is bound before anybody knows its number, so two launches never meet. Ranks connect to
-    this store and make none of their own, which would listen on all interfaces.
+    The port is bound before its number is published, so two launches cannot share it. Ranks connect
+    to this store; a store of their own would listen on all interfaces.
 
     Args:
-        parameters: What torchrun read from its command line.
+        parameters: torchrun's parsed rendezvous options.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -53,22 +52,22 @@ class LoopbackRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks use the store of this process."""
+        """True: the ranks use this process's store."""
         return True
 
     def get_backend(self) -> str:
-        """The name on the command line."""
+        """Return the backend's name on the command line."""
         return "loopback"
 
     def get_run_id(self) -> str:
-        """What torchrun calls this run."""
+        """Return torchrun's id of this run."""
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Opens the store; there is nobody to wait for."""
+        """Open the store and return at once: there are no other machines."""
         listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
-        # The store takes the socket over. Left to itself it would bind to all interfaces.
+        # Pass a bound socket to the store: by default it binds to all interfaces.
         self._store = TCPStore(
             LOOPBACK,
             port,
@@ -81,26 +80,27 @@ class LoopbackRendezvous(RendezvousHandler):
         return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, where)
 
     def is_closed(self) -> bool:
-        """Nobody closes it before its process ends."""
+        """Return False: it closes with its process."""
         return False
 
     def set_closed(self) -> None:
-        """Nobody else would have to know."""
+        """Do nothing: there are no other machines to notify."""
 
     def num_nodes_waiting(self) -> int:
-        """There is one machine."""
+        """Return 0: there is one machine."""
         return 0
 
     def shutdown(self) -> bool:
-        """The store ends with its process."""
+        """Return True: the store closes with its process."""
         return True
 
 
 def _close_soon(context: SubprocessContext, death_sig: signal.Signals, timeout: int = 30) -> None:
-    """Ends the ranks that are left; torchrun has no setting for how long that may take.
+    """End the remaining ranks within `GRACE_SECONDS`; torchrun has no setting for this time.
 
-    In torchrun's report a rank that it killed looks like one that was killed first. So the
-    launcher's log has a line for each (see `torchtitan_lr.launch.report`).
+    torchrun's report does not distinguish ranks that it killed from ranks that were killed by
+    others. Therefore this prints a line for each into the launcher's log (see
+    `torchtitan_lr.launch.report`).
     """
     left = [h.proc for h in context.subprocess_handlers.values() if h.proc.poll() is None]
     close_ranks(context, death_sig, min(timeout, GRACE_SECONDS))
@@ -110,7 +110,7 @@ def _close_soon(context: SubprocessContext, death_sig: signal.Signals, timeout: 
 
 
 def main() -> None:
-    """Run torchrun with the arguments of this process; torchrun has no hooks for its ranks."""
+    """Run torchrun with this process's arguments and patched start and end of the ranks."""
     rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
     bound = functools.partial(subprocess.Popen, preexec_fn=functools.partial(end_with, os.getpid()))
     with ranks_started_with(bound, _close_soon):

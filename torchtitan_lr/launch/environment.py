@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The environment variables of a launch, and where its ranks compute."""
+"""The environment variables of a launch, and the device of its ranks."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from torchtitan_lr.errors import ConfigError
 
 DEFAULT_RANKS = 4
 
-# Processes on one machine; a dry run starts only one of them.
+# Limits of NGPU; a dry run starts only one process.
 MAX_RANKS = 1024
 MAX_DRY_RANKS = 1_000_000
 MAX_NODES = 100_000
@@ -22,11 +22,11 @@ class Environment:
     Args:
         ranks: Ranks on this machine.
         nodes: Number of machines.
-        log_ranks: Local ranks shown on the console, e.g. ``0,1``.
+        log_ranks: Local ranks whose output is shown on the console, e.g. ``0,1``.
         comm_mode: torchtitan's ``comm.mode``, empty for a real run.
-        train_module: The module every rank runs.
-        ranks_given: Whether the user asked for that many ranks.
-        hide_gpus: Whether the ranks compute on the CPU although there are GPUs.
+        train_module: The module that every rank runs.
+        ranks_given: Whether the user set ``NGPU``.
+        hide_gpus: Whether the ranks compute on the CPU of a machine with GPUs.
     """
 
     ranks: int
@@ -44,10 +44,10 @@ class Environment:
 
 
 def read_environment() -> Environment:
-    """Reads and checks torchtitan's environment variables.
+    """Read and check torchtitan's environment variables.
 
     Raises:
-        ConfigError: A variable that is not what it should be.
+        ConfigError: A variable has an invalid value.
     """
     comm_mode = os.environ.get("COMM_MODE", "")
     if comm_mode not in ("", "default", "fake_backend"):
@@ -73,7 +73,7 @@ def read_environment() -> Environment:
 
 def _positive_variable(name: str, default: int, limit: int) -> int:
     text = os.environ.get(name) or str(default)
-    # Its length first: Python itself refuses to read very many digits.
+    # Check the length first: int() raises for very long strings of digits.
     if not text.isdecimal() or (len(text) < 99 and int(text) == 0):
         raise ConfigError(name, text, "a positive integer such as 4")
     if len(text) >= 99 or int(text) > limit:
@@ -83,21 +83,21 @@ def _positive_variable(name: str, default: int, limit: int) -> int:
 
 
 def find_device(environment: Environment) -> str:
-    """Says where the ranks will compute.
+    """Return the device type of the ranks.
 
     Args:
-        environment: What :func:`read_environment` returned.
+        environment: Result of :func:`read_environment`.
 
     Returns:
-        ``cuda``, ``xpu`` or ``cpu``. It is ``cpu`` in spite of GPUs where these are too few for
-        the default number of ranks, of which the user asked for none.
+        ``cuda``, ``xpu`` or ``cpu``. If the user did not set ``NGPU`` and the machine has fewer
+        GPUs than the default number of ranks, it is ``cpu``.
 
     Raises:
-        ConfigError: There are GPUs, but fewer than the ranks asked for.
+        ConfigError: There are GPUs, but fewer than the requested ranks.
     """
     name, count = _accelerator()
     if count and environment.ranks > count and not environment.comm_mode:
-        # Machines must agree: one of several does not decide for itself.
+        # With several machines do not choose the CPU: all of them must use the same device.
         if environment.ranks_given or environment.nodes > 1 or name != "cuda":
             hide = "CUDA_VISIBLE_DEVICES=" if name == "cuda" else "ZE_AFFINITY_MASK="
             want = f"at most {count}, the GPUs of this machine (or {hide} to train on the CPU)"
@@ -107,7 +107,7 @@ def find_device(environment: Environment) -> str:
 
 
 def _accelerator() -> tuple[str, int]:
-    """The type of this machine's devices, and how many there are; 0 for ``cpu``."""
+    """Return the type and number of this machine's accelerators; ``cpu`` and 0 without any."""
     import torch
 
     for name in ("cuda", "xpu"):
@@ -118,16 +118,16 @@ def _accelerator() -> tuple[str, int]:
 
 
 def place_ranks(environment: Environment) -> tuple[Environment, str]:
-    """Decides where the ranks compute, and says so in one line if it was not asked for.
+    """Choose the device of the ranks; print a line if the default number of ranks uses the CPU.
 
     Args:
-        environment: What :func:`read_environment` returned.
+        environment: Result of :func:`read_environment`.
 
     Returns:
-        The environment, completed, and what :func:`find_device` returned.
+        The environment with ``hide_gpus`` set, and the result of :func:`find_device`.
 
     Raises:
-        ConfigError: As :func:`find_device`.
+        ConfigError: As for :func:`find_device`.
     """
     device = find_device(environment)
     if device != "cpu" or environment.ranks_given or environment.comm_mode:
@@ -140,22 +140,22 @@ def place_ranks(environment: Environment) -> tuple[Environment, str]:
 
 
 def loopback_variables() -> dict[str, str]:
-    """Environment variables that keep ranks of one machine to its loopback interface.
+    """Return the variables that restrict the ranks of one machine to its loopback interface.
 
-    What ranks send each other with gloo is unpickled, so no other machine may reach it. NCCL moves
-    data between the GPUs of a machine without sockets; ``NCCL_SOCKET_IFNAME`` is left alone.
+    Ranks unpickle data received over gloo, so other machines must not reach these sockets. NCCL
+    uses no sockets between the GPUs of one machine, so ``NCCL_SOCKET_IFNAME`` is not set.
     """
     return {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
 
 def launched_ranks(comm_mode: str) -> int:
-    """Read the number of ranks that torchrun, or our launcher, started.
+    """Return the number of ranks that torchrun or the launcher started.
 
     Args:
-        comm_mode: ``comm.mode``; a dry run is one process that torchrun did not start.
+        comm_mode: ``comm.mode``; a dry run is one process without torchrun.
 
     Raises:
-        ConfigError: A variable is missing: nobody started this process as a rank.
+        ConfigError: A variable is missing: this process was not started as a rank.
     """
     numbers, words = ["WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"], ["MASTER_ADDR"]
     if comm_mode == "fake_backend":

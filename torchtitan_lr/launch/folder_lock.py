@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""One job per dump folder: two would mix their metrics and delete each other's checkpoints.
+"""One job per dump folder: two jobs would mix their metrics and delete each other's checkpoints.
 
-The lock is the kernel's (``flock``), so it ends with its process, however that ends; the file
-``run.lock`` stays and only says who holds or held it. The launcher of one machine takes it before
-any rank starts, else rank 0 does. On NFS a lock holds between machines where the server's lock
-service runs; mounted with ``nolock`` or ``local_lock``, each machine sees its own locks only.
+The kernel releases the lock (``flock``) when its process ends for any reason. The file ``run.lock``
+remains and records the last holder. On one machine the launcher takes the lock before any rank
+starts, otherwise rank 0 does. On NFS a lock holds between machines if the server's lock service
+runs; with the mount options ``nolock`` or ``local_lock``, each machine sees only its own locks.
 """
 
 import fcntl
@@ -23,18 +23,18 @@ from torchtitan_lr.errors import ConfigError
 LOCK_FILE = "run.lock"
 
 HELD_VARIABLE = "TORCHTITAN_LR_LOCKED"
-"""Environment variable of ranks: the dump folder that their launcher has locked."""
+"""Environment variable of the ranks: the dump folder that the launcher has locked."""
 
 
 @contextmanager
 def locked(dump_folder: str) -> Iterator[None]:
-    """Hold a job's dump folder, which is made if needed.
+    """Lock a job's dump folder, which is created if needed.
 
     Args:
         dump_folder: ``job.dump_folder``.
 
     Raises:
-        ConfigError: Another job is at work there, or the folder takes no file.
+        ConfigError: Another job uses the folder, or the folder is not writable.
     """
     path = Path(dump_folder) / LOCK_FILE
     with ExitStack() as open_file:
@@ -44,7 +44,7 @@ def locked(dump_folder: str) -> Iterator[None]:
             lock_file(file, path)
             _sign(file)
         except BlockingIOError:
-            want = f"a folder in which no other job is at work; {_holder(path)}"
+            want = f"a folder that no other job uses; {_holder(path)}"
             raise ConfigError("job.dump_folder", dump_folder, want) from None
         except OSError as error:
             want = f"a folder in which {path} can be written ({error.strerror})"
@@ -54,14 +54,14 @@ def locked(dump_folder: str) -> Iterator[None]:
 
 @contextmanager
 def locked_by_rank(dump_folder: str, variables: Mapping[str, str]) -> Iterator[None]:
-    """Hold it on rank 0, unless the launcher does.
+    """Lock the dump folder on rank 0, unless the launcher has locked it.
 
     Args:
         dump_folder: ``job.dump_folder``.
         variables: The rank's environment.
 
     Raises:
-        ConfigError: As `locked`.
+        ConfigError: As for `locked`.
     """
     by_launcher = variables.get(HELD_VARIABLE) == os.path.realpath(dump_folder)
     if by_launcher or variables.get("RANK", "0") != "0":
@@ -87,14 +87,14 @@ def lock_file(file: IO[Any], path: Path) -> None:
         raise
     except OSError as error:
         print(
-            f"warning: {path} cannot be locked ({error.strerror}): see to it that no other job "
+            f"warning: {path} cannot be locked ({error.strerror}): make sure that no other job "
             "uses this folder",
             file=sys.stderr,
         )
 
 
 def _sign(file: IO[bytes]) -> None:
-    """Writes who holds the lock, for the one who comes second."""
+    """Write the lock's holder, for the error message of a second job."""
     since = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
     who = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
     file.truncate(0)
@@ -104,6 +104,6 @@ def _sign(file: IO[bytes]) -> None:
 def _holder(path: Path) -> str:
     try:
         who = json.loads(path.read_text())
-        return f"process {who['pid']} on {who['host']} has been since {who['since']}"
+        return f"process {who['pid']} on {who['host']} has used it since {who['since']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return "who holds it is not written yet"  # between locking and signing
+        return "its holder is not recorded yet"  # between locking and signing

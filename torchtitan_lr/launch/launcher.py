@@ -1,8 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Starts a training run: checks it, starts its ranks, stops them well, sums it up.
+"""The launcher: check a run, start its ranks, stop them cleanly, and print a summary.
 
 ``python -m torchtitan_lr.launch ARGUMENTS`` reads torchtitan's environment variables (see
-:data:`USAGE`). Refusals come before any rank starts, as one line and exit status 2.
+:data:`USAGE`). An invalid configuration is reported before any rank starts, in one line, with exit
+status 2.
 """
 
 import os
@@ -31,8 +32,8 @@ from torchtitan_lr.launch.processes import RankGroup
 from torchtitan_lr.launch.report import (
     describe_failure,
     full_disk,
+    hidden_errors,
     killed_rank,
-    last_words,
     read_summary,
     summary_lines,
 )
@@ -44,22 +45,22 @@ usage: [VARIABLE=value ...] ./run_llama_train.sh [--section.key=value ...]
 
 Trains the model of a TOML file; arguments override it, e.g. --training.steps=100.
   CONFIG_FILE   the TOML file (default ./train_configs/debug_cola.toml)
-  NGPU          ranks on this machine, a GPU or (without any) a CPU process each; by default 4,
-                and those on the CPU if there are fewer GPUs
-  LOG_RANK      ranks whose output is shown, e.g. 0,1 (default 0); all of it goes to the logs
+  NGPU          ranks on this machine, one per GPU, or CPU processes without GPUs (default 4;
+                with fewer than 4 GPUs the default ranks run on the CPU)
+  LOG_RANK      ranks whose output is shown, e.g. 0,1 (default 0); the logs have all output
   COMM_MODE     fake_backend: a dry run of one step in one process, as rank 0 of NGPU
-  NNODES, RDZV_ENDPOINT, RDZV_ID   several machines: their number, host:port of one, a common name
+  NNODES, RDZV_ENDPOINT, RDZV_ID   several machines: number, host:port of one, a common name
   PYTHON        the interpreter to use or to make .venv from
 The keys are described in torchtitan_lr/config/schema.py and in torchtitan's config/job_config.py.
 SIGTERM or Ctrl-C finishes the step, saves a checkpoint and exits 0; a second one kills at once."""
 
 
 def train_arguments(argv: list[str], environment: Environment) -> list[str]:
-    """Completes the command line: the configuration file, and what a dry run adds.
+    """Complete the command line with the configuration file and the settings of a dry run.
 
     Args:
-        argv: The launcher's own arguments.
-        environment: What :func:`read_environment` returned.
+        argv: The launcher's arguments.
+        environment: Result of :func:`read_environment`.
 
     Returns:
         Arguments for :func:`build_job_config` and for every rank.
@@ -69,8 +70,8 @@ def train_arguments(argv: list[str], environment: Environment) -> list[str]:
         config_file = os.environ.get("CONFIG_FILE") or DEFAULT_CONFIG_FILE
         arguments = [f"--job.config_file={config_file}", *arguments]
     if environment.comm_mode:
-        # As torchtitan's run_train.sh: one step is all that a dry run shows. There is nobody to
-        # write the other ranks' parts of a checkpoint.
+        # One step, as in torchtitan's run_train.sh. No checkpoint: the other ranks do not exist,
+        # so their parts could not be written.
         mode = f"--comm.mode={environment.comm_mode}"
         arguments += [mode, "--training.steps=1", "--checkpoint.no_enable"]
     return arguments
@@ -79,16 +80,16 @@ def train_arguments(argv: list[str], environment: Environment) -> list[str]:
 def build_command(
     environment: Environment, arguments: list[str], log_folder: Path
 ) -> tuple[list[str], dict[str, str]]:
-    """Builds the command that starts all ranks of this machine, and its environment.
+    """Build the command that starts all ranks of this machine, and its environment.
 
     Args:
-        environment: What :func:`read_environment` returned.
-        arguments: What :func:`train_arguments` returned.
+        environment: Result of :func:`read_environment`.
+        arguments: Result of :func:`train_arguments`.
         log_folder: Where torchrun writes each rank's output.
     """
     variables = dict(os.environ)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    # torchrun would set 1; a single rank deserves all cores, and more than all only slows down.
+    # torchrun would set 1. Divide all cores among the ranks; more threads than cores are slower.
     if not variables.get("OMP_NUM_THREADS"):
         variables["OMP_NUM_THREADS"] = str(max(1, (cores or 1) // environment.ranks))
     variables["PYTHONUNBUFFERED"] = "1"
@@ -118,7 +119,7 @@ def build_command(
 
 
 def make_log_folder(dump_folder: Path) -> Path:
-    """Makes the folder of this launch's output.
+    """Create the log folder of this launch.
 
     Args:
         dump_folder: The run's ``job.dump_folder``.
@@ -127,35 +128,35 @@ def make_log_folder(dump_folder: Path) -> Path:
         A new folder below it.
 
     Raises:
-        ConfigError: It cannot be made.
+        ConfigError: The folder cannot be created.
     """
     folder = dump_folder / "logs" / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        want = f"a folder in which {folder} can be made ({error.strerror})"
+        want = f"a folder in which {folder} can be created ({error.strerror})"
         raise ConfigError("job.dump_folder", str(dump_folder), want) from error
     return folder
 
 
 def run(environment: Environment, arguments: list[str], log_folder: Path, config: Any) -> int:
-    """Runs all ranks to their end and reports.
+    """Run all ranks to their end and report.
 
     Args:
-        environment: What :func:`read_environment` returned.
-        arguments: What :func:`train_arguments` returned.
-        log_folder: What :func:`make_log_folder` returned.
-        config: What :func:`build_job_config` returned for them.
+        environment: Result of :func:`read_environment`.
+        arguments: Result of :func:`train_arguments`.
+        log_folder: Result of :func:`make_log_folder`.
+        config: Result of :func:`build_job_config` for ``arguments``.
 
     Returns:
-        The exit status: 0 for a run that ended, or that a signal stopped and that saved.
+        The exit status: 0 for a run that finished, or that a signal stopped and that saved.
     """
     dump_folder = Path(config.job.dump_folder)
     command, variables = build_command(environment, arguments, log_folder)
     if environment.nodes == 1:
         variables[HELD_VARIABLE] = os.path.realpath(dump_folder)
     begin = time.time()
-    # A dry run is one process below no torchrun: its output is the console's.
+    # A dry run is one process without torchrun; its output goes to the console.
     expected = 0 if environment.comm_mode else environment.ranks
     group = RankGroup(command, variables, log_folder / "launcher.log", expected)
     status = group.wait()
@@ -164,13 +165,13 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
         print(f"error: {what} by {group.signal_name}; logs: {log_folder}", file=sys.stderr)
         return 128 + group.signal_number
     if expected:
-        for line in last_words(log_folder, set(map(int, environment.log_ranks.split(",")))):
+        for line in hidden_errors(log_folder, set(map(int, environment.log_ranks.split(",")))):
             print(line, file=sys.stderr)
     if status != 0:
         if expected:
             failure = describe_failure(log_folder, status)
             hint = full_disk(dump_folder, failure)
-            hint += how_to_go_on(config) if hint or killed_rank(log_folder) else ""
+            hint += how_to_resume(config) if hint or killed_rank(log_folder) else ""
             print(f"error: {failure}{hint}", file=sys.stderr)
         return status if 0 < status < 126 else 1
     if not expected:
@@ -182,8 +183,8 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     return 0
 
 
-def how_to_go_on(config: Any) -> str:
-    """Says what a run that was killed resumes from, as the end of a sentence.
+def how_to_resume(config: Any) -> str:
+    """Return the checkpoint that a killed run can resume from, as the end of a sentence.
 
     Args:
         config: The run's configuration.
@@ -196,13 +197,13 @@ def how_to_go_on(config: Any) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point.
+    """Run the launcher.
 
     Args:
-        argv: Arguments without the program's name; those of the process by default.
+        argv: Arguments without the program's name; ``sys.argv[1:]`` by default.
 
     Returns:
-        The exit status: 0 well, 2 refused, else failed.
+        The exit status: 0 for success, 2 for an invalid configuration, else the run failed.
     """
     argv = sys.argv[1:] if argv is None else argv
     if any(argument in ("-h", "--help") for argument in argv):
@@ -213,12 +214,12 @@ def main(argv: list[str] | None = None) -> int:
         arguments = train_arguments(argv, environment)
         config = build_job_config(arguments)
         if environment.comm_mode:
-            # Beside the real run's curve, not over it.
+            # A folder of its own: do not overwrite the real run's curve.
             arguments.append(f"--job.dump_folder={Path(config.job.dump_folder) / 'dry_run'}")
             config = build_job_config(arguments)
         environment, device_type = place_ranks(environment)
         check_job_config(config, environment.world_size, device_type)
-        # Launchers of several machines share the folder: there rank 0 locks it.
+        # The launchers of several machines share the folder; then rank 0 locks it.
         lock = locked(config.job.dump_folder) if environment.nodes == 1 else nullcontext()
         with lock:
             log_folder = make_log_folder(Path(config.job.dump_folder))
@@ -229,13 +230,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def stop_before_ranks(number: int, frame: FrameType | None) -> NoReturn:
-    """Ends this process at once, as long as nothing is started: the handler of early signals.
+    """Handle a signal before any rank is started: exit at once.
 
-    Python's own would print where in torch's imports the signal met it.
+    Python's default handler would print a traceback from torch's imports.
 
     Args:
         number: The signal.
-        frame: Where it came.
+        frame: The interrupted frame.
     """
     name = signal.Signals(number).name
     os.write(2, f"error: stopped before any rank started, by {name}\n".encode())

@@ -1,10 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The processes of one launch: torchrun in a session of its own, and its ranks.
+"""The processes of one launch: torchrun in its own session, and its ranks.
 
-On SIGTERM torchrun kills its ranks, prints a traceback and fails even if they end well. So signals
-reach this process alone, which passes them to the ranks; torchrun then sees them end by themselves.
-On Linux nobody outlives the others: the kernel kills torchrun with the launcher, and ranks with
-torchrun; torchrun ends all ranks when one of them is gone (:mod:`torchtitan_lr.launch.agent`).
+On SIGTERM torchrun kills its ranks, prints a traceback and fails even if the ranks exit with 0.
+Therefore only the launcher receives signals and forwards them to the ranks; torchrun then sees the
+ranks exit normally. On Linux no process is orphaned: the kernel kills torchrun when the launcher
+dies and the ranks when torchrun dies; torchrun ends all ranks when one has ended
+(:mod:`torchtitan_lr.launch.agent`).
 """
 
 import contextlib
@@ -30,20 +31,21 @@ _PR_SET_PDEATHSIG = 1
 class RankGroup:
     """Starts a command and its ranks, and stops them on a signal.
 
-    The first SIGTERM, SIGINT or SIGHUP is passed to the ranks as SIGTERM, once all of them have
-    installed a handler: they finish the step and save, and those that have ended already need
-    not. Before that there is nothing to save, so they are killed; so they are by a second signal.
+    The first SIGTERM, SIGINT or SIGHUP is forwarded to the ranks as SIGTERM if all of them have
+    installed a handler: they finish the step and save. Ranks that have already ended are skipped.
+    Before the handlers are installed there is nothing to save, so the ranks are killed. A second
+    signal also kills them.
 
     Args:
-        command: The command to run, in a session of its own.
+        command: The command to run, in its own session.
         variables: Its environment.
-        console_log: File for what the command itself says; the ranks' lines go to the console.
+        console_log: File for the command's stderr; the ranks' lines also go to the console.
         expected: Number of ranks below the command; 0 if the command is the only rank.
 
     Attributes:
         signal_number: The first signal received, 0 if none.
-        killed: Whether the ranks were killed rather than asked to stop.
-        was_ready: Whether all ranks could be asked to stop, when the first signal came or before.
+        killed: Whether the ranks were killed instead of stopped by SIGTERM.
+        was_ready: Whether all ranks had their handlers, at or before the first signal.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class RankGroup:
         self._expected = expected
         self._process: subprocess.Popen[bytes] | None = None
         for number in _FORWARDED:
-            # What ``nohup`` or ``cmd &`` made this process ignore stays ignored.
+            # Keep signals ignored that ``nohup`` or ``cmd &`` set to be ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
         self._process = subprocess.Popen(
@@ -68,7 +70,7 @@ class RankGroup:
         self._reader = threading.Thread(target=self._relay, args=(console_log,), daemon=True)
         if expected:
             self._reader.start()
-        if self.signal_number:  # it came while the process was being started
+        if self.signal_number:  # received while the process was being started
             self._kill()
 
     @property
@@ -77,19 +79,19 @@ class RankGroup:
         return signal.Signals(self.signal_number).name
 
     def wait(self) -> int:
-        """Waits for all ranks to end.
+        """Wait for all ranks to end.
 
         Returns:
             The command's exit status, negative if a signal ended it.
         """
         assert self._process is not None  # __init__ has started it
         while True:
-            # Short waits: a signal handler of Python runs between them on every platform.
+            # Wait in short intervals: on every platform signal handlers run between them.
             try:
                 status = self._process.wait(timeout=0.5)
                 break
             except subprocess.TimeoutExpired:
-                # Remembered, since ranks that end one by one are no longer all there.
+                # Store it: later, when ranks end one by one, not all of them can be inspected.
                 if not self.was_ready and self._all_ready() and not self.signal_number:
                     self.was_ready = True
         if self._expected:
@@ -108,7 +110,7 @@ class RankGroup:
         if not self.was_ready:
             self._kill()
             return
-        # A rank without its handler is past training; the signal would make it fail.
+        # A rank without a handler has finished training; the signal would make it fail.
         for pid in filter(_handles_sigterm, self._rank_pids()):
             _send(pid, signal.SIGTERM)
 
@@ -123,16 +125,16 @@ class RankGroup:
     def _kill(self) -> None:
         assert self._process is not None
         self.killed = True
-        # Each rank leads a session of its own, with its data loader workers in it.
+        # Each rank is the leader of its own session.
         for pid in (self._process.pid, *child_pids(self._process.pid)):
             _send_group(pid, signal.SIGKILL)
 
     def _relay(self, console_log: Path) -> None:
-        """Shows the ranks' lines of the command's stderr; all lines go to the log."""
+        """Copy the command's stderr to the log, and the ranks' lines to the console."""
         assert self._process is not None and self._process.stderr is not None
         try:
             console_log.touch()
-        except OSError:  # a full disk: what the ranks say is still to be shown
+        except OSError:  # for example a full disk: still show the ranks' lines
             console_log = Path(os.devnull)
         with console_log.open("wb", buffering=0) as log:
             for line in self._process.stderr:
@@ -142,14 +144,14 @@ class RankGroup:
 
 
 def _write(file: IO[bytes], line: bytes) -> None:
-    """Writes if it can. Whatever happens, the next line is read: torchrun waits for its reader."""
+    """Write a line and ignore errors: torchrun blocks if its stderr is not read."""
     with contextlib.suppress(OSError):
         file.write(line)
         file.flush()
 
 
 def child_pids(parent: int) -> list[int]:
-    """Lists the living children of a process.
+    """List the living children of a process.
 
     Args:
         parent: Process id.
@@ -184,7 +186,7 @@ def _stat_of(pid: int) -> list[str]:
 
 
 def _proc_table() -> list[tuple[int, int, str]]:
-    """Process id, parent's id and state of every process, from /proc."""
+    """Return process id, parent id and state of every process, from /proc."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
     stats = ((pid, _stat_of(pid)) for pid in pids)
     # Without fields: it ended meanwhile.
@@ -192,7 +194,7 @@ def _proc_table() -> list[tuple[int, int, str]]:
 
 
 def _ps_table() -> list[tuple[int, int, str]]:
-    """The same where there is no /proc."""
+    """Return process id, parent id and state of every process, from ps."""
     command = ["ps", "-A", "-o", "pid=,ppid=,stat="]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     rows = (line.split() for line in lines)
@@ -200,7 +202,7 @@ def _ps_table() -> list[tuple[int, int, str]]:
 
 
 def _handles_sigterm(pid: int) -> bool:
-    """Whether a process has a handler for SIGTERM; True where nobody can tell."""
+    """Return whether a process handles SIGTERM; True on platforms where this is unknown."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -220,12 +222,12 @@ def _send_group(pid: int, number: int) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Makes the kernel kill this process with its parent, however that ends (Linux only).
+    """Make the kernel kill this process when its parent dies (Linux only).
 
-    The kernel goes by the thread that made this process: it must be one that stays.
+    The kernel tracks the parent thread that forked this process: that thread must not end earlier.
 
     Args:
-        parent: Process id. If it is gone already, this process ends at once.
+        parent: Process id. If that process has already ended, this one exits at once.
     """
     if sys.platform != "linux":
         return
@@ -235,10 +237,10 @@ def end_with(parent: int) -> None:
 
 
 def end_with_torchrun() -> None:
-    """Does that in a rank that torchrun started; call it before the slow imports.
+    """Call `end_with` in a rank that torchrun started; do this before the slow imports.
 
-    Our launcher's ranks are bound before they begin (:mod:`.agent`). This is for those of torchrun
-    itself: one that was killed before this call is not noticed.
+    The launcher sets this up before its ranks start (:mod:`.agent`). This function is for ranks of
+    plain torchrun; it has no effect if torchrun was killed before the call.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with(os.getppid())
@@ -248,11 +250,11 @@ def end_with_torchrun() -> None:
 _LIBC = ctypes.CDLL(None)
 
 
-def leave(status: int) -> NoReturn:
-    """End this process after what is registered for its end, but without a teardown.
+def exit_without_teardown(status: int) -> NoReturn:
+    """Run the atexit functions, flush the streams, then call os._exit.
 
-    Now and then a thread of torch's libraries still runs when the interpreter destroys it, which
-    aborts a rank that has done all its work.
+    Interpreter shutdown can crash in a background thread of torch's libraries, which would abort a
+    rank that has finished its work.
 
     Args:
         status: The exit status.

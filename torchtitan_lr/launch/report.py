@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What the launcher says at the end: the summary of a run, or why it failed."""
+"""The launcher's final report: the summary of a run, or the cause of its failure."""
 
 import errno
 import json
@@ -13,25 +13,25 @@ from typing import Any
 
 from torchtitan_lr.training.summary import SUMMARY_FILE
 
-# What everybody needs to know: why a run was refused, how to resume it (only rank 0 says that).
-_LAST_WORDS = re.compile(r"^error: |\bStopped by .* after step ")
+# Lines that must reach the console: error messages, and how to resume (printed by rank 0 only).
+_FINAL_LINE = re.compile(r"^error: |\bStopped by .* after step ")
 _ENDED_BY_SIGNAL = re.compile(
     r"local_rank: (\d+)\)\n\s*exitcode\s*: -\d+ \(pid: (\d+)\)\s+\((SIG\w+)\)"
 )
 _FRAME = re.compile(r'File "([^"]+)", line \d+, in (\w+)')
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
-DID_NOT_END = "did not end when asked to, and was killed"
-"""End of a line of ``launcher.log`` that begins with ``rank process PID``."""
+DID_NOT_END = "did not end on SIGTERM, and was killed"
+"""End of the ``launcher.log`` line ``rank process PID ...`` of a rank that torchrun killed."""
 _TAIL_BYTES = 1 << 16
-_LITTLE_SPACE = 1 << 20  # bytes: what is left where a write of less than a page more failed
+_LITTLE_SPACE = 1 << 20  # bytes; a disk with less free space counts as full
 
 
 def read_summary(dump_folder: Path, newer_than: float) -> dict[str, Any] | None:
-    """Reads the summary a run wrote.
+    """Read the summary of a run.
 
     Args:
         dump_folder: The run's ``job.dump_folder``.
-        newer_than: Seconds since the epoch; an older file is another run's.
+        newer_than: Seconds since the epoch; an older file belongs to another run.
 
     Returns:
         The keys of ``summary.json``, or None if this run wrote none.
@@ -44,10 +44,10 @@ def read_summary(dump_folder: Path, newer_than: float) -> dict[str, Any] | None:
 
 
 def summary_lines(summary: dict[str, Any], dump_folder: Path, log_folder: Path) -> list[str]:
-    """Formats a summary for the console.
+    """Format a summary for the console.
 
     Args:
-        summary: The keys of ``summary.json``; losses in nats a token, memory in GiB.
+        summary: The keys of ``summary.json``; losses in nats per token, memory in GiB.
         dump_folder: The run's ``job.dump_folder``.
         log_folder: Where the output of all ranks is.
     """
@@ -75,20 +75,20 @@ def summary_lines(summary: dict[str, Any], dump_folder: Path, log_folder: Path) 
 
 
 def describe_failure(log_folder: Path, status: int) -> str:
-    """Says in one line which rank failed first, why, and where the logs are.
+    """Describe in one line which rank failed first, why, and where the logs are.
 
-    A rank that a signal ended wrote nothing; the others then fail too, with errors of the network
-    that say nothing of the cause. So it is asked for first.
+    A rank that was ended by a signal writes no error; the other ranks then fail with network errors
+    that hide the cause. Therefore this looks for such a rank first.
 
     Args:
-        log_folder: Where torchrun wrote each rank's folder, and the launcher torchrun's output.
+        log_folder: The folder of the ranks' outputs and of ``launcher.log``.
         status: Exit status of the command.
     """
     killed = killed_rank(log_folder)
     if killed is not None:
         rank, name = killed
         (folder, *_) = [*log_folder.glob(f"*/attempt_*/{rank}"), log_folder]
-        hint = " (which is also what the kernel sends when memory runs out)"
+        hint = " (the kernel also sends it when memory runs out)"
         hint = hint if name == "SIGKILL" else ""
         return f"rank {rank} was ended by {name}{hint}; its output: {folder}"
     failures = []
@@ -99,7 +99,7 @@ def describe_failure(log_folder: Path, status: int) -> str:
             stack = str(message["extraInfo"].get("py_callstack"))
             failures.append((when, path.parent, str(message["message"]), stack))
         except (ValueError, KeyError, TypeError):
-            continue  # a rank killed while writing leaves half a file
+            continue  # a rank that was killed while writing leaves an incomplete file
     if failures:
         _, folder, reason, stack = min(failures)
         what = reason.strip().partition("\n")[0]
@@ -107,7 +107,7 @@ def describe_failure(log_folder: Path, status: int) -> str:
             what += _collective_of(stack)
         stuck = [f"rank {rank}" for rank, _, did_not_end in _signalled(log_folder) if did_not_end]
         if stuck:
-            what += f"; {', '.join(stuck)} did not end when asked to: stopped, or stuck"
+            what += f"; {', '.join(stuck)} did not end on SIGTERM: stopped, or stuck"
         return f"rank {folder.name} failed: {what}; its output: {folder}"
     if status < 0:
         name = signal.Signals(-status).name
@@ -116,27 +116,27 @@ def describe_failure(log_folder: Path, status: int) -> str:
 
 
 def full_disk(folder: Path, failure: str) -> str:
-    """Says that a disk is full, where that is or was so; then ranks can hardly say why they ended.
+    """Return a hint if the disk is full or was full; ranks often cannot report this themselves.
 
     Args:
-        folder: On that disk.
-        failure: What is known of the failure.
+        folder: A folder on the disk.
+        failure: The failure's description so far.
 
     Returns:
-        The end of a sentence, empty where there is space.
+        The end of a sentence, empty if there is space.
     """
     free = shutil.disk_usage(folder).free
-    said = (os.strerror(number) in failure for number in (errno.ENOSPC, errno.EDQUOT))
-    if free >= _LITTLE_SPACE and not any(said):
+    reported = (os.strerror(number) in failure for number in (errno.ENOSPC, errno.EDQUOT))
+    if free >= _LITTLE_SPACE and not any(reported):
         return ""
     return f"; no space left in {folder} ({free / 2**20:.1f} MiB free)"
 
 
 def killed_rank(log_folder: Path) -> tuple[int, str] | None:
-    """Finds in torchrun's report a rank that a signal ended which torchrun did not send.
+    """Find a rank in torchrun's report that was ended by a signal from outside torchrun.
 
-    A rank that told its error before, and fell while it cleaned up, does not count. Nor does one
-    that torchrun killed because it did not end after another had failed.
+    Excluded are ranks that reported an error before the signal (a crash during cleanup), and ranks
+    that torchrun killed because they did not end after another rank had failed.
 
     Args:
         log_folder: Holds ``launcher.log``.
@@ -145,14 +145,14 @@ def killed_rank(log_folder: Path) -> tuple[int, str] | None:
         The rank on this machine and the signal's name, or None.
     """
     for rank, name, did_not_end in _signalled(log_folder):
-        told = any(log_folder.glob(f"*/attempt_*/{rank}/error.json"))
-        if name != "SIGTERM" and not told and not did_not_end:  # SIGTERM is torchrun's own
+        reported = any(log_folder.glob(f"*/attempt_*/{rank}/error.json"))
+        if name != "SIGTERM" and not reported and not did_not_end:  # torchrun sends SIGTERM
             return rank, name
     return None
 
 
 def _signalled(log_folder: Path) -> list[tuple[int, str, bool]]:
-    """Ranks that a signal ended, its name, and whether torchrun had to kill the rank."""
+    """Return the ranks ended by a signal, the signal's name, and whether torchrun killed them."""
     path = log_folder / "launcher.log"
     report = path.read_text(errors="replace") if path.is_file() else ""
     return [
@@ -162,43 +162,43 @@ def _signalled(log_folder: Path) -> list[tuple[int, str, bool]]:
 
 
 def _collective_of(stack: str) -> str:
-    """Names the collective of a stack, and who of us called it, as the end of a phrase."""
+    """Return a stack's collective and its caller in this package, as the end of a phrase."""
     calls = _FRAME.findall(stack)
     ours = [i for i, (file, _) in enumerate(calls) if "/torchtitan_lr/" in file]
     if not ours:
         return ""
     file, caller = calls[ours[-1]]
-    # What is called first says most; below it are torch's own waits and wrappers.
+    # Report the outermost call; below it are torch's own waits and wrappers.
     below = [name for path, name in calls[ours[-1] + 1 :] if "/distributed/" in path]
     collectives = [f" in {name}" for name in below if name != "wrapper"]
     return f"{''.join(collectives[:1])} ({Path(file).name}: {caller})"
 
 
-def last_words(log_folder: Path, shown: Collection[int]) -> list[str]:
-    """Finds in the ranks' output why they ended, unless a rank on the console said so.
+def hidden_errors(log_folder: Path, shown: Collection[int]) -> list[str]:
+    """Return the final error lines of the ranks, unless a rank on the console printed them.
 
-    The first rank that fails ends the others: any of them may be the only one that reports.
+    The first rank that fails ends the others, so any single rank may be the only one that reports.
 
     Args:
-        log_folder: Where torchrun wrote each rank's folder.
+        log_folder: The folder of the ranks' outputs.
         shown: Ranks of this machine whose output is on the console.
 
     Returns:
-        The lines of the lowest rank that said why it ended, or how to resume, with its prefix.
+        The lines of the lowest rank that printed an error or how to resume, with its prefix.
     """
-    words: dict[int, list[str]] = {}
+    errors: dict[int, list[str]] = {}
     for path in sorted(log_folder.glob("*/attempt_*/*/std*.log")):
-        if lines := _last_words_of(path):
+        if lines := _final_lines(path):
             rank = int(path.parent.name)
-            words[rank] = words.get(rank, []) + [f"[rank{rank}]:{line}" for line in lines]
-    if not words or words.keys() & set(shown):
+            errors[rank] = errors.get(rank, []) + [f"[rank{rank}]:{line}" for line in lines]
+    if not errors or errors.keys() & set(shown):
         return []
-    return words[min(words)]
+    return errors[min(errors)]
 
 
-def _last_words_of(path: Path) -> list[str]:
+def _final_lines(path: Path) -> list[str]:
     with path.open("rb") as file:
-        # They are the last things said; a long run's output is not read as a whole.
+        # These lines are at the end; do not read the whole output of a long run.
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         lines = file.read().decode("utf-8", errors="replace").splitlines()
-    return [line for line in lines if _LAST_WORDS.search(line)]
+    return [line for line in lines if _FINAL_LINE.search(line)]

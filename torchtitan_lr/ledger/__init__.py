@@ -1,2 +1,2 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Counting what ranks send."""
+"""Measurement of the collectives that ranks issue."""

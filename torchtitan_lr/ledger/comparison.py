@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What the ledger measured beside what the formulas say."""
+"""Comparison of the ledger's measurements with the formulas."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.ledger.ledger import in_reading_order
 
 IDENTITY = ("scope", "pass", "op", "mesh_dim", "dtype")
-"""The keys that tell rows apart."""
+"""The keys that identify a row."""
 
 
 def compare(
@@ -20,15 +20,15 @@ def compare(
     """Put measured rows and formulas side by side.
 
     Args:
-        rows: The ledger's.
-        expected: The formulas'.
+        rows: The ledger's rows.
+        expected: The formulas' rows.
         dtypes: Name of the dtype of each `Traffic.role`.
-        unknown_scopes: Scopes that no formula describes.
+        unknown_scopes: Scopes without formulas.
 
     Returns:
-        The ledger's rows with ``expected_calls`` and ``expected_elements``: 0 where the formulas
-        know of no such call, None in a scope they do not describe. What they expect and was not
-        measured has a row too, with 0 calls.
+        The ledger's rows with ``expected_calls`` and ``expected_elements``: 0 for calls that the
+        formulas do not predict, None in a scope without formulas. Calls that are predicted but
+        were not measured have rows with 0 calls.
     """
     found = {tuple(row[key] for key in IDENTITY): dict(row) for row in rows}
     wanted: dict[tuple[Any, ...], list[int]] = {}
@@ -48,7 +48,7 @@ def compare(
 
 
 def differences(table: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the rows of a comparison in which measurement and formula disagree."""
+    """Return the rows of a comparison whose measurement differs from the formula."""
     return [
         row
         for row in table

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Recognising a collective in a dispatched operator, and reading its size off the arguments."""
+"""Identification of collectives among dispatched operators, and their sizes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +19,13 @@ from torchtitan_lr.compat.dispatch import schema_of, tree_leaves
 
 @dataclass(frozen=True)
 class Collective:
-    """One call.
+    """One call of a collective.
 
     Args:
         op: The operation's common name.
         group: Name of the process group.
-        dtype: Of the payload.
-        elements: Of the logical tensor: the larger side of the call.
+        dtype: Dtype of the payload.
+        elements: Elements of the logical tensor, the larger of the call's input and output.
     """
 
     op: str
@@ -35,7 +35,7 @@ class Collective:
 
 
 def identify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collective | None:
-    """Read a collective off a dispatched operator.
+    """Identify the collective of a dispatched operator.
 
     Args:
         func: The operator's overload.
@@ -43,11 +43,11 @@ def identify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collec
         kwargs: Its keyword arguments.
 
     Returns:
-        The call, or None where the operator moves no data between ranks.
+        The call, or None if the operator moves no data between ranks.
 
     Raises:
-        NotImplementedError: For an operator on a group that the ledger does not know: leaving it
-            out silently would make every total wrong.
+        NotImplementedError: An unknown operator on a process group; ignoring it would make the
+            totals wrong.
     """
     if getattr(func, "namespace", None) not in NAMESPACES:
         return None
@@ -63,7 +63,7 @@ def identify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collec
     group = named.get("group_name", named.get("process_group"))
     elements = max(sum(t.numel() for t in found) for found in tensors.values())
     if op == "all_gather" and not any(key.startswith("out") for key in tensors):
-        # A functional gather is known by its input alone.
+        # A functional all-gather has only its input as an argument.
         elements *= named["group_size"]
     return Collective(op, group_name_of(group), payload[0].dtype, int(elements))
 

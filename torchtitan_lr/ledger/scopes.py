@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Which part of the model, and which pass, is running now.
+"""The running part of the model and the running pass.
 
-Forward hooks say it in forward. Every part also remembers the range of sequence numbers that
-autograd gave to the nodes it made, so that in backward the running node tells the part: this holds
-for compiled blocks (one node), for checkpointed ones (the node whose saved tensor is asked for) and
-in whatever order autograd runs. FSDP2 fetches weights ahead of time, so its calls are attributed to
-the parameters' owner, not to whoever runs meanwhile.
+In forward, hooks record the part. They also record the range of sequence numbers of the autograd
+nodes that each part creates. In backward the running node's number identifies the part: for
+compiled blocks (one node), for checkpointed blocks (the node whose saved tensor is unpacked) and in
+any order of execution. FSDP2 prefetches weights, so its calls are attributed to the parameters'
+owner, not to the running part.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +24,10 @@ from torchtitan_lr.compat.fsdp import wrap_unit_calls
 from torchtitan_lr.parallel.recompute.replay import is_recomputing
 
 STEP = "step"
-"""Scope of everything outside the model and its loss: clipping, the optimizer, logging."""
+"""Scope of all calls outside the model and its loss: clipping, the optimizer, logging."""
 
 LOSS = "loss"
-"""Scope of what lies between the end of the model and its backward."""
+"""Scope of the calls between the end of the model's forward and the start of its backward."""
 
 
 class ScopeTracker:
@@ -49,16 +49,16 @@ class ScopeTracker:
         self._recomputing = 0
 
     def attach(self) -> None:
-        """Put the hooks in place."""
+        """Register the hooks."""
         for part in self._model_parts:
-            # The root comes before its children: what lies between a model's end and its
-            # backward is the loss.
+            # The root before its children: the loss is between the end of the root's forward and
+            # its backward.
             self._follow_root(part)
             for scope, module in named_scopes(part):
                 self._follow(scope, module)
 
     def detach(self) -> None:
-        """Take all hooks away and forget where the model was."""
+        """Remove all hooks and reset the state."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -68,7 +68,7 @@ class ScopeTracker:
         self._owner, self._last, self._in_loss, self._recomputing = None, STEP, False, 0
 
     def here(self) -> tuple[str, str, bool]:
-        """Return the scope, the pass (forward, backward, optimizer), and whether this repeats."""
+        """Return scope, pass (forward, backward, optimizer), and whether it is a recomputation."""
         if in_backward():
             repeats = self._recomputing > 0 or is_recomputing()
             return self._owner or self._backward_scope(), "backward", repeats
@@ -100,7 +100,7 @@ class ScopeTracker:
             self._in_loss = False
 
         self._undo.append(root.register_forward_hook(after).remove)
-        # What is left to the root: the final norm.
+        # The root's own parameters: the final norm.
         self._own_unit(root, "head")
 
     def _follow(self, scope: str, module: nn.Module) -> None:
@@ -115,7 +115,7 @@ class ScopeTracker:
             self._stack.pop()
             self._ranges.append((starts.pop(), next_node_number(), scope))
 
-        # In front of FSDP's own hook, which makes the node that reduces the gradients.
+        # Before FSDP's hook, which creates the node that reduces the gradients.
         handle = module.register_forward_pre_hook(before, prepend=True)
         self._undo.append(handle.remove)
         self._undo.append(module.register_forward_hook(after).remove)
@@ -131,7 +131,7 @@ class ScopeTracker:
 
         for inner in checkpointed_modules(module):
             self._undo.append(inner.register_forward_pre_hook(before).remove)
-            # Recomputation may stop early, by an exception.
+            # Recomputation may stop early with an exception.
             self._undo.append(inner.register_forward_hook(after, always_call=True).remove)
 
     def _own_unit(self, module: nn.Module, scope: str) -> None:
@@ -149,10 +149,11 @@ class ScopeTracker:
 
 
 def named_scopes(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the parts of a model, or of a pipeline stage of it, with their scopes' names.
+    """Yield the scope names and the parts of a model or of a pipeline stage.
 
     Args:
-        part: Has ``tok_embeddings``, ``layers`` (by number) and ``output``, as torchtitan's models.
+        part: A module with ``tok_embeddings``, ``layers`` (by number) and ``output``, as in
+            torchtitan's models.
     """
     if getattr(part, "tok_embeddings", None) is not None:
         yield "embedding", part.get_submodule("tok_embeddings")

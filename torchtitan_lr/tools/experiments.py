@@ -23,7 +23,7 @@ from torchtitan_lr.launch.environment import (
     loopback_variables,
     read_environment,
 )
-from torchtitan_lr.launch.processes import end_with, leave
+from torchtitan_lr.launch.processes import end_with, exit_without_teardown
 from torchtitan_lr.tools.cli import RunFailedError
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 from torchtitan_lr.training.summary import TRAIN_LOSS
@@ -186,7 +186,7 @@ def answer(measure: Callable[[list[str]], Any], arguments: list[str]) -> None:
     found = measure(arguments)
     if os.environ["RANK"] == "0":
         Path(os.environ[RANKS_RESULT]).write_text(json.dumps(found))
-    leave(0)
+    exit_without_teardown(0)
 
 
 def step_records(folder: Path) -> list[dict[str, Any]]:

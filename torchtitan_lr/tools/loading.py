@@ -144,7 +144,7 @@ def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaM
     except (Exception, CheckpointException) as error:
         raise _no_checkpoint(step_dir, "damaged files") from error
     if manifest is None:
-        logger.warning("%s has no manifest: it is loaded without checksums", step_dir)
+        logger.warning("%s has no manifest: loading it without checksums", step_dir)
     return model.eval()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
-from torchtitan_lr.launch.processes import leave
+from torchtitan_lr.launch.processes import exit_without_teardown
 from torchtitan_lr.ledger.ledger import ledger_for
 from torchtitan_lr.tools.timing import MEASUREMENT_FILE
 from torchtitan_lr.train import main
@@ -104,4 +104,4 @@ def union_length(spans: Iterable[tuple[float, float]]) -> float:
 
 
 if __name__ == "__main__":
-    leave(main(trainer_class=MeasuredTrainer))
+    exit_without_teardown(main(trainer_class=MeasuredTrainer))

@@ -1,2 +1,2 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The trainer, and what it does beside the model: checkpoints, metrics, validation."""
+"""The trainer, checkpoints, metrics and validation."""

@@ -1,11 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """torchtitan's checkpoint manager, made safe against kills, damage and the wrong model.
 
-A folder counts as a checkpoint once DCP has renamed its ``.metadata`` into place, the last act of
-a save. Two cases break that promise upstream: a step that is saved a second time (after a rewind)
-is written over files that an old ``.metadata`` still vouches for, and a purge may be killed with
-``.metadata`` alive and data gone. Here a folder loses its name before its contents. What is loaded
-is compared with the manifest of its save first, and nothing of the folder changes before that.
+A folder is a complete checkpoint once DCP has renamed its ``.metadata`` into place, the last action
+of a save. Upstream breaks this rule in two cases: a step that is saved a second time (after a
+rewind) is written over files that an old ``.metadata`` still refers to, and a purge may be killed
+after it deleted data but not ``.metadata``. This manager therefore renames a folder before it
+deletes the contents. Before a load, it compares the files with the manifest of their save, and
+changes nothing in the folder until then.
 """
 
 import glob
@@ -57,8 +58,8 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.finite import finite_weights
 from torchtitan_lr.training.fingerprint import check_fingerprint
 
-_DISCARDED = "discarded-"  # on its way out; the next start deletes what a kill left
-_ASIDE = "aside-"  # complete, but left behind by a run that went back; the user's to delete
+_DISCARDED = "discarded-"  # being deleted; the next start deletes what a killed run left
+_ASIDE = "aside-"  # complete, but later than the step that a run resumed; the user may delete it
 
 
 class CheckpointManager(OpenCheckpointManager):
@@ -66,11 +67,12 @@ class CheckpointManager(OpenCheckpointManager):
 
     Args:
         checkpoint_config: The section ``[checkpoint]``.
-        **parts: As upstream's.
+        **parts: Arguments of upstream's manager.
 
     Attributes:
-        lanes: Of the model; saved with it, and compared when a checkpoint is loaded.
-        fingerprint: Of the model and its tokenizer; likewise. Empty: not compared.
+        lanes: The model's CAAT-Net settings; saved with it and compared on loading.
+        fingerprint: Fingerprint of the model and its tokenizer; saved with it and compared on
+            loading, unless it is empty.
     """
 
     lanes: Lanes = ORDINARY
@@ -79,20 +81,20 @@ class CheckpointManager(OpenCheckpointManager):
 
     def __init__(self, *, checkpoint_config: Any, **parts: Any) -> None:
         self.fingerprint: dict[str, Any] = {}
-        # torchtitan's own section has neither.
+        # torchtitan's own section has neither key.
         self._fall_back = getattr(checkpoint_config, "fall_back", False)
         self._other_model = getattr(checkpoint_config, "initial_load_other_model", False)
         self._deleting: list[threading.Thread] = []
         super().__init__(checkpoint_config=checkpoint_config, **parts)
 
     def close(self) -> None:
-        """End upstream's threads, and wait for what is being deleted."""
+        """Stop upstream's threads and wait for pending deletions."""
         super().close()
         for thread in getattr(self, "_deleting", []):
             thread.join()
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Save if the step is due; arguments as upstream's, which forgets to purge at the end."""
+        """Save if the step is due, and purge after the last step too, which upstream does not."""
         super().save(curr_step, last_step)
         if last_step and self.enable and not self.load_only:
             self._purge_stale_checkpoints()
@@ -106,7 +108,7 @@ class CheckpointManager(OpenCheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Future[Any] | AsyncSaveResponse | None:
-        """Save, with a manifest, into a folder that holds nothing yet; arguments as upstream's."""
+        """Save with a manifest into an empty folder; arguments as for upstream's method."""
         if _is_first_rank() and (renamed := _rename_away(checkpoint_id, _DISCARDED)):
             self._delete(renamed)
         _barrier()
@@ -132,7 +134,7 @@ class CheckpointManager(OpenCheckpointManager):
     ) -> Future[Any] | AsyncSaveResponse:
         """Start a save in a thread, or with pinned memory in a process."""
         if async_mode == AsyncMode.ASYNC:
-            # DCP would take the writer for a stager, and that one copies nothing on a CPU.
+            # By default DCP uses the writer as the stager, which copies nothing on a CPU.
             stager = DefaultStager(StagingOptions(False, False, False, False))
             return dcp.async_save(
                 state_dict, storage_writer=writer, process_group=self.pg, async_stager=stager
@@ -152,11 +154,11 @@ class CheckpointManager(OpenCheckpointManager):
         from_hf: bool,
         from_quantized: bool,
     ) -> None:
-        """Load; arguments as upstream's.
+        """Load a verified checkpoint; arguments as for upstream's method.
 
         Raises:
             ConfigError: The checkpoint is damaged, its data position belongs to another batch or
-                corpus, or it does not hold this model.
+                corpus, or it contains another model.
         """
         if from_hf:
             has_manifest = from_first_rank((Path(checkpoint_id) / MANIFEST).is_file())
@@ -168,20 +170,20 @@ class CheckpointManager(OpenCheckpointManager):
             load(state_dict, checkpoint_id, metadata=metadata)
         except DamagedError as error:
             raise ConfigError("checkpoint", checkpoint_id, f"a whole one ({error})") from error
-        except CheckpointException as error:  # no Exception, so nobody else catches it
+        except CheckpointException as error:  # derives from BaseException
             cause = describe(next(iter(error.failures.values()))[0])
             want = f"a complete checkpoint of this model ({cause})"
             raise ConfigError("checkpoint", checkpoint_id, want) from error
         if not has_manifest and _is_first_rank():
-            logger.warning("%s has no manifest: it is loaded without checksums", checkpoint_id)
-        # The model's states stand in the dictionary itself: DCP cannot hand them over.
+            logger.warning("%s has no manifest: loading it without checksums", checkpoint_id)
+        # The model's states are flattened into the dictionary, so DCP cannot load them itself.
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
 
     def _check_before_loading(
         self, state_dict: dict[str, Any], checkpoint_id: str
     ) -> tuple[bool, Metadata]:
-        """Refuse a damaged checkpoint, another model's, or other data's.
+        """Raise for a damaged file, another model or other data.
 
         Returns:
             Whether it has a manifest, and its table of contents.
@@ -203,20 +205,20 @@ class CheckpointManager(OpenCheckpointManager):
         return manifest is not None, metadata
 
     def load(self, step: int = -1) -> bool:
-        """Load step ``step``, or the newest complete one; then what follows it is put aside.
+        """Load step ``step`` or the newest complete step, then rename all later steps.
 
-        A run that goes back to an earlier step writes the later ones anew. A folder without any
-        complete step, as a kill in the first save leaves it, counts as no folder, so that
-        ``initial_load_path`` still takes effect. Nothing changes before the load has succeeded.
+        A run that resumes an earlier step saves the later ones again. A folder without a complete
+        step (a killed first save) is treated as missing, so that ``initial_load_path`` still takes
+        effect. Nothing changes on disk before the load has succeeded.
 
         Args:
             step: The step, -1 for the newest.
 
         Returns:
-            Whether anything was loaded.
+            Whether a checkpoint was loaded.
 
         Raises:
-            ConfigError: As `dcp_load`.
+            ConfigError: As for `dcp_load`.
         """
         if not self.enable:
             return False
@@ -232,7 +234,7 @@ class CheckpointManager(OpenCheckpointManager):
         return bool(loaded)
 
     def _choose(self, step: int) -> int:
-        """Verify a step; where ``fall_back`` is set, go back to the newest whole one."""
+        """Verify a step; if it is damaged, return the newest whole step or raise."""
         if step == -1:
             return step
         folder = self.checkpoint_folder(step)
@@ -242,38 +244,38 @@ class CheckpointManager(OpenCheckpointManager):
             if older is None or not self._fall_back:
                 raise _damaged(folder, damage, older)
             if _is_first_rank():
-                logger.warning("%s is damaged (%s): going on from %s", folder, damage, older)
+                logger.warning("%s is damaged (%s): resuming from %s", folder, damage, older)
             step = int(older.rpartition("-")[2])
         self._verified = self.checkpoint_folder(step)
         return step
 
     def _tidy(self, step: int) -> None:
-        """Put aside what follows ``step``; delete torn folders and what kills left to delete."""
+        """Rename the steps after ``step``; delete incomplete folders and unfinished deletions."""
         for found in all_steps(self.folder):
             folder = self.checkpoint_folder(found)
             if not is_complete(folder):
                 _rename_away(folder, _DISCARDED)
             elif found > step:
                 logger.warning(
-                    "Checkpoint of step %d is put aside as %s", found, _rename_away(folder, _ASIDE)
+                    "Checkpoint of step %d is renamed to %s", found, _rename_away(folder, _ASIDE)
                 )
         for leftover in glob.glob(os.path.join(glob.escape(self.folder), f"{_DISCARDED}*")):
             self._delete(leftover)
 
     def save_interrupted(self, step: int) -> str | None:
-        """Save everything needed to go on from ``step``, whatever the last save should contain.
+        """Save a full checkpoint of ``step``, even if the last save should hold the model only.
 
         Args:
             step: The last finished step.
 
         Returns:
-            The checkpoint's folder, None where checkpointing is off.
+            The checkpoint's folder, None if checkpointing is off.
         """
         if not self.enable or self.load_only:
             return None
         folder = self.checkpoint_folder(step)
         self.wait_for_save()
-        # Every rank remembers what it saved: looking at the folder could differ between hosts.
+        # Compare with a remembered path: hosts may see different states of a shared folder.
         if folder != self._last_saved:
             states = self.flattened_states()
             self.dcp_save(states, folder, AsyncMode.DISABLED)
@@ -289,9 +291,9 @@ class CheckpointManager(OpenCheckpointManager):
         return None if step == -1 else self.checkpoint_folder(step)
 
     def last_good(self) -> str | None:
-        """Return the newest complete checkpoint whose weights were finite, None if there is none.
+        """Return the newest complete checkpoint with finite weights, None if there is none.
 
-        A step whose loss and gradient are finite may yet ruin the weights, and be saved.
+        A step with a finite loss and gradient may still make the weights non-finite.
         """
         if not self.enable:
             return None
@@ -307,7 +309,7 @@ class CheckpointManager(OpenCheckpointManager):
         return None
 
     def finish(self) -> None:
-        """Wait until a save in the background is on disk."""
+        """Wait until a background save is on disk."""
         if self.enable:
             self.wait_for_save()
 
@@ -317,7 +319,8 @@ class CheckpointManager(OpenCheckpointManager):
     def _purge_stale_checkpoints(self) -> None:
         if self.keep_latest_k <= 0 or not _is_first_rank():
             return
-        # The save at hand counts, complete or not; a torn folder must not push a good one out.
+        # Count the current save, complete or not, but no other incomplete folder: it must not
+        # displace a complete one.
         steps = [
             step
             for step in all_steps(self.folder)
@@ -329,13 +332,13 @@ class CheckpointManager(OpenCheckpointManager):
                 self.purge_queue.put(renamed)
 
     def _delete(self, folder: str) -> None:
-        """Delete in the background: other ranks wait for the new name alone."""
+        """Delete a folder in the background: other ranks wait only for its renaming."""
         thread = threading.Thread(target=shutil.rmtree, args=(folder, True), daemon=True)
         thread.start()
         self._deleting.append(thread)
 
 
-_MODEL_ALONE = "it holds the model alone, in Hugging Face's format"
+_MODEL_ALONE = "it holds only the model, in Hugging Face's format"
 
 
 def _barrier() -> None:
@@ -348,20 +351,20 @@ def _is_first_rank() -> bool:
 
 
 def _damaged(folder: str, damage: str, older: str | None) -> ConfigError:
-    """Say which file is damaged, and what a run can go on from."""
-    instead = "there is no older one that is whole"
+    """Build the error that names the damaged file and the newest whole checkpoint before it."""
+    instead = "there is no older whole one"
     if older is not None:
         step = older.rpartition("-")[2]
         instead = (
-            f"the newest older one that is whole is {older}: checkpoint.fall_back = true, or "
-            f"checkpoint.load_step = {step}, goes on from it"
+            f"the newest older whole one is {older}: set checkpoint.fall_back = true or "
+            f"checkpoint.load_step = {step} to resume from it"
         )
     want = "one to resume" if damage == _MODEL_ALONE else "a whole one"
     return ConfigError("checkpoint", folder, f"{want} ({damage}); {instead}")
 
 
 def _rename_away(folder: str, prefix: str) -> str | None:
-    """Give a checkpoint folder a name that no resume looks for; one atomic step."""
+    """Rename a checkpoint folder atomically, so that no resume finds it; return the new path."""
     if not os.path.isdir(folder):
         return None
     parent, name = os.path.split(folder.rstrip("/"))

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Running torchtitan without an accelerator.
+"""CPU support for torchtitan, and peak FLOP/s.
 
-torchtitan resolves its device once, at import, and falls back to the name ``cuda`` where there
-is none. `bind_device` gives the modules that hold that name a CPU device object instead. Only
-torchtitan's names are rebound; torch itself is never patched. With an accelerator the only
-thing that changes is the answer for a device whose peak FLOP/s nobody knows.
+torchtitan resolves its device once, at import, and falls back to the name ``cuda`` without an
+accelerator. `bind_device` then binds a CPU device object in the modules that hold this name. It
+rebinds only torchtitan's names and never patches torch itself. With an accelerator it changes only
+the peak FLOP/s of unknown devices.
 """
 
 import math
@@ -52,10 +52,10 @@ class CpuDevice:
         )
 
     def memory_stats(self, device: torch.device | int | None = None) -> dict[str, int]:
-        """Return the peak resident set of this process under the keys torchtitan reads, in bytes.
+        """Return the peak resident set size of this process in bytes, under torchtitan's keys.
 
-        The kernel keeps one peak for the life of a process, so `reset_peak_memory_stats` cannot
-        lower it.
+        The kernel keeps one peak per process lifetime, so `reset_peak_memory_stats` cannot lower
+        it.
         """
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak_bytes = peak if sys.platform == "darwin" else peak * 1024
@@ -71,18 +71,18 @@ class CpuDevice:
 
 
 def has_accelerator() -> bool:
-    """Return whether this process can compute on a CUDA (or ROCm) or XPU device."""
+    """Return whether a CUDA (or ROCm) or XPU device is available."""
     return torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
 
 
 def peak_flops(device_name: str) -> float:
-    """Return the peak bf16 FLOP/s of a device, NaN where it is unknown.
+    """Return the peak bf16 FLOP/s of a device, NaN if it is unknown.
 
-    torchtitan answers an A100's peak for every device it does not know, which would make MFU a
-    plausible lie.
+    torchtitan returns an A100's peak for every unknown device, which would give a wrong but
+    plausible MFU.
 
     Args:
-        device_name: As the driver reports it.
+        device_name: The name that the driver reports.
     """
     if not has_accelerator():
         return math.nan
@@ -91,7 +91,7 @@ def peak_flops(device_name: str) -> float:
 
 
 def bind_device() -> str:
-    """Make torchtitan use the device that exists; call before a Trainer is built.
+    """Make torchtitan use the available device; call this before building a Trainer.
 
     Returns:
         The device type: ``cuda``, ``xpu`` or ``cpu``.

@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The one place that makes a matplotlib figure: a run's curve and the tools' pictures use it.
-
-It stands here because a run draws its own curve, and tools import from training.
-"""
+"""Matplotlib figures for a run's curve and for the tools' pictures."""
 
 from typing import Any
 
@@ -10,16 +7,16 @@ DPI = 130
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure that needs no display and no global state of ``pyplot``.
+    """Return an empty figure that uses neither a display nor ``pyplot``'s global state.
 
     Args:
-        width: In inches.
-        height: In inches.
+        width: Width in inches.
+        height: Height in inches.
 
     Returns:
         A `matplotlib.figure.Figure` whose ``savefig`` writes a PNG of `DPI` dots per inch.
     """
-    # Late: matplotlib takes a second to import, and most commands draw nothing.
+    # Imported late: matplotlib takes a second to import, and most commands draw nothing.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

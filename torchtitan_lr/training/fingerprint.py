@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What tells two models apart whose weights have the same names and shapes.
+"""Model fingerprint: the settings that a checkpoint's tensor names and shapes do not determine.
 
-Family, activation, heads, rotary settings, gates and lanes leave no trace in a checkpoint's
-tensors: loaded into another model they would go on, silently wrong. So they are recorded, with the
-tokenizer, under the keys that set them.
+Family, activation, heads, rotary settings, gates and lanes do not change names or shapes, so a
+checkpoint could be loaded into a different model without an error. The fingerprint records these
+settings and the tokenizer, under the TOML keys that set them.
 """
 
 import dataclasses
@@ -22,16 +22,16 @@ _SHAPE = ("dim", "n_layers", "n_heads", "ffn_dim", "vocab_size", "norm_eps", "ro
 
 
 def model_fingerprint(args: LlamaArgs) -> dict[str, Any]:
-    """Describe the function that a model's weights are part of.
+    """Return the settings that define the model's function.
 
-    Left out are the length of the rotary table, the seed and the precision of backward's sums:
-    they change no function.
+    The length of the rotary table, the seed and the precision of backward's sums are left out:
+    they do not change the function.
 
     Args:
         args: The model's arguments.
 
     Returns:
-        Values that JSON keeps, by the TOML key that sets them.
+        JSON values by the TOML key that sets them.
     """
     scaling = args.rope_scaling
     shape = {name: getattr(args, name) for name in _SHAPE}
@@ -42,28 +42,28 @@ def model_fingerprint(args: LlamaArgs) -> dict[str, Any]:
 
 
 def tokenizer_digest(assets_path: str) -> str:
-    """Digest the file that a tokenizer is built from; where it lies does not matter.
+    """Return a digest of the contents of the tokenizer's file.
 
     Args:
         assets_path: ``model.hf_assets_path``.
 
     Returns:
-        ``sha256:`` and the first 16 hexadecimal digits of it; "" where there is no such file.
+        ``sha256:`` and the first 16 hexadecimal digits; "" if there is no tokenizer file.
     """
     file = tokenizer_file(resolve_assets_path(assets_path))
     return "" if file is None else f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"
 
 
 def check_fingerprint(stored: dict[str, Any], here: dict[str, Any], step_dir: str | Path) -> None:
-    """Refuse a checkpoint of another model, before its weights are loaded.
+    """Raise for a checkpoint of another model; call this before loading its weights.
 
     Args:
         stored: The checkpoint's fingerprint; empty if it has none.
-        here: The model's at hand. What only one of the two has is not compared.
+        here: The current model's fingerprint. Only keys of both fingerprints are compared.
         step_dir: The checkpoint's folder.
 
     Raises:
-        ConfigError: They differ; the first key that does.
+        ConfigError: The fingerprints differ; the error names the first differing key.
     """
     for key, there in stored.items():
         got = here.get(key, there)
@@ -73,5 +73,5 @@ def check_fingerprint(stored: dict[str, Any], here: dict[str, Any], step_dir: st
             names = [name for name in there if got.get(name) != there[name]]
             got = {name: got.get(name) for name in names}
             there = {name: there[name] for name in names}
-        want = f"{there!r} as in the checkpoint {step_dir}, whose model is another one"
+        want = f"{there!r} as in the checkpoint {step_dir}, which holds another model"
         raise ConfigError(key, got, want)

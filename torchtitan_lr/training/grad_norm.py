@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The norm of the whole gradient."""
+"""The norm of the full gradient."""
 
 from collections.abc import Iterable
 
@@ -18,13 +18,14 @@ def gradient_norm(
 ) -> torch.Tensor:
     """Return the joint 2-norm of all gradients.
 
-    On a CPU torch sums a large fp32 tensor's squares one after the other and is off by 2e-5 (a
-    million entries), differently for each sharding; there the squares are summed in fp64.
+    On a CPU torch sums the squares of a large fp32 tensor sequentially, with an error of 2e-5 for
+    a million entries that depends on the sharding. The squares of CPU gradients are therefore
+    summed in fp64.
 
     Args:
         parameters: All parameters of this rank; their gradients may be DTensors.
         pp_mesh: Pipeline ranks whose gradients belong to the same norm.
-        fp64: Whether to sum the squares in fp64; by default only where all gradients are on a CPU.
+        fp64: Whether to sum the squares in fp64; by default only if all gradients are on a CPU.
 
     Returns:
         A plain scalar, equal on all ranks.

@@ -1,8 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What a trainer does with gradients between backward and the optimizer step.
+"""Gradient synchronisation between backward and the optimizer step.
 
-There are two ways: gradients that the wrappers sum and that wait in ``parameter.grad``, and those
-that an optimizer takes from there after each micro-batch and sums itself (TSR-Adam).
+There are two implementations. In the first, FSDP or DDP reduces the gradients and leaves them in
+``parameter.grad``. In the second, the optimizer (TSR-Adam) takes them from ``parameter.grad`` after
+each micro-batch and reduces them itself.
 """
 
 from collections.abc import Sequence
@@ -19,23 +20,27 @@ from torchtitan_lr.training.grad_norm import gradient_norm
 
 
 class Gradients(Protocol):
-    """The gradients of a step, in this order of calls."""
+    """The gradients of one step; call the methods in this order."""
 
     def accumulate(self, last: bool) -> None:
-        """Take over the gradients of one micro-batch; ``last`` is the step's last."""
+        """Accumulate the gradients of one micro-batch; ``last`` marks the step's last."""
 
     def synchronize(self) -> Tensor:
-        """Return the norm of what the optimizer will use, a scalar, equal on all ranks."""
+        """Reduce the gradients and return the norm of those that the optimizer will use.
+
+        Returns:
+            A scalar, equal on all ranks.
+        """
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale what the optimizer will use from a norm down to another."""
+        """Scale the gradients in place if their ``norm`` exceeds ``max_norm``."""
 
     def nonfinite(self) -> str | None:
         """Name the first parameter with a gradient that is not finite on this rank."""
 
 
 class StoredGradients:
-    """Gradients that the wrappers leave summed in ``parameter.grad``.
+    """Gradients that FSDP or DDP reduces into ``parameter.grad``.
 
     Args:
         model_parts: The pipeline stages of this rank (one without pipelining).
@@ -46,10 +51,10 @@ class StoredGradients:
         self.model_parts, self.pp_mesh = model_parts, pp_mesh
 
     def accumulate(self, last: bool) -> None:
-        """Do nothing: autograd has added them up."""
+        """Do nothing: autograd accumulates in ``parameter.grad``."""
 
     def synchronize(self) -> Tensor:
-        """Return the norm; the wrappers have summed the gradients."""
+        """Return the norm; the gradients are already reduced."""
         return gradient_norm(self._parameters(), self.pp_mesh)
 
     @torch.no_grad()
@@ -57,7 +62,7 @@ class StoredGradients:
         """Scale this rank's shards of the gradients in place."""
         shards = [local_part(p.grad) for p in self._parameters() if p.grad is not None]
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        if shards:  # with CPU offload they may lie on another device than the norm
+        if shards:  # with CPU offload the gradients and the norm may be on different devices
             torch._foreach_mul_(shards, coefficient.to(shards[0].device))
 
     def nonfinite(self) -> str | None:
@@ -68,15 +73,15 @@ class StoredGradients:
         return [p for part in self.model_parts for p in part.parameters()]
 
 
-def gradients_of(
+def gradients_for(
     optimizers: Any, model_parts: Sequence[nn.Module], pp_mesh: DeviceMesh | None
 ) -> Gradients:
-    """Return the way of these optimizers.
+    """Choose how gradients are reduced and clipped for these optimizers.
 
     Args:
-        optimizers: A container of optimizers, torchtitan's or TSR-Adam's.
+        optimizers: torchtitan's optimizer container or TSR-Adam's.
         model_parts: The pipeline stages of this rank.
-        pp_mesh: Pipeline ranks.
+        pp_mesh: Pipeline ranks whose gradients belong to the same norm.
     """
     if isinstance(optimizers, TSROptimizers):
         return optimizers

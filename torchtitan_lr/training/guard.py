@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What every rank must agree on before an optimizer step: is it finite, and has anyone to stop.
+"""Agreement of all ranks before an optimizer step: finite loss, and pending stop signals.
 
-Both questions travel in one all-reduce of two integers, between backward and the optimizer step:
-a signal that arrives while a step computes ends the run with that very step.
+One all-reduce of two integers, between backward and the optimizer step, carries both values. A
+signal that arrives during a step therefore stops the run after the same step.
 """
 
 import math
@@ -17,25 +17,25 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient became NaN or infinite and no more steps may be skipped."""
+    """A loss or gradient is NaN or infinite, and ``training.max_skipped_steps`` is used up."""
 
 
 class BadDataError(RuntimeError):
-    """A rank could not read its data; the run was saved as it was before the step."""
+    """A rank could not read its data; the run was saved in its state before the step."""
 
 
 class StopSignal:
-    """Remembers SIGTERM or SIGINT, so that the step at hand can be finished and saved.
+    """Records SIGTERM or SIGINT, so that the trainer can finish and save the current step.
 
     Attributes:
-        name: The signal received, None so far.
+        name: The received signal, None until one arrives.
     """
 
     def __init__(self) -> None:
         self.name: str | None = None
 
     def install(self) -> None:
-        """Take over both signals; a second one acts as it would have without us."""
+        """Handle both signals; a second signal has its default action."""
         for number in _STOP_SIGNALS:
             signal.signal(number, self._receive)
 
@@ -47,7 +47,7 @@ class StopSignal:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the ranks agreed on.
+    """The result of `agree`, equal on all ranks.
 
     Attributes:
         nonfinite_rank: The first rank whose own loss is not finite, None if there is none.
@@ -59,15 +59,15 @@ class Verdict:
 
 
 def agree(loss: float, stop: bool, device: torch.device) -> Verdict:
-    """Exchange one rank's findings with all others: one all-reduce (max) of two integers.
+    """Combine all ranks' values in one all-reduce (max) of two integers.
 
     Args:
         loss: This rank's loss of the step.
         stop: Whether this rank received a stop signal.
-        device: Where the process group communicates.
+        device: The process group's device.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    # Counting ranks from the end makes the maximum name the first one.
+    # world - rank is largest for the first rank, so the maximum selects that rank.
     code = 0 if math.isfinite(loss) else world - rank
     findings = torch.tensor([code, int(stop)], dtype=torch.int64, device=device)
     if world > 1:
@@ -77,10 +77,12 @@ def agree(loss: float, stop: bool, device: torch.device) -> Verdict:
 
 
 def first_rank_with(found: str | None) -> str | None:
-    """Exchange what each rank found; return ``rank R: FOUND`` of the first one, None if nobody did.
+    """Return ``rank R: FOUND`` for the first rank whose ``found`` is not None, else None.
+
+    Call it on every rank; the result is the same on all.
 
     Args:
-        found: What this rank found, the same call on every rank.
+        found: This rank's finding.
     """
     everywhere: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, found)

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The history of a run, ``metrics.jsonl``: one record a line. Reading it needs no torch."""
+"""The history of a run, ``metrics.jsonl``: one record per line. Reading it needs no torch."""
 
 import json
 import logging

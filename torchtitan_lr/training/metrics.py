@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What a run says about itself: console, TensorBoard, wandb, and one JSON line a record.
+"""Metrics on the console, in TensorBoard, in wandb and in ``metrics.jsonl``.
 
-On top of torchtitan's processor: MFU from the model's own FLOPs and absent where the device's
-peak is unknown, throughput that excludes validation and checkpoints, wandb set up from the TOML,
-and ``metrics.jsonl`` in the dump folder, with every printed number in full precision.
+Differences from torchtitan's processor: MFU is computed from the model's own FLOPs and left out if
+the device's peak is unknown; throughput excludes validation and checkpoints; the TOML configures
+wandb; ``metrics.jsonl`` in the dump folder has every printed number in full precision.
 """
 
 import json
@@ -39,21 +39,21 @@ class HistoryLogger(BaseLogger):
     """Appends each record to a JSON-lines file, so that curves survive an interruption.
 
     Args:
-        path: The file; its folder is made if needed.
+        path: The file; its folder is created if needed.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Append one record; NaN and infinity become null, which JSON can hold."""
+        """Append one record; NaN and infinity become null, since JSON has neither."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         record = {"step": step} | {key: _finite_or_none(v) for key, v in metrics.items()}
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
     def rewind(self, step: int) -> None:
-        """Drop the records after ``step``, which a run resumed from there will write again."""
+        """Drop the records after ``step``; a run resumed from ``step`` writes them again."""
         if not self.path.is_file():
             return
         kept = [record for record in read_history(self.path) if record["step"] <= step]
@@ -63,11 +63,11 @@ class HistoryLogger(BaseLogger):
 
 
 class LowRankMetricsProcessor(MetricsProcessor):
-    """torchtitan's processor with honest MFU, pure training throughput and a history file.
+    """torchtitan's processor with the model's own MFU, training-only throughput and a history file.
 
     Args:
-        job_config: ``[metrics]`` chooses where records go.
-        parallel_dims: Degrees; rank 0 writes.
+        job_config: ``[metrics]`` selects the loggers.
+        parallel_dims: Parallel degrees.
         tag: A prefix for TensorBoard and wandb keys.
     """
 
@@ -77,7 +77,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
         self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None
     ) -> None:
         set_wandb_environment(job_config)
-        # They are opened in `start_after`, once no checkpoint refuses the run.
+        # `start_after` opens the loggers, once the checkpoint has been loaded without an error.
         with without_loggers():
             super().__init__(job_config, parallel_dims, tag)
         self._tag = tag
@@ -94,7 +94,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
         return super().should_log(step) or step == self.job_config.training.steps
 
     def start_after(self, step: int) -> None:
-        """Begin with the step after ``step``, where a checkpoint left off: open the loggers."""
+        """Open the loggers for a run that starts after ``step``, the loaded checkpoint's step."""
         self._last_logged_step = step
         container = LoggerContainer()
         container.add_logger(build_loggers(self.job_config, self.parallel_dims, self._tag))
@@ -105,7 +105,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
             self.history.rewind(step)
 
     def has_validation(self, step: int) -> bool:
-        """Say whether the history holds the validation of a step; every rank gets the answer."""
+        """Return, on every rank, whether the history holds the validation of a step."""
         known = False
         if self.history is not None:
             records = read_history(self.history.path)
@@ -115,12 +115,12 @@ class LowRankMetricsProcessor(MetricsProcessor):
         return any(answers)
 
     def pause(self) -> None:
-        """Stop the throughput clock: what follows is not training (validation, a save)."""
+        """Pause the throughput clock during validation and saves."""
         if self._paused_at is None:
             self._paused_at = time.perf_counter()
 
     def resume(self) -> None:
-        """Let the throughput clock run again."""
+        """Resume the throughput clock."""
         if self._paused_at is not None:
             self.time_last_log += time.perf_counter() - self._paused_at
             self._paused_at = None
@@ -137,14 +137,14 @@ class LowRankMetricsProcessor(MetricsProcessor):
 
         Args:
             step: The step just finished, from 1.
-            global_avg_loss: Loss over all valid tokens of all ranks, nats a token.
-            global_max_loss: The largest rank's own average, nats a token.
-            grad_norm: Norm of the whole gradient before clipping.
+            global_avg_loss: Mean loss over all valid tokens of all ranks, nats per token.
+            global_max_loss: The largest mean loss of a rank, nats per token.
+            grad_norm: Norm of the full gradient before clipping.
             extra_metrics: Further scalars.
         """
         seconds = time.perf_counter() - self.time_last_log
         steps = step - self._last_logged_step
-        # Tokens a second and device: every rank of a tensor-parallel group sees the same tokens.
+        # Tokens per second per device: the ranks of a tensor-parallel group read the same tokens.
         tps = self.ntokens_since_last_log / (seconds * self.parallel_dims.non_data_parallel_size)
         mfu = 100 * self.num_flops_per_token * tps / self.gpu_peak_flops
         memory = self.device_memory_monitor.get_peak_stats()
@@ -183,8 +183,8 @@ class LowRankMetricsProcessor(MetricsProcessor):
         """Log one validation.
 
         Args:
-            loss: Token-weighted mean, nats a token.
-            step: The training step it follows.
+            loss: Token-weighted mean, nats per token.
+            step: The training step before it.
             extra_metrics: Further scalars.
         """
         memory = self.device_memory_monitor.get_peak_stats()
@@ -212,16 +212,16 @@ def build_metrics_processor(
     model_args: BaseModelArgs | None = None,
     tag: str | None = None,
 ) -> LowRankMetricsProcessor:
-    """Build the processor; torchtitan's TrainSpec names these arguments."""
+    """Build the processor; torchtitan's TrainSpec prescribes these arguments."""
     del model_args
     return LowRankMetricsProcessor(job_config, parallel_dims, tag)
 
 
 def set_wandb_environment(job_config: JobConfig) -> None:
-    """Pass ``[metrics] wandb_*`` on to wandb, which upstream configures by environment alone.
+    """Set wandb's environment variables from ``[metrics] wandb_*``; upstream reads only these.
 
-    A variable that is already set wins. Mode ``auto`` goes offline where no credentials are found,
-    so that a run never waits for a log-in.
+    Variables that are already set take precedence. Mode ``auto`` is offline if no credentials are
+    found, so that a run never waits for a log-in.
     """
     metrics = job_config.metrics
     if not metrics.enable_wandb:
@@ -230,7 +230,7 @@ def set_wandb_environment(job_config: JobConfig) -> None:
         if value := getattr(metrics, field):
             os.environ.setdefault(variable, value)
     if metrics.wandb_tags:
-        # torchtitan hands WANDB_RUN_TAGS to wandb as one string, which it takes for letters.
+        # torchtitan passes WANDB_RUN_TAGS to wandb as one string, which wandb splits into letters.
         os.environ.setdefault("WANDB_TAGS", ",".join(metrics.wandb_tags))
     mode = metrics.wandb_mode
     if mode == "auto":

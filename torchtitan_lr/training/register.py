@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""One TrainSpec a model family: what torchtitan builds a run from.
-
-Importing this module registers them.
-"""
+"""One torchtitan TrainSpec per model family; importing this module registers them."""
 
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.protocols.train_spec import (
@@ -39,7 +36,7 @@ PARALLELIZE: dict[str, ParallelizeFunction] = {
         parallelize_llama_lax,
     )
 }
-"""What splits a model of each family."""
+"""The parallelize function of each family."""
 
 
 def build_train_spec(family: str) -> TrainSpec:
@@ -76,9 +73,9 @@ def register_model_family(family: ModelFamily, parallelize: ParallelizeFunction)
 
 
 def register_train_specs() -> None:
-    """Make every family known to torchtitan, ``llama_full`` and the others.
+    """Register every family with torchtitan: ``llama_full``, ``llama_svd`` and so on.
 
-    What is registered already stays: torchtitan refuses to be told twice.
+    Registered names are skipped: torchtitan raises for a second registration.
     """
     for family in FAMILIES.values():
         name = family.model_name

@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The data of one optimizer step, read on every rank or on none.
+"""The data of one optimizer step; all ranks compute the step or none does.
 
-What a rank could not read, and how many bad records it skipped, travels with its number of tokens
-in one all-reduce: no rank begins a step that another one cannot take.
+One all-reduce sums the valid tokens, the skipped records and the read failures of all ranks, so no
+rank starts a step whose data another rank could not read.
 """
 
 from collections.abc import Iterator
@@ -23,13 +23,13 @@ MicroBatch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class StepData:
-    """What a rank computes a step on.
+    """One rank's data for one step.
 
     Attributes:
         microbatches: ``({"input": (b, s)}, labels (b, s))`` each, on the CPU.
-        tokens: Valid tokens among them.
+        tokens: Valid tokens in them.
         global_tokens: Valid tokens of all ranks' micro-batches.
-        problem: Why no rank may take the step, the same text on all; None where all can.
+        problem: Why the step cannot be computed, the same text on all ranks; None if it can.
     """
 
     microbatches: list[MicroBatch]
@@ -39,16 +39,16 @@ class StepData:
 
 
 class StepReader:
-    """Reads micro-batches, and agrees with all ranks about what could not be read.
+    """Reads micro-batches and combines the read failures of all ranks.
 
     Args:
-        dataloader: The rank's loader, which is marked before every step.
-        device: Where the process group communicates.
+        dataloader: The rank's loader; its position is stored before every step.
+        device: The process group's device.
         copies: Ranks that read the same rows: tensor-parallel ranks times pipeline stages.
-        max_bad_records: How many records may be skipped in the whole run, over all ranks.
+        max_bad_records: Number of records that may be skipped in the whole run, over all ranks.
 
     Attributes:
-        bad_records: Where the records are that any rank skipped, each once.
+        bad_records: Locations of the records skipped on any rank, without duplicates.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StepReader:
 
         Args:
             data_iterator: Yields micro-batches.
-            count: How many to read.
+            count: Number of micro-batches.
             step: The step, for the log.
         """
         problem, microbatches = None, []
@@ -87,27 +87,27 @@ class StepReader:
         return StepData(microbatches, tokens, global_tokens / self._copies, problem)
 
     def return_to_mark(self) -> None:
-        """Make the loader's state what it was before the last :meth:`read`, to be saved."""
+        """Restore the loader's state of before the last :meth:`read`, for the checkpoint."""
         if self._loader is not None:
             self._loader.return_to_mark()
 
     def metrics(self) -> dict[str, int]:
-        """Return the number of skipped records, where any may be."""
+        """Return the number of skipped records, if skipping is allowed."""
         return {"bad_records": len(self.bad_records)} if self._max_bad_records else {}
 
     def sum_over_ranks(self, *counts: int) -> list[int]:
-        """Sum each count over all ranks and wait for the result."""
+        """Return each count summed over all ranks."""
         sums = torch.tensor(counts, dtype=torch.int64, device=self._device)
         dist.all_reduce(sums)
         return [int(count) for count in sums.tolist()]
 
     def _count_skipped(self, skipped: set[str], step: int) -> str | None:
-        """Let every rank know what any of them skipped; say why to stop where it is too much."""
+        """Collect the records skipped on all ranks; return an error text if they are too many."""
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, sorted(skipped))
         new = sorted(set().union(*everywhere) - self.bad_records)
         self.bad_records.update(new)
-        logger.warning("step %d: skipped what cannot be read: %s", step, ", ".join(new))
+        logger.warning("step %d: skipped unreadable records: %s", step, ", ".join(new))
         if len(self.bad_records) <= self._max_bad_records:
             return None
-        return f"{len(self.bad_records)} records cannot be read, the last at {new[-1]}"
+        return f"{len(self.bad_records)} records are unreadable, the last at {new[-1]}"

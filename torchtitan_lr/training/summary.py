@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The end of a run in ten numbers and one picture: ``summary.json`` and ``curve.png``."""
+"""``summary.json`` and ``curve.png``, written at the end of a run."""
 
 import json
 import math
@@ -13,10 +13,10 @@ SUMMARY_FILE = "summary.json"
 CURVE_FILE = "curve.png"
 
 TRAIN_LOSS = "loss_metrics/global_avg_loss"
-"""Key of a record in ``metrics.jsonl``: training loss, nats a token."""
+"""Key in ``metrics.jsonl``: training loss, nats per token."""
 
 VALIDATION_LOSS = "validation_metrics/loss"
-"""The same of validation."""
+"""Key in ``metrics.jsonl``: validation loss, nats per token."""
 
 _ENTROPY = "validation_metrics/unigram_entropy"
 
@@ -24,26 +24,26 @@ _ENTROPY = "validation_metrics/unigram_entropy"
 def build_summary(
     history: list[dict[str, Any]], steps: int, peak_memory_gib: float, checkpoint: str | None
 ) -> dict[str, Any]:
-    """Condense a run's history.
+    """Summarise a run's history.
 
     Args:
         history: Records of ``metrics.jsonl``.
-        steps: Training steps done.
+        steps: Number of finished training steps.
         peak_memory_gib: Largest rank's peak, GiB.
         checkpoint: Folder of the newest checkpoint.
 
     Returns:
-        ``steps, train_loss, val_loss, val_ppl, unigram_entropy`` (losses in nats a token),
+        ``steps, train_loss, val_loss, val_ppl, unigram_entropy`` (losses in nats per token),
         ``tokens_per_s`` (all ranks together, the median over logged windows without the first),
-        ``mfu`` (percent; None where the device's peak is unknown), ``peak_memory_gib,
+        ``mfu`` (percent; None if the device's peak is unknown), ``peak_memory_gib,
         checkpoint`` and ``curve`` (filled in by `write_summary`).
     """
-    # Late: the launcher reads a summary without torch.
+    # Imported late: the launcher reads a summary without torch.
     from torchtitan_lr.models.loss import perplexity
 
     train = [record for record in history if TRAIN_LOSS in record]
     val = [record for record in history if VALIDATION_LOSS in record]
-    windows = train[1:] or train  # the first window holds warm-up and compilation
+    windows = train[1:] or train  # the first window includes warm-up and compilation
     val_loss = val[-1][VALIDATION_LOSS] if val else None
     return {
         "steps": steps,
@@ -91,7 +91,7 @@ def draw_curve(history: list[dict[str, Any]], path: Path) -> None:
             entropy, color="grey", linestyle="--", label=f"unigram entropy {entropy:.2f} nats"
         )
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats a token)")
+    axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
@@ -104,7 +104,7 @@ def _series(history: list[dict[str, Any]], key: str) -> tuple[list[int], list[fl
 
 
 def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON knows no infinity
+    return value if math.isfinite(value) else None  # JSON has no infinity
 
 
 def _median(records: list[dict[str, Any]], key: str) -> float | None:

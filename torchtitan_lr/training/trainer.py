@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""torchtitan's trainer with a guarded step, exact interruption and a summary at the end."""
+"""torchtitan's trainer with checks of every step, clean interruption and a final summary."""
 
 import json
 import math
@@ -25,7 +25,7 @@ from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
 from torchtitan_lr.training.checkpoint import CheckpointManager
 from torchtitan_lr.training.device import bind_device
 from torchtitan_lr.training.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
-from torchtitan_lr.training.gradients import gradients_of
+from torchtitan_lr.training.gradients import gradients_for
 from torchtitan_lr.training.guard import (
     BadDataError,
     NonFiniteError,
@@ -41,13 +41,13 @@ from torchtitan_lr.training.validate import Validator
 
 
 class Trainer(titan_train.Trainer):
-    """torchtitan's Trainer; overrides the step, and what surrounds the loop.
+    """torchtitan's Trainer with its own step, start and end of training.
 
     Args:
         job_config: A checked configuration (see `check_job_config`).
 
     Attributes:
-        skipped_steps: Optimizer steps left out for a non-finite loss or gradient; checkpointed.
+        skipped_steps: Optimizer steps skipped for a non-finite loss or gradient; checkpointed.
         interrupted: Whether a signal ended the run early.
     """
 
@@ -65,9 +65,11 @@ class Trainer(titan_train.Trainer):
         self._started = False
         self._first_step = 0
         self._ledger: CommLedger | None = None
-        # Upstream would write the record now: over that of checkpoints which may yet be refused.
+        # Prevent upstream from writing the record now: the checkpoint check may still raise, and
+        # must leave the record of the existing checkpoints unchanged.
         record, job_config.job.save_config_file = job_config.job.save_config_file, None
-        # Our checkpoints, and no autocast: mixed precision is the wrapper's at every world size.
+        # Use our checkpoint manager and no autocast: FSDP or DDP implements mixed precision at
+        # every world size.
         with trainer_parts(CheckpointManager):
             super().__init__(job_config)
         job_config.job.save_config_file = record or RUN_CONFIG
@@ -78,7 +80,7 @@ class Trainer(titan_train.Trainer):
             job_config.training.max_bad_records,
         )
         stages = self.parallel_dims.get_optional_mesh("pp")
-        self._gradients = gradients_of(self.optimizers, self.model_parts, stages)
+        self._gradients = gradients_for(self.optimizers, self.model_parts, stages)
         args = self.model_parts[0].model_args
         if isinstance(args, LlamaArgs):
             self.checkpointer.lanes = (args.lanes, args.sync_fraction)
@@ -89,7 +91,7 @@ class Trainer(titan_train.Trainer):
             self.checkpointer.states[RESIDUALS] = self._residuals
 
     def train(self) -> None:
-        """Train to ``training.steps`` or a stop signal, then leave a checkpoint and a summary."""
+        """Train to ``training.steps`` or to a stop signal, then save and report."""
         self._stop.install()
         super().train()
         self.checkpointer.finish()
@@ -99,7 +101,7 @@ class Trainer(titan_train.Trainer):
             self._write_summary()
 
     def should_continue_training(self) -> bool:
-        """Say whether another step follows; upstream asks after loading and after each step."""
+        """Return whether another step follows; upstream calls it after loading and per step."""
         if not self._started:
             self._started = True
             self.write_record()
@@ -112,7 +114,7 @@ class Trainer(titan_train.Trainer):
         return super().should_continue_training()
 
     def write_record(self) -> None:
-        """Write the run's configuration beside its checkpoints, once nothing refuses them."""
+        """Write the run's configuration into the dump folder, after all checks have passed."""
         if torch.distributed.get_rank() == 0:
             job = self.job_config.job
             path = Path(job.dump_folder) / job.save_config_file
@@ -124,8 +126,8 @@ class Trainer(titan_train.Trainer):
     def train_step(self, data_iterator: Iterator[MicroBatch]) -> None:
         """Run one optimizer step over all micro-batches of this rank.
 
-        The loss of each micro-batch is its token sum over the valid tokens of the whole global
-        batch, so gradients add up to those of one process with the same batch.
+        The loss of each micro-batch is its summed token loss divided by the valid tokens of the
+        global batch, so the gradients sum to those of one process with the same batch.
 
         Args:
             data_iterator: Yields ``({"input": (b, s)}, labels (b, s))``.
@@ -160,7 +162,7 @@ class Trainer(titan_train.Trainer):
         if self.metrics_processor.should_log(self.step):
             share = data.tokens / global_tokens if global_tokens else math.nan
             self._log_step(loss, share, grad_norm, lr)
-        # What follows until the next step, validation and saving, is not training time.
+        # Validation and saving, until the next step, do not count as training time.
         self.metrics_processor.pause()
         self._maybe_stop()
 
@@ -183,7 +185,7 @@ class Trainer(titan_train.Trainer):
         """
         whole = global_valid_tokens
         if self.parallel_dims.pp_enabled:
-            # Upstream divides what it reports, but not what the pipeline backpropagates.
+            # Upstream divides the reported loss, but not the loss that the pipeline backpropagates.
             self.pp_schedule.normalize_by(global_valid_tokens)
             whole = torch.ones_like(global_valid_tokens)
         loss = super().forward_backward_step(
@@ -194,7 +196,7 @@ class Trainer(titan_train.Trainer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the train state; tokens are counted over all ranks, so any dp size can go on."""
+        """Return the train state; tokens are summed over ranks, so any dp size can resume."""
         return {
             "step": self.step,
             "ntokens_seen": self.ntokens_seen * self._batch_degree,
@@ -202,7 +204,7 @@ class Trainer(titan_train.Trainer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a train state saved at any dp size."""
+        """Load a train state saved at any dp size."""
         self.step = state_dict["step"]
         self.ntokens_seen = state_dict["ntokens_seen"] // self._batch_degree
         self.skipped_steps = state_dict["skipped_steps"]
@@ -212,7 +214,7 @@ class Trainer(titan_train.Trainer):
         return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
 
     def _stop_for_data(self, why: str) -> None:
-        """Save the run as it was before this step, and stop on every rank.
+        """Save the state before this step, and raise on every rank.
 
         Raises:
             BadDataError: Always.
@@ -223,12 +225,12 @@ class Trainer(titan_train.Trainer):
         saved = self.checkpointer.last_good()
         if self.step > self._first_step:
             saved = self.checkpointer.save_interrupted(self.step)
-        how = f"saved as {saved}" if saved else "nothing is saved"
+        how = f"saved as {saved}" if saved else "nothing was saved"
         advice = "run the same command again"
         if self.job_config.training.dataset == "local":
             advice = (
-                "mend the file and resume with training.allow_changed_corpus = true, or skip what "
-                "cannot be read with training.max_bad_records"
+                "repair the file and resume with training.allow_changed_corpus = true, or skip "
+                "unreadable records with training.max_bad_records"
             )
         raise BadDataError(f"step {failed}: {why}; {how}: {advice}")
 
@@ -247,11 +249,11 @@ class Trainer(titan_train.Trainer):
             )
             self._gradients.accumulate(last)
             losses.append(loss.detach())
-        # In float64 on every rank: a stage without the loss has a zero of another precision.
+        # Sum in float64 on every rank: stages without the loss return a zero of another dtype.
         return torch.stack(losses).sum(dtype=torch.float64)
 
     def _counted(self) -> AbstractContextManager[object]:
-        """Count the collectives of a step that is logged, where ``metrics.comm_ledger`` asks."""
+        """Return a ledger that counts the collectives of a logged step, if enabled in the TOML."""
         if not self.job_config.metrics.comm_ledger or not self.metrics_processor.should_log(
             self.step
         ):
@@ -262,14 +264,14 @@ class Trainer(titan_train.Trainer):
         return self._ledger
 
     def _may_step(self, loss: torch.Tensor, grad_norm: torch.Tensor, global_tokens: float) -> bool:
-        """Agree with all ranks whether this step is finite, and whether to stop after it."""
+        """Return whether the step is finite on all ranks; set ``interrupted`` on a stop signal."""
         verdict = agree(loss.item(), self._stop.name is not None, self.device)
         self.interrupted = verdict.stop
         norm = grad_norm.item()
         if verdict.nonfinite_rank is None and math.isfinite(norm):
             return True
-        if not global_tokens:  # 0/0, which is no fault of the weights
-            what = "no token of the whole batch has a label to learn from (all are ignored)"
+        if not global_tokens:  # 0/0: the weights are not the cause
+            what = "the global batch has no valid label (all are ignored)"
         elif verdict.nonfinite_rank is not None:
             what = f"loss of rank {verdict.nonfinite_rank} is not finite"
         else:
@@ -286,7 +288,7 @@ class Trainer(titan_train.Trainer):
     def _nonfinite_gradient(self) -> str:
         """Name the first rank and parameter with a gradient that is not finite."""
         found = first_rank_with(self._gradients.nonfinite())
-        return found or "every entry is finite, their squares overflow"
+        return found or "every entry is finite, but the squares overflow"
 
     def _log_step(
         self, loss: torch.Tensor, token_share: float, grad_norm: torch.Tensor, lr: float
@@ -294,9 +296,9 @@ class Trainer(titan_train.Trainer):
         mesh = self.parallel_dims.get_optional_mesh("loss")
         pipeline = self.parallel_dims.get_optional_mesh("pp")
         if pipeline is not None:
-            # Only the last stage knows the loss: now every rank does, and rank 0 can write it.
+            # Only the last stage has the loss; rank 0 needs it for logging.
             torch.distributed.all_reduce(loss, group=pipeline.get_group())
-        # A rank without any valid token has no average of its own.
+        # A rank without valid tokens has no mean loss.
         own = loss / token_share if token_share else torch.full_like(loss, -math.inf)
         counted = {} if self._ledger is None else self._ledger.bytes_by_mesh_dim()
         self.metrics_processor.log(
@@ -315,14 +317,14 @@ class Trainer(titan_train.Trainer):
         )
 
     def _maybe_stop(self) -> None:
-        """Let nothing delay an agreed stop; a run that just ended is no interruption."""
+        """Suspend validation before a stop; a run that has reached its last step is not stopped."""
         if self.step >= self.job_config.training.steps:
             self.interrupted = False
         if self.interrupted and self.job_config.validation.enable:
             self.validator.suspended = True
 
     def _make_up_for_validation(self) -> None:
-        """Validate where the run before this one was stopped between a save and a validation."""
+        """Validate now if the previous run was stopped between a save and its validation."""
         if not self.step or not self.job_config.validation.enable:
             return
         due = self.validator.should_validate(self.step)
@@ -345,7 +347,7 @@ class Trainer(titan_train.Trainer):
             )
 
     def _write_summary(self) -> None:
-        """Write summary and curve on the rank that has the history."""
+        """Write the summary and the curve on the rank that has the history."""
         memory = self.metrics_processor.device_memory_monitor.get_peak_stats().max_reserved_gib
         peak = torch.tensor(memory, dtype=torch.float64, device=self.device)
         if torch.distributed.get_world_size() > 1:

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Validation: the exact token-weighted mean loss over a fixed set of sequences.
 
-torchtitan averages per batch, so a short batch weighs as much as a full one, and a published
-evaluation of CoLA divides by batches + 1. Here the loss is summed over every valid token of every
-rank and divided once.
+torchtitan averages per batch, which weights a short batch like a full one, and a published
+evaluation of CoLA divides by batches + 1. This validator sums the loss over all valid tokens of all
+ranks and divides once.
 """
 
 import time
@@ -30,7 +30,7 @@ class Validator(BaseValidator):
     """Runs the model over this rank's share of the validation set.
 
     Args:
-        job_config: ``[validation]`` gives the corpus, sequence length and number of batches.
+        job_config: ``[validation]`` sets the corpus, sequence length and number of batches.
         dp_world_size: Data-parallel ranks that share the set.
         dp_rank: This rank's share.
         tokenizer: Encodes the corpus.
@@ -38,12 +38,12 @@ class Validator(BaseValidator):
         loss_fn: The training loss, summed over tokens.
         validation_context: Context of a forward pass (loss parallel).
         maybe_enable_amp: Context of mixed precision.
-        metrics_processor: Receives the result.
-        pipeline: Runs the batches where the model is split into stages.
+        metrics_processor: Logs the result.
+        pipeline: Runs the batches if the model is split into stages.
 
     Attributes:
-        last_loss: The latest result, nats a token.
-        suspended: Set when the run is stopping, so that it ends at once.
+        last_loss: The latest result, nats per token.
+        suspended: Whether to skip validation because the run is stopping.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Validator(BaseValidator):
 
         Args:
             model_parts: This rank's model, or its pipeline stages.
-            step: The training step it belongs to.
+            step: The training step before it.
         """
         started = time.perf_counter()
         for model in model_parts:
@@ -100,7 +100,7 @@ class Validator(BaseValidator):
         for model in model_parts:
             model.train()
         for module in fsdp_modules(model_parts):
-            module.reshard()  # a pipeline keeps weights gathered until backward
+            module.reshard()  # a pipeline keeps weights unsharded until backward
         self.metrics_processor.log_validation(
             self.last_loss,
             step,
@@ -137,8 +137,8 @@ def build_validator(
     pp_has_first_stage: bool | None = None,
     pp_has_last_stage: bool | None = None,
 ) -> Validator:
-    """Build the validator; torchtitan's TrainSpec names these arguments."""
-    del pp_has_first_stage, pp_has_last_stage  # the pipeline knows
+    """Build the validator; torchtitan's TrainSpec prescribes these arguments."""
+    del pp_has_first_stage, pp_has_last_stage  # `Pipeline` has them
     return Validator(
         job_config,
         dp_world_size,

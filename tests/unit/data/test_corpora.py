@@ -133,7 +133,7 @@ def test_c4_is_checked_without_opening_it(monkeypatch):
         (config(validation="c4"), ["validation.dataset", "'c4'", "c4_validation"]),
         (
             config("c4_validation", None, "training"),
-            ["validation.dataset", "'training'", "another corpus", "holds nothing out"],
+            ["validation.dataset", "'training'", "a corpus other than", "no held-out part"],
         ),
         (
             config("c4_validation", None, "c4_validation"),
@@ -194,7 +194,7 @@ def test_a_corpus_of_one_document_has_nothing_to_hold_out(tmp_path):
     write(tmp_path, "a.jsonl", '{"text": "alone"}\n{"text": "alone"}\n')
     with pytest.raises(ConfigError) as error:
         check_corpus(config("local", str(tmp_path), "training"))
-    one_line(error, "validation.dataset", "'training'", "too little text to hold a part out")
+    one_line(error, "validation.dataset", "'training'", "too small to hold out a part")
     write(tmp_path, "b.jsonl", '{"text": "not alone"}\n')
     check_corpus(config("local", str(tmp_path), "training"))
 

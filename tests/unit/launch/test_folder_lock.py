@@ -18,8 +18,8 @@ def test_the_second_job_is_told_who_is_at_work(tmp_path):
     with locked(folder), pytest.raises(ConfigError) as info, locked(folder):
         pass
     told = str(info.value)
-    assert told.startswith(f"job.dump_folder: got {folder!r}, expected a folder in which no other")
-    assert f"process {os.getpid()} on {socket.gethostname()} has been since 20" in told
+    assert told.startswith(f"job.dump_folder: got {folder!r}, expected a folder that no other")
+    assert f"process {os.getpid()} on {socket.gethostname()} has used it since 20" in told
     # What is left in the file holds nothing.
     with locked(folder):
         pass
@@ -40,7 +40,7 @@ def test_a_holder_that_has_not_signed_yet(tmp_path, text):
         file.write(text)
         file.flush()
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match="not written yet"), locked(str(tmp_path)):
+        with pytest.raises(ConfigError, match="not recorded yet"), locked(str(tmp_path)):
             pass
 
 

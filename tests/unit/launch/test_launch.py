@@ -183,12 +183,12 @@ def test_dump_folder_of_a_dry_run(variables, monkeypatch, tmp_path):
 def test_how_to_go_on(tmp_path):
     checkpoint = SimpleNamespace(folder="checkpoint", enable=True)
     config = SimpleNamespace(checkpoint=checkpoint, job=SimpleNamespace(dump_folder=str(tmp_path)))
-    assert launch.how_to_go_on(config) == "; there is no checkpoint to resume from"
+    assert launch.how_to_resume(config) == "; there is no checkpoint to resume from"
     for step, complete in ((2, True), (4, True), (6, False)):
         folder = tmp_path / f"checkpoint/step-{step}"
         folder.mkdir(parents=True)
         if complete:
             (folder / ".metadata").write_text("")
-    assert launch.how_to_go_on(config).endswith(f"resume from {tmp_path}/checkpoint/step-4")
+    assert launch.how_to_resume(config).endswith(f"resume from {tmp_path}/checkpoint/step-4")
     checkpoint.enable = False
-    assert launch.how_to_go_on(config) == "; there is no checkpoint to resume from"
+    assert launch.how_to_resume(config) == "; there is no checkpoint to resume from"

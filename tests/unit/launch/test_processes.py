@@ -13,12 +13,12 @@ from torchtitan_lr.launch.processes import child_pids, process_state
 
 PROGRAM = """
 import atexit, threading
-from torchtitan_lr.launch.processes import leave
+from torchtitan_lr.launch.processes import exit_without_teardown
 
 atexit.register(print, "registered")
 threading.Thread(target=threading.Event().wait).start()
 print("done", end=" ")
-leave(3)
+exit_without_teardown(3)
 """
 
 

@@ -11,8 +11,8 @@ from torchtitan_lr.launch.report import (
     DID_NOT_END,
     describe_failure,
     full_disk,
+    hidden_errors,
     killed_rank,
-    last_words,
     read_summary,
     summary_lines,
 )
@@ -99,7 +99,7 @@ def test_a_killed_rank_is_the_cause_not_those_that_missed_it(tmp_path):
     message = {"message": "RuntimeError: Connection closed", "extraInfo": {"timestamp": "1"}}
     (other / "error.json").write_text(json.dumps({"message": message}))
     told = describe_failure(tmp_path, 1)
-    assert told.startswith("rank 1 was ended by SIGKILL (which is also")
+    assert told.startswith("rank 1 was ended by SIGKILL (the kernel also")
     assert told.endswith(f"its output: {folder}")
 
 
@@ -144,7 +144,7 @@ def test_a_rank_that_torchrun_had_to_kill_is_not_the_cause(tmp_path, stuck):
     assert killed_rank(tmp_path) is None
     assert told == (
         "rank 0 failed: RuntimeError: [gloo] Timed out waiting 1000ms in all_reduce "
-        "(guard.py: agree); rank 1 did not end when asked to: stopped, or stuck; "
+        "(guard.py: agree); rank 1 did not end on SIGTERM: stopped, or stuck; "
         f"its output: {folder}"
     )
 
@@ -182,5 +182,5 @@ def test_last_words_are_those_the_console_lacks(tmp_path, words, shown, told):
         # Behind more than a long run's output ends with.
         (folder / "stderr.log").write_text("a line\n" * 20_000 + text + "\nmore\n")
         (folder / "stdout.log").write_text("another line\n")
-    found = last_words(tmp_path, shown)
+    found = hidden_errors(tmp_path, shown)
     assert [line[: len(start)] for line, start in zip(found, told, strict=True)] == told

@@ -208,7 +208,7 @@ def test_a_flipped_bit_is_refused_and_the_way_out_named(step: int, tmp_path: Pat
     line = str(error.value)
     assert line.startswith(f"checkpoint: got '{tmp_path}/checkpoint/step-4', expected a whole one")
     assert "(__0_0.distcp has another checksum than when it was saved)" in line
-    assert f"whole is {tmp_path}/checkpoint/step-2: checkpoint.fall_back = true" in line
+    assert f"whole one is {tmp_path}/checkpoint/step-2: set checkpoint.fall_back = true" in line
     assert folders(tmp_path) == ["step-1", "step-2", "step-3", "step-4"]
 
 
@@ -229,7 +229,7 @@ def test_falling_back_goes_on_from_the_newest_whole_one(tmp_path: Path) -> None:
     assert folders(tmp_path) == ["aside-3-0", "step-1", "step-2"]
     for step in (1, 2):
         flip_a_bit(tmp_path, step)
-    with pytest.raises(ConfigError, match="there is no older one that is whole"):
+    with pytest.raises(ConfigError, match="there is no older whole one"):
         again.load()
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings
-from torchtitan_lr.training.gradients import StoredGradients, gradients_of
+from torchtitan_lr.training.gradients import StoredGradients, gradients_for
 
 
 @pytest.fixture
@@ -44,6 +44,6 @@ def test_what_is_not_finite_is_named(parts):
 def test_an_optimizer_that_sums_them_itself_is_asked(parts):
     defaults = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
     optimizers = TSROptimizers(parts, TSRSettings(rank=2), defaults)
-    assert gradients_of(optimizers, parts, None) is optimizers
+    assert gradients_for(optimizers, parts, None) is optimizers
     plain = torch.optim.AdamW(parts[0].parameters())
-    assert isinstance(gradients_of(plain, parts, None), StoredGradients)
+    assert isinstance(gradients_for(plain, parts, None), StoredGradients)

@@ -174,14 +174,14 @@ def test_a_batch_without_labels_is_named(trainer, caplog):
     before = parameters(trainer.model_parts[0])
     nothing = microbatches(valid=(0, 0, 0))
     step(trainer, nothing)
-    assert "step 1: no token of the whole batch has a label" in caplog.text
+    assert "step 1: the global batch has no valid label" in caplog.text
     assert_equal(parameters(trainer.model_parts[0]), before)
     (record,) = history(trainer)
     assert (record["skipped_steps"], record[LOSS], record[LARGEST]) == (1, None, None)
     # One label is enough, and one more batch without any is one too many.
     step(trainer, microbatches(valid=(0, 1, 0)))
     assert history(trainer)[-1][LARGEST] is not None
-    with pytest.raises(NonFiniteError, match="step 3: no token of the whole batch has a label"):
+    with pytest.raises(NonFiniteError, match="step 3: the global batch has no valid label"):
         step(trainer, nothing)
 
 
