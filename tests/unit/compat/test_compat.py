@@ -40,7 +40,7 @@ from torchtitan_lr.compat import (
     titan_trainer,
 )
 from torchtitan_lr.compat.names import clean_name
-from torchtitan_lr.compat.overrides import OVERRIDES, RETOLD
+from torchtitan_lr.compat.overrides import OVERRIDES, REWRITES
 from torchtitan_lr.training.device import bind_device
 
 PACKAGE = Path(dispatch.__file__).parents[1]
@@ -624,12 +624,12 @@ def is_private_method(node):
     return isinstance(node, ast.FunctionDef) and re.fullmatch(r"_[a-z]\w*", node.name)
 
 
-@pytest.mark.parametrize("retold", RETOLD, ids=lambda retold: retold.ours)
-def test_what_is_told_again_has_not_changed(retold):
-    assert callable(resolve(retold.ours))
-    source = inspect.getsource(resolve(retold.upstream))
-    digest = hashlib.sha256(source.encode()).hexdigest()[: len(retold.digest)]
-    assert digest == retold.digest, (
-        f"{retold.upstream} has changed: compare it with {retold.ours}, then write {digest} into "
+@pytest.mark.parametrize("rewrite", REWRITES, ids=lambda rewrite: rewrite.ours)
+def test_rewritten_functions_have_not_changed_upstream(rewrite):
+    assert callable(resolve(rewrite.ours))
+    source = inspect.getsource(resolve(rewrite.upstream))
+    digest = hashlib.sha256(source.encode()).hexdigest()[: len(rewrite.digest)]
+    assert digest == rewrite.digest, (
+        f"{rewrite.upstream} has changed: compare it with {rewrite.ours}, then write {digest} into "
         "torchtitan_lr/compat/overrides.py"
     )
