@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line
-from torchtitan_lr.tools.experiments import answer, ask_ranks
+from torchtitan_lr.tools.experiments import report_from_rank, run_on_ranks
 
 TOLERANCE = 0.1
 
@@ -85,7 +85,7 @@ def verdict(parts: dict[str, int], measured: int) -> tuple[str, bool]:
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    answer(measure, sys.argv[1:] if argv is None else argv)
+    report_from_rank(measure, sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(description=__doc__)
     parser.add_argument("config", metavar="CONFIG", help="a TOML file; NGPU says how many ranks")
     options = parser.parse_with_overrides(argv)
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"skipped: {world} GPU(s) wanted, {torch.cuda.device_count()} found")
         return 0
     parts = estimated(arguments, int(world))
-    text, close = verdict(parts, int(ask_ranks(__file__, arguments, int(world))))
+    text, close = verdict(parts, int(run_on_ranks(__file__, arguments, int(world))))
     print(text)
     return 0 if close else 1
 

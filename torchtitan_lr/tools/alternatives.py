@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The same run with full rank, vanilla tensor parallelism and BTP, to compare estimates."""
+"""Alternatives of a run for comparing estimates: full rank, vanilla tensor parallelism, BTP."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -13,20 +13,20 @@ from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, resolve_se
 from torchtitan_lr.tools.variants import read_modes, shared_mode
 
 ALTERNATIVES = ("full", "vanilla", "btp")
-"""What a run is compared with: full rank, and the low-rank model under two plans."""
+"""The alternatives of a run: full rank, and the low-rank model under two plans."""
 
 
 def alternative_modes(config: Any, world: int, named: str = "") -> dict[str, str]:
     """Return the mode of activation checkpointing of every alternative of a run.
 
     Args:
-        config: The run's.
-        world: Its ranks.
-        named: Modes of single alternatives, as `read_modes` reads them; the others have the one
-            that all models have.
+        config: Configuration of the run.
+        world: Number of ranks.
+        named: Modes of single alternatives, in the syntax of `read_modes`; the others use the
+            shared mode.
 
     Raises:
-        ConfigError: There is no such alternative or mode, or it cannot be carried out.
+        ConfigError: The alternative or mode does not exist, or the mode is not supported.
     """
     shared = shared_mode(config.activation_checkpoint.mode, ALTERNATIVES)
     modes = dict.fromkeys(ALTERNATIVES, shared) | read_modes(named, ALTERNATIVES)
@@ -39,10 +39,10 @@ def alternative_modes(config: Any, world: int, named: str = "") -> dict[str, str
 
 
 def alternatives(run: Run, modes: Mapping[str, str]) -> Iterator[tuple[str, Run | ConfigError]]:
-    """Yield full rank, vanilla and BTP with the same shape, ranks, batches, and AdamW.
+    """Yield full rank, vanilla and BTP with the same shape, ranks and batches, and AdamW.
 
-    A full-rank model is compared with the CoLA model of its flavor. Instead of a plan that cannot
-    be carried out comes the reason.
+    A full-rank model is compared with the CoLA model of its flavor. For an unsupported plan the
+    error is yielded instead of a run.
 
     Args:
         run: The run.
