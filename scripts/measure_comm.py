@@ -19,7 +19,7 @@ from typing import Any
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
-from torchtitan_lr.tools.experiments import check_run, run_on_ranks
+from torchtitan_lr.tools.experiments import check_run, report_from_rank, run_on_ranks
 
 QUIET = [
     "--training.steps=1",

@@ -58,8 +58,8 @@ def kept_bytes(
         tokens: Tokens n of the micro-batch.
         n_heads: Query heads.
         element_size: Bytes per activation element.
-        save_attention: Whether attention's output (nd/T elements) and the log-sum-exp of every head and token are
-            saved. T is 1 here if every rank computes all heads.
+        save_attention: Whether attention's output (nd/T elements) and the log-sum-exp of every head
+            and token are saved. T is 1 here if every rank computes all heads.
         split: Tensor parallelism.
     """
     t = split.degree
