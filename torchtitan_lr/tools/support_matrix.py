@@ -161,7 +161,7 @@ class SupportMatrix:
             cells = [self._cell(row, column) for column in self._columns]
             lines.append(f"| {self._title(*row)} | " + " | ".join(cells) + " |")
         notes = [f"{i}. {self._note(rule)}" for i, rule in enumerate(self.rules, 1)]
-        legend = "A dash: no family has both. Refused, each with one line that names the key:"
+        legend = "A dash: no family supports both. Errors, each in one line that names the key:"
         return "\n".join([*lines, "", legend, "", *notes])
 
     @property
