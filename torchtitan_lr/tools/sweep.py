@@ -121,9 +121,7 @@ class Sweep:
             ConfigError: A point's configuration is not valid, or its folder belongs to another
                 sweep.
         """
-        from torchtitan_lr.tools.loading import (
-            build_model_args,  # imported late: --help needs no torch
-        )
+        from torchtitan_lr.tools.loading import build_model_args  # late, for a fast --help
 
         for point in self.points:
             path = self.work / point.name / POINT_FILE
