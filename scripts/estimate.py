@@ -14,7 +14,7 @@ for the given configuration and, on the same ranks with the same batches and wit
 TOML, as in a run.
 
 The plans use the same mode of activation checkpointing: the configured one, or "full" if that is
-"low_rank" and full rank is compared, which does not support it. 
+"low_rank" and full rank is compared, which does not support it.
 --checkpointing btp=low_rank sets a column's mode.
 
 Weights, gradients, optimizer state and bytes are exact. Activations are counted by running blocks

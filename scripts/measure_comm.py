@@ -19,7 +19,7 @@ from typing import Any
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
-from torchtitan_lr.tools.experiments import answer, ask_ranks, check_run
+from torchtitan_lr.tools.experiments import check_run, report_from_rank, run_on_ranks
 
 QUIET = [
     "--training.steps=1",
@@ -99,13 +99,13 @@ def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
     # The collectives of an optimizer over the replicas are in the scope `step`.
     expected = [row for row in step_traffic(run, 0) if row.scope != "step"]
     expected += repeated_by_block(run)
-    return compare(ask_ranks(__file__, arguments), expected, run.wire_dtypes)
+    return compare(run_on_ranks(__file__, arguments), expected, run.wire_dtypes)
 
 
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    answer(measure, sys.argv[1:] if argv is None else argv)
+    report_from_rank(measure, sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(description=__doc__)
     parser.add_argument("config", metavar="CONFIG", help="a TOML file")
     parser.add_argument("--json", action="store_true", help="print a list of rows instead")

@@ -2,18 +2,19 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 r"""Time one decoder block of a T-way split on one device, plan by plan.
 
-Alone, the script stands for rank 0 of T with a process group that answers at once: what it measures
-is the compute of a rank, next to the device's own matmul ceiling. Under torchrun the collectives
-are real and the ranks are those that torchrun starts:
+Without torchrun, the script runs rank 0 of T with a fake process group and measures the compute of
+one rank, next to the device's own matmul ceiling. Under torchrun the collectives are real and the
+ranks are torchrun's:
 
     python scripts/check/bench_block.py --flavor 7B --ranks 4 --compile
     torchrun --nproc_per_node=4 scripts/check/bench_block.py \
         --device cpu --flavor 60M --dtype float32
 
 Times are medians over the steps, in milliseconds. TFLOP/s counts the block's own products
-(formulas/flops.py) shared by T ranks; work that a plan repeats on every rank counts once. Memory is
-what stays allocated between forward and backward; checkpointing is rated by the memory it frees
-per added millisecond. Without a CUDA device it says so and ends, unless --device cpu.
+(formulas/flops.py) divided by T; work that a plan repeats on every rank counts once. Memory is the
+memory allocated between forward and backward; checkpointing is rated by the memory it frees per
+added millisecond. Without a CUDA device the script prints a note and exits, unless --device cpu is
+given.
 """
 
 import argparse
@@ -45,12 +46,12 @@ from torchtitan_lr.parallel.tensor.tensor_parallel import (
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
 
 Row: TypeAlias = dict[str, Any]
-"""Numbers of one variant, by name; None where there is nothing to measure."""
+"""Measurements of one variant by name; None if not measured."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One row: a family, a plan, and whether low-rank checkpointing keeps attention's output."""
+    """One row: a family, a plan, and whether low-rank checkpointing saves attention's output."""
 
     family: Any
     settings: TPSettings
@@ -99,19 +100,21 @@ def main(argv: list[str] | None = None) -> int:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__)
     parser.add_argument(
-        "--flavor", choices=sorted(FLAVORS["cola"]), default="7B", help="of the model"
+        "--flavor", choices=sorted(FLAVORS["cola"]), default="7B", help="flavor of the model"
     )
-    parser.add_argument("--ranks", type=int, default=4, help="T; torchrun's own number wins")
-    parser.add_argument("--batch", type=int, default=4, help="sequences of the micro-batch")
-    parser.add_argument("--seq_len", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--ranks", type=int, default=4, help="T; ignored under torchrun")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per micro-batch")
+    parser.add_argument("--seq_len", type=int, default=4096, help="tokens per sequence")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the block"
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the block"
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where it runs")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="device to run on"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the block")
     parser.add_argument("--steps", type=int, default=20, help="timed repetitions")
-    parser.add_argument("--warmup", type=int, default=3, help="repetitions before them")
-    parser.add_argument("--only", default="", help="rows that start so, e.g. btp")
+    parser.add_argument("--warmup", type=int, default=3, help="untimed repetitions")
+    parser.add_argument("--only", default="", help="only rows with this prefix, e.g. btp")
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
     options = parser.parse_args(argv)
     for key in ("ranks", "batch", "seq_len", "steps"):
@@ -123,7 +126,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _join(options: argparse.Namespace) -> DeviceMesh:
-    """Join torchrun's process group, or one of `--ranks` whose other ranks do not exist."""
+    """Return the mesh of torchrun's process group, or of a fake one of `--ranks` ranks."""
     if "WORLD_SIZE" in os.environ:
         if options.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -219,7 +222,7 @@ def _synchronize(options: argparse.Namespace) -> None:
 
 
 def _activation_memory(forward: Callable[[], object], options: argparse.Namespace) -> float | None:
-    """Return what a forward pass leaves allocated, MiB; None where the device does not count."""
+    """Return the MiB that forward leaves allocated; None if the device does not count them."""
     if options.device != "cuda":
         return None
     torch.cuda.synchronize()

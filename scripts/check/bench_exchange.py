@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Times one exchange of a gradient by each codec, in seconds and in seconds a MB (TAGC, Table 2).
+"""Time one exchange of a gradient by each codec, in seconds and in seconds per MB (TAGC, Table 2).
 
-Every rank holds a gradient of so many MB and ends with the sum of its share: choosing what to send,
-encoding, the collectives, decoding and the residual are all in the time; no model is.
+Every rank has a gradient of ``--megabytes`` and receives the sum of its shard. The time includes
+the selection of entries, encoding, the collectives, decoding and the residual, but no model.
 
     torchrun --nproc_per_node 2 scripts/check/bench_exchange.py --megabytes 16
     python scripts/papers/slow_link.py --exchange 16   # the same, over a slow link
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _bench(name: str, options: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    """Return seconds an exchange (the slowest rank's median) and what it sends."""
+    """Return the seconds per exchange (the slowest rank's median) and the bytes sent."""
     ranks = dist.get_world_size()
     c, theta = LEVELS[options.level]
     kind = CODECS[name]
@@ -80,7 +80,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Time one call that all ranks begin together."""
+    """Return the seconds of one call that all ranks begin together."""
     dist.barrier()
     start = time.perf_counter()
     call()
@@ -99,10 +99,12 @@ def _as_text(report: dict[str, dict[str, float]]) -> str:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__)
-    parser.add_argument("--megabytes", type=float, default=16, help="of each rank's gradient, fp32")
+    parser.add_argument(
+        "--megabytes", type=float, default=16, help="size of each rank's gradient, fp32"
+    )
     parser.add_argument("--level", default="10x", choices=list(LEVELS), help="of compression")
     parser.add_argument("--codecs", nargs="+", default=list(NAMES), choices=NAMES, help="to time")
-    parser.add_argument("--repeats", type=int, default=7, help="exchanges timed, after two")
+    parser.add_argument("--repeats", type=int, default=7, help="timed exchanges, after two untimed")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(argv)
     if not options.megabytes > 0:
@@ -110,7 +112,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     if options.repeats < 1:
         parser.error(f"--repeats: got {options.repeats}, expected at least 1")
     if not dist.is_torchelastic_launched() and "RANK" not in os.environ:
-        parser.error("start it with torchrun, such as: torchrun --nproc_per_node 2 " + __file__)
+        parser.error("start it with torchrun, for example: torchrun --nproc_per_node 2 " + __file__)
     return options
 
 

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Times TSR-Adam's optimizer step beside fused AdamW on one GPU, for the paper's models.
+"""Time TSR-Adam's optimizer step and fused AdamW's on one GPU, for the paper's models.
 
-Weights are those of llama_full, gradients random; no forward pass. A plain step is `accumulate`,
-`synchronize`, `clip` and `step`; a refresh step finds all bases anew. Without a GPU the script says
-so and exits with 0.
+The model is llama_full with random gradients; there is no forward pass. A plain step is
+`accumulate`, `synchronize`, `clip` and `step`; a refresh step also computes all bases. Without a
+GPU the script prints a note and exits with 0.
 
     python scripts/check/bench_tsr_gpu.py --flavors 350M 1B
 """
@@ -102,7 +102,7 @@ def _measure_tsr(
 
     def refresh() -> None:
         for matrices in optimizer.synchronizer.stacks:
-            matrices.refreshes.zero_()  # as at the start: all are due
+            matrices.refreshes.zero_()  # as at the start: all matrices refresh
         step()
 
     torch.cuda.reset_peak_memory_stats()
@@ -115,7 +115,7 @@ def _measure_tsr(
 
 
 def _time(function: Callable[[], None], repeats: int) -> float:
-    """Median milliseconds of one call, after one for warming up."""
+    """Return the median milliseconds of one call, after a warm-up call."""
     times = []
     for index in range(repeats + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -137,7 +137,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__)
     parser.add_argument("--flavors", nargs="+", default=["350M", "1B"], choices=list(PAPER))
     parser.add_argument("--repeats", type=int, default=20, help="steps timed")
-    parser.add_argument("--tf32", action="store_true", help="let products round to TF32")
+    parser.add_argument("--tf32", action="store_true", help="allow TF32 in matrix products")
     options = parser.parse_args(argv)
     if options.repeats < 1:
         parser.error(f"--repeats: got {options.repeats}, expected at least 1")

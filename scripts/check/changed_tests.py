@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Prints the unit tests of what changed, one file per line, for ``run_tests.sh --quick``.
+"""Print the unit tests of changed files, one per line, for ``run_tests.sh --quick``.
 
-Usage: ``python scripts/check/changed_tests.py [REVISION]``. A change is what differs from the
-revision, or is not committed: by default from where this branch left main, or from the commit
-before this one on main. A module's tests are the files that bear its name or import it. Standard
-library only.
+Usage: ``python scripts/check/changed_tests.py [REVISION]``. A file is changed if it differs from
+the revision or is not committed. The default revision is the branch point from main or, on main,
+the previous commit. A module's tests are the test files named after it and those that import it.
+Standard library only.
 """
 
 import ast
@@ -15,17 +15,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 UNITS = "tests/unit"
 FALLBACK = f"{UNITS}/test_docs.py"
-"""Always run, so that there is something to run: it reads the documents."""
+"""This test, which reads the documents, always runs, so that the list is never empty."""
 
 
 def git(*arguments: str) -> list[str]:
-    """Return the lines a git command prints; none if it fails."""
+    """Return the output lines of a git command; none if it fails."""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 def base_revision() -> str:
-    """Return where this branch left main, or on main the commit before this one."""
+    """Return the branch point from main or, on main, the previous commit."""
     head = git("rev-parse", "HEAD")
     for main in ("origin/main", "main"):
         base = git("merge-base", "HEAD", main)
@@ -72,7 +72,7 @@ def tests_of(changed: list[str], root: Path = ROOT) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the files, or how the command is used; return the exit status."""
+    """Print the files or the usage; return the exit status."""
     if arguments in (["-h"], ["--help"]):
         print(f"usage: changed_tests.py [REVISION]\n\n{__doc__}")
         return 0

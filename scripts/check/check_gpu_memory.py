@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Compare the estimated peak memory of a run with what a GPU's allocator saw.
+"""Compare the estimated peak memory of a run with the GPU allocator's peak.
 
     NGPU=1 python scripts/check/check_gpu_memory.py CONFIG [--section.key=value ...]
 
-Trains three steps on NGPU GPUs (default 1) of this machine, uncompiled, since the estimate's blocks
-are; compares the peak of the last two, on the rank where it is largest, with scripts/estimate.py's.
+Trains three steps on NGPU GPUs (default 1) of this machine, uncompiled like the estimate's blocks,
+and compares the largest rank's peak of the last two steps with scripts/estimate.py's.
 
-Exit status: 0 within ten percent, or skipped for want of a GPU; 1 further off, or the run failed;
-2 the configuration is refused.
+Exit status: 0 within ten percent, or skipped without a GPU; 1 further off, or the run failed; 2 the
+configuration is refused.
 """
 
 import os
@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line
-from torchtitan_lr.tools.experiments import answer, ask_ranks
+from torchtitan_lr.tools.experiments import report_from_rank, run_on_ranks
 
 TOLERANCE = 0.1
 
@@ -32,7 +32,7 @@ QUIET = [
 
 
 def measure(arguments: list[str]) -> int:
-    """Train on this rank of a started run; return the largest rank's peak of allocated bytes."""
+    """Train on this rank and return the largest rank's peak of allocated bytes."""
     import torch
 
     import torchtitan_lr.training.register  # noqa: F401
@@ -44,7 +44,7 @@ def measure(arguments: list[str]) -> int:
     for step in (1, 2, 3):
         trainer.step = step
         trainer.train_step(batches)
-        if step == 1:  # state and buffers exist from now on
+        if step == 1:  # optimizer state and buffers exist from here on
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
     peak = torch.tensor(torch.cuda.max_memory_allocated(), device="cuda")
@@ -54,7 +54,7 @@ def measure(arguments: list[str]) -> int:
 
 
 def estimated(arguments: list[str], world: int) -> dict[str, int]:
-    """Return the estimate by part, of the rank that needs most."""
+    """Return the estimate by part, for the rank that needs most."""
     import torchtitan_lr.training.register  # noqa: F401
     from torchtitan_lr.checks.job import check_job_config
     from torchtitan_lr.config.build import build_job_config
@@ -73,7 +73,7 @@ def verdict(parts: dict[str, int], measured: int) -> tuple[str, bool]:
     """Return a line for each part and one for the peak, and whether it is within the tolerance.
 
     Args:
-        parts: As `estimated` returns them.
+        parts: Returned by `estimated`.
         measured: The allocator's peak, in bytes.
     """
     error = parts["peak"] / measured - 1
@@ -85,9 +85,9 @@ def verdict(parts: dict[str, int], measured: int) -> tuple[str, bool]:
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    answer(measure, sys.argv[1:] if argv is None else argv)
+    report_from_rank(measure, sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(description=__doc__)
-    parser.add_argument("config", metavar="CONFIG", help="a TOML file; NGPU says how many ranks")
+    parser.add_argument("config", metavar="CONFIG", help="a TOML file; NGPU sets the ranks")
     options = parser.parse_with_overrides(argv)
     import torch
 
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"skipped: {world} GPU(s) wanted, {torch.cuda.device_count()} found")
         return 0
     parts = estimated(arguments, int(world))
-    text, close = verdict(parts, int(ask_ranks(__file__, arguments, int(world))))
+    text, close = verdict(parts, int(run_on_ranks(__file__, arguments, int(world))))
     print(text)
     return 0 if close else 1
 

@@ -1,19 +1,18 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Kills a run again and again, mostly while it saves, and compares it with the same run left alone.
+"""Kill a run repeatedly, mostly during saves, and compare it with an undisturbed run.
 
-Every life of the run is started through the whole launcher and ended by SIGKILL: of the launcher,
-of torchrun, of one rank, or of all of them at once. The next life resumes. The victim and the
-moment are drawn from ``--seed``; the moment is a random time after a save has begun. After the last
-kill the run trains to its end.
+Each attempt starts the run through the launcher and ends with SIGKILL of the launcher, of torchrun,
+of one rank, or of all of them. The next attempt resumes. ``--seed`` determines the victim and the
+time, which is random after the start of a save. After the last kill the run trains to its end.
 
     python scripts/check/kills.py                 # 20 kills of 2 ranks
     python scripts/check/kills.py --kills 100 --ranks 4 --seed 7
 
-Three things must hold: whoever was killed, the others end within five seconds; losses and gradient
-norms are those of the undisturbed run to the last digit; ``metrics.jsonl`` has every step once.
-One line per kill is printed.
+Three conditions must hold: the other processes end within five seconds of the kill; losses and
+gradient norms equal the undisturbed run's to the last digit; ``metrics.jsonl`` has every step once.
+The script prints one line per kill.
 
-Exit status: 0 all of it holds, 1 something does not, 2 the arguments are wrong.
+Exit status: 0 all conditions hold, 1 one does not, 2 the arguments are wrong.
 """
 
 import os
@@ -37,10 +36,10 @@ from torchtitan_lr.tools.cli import OneLineParser  # noqa: E402
 from torchtitan_lr.training.history import HISTORY_FILE, read_history  # noqa: E402
 
 ORPHAN_SECONDS = 5.0
-"""How long anyone may outlive the first one that was killed."""
+"""Seconds within which all processes must end after a kill."""
 
 PATIENCE = 600.0
-"""Seconds after which a life that does nothing counts as hung."""
+"""Seconds without progress after which an attempt counts as hung."""
 
 VICTIMS = ("launcher", "torchrun", "rank", "all")
 
@@ -49,10 +48,10 @@ SMALL = [
     *("--validation.no_enable", "--checkpoint.enable", "--checkpoint.interval=1"),
     *("--checkpoint.keep_latest_k=3", "--metrics.no_enable_tensorboard"),
 ]
-"""Steps so short that a run spends most of its time in saves."""
+"""Arguments for steps so short that a run spends most of its time in saves."""
 
 EXACT = ("step", "loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "grad_norm", "lr")
-"""Keys of a record that are functions of the configuration alone."""
+"""Keys of a record that depend only on the configuration."""
 
 
 class Life(Protocol):
@@ -61,7 +60,7 @@ class Life(Protocol):
     pid: int
 
     def finish(self) -> Any:
-        """Wait for its end; return an object with ``status`` and ``everything`` it wrote."""
+        """Wait for its end; return an object with its ``status`` and its output ``everything``."""
 
 
 Start = Callable[[Sequence[str]], Life]
@@ -70,17 +69,17 @@ Start = Callable[[Sequence[str]], Life]
 
 @dataclass(frozen=True)
 class Ended:
-    """How a launcher ended."""
+    """Exit status and output of a launcher."""
 
     status: int
     everything: str
 
 
 class Launched:
-    """A launcher that is started as a user starts it."""
+    """A launcher started in the same way as by a user."""
 
     def __init__(self, arguments: Sequence[str], ranks: int) -> None:
-        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115, it lives as long as this
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115, it is open as long as this object exists
         self._popen = subprocess.Popen(
             [sys.executable, "-m", "torchtitan_lr.launch", *arguments],
             cwd=ROOT,
@@ -99,7 +98,7 @@ class Launched:
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill: who, while which step was saved, and how long the last of the others lived."""
+    """One kill: the victim, the step being saved, and the seconds until the last process ended."""
 
     victim: str
     step: int
@@ -111,26 +110,26 @@ class Kill:
 
 
 class Broken(Exception):
-    """Something that must hold does not."""
+    """A condition of this script does not hold."""
 
 
 def live_and_die(start: Start, arguments: Sequence[str], folder: Path, draw: random.Random) -> Kill:
-    """Start or resume the run, and kill a part of it while it saves.
+    """Start or resume the run, and kill a part of it during a save.
 
     Args:
         start: Starts the launcher.
-        arguments: Of the launcher.
+        arguments: Arguments of the launcher.
         folder: The run's dump folder.
-        draw: Chooses the victim and the moment.
+        draw: Selects the victim and the time.
 
     Raises:
-        Broken: The run ended by itself, or somebody outlived the kill for too long.
+        Broken: The run ended by itself, or a process ended too long after the kill.
     """
     step = max(all_steps(folder / "checkpoint"), default=0) + draw.randint(1, 2)
     victim, delay = draw.choice(VICTIMS), draw.uniform(0, 0.1)
     life = start(arguments)
     deadline = time.monotonic() + PATIENCE
-    while step not in all_steps(folder / "checkpoint"):  # the save has at least begun
+    while step not in all_steps(folder / "checkpoint"):  # until the save has begun
         if not alive(life.pid) or time.monotonic() > deadline:
             raise Broken(f"no save of step {step}:\n{life.finish().everything}")
         time.sleep(0.002)
@@ -169,7 +168,7 @@ def compare(folder: Path, undisturbed: Path, steps: int) -> None:
     """Compare two finished runs.
 
     Raises:
-        Broken: A step is missing or there twice, or a number differs.
+        Broken: A step is missing or occurs twice, or a number differs.
     """
     disturbed, expected = (
         [{key: record.get(key) for key in EXACT} for record in records(path)]
@@ -184,26 +183,26 @@ def compare(folder: Path, undisturbed: Path, steps: int) -> None:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of training steps as they are in the file."""
+    """Return the records of training steps in file order."""
     return [r for r in read_history(folder / HISTORY_FILE) if "grad_norm" in r]
 
 
 def kill_and_compare(
     start: Start, arguments: Sequence[str], work: Path, kills: int, seed: int
 ) -> Iterator[Kill]:
-    """Kill a run, let it end, and compare it; yields each kill as it happens.
+    """Kill a run repeatedly, let it finish, and compare it; yield each kill.
 
     Args:
         start: Starts the launcher.
-        arguments: Of the launcher, without dump folder and steps.
-        work: Where both runs write.
-        kills: How many.
-        seed: Of victims and moments.
+        arguments: Arguments of the launcher, without dump folder and steps.
+        work: Output folder of both runs.
+        kills: Number of kills.
+        seed: Seed for victims and times.
 
     Raises:
-        Broken: Something that must hold does not.
+        Broken: A condition of this script does not hold.
     """
-    steps = 4 * (kills + 1)  # a life gets a few steps further
+    steps = 4 * (kills + 1)  # each attempt runs a few steps
     draw = random.Random(seed)
     jobs = {
         name: [*arguments, f"--training.steps={steps}", f"--job.dump_folder={work / name}"]
@@ -229,8 +228,8 @@ def main(argv: list[str] | None = None) -> int:
     config = str(ROOT / "train_configs/debug_cola.toml")
     parser.add_first("config", "--config", default=config, help="a TOML file")
     parser.add_argument("--kills", type=int, default=20, help="how many")
-    parser.add_argument("--ranks", type=int, default=2, help="processes of a run")
-    parser.add_argument("--seed", type=int, default=0, help="of what is killed, and when")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks")
+    parser.add_argument("--seed", type=int, default=0, help="seed for victims and times")
     options = parser.parse_args(argv)
     parser.check_at_least(options, kills=1, ranks=1)
     parser.check_toml(options.config)

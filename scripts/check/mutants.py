@@ -1,16 +1,17 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-r"""Makes one wrong change at a time to the package and runs the tests that must notice it.
+r"""Apply one fault at a time to the package and run the tests that must detect it.
 
-The mutants are data: `scripts/check/mutants/*.toml`. Each names a text that occurs exactly once in
-the package, what replaces it, and the tests of which one must fail. Everything happens in copies of
-the repository in a temporary folder; the working tree is only read.
+The mutants are data: `scripts/check/mutants/*.toml`. Each has a text that occurs exactly once in
+the package, its replacement, and the tests of which one must fail. Tests run in copies of the
+repository in a temporary folder; the working tree is only read.
 
     python scripts/check/mutants.py --jobs 2
     python scripts/check/mutants.py --only "loss" --skip-baseline
 
-One line a mutant: ``killed`` if a test failed, ``survived`` if all passed, ``broken`` if the mutant
-proves nothing (its text is not there exactly once, the module does not import any more, no test
-ran, the time was up). All tests of the list run once without any mutant first and have to pass.
+The script prints one line per mutant: ``killed`` if a test failed, ``survived`` if all passed,
+``broken`` if the mutant is not valid (its text does not occur exactly once, the module does not
+import, no test ran, or the time limit was reached). First all tests of the list run once without a
+mutant and must pass.
 
 Exit status: 0 all are killed, 1 one survived or is broken, 2 the arguments or a list are wrong.
 """
@@ -39,12 +40,12 @@ from scripts.check.trials import PACKAGE, Outcome, Trial, copy_repository, run_t
 LISTS = "scripts/check/mutants"
 
 PRELOAD = "pytest,hypothesis,torch._dynamo,torchtitan.train"
-"""Imported once, so that every mutant starts from there; nothing of the package itself."""
+"""Modules imported once before forking; none of the package itself."""
 
 KILLED, SURVIVED, BROKEN = "killed", "survived", "broken"
 
 Texts = Mapping[Path, str]
-"""The package's files by their paths in the repository."""
+"""Text of each package file by its path in the repository."""
 
 
 class ListError(Exception):
@@ -53,14 +54,14 @@ class ListError(Exception):
 
 @dataclass(frozen=True)
 class Mutant:
-    """One wrong change.
+    """One fault.
 
     Args:
-        what: What is wrong with it; unique.
+        what: Description of the fault; unique.
         old: Text of the package.
-        new: What replaces it.
-        tests: Files, optionally ``::function``, of which one has to fail.
-        source: Name of the list that holds it.
+        new: Its replacement.
+        tests: Files, optionally with ``::function``, of which one must fail.
+        source: Name of the mutant's list.
     """
 
     what: str
@@ -72,7 +73,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutant: `KILLED`, `SURVIVED` or `BROKEN`, and by which test or why."""
+    """Result of a mutant: `KILLED`, `SURVIVED` or `BROKEN`, with the failed test or the reason."""
 
     mutant: Mutant
     verdict: str
@@ -89,7 +90,8 @@ def read_mutants(root: Path) -> list[Mutant]:
     """Read all lists of a repository.
 
     Raises:
-        ListError: A file is no TOML, a key is missing or unknown, or two mutants share a name.
+        ListError: A file is not valid TOML, a key is missing or unknown, or two mutants have the
+            same name.
     """
     mutants: list[Mutant] = []
     for path in sorted((root / LISTS).glob("*.toml")):
@@ -114,12 +116,12 @@ def read_package(root: Path) -> dict[Path, str]:
 
 
 def find_text(texts: Texts, text: str) -> list[Path]:
-    """Return the files that hold a text, each as often as it does."""
+    """Return the files that contain a text, repeated once per occurrence."""
     return [path for path, whole in texts.items() for _ in range(whole.count(text))]
 
 
 def find_tests(root: Path, name: str) -> list[str]:
-    """Return pytest's names of the tests that a list names, units first.
+    """Return pytest's ids of the tests for a name in a list, unit tests first.
 
     Args:
         root: The repository.
@@ -149,10 +151,10 @@ def _tests_of(path: Path) -> set[str]:
 
 
 def what_is_wrong(mutant: Mutant, texts: Texts, root: Path) -> str:
-    """Return why a mutant cannot be tried; nothing if it can."""
+    """Return why a mutant is not valid, or an empty string."""
     places = find_text(texts, mutant.old)
     if len(places) != 1:
-        return f"its text is there {len(places)} times"
+        return f"its text occurs {len(places)} times"
     missing = [name for name in mutant.tests if not find_tests(root, name)]
     if missing or not mutant.tests:
         return f"there is no test {', '.join(missing)}".rstrip()
@@ -161,7 +163,7 @@ def what_is_wrong(mutant: Mutant, texts: Texts, root: Path) -> str:
     try:
         compile(texts[places[0]].replace(mutant.old, mutant.new), places[0].name, "exec")
     except SyntaxError as error:
-        return f"it is no Python: {error.msg}"
+        return f"it is not valid Python: {error.msg}"
     return ""
 
 
@@ -173,7 +175,7 @@ def changed_files(root: Path, revision: str) -> set[Path]:
 
 
 def judge(mutant: Mutant, outcome: Outcome, seconds: float) -> Result:
-    """Return what an outcome says about a mutant."""
+    """Return a mutant's result for an outcome."""
     if outcome.status == 1:
         return Result(mutant, KILLED, outcome.failed[0].removeprefix("tests/"), seconds)
     if outcome.status == 0 and outcome.passed:
@@ -186,12 +188,12 @@ def run_baseline(tests: Iterable[str], copies: Sequence[Path], seconds: float) -
     """Run tests without a mutant.
 
     Args:
-        tests: pytest's names.
-        copies: Of the repository.
-        seconds: How long each file may take.
+        tests: pytest's ids.
+        copies: Copies of the repository.
+        seconds: Time limit per file.
 
     Returns:
-        Those that failed or, where pytest broke down, all that it was to run.
+        The failed tests or, if pytest itself failed, all its tests.
     """
     by_folder: dict[str, list[str]] = {}
     for test in sorted(tests):
@@ -206,13 +208,13 @@ def run_baseline(tests: Iterable[str], copies: Sequence[Path], seconds: float) -
 def run_mutants(
     mutants: Sequence[Mutant], copies: Sequence[Path], seconds: float, baseline: bool = True
 ) -> Iterator[Result]:
-    """Try mutants; yield each one's result as soon as it is known.
+    """Run mutants and yield each result as soon as it is known.
 
     Args:
         mutants: The mutants.
-        copies: Of the repository, one a process.
-        seconds: How long one may take.
-        baseline: Whether their tests run without any of them first.
+        copies: Copies of the repository, one per process.
+        seconds: Time limit per mutant.
+        baseline: Whether to run the tests without a mutant first.
     """
     root, texts = copies[0], read_package(copies[0])
     wrong = {mutant: what_is_wrong(mutant, texts, root) for mutant in mutants}
@@ -235,7 +237,7 @@ def run_mutants(
 
 
 def _concerns(name: str, failed: str) -> bool:
-    """Whether a failure is a test's, one of its cases', or that of collecting its file."""
+    """Return whether a failure is of a test, of one of its cases, or of collecting its file."""
     return failed in (name, name.partition("::")[0]) or failed.startswith((f"{name}::", f"{name}["))
 
 
@@ -245,14 +247,14 @@ def _trial(mutant: Mutant, tests: list[str], texts: Texts, seconds: float) -> Tr
 
 
 def choose(mutants: Iterable[Mutant], root: Path, only: str, since: str) -> list[Mutant]:
-    """Return the mutants that are asked for.
+    """Return the selected mutants.
 
     Args:
         mutants: All.
         root: The repository.
-        only: Part of what a mutant is called, of its list's name or of its file's; "" for all.
-        since: A git revision: only those whose text lies in a file that changed; "" for all. Those
-            whose text is not there exactly once are among them.
+        only: Part of a mutant's description, or of its list's or file's name; "" for all.
+        since: A git revision: only mutants in files that changed since then; "" for all. Mutants
+            whose text does not occur exactly once are always included.
     """
     texts = read_package(root)
     changed = changed_files(root, since) if since else set()
@@ -269,11 +271,11 @@ def choose(mutants: Iterable[Mutant], root: Path, only: str, since: str) -> list
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, and the description as it is."""
+    """Shows defaults, and keeps the description's line breaks."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """As `torchtitan_lr.tools.cli.OneLineParser`; this process may not import the package."""
+    """Like `torchtitan_lr.tools.cli.OneLineParser`; this process must not import the package."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")
@@ -281,19 +283,19 @@ class _Parser(argparse.ArgumentParser):
 
 def _arguments() -> argparse.Namespace:
     parser = _Parser(description=__doc__, formatter_class=_Help)
-    parser.add_argument("--only", default="", metavar="TEXT", help="of a name, a list or a file")
+    parser.add_argument("--only", default="", metavar="TEXT", help="part of a name, list or file")
     parser.add_argument("--changed-since", default="", metavar="REV", help="only in changed files")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="how many at a time")
-    parser.add_argument("--skip-baseline", action="store_true", help="trust the tests to pass")
-    parser.add_argument("--seconds", type=float, default=600, help="that one mutant may take")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="parallel processes")
+    parser.add_argument("--skip-baseline", action="store_true", help="assume that the tests pass")
+    parser.add_argument("--seconds", type=float, default=600, help="time limit per mutant")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     parser.add_argument("--preload", default=PRELOAD, help="modules to import once")
     return parser.parse_args()
 
 
 def main() -> int:
-    """Run as the command line says; return the exit status."""
+    """Run the command; return the exit status."""
     arguments = _arguments()
     root = arguments.root.resolve()
     try:
@@ -313,7 +315,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for module in arguments.preload.split(","):
         importlib.import_module(module)
-    gc.freeze()  # no collection in a forked process walks, and so copies, all of these
+    gc.freeze()  # so that no collection in a forked process touches, and thus copies, these objects
     counts = dict.fromkeys((KILLED, SURVIVED, BROKEN), 0)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copies = [Path(folder).resolve() / f"copy-{i}" for i in range(max(1, arguments.jobs))]
@@ -321,7 +323,7 @@ def main() -> int:
         for result in run_mutants(mutants, copies, arguments.seconds, not arguments.skip_baseline):
             print(result.line(), flush=True)
             counts[result.verdict] += 1
-    gc.unfreeze()  # or the interpreter's end complains about what it cannot free
+    gc.unfreeze()  # otherwise the interpreter reports leaks at exit
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     return int(counts[SURVIVED] + counts[BROKEN] > 0)
 

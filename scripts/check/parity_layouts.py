@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Train the same job in every parallel layout and print how far the runs are apart.
+"""Train the same job in every parallel layout and print the differences.
 
-Every family starts from a seed checkpoint of its own, trains 10 steps in fp32 on gloo ranks which
-the script starts, and is compared with one process: losses, gradient norms and, at the end, every
-parameter; an error is the largest max|a - b| / max|b|. The exit status is 1 if one exceeds 1e-5.
+Every family starts from its own seed checkpoint, trains 10 steps in fp32 on gloo ranks started by
+the script, and is compared with one process: losses, gradient norms and the final parameters; an
+error is the largest max|a - b| / max|b|. The exit status is 1 if one exceeds 1e-5.
 
     python scripts/check/parity_layouts.py                     # 4 families, 13 layouts
     python scripts/check/parity_layouts.py --only lax --only pp4
@@ -48,13 +48,13 @@ SCHEDULES = {
 
 
 class Pools:
-    """Pools of ranks, started when first used."""
+    """Pools of ranks by size, started on first use."""
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
 
     def of(self, ranks: int) -> RankPool:
-        """Return the pool of a number of ranks."""
+        """Return the pool with a number of ranks."""
         return self._pools.setdefault(ranks, RankPool(ranks))
 
     def train(self, ranks: int, arguments: list[str]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Pools:
 
 
 def seed_checkpoint(pools: Pools, family: str, folder: Path) -> str:
-    """Write the weights that a family starts from; return the checkpoint's folder."""
+    """Write a family's initial weights and return the checkpoint's folder."""
     options = [*TINY, *model(family), *DEEP, *LAYOUTS["dp1"][1]]
     options += ["--debug.seed=7", f"--job.dump_folder={folder / family}"]
     path: str = pools.of(1).run(write_seed_checkpoint, options)[0]
@@ -132,7 +132,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__)
     parser.add_argument("--only", action="append", default=[], help="a family or a layout")
     parser.add_argument("--matrix", action="store_true", help="the support matrix instead")
-    parser.add_argument("--ranks", type=int, default=8, help="the most for --matrix")
+    parser.add_argument("--ranks", type=int, default=8, help="maximum number of ranks for --matrix")
     return parser.parse_args(argv)
 
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Run every tensor-parallel case against one process and print how far they are apart.
+"""Compare every tensor-parallel case with one process and print the errors.
 
-Starts four gloo ranks by itself. An error is the largest max|a - b| / max|b| over the loss, the
+The script starts four gloo ranks. An error is the largest max|a - b| / max|b| over the loss, the
 logits, the gradient at the embedding's output and every gathered parameter gradient. A row of the
-table is a plan, a family and a kind of attention; its columns are the worst errors over everything
-else (grouping, norm, statistic, communication, head). The exit status is 1 if a case is out of
+table is a plan, a family and a kind of attention; its columns are the worst errors over all other
+settings (grouping, norm, statistic, communication, head). The exit status is 1 if a case is out of
 tolerance: 1e-12 in fp64, 1e-5 in fp32.
 
     python scripts/check/parity_matrix.py                  # all of it: several minutes on two cores
@@ -17,7 +17,7 @@ import sys
 import time
 from collections import defaultdict
 
-# Four ranks of one thread each.
+# Four ranks with one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch

@@ -2,7 +2,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Write the table of ``docs/support.md`` from ``docs/support_matrix.toml``.
 
-It goes between the page's two markers; ``--print`` shows it and changes nothing.
+The table is inserted between the page's two markers; ``--print`` only prints it.
 """
 
 import argparse
@@ -21,11 +21,11 @@ def insert(text: str, table: str) -> str:
     """Return a text with the table between its markers.
 
     Args:
-        text: The page's.
+        text: Text of the page.
         table: The new table.
 
     Raises:
-        ValueError: If the markers are not there, once each and in order.
+        ValueError: The markers do not occur once each, in order.
     """
     before, found_begin, rest = text.partition(BEGIN)
     _, found_end, after = rest.partition(END)

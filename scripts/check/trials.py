@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Runs pytest on copies of the repository, each run in a process forked from this one.
+"""Run pytest on copies of the repository, each run in a process forked from this one.
 
-Importing torch takes most of the time of a short test, so the caller imports it once and every run
-starts from there. Nothing of the package may be imported here: a run imports it from its copy.
+Importing torch takes most of the time of a short test, so the caller imports it once before
+forking. The package must not be imported here: each run imports it from its copy.
 """
 
 import importlib
@@ -31,13 +31,13 @@ _MOST_FILES = 1 << 16
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of pytest came to.
+    """Result of a pytest run.
 
     Args:
-        status: pytest's exit status; None where it gave none.
+        status: pytest's exit status; None if it returned none.
         failed: The tests and files that failed, in order.
-        passed: How many tests passed.
-        note: Why there is no status, or what a strange one means.
+        passed: Number of passed tests.
+        note: Why there is no status, or the meaning of an unusual one.
     """
 
     status: int | None = None
@@ -47,10 +47,10 @@ class Outcome:
 
 
 def copy_repository(root: Path, copies: Sequence[Path]) -> None:
-    """Copy what git knows or would add, and compile it.
+    """Copy the files that git tracks or would add, and compile them.
 
-    The compiled files go by the hashes of their sources: times are too coarse to tell a mutant from
-    the text that stood there a moment before.
+    The compiled files are validated by source hashes, because file times are too coarse to
+    distinguish a mutant from the original text.
     """
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others"]
     listed = subprocess.run([*command, "--exclude-standard"], check=True, capture_output=True)
@@ -60,7 +60,7 @@ def copy_repository(root: Path, copies: Sequence[Path]) -> None:
             (first / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, first / name)
     compiler = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash"]
-    # What does not compile fails in the baseline.
+    # Files that do not compile fail in the baseline.
     subprocess.run([*compiler, PACKAGE, "tests"], cwd=first, check=False)
     for other in others:
         shutil.copytree(first, other)
@@ -68,14 +68,14 @@ def copy_repository(root: Path, copies: Sequence[Path]) -> None:
 
 @dataclass(eq=False)
 class Trial:
-    """One run of pytest in a process of its own.
+    """One run of pytest in its own process.
 
     Args:
-        tests: pytest's names of what to run.
-        seconds: How long it may take.
-        path: A file of the repository that is another one meanwhile; the run stops at the first
-            failure then.
-        text: What it holds.
+        tests: pytest's ids of the tests.
+        seconds: Time limit.
+        path: A file of the repository to replace during the run, which then stops at the first
+            failure.
+        text: The replaced file's contents.
     """
 
     tests: list[str]
@@ -84,7 +84,7 @@ class Trial:
     text: str = ""
 
     def start(self, copy: Path) -> None:
-        """Change a copy of the repository and start there."""
+        """Change a copy of the repository and start the run in it."""
         self.copy, module = copy, ""
         if self.path is not None:
             self._original = (copy / self.path).read_text()
@@ -99,15 +99,15 @@ class Trial:
         theirs.close()
 
     def left(self) -> float:
-        """Return the seconds that it still has."""
+        """Return the remaining seconds."""
         return max(0.0, self.began + self.seconds - time.monotonic())
 
     def ended(self) -> bool:
-        """Return whether it has answered, died, or used up its time."""
+        """Return whether the process has sent a result, died, or reached its time limit."""
         return self.answer.poll() or not self.process.is_alive() or not self.left()
 
     def finish(self) -> Outcome:
-        """End it, restore the copy, and return what came of it."""
+        """End the process, restore the copy, and return the outcome."""
         outcome = Outcome(note=f"it took more than {self.seconds:g} seconds")
         if self.answer.poll() or not self.process.is_alive():
             try:
@@ -117,8 +117,8 @@ class Trial:
         pid = self.process.pid
         assert pid is not None
         try:
-            os.killpg(pid, signal.SIGKILL)  # with what the tests left running
-        except ProcessLookupError:  # it has not made its group yet
+            os.killpg(pid, signal.SIGKILL)  # including processes that the tests left running
+        except ProcessLookupError:  # it has not created its group yet
             self.process.kill()
         self.process.join()
         self.answer.close()
@@ -134,7 +134,7 @@ def run_trials(
 
     Args:
         trials: What to run.
-        copies: Of the repository.
+        copies: Copies of the repository.
     """
     waiting, free, running = list(trials)[::-1], list(copies), list[Trial]()
     try:
@@ -142,7 +142,7 @@ def run_trials(
             while waiting and free:
                 running.append(waiting.pop())
                 running[-1].start(free.pop())
-            # One may die without an answer while processes that it forked hold the pipe open.
+            # A process may die without a result while its forked children keep the pipe open.
             wait([trial.answer for trial in running], min(1.0, *(t.left() for t in running)))
             for trial in [trial for trial in running if trial.ended()]:
                 running.remove(trial)
@@ -155,7 +155,7 @@ def run_trials(
 
 
 class _Recorder:
-    """A plugin of pytest that notes what failed."""
+    """A pytest plugin that records failures."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []
@@ -178,16 +178,16 @@ def _run_tests(copy: Path, tests: list[str], module: str, answer: Connection) ->
         os.dup2(log.fileno(), 2)
     os.chdir(copy)
     os.environ.update(PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1")
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # importing them takes longer than a test
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # importing plugins takes longer than a test
     here = Path(__file__).resolve()
     ours = ("", str(here.parent), str(here.parents[2]))
-    os.environ.pop("PYTEST_ADDOPTS", None)  # options of the tests that started this
+    os.environ.pop("PYTEST_ADDOPTS", None)  # set by the tests that started this process
     sys.path[:] = [str(copy), *(path for path in sys.path if path not in ours)]
     sys.dont_write_bytecode, sys.argv = True, ["pytest"]
-    # Processes of multiprocessing import the main module: there is none for them.
+    # Child processes of multiprocessing import the main module, which must not exist here.
     sys.modules["__main__"] = types.ModuleType("__main__")
     for name in [name for name in sys.modules if name.partition(".")[0] == "scripts"]:
-        del sys.modules[name]  # the copy has its own
+        del sys.modules[name]  # the copy has its own modules
     importlib.invalidate_caches()
     try:
         package = importlib.import_module(PACKAGE)
@@ -216,9 +216,9 @@ def _run_tests(copy: Path, tests: list[str], module: str, answer: Connection) ->
 
 
 def _start_fork_server() -> None:
-    """Fork multiprocessing's fork server from this process, which has imported everything.
+    """Fork multiprocessing's fork server from this process, which has imported torch.
 
-    One that is started as usual imports torch anew.
+    A fork server that is started as usual would import torch again.
     """
 
     def fork(path: bytes, arguments: list[str], inherited: list[int]) -> int:
@@ -227,11 +227,11 @@ def _start_fork_server() -> None:
             for low, high in pairwise([2, *sorted(inherited), _MOST_FILES]):
                 os.closerange(low + 1, high)
             try:
-                exec(arguments[-1], {})  # what follows python -c
+                exec(arguments[-1], {})  # the argument of python -c
             finally:
                 os._exit(0)
         return pid
 
-    resource_tracker.ensure_running()  # first: it would be forked, too
+    resource_tracker.ensure_running()  # first: it would otherwise be forked too
     with patch.object(util, "spawnv_passfds", fork):
         forkserver.ensure_running()

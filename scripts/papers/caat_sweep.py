@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Trains small models with lanes: what sharing fewer channels costs (CAAT-Net, Figure 3, Table 2).
+"""Train small models with lanes at several shared fractions (CAAT-Net, Figure 3, Table 2).
 
 Every run is one process: lanes are a dimension of its activations. The model reads the embedded
-corpus byte by byte, so losses are nats a byte; all runs see the same batches. Four comparisons:
-the shared fraction p at 4 and 8 lanes; at 8 lanes against ranks that mask what they send, by size
-(top-k) or at random; backward's sums over the lanes in fp32 against bf16, in bf16 training; and,
-experimental, the hybrid of bottleneck-aware tensor parallelism with partial sums beside the former.
-A finished run is taken as it is, so the script may be started again at any time.
+corpus byte by byte, so losses are nats per byte; all runs use the same batches. There are four
+comparisons: the shared fraction p at 4 and 8 lanes; 8 lanes against ranks that mask their terms by
+size (top-k) or at random; backward sums over the lanes in fp32 against bf16, in bf16 training; and
+(experimental) bottleneck-aware tensor parallelism with and without partial sums. Finished runs are
+reused, so the script can be restarted at any time.
 
     python scripts/papers/caat_sweep.py --out docs/images/caat_sweep.png
 """
@@ -40,12 +40,12 @@ class Run:
     """One training.
 
     Args:
-        kind: The family, with lanes; or `llama_full` whose ranks mask what they send.
+        kind: The family, with lanes; or `llama_full` with ranks that mask their terms.
         lanes: Lanes, or masking ranks; 1 for the ordinary model.
         fraction: Share p of the channels that are shared, or of the entries that are sent.
-        dtype: Of the computation; weights are fp32.
+        dtype: Dtype of the computation; weights are fp32.
         backward_sum: As in ``[caat]``.
-        seed: Of the weights.
+        seed: Seed of the weights.
     """
 
     kind: Kind = "full"
@@ -57,12 +57,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name of its file."""
+        """Return the name of its file."""
         return "-".join(str(value) for value in asdict(self).values())
 
 
 ORDINARY = Run()
-"""p = 1 is the model without lanes, exactly; so it is trained once for all tables."""
+"""p = 1 is exactly the model without lanes, so it is trained once for all tables."""
 
 
 def lanes_run(lanes: int, fraction: float) -> Run:
@@ -71,7 +71,7 @@ def lanes_run(lanes: int, fraction: float) -> Run:
 
 
 def runs_of(group: str, fractions: list[float], lanes: list[int]) -> list[Run]:
-    """Return the runs of a comparison; those of the others may be among them."""
+    """Return the runs of a comparison; comparisons may share runs."""
     most = max(lanes)
     below = [p for p in fractions if p < 1]
     kinds: tuple[Kind, ...] = ("top-k", "random")
@@ -117,15 +117,15 @@ def build_model(run: Run) -> Any:
 
 
 def train(run: Run, steps: int, work: str) -> dict[str, Any]:
-    """Train, or take a finished run's file.
+    """Train, or read a finished run's file.
 
     Args:
-        run: Which.
+        run: The run.
         steps: Optimizer steps.
         work: Folder of the files.
 
     Returns:
-        ``losses`` (one a step) and ``validation_loss``, nats a byte.
+        ``losses`` (one per step) and ``validation_loss``, nats per byte.
     """
     import torch
 
@@ -134,7 +134,7 @@ def train(run: Run, steps: int, work: str) -> dict[str, Any]:
         finished: dict[str, Any] = json.loads(path.read_text())
         return finished
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # of random masks
+    torch.manual_seed(0)  # for random masks
     model, texts = build_model(run), [read_bytes(split) for split in ("train", "validation")]
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate, steps))
@@ -161,7 +161,7 @@ def train(run: Run, steps: int, work: str) -> dict[str, Any]:
 
 
 def loss_on(model: Any, run: Run, batch: Any) -> Any:
-    """Mean loss of a batch (b, s + 1), with the computation in the run's dtype."""
+    """Return the mean loss of a batch (b, s + 1), computed in the run's dtype."""
     import torch
 
     dtype = getattr(torch, run.dtype)
@@ -189,7 +189,7 @@ def draw_batch(text: Any, generator: Any) -> Any:
 
 
 def rate(steps: int, step: int) -> float:
-    """Factor on the learning rate: linear warm-up, then a cosine to a tenth."""
+    """Return the learning-rate factor: linear warm-up, then a cosine to a tenth."""
     warmup = max(1, round(WARMUP * steps))
     if step < warmup:
         return (step + 1) / warmup
@@ -198,7 +198,7 @@ def rate(steps: int, step: int) -> float:
 
 
 def tables(results: dict[Run, dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Lay the comparisons out: one dictionary a row, with ``table``, ``p`` and the losses."""
+    """Return the comparisons: a dictionary per row with ``table``, ``p`` and the losses."""
     loss = {run: result["validation_loss"] for run, result in results.items()}
     most, rows = max(options.lanes), []
     for p in options.fractions:
@@ -223,7 +223,7 @@ def tables(results: dict[Run, dict[str, Any]], options: argparse.Namespace) -> l
 
 
 def as_text(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as text, validation losses in nats a byte."""
+    """Return the rows as text, with validation losses in nats per byte."""
     lines = []
     for row in rows:
         cells = [f"{k} {v:.4f}" for k, v in row.items() if k not in ("table", "p")]
@@ -232,7 +232,7 @@ def as_text(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw loss against p: by number of lanes, and against masks."""
+    """Draw loss over p, by number of lanes and in comparison with masks."""
     figure = new_figure(9, 3.8)
     titles = {"lanes": "CAAT-Net", "masks": "against masks on as many ranks"}
     shown = [table for table in titles if any(row["table"] == table for row in rows)]
@@ -249,14 +249,14 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axes.set_xlabel("shared (sent) fraction p")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    panels[0].set_ylabel("validation loss (nats a byte)")
+    panels[0].set_ylabel("validation loss (nats per byte)")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train what is missing, report and draw; returns the exit status."""
+    """Train the missing runs, report and draw; return the exit status."""
     options = _parse(argv)
     wanted = [runs_of(group, options.fractions, options.lanes) for group in options.groups]
     runs = list(dict.fromkeys(run for group in wanted for run in group))
@@ -275,8 +275,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300, help="of every run")
-    parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
+    parser.add_argument("--steps", type=int, default=300, help="steps per run")
+    parser.add_argument("--workers", type=int, default=2, help="processes with one thread each")
     parser.add_argument("--fractions", default=",".join(map(str, FRACTIONS)), help="p, with commas")
     parser.add_argument("--lanes", default=",".join(map(str, LANES)), help="of 2, 4 and 8")
     parser.add_argument("--groups", default=",".join(GROUPS), help=f"some of {', '.join(GROUPS)}")

@@ -20,7 +20,7 @@ from torchtitan_lr.tools.cli import markdown_table
 
 
 def same(printed: str, value: float) -> str:
-    """Return the value at the precision printed, and whether it is equal."""
+    """Return the value at the printed precision, and whether it is equal."""
     digits = len(printed.partition(".")[2])
     ours = f"{value:.{digits}f}"
     return f"{ours}, equal" if ours == printed else f"{ours}, **differs**"
@@ -41,13 +41,14 @@ def cola_flops() -> str:
     return f"""## CoLA, Tables 2, 3 and 7: FLOPs
 
 Table 2 (forward: 8nd² + 4n²d + 6nd·d_ff; backward twice that) and the rows *Full-Rank* and *CoLA*
-of Table 3 are `layer_flops`: equal to the last FLOP. The other rows of Table 3 are of methods that
-are not here. In its (Re)LoRA row C_CoLA stands for the linears alone, as Appendix B has it: with
-Table 3's own C_CoLA attention would count twice.
+of Table 3 are equal to `layer_flops`, to the last FLOP. The other rows of Table 3 belong to
+methods that are not implemented here. In its (Re)LoRA row, C_CoLA means the linears alone, as in
+Appendix B: with Table 3's own C_CoLA, attention would count twice.
 
 Table 7 divides CoLA's FLOPs by full rank's, at n = 256. The printed ratios are those of the
-linears; with attention's products 130M would be 0.6. A second row of CoLA has 0.7x at ranks that
-are not printed; the last column has those that round to it. BERT-Large's are, 384 and 512:
+linears; with attention's products, 130M would be 0.6. A second row of CoLA has 0.7x at ranks that
+are not printed; the last column has ranks that round to it. BERT-Large's ranks are printed, 384 and
+512:
 {same(paper.COLA_TABLE_7_MORE, bert_large_ratio())}.
 
 {markdown_table(["model", "printed", "linears", "whole block", "ranks of 0.7x"], rows)}"""
@@ -73,17 +74,17 @@ def cola_training_flops() -> str:
     gcp, cola_m = (checkpointed_flops(table_4_shape(f, 2048), 256)[0] for f in ("full", "cola"))
     return f"""## CoLA, Table 9 and Figure 7: FLOPs of training
 
-n = 256, d_ff = 2.5d, r = d/4. By Tables 3 and 4 GCP takes 1.33 of full rank's FLOPs, since each
-block's forward pass is repeated once, and CoLA-M about half. The printed numbers count what is
-repeated twice, attention included, and divide by full rank's linears alone. "4.6x" is what GCP
-repeats at 1B over what CoLA-M does, by Table 4:
+n = 256, d_ff = 2.5d, r = d/4. By Tables 3 and 4, GCP needs 1.33 times full rank's FLOPs, since each
+block's forward pass is recomputed once, and CoLA-M about half. The printed numbers count
+recomputation twice, attention included, and divide by full rank's linears alone. "4.6x" is GCP's
+recomputation at 1B over CoLA-M's, by Table 4:
 {same(paper.COLA_RECOMPUTATION, gcp / cola_m)} ({gcp / cola_m:.3f}).
 
 {markdown_table(["model", "run", "printed", "twice, over linears", "Tables 3 and 4"], rows)}"""
 
 
 def table_4_shape(family: str, dim: int) -> LlamaArgs:
-    """Return a block as CoLA's Table 4 counts it: d_ff = 2.5d, r = d/4, heads of 64."""
+    """Return a block's shape in CoLA's Table 4: d_ff = 2.5d, r = d/4, heads of 64."""
     rank = 0 if family == "full" else dim // 4
     ranks: dict[str, Any] = {"family": family, "rank_attention": rank, "rank_ffn": rank}
     if family == "full":
@@ -123,14 +124,14 @@ def cola_memory() -> str:
     header = ["model", "family", "printed", "parameters", "printed GB", "8 bytes each, GiB"]
     return f"""## CoLA, Table 4: activation memory and recomputation
 
-Elements of a block for one sequence, at d_ff = 2.5d; ours without the terms in n²h and nr, which
-agree. `formulas/papers/cola_memory.py` counts as the paper does.
+Elements per block and sequence, at d_ff = 2.5d; ours without the terms in n²h and nr, which agree.
+`formulas/papers/cola_memory.py` uses the paper's counting.
 
 {markdown_table(["row", "printed", "ours"], rows)}
 
-18.5ndr is half of the linears' forward pass. The linears that are really repeated, all
-up-projections but the last, cost 18ndr; and our CoLA-M keeps nd + 7nr, because the residual in the
-middle of a block is made again from the o latent (`formulas/activations.py`).
+18.5ndr is half of the linears' forward pass. The linears that are recomputed, all up-projections
+but the last, cost 18ndr. Our CoLA-M saves nd + 7nr, because the residual in the middle of a block
+is recomputed from the o latent (`formulas/activations.py`).
 
 ## CoLA, Table 5: parameters and memory
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Draws how bottleneck-aware tensor parallelism cuts a block: chunks, shards and collectives.
+"""Draw a block under bottleneck-aware tensor parallelism: chunks, shards and collectives.
 
     python scripts/papers/draw_btp.py --out docs/images/btp.png
 
-Above, one decoder block on two of T ranks, attention first, then the feed-forward. Below, what one
-token of the 7B model sends per block and pass under every plan, from the package's formulas.
+The upper part shows one decoder block on two of T ranks, attention first, then the feed-forward.
+The lower part shows the elements sent per token, block and pass under every plan, for the 7B model,
+from the package's formulas.
 """
 
 import sys
@@ -29,8 +30,8 @@ class Part:
     Args:
         kind: ``shard`` or ``latent`` (boxes), ``sum`` (a forward all-reduce), ``back`` (one of
             backward), ``stream`` (the residual stream).
-        text: In the box, or beside the line.
-        width: Room it takes.
+        text: Text in the box, or beside the line.
+        width: Width in the row.
     """
 
     kind: str
@@ -73,7 +74,7 @@ FEED_FORWARD = (
 
 
 def chunks(parts: tuple[Part, ...]) -> list[tuple[float, float]]:
-    """Return where the chunks of a row begin and end: from a B to the next A."""
+    """Return the start and end of each chunk of a row: from a B to the next A."""
     spans, x, begin = [], 0.0, 0.0
     for part in parts:
         if part.kind == "sum":
@@ -119,8 +120,8 @@ def draw_row(axes: Any, parts: tuple[Part, ...], title: str) -> None:
 
 
 def draw_volumes(axes: Any) -> None:
-    """Draw the elements a token sends, in both passes, under every plan."""
-    # Late, because torchtitan takes seconds to import: --help does not wait.
+    """Draw the elements sent per token, in both passes, under every plan."""
+    # Imported late, because torchtitan takes seconds to import and --help must be fast.
     from torchtitan_lr.formulas.communication import block_traffic
     from torchtitan_lr.formulas.traffic import count
     from torchtitan_lr.models.flavors import FLAVORS
@@ -145,7 +146,7 @@ def draw_volumes(axes: Any) -> None:
     axes.set_xlim(0, 105_000)
     axes.set_yticks([])
     axes.tick_params(labelsize=8)
-    axes.set_title("elements a token sends per block, 7B", loc="left", fontsize=10)
+    axes.set_title("elements sent per token and block, 7B", loc="left", fontsize=10)
     axes.legend(fontsize=8, loc="lower right")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -163,7 +164,7 @@ def draw(path: Path) -> None:
     draw_volumes(bottom)
     handles = [
         Patch(color=CHUNK, label="chunk: from a B to the next A"),
-        Patch(facecolor=SHARD, edgecolor="#555555", label="works on this rank's shard"),
+        Patch(facecolor=SHARD, edgecolor="#555555", label="uses this rank's shard"),
         Patch(facecolor=LATENT, edgecolor="#555555", label="r wide, the same on all ranks"),
         Line2D([], [], color=SUM, lw=4, label="all-reduce, forward"),
         Line2D([], [], color=SUM, lw=2, ls=(0, (2, 1.5)), label="all-reduce, backward"),

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Draws loss curves of tensor-parallel and single-process training (BOOST, Figure 4).
+"""Draw loss curves of tensor-parallel and single-process training (BOOST, Figure 4).
 
 A small model trains three times on the same batches of the embedded corpus: in one process, with
-bottleneck-aware tensor parallelism over T ranks, and in one process from another seed. If the
-plan is exact, the first two curves differ by rounding alone, far less than two seeds do.
+bottleneck-aware tensor parallelism over T ranks, and in one process with another seed. If the plan
+is exact, the first two curves differ only by rounding, far less than two seeds differ.
 
     python scripts/papers/loss_curves.py --out docs/images/btp_loss_curves.png
 """
@@ -24,7 +24,7 @@ from torchtitan_lr.training.summary import TRAIN_LOSS
 
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
-    """Train, compare, draw; returns 1 if the plan's gap is not below the seeds'."""
+    """Train, compare and draw; return 1 if the plan's gap is not below the seeds' gap."""
     options = _parse(argv)
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace, name: str, ranks: int, extra: list[str]) -> Any:
-    """Run the launcher (or take a finished run's history) and return the losses, one a step."""
+    """Run the launcher (or read a finished run's history) and return the losses, one per step."""
     folder = Path(options.work) / name
     if len(step_records(folder)) < options.steps:
         steps = f"--training.steps={options.steps}"
@@ -61,7 +61,7 @@ def _train(options: argparse.Namespace, name: str, ranks: int, extra: list[str])
 
 
 def _gap(a: Any, b: Any) -> float:
-    """Mean absolute difference of two curves, nats a token."""
+    """Return the mean absolute difference of two curves, nats per token."""
     return float(np.abs(a - b).mean())
 
 
@@ -76,7 +76,7 @@ def _draw(curves: dict[str, Any], report: dict[str, Any], path: Path) -> None:
     ]
     for (name, losses), style in zip(curves.items(), styles, strict=True):
         left.plot(np.arange(1, len(losses) + 1), losses, label=name, **style)
-    left.set_ylabel("training loss (nats a token)")
+    left.set_ylabel("training loss (nats per token)")
     one, parallel, other = curves.values()
     for losses, key, color in (
         (parallel, "gap_to_tensor_parallel", "tab:orange"),
@@ -85,7 +85,7 @@ def _draw(curves: dict[str, Any], report: dict[str, Any], path: Path) -> None:
         label = f"{key.replace('_', ' ')}: {report[key]:.1e} on average"
         difference = np.abs(one - losses) + 1e-9
         right.semilogy(np.arange(1, len(one) + 1), difference, color=color, lw=0.8, label=label)
-    right.set_ylabel("difference to T = 1 (nats a token)")
+    right.set_ylabel("difference to T = 1 (nats per token)")
     for axes in (left, right):
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
@@ -102,7 +102,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default="train_configs/loss_curves.toml",
         help="the TOML file of the model",
     )
-    parser.add_argument("--steps", type=int, default=800, help="of every run")
+    parser.add_argument("--steps", type=int, default=800, help="steps per run")
     parser.add_argument("--ranks", type=int, default=4, help="tensor-parallel degree T")
     parser.add_argument("--plan", default="btp", help="parallelism.tp_plan of the T ranks")
     parser.add_argument("--work", default="outputs/loss_curves", help="folder of the runs")

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Writes docs/paper_tables.md: what the papers print beside what the formulas here give.
+"""Write docs/paper_tables.md: the papers' printed numbers next to the formulas' results.
 
 python scripts/papers/paper_tables.py          # writes the page
 python scripts/papers/paper_tables.py --print  # shows it, writes nothing
@@ -54,11 +54,11 @@ PAGE = ROOT / "docs" / "paper_tables.md"
 INTRODUCTION = """\
 # The papers' tables
 
-What the papers print and a formula gives, beside ours. `python scripts/papers/paper_tables.py`
-writes this page; tests/unit/formulas/test_paper_tables.py checks that it is up to date, and that
-the formulas give what is marked *equal*, at the precision printed. Losses and perplexities take
-the authors' training runs and are not here, nor are most of their timings; the last section has
-the commands for some."""
+The papers' printed numbers that follow from formulas, next to the results of our formulas.
+`python scripts/papers/paper_tables.py` writes this page. `tests/unit/formulas/test_paper_tables.py`
+checks that it is up to date, and that numbers marked *equal* agree at the printed precision.
+Losses, perplexities and most timings require the authors' training runs and are not included; the
+last section has the commands for some timings."""
 
 
 def boost_communication() -> str:
@@ -94,33 +94,33 @@ Figure 8 (left), 7B, b = 4, s = 4096, bf16, GiB per block and pass (read off the
 
 {markdown_table(["plan", "printed", "formula"], figure)}
 
-Table 6, data parallelism: L(11dr + 3·d_ff·r) for L(4d² + 3d·d_ff) elements is `linear_volume`,
+Table 6, data parallelism: `linear_volume` is L(11dr + 3·d_ff·r) elements, not L(4d² + 3d·d_ff),
 equal; 7B sends {ratio:.2f} times less (printed: about 2.5).
 
-Corrected here:
+Differences from the paper:
 
-- Table 6 doubles a pass for backward. That holds for BTP and full rank. Vanilla's backward is
+- Table 6 counts backward like forward. This holds for BTP and full rank. Vanilla's backward is
 {backward_note()}
 - The published vanilla computes all heads on every rank (`vanilla_replicated`). The fair `vanilla`
-  shards them and sends bsd more forward.
-- The statistics of two norms, 2bs elements in fp32, are left out; `formulas/communication.py` has
-  them.
-- Pipelines: 2pbsd counts d elements per token at a boundary. A rank sends d/T of them under `btp`,
-  and LaX its seven latents too (`formulas/pipeline.py`)."""
+  shards them and sends bsd more in forward.
+- The paper omits the statistics of two norms, 2bs elements in fp32; `formulas/communication.py`
+  includes them.
+- Pipelines: 2pbsd counts d elements per token at a boundary. Under `btp` a rank sends d/T of them,
+  and LaX also sends its seven latents (`formulas/pipeline.py`)."""
 
 
 def volume_of(args: LlamaArgs, plan: str, pass_: str = "forward") -> int:
-    """Elements that a block sends per token in one pass, statistics left out."""
+    """Return the elements sent per block and token in one pass, without statistics."""
     rows = block_traffic(args, TPSettings(plan), tokens=1)
     counted = [row for row in rows if row.role == "activation"]
     return count(counted, "forward" if pass_ == "forward" else "backward")[1]
 
 
 def backward_note() -> str:
-    """Say how vanilla's backward compares with its forward, from the formulas."""
+    """Return a sentence that compares vanilla's backward with its forward."""
     args = LlamaArgs(dim=1024, n_heads=16, ffn_dim=2560, rank_attention=256, rank_ffn=256)
     parts = []
-    for grouping, name in ((True, "where q, k, v (and gate, up) share it"), (False, "else")):
+    for grouping, name in ((True, "where q, k, v (and gate, up) share it"), (False, "otherwise")):
         rows = block_traffic(args, TPSettings("vanilla_replicated", grouping=grouping), tokens=1)
         forward, backward = (count(rows, p)[1] / 1024 for p in ("forward", "backward"))
         parts.append(f"{backward:g}bsd for {forward:g}bsd {name}")
@@ -153,9 +153,9 @@ def boost_intensity() -> str:
     return f"""## BOOST, Table 7: arithmetic intensity of the feed-forward
 
 All printed formulas follow from the products of `formulas/intensity.py`. They count the up and the
-down projection; LLaMA's gate, left out, has the intensity of the up projection. FLOPs per byte, 7B,
-T = 4, s = 4096, bf16. The text names the last two columns: {vanilla} and {btp}, which is b = 1, the
-second a little high.
+down projection; the omitted gate of LLaMA has the intensity of the up projection. FLOPs per byte,
+7B, T = 4, s = 4096, bf16. The paper's text prints {vanilla} and {btp} for the last two columns,
+which corresponds to b = 1; the second is a little high.
 
 {markdown_table(header, rows)}
 
@@ -183,17 +183,17 @@ def boost_memory() -> str:
         same(printed, ratio["BOOST", batch] / ratio["Vanilla", batch])
         for batch, printed in paper.BOOST_TABLE_5_TIMES.items()
     ]
-    header = ["plan", "b", "MB saved", "ms more", "printed MB a ms", "quotient"]
+    header = ["plan", "b", "MB saved", "ms more", "printed MB per ms", "quotient"]
     return f"""## BOOST, Tables 4 and 5: memory and checkpointing
 
-CoLA 7B on T = 4 in pure bf16, two bytes per element and two moments; the "GB" are GiB. The numbers
-are those of the linears and one vocabulary table of 32,000 entries; with both of ours, untied,
+CoLA 7B on T = 4 in pure bf16, two bytes per element and two moments; the "GB" are GiB. The printed
+numbers match the linears plus one vocabulary table of 32,000 entries; with our two untied tables,
 weights take {both:.2f}. "Act. + others", 30.73 and 22.14, is measured.
 
 {markdown_table(["part", "printed", "one table"], rows)}
 
-Table 5's memory and times are measured; its last column is their quotient. Vanilla's two are
-printed in each other's place. BOOST over vanilla: 1.70 printed, {times[0]} (b = 4); 1.56 printed,
+Table 5's memory and times are measured; its last column is their quotient. Vanilla's two quotients
+are swapped in print. BOOST over vanilla: 1.70 printed, {times[0]} (b = 4); 1.56 printed,
 {times[1]} (b = 8).
 
 {markdown_table(header, cells)}"""
@@ -224,8 +224,8 @@ def tsr() -> str:
     return f"""## TSR-Adam, Tables 3 and 6: bytes and memory
 
 Decimal GB, as printed → ours. The counting is the paper's (`published_tsr`): without the head, p =
-q = 0, K_e = 2. What is really sent is `honest_tsr`; [its page](tsr_adam.md) has both. GaLore's
-bytes and peaks follow no formula we found.
+q = 0, K_e = 2. `honest_tsr` counts everything that is sent; [TSR-Adam](tsr_adam.md) has both. We
+found no formula for GaLore's bytes and peaks.
 
 {markdown_table(["run", "GB per step", "peak", "memory"], rows)}"""
 
@@ -265,9 +265,9 @@ def caat() -> str:
         rows.append([equation, formula, f"`{name}`", "equal" if holds else "**differs**"])
     return f"""## CAAT-Net, equations 29 to 33: speed-up of a block
 
-One forward pass of a GPT block, s tokens, width d, on T ranks; R operations are done while one
-element of a payload is reduced. The paper prints formulas and no values of them.
-`formulas/papers/caat.py` has them for our blocks too.
+One forward pass of a GPT block, s tokens, width d, on T ranks; a rank does R operations in the time
+of reducing one payload element. The paper prints formulas without values. `formulas/papers/caat.py`
+has them for our blocks too.
 
 {markdown_table(["equation", "formula", "function", "at three shapes"], rows)}"""
 
@@ -300,7 +300,7 @@ def caat_equations() -> dict[str, tuple[str, str, bool]]:
 
 
 def measured() -> str:
-    """What needs the authors' hardware."""
+    """The timings that need the authors' hardware."""
     rows = [
         [
             f"{run.flavor}, T = {run.tensor_parallel}, PP = {run.pipeline_parallel}",
@@ -310,11 +310,11 @@ def measured() -> str:
         for run in paper.BOOST_ITERATION_SECONDS
     ]
     cola = [[name, f"{rate:,}", f"{gb}"] for name, (rate, gb) in paper.COLA_H100_1B.items()]
-    return f"""## What takes GPUs
+    return f"""## Timings that need GPUs
 
-BOOST, Figure 6 (left): seconds of an iteration on A100-80G, s = 4096, b = 4, bf16.
-`python scripts/compare.py --tables` runs those that fit the GPUs at hand and prints the published
-seconds beside its own.
+BOOST, Figure 6 (left): seconds per iteration on A100-80G, s = 4096, b = 4, bf16.
+`python scripts/compare.py --tables` runs those that fit this machine's GPUs and prints the
+published seconds next to its own.
 
 {markdown_table(["model", "full", "vanilla", "BOOST", "GPUs"], rows)}
 
@@ -338,8 +338,8 @@ def main(argv: list[str] | None = None) -> int:
     """Write, show or check the page; return the exit status."""
     parser = OneLineParser(description=__doc__)
     choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--print", action="store_true", help="show it, write nothing")
-    choice.add_argument("--check", action="store_true", help="compare it with the page")
+    choice.add_argument("--print", action="store_true", help="print the page, write nothing")
+    choice.add_argument("--check", action="store_true", help="compare with the file")
     options = parser.parse_args(argv)
     text = page()
     if options.print:

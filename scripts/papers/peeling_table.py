@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Where a count sketch decodes: peeling success against the density of what all ranks sent.
+"""Peeling success of a count sketch over the density of all ranks' entries.
 
-Each of W ranks sends its largest entries of a random gradient, chosen independently, which is the
-worst case: ranks that agree overlap. The table asks TAGC's published levels on 2, 4 and 8 ranks;
-the curves vary the sparsity. All ranks live in one process and go through the codec itself.
+Each of W ranks sends the largest entries of an independent random gradient. This is the worst case,
+because similar gradients overlap. The table tests TAGC's published levels on 2, 4 and 8 ranks; the
+curves vary the sparsity. All ranks run in one process and use the real codec.
 
     python scripts/papers/peeling_table.py --out docs/images/tagc_peeling.png
 """
@@ -27,16 +27,16 @@ def peeled(ranks: int, c: float, theta: float, entries: int, seed: int) -> dict[
     """Send one random gradient of every rank to one owner through the codec.
 
     Args:
-        ranks: Ranks W.
+        ranks: Number of ranks W.
         c: Compression of the sketch.
         theta: Sparsity.
         entries: Entries m of the owner.
-        seed: Of the gradients and of the hash functions.
+        seed: Seed of the gradients and of the hash functions.
 
     Returns:
         ``density`` of the union, ``load`` c·density, ``peeled`` share of the sent entries.
     """
-    import torch  # late: --help needs none
+    import torch  # imported late: --help does not need it
 
     from torchtitan_lr.compression.codecs import SketchCodec, exchange_in_process
 
@@ -54,7 +54,7 @@ def peeled(ranks: int, c: float, theta: float, entries: int, seed: int) -> dict[
 
 
 def level_table(entries: int, trials: int) -> list[dict[str, Any]]:
-    """Try every published level, and the smallest θ that passes, on every number of ranks."""
+    """Test every published level, and the smallest θ that decodes, on every number of ranks."""
     rows = []
     for ranks in RANKS:
         for level, (c, published) in LEVELS.items():
@@ -91,7 +91,7 @@ def load_curves(entries: int, trials: int) -> dict[int, list[dict[str, float]]]:
 
 
 def as_text(rows: list[dict[str, Any]]) -> str:
-    """Lay the table out; ``whole`` is the share of trials in which everything peeled."""
+    """Format the table; ``whole`` is the share of trials in which everything peeled."""
     header = [
         "level",
         "config",
@@ -112,7 +112,7 @@ def as_text(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(curves: dict[int, list[dict[str, float]]], rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the curves and mark where the published levels lie."""
+    """Draw the curves and mark the published levels."""
     figure = new_figure(7.5, 4.2)
     axes = figure.subplots()
     for ranks, points in curves.items():
@@ -136,7 +136,7 @@ def draw(curves: dict[int, list[dict[str, float]]], rows: list[dict[str, Any]], 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns 1 if a setting that the check accepts failed to peel in most trials."""
+    """Return 1 if a setting that the configuration check accepts failed in most trials, else 0."""
     options = _parse(argv)
     rows = level_table(options.entries, options.trials)
     print(json.dumps(rows, indent=1) if options.json else as_text(rows))

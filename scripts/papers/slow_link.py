@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Trains on two ranks over a slow link and prints the seconds per step of each method.
+"""Train on two ranks over a slow link and print the seconds per step of each method.
 
-The link is real as far as a kernel goes: two network namespaces joined by a veth pair whose ends
-are limited by a token bucket. Each holds one rank, a process of the trainer: a replica for AdamW
-and TSR-Adam, a shard for FSDP and for TAGC's codecs. This needs root and iproute2; where namespaces
-are not permitted the script says so and exits with 0.
+The link consists of two network namespaces and a veth pair whose ends are limited by a token
+bucket. Each namespace has one rank, a process of the trainer: a replica for AdamW and TSR-Adam, a
+shard for FSDP and for TAGC's codecs. This needs root and iproute2; if namespaces are not permitted,
+the script prints a note and exits with 0.
 
     python scripts/papers/slow_link.py --mbit 200
     python scripts/papers/slow_link.py --methods FSDP "TAGC sketch" "TAGC sparse" --exchange 16
@@ -29,14 +29,14 @@ from torchtitan_lr.tools.experiments import SECONDS, step_records
 
 SENT = ("comm_bytes/dp_replicate", "comm_bytes/fsdp")
 DEVICE = "slow0"
-"""Name of either end of the link."""
+"""Device name of both ends of the link."""
 
 ADAMW = ["--optimizer.name=AdamW", "--optimizer.lr=3e-3"]
 FSDP = [
     *ADAMW,
     "--parallelism.data_parallel_replicate_degree=1",
     "--parallelism.data_parallel_shard_degree=2",
-    "--parallelism.fsdp_reshard_after_forward=never",  # weights cross once a step
+    "--parallelism.fsdp_reshard_after_forward=never",  # weights are gathered once per step
 ]
 TAGC = [*FSDP, "--grad_compression.level=10x"]
 METHODS = {
@@ -49,13 +49,13 @@ METHODS = {
 
 
 class NotPermittedError(RuntimeError):
-    """This machine does not let us make network namespaces."""
+    """This machine does not permit network namespaces."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Set up the link, train with each optimizer, report."""
+    """Set up the link, train with each method, and report."""
     options = _parse(argv)
-    # Ends through the `finally` below: namespaces outlive the process that made them.
+    # Exit through the `finally` below, because namespaces outlive their process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     report: dict[str, Any] = {"mbit_per_s": options.mbit}
     try:
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextmanager
 def slow_link(mbit: float, delay_ms: float) -> Iterator[list[str]]:
-    """Join two new network namespaces by a limited link.
+    """Connect two new network namespaces by a rate-limited link.
 
     Args:
         mbit: Rate in either direction, Mbit/s.
@@ -127,7 +127,7 @@ def _call(*command: str) -> None:
 
 
 def _train(options: argparse.Namespace, method: str, ends: list[str]) -> dict[str, float]:
-    """Train one replica in each namespace; return what the first one measured."""
+    """Train one rank in each namespace and return rank 0's measurements."""
     with tempfile.TemporaryDirectory() as folder:
         _run(
             ends,
@@ -144,7 +144,7 @@ def _train(options: argparse.Namespace, method: str, ends: list[str]) -> dict[st
             options.timeout,
         )
         records = step_records(Path(folder))
-    # The first steps start the process group's connections.
+    # The first steps open the process group's connections.
     later = records[len(records) // 5 :]
     return {
         "seconds": sum(r[SECONDS] for r in later) / len(later),
@@ -163,13 +163,13 @@ def _exchange(options: argparse.Namespace, ends: list[str]) -> dict[str, Any]:
 
 
 def _run(ends: list[str], arguments: list[str], timeout: float) -> str:
-    """Run a Python program with one rank in each namespace; return what rank 0 printed.
+    """Run a Python program with one rank in each namespace and return rank 0's output.
 
     Raises:
-        RuntimeError: A rank failed; the end of its log.
+        RuntimeError: A rank failed; the message is the end of its log.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
-        # Files: a pipe without a reader while the other rank is waited for would fill up.
+        # Files, not pipes: a pipe would fill up while the script waits for the other rank.
         outputs = [Path(folder) / f"rank{rank}.out" for rank in range(len(ends))]
         logs = [Path(folder) / f"rank{rank}.err" for rank in range(len(ends))]
         ranks = [
@@ -219,15 +219,19 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         default=["AdamW", "TSRAdam"],
         choices=list(METHODS),
-        help="what to time; speed-ups are over the first",
+        help="methods to time; speed-ups are over the first",
     )
     parser.add_argument(
-        "--exchange", type=float, default=0, metavar="MB", help="also time one exchange of so much"
+        "--exchange",
+        type=float,
+        default=0,
+        metavar="MB",
+        help="also time an exchange of this size",
     )
-    parser.add_argument("--steps", type=int, default=60, help="two refreshes and what is between")
+    parser.add_argument("--steps", type=int, default=60, help="steps, enough for two refreshes")
     parser.add_argument("--mbit", type=float, default=200, help="rate of the link, Mbit/s")
     parser.add_argument("--delay_ms", type=float, default=0, help="delay of the link, ms")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one optimizer")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds per method")
     parser.add_argument(
         "--override", nargs="*", default=[], metavar="KEY=VALUE", help="older spelling of overrides"
     )

@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Draws what gradient compression costs in loss (TAGC, Figure 4).
+"""Draw the loss of training with compressed gradients (TAGC, Figure 4).
 
-A small llama_full trains on the embedded corpus, for equal steps on equal batches: uncompressed,
-and at 2x, 4x and 10x with the sketch, with the sparse codec, and with the sketch whose 1-bit index
-is summed as published. Where a sketch would not peel at the published sparsity, theta is raised,
-and the table says so. The summed index loses what two ranks send at once and corrupts what shares
-its cells: compare each sum1 run with the sketch of its level. It costs most at 2x, where most
-overlaps; that may be why the paper's highest curve is its 2x run with this index.
+A small llama_full trains on the embedded corpus, with equal steps and batches: uncompressed, and at
+2x, 4x and 10x with the sketch, with the sparse codec, and with the sketch whose 1-bit index is
+summed as published. If a sketch does not peel at the published sparsity, theta is raised and shown
+in the table. The summed index loses entries that two ranks send and corrupts entries in the same
+cells: compare each sum1 run with the sketch of its level. The loss is largest at 2x, where most
+entries overlap; that may be why the paper's highest curve is its 2x run with this index.
 
     python scripts/papers/tagc_loss.py --ranks 2,4 --out docs/images/tagc_loss.png
 """
@@ -29,7 +29,7 @@ KINDS = {"sketch": ("sketch", "exact"), "sparse": ("sparse", "exact"), "sum1": (
 
 
 def cases(kinds: list[str], levels: list[str]) -> dict[str, list[str]]:
-    """Return the arguments of every run by its name."""
+    """Return the arguments of every run by name."""
     runs = {"dense": ["--grad_compression.codec=none"]}
     for kind in kinds:
         codec, index = KINDS[kind]
@@ -44,7 +44,7 @@ def cases(kinds: list[str], levels: list[str]) -> dict[str, list[str]]:
 
 
 def train(options: argparse.Namespace, name: str, ranks: int, extra: list[str]) -> list[Any]:
-    """Run the launcher (or take a finished run's history) and return the records."""
+    """Run the launcher (or read a finished run's history) and return the records."""
     folder = Path(options.work) / f"{ranks} {name}".replace(" ", "_")
     history = folder / HISTORY_FILE
     if not any(VALIDATION_LOSS in r and r["step"] == options.steps for r in read_history(history)):
@@ -62,7 +62,7 @@ def train(options: argparse.Namespace, name: str, ranks: int, extra: list[str]) 
 
 
 def row(name: str, ranks: int, records: list[Any], dense: float) -> dict[str, Any]:
-    """Sum a run up."""
+    """Return a summary of a run."""
     kind, _, level = name.partition(" ")
     final = [r[VALIDATION_LOSS] for r in records if VALIDATION_LOSS in r][-1]
     found: dict[str, Any] = {"ranks": ranks, "run": name, "validation_loss": final}
@@ -84,7 +84,7 @@ def row(name: str, ranks: int, records: list[Any], dense: float) -> dict[str, An
 
 
 def as_text(rows: list[dict[str, Any]]) -> str:
-    """Lay the table out; collisions are those of a step."""
+    """Format the table; collisions are per step."""
     header = ["ranks", "run", "theta", "bits", "validation loss", "vs dense", "collisions"]
     lines = []
     for r in rows:
@@ -96,7 +96,7 @@ def as_text(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(curves: dict[int, dict[str, list[Any]]], path: Path) -> None:
-    """Draw the smoothed training losses, one panel a number of ranks."""
+    """Draw the smoothed training losses, one panel per number of ranks."""
     figure = new_figure(5 * len(curves), 4.2)
     panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
     styles = {"dense": "-", "sketch": "-", "sparse": "--", "sum1": ":"}
@@ -112,7 +112,7 @@ def draw(curves: dict[int, dict[str, list[Any]]], path: Path) -> None:
         axes.set_title(f"{ranks} ranks")
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("training loss (nats a token, running mean)")
+    panels[0].set_ylabel("training loss (nats per token, running mean)")
     panels[-1].legend(fontsize=7)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ def draw(curves: dict[int, dict[str, list[Any]]], path: Path) -> None:
 
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
-    """Train, compare, draw; returns 1 if a codec with an exact index left the dense loss by 25%."""
+    """Train, compare and draw; return 1 if an exact index is 25% off the dense loss."""
     options = _parse(argv)
     curves: dict[int, dict[str, list[Any]]] = {}
     rows = []
@@ -145,8 +145,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default="train_configs/debug_tagc.toml",
         help="the TOML file of the model",
     )
-    parser.add_argument("--steps", type=int, default=300, help="of every run")
-    parser.add_argument("--batch", type=int, default=16, help="sequences a step")
+    parser.add_argument("--steps", type=int, default=300, help="steps per run")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step")
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks, with commas")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"some of {', '.join(KINDS)}")
     parser.add_argument("--levels", default=",".join(LEVELS), help=f"some of {', '.join(LEVELS)}")

@@ -1,10 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Draws loss against bytes sent between replicas, for AdamW, GaLore and TSR-Adam.
+"""Draw loss over bytes sent between replicas, for AdamW, GaLore and TSR-Adam.
 
-A small model trains on two replicas with each optimizer and each seed, on equal tokens. The bytes
-are counted by the ledger as they are sent, refreshes and dense parameters included; the losses are
-those of the same steps. Runs that are finished are taken as they are and a run that was cut off
-goes on from its last checkpoint, so the script may be started again at any time.
+A small model trains on two replicas with each optimizer and each seed, on equal tokens. The ledger
+counts the bytes sent, including refreshes and dense parameters. Finished runs are reused and an
+interrupted run resumes from its last checkpoint, so the script can be restarted at any time.
 
     python scripts/papers/tsr_loss_vs_bytes.py --out docs/images/tsr_loss_vs_bytes.png
 """
@@ -28,8 +27,8 @@ SENT = "comm_bytes/dp_replicate"
 TSR = ["--optimizer.name=TSRAdam"]
 METHODS: dict[str, list[str]] = {
     "AdamW": ["--optimizer.name=AdamW", "--optimizer.lr=3e-3"],
-    # GaLore as published: one side, embedding dense, moments left as they are, scale 0.25. But its
-    # bases are decomposed by sketches, and take the signs of those before.
+    # GaLore as published: one-sided, dense embedding, unchanged moments, scale 0.25. But the bases
+    # come from sketches and take the signs of the previous ones.
     "GaLore": [
         *TSR,
         "--optimizer.tsr_projection=one_sided",
@@ -46,7 +45,7 @@ COLORS = ("black", "tab:blue", "tab:orange", "tab:green", "tab:red")
 
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
-    """Train what is missing, report and draw."""
+    """Train the missing runs, report and draw."""
     options = _parse(argv)
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace, method: str, seed: int) -> dict[str, Any]:
-    """Run the launcher, or take a finished run; return the curves of losses and bytes."""
+    """Run the launcher, or read a finished run, and return the curves of losses and bytes."""
     folder = Path(options.work) / f"{method.replace(' ', '_')}-{seed}"
     if len(step_records(folder)) < options.steps:
         arguments = [
@@ -100,7 +99,7 @@ def _summarize(of_seeds: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _smooth(losses: Any, window: int) -> Any:
-    """Mean over a trailing window, shorter at the start."""
+    """Return the mean over a trailing window, which is shorter at the start."""
     sums = np.cumsum(np.insert(losses, 0, 0.0))
     ends = np.arange(1, len(losses) + 1)
     starts = np.maximum(0, ends - window)
@@ -120,7 +119,7 @@ def _draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
             right.plot(np.arange(1, len(loss) + 1), loss, **style)
     left.set_xlabel("MB sent between replicas, cumulative")
     right.set_xlabel("step")
-    left.set_ylabel("training loss (nats a token)")
+    left.set_ylabel("training loss (nats per token)")
     left.legend(fontsize=8)
     for axes in (left, right):
         axes.grid(alpha=0.3)
@@ -136,7 +135,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default="train_configs/tsr_curves.toml",
         help="the TOML file of the model",
     )
-    parser.add_argument("--steps", type=int, default=200, help="of every run")
+    parser.add_argument("--steps", type=int, default=200, help="steps per run")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each method")
     parser.add_argument(
         "--methods", nargs="+", default=list(METHODS), choices=list(METHODS), help="which to run"

@@ -139,7 +139,7 @@ def test_a_drifting_replica_is_repaired_and_told(four_ranks: RankPool) -> None:
     results = four_ranks.run(train_with_a_drifting_replica, Case("replicate4"))
     expected, _ = twin(Case("replicate4"))
     for weights, lines in results:
-        assert lines and all("Replicas found other bases" in line for line in lines)
+        assert lines and all("Replicas computed different bases" in line for line in lines)
         assert "layers.0.attention" in lines[0]
         for name, weight in weights.items():
             torch.testing.assert_close(weight, expected[name], rtol=TOLERANCE, atol=TOLERANCE)

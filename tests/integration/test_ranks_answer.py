@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""`experiments.ask_ranks`: a script that runs itself on all ranks and takes rank 0's answer."""
+"""`experiments.run_on_ranks`: a script that runs itself on all ranks and takes rank 0's answer."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from tests.integration import runs
 
 SCRIPT = """
 import json, os, sys
-from torchtitan_lr.tools.experiments import RunFailedError, answer, ask_ranks
+from torchtitan_lr.tools.experiments import RunFailedError, report_from_rank, run_on_ranks
 
 def measure(arguments):
     if "--fail" in arguments and os.environ["RANK"] == "1":
@@ -16,10 +16,10 @@ def measure(arguments):
     found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE")}
     return found | {"folder": any(a.startswith("--job.dump_folder=") for a in arguments)}
 
-answer(measure, sys.argv[1:])
+report_from_rank(measure, sys.argv[1:])
 assert "RANK" not in os.environ, "answered, but went on"
 try:
-    print(json.dumps(ask_ranks(sys.argv[0], sys.argv[1:], ranks=2)))
+    print(json.dumps(run_on_ranks(sys.argv[0], sys.argv[1:], ranks=2)))
 except RunFailedError as error:
     print(json.dumps({"failed": str(error)}))
 """

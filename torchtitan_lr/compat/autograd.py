@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Autograd's bookkeeping, and the wrapper of checkpointed modules.
+"""Autograd node numbers, and the wrapper of checkpointed modules.
 
-The ledger names the part of the model whose backward is running. Torch has no public function for
-the running node: hooks on modules see neither compiled blocks nor FSDP2's own nodes.
+The ledger needs the part of the model whose backward is running. Torch has no public function for
+the running node, and module hooks miss compiled blocks and FSDP2's own nodes.
 
-Seen in torch 2.11 and 2.13.
+Tested with torch 2.11 and 2.13.
 """
 
 import torch
@@ -21,8 +21,8 @@ __all__ = [
     "next_node_number",
     "running_node_number",
 ]
-# checkpoint_wrapper: torchtitan wraps its blocks with it, and so names and hooks of the wrapper are
-# those that the rest of torchtitan expects. Its module is private. If it moves, the import fails.
+# checkpoint_wrapper: torchtitan wraps its blocks with it and expects its names and hooks. Its
+# module is private. If it moves, the import fails.
 
 
 def in_backward() -> bool:
@@ -37,9 +37,9 @@ def in_backward() -> bool:
 def running_node_number() -> int | None:
     """Return the number of the autograd node that is running.
 
-    None in a callback, and in a node that no forward pass made (the one that accumulates a
-    gradient). Reads ``torch._C._current_autograd_node`` and ``Node._sequence_nr``. If upstream
-    removes them, the ledger fails with an AttributeError.
+    None in a callback, and in a node that no forward pass created (``AccumulateGrad``). Reads
+    ``torch._C._current_autograd_node`` and ``Node._sequence_nr``. If upstream removes them, the
+    ledger fails with an AttributeError.
     """
     node = torch._C._current_autograd_node()
     if node is None or type(node).__name__ == "AccumulateGrad":
@@ -48,10 +48,11 @@ def running_node_number() -> int | None:
 
 
 def next_node_number() -> int:
-    """Return the number that the next autograd node of this thread gets.
+    """Return the number of the next autograd node of this thread.
 
-    ``torch._C._autograd._get_sequence_nr``. If upstream counts otherwise, the nodes of a part are
-    no longer a range and the ledger attributes backward's collectives to other parts.
+    Reads ``torch._C._autograd._get_sequence_nr``. If upstream numbers nodes differently, the nodes
+    of a module are no longer a range and the ledger attributes backward collectives to the wrong
+    module.
     """
     return int(torch._C._autograd._get_sequence_nr())
 

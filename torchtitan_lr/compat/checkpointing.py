@@ -1,15 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""torch's distributed checkpoints (DCP) from inside: what their tables of contents name.
+"""Private parts of torch's distributed checkpoints (DCP): nested values and metadata classes.
 
-Seen in torch 2.11 and 2.13.
+Tested with torch 2.11 and 2.13.
 """
 
 from torch.distributed.checkpoint._nested_dict import set_element
 
 __all__ = ["METADATA_CLASSES", "set_element"]
-# set_element: puts a value into nested dictionaries and lists by its path, as DCP's own planner
-# does when it loads. If it moves, the import fails; if its arguments change, loading an optimizer's
-# or a trainer's values fails.
+# set_element: sets a value in nested dictionaries and lists by its path, as DCP's load planner
+# does. If it moves, the import fails; if its arguments change, loading an optimizer's or a
+# trainer's values fails.
 
 METADATA_CLASSES = frozenset(
     {
@@ -37,9 +37,9 @@ METADATA_CLASSES = frozenset(
         ),
     }
 )
-"""Everything that DCP pickles into ``.metadata``, by module and name: plain values need no name.
+"""Classes that DCP pickles into ``.metadata``, by module and name.
 
-A pickle can name any function and have it called, so `torchtitan_lr.checkpoints.safe_metadata`
-reads these classes and no others. DCP does not publish them. If upstream writes another class, a
-new checkpoint is refused when it is loaded, and the refusal names that class.
+A pickle can call any function, so `torchtitan_lr.checkpoints.safe_metadata` allows only these
+classes. DCP does not publish them. If upstream writes another class, loading a new checkpoint
+raises an error that names the class.
 """

@@ -1,11 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""torch.distributed's operators and groups: the names that `torch.compile` and the ledger see.
+"""Operators and groups of torch.distributed, for `torch.compile` and the ledger.
 
-The functional operators are what `torch.compile` can trace, and the only ones that take a group by
-its name. The tables name every collective that torch dispatches: torch has no list of them, so they
-are copied here.
+Only the functional operators can be traced by `torch.compile` and take a group by name. The tables
+list every collective that torch dispatches; torch itself has no such list.
 
-Seen in torch 2.11 and 2.13. An operator that the table lacks is refused, not left out of the count.
+Tested with torch 2.11 and 2.13. The ledger raises for an operator that is not in the table.
 """
 
 from collections.abc import Callable
@@ -28,31 +27,31 @@ __all__ = [
     "make_mesh_groups_by",
     "reduce_scatter",
 ]
-# AsyncCollectiveTensor: what a functional collective returns outside of compiled code, a wrapper
-# that waits when it is read. The ledger must let it unwrap itself. If it moves, the import fails.
+# AsyncCollectiveTensor: the result of a functional collective outside compiled code, a wrapper that
+# waits when it is read. The ledger must let it unwrap itself. If it moves, the import fails.
 
 functional = torch.ops._c10d_functional
 """The functional collectives as operators.
 
-Their public wrappers (`torch.distributed._functional_collectives` is private, too) take meshes and
-return wrappers; a compiled graph and an autograd function of ours need the bare operator. If an
-operator is renamed or gets other arguments, the first forward under tensor parallelism fails.
+The wrappers in `torch.distributed._functional_collectives` (also private) take meshes and return
+wrappers; compiled graphs and our autograd functions need the bare operator. If an operator is
+renamed or its arguments change, the first forward under tensor parallelism fails.
 """
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-"""Reduce-scatter of one tensor; ``reduce_scatter_tensor`` before torch 2.13, which warns of it."""
+"""Reduce-scatter of one tensor; torch 2.13 deprecates ``reduce_scatter_tensor``."""
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""All-gather of one tensor; ``all_gather_into_tensor`` before torch 2.13, which warns of it."""
+"""All-gather of one tensor; torch 2.13 deprecates ``all_gather_into_tensor``."""
 
 NAMESPACES = ("c10d", "_c10d_functional")
-"""Of ``torch.distributed``'s own functions, and of the functional ones."""
+"""Namespaces of ``torch.distributed``'s own operators and of the functional ones."""
 
 GROUP_ARGUMENTS = frozenset({"group_name", "process_group"})
-"""An operator without one of these moves nothing (it waits, or wraps a tensor)."""
+"""Group arguments; an operator without one of them sends nothing (it waits or wraps)."""
 
 NO_PAYLOAD = frozenset({"barrier", "monitored_barrier_"})
-"""Operators that concern a group and move nothing."""
+"""Operators with a group argument that send no tensor data."""
 
 OPERATIONS: dict[str, str] = {
     "all_reduce": "all_reduce",
@@ -89,15 +88,15 @@ OPERATIONS: dict[str, str] = {
     "irecv": "recv",
     "batch_p2p_ops": "send_recv",
 }
-"""The common name of every operator."""
+"""Maps every operator to its common name."""
 
 
 def group_name_of(group: Any) -> str:
-    """Return the name of the group that a dispatched collective was given.
+    """Return the name of a dispatched collective's group.
 
-    A functional operator has the name itself. A ``c10d`` operator has a boxed object, which
-    ``ProcessGroup.unbox`` opens: an undocumented method. If upstream removes it, the ledger fails
-    with an AttributeError.
+    A functional operator takes the name itself. A ``c10d`` operator takes a boxed object, which the
+    undocumented ``ProcessGroup.unbox`` unwraps. If upstream removes it, the ledger fails with an
+    AttributeError.
 
     Args:
         group: The argument ``group_name`` or ``process_group``.
@@ -110,7 +109,7 @@ def group_name_of(group: Any) -> str:
 
 
 def group_size(name: str) -> int:
-    """Return the ranks of a group, given its name.
+    """Return the number of ranks of a named group.
 
     ``distributed_c10d._resolve_process_group`` is the only way from a name to a group. If upstream
     removes it, the ledger fails with an AttributeError.
@@ -119,14 +118,14 @@ def group_size(name: str) -> int:
 
 
 def make_mesh_groups_by(new_group: Callable[..., Any]) -> None:
-    """Let device meshes of this process make their groups by another function.
+    """Replace the function that creates process groups for device meshes in this process.
 
-    For the ranks of a pool, whose many meshes share groups. Replaces the name ``new_group`` in
-    ``torch.distributed.device_mesh``; if upstream no longer looks it up there, every mesh makes
-    groups of its own, and the pool's ranks slow down.
+    Used by the ranks of a pool, whose many meshes share groups. Replaces ``new_group`` in
+    ``torch.distributed.device_mesh``; if upstream no longer looks it up there, every mesh creates
+    its own groups, and the pool's ranks slow down.
 
     Args:
-        new_group: Takes what `torch.distributed.new_group` takes.
+        new_group: Takes the arguments of `torch.distributed.new_group`.
     """
     from torch.distributed import device_mesh
 

@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Operators below autograd: dispatch modes, trees, schemas, storages, and the attention kernels.
 
-The ledger, the recomputation of low-rank checkpointing and the rehearsal watch operators as they
-are dispatched. `torch.utils._python_dispatch` and `torch.utils._pytree` are what torch documents
-for that purpose in its own notes, but their modules are private.
+The ledger, the recomputation of low-rank checkpointing and the rehearsal intercept operators when
+they are dispatched. Torch's own notes recommend `torch.utils._python_dispatch` and
+`torch.utils._pytree` for this, but the modules are private.
 
-Seen in torch 2.11 and 2.13. If a module moves, importing this one fails.
+Tested with torch 2.11 and 2.13. If a module moves, importing this one fails.
 """
 
 from typing import Any
@@ -38,12 +38,12 @@ ATTENTION_OPERATORS = frozenset(
         torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
     }
 )
-"""The fused attention kernels: they return what their backward needs, output and log-sum-exp.
+"""The fused attention kernels, which return the output and log-sum-exp that backward needs.
 
-The unfused one (``SDPBackend.MATH``) needs the s × s probabilities; it is always repeated. Torch
-has no public list of them, and torchtitan's own lacks the CPU's. If a kernel is renamed, the import
-fails. A new kernel would not be kept, and attention would silently run twice; a test compares this
-list with all operators of torch.
+The unfused one (``SDPBackend.MATH``) needs the s × s probabilities and is always recomputed. Torch
+has no public list of the kernels, and torchtitan's list omits the CPU kernel. If a kernel is
+renamed, the import fails. The output of a new kernel would not be kept, and attention would
+silently run twice; a test compares this list with all operators of torch.
 """
 
 
@@ -57,33 +57,33 @@ def schema_of(func: Any) -> tuple[str, list[str]]:
 
 
 def changes_arguments(func: Any) -> bool:
-    """Return whether an operator writes to an argument; False for what has no schema.
+    """Return whether an operator writes to an argument; False for a callable without a schema.
 
     Reads ``OpOverload._schema.is_mutable``. If upstream renames it, low-rank checkpointing no
-    longer notices that an operator changes a kept tensor: the door's test fails first.
+    longer detects an in-place change of a kept tensor; this function's test fails first.
     """
     return bool(getattr(getattr(func, "_schema", None), "is_mutable", False))
 
 
 def storage_address(x: Tensor | torch.UntypedStorage) -> int:
-    """Return what identifies a storage as long as it lives; fake ones have no data pointer.
+    """Return an id of a storage that is unique while it exists; fake ones have no data pointer.
 
     Reads ``UntypedStorage._cdata``. If upstream removes it, recomputation and rehearsal fail with
-    an AttributeError. An address is free for another storage once its own is gone.
+    an AttributeError. An address can be reused after its storage is freed.
     """
     storage = x.untyped_storage() if isinstance(x, Tensor) else x
     return int(storage._cdata)
 
 
 def lower_as_identity(operator: Any) -> None:
-    """Let Inductor compile an operator of one tensor into nothing.
+    """Make Inductor compile an operator of one tensor to the identity.
 
-    Inductor has no public registry for that. Uses ``torch._inductor.lowering``; the import takes
-    seconds, so it comes when it is needed. If upstream changes the registry, compiling a block with
+    Inductor has no public registry for this. Uses ``torch._inductor.lowering``, imported lazily
+    because the import takes seconds. If upstream changes the registry, compiling a block with
     low-rank checkpointing fails, or calls the operator, which copies its argument.
 
     Args:
-        operator: An overload; one that is registered already stays as it is.
+        operator: An overload; ignored if it is already registered.
     """
     from torch._inductor.lowering import lowerings, register_lowering
 

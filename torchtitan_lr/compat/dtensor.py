@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Which part of a tensor a rank holds under DTensor's placements, the private one included.
+"""A rank's part of a tensor under DTensor placements, the private ``_StridedShard`` included.
 
-FSDP2 over tensor parallelism writes its split as ``_StridedShard``, which torch does not export.
-Initialization, TSR-Adam and its checkpoints must know what such a rank holds.
+FSDP2 over tensor parallelism uses the placement ``_StridedShard``, which torch does not export.
+Initialization, TSR-Adam and its checkpoints need the slice that such a rank holds.
 
-Seen in torch 2.11 and 2.13. If the placement moves, the import fails. If its ``split_factor`` gets
-another meaning, `local_slice` raises, or initialization differs between layouts, which its tests
-compare with `distribute_tensor`.
+Tested with torch 2.11 and 2.13. If the placement moves, the import fails. If the meaning of
+``split_factor`` changes, `local_slice` raises, or initialization differs between layouts; tests
+compare it with `distribute_tensor`.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 __all__ = ["StridedShard", "local_part", "local_slice"]
 
 StridedShard = _StridedShard
-"""A split of what mesh dimensions to the right have split already; no subclass of Shard."""
+"""A split of a dimension that mesh dimensions to the right already split; not a Shard subclass."""
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, the same object in each call; a plain tensor itself.
+    """Return this rank's part of a tensor, the same object on each call; a plain tensor unchanged.
 
-    The public `DTensor.to_local` makes a node in the autograd graph, or a view and waits for it,
-    and its result is another object. Optimizers write to the part itself. Reads
+    The public `DTensor.to_local` adds a node to the autograd graph, or waits and returns a view, so
+    its result is a new object. Optimizers write to the part itself. Reads
     ``DTensor._local_tensor``; if upstream renames it, this raises an AttributeError.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -42,18 +42,18 @@ def local_slice(
     Args:
         full: The whole tensor.
         mesh_shape: Size of every mesh dimension.
-        coordinate: The rank's place along every mesh dimension.
+        coordinate: The rank's index along every mesh dimension.
         placements: One placement per mesh dimension: Replicate, Shard or _StridedShard.
 
     Returns:
-        A view of ``full``; uneven splits follow torch.chunk, later ranks get less or nothing.
+        A view of ``full``; uneven splits follow torch.chunk, so later ranks get less or nothing.
 
     Raises:
-        RuntimeError: For a placement without a slice (Partial, a stride of another order).
+        RuntimeError: The placement does not define a slice (Partial, or an unsupported stride).
     """
     plain = [i for i, p in enumerate(placements) if isinstance(p, Shard) and not _is_strided(p)]
-    # FSDP2 over tensor parallelism splits what the mesh dimensions to its right have split
-    # already, and writes that as _StridedShard: such splits come last, right to left.
+    # FSDP2 over tensor parallelism splits a dimension that the mesh dimensions to its right already
+    # split, and marks it as _StridedShard: apply such splits last, right to left.
     strided = [i for i, p in enumerate(placements) if _is_strided(p)]
     for mesh_dim in (*plain, *reversed(strided)):
         placement = placements[mesh_dim]
@@ -75,7 +75,7 @@ def _is_strided(placement: Placement) -> bool:
 def _check_stride(
     mesh_dim: int, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> None:
-    """Refuse a stride that does not come from the mesh dimensions to the right."""
+    """Raise for a stride that does not match the mesh dimensions to the right."""
     placement = placements[mesh_dim]
     splits = 1
     for size, other in list(zip(mesh_shape, placements, strict=True))[mesh_dim + 1 :]:

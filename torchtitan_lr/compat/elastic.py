@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""torchrun from inside: how it starts its ranks, and how it ends them.
+"""Private parts of torchrun: how it starts and ends its ranks.
 
-torchrun has neither a hook before a rank starts nor a setting for how long ranks may take to end
-after one of them has failed.
+torchrun has neither a hook before a rank starts nor a time limit for the other ranks to end after
+one has failed.
 
-Seen in torch 2.11 and 2.13.
+Tested with torch 2.11 and 2.13.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,20 +22,20 @@ Close = Callable[..., None]
 """Ends the ranks of a context: ``close(context, death_sig, timeout=30)``, as torchrun calls it."""
 
 close_ranks: Close = SubprocessContext._close
-"""torchrun's own way; it waits up to half a minute. If upstream renames it, the import fails."""
+"""torchrun's own function; it waits up to 30 s. If upstream renames it, the import fails."""
 
 
 @contextmanager
 def ranks_started_with(popen: Callable[..., Any], close: Close) -> Iterator[None]:
-    """Let torchrun start its ranks with ``popen`` and end them with ``close``.
+    """Make torchrun start its ranks with ``popen`` and end them with ``close``.
 
     Replaces ``Popen`` in torchrun's module of subprocesses, and ``SubprocessContext._close``. If
     upstream renames one, the launcher's start fails with an AttributeError. If upstream starts
-    ranks otherwise, they outlive a launcher that is killed, which a test of the launcher notices.
+    ranks differently, they outlive a killed launcher; a test of the launcher detects this.
 
     Args:
-        popen: As `subprocess.Popen`.
-        close: Called with the context first.
+        popen: Takes the arguments of `subprocess.Popen`.
+        close: Called with the context as its first argument.
     """
     with (
         patch.object(subprocess_handler, "Popen", popen),

@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Running without data and without ranks: fake tensors, a fake process group, DTensor's trials.
+"""Running without data and ranks: fake tensors, a fake process group, DTensor's shape inference.
 
-The rehearsal runs blocks on tensors without memory as one rank of a group that does not exist.
-Torch uses the same parts in its own tests and publishes none of them.
+The rehearsal runs blocks on tensors without memory, as one rank of a fake process group. Torch uses
+the same classes in its own tests but does not publish them.
 
-Seen in torch 2.11 and 2.13. If a module moves, importing this one or `fake_process_group` fails;
-training does not need them, apart from the type `FakeTensor`.
+Tested with torch 2.11 and 2.13. If a module moves, importing this one or calling
+`fake_process_group` fails; training needs only the type `FakeTensor`.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,13 +22,13 @@ __all__ = ["FakeTensor", "FakeTensorMode", "fake_process_group", "while_finding_
 
 @contextmanager
 def fake_process_group(size: int) -> Iterator[None]:
-    """Be rank 0 of ranks that do not exist; every collective returns at once.
+    """Act as rank 0 of a fake process group, whose collectives return at once.
 
-    The backend ``fake`` and its store are registered by a module of torch's tests. If upstream
-    moves it, the import in here fails, and estimates at T > 1 with it.
+    A module of torch's tests registers the backend ``fake`` and its store. If upstream moves it,
+    the import below fails, and so do estimates at T > 1.
 
     Args:
-        size: How many ranks there seem to be.
+        size: World size.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -40,23 +40,23 @@ def fake_process_group(size: int) -> Iterator[None]:
 
 
 @contextmanager
-def while_finding_shapes(say: Callable[[bool], None]) -> Iterator[None]:
-    """Call ``say(True)`` before DTensor finds out a shape, and ``say(False)`` after it.
+def while_finding_shapes(notify: Callable[[bool], None]) -> Iterator[None]:
+    """Call ``notify(True)`` before DTensor infers a shape, and ``notify(False)`` after it.
 
-    DTensor finds out shapes by running operators on whole tensors, fake ones in a rehearsal; what
-    they make is no memory of the run. There is no hook, so a private method is replaced:
+    DTensor infers shapes by running operators on global tensors (fake ones in a rehearsal), whose
+    results are not memory of the run. There is no hook, so a private method is replaced:
     ``ShardingPropagator._propagate_tensor_meta_non_cached``. If upstream renames it, entering
-    raises an AttributeError; if DTensor finds out shapes elsewhere, estimates of memory are too
-    large and the tests of the rehearsal fail.
+    raises an AttributeError; if DTensor infers shapes elsewhere, memory estimates are too large and
+    the tests of the rehearsal fail.
     """
-    find_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+    infer_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    def told(*args: Any) -> Any:
-        say(True)
+    def notifying(*args: Any) -> Any:
+        notify(True)
         try:
-            return find_shapes(*args)
+            return infer_shapes(*args)
         finally:
-            say(False)
+            notify(False)
 
-    with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", told):
+    with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", notifying):
         yield

@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""FSDP2 from inside: what a unit shards, and when it communicates.
+"""Private parts of FSDP2: a unit's sharded parameters and its communication calls.
 
-Gradient compression needs the layout of a unit's buffer, and the ledger needs the owner of a
-unit's communication; FSDP2 publishes neither. A run without ``[grad_compression]`` and without the
-ledger calls nothing here but `replicate`.
+Gradient compression needs the layout of a unit's buffer, and the ledger needs the unit that
+communicates; FSDP2 publishes neither. A run without ``[grad_compression]`` and without the ledger
+uses only `replicate` from this module.
 
-Seen in torch 2.11 and 2.13. The fields of a parameter group have changed between the two.
+Tested with torch 2.11 and 2.13. The fields of a parameter group changed between the two.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,11 +25,11 @@ __all__ = [
     "wrap_unit_calls",
 ]
 # ReduceScatter: the interface that `FSDPModule.set_custom_reduce_scatter` takes; the method is
-# public, the class is not. If it moves, the import fails; if its two methods get other arguments,
-# a compressed run fails in its first backward.
+# public, the class is not. If it moves, the import fails; if the arguments of its two methods
+# change, a compressed run fails in its first backward.
 #
-# replicate, ReplicateModule: replication on FSDP2's machinery. The public `replicate` of torch
-# 2.11 and 2.13 is DDP's, which averages; ours must sum. If they move, the import fails.
+# replicate, ReplicateModule: replication built on FSDP2. The public `replicate` of torch 2.11 and
+# 2.13 is DDP's, which averages gradients; ours must sum. If they move, the import fails.
 
 
 def param_groups(module: object) -> list[Any]:
@@ -48,13 +48,13 @@ def param_groups(module: object) -> list[Any]:
 
 
 def unit_parameters(module: FSDPModule) -> Iterator[tuple[Tensor, int]]:
-    """Yield the sharded parameters of a unit with the entries that each rank gets of them.
+    """Yield the sharded parameters of a unit with the number of entries per rank.
 
-    The order is that of the buffer which FSDP2 reduce-scatters, FSDP2's padding included. A codec
-    must know it, because the buffer has no borders between tensors. If upstream changes the fields
+    The order and the padding are those of the buffer that FSDP2 reduce-scatters. A codec needs
+    them, because the buffer does not mark where a tensor begins. If upstream changes the fields
     (``fsdp_params``, ``sharded_param``, ``padded_sharded_param_size``; seen in torch 2.11 and
-    2.13), this raises an AttributeError. If upstream changes the order alone, the sizes of a unit
-    no longer fit and `CompressedReduceScatter` refuses the first step.
+    2.13), this raises an AttributeError. If upstream changes only the order, the sizes of a unit no
+    longer match and `CompressedReduceScatter` raises in the first step.
     """
     for group in param_groups(module):
         for parameter in group.fsdp_params:
@@ -64,15 +64,15 @@ def unit_parameters(module: FSDPModule) -> Iterator[tuple[Tensor, int]]:
 def wrap_unit_calls(
     module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Replace the calls in which a unit communicates: ``unshard`` and ``post_backward``.
+    """Wrap the methods in which a unit communicates: ``unshard`` and ``post_backward``.
 
-    FSDP2 prefetches weights, so no module hook of the owner runs around its communication; the
-    ledger replaces these two methods on the group itself. If upstream renames them (torch 2.11 and
-    2.13 have both), this raises an AttributeError as soon as the ledger is attached.
+    FSDP2 prefetches weights, so the unit's module hooks do not enclose its communication; the
+    ledger replaces these two methods on the parameter group itself. If upstream renames them (torch
+    2.11 and 2.13 have both), this raises an AttributeError as soon as the ledger is attached.
 
     Args:
-        module: An FSDP2 unit; any other module is left alone.
-        wrap: Returns what is called instead of the method that it is given.
+        module: An FSDP2 unit; any other module is left unchanged.
+        wrap: Takes a method and returns its replacement.
 
     Returns:
         A function that undoes the replacement.

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Python's interpreter: importing torchtitan without the collector, ending without a teardown."""
+"""Python's interpreter: garbage collection during imports, and exit functions."""
 
 import atexit
 import gc
@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Import torchtitan in four fifths of the time; the rest is a search for garbage.
+    """Disable garbage collection while torchtitan is imported, which takes a fifth of the time.
 
-    What exists at the end is never searched again: modules live as long as the process. Does
-    nothing where torchtitan is loaded already.
+    Objects that exist at the end are frozen, that is, never collected: modules live as long as the
+    process. Does nothing if torchtitan is already loaded.
     """
     if "torchtitan" in sys.modules:
         yield
@@ -23,18 +23,18 @@ def collector_off() -> Iterator[None]:
     try:
         yield
         gc.freeze()
-        atexit.register(gc.unfreeze)  # else libraries report at the end what they call leaks
+        atexit.register(gc.unfreeze)  # else libraries report leaks at exit
     finally:
         if was_enabled:
             gc.enable()
 
 
 def run_exit_functions() -> None:
-    """Run what `atexit` has registered, now; at the end of the process nothing is left of it.
+    """Run the registered `atexit` functions now, so that none is left at the end of the process.
 
-    A rank that has done its work ends without a teardown: now and then a thread of torch's
-    libraries (seen in torch 2.11 and 2.13) still runs when the interpreter destroys it. Python has
-    no public name for this: ``atexit._run_exitfuncs``, seen in Python 3.10 to 3.13. If it goes,
-    every rank ends with an AttributeError after its work.
+    A finished rank exits without interpreter shutdown, because a background thread of torch (seen
+    in torch 2.11 and 2.13) may crash during shutdown. Python has no public name for
+    ``atexit._run_exitfuncs`` (seen in Python 3.10 to 3.13). If it is removed, every rank ends with
+    an AttributeError after training.
     """
     atexit._run_exitfuncs()

@@ -1,11 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Tables of what our own code takes over from upstream: private methods, and whole steps.
+"""Private upstream methods that our classes override, and upstream functions that we rewrite.
 
-A private method that a subclass overrides stays in that subclass, where it is read with the rest of
-it. A step that is told again stands where ours differs from it. Neither can be a door, so both are
-listed here and compared with upstream by ``tests/unit/compat/test_overrides.py``.
+Neither can be wrapped by a function of this folder, so both are listed here, and
+``tests/unit/compat/test_overrides.py`` compares them with upstream.
 
-Seen in torch 2.11 and 2.13 and in torchtitan 0.2.2.
+Tested with torch 2.11 and 2.13 and with torchtitan 0.2.2.
 """
 
 from dataclasses import dataclass
@@ -13,17 +12,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Override:
-    """A private method of upstream that a class of ours overrides.
+    """A private upstream method that one of our classes overrides.
 
-    If upstream renames it, ours is never called, without any error; if its arguments change, the
-    first call fails.
+    If upstream renames it, ours is silently never called; if its arguments change, the first call
+    fails.
 
     Args:
         ours: Module, class and method, with a colon before the class.
-        upstream: The same of what is overridden.
-        parameters: Names of its parameters, ``self`` aside.
-        caller: What in upstream calls it, a module or a function, in the same form.
-        reason: Why a public way does not do.
+        upstream: Module, class and method that it overrides, in the same form.
+        parameters: Names of its parameters without ``self``.
+        caller: The upstream module or function that calls it, in the same form.
+        reason: Why no public API works.
     """
 
     ours: str
@@ -34,14 +33,14 @@ class Override:
 
 
 @dataclass(frozen=True)
-class Retold:
-    """A function of upstream that ours says again, because it differs in the middle.
+class Rewrite:
+    """An upstream function that ours rewrites, because ours differs in the middle.
 
-    If upstream mends or extends its own, ours does not follow by itself.
+    Ours does not follow upstream's later fixes or extensions.
 
     Args:
         ours: Module and function, with a colon between them.
-        upstream: The same of what is told again.
+        upstream: Module and function that it rewrites, in the same form.
         digest: First digits of the SHA-256 of upstream's source in torchtitan 0.2.2.
         reason: What differs.
     """
@@ -73,61 +72,61 @@ OVERRIDES = (
             "state_steps",
         ),
         caller="torch.optim:Adam.step",
-        reason="Adam collects its tensors here; what is collected are shards from then on.",
+        reason="Adam collects its tensors here; the override replaces them by local shards.",
     ),
     Override(
         ours="torchtitan_lr.parallel.pipeline.stages:Stage._get_init_p2p_neighbors_ops",
         upstream="torch.distributed.pipelining:PipelineStage._get_init_p2p_neighbors_ops",
         parameters=(),
         caller="torch.distributed.pipelining.schedules",
-        reason="Before torch 2.13 a V-shaped schedule greets itself, which gloo refuses.",
+        reason="Before torch 2.13 a V-shaped schedule sends to its own rank, which gloo refuses.",
     ),
     Override(
         ours="torchtitan_lr.parallel.tensor.styles:EdgeParallel._apply",
         upstream="torch.distributed.tensor.parallel:ParallelStyle._apply",
         parameters=("module", "device_mesh"),
         caller="torch.distributed.tensor.parallel.api:parallelize_module",
-        reason="It is how a style of tensor parallelism is written; torch has no public name.",
+        reason="Tensor-parallel styles implement this method; torch has no public name for it.",
     ),
     Override(
         ours="torchtitan_lr.training.checkpoint:CheckpointManager._find_load_step",
         upstream="torchtitan.components.checkpoint:CheckpointManager._find_load_step",
         parameters=("folder",),
         caller="torchtitan.components.checkpoint:CheckpointManager.load",
-        reason="Upstream takes a folder with torn contents for a checkpoint.",
+        reason="Upstream accepts an incomplete checkpoint folder.",
     ),
     Override(
         ours="torchtitan_lr.training.checkpoint:CheckpointManager._purge_stale_checkpoints",
         upstream="torchtitan.components.checkpoint:CheckpointManager._purge_stale_checkpoints",
         parameters=(),
         caller="torchtitan.components.checkpoint:CheckpointManager.save",
-        reason="Upstream deletes by number; a torn folder would push a good one out.",
+        reason="Upstream deletes by number; an incomplete folder would displace a complete one.",
     ),
 )
 
-RETOLD = (
-    Retold(
+REWRITES = (
+    Rewrite(
         ours="torchtitan_lr.training.trainer:Trainer.train_step",
         upstream="torchtitan.train:Trainer.train_step",
         digest="471795acb90b",
         reason="All ranks agree between backward and the optimizer whether the step is finite.",
     ),
-    Retold(
+    Rewrite(
         ours="torchtitan_lr.training.metrics:LowRankMetricsProcessor.log",
         upstream="torchtitan.components.metrics:MetricsProcessor.log",
         digest="3c99cf39c0a7",
-        reason="Throughput leaves validation and saves out; MFU is absent where it is unknown.",
+        reason="Throughput excludes validation and saves; MFU is omitted if the peak is unknown.",
     ),
-    Retold(
+    Rewrite(
         ours="torchtitan_lr.training.validate:Validator.validate",
         upstream="torchtitan.components.validate:Validator.validate",
         digest="3c8d2dd9470e",
-        reason="Upstream averages averages; ours is the mean over tokens of the whole set.",
+        reason="Upstream averages per-batch means; ours is the mean over all tokens of the set.",
     ),
-    Retold(
+    Rewrite(
         ours="torchtitan_lr.parallel.data_parallel:apply_data_parallel",
         upstream="torchtitan.models.llama3.infra.parallelize:apply_fsdp",
         digest="aac252bf68dd",
-        reason="Norm and head are no common unit, and all gradients are summed.",
+        reason="Norm and head are separate units, and all gradients are summed.",
     ),
 )

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""torch's pipeline schedules from inside, and torchtitan's way to build a stage.
+"""Private parts of torch's pipeline schedules, and the class of torchtitan's stages.
 
-Seen in torch 2.11 and 2.13 and in torchtitan 0.2.2.
+Tested with torch 2.11 and 2.13 and with torchtitan 0.2.2.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import (
 __all__ = ["PipelineSchedule", "forward_only", "rank_order", "stages_built_by"]
 
 PipelineSchedule = _PipelineSchedule
-"""The common type of all schedules, which torch does not export. It is used as a type only."""
+"""The common base class of all schedules, which torch does not export; used as a type only."""
 
 _FORWARD = {
     _ComputationType.UNSHARD,
@@ -33,10 +33,10 @@ _FORWARD = {
 
 
 def forward_only(schedule: PipelineSchedule) -> PipelineSchedule:
-    """Take backward out of a schedule in place: a V-shaped one fails in it even in evaluation.
+    """Remove backward from a schedule in place; a V-shaped one would run it even in evaluation.
 
     Deletes actions of ``_PipelineScheduleRuntime.pipeline_order_with_comms``. If upstream renames
-    an action's type, the import fails. If it keeps the actions elsewhere, validation under
+    an action's type, the import fails. If it stores the actions elsewhere, validation under
     ``ZBVZeroBubble`` fails.
     """
     if isinstance(schedule, _PipelineScheduleRuntime):
@@ -48,22 +48,23 @@ def forward_only(schedule: PipelineSchedule) -> PipelineSchedule:
 def rank_order(
     schedule: str, rank: int, ranks: int, stages_per_rank: int, microbatches: int
 ) -> list[tuple[str, int, int]]:
-    """Return torch's order of a rank's actions under a schedule of several stages per rank.
+    """Return torch's order of a rank's actions for a schedule with several stages per rank.
 
-    A schedule's constructor wants stages with models, yet the order depends on numbers alone. So an
-    object without a constructor gets those numbers, and ``_calculate_single_rank_operations`` is
-    called on it. If upstream reads another field, this raises an AttributeError. If it computes the
-    order otherwise, the test that compares the order with a real schedule's fails.
+    A schedule's constructor needs stages with models, but the order depends only on a few numbers.
+    So this creates an object without calling the constructor, sets those numbers, and calls
+    ``_calculate_single_rank_operations`` on it. If upstream reads another field, this raises an
+    AttributeError. If upstream changes the order, the test that compares it with a real schedule's
+    order fails.
 
     Args:
         schedule: Name without its prefix ``Schedule``.
-        rank: Which rank of the pipeline.
+        rank: Rank in the pipeline.
         ranks: Pipeline ranks P.
-        stages_per_rank: Stages that each of them holds.
-        microbatches: Micro-batches m of a step.
+        stages_per_rank: Stages per pipeline rank.
+        microbatches: Micro-batches m per step.
 
     Returns:
-        Name of the computation, stage and micro-batch of every action; pauses are left out.
+        Name of the computation, stage and micro-batch of every action; idle slots are left out.
     """
     kind: Any = getattr(schedules, f"Schedule{schedule}")
     empty = object.__new__(kind)
@@ -87,21 +88,21 @@ def rank_order(
 def stages_built_by(
     build: Callable[[nn.Module, int], Any], stages: int, device: torch.device, group: Any
 ) -> Iterator[None]:
-    """Let torchtitan's `pipeline_llm` build its stages with a function of ours.
+    """Make torchtitan's `pipeline_llm` build its stages with ``build``.
 
-    Upstream has no argument for the shapes at a stage's boundaries, without which torch runs the
-    model to find them out. So ``PipelineStage`` in torchtitan's module is replaced. Its call is
+    Upstream has no argument for the shapes at a stage's boundaries, and without them torch runs the
+    model to infer them. So ``PipelineStage`` in torchtitan's module is replaced. Its call is
     ``PipelineStage(part, index, stages, device, group=group)`` in torchtitan 0.2.2.
 
     Args:
-        build: Builds a stage of its part of the model and its index.
-        stages: How many there are in the pipeline.
+        build: Builds a stage from its part of the model and its index.
+        stages: Number of stages in the pipeline.
         device: Of this rank.
         group: Process group of the pipeline.
 
     Raises:
-        TypeError: Upstream passes an argument that is not known here, which `build` would lose.
-        RuntimeError: Upstream's number of stages, device or group is another one.
+        TypeError: Upstream passes an unknown argument, which ``build`` would ignore.
+        RuntimeError: Upstream's number of stages, device or group differs from the expected one.
     """
     import torchtitan.distributed.pipeline_parallel as titan_pipeline
 

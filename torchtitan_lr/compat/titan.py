@@ -1,19 +1,20 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""torchtitan's configuration, tables and counters.
+"""Private parts of torchtitan's configuration, tables and counters.
 
-torchtitan is imported within the functions: the launcher comes through here, and what it refuses
-early must not cost the seconds of that import.
+The functions import torchtitan lazily: the launcher uses this module, and its early errors must not
+wait seconds for that import.
 
-Seen in torchtitan 0.2.2, the last release with TOML files and TrainSpec; pyproject.toml pins it.
+Tested with torchtitan 0.2.2, the last release with TOML files and TrainSpec; pyproject.toml pins
+it.
 """
 
 from typing import Any
 
 
 def merged_job_config(extension: Any) -> Any:
-    """Return torchtitan's JobConfig with the sections of an extension merged in.
+    """Return torchtitan's JobConfig merged with the sections of an extension.
 
-    Upstream merges only within its command-line parser, which ends the process on an error. Calls
+    Upstream merges only inside its command-line parser, which exits the process on an error. Calls
     ``ConfigManager._merge_configs``; if upstream removes it, every start fails with an
     AttributeError.
 
@@ -28,8 +29,8 @@ def merged_job_config(extension: Any) -> Any:
 def fill_job_config(config_class: Any, values: dict[str, Any]) -> Any:
     """Return an instance of a merged JobConfig, given checked values by section and key.
 
-    Calls ``ConfigManager._dict_to_dataclass``; what else the manager does (parse text, check the
-    tokenizer) is done already or comes later. If upstream removes it, every start fails with an
+    Calls ``ConfigManager._dict_to_dataclass``; the manager's other tasks (parsing text, checking
+    the tokenizer) are done before or after. If upstream removes it, every start fails with an
     AttributeError.
     """
     from torchtitan.config import ConfigManager
@@ -38,10 +39,11 @@ def fill_job_config(config_class: Any, values: dict[str, Any]) -> Any:
 
 
 def registered_specs() -> dict[str, Any]:
-    """Return the table of registered TrainSpecs by the model's name, not a copy.
+    """Return the table (not a copy) of registered TrainSpecs by model name.
 
-    Upstream can add to ``train_spec._extra_train_specs`` and look one name up, but neither list
-    the names nor replace one. If it moves the table, registration fails with an AttributeError.
+    Upstream's public functions add to ``train_spec._extra_train_specs`` and look up one name, but
+    cannot list or replace entries. If upstream moves the table, registration fails with an
+    AttributeError.
     """
     from torchtitan.protocols import train_spec
 
@@ -50,11 +52,11 @@ def registered_specs() -> dict[str, Any]:
 
 
 def mesh_of(parallel_dims: Any, name: str) -> Any:
-    """Return a mesh dimension of any size; the public ``get_mesh`` refuses one of size 1.
+    """Return a mesh dimension of any size; the public ``get_mesh`` raises for size 1.
 
     A model without data parallelism is wrapped over a group of one, see `apply_data_parallel`.
     Reads ``ParallelDims._meshes``, which ``world_mesh`` fills as a side effect. If upstream fills
-    it otherwise, this raises a KeyError or an AttributeError before the first step.
+    it elsewhere, this raises a KeyError or an AttributeError before the first step.
 
     Args:
         parallel_dims: torchtitan's ParallelDims.
@@ -65,12 +67,12 @@ def mesh_of(parallel_dims: Any, name: str) -> Any:
 
 
 def count_checkpointed_blocks_from(first: int) -> None:
-    """Let the blocks that torchtitan checkpoints next count from ``first``.
+    """Reset torchtitan's counter of checkpointed blocks to ``first``.
 
-    ``selective_ac_option = "2"`` treats every second block. Upstream counts blocks in a variable of
-    its module, ``_layer_sac_count``, through all models of a process: a second pipeline stage, and
-    a model that was only rehearsed, count on. If upstream renames it, writing it has no effect; the
-    door's test fails first.
+    ``selective_ac_option = "2"`` checkpoints every second block. Upstream counts blocks in a module
+    variable, ``_layer_sac_count``, across all models of a process, including a second pipeline
+    stage and rehearsed models. If upstream renames it, writing it has no effect; this function's
+    test fails first.
     """
     from torchtitan.distributed import activation_checkpoint
 
@@ -80,11 +82,11 @@ def count_checkpointed_blocks_from(first: int) -> None:
 def init_optimizer_container(
     container: Any, parameters: list[Any], defaults: dict[str, Any]
 ) -> None:
-    """Do what torchtitan's OptimizersContainer does at the end of its constructor.
+    """Run the last part of the constructor of torchtitan's OptimizersContainer.
 
-    The constructor itself builds one torch optimizer per model part; TSR-Adam has its own, so it is
-    skipped. Calls ``_post_init``, which starts torch's Optimizer (hooks of schedulers). If
-    upstream renames it, building TSR-Adam fails with an AttributeError.
+    The constructor builds one torch optimizer per model part; TSR-Adam has its own, so the
+    constructor is skipped. Calls ``_post_init``, which initializes torch's Optimizer (scheduler
+    hooks). If upstream renames it, building TSR-Adam fails with an AttributeError.
 
     Args:
         container: A subclass of OptimizersContainer with ``model_parts`` and ``optimizers`` set.
@@ -95,10 +97,9 @@ def init_optimizer_container(
 
 
 def drop_marker(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's arguments without torchtitan's marker, which is no value of the model's.
+    """Return a model's arguments without torchtitan's marker field.
 
-    ``BaseModelArgs`` has a field ``_enforced`` that only forces defaults on all other fields. If
-    upstream removes it, there is nothing to drop; another marker would appear in exported files,
-    and the door's test fails.
+    ``BaseModelArgs`` has a field ``_enforced``, whose only purpose is to require defaults on all
+    other fields. If upstream adds another marker, it appears in exported files, and a test fails.
     """
     return {key: value for key, value in values.items() if key != "_enforced"}

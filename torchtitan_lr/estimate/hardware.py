@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Reading the description of a machine."""
+"""Read the description of a machine."""
 
 from dataclasses import fields
 from math import isfinite
@@ -18,10 +18,10 @@ def load_hardware(name: str, folder: Path) -> Hardware:
 
     Args:
         name: A path that ends in ``.toml``, or the name of a file in ``folder``.
-        folder: Where the files are that come with the scripts.
+        folder: Folder of the hardware files that come with the scripts.
 
     Raises:
-        ConfigError: It does not exist, or does not hold exactly the fields of `Hardware`.
+        ConfigError: The file does not exist, or its keys are not exactly the fields of `Hardware`.
     """
     path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
     if not path.is_file():

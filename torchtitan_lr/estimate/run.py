@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A run on paper: its model, its plan, its mesh, and what each pipeline rank holds of it."""
+"""Description of a run for estimates: model, plan, mesh, and modules of each pipeline rank."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,14 +23,14 @@ from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, settings_f
 
 @dataclass(frozen=True)
 class Run:
-    """A configuration, with the model and the plan that are to be estimated in it.
+    """A configuration with the model and the plan to estimate.
 
     Args:
-        config: As `build_job_config` returns it, checked for ``world`` ranks.
-        world: Ranks.
-        args: The model.
+        config: Returned by `build_job_config`, checked for ``world`` ranks.
+        world: Number of ranks.
+        args: The model's arguments.
         settings: The resolved tensor-parallel plan.
-        baseline: Whether AdamW and plain gradients stand in for the configured ones.
+        baseline: Whether AdamW and uncompressed gradients replace the configured ones.
     """
 
     config: Any
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def mesh(self) -> dict[str, MeshDim]:
-        """Sizes and strides of the mesh, innermost first as torchtitan lays it out."""
+        """Sizes and strides of the mesh dimensions, innermost first, in torchtitan's order."""
         sizes = {"tp": self.tp, "fsdp": self.shard, "dp_replicate": self.replicas, "pp": self.pp}
         mesh, stride = {}, 1
         for name, size in sizes.items():
@@ -71,7 +71,7 @@ class Run:
 
     @property
     def accumulation(self) -> int:
-        """Passes of the local batch in a step."""
+        """Gradient accumulation: passes of the local batch per step."""
         training = self.config.training
         if training.global_batch_size == -1:
             return 1
@@ -88,7 +88,7 @@ class Run:
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches of one pass of the pipeline; 1 without one."""
+        """Micro-batches per pass of the pipeline; 1 without a pipeline."""
         return int(self.config.training.local_batch_size // self.microbatch)
 
     @property
@@ -103,7 +103,7 @@ class Run:
 
     @property
     def precision(self) -> Precision:
-        """Bytes of an element."""
+        """Bytes per element."""
         training = self.config.training
         names = (
             training.dtype,
@@ -114,9 +114,9 @@ class Run:
 
     @property
     def wire_dtypes(self) -> dict[str, str]:
-        """Name of the dtype in which every kind of tensor travels, by `Traffic.role`.
+        """Name of the dtype in which tensors are sent, by `Traffic.role`.
 
-        Beside the roles stands ``stored``: what an optimizer sums are gradients as they are stored.
+        The additional key ``stored`` is the dtype of stored gradients, which an optimizer sums.
         """
         training = self.config.training
         computed = dict.fromkeys(("activation", "parameter"), training.mixed_precision_param)
@@ -179,7 +179,7 @@ class Run:
         ]
 
     def stages_of(self, pp_rank: int) -> list[int]:
-        """Return the stages that a pipeline rank holds, by torch's rules."""
+        """Return the stages of a pipeline rank, assigned as in torch."""
         count = len(self.stages)
         if self.config.parallelism.pipeline_parallel_schedule == "ZBVZeroBubble" and self.pp > 1:
             return [pp_rank, count - 1 - pp_rank]
@@ -198,10 +198,10 @@ def blocks_of(units: dict[str, NamedShapes]) -> int:
 
 
 def read_run(config: Any, world: int) -> Run:
-    """Return the run that a checked configuration describes.
+    """Return the run of a checked configuration.
 
     Raises:
-        ConfigError: The model is another package's.
+        ConfigError: The model is not from this package.
     """
     args = llama_args(config)
     if args is None:

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""When each rank of a pipeline runs what: its idle time, and how many micro-batches it holds.
+"""Simulation of pipeline schedules: idle time and micro-batches in flight.
 
-The order of actions is torch's for the interleaved schedules, and the textbook's, which is torch's
-too, for 1F1B and GPipe. Actions take the time of their stage and wait for what they need: formulas
-for bubbles hold for equal stages only, this simulation for any.
+The order of actions is torch's for the interleaved schedules. For 1F1B and GPipe it is the textbook
+order, which torch uses too. Each action takes its stage's time and waits for its dependencies.
+Closed formulas for bubbles require equal stages; this simulation does not.
 """
 
 from collections import Counter
@@ -15,12 +15,12 @@ from torchtitan_lr.parallel.pipeline.stage_split import SCHEDULES
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a rank does.
+    """One action of a rank.
 
     Args:
         kind: ``F`` forward, ``B`` backward, ``I`` backward of the inputs, ``W`` of the weights.
-        stage: Which stage.
-        microbatch: Which micro-batch.
+        stage: Index of the stage.
+        microbatch: Index of the micro-batch.
     """
 
     kind: str
@@ -44,8 +44,8 @@ def pipeline_order(
     Args:
         schedule: One of `SCHEDULES`.
         ranks: Pipeline ranks P.
-        stages_per_rank: Stages that each of them holds.
-        microbatches: Micro-batches m of a step.
+        stages_per_rank: Stages per rank.
+        microbatches: Micro-batches m per step.
     """
     if not SCHEDULES[schedule][0]:
         ahead = [microbatches if schedule == "GPipe" else ranks - p for p in range(ranks)]
@@ -67,7 +67,7 @@ _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD
 
 
 def _one_stage(stage: int, ahead: int, microbatches: int) -> list[Action]:
-    """`ahead` forward passes, then backward and forward in turns, then the other backwards."""
+    """Return `ahead` forwards, then alternating backwards and forwards, then the last backwards."""
     order = [Action("F", stage, i) for i in range(ahead)]
     for i in range(microbatches):
         order.append(Action("B", stage, i))
@@ -77,18 +77,18 @@ def _one_stage(stage: int, ahead: int, microbatches: int) -> list[Action]:
 
 
 def most_in_flight(order: Sequence[Action], stage_bytes: Mapping[int, float]) -> tuple[float, int]:
-    """Return the most bytes that a rank's micro-batches hold at once, and how many those are.
+    """Return the peak bytes of a rank's micro-batches in flight, and their number at the peak.
 
     Args:
         order: The rank's actions.
-        stage_bytes: What a micro-batch leaves in a stage between forward and backward.
+        stage_bytes: Bytes that a stage saves per micro-batch between forward and backward.
     """
     held: Counter[int] = Counter()
     worst, count = 0.0, 0
     for action in order:
         if action.kind == "F":
             held[action.stage] += 1
-        elif action.kind in "BW":  # the weights' gradients need what was kept, too
+        elif action.kind in "BW":  # weight gradients also need the saved activations
             held[action.stage] -= 1
         size = sum(n * stage_bytes[stage] for stage, n in held.items())
         if size > worst or not count:
@@ -97,14 +97,14 @@ def most_in_flight(order: Sequence[Action], stage_bytes: Mapping[int, float]) ->
 
 
 def makespan(orders: Sequence[Sequence[Action]], seconds: Sequence[StageSeconds]) -> float:
-    """Return the seconds from the first action to the end of the last.
+    """Return the seconds from the first action to the end of the last one.
 
     Args:
         orders: Every rank's actions.
-        seconds: Of every stage; a backward in two halves is cut in the middle.
+        seconds: Times of every stage; a split backward takes half of the time for each part.
 
     Raises:
-        ValueError: If the ranks wait for one another for ever.
+        ValueError: The schedule has a deadlock.
     """
     done: dict[Action, float] = {}
     clocks, places = [0.0] * len(orders), [0] * len(orders)
@@ -121,12 +121,12 @@ def makespan(orders: Sequence[Sequence[Action]], seconds: Sequence[StageSeconds]
                 clocks[rank] = done[action] = start + _duration(action, seconds)
                 places[rank] += 1
         if sum(places) == before:
-            raise ValueError("the schedule never ends: its ranks wait for one another")
+            raise ValueError("the schedule has a deadlock: its ranks wait for one another")
     return max(clocks)
 
 
 def _needs(action: Action, stages: int) -> list[list[Action]]:
-    """What has to be done before, each in one of two forms."""
+    """Return the dependencies of an action; each is met by any of its alternatives."""
     stage, i = action.stage, action.microbatch
     if action.kind == "F":
         return [[Action("F", stage - 1, i)]] if stage else []

@@ -1,15 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A modelled step time: matrix products at a measured fraction of the peak, collectives by α-β.
+"""A step-time model: matrix products at a measured fraction of the peak, α-β for collectives.
 
-The model leaves out what it cannot know (kernel launches, the optimizer, element-wise work) and
-takes one efficiency for all products, which thin ones do not reach. So its times are too short, for
-low-rank plans more than for full rank, and the ratio of two of them bounds no measured ratio. A
-collective of N ranks costs α a call, and its bytes times the share that crosses a link (2(N-1)/N
-for an all-reduce, (N-1)/N for a gather, a scatter or an all-to-all, 1 for a message) over the
-link's bandwidth. Tensor-parallel activations and a pipeline's messages stand between two products
-and are exposed; the online norm's statistic and the data-parallel traffic run beside the
-computation and are exposed only where they take longer; what TSR-Adam sends at the end of a step is
-exposed.
+The model omits kernel launches, the optimizer and element-wise work, and uses one efficiency for
+all products, which thin ones do not reach. Its times are therefore too short, more so for low-rank
+plans than for full rank, and a ratio of two modelled times does not bound the measured ratio.
+
+A collective of N ranks costs α per call, plus its bytes times the share that crosses a link
+(2(N-1)/N for an all-reduce, (N-1)/N for a gather, a scatter or an all-to-all, 1 for a message) over
+the link's bandwidth. Tensor-parallel activations and pipeline messages lie between two products and
+are exposed. The online norm's statistic and data-parallel traffic overlap with computation and are
+exposed only where they take longer. TSR-Adam's traffic at the end of a step is exposed.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,22 +20,22 @@ from torchtitan_lr.formulas.traffic import Traffic
 _WIRE_SHARE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 _BESIDE = ("parameter", "gradient", "index", "statistic")
-"""Roles that have a stream of their own in forward and backward."""
+"""Roles whose collectives overlap with computation in forward and backward."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A kind of machine; the files of ``scripts/hardware/`` hold these.
+    """A kind of machine, described by a file in ``scripts/hardware/``.
 
     Args:
-        name: For people.
-        peak_tflops: Dense bf16 peak of a device.
-        matmul_efficiency: Fraction of it that large products reach, at most 1.
-        memory_gib: Of a device.
-        devices_per_node: Devices that the fast link joins.
-        intra_node_gbytes_per_s: Bandwidth of that link, a device and direction, GB/s.
-        inter_node_gbytes_per_s: Bandwidth between nodes, a device and direction, GB/s.
-        latency_us: α, microseconds a collective.
+        name: Display name.
+        peak_tflops: Dense bf16 peak of a device, TFLOP/s.
+        matmul_efficiency: Fraction of the peak that large products reach, at most 1.
+        memory_gib: Memory of a device, GiB.
+        devices_per_node: Devices connected by the fast link.
+        intra_node_gbytes_per_s: Bandwidth of that link per device and direction, GB/s.
+        inter_node_gbytes_per_s: Bandwidth between nodes per device and direction, GB/s.
+        latency_us: α, microseconds per collective.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class MeshDim:
-    """A mesh dimension: its size, and how far apart its neighbours are in global ranks."""
+    """A mesh dimension: its size, and the distance of neighbours in global ranks."""
 
     size: int
     stride: int
@@ -61,10 +61,10 @@ class StepTime:
     """Seconds of an optimizer step of one rank.
 
     Args:
-        compute: Its matrix products.
-        exposed_communication: Time in which nothing else runs.
-        hidden_communication: Time that passes beside computation.
-        bubble: Time it waits for other stages of a pipeline.
+        compute: Time of matrix products.
+        exposed_communication: Communication that does not overlap with computation.
+        hidden_communication: Communication that overlaps with computation.
+        bubble: Idle time in the pipeline.
     """
 
     compute: float
@@ -74,7 +74,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Compute, exposed communication and bubble."""
+        """Sum of compute, exposed communication and bubble."""
         return self.compute + self.exposed_communication + self.bubble
 
 
@@ -96,10 +96,10 @@ def model_step_time(
     Args:
         compute: Seconds of its products, recomputation included.
         traffic: Every collective of the step.
-        element_size: Returns the bytes of an element of a row.
-        mesh: Dimensions by name; of those that `traffic` names, all must be there.
+        element_size: Returns the bytes per element of a row.
+        mesh: Mesh dimensions by name; must contain every dimension in `traffic`.
         hardware: The machine.
-        bubble: Seconds that a pipeline's rank waits.
+        bubble: Idle seconds of the pipeline rank.
     """
     exposed, beside = 0.0, 0.0
     for row in traffic:
@@ -118,7 +118,7 @@ def exposed_seconds(
     mesh: dict[str, MeshDim],
     hardware: Hardware,
 ) -> dict[str, float]:
-    """Return the seconds of the activations' collectives and messages by pass."""
+    """Return the exposed seconds of activation collectives and messages, by pass."""
     seconds = {"forward": 0.0, "backward": 0.0}
     for row in traffic:
         if row.pass_ in seconds and row.role not in _BESIDE:
@@ -128,7 +128,7 @@ def exposed_seconds(
 
 
 def collective_seconds(row: Traffic, element_size: int, dim: MeshDim, hardware: Hardware) -> float:
-    """Return the modelled time of equal collectives; a message counts where it is sent."""
+    """Return the modelled time of a row of collectives; a message counts on its sender."""
     if dim.size == 1 or row.op == "recv":
         return 0.0
     # A message goes to one neighbour; a collective spans the whole dimension.

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Counting the memory that operators made and that is still there, real or fake."""
+"""Count the live memory that operators allocated, real or fake."""
 
 import gc
 from typing import Any
@@ -13,13 +13,13 @@ from torchtitan_lr.compat.fake import while_finding_shapes
 
 
 class LivingStorages(TorchDispatchMode):
-    """Knows every storage that operators made, and which of them are still there.
+    """Tracks the storages that operators allocate, and which of them are alive.
 
     Args:
-        outside: Addresses of storages that do not count: parameters, buffers, inputs.
+        outside: Addresses of storages to ignore: parameters, buffers, inputs.
 
     Attributes:
-        peak: The most bytes that were there after any operator.
+        peak: Maximum of the live bytes after any operator.
     """
 
     def __init__(self, outside: set[int]) -> None:
@@ -40,19 +40,19 @@ class LivingStorages(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and not self._paused:
                 storage = leaf.untyped_storage()
-                # An address is free for another storage once its own is gone.
+                # An address can be reused after its storage is freed.
                 address = storage_address(storage)
                 known = self._storages.get(address)
                 if known is None or known[0].expired():
                     self._storages[address] = (StorageWeakRef(storage), storage.nbytes())
                     self._at_most += storage.nbytes()
-        if self._at_most > self.peak:  # else looking for what is gone would be in vain
+        if self._at_most > self.peak:  # otherwise a sweep cannot change the peak
             self._at_most = self._sweep()
             self.peak = max(self.peak, self._at_most)
         return out
 
     def __enter__(self) -> "LivingStorages":
-        # Walking through all that torch's modules made would take longer than a rehearsal.
+        # A collection over all objects of torch's modules would take longer than a rehearsal.
         self._froze = gc.get_freeze_count() == 0
         if self._froze:
             gc.freeze()
@@ -71,7 +71,7 @@ class LivingStorages(TorchDispatchMode):
         self._paused = paused
 
     def bytes(self) -> int:
-        """Return the bytes of the living storages."""
+        """Return the bytes of the live storages."""
         gc.collect()
         return self._sweep()
 

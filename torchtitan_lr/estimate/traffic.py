@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Every collective of a step of a run, from the formulas.
+"""Collectives of one step of a run, from the formulas.
 
-Left out are the few scalars of clipping, logging and agreement (the ledger's scope ``step``),
-except those that belong to TSR-Adam. With a pipeline and ``fsdp_reshard_after_forward = "always"``
-the weights' gathers are counted once a pass, which is less than micro-batches cause.
+The scalars of clipping, logging and stop signals (the ledger's scope ``step``) are not included,
+except those of TSR-Adam. With a pipeline and ``fsdp_reshard_after_forward = "always"``, weight
+gathers are counted once per pass, although each micro-batch repeats them.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -35,12 +35,12 @@ from torchtitan_lr.parallel.pipeline.stage_split import layers_before_boundaries
 
 
 def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> list[Traffic]:
-    """Return what a rank sends in a step in which TSR-Adam refreshes nothing.
+    """Return a rank's traffic in a step without TSR-Adam refreshes.
 
     Args:
         run: The run.
-        pp_rank: Which pipeline rank.
-        rehearsal: Tells what activation checkpointing repeats; None for nothing.
+        pp_rank: Pipeline rank.
+        rehearsal: Contains the collectives that activation checkpointing repeats; None for none.
     """
     rows = [*_tensor(run, pp_rank), *_data(run, pp_rank), *_messages(run, pp_rank)]
     if rehearsal is not None:
@@ -51,11 +51,11 @@ def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> 
 
 
 def element_size(row: Traffic, dtypes: Mapping[str, str]) -> int:
-    """Return the bytes of an element of a row.
+    """Return the bytes per element of a row.
 
     Args:
-        row: Its role decides.
-        dtypes: As `Run.wire_dtypes` tells them.
+        row: Its role determines the dtype.
+        dtypes: Returned by `Run.wire_dtypes`.
     """
     stored = row.role == "gradient" and row.pass_ == "optimizer"
     dtype: torch.dtype = getattr(torch, dtypes["stored" if stored else row.role])
@@ -63,7 +63,7 @@ def element_size(row: Traffic, dtypes: Mapping[str, str]) -> int:
 
 
 def bytes_by_dim(rows: Iterable[Traffic], dtypes: Mapping[str, str]) -> dict[str, dict[str, int]]:
-    """Add up bytes by mesh dimension and operation; ``dtypes`` as in `element_size`."""
+    """Sum bytes by mesh dimension and operation; ``dtypes`` as in `element_size`."""
     result: dict[str, dict[str, int]] = {}
     for row in rows:
         ops = result.setdefault(row.mesh_dim, {})
@@ -76,7 +76,7 @@ def _times(rows: Iterable[Traffic], count: int) -> list[Traffic]:
 
 
 def _here(run: Run, pp_rank: int, rows: Iterable[Traffic]) -> list[Traffic]:
-    """Keep the rows of what a pipeline rank holds; the loss is beside the head."""
+    """Return the rows of a pipeline rank's modules; the loss is on the rank of the head."""
     scopes = set(run.units_of(pp_rank))
     if "head" in scopes:
         scopes.add("loss")
@@ -89,7 +89,7 @@ def _tensor(run: Run, pp_rank: int) -> list[Traffic]:
 
 
 def _repeated(run: Run, pp_rank: int, rehearsal: Rehearsal) -> list[Traffic]:
-    """What checkpointed blocks send again in backward."""
+    """Return the collectives that checkpointed blocks repeat in backward."""
     count = blocks_of(run.units_of(pp_rank)) * run.microbatches * run.accumulation
     return [
         repeated_row(run, "blocks", op, dtype, round(calls * count), round(elements * count))
@@ -98,7 +98,7 @@ def _repeated(run: Run, pp_rank: int, rehearsal: Rehearsal) -> list[Traffic]:
 
 
 def repeated_row(run: Run, scope: str, op: str, dtype: str, calls: int, elements: int) -> Traffic:
-    """Return a row of what checkpointing sends again; fp32 beside bf16 is the norm's statistic."""
+    """Return a row of a repeated collective; an fp32 one in a bf16 run is the norm's statistic."""
     wide = "float32" if run.precision.compute < 4 else ""
     role = "statistic" if dtype == wide else "activation"
     return Traffic(scope, "backward", op, role, calls, elements)
@@ -113,7 +113,7 @@ def _messages(run: Run, pp_rank: int) -> list[Traffic]:
 
 
 def boundaries_of(run: Run) -> list[int]:
-    """Return the elements of a sequence that a rank sends over each boundary between stages."""
+    """Return the elements per sequence that a rank sends over each stage boundary."""
     return [
         boundary_elements(run.args, run.settings, run.tp, run.seq_len, before)
         for before in layers_before_boundaries(run.config, run.args.n_layers)
@@ -136,7 +136,7 @@ def _data(run: Run, pp_rank: int) -> list[Traffic]:
 
 
 def _compressed(run: Run, uncompressed: Sequence[Traffic]) -> list[Traffic]:
-    """Put the codec's rows in place of the gradients'; only the last micro-batch exchanges them."""
+    """Replace the gradients' rows by the codec's, sent only in the last micro-batch."""
     crossed = "dp_replicate" if run.replicas > 1 else "fsdp"
     rows = []
     for row in uncompressed:
@@ -152,7 +152,7 @@ def _compressed(run: Run, uncompressed: Sequence[Traffic]) -> list[Traffic]:
 
 
 def exchanged_units(run: Run) -> list[tuple[str, Exchange, CodecSizes]]:
-    """Return the scope of every FSDP unit, what it exchanges, and by which codec."""
+    """Return the scope, the exchange and the codec sizes of every FSDP unit."""
     crosses_hosts = run.replicas > 1
     ranks = run.replicas if crosses_hosts else run.shard
     settings = settings_for(run.config, ranks)
@@ -173,12 +173,12 @@ def exchanged_units(run: Run) -> list[tuple[str, Exchange, CodecSizes]]:
 
 
 def optimizer_traffic(run: Run, pp_rank: int, refreshing: Collection[int]) -> list[Traffic]:
-    """Return what TSR-Adam sends in a step.
+    """Return TSR-Adam's traffic in a step.
 
     Args:
         run: A run with TSR-Adam.
-        pp_rank: Which pipeline rank.
-        refreshing: Which of the rank's compressed matrices refresh, by `tsr_names`.
+        pp_rank: Pipeline rank.
+        refreshing: Indices into `tsr_names` of the matrices that refresh.
     """
     assert run.tsr is not None
     sharding = {name: run.mesh[name].size for name in ("fsdp", "tp") if run.mesh[name].size > 1}
@@ -207,7 +207,7 @@ def tsr_names(run: Run, pp_rank: int) -> list[str]:
 
 
 def average_optimizer_traffic(run: Run, pp_rank: int) -> list[Traffic]:
-    """Return what TSR-Adam sends in a step on average over its refreshes, rounded."""
+    """Return TSR-Adam's traffic per step, averaged over its refreshes and rounded."""
     plans = [run.tsr_plans[name] for name in tsr_names(run, pp_rank)]
     if not plans:
         return optimizer_traffic(run, pp_rank, ())

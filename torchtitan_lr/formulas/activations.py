@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What low-rank activation checkpointing keeps and what it repeats, in closed form."""
+"""Saved bytes and recomputed FLOPs of low-rank activation checkpointing, in closed form."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ from torchtitan_lr.formulas.traffic import PlanSettings
 
 @dataclass(frozen=True)
 class Split:
-    """How a block is split.
+    """Tensor-parallel split of a block.
 
     Args:
         degree: Tensor-parallel ranks T.
-        settings: The plan; needed where T > 1.
+        settings: The plan; required if T > 1.
     """
 
     degree: int = 1
@@ -36,7 +36,7 @@ def kept_bytes(
     save_attention: bool = False,
     split: Split = Split(),
 ) -> int:
-    """Bytes that one block keeps for backward under low-rank checkpointing, on one rank.
+    """Return the bytes that one block saves for backward under low-rank checkpointing, per rank.
 
     The block's input and the seven latents: nd + 7nr elements (the residual in the middle of the
     block, the second nd of CoLA's Table 4, is made again from the o latent). `PlanFormula.kept`
@@ -46,9 +46,9 @@ def kept_bytes(
         shape: Shape and family of the model; low-rank.
         tokens: Tokens n of the micro-batch.
         n_heads: Query heads.
-        element_size: Bytes of an activation.
-        save_attention: Whether attention's output (nd/T elements) and the log-sum-exp of every
-            head and token are kept. Where every rank attends with every head, T is 1 here.
+        element_size: Bytes per activation element.
+        save_attention: Whether attention's output (nd/T elements) and the log-sum-exp of every head
+            and token are saved. T is 1 here if every rank computes all heads.
         split: Tensor parallelism.
     """
     formula, t = split.formula, split.degree
@@ -65,18 +65,18 @@ def kept_bytes(
 def recompute_flops(
     shape: ModelShape, seq_len: int, save_attention: bool = False, tp_degree: int = 1
 ) -> int:
-    """FLOPs that low-rank checkpointing repeats in one block for one sequence, on one rank.
+    """Return the FLOPs that low-rank checkpointing recomputes per block, sequence and rank.
 
     The up-projections of q, k, v, o, gate and up: (8 + 4·d_ff/d)·ndr with equal ranks and
     multi-head attention, 18.0 ndr at d_ff = 2.5d (CoLA, Eq. 18 prints 18.5). The down-projections
-    are not repeated, nor is the last up-projection, whose result is the next block's kept input.
-    Attention adds 4n²d unless its output is kept.
+    are not recomputed, nor is the last up-projection, whose result is the next block's saved input.
+    Attention adds 4n²d unless its output is saved.
 
     Args:
         shape: Shape and family of the model; low-rank.
         seq_len: Tokens n in the sequence.
-        save_attention: Whether attention's output is kept.
-        tp_degree: Ranks T that share the work evenly (not: ``vanilla_replicated``).
+        save_attention: Whether attention's output is saved.
+        tp_degree: Ranks T that share the work evenly (not for ``vanilla_replicated``).
     """
     attention = sum(d_out for _, d_out in attention_sides(shape)) * shape.rank_attention
     gate, up, _ = feed_forward_sides(shape)
@@ -88,7 +88,7 @@ def recompute_flops(
 
 
 def layer_recompute_flops(shape: ModelShape, seq_len: int, tp_degree: int = 1) -> int:
-    """FLOPs of repeating a whole block, as full checkpointing does: its forward pass.
+    """Return the FLOPs of recomputing a whole block's forward pass (full checkpointing).
 
     (22 + 6·d_ff/d)·ndr + 4n²d with equal ranks and multi-head attention.
     """

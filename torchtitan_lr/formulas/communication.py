@@ -4,9 +4,8 @@
 BOOST counts the elements of the payloads per decoder block and pass: 2bsd at full rank,
 5bsd + 2bs·d_ff for vanilla low-rank tensor parallelism (Eq. 2), 7bsr for BTP (Eq. 3, Table 6). Its
 factor of two for backward holds for BTP and full rank; vanilla's backward differs, and depends on
-which linears share the all-reduce of their input's gradient. `plans` lists every call of every
-plan, in both directions; here they become those of a model. `data_parallel` continues with weights
-and gradients.
+which linears share the all-reduce of their input's gradient. `plans` lists every call of every plan
+in both passes; this module sums them over a model. `data_parallel` covers weights and gradients.
 
 n is the number of tokens b·s in a micro-batch on one rank.
 """
@@ -19,13 +18,13 @@ from torchtitan_lr.formulas.plans.registry import FORMULAS
 from torchtitan_lr.formulas.traffic import PlanSettings, Traffic, merge
 
 COLUMN_MULTIPLE = 8
-"""A payload that carries the norm's statistic as a column is padded to a multiple of this width."""
+"""A payload with the norm's statistic as a column is padded to a multiple of this width."""
 
 
 def model_traffic(
     shape: ModelShape, settings: PlanSettings, tp_degree: int, tokens: int
 ) -> list[Traffic]:
-    """Every collective of tensor parallelism in one micro-batch.
+    """Return every tensor-parallel collective of one micro-batch.
 
     Args:
         shape: Shape and family of the model.
@@ -55,22 +54,22 @@ def block_traffic(
     column_multiple: int = COLUMN_MULTIPLE,
     ranks: int = 1,
 ) -> list[Traffic]:
-    """Collectives of one decoder block (T > 1).
+    """Return the collectives of one decoder block (T > 1).
 
     Args:
         shape: Shape and family of the model.
         settings: The plan.
         tokens: Tokens n of the micro-batch.
-        first_block: Whether it is the first, which mixes no latents.
+        first_block: Whether it is the first block, which mixes no latents.
         column_multiple: Padding of a payload with a statistic column; 1 for none.
-        ranks: T, to a multiple of which an fp32 sum's payload is padded; 1 for none.
+        ranks: T; an fp32 sum's payload is padded to a multiple of it; 1 for no padding.
 
     Returns:
         Rows with the scope ``block``.
     """
     formula = FORMULAS[settings.plan]
     rows = [*formula.block(shape, settings, tokens, ranks, column_multiple)]
-    # A learned gate on shards of the latents: its gradient is a sum over the ranks, group by group.
+    # A learned gate on latent shards: its gradient is summed over the ranks, once per group.
     shards = formula.shards_latents or settings.comm == "sequence"
     if shape.family == "lax" and shape.lax_gate == "scalar" and shards and not first_block:
         rows.append(backward("all_reduce", [3, 1, 2, 1]))
@@ -78,12 +77,12 @@ def block_traffic(
 
 
 def embedding_traffic(shape: ModelShape, settings: PlanSettings, tokens: int) -> list[Traffic]:
-    """Collectives of the embedding, which is sharded along d in every plan (T > 1)."""
+    """Return the collectives of the embedding, sharded along d in every plan (T > 1)."""
     return FORMULAS[settings.plan].embedding(shape, settings, tokens)
 
 
 def head_traffic(shape: ModelShape, settings: PlanSettings, tokens: int) -> list[Traffic]:
-    """Collectives of the final norm and the vocabulary-parallel head (T > 1)."""
+    """Return the collectives of the final norm and the vocabulary-parallel head (T > 1)."""
     rows = FORMULAS[settings.plan].head(shape, settings, tokens)
     if not settings.loss_parallel:
         rows = [*rows, forward("all_gather", [tokens * shape.vocab_size])]
@@ -91,7 +90,7 @@ def head_traffic(shape: ModelShape, settings: PlanSettings, tokens: int) -> list
 
 
 def loss_traffic(settings: PlanSettings, tokens: int) -> list[Traffic]:
-    """Scalars per token of torch's loss parallel (T > 1): maximum, sum, and the label's logit."""
+    """Return torch's loss-parallel scalars per token (T > 1): maximum, sum, the label's logit."""
     if not settings.loss_parallel:
         return []
     return [forward("all_reduce", [tokens] * 3, "loss", scope="loss")]

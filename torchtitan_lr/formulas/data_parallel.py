@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Collectives of data parallelism in closed form: FSDP2, HSDP and replication.
+"""Collectives of FSDP2, HSDP and replication in closed form.
 
 The gradients of the linears of L low-rank blocks are L(11dr + 3·d_ff·r) elements, against
-L(4d² + 3d·d_ff) at full rank (BOOST, Table 6). Exactly counted are FSDP2's units (the embedding,
-each block, the head, and the root, which has the final norm) with all their parameters, each padded
-to the ranks.
+L(4d² + 3d·d_ff) at full rank (BOOST, Table 6). The formulas here are exact: they count all
+parameters of FSDP2's units (the embedding, each block, the head, and the root, which has the final
+norm), each padded to the ranks.
 """
 
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ class DataParallel:
     """Degrees and policy.
 
     Args:
-        replicate: Ranks that hold equal parameters.
-        shard: Ranks that share each parameter.
+        replicate: Number of replicas.
+        shard: Ranks that shard each parameter.
         reshard_after_forward: Whether weights are gathered again for backward.
-        reshard_last: The same for the head, the unit that backward needs first.
+        reshard_last: The same for the head, the first unit in backward.
         microbatches: Forward and backward passes per optimizer step.
     """
 
@@ -46,7 +46,7 @@ class DataParallel:
 
 
 def linear_volume(shape: ModelShape) -> int:
-    """Elements of all blocks' linears (BOOST, Table 6): L(11dr + 3·d_ff·r) with equal ranks."""
+    """Return the elements of all blocks' linears (BOOST, Table 6): L(11dr + 3·d_ff·r)."""
     rank_attention, rank_ffn = group_ranks(shape)
     attention = sum(linear_parameters(*side, rank_attention) for side in attention_sides(shape))
     feed_forward = sum(linear_parameters(*side, rank_ffn) for side in feed_forward_sides(shape))
@@ -56,10 +56,10 @@ def linear_volume(shape: ModelShape) -> int:
 def data_parallel_traffic(
     shape: ModelShape, settings: PlanSettings, tp_degree: int, layout: DataParallel
 ) -> list[Traffic]:
-    """Every collective of data parallelism in one optimizer step.
+    """Return every data-parallel collective of one optimizer step.
 
-    FSDP gathers a unit's weights for forward and, resharded, again for backward, and
-    reduce-scatters its gradients, in every micro-batch. Sums over replicas wait for the last one.
+    In every micro-batch, FSDP gathers a unit's weights for forward (and again for backward if they
+    are resharded) and reduce-scatters its gradients. Sums over replicas run only in the last one.
 
     Args:
         shape: Shape and family of the model.
@@ -102,7 +102,7 @@ def _fsdp_unit(scope: str, elements: int, reshards: bool, layout: DataParallel) 
 
 
 def unit_parameters(shape: ModelShape, settings: PlanSettings, tp_degree: int) -> dict[str, Shapes]:
-    """Shapes of the parameters of each FSDP unit on one tensor-parallel rank.
+    """Return the parameter shapes of each FSDP unit on one tensor-parallel rank.
 
     Args:
         shape: Shape and family of the model.
@@ -125,7 +125,7 @@ def unit_parameters(shape: ModelShape, settings: PlanSettings, tp_degree: int) -
 
 
 def unit_names(shape: ModelShape) -> dict[str, list[str]]:
-    """Names of the parameters of each FSDP unit, in the order of `unit_parameters`.
+    """Return the parameter names of each FSDP unit, in the order of `unit_parameters`.
 
     Args:
         shape: Shape and family of the model.
@@ -146,7 +146,7 @@ def unit_names(shape: ModelShape) -> dict[str, list[str]]:
 def named_parameters(
     shape: ModelShape, settings: PlanSettings, tp_degree: int
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Shapes by name and FSDP unit; arguments as of `unit_parameters`."""
+    """Return shapes by name and FSDP unit; arguments as in `unit_parameters`."""
     units = unit_parameters(shape, settings, tp_degree)
     return {
         unit: dict(zip(names, units[unit], strict=True))
@@ -166,7 +166,7 @@ def _linears(shape: ModelShape, settings: PlanSettings, t: int) -> Shapes:
 
 
 def padded(parameters: Sequence[tuple[int, ...]], ranks: int) -> int:
-    """Elements of parameters that FSDP2 cuts along their first dimension, each padded to the ranks.
+    """Return the elements of parameters that FSDP2 shards on dim 0, each padded to the ranks.
 
     Args:
         parameters: Shapes.

@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Floating-point operations of a training step, in closed form.
 
-Counted are the multiplications and additions of matrix products: 2·m·n·k for an (m, k) by (k, n)
-product, and twice that again in backward (one product for each operand's gradient; CoLA,
-section 3.2). Norms, activations, RoPE and the embedding look-up are not counted, neither is
-recomputation: these are the FLOPs of MFU. Causal attention is counted in full, as in CoLA's
-Table 2 and by ``torch.utils.flop_counter`` under ``SDPBackend.MATH``.
+The formulas count multiplications and additions of matrix products: 2·m·n·k for an (m, k) by (k, n)
+product in forward, and twice that in backward (one product per operand's gradient; CoLA, section
+3.2). They omit norms, activations, RoPE, the embedding look-up and recomputation, as MFU requires.
+Causal attention is counted in full, as in CoLA's Table 2 and by ``torch.utils.flop_counter`` under
+``SDPBackend.MATH``.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from torchtitan_lr.formulas.parameters import (
 )
 
 FORWARD_AND_BACKWARD = 3
-"""Forward once, backward twice as much."""
+"""Forward counts once, backward twice."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class LayerFlops:
 
 
 def layer_flops(shape: ModelShape, seq_len: int) -> LayerFlops:
-    """FLOPs of one block for one sequence of n tokens, forward and backward.
+    """Return the FLOPs of one block for one sequence of n tokens, forward and backward.
 
     With multi-head attention and one rank these are 24nd² + 12n²d + 18ndf at full rank (CoLA,
-    Table 2) and 48ndr + 12n²d + 18nr(d + f) factorised (CoLA, Table 3). Grouped-query attention
-    shortens only the k and v linears: every query head still meets every key, hence 12n²d.
+    Table 2) and 48ndr + 12n²d + 18nr(d + f) factorized (CoLA, Table 3). Grouped-query attention
+    shortens only the k and v linears. Every query head still attends to every key, hence 12n²d.
 
     Args:
         shape: Shape and family of the model.
@@ -63,12 +63,12 @@ def layer_flops(shape: ModelShape, seq_len: int) -> LayerFlops:
 
 
 def head_flops(shape: ModelShape, seq_len: int) -> int:
-    """FLOPs of the output projection for one sequence, forward and backward: 6ndV."""
+    """Return the FLOPs of the output projection per sequence, forward and backward: 6ndV."""
     return FORWARD_AND_BACKWARD * 2 * seq_len * shape.dim * shape.vocab_size
 
 
 def flops_per_sequence(shape: ModelShape, seq_len: int) -> int:
-    """FLOPs of the whole model for one sequence, forward and backward.
+    """Return the FLOPs of the whole model for one sequence, forward and backward.
 
     Args:
         shape: Shape and family of the model.
@@ -81,11 +81,13 @@ def flops_per_sequence(shape: ModelShape, seq_len: int) -> int:
 
 
 def flops_per_token(shape: ModelShape, seq_len: int) -> int:
-    """FLOPs of the whole model per token, forward and backward; exact, every term has a factor n.
+    """Return the FLOPs of the whole model per token, forward and backward.
+
+    The division is exact, since every term has a factor n.
 
     Args:
         shape: Shape and family of the model.
-        seq_len: Tokens in the sequence the token stands in.
+        seq_len: Tokens in the sequence.
 
     Returns:
         ``flops_per_sequence / seq_len``.

@@ -2,8 +2,8 @@
 """Arithmetic intensity of the feed-forward's products under tensor parallelism (BOOST, Table 7).
 
 An (m, k) by (k, n) product costs 2mnk FLOPs and moves at least mk + kn + mn elements (BOOST,
-Eq. 1). Listed are the forward products of one rank, as in the paper those of the up and the down
-projection. LLaMA's gate, left out there, is one more product like up: of the same intensity.
+Eq. 1). As in the paper, the formulas list one rank's forward products of the up and down
+projections. The paper omits LLaMA's gate, which has the same shape and intensity as up.
 """
 
 from collections.abc import Iterable
@@ -35,10 +35,10 @@ class Product:
 def feed_forward_products(
     shape: ModelShape, plan: str, tp_degree: int, tokens: int
 ) -> list[Product]:
-    """Products of one rank in one forward pass of the feed-forward.
+    """Return one rank's products in one forward pass of the feed-forward.
 
     Args:
-        shape: Shape and family of the model; full-rank or low-rank as the plan is.
+        shape: Shape and family of the model; full-rank or low-rank to match the plan.
         plan: The plan's name.
         tp_degree: Ranks T.
         tokens: Tokens n = b·s of a micro-batch.
@@ -53,11 +53,11 @@ def feed_forward_products(
 
 
 def arithmetic_intensity(products: Iterable[Product], element_size: int = 2) -> float:
-    """FLOPs per byte moved, over all products together.
+    """Return the FLOPs per byte moved, over all products together.
 
     Args:
-        products: At least one.
-        element_size: Bytes of an element; 2 for bf16.
+        products: At least one product.
+        element_size: Bytes per element; 2 for bf16.
     """
     products = list(products)
     moved = element_size * sum(product.elements for product in products)

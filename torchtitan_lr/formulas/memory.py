@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Memory of a rank's parameters, gradients and optimizer state, in closed form and exact.
+"""Exact memory of a rank's parameters, gradients and optimizer state, in closed form.
 
-Each parameter is cut by tensor parallelism as the plan says and by FSDP2 along its first dimension:
-into pieces of ceil(rows / ranks) rows, so that the first rank has the most and the last may have
-none.
+Tensor parallelism splits each parameter according to the plan. FSDP2 splits it along its first
+dimension into pieces of ceil(rows / ranks) rows, so the first rank has the most rows and the last
+may have none.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -15,17 +15,17 @@ Shape = tuple[int, ...]
 NamedShapes = Mapping[str, Shape]
 
 ADAM_MOMENTS = 2
-"""Numbers that AdamW keeps for every parameter entry."""
+"""AdamW's state elements per parameter element."""
 
 STEP_BYTES = 4
-"""A step counter, an fp32 scalar: AdamW has one a tensor, TSR-Adam one a model part."""
+"""A step counter, an fp32 scalar: AdamW has one per tensor, TSR-Adam one per model part."""
 
 COUNTER_BYTES = 8
-"""One of the two int64 counters, age and refreshes, that TSR-Adam keeps for a matrix."""
+"""Bytes of an int64 counter; TSR-Adam has two per matrix, age and refreshes."""
 
 
 class TSRPlan(Protocol):
-    """How TSR-Adam compresses a matrix; ``MatrixPlan`` has these."""
+    """TSR-Adam's compression of a matrix; ``MatrixPlan`` implements this."""
 
     @property
     def rank(self) -> int:
@@ -42,12 +42,12 @@ class TSRPlan(Protocol):
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of an element.
+    """Bytes per element.
 
     Args:
-        parameter: Of the stored weights, their gradients and moments (``training.dtype``).
-        compute: Of gathered weights and activations (``training.mixed_precision_param``).
-        reduce: Of gradients on the wire (``training.mixed_precision_reduce``).
+        parameter: Stored weights, their gradients and moments (``training.dtype``).
+        compute: Gathered weights and activations (``training.mixed_precision_param``).
+        reduce: Gradients on the wire (``training.mixed_precision_reduce``).
     """
 
     parameter: int = 4
@@ -57,11 +57,11 @@ class Precision:
 
 @dataclass(frozen=True)
 class StaticMemory:
-    """Bytes that a rank holds for the whole run.
+    """Bytes that a rank holds during the whole run.
 
     Args:
         weights: Its shards of the parameters.
-        gradients: Of the same shapes.
+        gradients: Gradients of the same shapes.
         optimizer: Moments, step counters, and TSR-Adam's bases.
     """
 
@@ -77,14 +77,14 @@ def static_memory(
     tsr: Mapping[str, TSRPlan] | None = None,
     shard_rank: int = 0,
 ) -> StaticMemory:
-    """Return what a rank holds besides activations and buffers.
+    """Return a rank's memory without activations and buffers.
 
     Args:
-        parameters: Of each model part of the rank: shapes on its tensor-parallel rank, by name.
+        parameters: Shapes on this tensor-parallel rank by name, for each model part of the rank.
         shard: FSDP ranks; 1 for replicas.
-        precision: Bytes of an element.
+        precision: Bytes per element.
         tsr: TSR-Adam's compressed matrices by name; None for AdamW.
-        shard_rank: Which FSDP rank; the first holds the most.
+        shard_rank: FSDP rank; the first holds the most.
     """
     elements = optimizer = 0
     for part in parameters:
@@ -105,21 +105,21 @@ def sharded(shape: Shape, ranks: int, rank: int = 0) -> Shape:
 
 
 def adamw_bytes(shapes: Collection[Shape], element_size: int) -> int:
-    """Return the bytes of AdamW's state: two moments in the parameters' dtype, a step a tensor."""
+    """Return the bytes of AdamW's state: two moments and a step counter per tensor."""
     return ADAM_MOMENTS * element_size * sum(map(prod, shapes)) + STEP_BYTES * len(shapes)
 
 
 def tsr_bytes(shapes: NamedShapes, plans: Mapping[str, TSRPlan], element_size: int) -> int:
-    """Return the bytes of TSR-Adam's state of one model part, in fp32 at least.
+    """Return the bytes of TSR-Adam's state of one model part, in fp32 or wider.
 
-    A compressed matrix has U (m, r), V (n, r) and two moments (r, r), of which U and V are split as
-    its rows and columns are; projected on one side only, U and two moments (r, n). Everything else
-    has AdamW's moments.
+    A compressed matrix has U (m, r) and V (n, r), sharded like its rows and columns, and two
+    moments (r, r). With one-sided projection it has U and two moments (r, n). All other parameters
+    have AdamW's moments.
 
     Args:
         shapes: Shapes on this rank, by name.
         plans: The compressed matrices.
-        element_size: Bytes of a parameter's element.
+        element_size: Bytes per parameter element.
     """
     size = max(4, element_size)
     total = STEP_BYTES
@@ -136,7 +136,7 @@ def tsr_bytes(shapes: NamedShapes, plans: Mapping[str, TSRPlan], element_size: i
 
 
 def core_elements(shape: Shape, plan: TSRPlan) -> int:
-    """Elements of a core: r·r, or r·n where one side is projected."""
+    """Return the elements of a core: r·r, or r·n if one side is projected."""
     long_side = shape[0] if plan.transposed else shape[1]
     return plan.rank * (plan.rank if plan.two_sided else long_side)
 
@@ -144,17 +144,18 @@ def core_elements(shape: Shape, plan: TSRPlan) -> int:
 def gathered_bytes(
     units: Iterable[NamedShapes], head: NamedShapes | None, reshards: bool, precision: Precision
 ) -> int:
-    """Bytes of FSDP2's whole weights and of the gradients that it is reducing, at their most.
+    """Return the peak bytes of FSDP2's gathered weights and of the gradients in reduction.
 
-    Resharding, a rank holds whole the head (needed first in backward, so not resharded) or one more
-    block, the block that runs, and the one fetched ahead; and the gradients of one unit twice: in
-    the compute dtype and as they are sent. Otherwise every unit stays whole.
+    With resharding, a rank holds the gathered weights of the head (needed first in backward, so not
+    resharded) or one more block, of the running block, and of the prefetched one, plus the
+    gradients of one unit twice: in the compute dtype and in the dtype on the wire. Without
+    resharding, every unit stays gathered.
 
     Args:
         units: Shapes of every unit of the rank.
-        head: The head's shapes, None without one.
-        reshards: Whether weights are dropped between forward and backward.
-        precision: Bytes of an element.
+        head: The head's shapes; None if the rank has no head.
+        reshards: Whether weights are freed between forward and backward.
+        precision: Bytes per element.
     """
     sizes = sorted((_elements(unit) for unit in units), reverse=True)
     if not sizes:

@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""How many parameters a model has, part by part, in closed form."""
+"""Number of parameters of a model, by part, in closed form."""
 
 from dataclasses import dataclass, fields
 from typing import Protocol
 
 
 class ModelShape(Protocol):
-    """The numbers that size and cost follow from; ``LlamaArgs`` has them."""
+    """The shape of a model, from which size and cost follow; ``LlamaArgs`` implements this."""
 
     @property
     def family(self) -> str:
@@ -50,7 +50,7 @@ class ModelShape(Protocol):
 
     @property
     def sync_fraction(self) -> float:
-        """CAAT-Net: share p of the channels that all lanes sum."""
+        """CAAT-Net: share p of the channels that are summed over all lanes."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ParameterCount:
 
 
 def linear_parameters(d_in: int, d_out: int, rank: int | None) -> int:
-    """Parameters of one linear map without bias.
+    """Return the parameters of one linear map without bias.
 
     Args:
         d_in: Input width.
@@ -85,13 +85,13 @@ def linear_parameters(d_in: int, d_out: int, rank: int | None) -> int:
 
 
 def attention_sides(shape: ModelShape) -> list[tuple[int, int]]:
-    """(d_in, d_out) of wq, wk, wv, wo."""
+    """Return (d_in, d_out) of wq, wk, wv, wo."""
     d, d_kv = shape.dim, shape.kv_dim
     return [(d, d), (d, d_kv), (d, d_kv), (d, d)]
 
 
 def feed_forward_sides(shape: ModelShape) -> list[tuple[int, int]]:
-    """(d_in, d_out) of w1 (gate), w3 (up), w2 (down)."""
+    """Return (d_in, d_out) of w1 (gate), w3 (up), w2 (down)."""
     d, f = shape.dim, shape.ffn_dim
     return [(d, f), (d, f), (f, d)]
 
@@ -104,18 +104,18 @@ def ranked_sides(shape: ModelShape) -> list[tuple[int, int, int | None]]:
 
 
 def group_ranks(shape: ModelShape) -> tuple[int | None, int | None]:
-    """Ranks of the attention and the feed-forward group; None where they are full matrices."""
+    """Return the ranks of the attention and feed-forward groups; None for full matrices."""
     if shape.family == "full":
         return None, None
     return shape.rank_attention, shape.rank_ffn
 
 
 def count_parameters(shape: ModelShape) -> ParameterCount:
-    """Count the parameters of a model (CoLA, Tables 1 and 5, generalised).
+    """Count the parameters of a model (CoLA, Tables 1 and 5, generalized).
 
     With multi-head attention and one rank r the linears of a block have 4d² + 3df parameters at
-    full rank and 8dr + 3r(d + f) factorised. Grouped-query attention shortens k and v to d_kv,
-    and each group may have its own rank. The embedding and the head are dense and untied.
+    full rank and 8dr + 3r(d + f) factorized. Grouped-query attention shortens k and v to d_kv, and
+    each group may have its own rank. The embedding and the head are dense and untied.
 
     Args:
         shape: Shape and family of the model.

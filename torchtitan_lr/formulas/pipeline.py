@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What crosses the boundaries between pipeline stages, in closed form.
+"""Traffic over the boundaries between pipeline stages, in closed form.
 
-BOOST counts d elements a token for a boundary; under bottleneck-aware tensor parallelism a rank
-holds, and therefore sends, its d/T of the residual stream. LaX also sends the seven latents that
-the next block mixes in.
+BOOST counts d elements per token and boundary. Under bottleneck-aware tensor parallelism a rank
+holds and sends d/T elements of the residual stream. LaX also sends the seven latents that the next
+block mixes in.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,11 +16,11 @@ from torchtitan_lr.formulas.traffic import PlanSettings, Traffic
 def boundary_elements(
     shape: ModelShape, settings: PlanSettings, tp_degree: int, seq_len: int, blocks_before: int
 ) -> int:
-    """Elements that one rank sends over one boundary for one sequence.
+    """Return the elements that one rank sends over one boundary for one sequence.
 
     The stream has sd elements, Gsd with G lanes at full rank; LaX's latents have s(4r + 3r') with
-    the ranks r of attention and r' of the feed-forward. Each of the two counts whole on a rank that
-    holds a replica, and as its T-th part on one that holds a shard:
+    the ranks r of attention and r' of the feed-forward. A rank that holds a replica of either sends
+    all of it; a rank that holds a shard sends 1/T of it:
 
     ===========================  =======  =================
     plan                         stream   latents
@@ -36,7 +36,7 @@ def boundary_elements(
         settings: The tensor-parallel plan.
         tp_degree: T.
         seq_len: Tokens s of a sequence.
-        blocks_before: Blocks in front of the boundary. Latents cross only from a block to a block.
+        blocks_before: Blocks before the boundary. Latents are sent only between two blocks.
 
     Returns:
         Elements of the stream and of the latents together.
@@ -59,13 +59,13 @@ def boundary_elements(
 def pipeline_traffic(
     boundaries: Sequence[int], local_stages: Collection[int], batch: int, microbatches: int
 ) -> list[Traffic]:
-    """Messages of one rank in one pass of a schedule: one a boundary, micro-batch and direction.
+    """Return a rank's messages per pass: one per boundary, micro-batch and direction.
 
     Args:
-        boundaries: Elements of a sequence, see `boundary_elements`; boundary i lies between the
+        boundaries: Elements per sequence, see `boundary_elements`; boundary i lies between the
             stages i and i + 1.
-        local_stages: The rank's stages. Two neighbours on one rank (the turn of a V-shaped
-            schedule) exchange nothing.
+        local_stages: The rank's stages. Neighbouring stages on one rank (the turn of a V-shaped
+            schedule) send no message.
         batch: Sequences of a micro-batch.
         microbatches: Micro-batches of the pass.
 

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Rows of predicted traffic, and the settings of a plan that decide what is sent.
+"""Rows of predicted traffic, and the settings of a plan that determine it.
 
 Elements are those of the logical tensor (input of a reduction, output of a gather), once per call.
 """
@@ -12,7 +12,7 @@ Pass = Literal["forward", "backward", "optimizer"]
 
 
 class PlanSettings(Protocol):
-    """How a model is split; ``TPSettings`` has these."""
+    """Settings of a tensor-parallel plan; ``TPSettings`` implements this."""
 
     @property
     def plan(self) -> str:
@@ -44,7 +44,7 @@ class PlanSettings(Protocol):
 
     @property
     def wide_sums(self) -> bool:
-        """CAAT-Net: whether backward sums in fp32 behind a wire of half precision."""
+        """CAAT-Net: whether backward sums in fp32 but sends in half precision."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Traffic:
 
     Args:
         scope: ``block i``, ``embedding``, ``head`` or ``loss``.
-        pass_: ``forward`` or ``backward``; ``optimizer`` for what TSR-Adam sends.
+        pass_: ``forward`` or ``backward``; ``optimizer`` for TSR-Adam.
         op: ``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``.
-        role: What travels, which decides the dtype: ``activation`` (or its gradient),
+        role: The kind of tensor, which determines the dtype: ``activation`` (or its gradient),
             ``statistic`` (at least fp32), ``loss`` (at least fp32), ``parameter``, ``gradient``.
         calls: Number of calls.
-        elements: Of all calls together.
+        elements: Elements of all calls together.
         mesh_dim: Name of the mesh dimension.
     """
 
@@ -78,7 +78,7 @@ def count(traffic: Iterable[Traffic], pass_: Pass) -> tuple[int, int]:
 
 
 def merge(rows: Iterable[Traffic]) -> list[Traffic]:
-    """Add up the rows that differ in nothing but their numbers."""
+    """Add up rows that differ only in calls and elements."""
     merged: dict[Traffic, Traffic] = {}
     for row in rows:
         key = replace(row, calls=0, elements=0)

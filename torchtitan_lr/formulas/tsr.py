@@ -1,14 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What TSR-Adam sends and keeps, counted twice: as its paper prints it, and honestly.
+"""Bytes sent and memory of TSR-Adam, by the paper's conventions and with everything counted.
 
-The *published* counting reproduces Tables 3 and 6 of the paper. Its conventions: decimal gigabytes
-and 4 bytes an element on the wire; the language-model head is not counted; a refresh sends one
-sketch of each side (no oversampling, no power iteration); only the cores of the attention are
-counted on it; the embedding refreshes every second step (half of its sketch a step on average).
+The *published* counting reproduces Tables 3 and 6 of the paper. Its conventions: decimal gigabytes;
+4 bytes per element on the wire; no language-model head; one sketch of each side per refresh (no
+oversampling, no power iteration); in a refresh step only the attention's cores count; the embedding
+refreshes every second step (half of its sketch per step on average).
 
-The *honest* counting takes every element that crosses the replicas: head, oversampling p and power
-iterations q included, no core where it is known from the refresh. A refresh may then take the
-dense gradient where that is cheaper. `tsr_traffic` lists the same as calls of collectives.
+The *honest* counting includes every element sent between replicas: the head, oversampling p and
+power iterations q, but no core in a refresh step, whose SVD yields it. A refresh may send the dense
+gradient if that is cheaper. `tsr_traffic` lists the same as calls of collectives.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ Side = tuple[int, int]
 """Rows and columns of a matrix."""
 
 BYTES = 4
-"""Of an element on the wire: gradients and cores travel in fp32."""
+"""Bytes per element on the wire: gradients and cores are sent in fp32."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class TSRShape:
 
     Args:
         rank: r of the linears.
-        interval: K, steps from refresh to refresh.
+        interval: K, steps between refreshes.
         embedding_rank: r_e; 0 leaves the embedding dense.
         embedding_interval: K_e.
         oversampling: p, additional columns of a sketch.
         power_iterations: q.
-        compress_head: Whether the head is compressed as the linears are.
-        refresh: What a refresh sends: ``sketch``, ``dense``, or per matrix the cheaper (``auto``).
+        compress_head: Whether the head is compressed like the linears.
+        refresh: What a refresh sends: ``sketch``, ``dense``, or the cheaper per matrix (``auto``).
     """
 
     rank: int
@@ -56,12 +56,12 @@ class TSRShape:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes.
+    """Bytes of a run.
 
     Args:
         average: Sent per step, averaged over a run.
-        peak: Sent in the most expensive step: all matrices refresh.
-        memory: Of weights and optimizer state.
+        peak: Sent in the most expensive step, when all matrices refresh.
+        memory: Weights and optimizer state.
     """
 
     average: float
@@ -70,13 +70,13 @@ class Cost:
 
 
 def linear_sides(shape: ModelShape) -> list[Side]:
-    """Sides of all full-rank linears of the blocks: attention first, then the feed-forward."""
+    """Return the sides of all full-rank linears: attention first, then the feed-forward."""
     layers = shape.n_layers
     return attention_sides(shape) * layers + feed_forward_sides(shape) * layers
 
 
 def published_tsr(shape: ModelShape, tsr: TSRShape) -> Cost:
-    """TSR-Adam as Tables 3 and 6 count it.
+    """Return TSR-Adam's cost as counted in Tables 3 and 6.
 
     With A = 4L, M = 3L, S = Σ(m + n)r, E = (V + d)·r_e and τ = r_e² + (2L + 1)d:
     average 4{[(K − 1)(A + M)r² + A·r² + S]/K + E/2 + τ}, peak 4{A·r² + S + E + τ},
@@ -84,7 +84,7 @@ def published_tsr(shape: ModelShape, tsr: TSRShape) -> Cost:
 
     Args:
         shape: A full-rank model.
-        tsr: Ranks and interval; p, q, K_e and the head are what the conventions say.
+        tsr: Ranks and interval; the conventions fix p, q, K_e and the head.
     """
     r, k = tsr.rank, tsr.interval
     attention, feed_forward = 4 * shape.n_layers, 3 * shape.n_layers
@@ -101,17 +101,17 @@ def published_tsr(shape: ModelShape, tsr: TSRShape) -> Cost:
 
 
 def published_adamw(shape: ModelShape) -> Cost:
-    """AdamW as Table 3 counts it: without the head, 4(P − Vd) sent, 2P + 4(P − Vd) kept."""
+    """Return AdamW's cost as counted in Table 3: 4(P − Vd) sent, 2P + 4(P − Vd) of memory."""
     counted = _parameters(shape) - shape.vocab_size * shape.dim
     sent = BYTES * counted
     return Cost(sent, sent, 2 * _parameters(shape) + sent)
 
 
 def published_galore_memory(shape: ModelShape, rank: int) -> float:
-    """GaLore's memory as Table 3 counts it.
+    """Return GaLore's memory as counted in Table 3.
 
-    It is 2P + 4[Σ r·max(m, n) + Vd + (2L + 1)d] + 2Σ r·min(m, n). Its published traffic follows no
-    formula we found.
+    It is 2P + 4[Σ r·max(m, n) + Vd + (2L + 1)d] + 2Σ r·min(m, n). We found no formula for its
+    published traffic.
     """
     sides = linear_sides(shape)
     cores = sum(rank * max(side) for side in sides)
@@ -121,11 +121,11 @@ def published_galore_memory(shape: ModelShape, rank: int) -> float:
 
 
 def honest_tsr(shape: ModelShape, tsr: TSRShape) -> Cost:
-    """TSR-Adam with everything counted; weights, moments and bases in fp32.
+    """Return TSR-Adam's cost with everything counted; weights, moments and bases in fp32.
 
     Args:
         shape: A full-rank model.
-        tsr: Ranks, intervals and what a refresh sends.
+        tsr: Ranks, intervals and refresh settings.
     """
     groups = [(side, tsr.rank, tsr.interval) for side in linear_sides(shape)]
     dense = _vectors(shape)
@@ -149,13 +149,13 @@ def honest_tsr(shape: ModelShape, tsr: TSRShape) -> Cost:
 
 
 def honest_adamw(shape: ModelShape) -> Cost:
-    """AdamW with everything counted: 4P sent, 12P kept in fp32."""
+    """Return AdamW's cost with everything counted: 4P sent, 12P of memory in fp32."""
     parameters = _parameters(shape)
     return Cost(BYTES * parameters, BYTES * parameters, 3 * BYTES * parameters)
 
 
 def refresh_elements(side: Side, rank: int, tsr: TSRShape) -> int:
-    """Elements that one matrix sends on a refresh.
+    """Return the elements that one matrix sends in a refresh.
 
     A sketch of width k = r + p costs (1 + q)(m + n)k: Y (m, k) and B (k, n), and for each power
     iteration Z (n, k) and Y again.
@@ -171,12 +171,12 @@ def refresh_elements(side: Side, rank: int, tsr: TSRShape) -> int:
 
 
 def sketch_width(side: Sequence[int], rank: int, oversampling: int) -> int:
-    """Columns k = min(r + p, m, n) of a sketch."""
+    """Return the columns k = min(r + p, m, n) of a sketch."""
     return min(rank + oversampling, *side)
 
 
 def sketch_elements(rows: int, columns: int, width: int, power_iterations: int) -> int:
-    """Elements (1 + q)(m + n)k of all sketches of a refresh."""
+    """Return the elements (1 + q)(m + n)k of all sketches of a refresh."""
     return (1 + power_iterations) * (rows + columns) * width
 
 

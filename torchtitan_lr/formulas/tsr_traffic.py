@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Collectives of a step of TSR-Adam in closed form.
+"""Collectives of one TSR-Adam step in closed form.
 
-A step that refreshes nothing sums cores: over each mesh dimension that splits a matrix, and over
-the replicas, in one call (a bucket) each; and dense gradients over the replicas. A refresh adds, in
-rounds that all its matrices share, the sketches Y, Z and B (`randomized_svd`),
-the triangles of the factorisations, and checksums. Elements as the ledger counts them.
+A step without refresh sums cores over each mesh dimension that splits a matrix and over the
+replicas, in one call per bucket, and dense gradients over the replicas. A refresh adds the sketches
+Y, Z and B (`randomized_svd`), the triangles of the QR factorizations, and checksums, in rounds
+shared by all refreshing matrices. Elements are counted like in the ledger.
 """
 
 from bisect import bisect_right
@@ -17,24 +17,24 @@ from torchtitan_lr.formulas.traffic import Traffic, merge
 from torchtitan_lr.formulas.tsr import sketch_elements
 
 BUCKET_ELEMENTS = 2**26
-"""Dense gradients travel together up to this size, and as many sketches are held at once.
+"""Elements of a bucket of dense gradients, and of the sketches in memory at a time.
 
-Stated here a second time, as are blocks and buckets: the optimizer has its own (`optim/tsr/sizes`).
+Like blocks and buckets, this is stated independently of the optimizer (`optim/tsr/sizes`).
 """
 
 
 @dataclass(frozen=True)
 class TSRMatrix:
-    """A compressed matrix and how it is split; one that is projected transposed counts so.
+    """A compressed matrix and its split, transposed if it is projected transposed.
 
     Args:
-        rows: m, of the whole matrix.
+        rows: m of the whole matrix.
         columns: n.
         rank: r.
         width: k, columns of a sketch.
         row_split: Mesh dimensions that split the rows.
         column_split: Mesh dimensions that split the columns.
-        two_sided: Whether the core is r×r, or r×n.
+        two_sided: Whether the core is r×r (or else r×n).
     """
 
     rows: int
@@ -48,7 +48,7 @@ class TSRMatrix:
 
 @dataclass(frozen=True)
 class TSRMesh:
-    """Where a run trains.
+    """The mesh of a run.
 
     Args:
         sharding: Ranks by mesh dimension that splits parameters, in order.
@@ -63,13 +63,13 @@ class TSRMesh:
 
 @dataclass(frozen=True)
 class TSRStep:
-    """Settings that decide what is sent.
+    """Settings that determine the traffic.
 
     Args:
         power_iterations: q.
         refresh: ``auto``, ``sketch`` or ``dense``.
         rotates: Whether moments are rotated into new bases.
-        buckets: All-reduces that the cores are split into.
+        buckets: Number of all-reduces for the cores.
     """
 
     power_iterations: int = 1
@@ -79,7 +79,7 @@ class TSRStep:
 
 
 def padded_block(size: int, ranks: Iterable[int]) -> int:
-    """Rows (or columns) of the largest block: the size over the product of all ranks, rounded up.
+    """Return the rows (or columns) of the largest block: size / product of ranks, rounded up.
 
     Args:
         size: Rows (or columns) of the whole matrix.
@@ -89,10 +89,10 @@ def padded_block(size: int, ranks: Iterable[int]) -> int:
 
 
 def bucket_runs(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Entries of each bucket: the longest runs, from the first on, of at most ``limit`` elements.
+    """Split entries greedily into consecutive buckets of at most ``limit`` elements.
 
     Args:
-        sizes: Elements of each entry; one that is larger than the limit travels alone.
+        sizes: Elements of each entry; an entry above the limit gets its own bucket.
         limit: Elements of a bucket.
 
     Returns:
@@ -110,13 +110,13 @@ def bucket_runs(sizes: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def refresh_is_dense(rows: int, columns: int, width: int, step: TSRStep) -> bool:
-    """Whether a refresh sums the dense gradient over the replicas rather than sketches.
+    """Return whether a refresh sums dense gradients, not sketches, over the replicas.
 
     Args:
-        rows: Of a rank's block.
-        columns: Of a rank's block.
+        rows: Rows of a rank's block.
+        columns: Columns of a rank's block.
         width: k.
-        step: The choice, and q.
+        step: The refresh setting, and q.
     """
     if step.refresh != "auto":
         return step.refresh == "dense"
@@ -130,14 +130,14 @@ def tsr_traffic(
     mesh: TSRMesh,
     step: TSRStep,
 ) -> list[Traffic]:
-    """Every collective of the optimizer in one step, on the rank with the largest blocks.
+    """Return the optimizer's collectives in one step, on the rank with the largest blocks.
 
     Args:
         matrices: The compressed matrices, in the optimizer's order.
         refreshing: Indices of those that refresh.
         dense: Elements of a rank's part of every other parameter.
-        mesh: Where it runs.
-        step: What is sent.
+        mesh: The mesh of the run.
+        step: Settings of the step.
 
     Returns:
         Rows of the scope ``step`` and the pass ``optimizer``, with the roles ``core``,
@@ -171,13 +171,13 @@ def _cores(plain: Sequence[TSRMatrix], mesh: TSRMesh, step: TSRStep) -> list[Tra
 
 
 def _refresh(fresh: Sequence[TSRMatrix], mesh: TSRMesh, step: TSRStep) -> list[Traffic]:
-    """One round: the sums Y, (Z, Y)·q, B with a factorisation after each, signs, checks.
+    """Return one round: the sums Y, (Z, Y)·q, B with a QR after each, signs, checksums.
 
-    Signs are the sketch's, and then, for each side that is projected, those of the earlier bases.
+    Signs come from the sketch and then, for each projected side, from the earlier bases.
     """
     rows: list[Traffic] = []
     for axis in ("columns", *("rows", "columns") * step.power_iterations, "rows"):
-        # Summed over one axis, Y and Z have the other's length.
+        # Y and Z are summed over one axis and have the length of the other.
         lengths = [_block(m, mesh)[0 if axis == "columns" else 1] for m in fresh]
         sketches = [n * m.width for n, m in zip(lengths, fresh, strict=True)]
         rows += _sum(fresh, axis, sketches, mesh)

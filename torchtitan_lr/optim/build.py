@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Building the optimizer from ``[optimizer]``."""
+"""Build the optimizer from ``[optimizer]``."""
 
 from typing import Any, cast
 

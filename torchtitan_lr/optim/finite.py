@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Whether gradients and weights are finite."""
+"""Check that gradients and weights are finite."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ from torchtitan_lr.compat.dtensor import local_part
 
 
 def nonfinite_gradient(model_parts: Iterable[nn.Module]) -> str | None:
-    """Name the first parameter whose gradient on this rank is not finite, None if all are."""
+    """Return the name of the first parameter with a non-finite gradient on this rank, or None."""
     for part in model_parts:
         for name, parameter in part.named_parameters():
             gradient = parameter.grad
@@ -21,9 +21,9 @@ def nonfinite_gradient(model_parts: Iterable[nn.Module]) -> str | None:
 
 
 def finite_weights(model_parts: Iterable[nn.Module]) -> bool:
-    """Say whether every parameter on every rank has a finite norm; call it on every rank.
+    """Return whether every parameter on every rank has a finite norm; call it on every rank.
 
-    Weights whose squares overflow make every norm of the model infinite: they count as ruined.
+    Weights whose squares overflow count as non-finite, because every norm over them is infinite.
 
     Args:
         model_parts: This rank's parts of the model.

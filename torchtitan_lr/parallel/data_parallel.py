@@ -1,16 +1,16 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Data parallelism: FSDP2, HSDP and replication, all with summed gradients.
+"""Data parallelism with summed gradients: FSDP2, HSDP and replication.
 
-The trainer divides the loss by the valid tokens of the *global* batch, so the gradient of the
-run is the plain sum over ranks. Every wrapper here is therefore told to sum: no division by the
-world size, and no ``AVG`` or ``PREMUL_SUM``, which gloo computes wrongly or not at all.
+The trainer divides the loss by the valid tokens of the *global* batch, so the gradient is the plain
+sum over ranks. Every wrapper is therefore set to sum: no division by the world size, and no ``AVG``
+or ``PREMUL_SUM``, which gloo computes incorrectly or does not support.
 
-Replication uses torch's FSDP2-based ``replicate`` and not torchtitan's DDP path, which averages
-gradients of a loss that is already divided: it trains with gradients too small by the number of
-replicas.
+Replication uses torch's FSDP2-based ``replicate``, not torchtitan's DDP path. The DDP path averages
+gradients of a loss that is already divided, so its gradients are too small by a factor of the
+number of replicas.
 
-An optimizer that owns the replicas (TSR-Adam) gets gradients that are summed over the shards only:
-the model is sharded over the shard mesh, of size one under pure replication, and nothing else.
+An optimizer that reduces over the replicas itself (TSR-Adam) gets gradients summed over the shards
+only: FSDP2 wraps the model with the shard mesh, which has size 1 under pure replication.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,20 +37,21 @@ from torchtitan_lr.config.methods import TSR
 def apply_data_parallel(
     model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> None:
-    """Wrap the model as the data-parallel degrees ask: FSDP2, HSDP, replication or nothing.
+    """Apply FSDP2, HSDP, replication or nothing, according to the data-parallel degrees.
 
-    Without data parallelism the model is wrapped too (a group of one) where its parameters and
+    Without data parallelism the model is also wrapped (in a group of one) if parameter dtype and
     compute dtype differ, so that mixed precision means the same in every layout: weights,
-    activations and the residual stream in ``mixed_precision_param``, masters and reductions in
-    fp32.
+    activations and the residual stream in ``mixed_precision_param``, master weights and reductions
+    in fp32.
 
     Args:
         model: The whole model or a pipeline stage of it, on the meta device.
         parallel_dims: Degrees and meshes.
-        job_config: ``[training]`` gives the dtypes, ``[parallelism]`` the resharding policy.
+        job_config: The run's configuration: ``[training]`` for dtypes, ``[parallelism]`` for the
+            resharding policy.
     """
     policy = mixed_precision_policy(job_config)
-    # What an optimizer or a compressor sums over the replicas must not be summed by FSDP2 before.
+    # FSDP2 must not sum over the replicas if an optimizer or a compressor does.
     owned = optimizer_owns_replicas(job_config) and parallel_dims.dp_replicate_enabled
     if parallel_dims.fsdp_enabled or owned:
         names = ["fsdp"]
@@ -61,7 +62,7 @@ def apply_data_parallel(
         if job_config.training.enable_cpu_offload:
             offload["offload_policy"] = CPUOffloadPolicy()
         shard = partial(fully_shard, mesh=mesh, mp_policy=policy, **offload)
-        # On a mesh of one nothing is sharded: gathering again would only copy.
+        # On a mesh of size 1 nothing is sharded: a second all-gather would only copy.
         reshard = mesh.size() > 1 and reshard_after_forward(job_config, parallel_dims.pp_enabled)
         _apply_by_block(
             model, partial(shard, reshard_after_forward=reshard), _last_unit(job_config, shard)
@@ -102,7 +103,7 @@ def needs_precision_wrapper(parallel_dims: ParallelDims, job_config: JobConfig) 
 def reshard_after_forward(job_config: JobConfig, pp_enabled: bool) -> bool:
     """Return FSDP2's resharding choice for ``parallelism.fsdp_reshard_after_forward``.
 
-    ``default`` keeps weights gathered under pipeline parallelism, where every micro-batch would
+    ``default`` keeps weights gathered under pipeline parallelism. Otherwise every micro-batch would
     gather them again.
     """
     policy = job_config.parallelism.fsdp_reshard_after_forward
@@ -110,19 +111,19 @@ def reshard_after_forward(job_config: JobConfig, pp_enabled: bool) -> bool:
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Make every FSDP2 or replicated module reduce by a plain sum."""
+    """Set every FSDP2 or replicated module to reduce gradients by a plain sum."""
     for module in fsdp_modules([model]):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
 def synchronize_gradients(model_parts: Sequence[nn.Module], enabled: bool) -> None:
-    """Switch the part of the gradient exchange that accumulation can postpone.
+    """Enable or disable the part of gradient synchronization that accumulation can defer.
 
-    Replicas keep whole gradients anyway and HSDP keeps shards, so micro-batches before the last
-    one need no exchange over the replicas. FSDP still reduce-scatters each micro-batch: keeping
-    its full gradients instead would cost the memory that sharding saves. With gradient compression
-    it keeps them: a compressed exchange costs time, and its residual is as large anyway.
+    Replicas keep full gradients and HSDP keeps shards, so only the last micro-batch needs an
+    exchange over the replicas. FSDP still reduce-scatters each micro-batch, because keeping
+    unsharded gradients would cost the memory that sharding saves. With gradient compression it
+    keeps them: a compressed exchange costs time, and its residual has the same size.
 
     Args:
         model_parts: The pipeline stages of this rank.
@@ -151,7 +152,8 @@ def _compress(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConf
 
 
 def _last_unit(job_config: JobConfig, shard: Callable[..., object]) -> Callable[..., object]:
-    # Backward needs the head first: resharding it after forward would only gather it again.
+    # Backward needs the head first: resharding it after forward would only cause another
+    # all-gather.
     always = job_config.parallelism.fsdp_reshard_after_forward == "always"
     return partial(shard, reshard_after_forward=always)
 
@@ -159,10 +161,10 @@ def _last_unit(job_config: JobConfig, shard: Callable[..., object]) -> Callable[
 def _apply_by_block(
     model: nn.Module, wrap: Callable[..., object], wrap_last: Callable[..., object]
 ) -> None:
-    """Wrap embedding, each block, the head, and the root, which keeps the final norm.
+    """Wrap the embedding, each block, the head, and the root, which holds the final norm.
 
-    The norm is no unit with the head, as upstream has it: a head that does not call it as a module
-    (a tensor-parallel one) would leave the unit's forward unfinished and its weights stale.
+    Unlike upstream, the norm and the head are not one unit. A tensor-parallel head does not call
+    the norm as a module, so the unit's forward would not finish and its weights would be stale.
     """
     if model.tok_embeddings is not None:
         wrap(model.tok_embeddings)

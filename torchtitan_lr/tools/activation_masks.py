@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""CAAT-Net's two baselines (section 5.4), for tests and benchmarks only: masked reductions.
+"""Masked reductions: CAAT-Net's two baselines (section 5.4), for tests and benchmarks only.
 
-Every one of G ranks masks its term of a tensor-parallel sum before it is sent: the largest entries
-of a token survive (top-k), or random ones. The sum reaches all ranks, so there is one stream, and
-one device computes it with the G terms side by side. The same mask acts in backward, which is what
-differentiating the product means. Nothing is scaled up for what was dropped.
+Each of G ranks masks its term of a tensor-parallel sum before sending: only the largest entries of
+a token are kept (top-k), or random entries. All ranks receive the sum, so there is one stream, and
+one device computes it with the G terms side by side. Backward applies the same mask, the derivative
+of the product. Kept entries are not rescaled.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ Mask = Literal["top-k", "random"]
 
 
 class MaskedRowEdge(nn.Module):
-    """A row-parallel linear whose ranks mask their terms; stands in for `DenseEdge`.
+    """A row-parallel linear whose ranks mask their terms; replaces `DenseEdge`.
 
     Args:
-        ranks: Their number G.
-        kind: Which entries survive.
-        fraction: The share p that survives, of each token's entries.
+        ranks: Number of ranks G.
+        kind: Which entries are kept.
+        fraction: Share p of each token's entries that is kept.
     """
 
     def __init__(self, ranks: int, kind: Mask, fraction: float) -> None:
@@ -37,11 +37,11 @@ class MaskedRowEdge(nn.Module):
         return [self.reduce(lane_terms(x, linear.weight, self.ranks)) for linear in linears]
 
     def reduce(self, terms: Tensor) -> Tensor:
-        """Mask the terms (b, s, G, d) and sum them; gives (b, s, d)."""
+        """Mask the terms (b, s, G, d) and return their sum (b, s, d)."""
         return (terms * self.mask(terms)).sum(2)
 
     def mask(self, terms: Tensor) -> Tensor:
-        """Return what survives as ones, of the shape of the terms."""
+        """Return the mask: ones for kept entries, of the shape of the terms."""
         if self.kind == "random":
             return (torch.rand_like(terms) < self.fraction).to(terms.dtype)
         kept = int(self.fraction * terms.shape[-1])
@@ -50,7 +50,7 @@ class MaskedRowEdge(nn.Module):
 
 
 def mask_reductions(model: LlamaModel, ranks: int, kind: Mask, fraction: float) -> None:
-    """Exchange the edges behind attention and feed-forward of a full-rank model, in place."""
+    """Replace the edges after attention and feed-forward of a full-rank model, in place."""
     for block in model.layers.values():
         for parent, name in ((block.attention, "o"), (block.feed_forward, "down")):
             assert isinstance(parent, nn.Module)

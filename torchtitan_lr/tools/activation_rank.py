@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Effective ranks of a checkpoint's activations: measured, as a table, as a picture."""
+"""Measure effective ranks of a checkpoint's activations; format them as a table and a figure."""
 
 import argparse
 import sys
@@ -12,10 +12,10 @@ from torchtitan_lr.training.figures import new_figure
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Load the model, run it, and return one row an activation.
+    """Load the model, run it, and return one row per activation.
 
     Raises:
-        ConfigError: For anything that cannot be read or used.
+        ConfigError: An input cannot be read or used.
     """
     from torchtitan_lr.tools.effective_rank import activation_spectra, effective_rank
     from torchtitan_lr.tools.loading import build_model_args, load_model, read_run_config
@@ -37,16 +37,16 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         rows.append({**names, "what": spectrum.what, "width": spectrum.width, "rank": ranks})
     widest = max(row["width"] for row in rows)
     if tokens.numel() < widest:
-        note = f"note: {tokens.numel()} tokens bound every rank; {widest} are needed at least"
+        note = f"note: every rank is at most the {tokens.numel()} tokens; use at least {widest}"
         print(note, file=sys.stderr)
     return rows
 
 
 def read_tokens(config: Any, options: argparse.Namespace, seq_len: int) -> Any:
-    """Return (b, s) tokens of held-out text, b·s at least ``--tokens`` where the text has them.
+    """Return (b, s) tokens of held-out text, b·s at least ``--tokens`` if the text is long enough.
 
     Raises:
-        ConfigError: There is no text, or less than one sequence of it.
+        ConfigError: There is no text, or it is shorter than one sequence.
     """
     import torch
 
@@ -57,7 +57,7 @@ def read_tokens(config: Any, options: argparse.Namespace, seq_len: int) -> Any:
     if options.text is None:
         try:
             source = validation_source(config)
-        except AttributeError as error:  # no complete record of a run
+        except AttributeError as error:  # the saved configuration has no such key
             raise ConfigError("--text", None, "a file: the run has no [validation]") from error
         documents = iter(source.open())
     else:
@@ -74,7 +74,7 @@ def read_tokens(config: Any, options: argparse.Namespace, seq_len: int) -> Any:
 
 
 def as_text(rows: list[dict[str, Any]], alphas: list[float]) -> str:
-    """Lay the rows out as a table."""
+    """Format the rows as a table."""
     lines = [
         [
             *(str(row["block"]), row["projection"], row["what"], str(row["width"])),
@@ -90,7 +90,7 @@ def as_text(rows: list[dict[str, Any]], alphas: list[float]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], alphas: list[float], path: Path) -> None:
-    """Draw r(alpha)/width over the blocks, one line a projection, one panel an alpha and kind."""
+    """Draw r(alpha)/width over blocks: a line per projection, a panel per alpha and kind."""
     kinds = [kind for kind in ("output", "latent") if any(row["what"] == kind for row in rows)]
     figure = new_figure(4.2 * len(alphas) + 1.3, 3.4 * len(kinds))
     panels = figure.subplots(len(kinds), len(alphas), squeeze=False, sharex=True, sharey=True)

@@ -30,7 +30,7 @@ def alternative_modes(
         plans: The alternatives, as `tools.variants.read_plans` returns them.
 
     Raises:
-        ConfigError: There is no such alternative or mode, or it cannot be carried out.
+        ConfigError: The alternative or mode does not exist, or the mode is not supported.
     """
     shared = shared_mode(config.activation_checkpoint.mode, plans)
     modes = dict.fromkeys(plans, shared) | read_modes(named, plans)

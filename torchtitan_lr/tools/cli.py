@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The one convention of all command lines in scripts/: arguments, errors, tables.
+"""Argument parsing, errors and tables of all command lines in scripts/.
 
 The checkpoint or the TOML file is the first argument, ``--section.key=value`` overrides the TOML,
-``--out`` names what is written, ``--json`` prints data instead of a table. ``--help`` shows every
+``--out`` is the output path, ``--json`` prints data instead of a table. ``--help`` shows every
 default. An error is one line, ``error: ...``, with status 2.
 """
 
@@ -17,17 +17,17 @@ from torchtitan_lr.errors import ConfigError
 
 
 class RunFailedError(RuntimeError):
-    """A run ended with an error, which the message says in one line."""
+    """A run ended with an error; the message is one line."""
 
 
 def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
-    """Decorate a program's main function: print refusals and failed runs, return their status.
+    """Decorate a program's main function to print errors in one line and return a status.
 
     Args:
-        main: Takes the arguments, or None for those of the process.
+        main: Takes the arguments, or None for the process's own.
 
     Returns:
-        The same, with status 2 for a `ConfigError` and 1 for a `RunFailedError`.
+        A function that returns 2 for a `ConfigError` and 1 for a `RunFailedError`.
     """
 
     @functools.wraps(main)
@@ -45,10 +45,10 @@ def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose help shows every default, and whose errors are one line with status 2.
+    """A parser whose help shows every default and whose errors are one line with status 2.
 
     Args:
-        **options: Of `argparse.ArgumentParser`; a description keeps its line breaks.
+        **options: Options of `argparse.ArgumentParser`; a description keeps its line breaks.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -57,14 +57,14 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(**options)
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """Add an argument as `argparse` does; its help ends with the default, if there is one.
+        """Add an argument as in `argparse`; its help ends with the default, if any.
 
         Args:
-            *names: Of the argument.
-            **options: As of `argparse.ArgumentParser.add_argument`.
+            *names: Names of the argument.
+            **options: Options of `argparse.ArgumentParser.add_argument`.
 
         Returns:
-            What `argparse` made of it.
+            The action that `argparse` created.
         """
         default, text = options.get("default"), options.get("help") or ""
         empty = default is None or default is False or default in ("", [], argparse.SUPPRESS)
@@ -74,12 +74,12 @@ class OneLineParser(argparse.ArgumentParser):
         return super().add_argument(*names, **options)
 
     def add_first(self, name: str, old: str, **options: Any) -> None:
-        """Add the first argument, for which an option of older versions may still be given.
+        """Add the first positional argument, which an old option may replace.
 
         Args:
-            name: Of the argument and of the attribute.
-            old: The option, such as ``--config``; the help does not list it.
-            **options: As of `add_argument`; without a default the argument must be given.
+            name: Name of the argument and of the attribute.
+            old: The old option, such as ``--config``; hidden in the help.
+            **options: Options of `add_argument`; without a default the argument is required.
         """
         self.add_argument(name, metavar=name.upper(), nargs="?", **options)
         self.add_argument(old, dest=f"old_{name}", type=options.get("type"), help=argparse.SUPPRESS)
@@ -88,14 +88,14 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse what is known, as `argparse` does; ``parse_args`` calls this, too.
+        """Parse the known arguments, as in `argparse`; ``parse_args`` calls this too.
 
         Args:
-            args: The arguments; None for those of the process.
-            namespace: What to put the attributes into; None for a new one.
+            args: The arguments; None for the process's own.
+            namespace: The namespace to fill; None for a new one.
 
         Returns:
-            The attributes, and the arguments that are not known.
+            The attributes, and the unknown arguments.
         """
         options, rest = super().parse_known_args(args, namespace)
         for name in self._first:
@@ -107,10 +107,10 @@ class OneLineParser(argparse.ArgumentParser):
         return options, rest
 
     def parse_with_overrides(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse a command line that may override keys of the TOML.
+        """Parse a command line that may contain overrides of the TOML.
 
         Args:
-            argv: The arguments; None for those of the process.
+            argv: The arguments; None for the process's own.
 
         Returns:
             The attributes, with the overrides as ``overrides``.
@@ -124,16 +124,16 @@ class OneLineParser(argparse.ArgumentParser):
         """Print ``error: ...`` to stderr and exit with status 2.
 
         Args:
-            message: What is wrong.
+            message: The error message.
         """
         self.exit(2, f"error: {message}\n")
 
     def check_at_least(self, options: argparse.Namespace, **minima: float) -> None:
-        """Refuse options below their minimum.
+        """Exit with an error for options below their minimum.
 
         Args:
-            options: What `parse_args` returned.
-            **minima: The smallest value of each option that works.
+            options: Returned by `parse_args`.
+            **minima: The smallest allowed value of each option.
         """
         for name, minimum in minima.items():
             if not getattr(options, name) >= minimum:
@@ -141,20 +141,20 @@ class OneLineParser(argparse.ArgumentParser):
                 self.error(f"--{name}: got {got}, expected at least {minimum}")
 
     def check_toml(self, path: str, name: str = "--config") -> None:
-        """Refuse a configuration file that is not there.
+        """Exit with an error if a configuration file does not exist.
 
         Args:
             path: The file.
-            name: What the argument is called.
+            name: Name of the argument in the message.
         """
         if not Path(path).is_file():
             self.error(f"{name}: got {path!r}, expected a TOML file")
 
     def check_overrides(self, arguments: Sequence[str]) -> None:
-        """Refuse arguments that are neither this command's nor overrides of the TOML.
+        """Exit with an error for unknown arguments that are not overrides of the TOML.
 
         Args:
-            arguments: What `parse_known_args` did not know.
+            arguments: The unknown arguments from `parse_known_args`.
         """
         for argument in arguments:
             if not (argument.startswith("--") and "." in argument.partition("=")[0]):
@@ -167,29 +167,29 @@ def overrides_of(items: Sequence[str]) -> list[str]:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lay cells out as a Markdown table, without a newline at its end.
+    """Format cells as a Markdown table, without a newline at its end.
 
-    The ``tabulate`` library would pad every cell to its column's width: a page of long cells gets
-    lines far over 100 columns, and one new cell changes all lines of its table.
+    The ``tabulate`` library pads every cell to its column's width. Long cells would make all lines
+    longer than 100 columns, and one new cell would change every line of its table.
 
     Args:
         header: Names of the columns.
-        rows: As many cells each.
+        rows: Cells of each row, one per column.
     """
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Lay cells out in columns for a terminal.
+    """Format cells in aligned columns for a terminal.
 
-    The ``tabulate`` library pads a header by two columns more, which only a global of its module
-    changes; the output would differ for nothing but a dependency.
+    The ``tabulate`` library pads headers by two more columns, which only a module global can
+    change. This function keeps the output as it is without a dependency.
 
     Args:
         header: Names of the columns.
-        rows: As many cells each.
-        left: How many columns are aligned to the left; the others are numbers.
+        rows: Cells of each row, one per column.
+        left: Number of left-aligned columns; the others are aligned to the right.
     """
     lines = [list(header), *(list(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Runs whose cost is compared: which ones, their arguments, and a row for each."""
+"""Runs of a cost comparison: their selection, their arguments, and one table row for each."""
 
 import argparse
 import json
@@ -27,12 +27,12 @@ class Case:
     """One run.
 
     Args:
-        name: Of the run.
-        config: Its TOML.
-        arguments: What overrides that.
+        name: Name of the run.
+        config: Its TOML file.
+        arguments: Overrides of the TOML.
         checkpointing: Its mode of activation checkpointing.
-        ranks: Processes; None for NGPU.
-        published: Seconds of a step that the paper prints.
+        ranks: Number of processes; None for NGPU.
+        published: The paper's seconds per step.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Case:
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    """Return what to run.
+    """Return the runs to measure.
 
     Raises:
         ConfigError: A TOML cannot be read, two have the same name, or modes of activation
@@ -71,7 +71,7 @@ def configured_mode(config: str, overrides: list[str]) -> str:
 
 
 def file_cases(options: argparse.Namespace) -> list[Case]:
-    """Return the runs of several TOMLs as they are; their modes of checkpointing must agree."""
+    """Return the runs of several TOMLs, unchanged; their modes of checkpointing must be equal."""
     configs = {Path(config).stem: config for config in options.configs}
     for name, times in Counter(Path(config).stem for config in options.configs).items():
         if times > 1:
@@ -107,10 +107,10 @@ def table_cases(options: argparse.Namespace) -> list[Case]:
 
 
 def boost_arguments(row: BoostRun) -> list[str]:
-    """Return BOOST's setting: pure bf16, sequences of 4096 tokens, 4 a batch, nothing recomputed.
+    """Return BOOST's setting: pure bf16, 4 sequences of 4096 tokens, no recomputation.
 
-    Text and tokenizer are those of this package, so that nothing is downloaded; the vocabulary
-    stays the flavor's.
+    Text and tokenizer come with this package, so that nothing is downloaded; the vocabulary size is
+    the flavor's.
     """
     return [
         f"--model.flavor={row.flavor}",
@@ -125,7 +125,7 @@ def boost_arguments(row: BoostRun) -> list[str]:
 
 
 def arguments_of(case: Case, options: argparse.Namespace) -> list[str]:
-    """Return all overrides of a run."""
+    """Return all command-line overrides of a run."""
     steps = options.warmup + options.steps + WATCHED_STEPS
     length = [f"--training.steps={steps}", f"--lr_scheduler.warmup_steps={steps // 2}"]
     mode = f"--activation_checkpoint.mode={case.checkpointing}"
@@ -133,10 +133,10 @@ def arguments_of(case: Case, options: argparse.Namespace) -> list[str]:
 
 
 def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    """Run a case; return its row of the table.
+    """Run a case and return its table row.
 
     Raises:
-        RunFailedError: It failed.
+        RunFailedError: The run failed.
     """
     folder = Path(options.work) / case.name.replace(" ", "_")
     (folder / MEASUREMENT_FILE).unlink(missing_ok=True)

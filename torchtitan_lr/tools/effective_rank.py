@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""How many dimensions activations really use: CoLA's motivation (section 3.1, Eq. 1).
+"""Effective rank of activations: CoLA's motivation (section 3.1, Eq. 1).
 
-r(α) is the smallest k whose k largest singular values hold a share α of the energy Σσ² of an
-activation matrix, tokens × width. The matrix is taken as it is, its mean included.
+r(α) is the smallest k such that the k largest singular values contain a share α of the energy Σσ²
+of an activation matrix (tokens × width). The mean is not subtracted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchtitan_lr.models.llama import LlamaModel
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-"""A block's linears in the model's order."""
+"""The linears of a block in the model's order."""
 
 _GROUPS = {
     "attention": {"qkv": ("q", "k", "v"), "o": ("o",)},
@@ -25,13 +25,13 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The energies of one activation matrix.
+    """The squared singular values of one activation matrix.
 
     Args:
-        block: The block's number.
-        projection: One of `PROJECTIONS`; ``hidden`` is what the down projection receives, the
+        block: Index of the block.
+        projection: One of `PROJECTIONS`; ``hidden`` is the input of the down projection, the
             activation of CoLA's Figure 2.
-        what: ``output`` (of the linear) or ``latent`` (what its B receives, r wide).
+        what: ``output`` (of the linear) or ``latent`` (the input of its B, of width r).
         width: Columns of the matrix.
         energies: σ², largest first, fp64 ``(min(tokens, width),)``.
     """
@@ -46,14 +46,14 @@ class Spectrum:
 def energies(activation: Tensor) -> Tensor:
     """Return the squared singular values of a matrix, largest first.
 
-    They are the eigenvalues of the smaller Gram matrix, in fp64: what this loses, below 1e-16 of
-    the largest, is nothing to a sum of squares.
+    They are the eigenvalues of the smaller Gram matrix in fp64. The loss of precision, below 1e-16
+    of the largest, is negligible in a sum of squares.
 
     Args:
         activation: (n, d), of any dtype.
 
     Returns:
-        (min(n, d),) in fp64, not negative.
+        (min(n, d),) in fp64, non-negative.
     """
     matrix = activation.double()
     gram = matrix.T @ matrix if matrix.shape[0] >= matrix.shape[1] else matrix @ matrix.T
@@ -65,36 +65,36 @@ def effective_rank(squares: Tensor, alpha: float) -> int:
 
     Args:
         squares: σ², largest first.
-        alpha: The share of their sum to hold, 0 < α ≤ 1.
+        alpha: Required share of their sum, 0 < α ≤ 1.
 
     Returns:
         The smallest k with a share of at least α; 0 for a matrix of zeros.
 
     Raises:
-        ValueError: If α is no such share.
+        ValueError: If α is out of range.
     """
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha: got {alpha}, expected above 0 and at most 1")
     sums = squares.cumsum(0)
     if not len(sums) or sums[-1] == 0:
         return 0
-    # The last sum over itself is exactly 1, so that α = 1 is always reached.
+    # The last cumulative sum divided by itself is exactly 1, so α = 1 is always reached.
     return int((sums / sums[-1] < alpha).sum()) + 1
 
 
 @torch.no_grad()
 def activation_spectra(model: LlamaModel, tokens: Tensor) -> list[Spectrum]:
-    """Run a model once and take the spectrum of every projection of every block.
+    """Run a model once and compute the spectrum of every projection of every block.
 
-    Nothing is accumulated, one activation is held at a time beside what the forward pass holds.
+    Activations are processed one at a time and not accumulated.
 
     Args:
         model: On one device.
-        tokens: (b, s); b·s should exceed the widest activation, which else cannot show its rank.
+        tokens: (b, s); b·s should exceed the widest activation, because it bounds every rank.
 
     Returns:
         Spectra in the order of the model: for each linear its latent (low-rank families) and its
-        output, and ``hidden`` in front of down.
+        output, and ``hidden`` before down.
     """
     spectra: list[Spectrum] = []
     with _watch(model, spectra):
@@ -105,7 +105,7 @@ def activation_spectra(model: LlamaModel, tokens: Tensor) -> list[Spectrum]:
 
 @contextmanager
 def _watch(model: LlamaModel, spectra: list[Spectrum]) -> Iterator[None]:
-    """Hook the edges, which is where a group's activations pass."""
+    """Register hooks on the edges, the modules that compute a group of linears."""
     handles = []
     for number, block in model.layers.items():
         for part, groups in _GROUPS.items():
@@ -126,7 +126,7 @@ def _watch(model: LlamaModel, spectra: list[Spectrum]) -> Iterator[None]:
 
 
 class _Recorder:
-    """Turns what passes an edge into spectra."""
+    """Computes spectra of the activations of an edge."""
 
     def __init__(
         self, spectra: list[Spectrum], block: int, names: Sequence[str], low_rank: bool

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The estimate of a run as a dictionary, and as a table for people."""
+"""The estimate of a run as a dictionary and as a text table."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ def estimate(
 ) -> dict[str, Any]:
     """Estimate a run, and its alternatives on the same ranks.
 
-    The alternatives share one mode of activation checkpointing, so that they compare.
+    The alternatives share one mode of activation checkpointing, so that they are comparable.
 
     Args:
         run: The run.
@@ -46,11 +46,11 @@ def estimate(
         ``checkpointing`` (the mode), ``parameters``, ``flops_per_token``, ``memory_bytes`` (of the
         rank that needs most), ``activations_by_mode``, ``comm_bytes`` (of the pipeline rank that
         sends most, by mesh dimension and operation), ``step_time`` and ``pipeline_ranks``; with
-        TSR-Adam ``tsr_comm_bytes`` (``comm_bytes`` are those of a step without refresh, the time is
-        that of an average step); and the same of every plan in ``alternatives``.
+        TSR-Adam also ``tsr_comm_bytes`` (then ``comm_bytes`` are for a step without refresh and the
+        time for an average step); and the same keys for every plan in ``alternatives``.
 
     Raises:
-        ConfigError: ``checkpointing`` names what cannot be.
+        ConfigError: ``checkpointing`` has an unknown or unsupported entry.
     """
     modes = alternative_modes(run.config, run.world, checkpointing, plans)
     with _quiet():
@@ -110,7 +110,7 @@ def _pipeline_rank(
 
 
 def _by_mode(run: Run, pp_rank: int, own: Rehearsal) -> dict[str, dict[str, int]]:
-    """What every mode of activation checkpointing would keep, and backward's need on top."""
+    """Return the bytes saved for backward, and backward's working memory, by checkpointing mode."""
     result = {}
     eager = [mode.name for mode in MODES.values() if mode.eager]
     for mode in dict.fromkeys((*eager, run.checkpointing)):
@@ -123,7 +123,7 @@ def _by_mode(run: Run, pp_rank: int, own: Rehearsal) -> dict[str, dict[str, int]
 
 
 def _tsr_bytes(run: Run, pp_rank: int, averaged: list[list[Traffic]]) -> dict[str, Any]:
-    """The optimizer's own bytes: in an ordinary step, when all refresh, and on average."""
+    """Return the optimizer's bytes: in a step without refresh, a full refresh, and on average."""
     refreshing = range(len(tsr_names(run, pp_rank)))
     average = [row for row in averaged[pp_rank] if row.scope == "step"]
     rows = {
@@ -140,7 +140,7 @@ def _total(comm_bytes: dict[str, dict[str, int]]) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Rehearsals build models, whose messages are a run's business."""
+    """Suppress log messages of the models that a rehearsal builds."""
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:
@@ -150,7 +150,7 @@ def _quiet() -> Iterator[None]:
 
 
 def as_text(report: dict[str, Any], hardware: Hardware) -> str:
-    """Lay the report out as a table with a column a plan."""
+    """Format the report as a table with one column per plan."""
     refused = {n: c["refused"] for n, c in report["alternatives"].items() if "refused" in c}
     columns = {"as configured": report}
     columns |= {n: c for n, c in report["alternatives"].items() if n not in refused}
@@ -168,21 +168,21 @@ def as_text(report: dict[str, Any], hardware: Hardware) -> str:
         lines.append(f"TSR-Adam, {kind} step: {_total({kind: _flat(dims)}) / GIB:,.3f} GiB")
     lines += [f"{name}: {reason}" for name, reason in refused.items()]
     if report["memory_bytes"]["peak"] > hardware.memory_gib * GIB:
-        lines.append(f"as configured it does not fit into {hardware.memory_gib:g} GiB")
+        lines.append(f"the configured run does not fit into {hardware.memory_gib:g} GiB")
     return "\n".join(lines)
 
 
 def _rows(columns: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     yield "activation checkpointing", [c["checkpointing"] for c in columns]
     yield "parameters (M)", [f"{c['parameters'] / 1e6:,.1f}" for c in columns]
-    yield "GFLOP a token", [f"{c['flops_per_token'] / 1e9:,.3f}" for c in columns]
+    yield "GFLOP per token", [f"{c['flops_per_token'] / 1e9:,.3f}" for c in columns]
     for part in columns[0]["memory_bytes"]:
-        yield f"{part} (GiB a rank)", [_number(c["memory_bytes"][part] / GIB) for c in columns]
+        yield f"{part} (GiB per rank)", [_number(c["memory_bytes"][part] / GIB) for c in columns]
     for dim, op in sorted(
         {(d, op) for c in columns for d, o in c["comm_bytes"].items() for op in o}
     ):
         sizes = [c["comm_bytes"].get(dim, {}).get(op, 0) for c in columns]
-        yield f"{dim} {op} (GiB a step)", [_number(size / GIB) for size in sizes]
+        yield f"{dim} {op} (GiB per step)", [_number(size / GIB) for size in sizes]
     for part in columns[0]["step_time"]:
         unit = "modelled" if part == "tokens_per_s" else "s, modelled"
         yield f"{part} ({unit})", [_number(c["step_time"][part]) for c in columns]

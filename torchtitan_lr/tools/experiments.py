@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Runs that the scripts start one after the other, and what they leave."""
+"""Start training runs from scripts and read their results."""
 
 import functools
 import json
@@ -29,15 +29,15 @@ from torchtitan_lr.training.history import HISTORY_FILE, read_history
 from torchtitan_lr.training.summary import TRAIN_LOSS
 
 SECONDS = "time_metrics/end_to_end(s)"
-"""Key of a record in ``metrics.jsonl``: seconds of a step, the mean since the last record."""
+"""Key in ``metrics.jsonl``: seconds per step, averaged since the last record."""
 
 
 RANKS_RESULT = "TORCHTITAN_LR_RANKS_RESULT"
-"""Environment variable that makes a script a rank: where rank 0 leaves what it found."""
+"""Environment variable of a script's ranks: the file for rank 0's result."""
 
 
 class Stopped(BaseException):
-    """A signal asked this script to end; its run has been asked to save."""
+    """The script received a stop signal and passed it on to its run, which saves a checkpoint."""
 
 
 def launch(
@@ -48,20 +48,20 @@ def launch(
     variables: Mapping[str, str] | None = None,
     keep_open: Sequence[int] = (),
 ) -> None:
-    """Train through the launcher and wait; a run with a checkpoint goes on from there.
+    """Train through the launcher and wait; a run with a checkpoint resumes.
 
-    If this process is stopped meanwhile, the run is asked to save, and waited for.
+    If this process receives a stop signal, it passes the signal on and waits for the run to save.
 
     Args:
         config: The TOML file.
         folder: The run's dump folder.
         arguments: Overrides, ``--section.key=value``.
-        ranks: Processes on this machine; by default what ``NGPU`` says.
+        ranks: Number of processes on this machine; ``NGPU`` by default.
         variables: Added to the environment.
         keep_open: File descriptors that the launcher inherits, such as that of a lock.
 
     Raises:
-        RunFailedError: The launcher's status was not 0.
+        RunFailedError: The launcher's exit status was not 0.
     """
     command = [
         *(sys.executable, "-m", "torchtitan_lr.launch"),
@@ -71,7 +71,7 @@ def launch(
     if ranks is not None:
         environment["NGPU"] = str(ranks)
     with tempfile.TemporaryFile("w+") as said:
-        # A session of its own: Ctrl-C reaches this process, which passes it on once.
+        # In its own session: only this process receives Ctrl-C and passes it on once.
         process = subprocess.Popen(
             command,
             env=environment,
@@ -92,7 +92,7 @@ def launch(
 
 
 def _reason(output: str, status: int) -> str:
-    """Find the launcher's own last line in what it and the ranks wrote."""
+    """Return the launcher's last error line from the combined output."""
     lines = [line for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or [f"the launcher ended with status {status}"])[-1]
@@ -109,17 +109,17 @@ def on_signals_stop() -> None:
 
 
 def check_run(arguments: Sequence[str], ranks: int | None = None) -> Any:
-    """Refuse a run that cannot work, before anything starts.
+    """Check a run's configuration before it starts.
 
     Args:
-        arguments: As of a training run, ``--job.config_file`` included.
-        ranks: Processes on this machine; by default what ``NGPU`` says.
+        arguments: Arguments of a training run, ``--job.config_file`` included.
+        ranks: Number of processes on this machine; ``NGPU`` by default.
 
     Returns:
         The run's configuration.
 
     Raises:
-        ConfigError: It cannot work.
+        ConfigError: The configuration is not valid.
     """
     environment, device = _one_machine(ranks)
     config = build_job_config(list(arguments))
@@ -128,7 +128,7 @@ def check_run(arguments: Sequence[str], ranks: int | None = None) -> Any:
 
 
 def _one_machine(ranks: int | None) -> tuple[Environment, str]:
-    """Read the environment of a run on this machine, and where its ranks compute."""
+    """Return the environment of a run on this machine, and the device type of its ranks."""
     environment = read_environment()
     if environment.nodes > 1:
         raise ConfigError("NNODES", environment.nodes, "1: this script starts runs on one machine")
@@ -138,17 +138,17 @@ def _one_machine(ranks: int | None) -> tuple[Environment, str]:
     return environment, find_device(environment)
 
 
-def ask_ranks(script: str, arguments: Sequence[str], ranks: int | None = None) -> Any:
-    """Run a script on all ranks of this machine by torchrun; return what its rank 0 answers.
+def run_on_ranks(script: str, arguments: Sequence[str], ranks: int | None = None) -> Any:
+    """Run a script on this machine's ranks with torchrun and return rank 0's result.
 
     Args:
-        script: The file; its ranks call `answer`.
-        arguments: As of a training run; a dump folder that is deleted afterwards is added.
-        ranks: Processes on this machine; by default what ``NGPU`` says.
+        script: The file; its ranks call `report_from_rank`.
+        arguments: Arguments of a training run; a temporary dump folder is added.
+        ranks: Number of processes on this machine; ``NGPU`` by default.
 
     Raises:
-        ConfigError: This machine has no place for them.
-        RunFailedError: A rank failed; its whole output.
+        ConfigError: The ranks cannot run on this machine.
+        RunFailedError: A rank failed; the message is its full output.
     """
     environment, device = _one_machine(ranks)
     with tempfile.TemporaryDirectory() as folder:
@@ -174,12 +174,12 @@ def ask_ranks(script: str, arguments: Sequence[str], ranks: int | None = None) -
         return json.loads(result.read_text())
 
 
-def answer(measure: Callable[[list[str]], Any], arguments: list[str]) -> None:
-    """Do this process's part where `ask_ranks` started it, and end it; else do nothing.
+def report_from_rank(measure: Callable[[list[str]], Any], arguments: list[str]) -> None:
+    """Measure and exit if `run_on_ranks` started this process; else do nothing.
 
     Args:
-        measure: What to do with the arguments; rank 0 hands on what it returns, as JSON.
-        arguments: The process's.
+        measure: Called with the arguments; rank 0 writes its result as JSON.
+        arguments: The process's arguments.
     """
     if RANKS_RESULT not in os.environ:
         return
@@ -190,17 +190,17 @@ def answer(measure: Callable[[list[str]], Any], arguments: list[str]) -> None:
 
 
 def step_records(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of training steps in a dump folder, one a step, in order.
+    """Return the records of training steps in a dump folder, one per step, in order.
 
     Args:
-        folder: The run's dump folder. A step that a resumed run repeated counts once, as the
-            later run wrote it.
+        folder: The run's dump folder. For a step that a resumed run repeated, only the later record
+            is returned.
     """
     steps = {r["step"]: r for r in read_history(folder / HISTORY_FILE) if TRAIN_LOSS in r}
     return [steps[step] for step in sorted(steps)]
 
 
 def last_value(folder: Path, key: str) -> float | None:
-    """Return the newest value of a key in a dump folder's history, or None."""
+    """Return the last value of a key in a dump folder's history, or None."""
     values = [r[key] for r in read_history(folder / HISTORY_FILE) if r.get(key) is not None]
     return values[-1] if values else None

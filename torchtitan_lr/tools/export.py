@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Writing weights for others to read: safetensors, in our names or in Hugging Face's."""
+"""Export weights as safetensors, with our names or Hugging Face's."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ HF_CONFIG = "config.json"
 
 
 def export_factored(model: LlamaModel, out_dir: Path, dtype: torch.dtype | None = None) -> None:
-    """Write ``model.safetensors`` in our own names, and ``model_args.json``.
+    """Write ``model.safetensors`` with our names, and ``model_args.json``.
 
     Args:
         model: The model, with plain tensors.
@@ -38,13 +38,13 @@ def export_hf(model: LlamaModel, out_dir: Path, dtype: torch.dtype | None = None
     """Write a full-rank Hugging Face LLaMA: ``model.safetensors`` and ``config.json``.
 
     Args:
-        model: The model, with plain tensors, of a family where this is exact.
+        model: The model, with plain tensors, of a family for which this is exact.
         out_dir: An existing folder.
         dtype: Precision of the file; the model's own by default. Factors are multiplied in fp32
             or better and rounded once.
 
     Raises:
-        ConfigError: For a model that no LLaMA equals.
+        ConfigError: The model has no equivalent full-rank LLaMA.
     """
     check_hf_exportable(model.model_args)
     adapter = LlamaStateDictAdapter(model.model_args, hf_assets_path=None)
@@ -55,14 +55,14 @@ def export_hf(model: LlamaModel, out_dir: Path, dtype: torch.dtype | None = None
 
 
 def check_hf_exportable(args: LlamaArgs) -> None:
-    """Refuse a model that has no exact full-rank form.
+    """Raise for a model without an exact full-rank form.
 
     Args:
         args: The model's arguments.
 
     Raises:
-        ConfigError: For cola and lax, for svd without SwiGLU's SiLU, and for lanes that keep
-            channels to themselves.
+        ConfigError: The family is cola or lax, or svd without SwiGLU's SiLU, or the model has lanes
+            with private channels.
     """
     if not LlamaStateDictAdapter(args, hf_assets_path=None).is_llama:
         want = (
@@ -73,9 +73,10 @@ def check_hf_exportable(args: LlamaArgs) -> None:
 
 
 def build_hf_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
-    """Describe a model to transformers' LlamaForCausalLM.
+    """Return the configuration of a model for transformers' LlamaForCausalLM.
 
-    The rotary settings are in the form before transformers 5, which later versions read too.
+    The rotary settings have the format of transformers before version 5, which later versions also
+    read.
 
     Args:
         args: The model's arguments.
@@ -101,7 +102,7 @@ def build_hf_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        # The tokenizer's business; LLaMA's defaults would name other tokens.
+        # The tokenizer defines these ids; LLaMA's defaults would be other tokens.
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -124,7 +125,7 @@ def _save(weights: dict[str, Tensor], out_dir: Path, dtype: torch.dtype | None) 
     path.touch()
     mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(mode)  # safetensors replaces it by a file that only its owner may read
+    path.chmod(mode)  # safetensors creates a file that only its owner may read
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Sampling text from a model."""
+"""Sample text from a model."""
 
 import torch
 from torch import Tensor
@@ -19,21 +19,21 @@ def generate(
 ) -> Tensor:
     """Continue one sequence.
 
-    The whole window is run again for every token: no cache, so quadratic in its length, and enough
-    to look at what a training run has learned.
+    The whole window is run again for every token. Without a cache the cost is quadratic in its
+    length, which is enough for inspecting a training run.
 
     Args:
         model: The model, on one device.
         tokens: The prompt (1, s), at least one token.
-        max_new_tokens: How many tokens to add at most.
+        max_new_tokens: Maximum number of tokens to add.
         temperature: Divides the logits; 0 takes the most likely token.
         top_k: Sample among that many most likely tokens; 0 among all.
         seed: Seed of the draws.
         stop_id: A token that ends the text.
 
     Returns:
-        The prompt with its continuation (1, s + n). Longer than the rotary table, only the last
-        ``max_seq_len`` tokens are looked at.
+        The prompt with its continuation (1, s + n). If it is longer than the rotary table, the
+        model sees only the last ``max_seq_len`` tokens.
     """
     generator = torch.Generator(tokens.device).manual_seed(seed)
     for _ in range(max_new_tokens):

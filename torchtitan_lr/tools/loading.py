@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""From a training checkpoint to a model in one process, without a process group."""
+"""Load a training checkpoint into a model in one process, without a process group."""
 
 import json
 from pathlib import Path
@@ -35,20 +35,20 @@ from torchtitan_lr.training.fingerprint import (
 
 
 def read_run_config(step_dir: Path, config_file: Path | None = None) -> Any:
-    """Read the configuration that a checkpoint was trained with.
+    """Read the configuration of a checkpoint's run.
 
     Args:
         step_dir: The checkpoint, ``<dump folder>/<checkpoint folder>/step-<n>``.
-        config_file: A TOML to read instead of the run's own record.
+        config_file: A TOML to read instead of the run's saved configuration.
 
     Returns:
         The job's sections as attributes: ``config.model.flavor``.
 
     Raises:
-        ConfigError: If there is no readable configuration.
+        ConfigError: There is no readable configuration.
     """
     if config_file is not None:
-        # Late: only this way in needs torchtitan's configuration machinery.
+        # Imported late: only this case needs torchtitan's configuration classes.
         from torchtitan_lr.config.build import build_job_config
 
         return build_job_config([f"--job.config_file={config_file}"])
@@ -63,7 +63,7 @@ def read_run_config(step_dir: Path, config_file: Path | None = None) -> Any:
 
 
 def build_model_args(config: Any) -> LlamaArgs:
-    """Find the model's shape as the trainer did: the flavor, then the job's overrides.
+    """Build the model's arguments as the trainer does: the flavor, then the job's overrides.
 
     Args:
         config: The job's sections as attributes.
@@ -72,7 +72,8 @@ def build_model_args(config: Any) -> LlamaArgs:
         The model's arguments.
 
     Raises:
-        ConfigError: For an unknown model or flavor, a missing section, or an impossible override.
+        ConfigError: The model or flavor is unknown, a section is missing, or an override is
+            invalid.
     """
     try:
         name, flavor = config.model.name, config.model.flavor
@@ -91,7 +92,7 @@ def build_model_args(config: Any) -> LlamaArgs:
 
 
 def read_model_args(path: Path) -> LlamaArgs:
-    """Read the ``model_args.json`` that lies beside exported weights.
+    """Read the ``model_args.json`` next to exported weights.
 
     Args:
         path: The file.
@@ -100,7 +101,7 @@ def read_model_args(path: Path) -> LlamaArgs:
         The model's arguments.
 
     Raises:
-        ConfigError: If it is missing, unreadable, or describes no possible model.
+        ConfigError: The file is missing or unreadable, or does not describe a valid model.
     """
     try:
         values = json.loads(path.read_text())
@@ -113,18 +114,18 @@ def read_model_args(path: Path) -> LlamaArgs:
 
 
 def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaModel:
-    """Verify a checkpoint, from any number of ranks, and load its weights onto the CPU.
+    """Verify a checkpoint of any number of ranks and load its weights onto the CPU.
 
     Args:
         step_dir: Folder of a distributed checkpoint (DCP).
-        args: The shape of the model in it.
-        assets_path: Folder of the tokenizer that will be used with it, if any.
+        args: The model's arguments.
+        assets_path: Folder of the tokenizer to use with it, if any.
 
     Returns:
-        The model in the checkpoint's precision, in evaluation mode.
+        The model in the checkpoint's dtype, in evaluation mode.
 
     Raises:
-        ConfigError: If the folder is no such checkpoint, is damaged, or holds another model.
+        ConfigError: The folder is not a complete checkpoint, is damaged, or contains another model.
     """
     manifest, metadata = _verify(step_dir)
     stored = metadata.state_dict_metadata
@@ -139,8 +140,8 @@ def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaM
     weights = model.state_dict()
     try:
         load(weights, step_dir, no_dist=True, metadata=metadata)
-    # A damaged file surfaces as whatever its reader stumbles over; DCP wraps some of it in an
-    # exception that is no Exception.
+    # A damaged file can raise any exception; DCP wraps some of them in CheckpointException, which
+    # derives from BaseException.
     except (Exception, CheckpointException) as error:
         raise _no_checkpoint(step_dir, "damaged files") from error
     if manifest is None:
@@ -149,7 +150,7 @@ def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaM
 
 
 def _verify(step_dir: Path) -> tuple[Manifest | None, Metadata]:
-    """Read all of a checkpoint once: its files are those that were saved."""
+    """Read a whole checkpoint once and check its files against the manifest."""
     damage = find_damage(step_dir)
     if damage is not None:
         raise _no_checkpoint(step_dir, damage, newest_whole_before(step_dir))
@@ -164,7 +165,7 @@ def _no_checkpoint(step_dir: Path, why: str, older: str | None = None) -> Config
 
 
 def _check_stored(step_dir: Path, stored: dict[str, Any], model: LlamaModel) -> torch.dtype:
-    """Compare names and shapes, since DCP ignores what the model lacks; give the precision."""
+    """Check names and shapes, since DCP ignores extra tensors, and return the dtype."""
     expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     found = {
         name: tuple(value.size) if isinstance(value, TensorStorageMetadata) else None

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A training run whose last two steps are watched: how long ranks communicate, and how much.
+"""Training whose last two steps are measured: communication time and communicated bytes.
 
-The launcher starts it in place of `torchtitan_lr.train` where ``TRAIN_FILE`` says
-``torchtitan_lr.tools.measure``, as ``scripts/compare.py`` does. The step before the last runs under
-PyTorch's profiler, the last one under the ledger; all others are those of any run, so the times in
-``metrics.jsonl`` are undisturbed. What was found is in `MEASUREMENT_FILE` of the dump folder.
+The launcher runs this module instead of `torchtitan_lr.train` if ``TRAIN_FILE`` is
+``torchtitan_lr.tools.measure``, which ``scripts/compare.py`` sets. The second-to-last step runs
+under PyTorch's profiler, the last one under the ledger. All other steps are unchanged, so their
+times in ``metrics.jsonl`` are unaffected. The results are in `MEASUREMENT_FILE` in the dump folder.
 """
 
 import json
@@ -25,7 +25,7 @@ from torchtitan_lr.training.trainer import Trainer
 
 
 class MeasuredTrainer(Trainer):
-    """A trainer that watches its last two steps."""
+    """A trainer that measures its last two steps."""
 
     _watched: dict[str, Any]
 
@@ -37,7 +37,7 @@ class MeasuredTrainer(Trainer):
 
     @contextmanager
     def _profiled(self) -> Iterator[None]:
-        # In front of the profiler, which takes memory for its events.
+        # Read before the profiler, which needs memory for its events.
         memory = self.metrics_processor.device_memory_monitor.get_peak_stats()
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -72,16 +72,16 @@ class MeasuredTrainer(Trainer):
 
 
 def communication_seconds(events: Iterable[Any]) -> dict[str, float]:
-    """Add up what a profiler saw of the collectives of one rank.
+    """Sum up the times of one rank's collectives from a profile.
 
     Args:
-        events: Of `torch.profiler.profile`. Gloo reports each collective as an event ``gloo:…`` of
-            its worker threads, NCCL as kernels.
+        events: Events of `torch.profiler.profile`. Gloo reports each collective as an event
+            ``gloo:…`` of its worker threads, NCCL reports kernels.
 
     Returns:
-        ``communication``: seconds in which at least one collective ran, the waiting for slower
-        ranks included; computation may have run at the same time. ``collectives``: the seconds
-        of all collectives added up.
+        ``communication``: seconds in which at least one collective ran, including the wait for
+        slower ranks; computation may overlap. ``collectives``: sum of the seconds of all
+        collectives.
     """
     spans = []
     for event in events:

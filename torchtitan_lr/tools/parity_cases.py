@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Tensor-parallel cases: run on a rank, compared with one process; and their whole matrix."""
+"""Tensor-parallel test cases, their comparison with one process, and the full matrix."""
 
 import itertools
 from collections.abc import Callable
@@ -24,12 +24,12 @@ from torchtitan_lr.parallel.tensor.tensor_parallel import apply_tensor_parallel,
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 """
-Of relative errors. fp64 holds on every CPU, and the test suite compares in it; fp32 is for
-`scripts/check/parity_matrix.py`.
+Tolerances of relative errors. The test suite compares in fp64, which holds on every CPU; fp32 is
+for `scripts/check/parity_matrix.py`.
 """
 
 BACKEND = "aot_eager"
-"""Of ``torch.compile``; a caller on the same rank may set another one."""
+"""Backend of ``torch.compile``; a caller on the same rank may set another one."""
 
 BATCH, TOKENS, VOCABULARY = 2, 8, 64
 
@@ -40,13 +40,13 @@ class Case:
 
     Args:
         family: The model's family.
-        settings: Of tensor parallelism.
+        settings: Tensor-parallel settings.
         gqa: Whether two query heads share a key-value head.
         degree: Tensor-parallel degree T, of four ranks.
-        dtype: Of weights and computation.
-        gate: LaX's.
-        lanes: Lanes G of CAAT-Net.
-        fraction: Share p of the channels that the lanes sync.
+        dtype: Dtype of weights and computation.
+        gate: LaX's gate.
+        lanes: Number of lanes G of CAAT-Net.
+        fraction: Share p of the channels that the lanes synchronize.
     """
 
     family: str = "cola"
@@ -71,7 +71,7 @@ class Case:
 
 
 def model_args(case: Case) -> LlamaArgs:
-    """A model in which no two widths coincide and every width divides by four."""
+    """Return a model shape with distinct widths, all divisible by four."""
     low_rank = case.family != "full"
     return LlamaArgs(
         family=case.family,
@@ -82,7 +82,7 @@ def model_args(case: Case) -> LlamaArgs:
         ffn_dim=88,
         vocab_size=VOCABULARY,
         max_seq_len=TOKENS,
-        norm_eps=1e-2,  # large enough to be noticed where it is applied twice
+        norm_eps=1e-2,  # large enough to detect that it is applied twice
         rank_attention=12 if low_rank else 0,
         rank_ffn=20 if low_rank else 0,
         activation="fullrank" if case.family in ("full", "svd") else "both",
@@ -93,7 +93,7 @@ def model_args(case: Case) -> LlamaArgs:
 
 
 def build_model(case: Case, prepare: Callable[[LlamaModel], None] | None = None) -> LlamaModel:
-    """Build on the meta device, shard, draw: as the trainer does."""
+    """Build on the meta device, shard, and initialize, as the trainer does."""
     with torch.device("meta"):
         model = LlamaModel(model_args(case))
     model.to(case.dtype)
@@ -103,7 +103,7 @@ def build_model(case: Case, prepare: Callable[[LlamaModel], None] | None = None)
     model.init_weights()
     for name, parameter in model.named_parameters():
         leaf = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if name.endswith(("norm.weight", "gate")):  # ones would hide a forgotten factor
+        if name.endswith(("norm.weight", "gate")):  # ones would hide a missing factor
             draw_parameter(parameter, clean(name), 0.3, seed=1)
             with torch.no_grad():
                 leaf.add_(1.0)
@@ -111,19 +111,19 @@ def build_model(case: Case, prepare: Callable[[LlamaModel], None] | None = None)
 
 
 def clean(name: str) -> str:
-    """Return a parameter's name without what ``torch.compile`` puts into it."""
+    """Return a parameter's name without the prefix of ``torch.compile``."""
     return name.replace("_orig_mod.", "")
 
 
 @dataclass
 class Result:
-    """What a pass produced on this rank: local activations, whole gradients.
+    """Results of a forward and backward pass on this rank: local activations, full gradients.
 
     Args:
         loss: Sum over the tokens, a scalar.
         stream: This rank's part of the embedding's output (b, s, d).
         stream_gradient: Its gradient, of the same shape.
-        gradients: Of every parameter, gathered, by name.
+        gradients: Gathered gradient of every parameter, by name.
         logits: (b, s, vocabulary), gathered.
     """
 
@@ -135,7 +135,7 @@ class Result:
 
 
 def run_model(model: LlamaModel) -> Result:
-    """One forward and backward pass on fixed tokens."""
+    """Run one forward and backward pass on fixed tokens."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCABULARY, (BATCH, TOKENS), generator=generator)
     labels = torch.randint(VOCABULARY, (BATCH, TOKENS), generator=generator)
@@ -171,24 +171,24 @@ def run_model(model: LlamaModel) -> Result:
 
 @cache
 def reference(case: Case) -> Result:
-    """Return what one process computes for a case that `alone` returned."""
+    """Return the one-process result of a case that `alone` returned."""
     return run_model(build_model(case))
 
 
 def alone(case: Case) -> Case:
-    """The case without what makes no difference on one process."""
+    """Return the case without settings that have no effect in one process."""
     kept = ("family", "gqa", "dtype", "gate", "lanes", "fraction")
     return Case(**{name: getattr(case, name) for name in kept})
 
 
 def one_process(case: Case) -> Result:
-    """The same model and data without any parallelism."""
+    """Run the same model and data without any parallelism."""
     return reference(alone(case))
 
 
 @cache
 def tp_mesh(degree: int) -> DeviceMesh:
-    """All four ranks, or two replicas of two."""
+    """Return a mesh of all four ranks, or of two replicas of two."""
     shape = (dist.get_world_size() // degree, degree)
     return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))["tp"]
 
@@ -221,7 +221,7 @@ def own_part(case: Case, whole: Tensor) -> Tensor:
 
 
 def compare(case: Case, result: Result) -> dict[str, float]:
-    """Relative errors against one process, by what is compared."""
+    """Return the relative errors against one process, by compared quantity."""
     expected = one_process(case)
     assert result.gradients.keys() == expected.gradients.keys()
     errors = {
@@ -233,14 +233,14 @@ def compare(case: Case, result: Result) -> dict[str, float]:
     gates = [name for name in expected.gradients if name.endswith("gate")]
     for name in expected.gradients.keys() - set(gates):
         errors[name] = relative(result.gradients[name], expected.gradients[name])
-    if gates:  # of one number each: together, since one alone can be next to nothing
+    if gates:  # scalars, compared together, since a single one can be close to zero
         pair = [torch.cat([run.gradients[name] for name in gates]) for run in (result, expected)]
         errors["gates"] = relative(*pair)
     return errors
 
 
 def parity(case: Case, *wrappers: Callable[[LlamaModel, Case], None]) -> dict[str, float]:
-    """Run a case on this rank; call it on all four."""
+    """Run a case and return its errors; call it on all four ranks."""
 
     def prepare(model: LlamaModel) -> None:
         shard_model(case)(model)
@@ -293,7 +293,7 @@ def strategies() -> list[tuple[str, LaxGate, dict[str, Any]]]:
 
 
 def all_cases() -> list[Case]:
-    """The whole matrix."""
+    """Return all cases of the matrix."""
     dtypes = (torch.float64, torch.float32)
     return [
         Case(family, TPSettings(**settings), gqa, degree, dtype, gate)
@@ -303,19 +303,19 @@ def all_cases() -> list[Case]:
 
 
 def axes(case: Case) -> dict[str, Any]:
-    """The case as a point: its value on every axis of the matrix."""
+    """Return the case's value on every axis of the matrix."""
     settings = {name: getattr(case.settings, name) for name in TPSettings.__dataclass_fields__}
     own = {name: getattr(case, name) for name in ("family", "gqa", "degree", "dtype", "gate")}
     return settings | own
 
 
 def pairs(case: Case) -> set[Any]:
-    """Every pair of values of two axes that the case covers."""
+    """Return every pair of values of two axes that the case covers."""
     return set(itertools.combinations(axes(case).items(), 2))
 
 
 def covering(cases: list[Case]) -> list[Case]:
-    """A fixed small subset of cases that covers every pair of values which some case has."""
+    """Return a fixed small subset of cases that covers every pair of values of all cases."""
     left = set().union(*(pairs(case) for case in cases))
     chosen = []
     while left:

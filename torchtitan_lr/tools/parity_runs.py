@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Short real runs of the trainer on ranks that exist, in several layouts, and how they differ."""
+"""Short runs of the real trainer in several layouts, and the differences between them."""
 
 import gc
 import signal
@@ -37,21 +37,21 @@ TINY = [
     "--training.dtype=float32",
     "--training.mixed_precision_param=float32",
     "--optimizer.lr=1e-3",
-    # Adam's first steps divide a gradient by its own size: with the default 1e-8 an entry that is
-    # nothing but rounding noise moves its weight by a full learning rate, in a random direction.
+    # Adam's first steps divide a gradient by its own size. With the default 1e-8, an entry of pure
+    # rounding noise would move its weight by a full learning rate in a random direction.
     "--optimizer.eps=1e-5",
     "--lr_scheduler.warmup_steps=2",
     "--metrics.log_freq=1",
     "--validation.no_enable",
     "--checkpoint.no_enable",
 ]
-"""Arguments of a run that takes about a second; a test adds its layout."""
+"""Arguments of a run of about a second; a test adds its layout."""
 
 EXACT = 1e-9
 """
 Limit of `largest_difference` between two fp64 runs of the same training. Rounding in fp64 is
-1.1e-16 per operation, and three steps made at most 2.2e-14 of it (measured on fourteen layouts).
-Every deliberate fault of these tests gives more than 1e-3.
+1.1e-16 per operation; three steps accumulated at most 2.2e-14 (measured on fourteen layouts). Every
+deliberate fault in these tests gives more than 1e-3.
 """
 
 
@@ -81,9 +81,9 @@ add_parity_flavors()
 
 
 def degrees(tensor: int = 1, pipeline: int = 1, local_batch: int = 8) -> list[str]:
-    """Return arguments for degrees; FSDP2 takes the ranks that are left.
+    """Return arguments for the parallel degrees; FSDP2 uses the remaining ranks.
 
-    A pipeline gets at most four micro-batches, as many as the deepest one has stages.
+    A pipeline has at most four micro-batches, the number of stages of the deepest pipeline.
     """
     arguments = [
         f"--parallelism.tensor_parallel_degree={tensor}",
@@ -95,7 +95,7 @@ def degrees(tensor: int = 1, pipeline: int = 1, local_batch: int = 8) -> list[st
 
 
 DEEP = ["--model.flavor=parity4"]
-"""Enough layers for four stages."""
+"""Arguments of a model with enough layers for four stages."""
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "dp1": (1, degrees()),
@@ -107,22 +107,22 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "fsdp2_tp2": (4, degrees(tensor=2, local_batch=4)),
     "fsdp2_pp2": (4, degrees(pipeline=2, local_batch=4)),
 }
-"""Number of ranks and arguments, by name; the global batch is always the same."""
+"""Number of ranks and arguments of every layout; the global batch is always the same."""
 
 
 def model(family: str) -> list[str]:
-    """Return the argument that chooses a family."""
+    """Return the argument that selects a family."""
     return [f"--model.name=llama_{family}"]
 
 
 def schedule(name: str) -> list[str]:
-    """Return the arguments that choose a pipeline schedule, and a model of as many stages."""
+    """Return the arguments that select a pipeline schedule and a model with enough layers."""
     deep = DEEP if name in ("Interleaved1F1B", "ZBVZeroBubble") else []
     return [f"--parallelism.pipeline_parallel_schedule={name}", *deep]
 
 
 def flavor(options: list[str]) -> list[str]:
-    """Return the last flavor that options choose, for their reference."""
+    """Return the flavor that the options select, for the reference run."""
     return [option for option in options if option.startswith("--model.flavor=")][-1:]
 
 
@@ -136,17 +136,17 @@ def train(
     """Train on the calling process group; call it on every rank.
 
     Args:
-        arguments: As on the command line; those of `TINY` come first.
-        dump_folder: Where to write; a new folder by default.
-        exact: Whether everything that is float32 in the configuration is computed in float64.
-        everywhere: Whether every rank returns the parameters, and not rank 0 alone.
-        build: Makes the trainer from its configuration.
+        arguments: Command-line arguments; those of `TINY` are prepended.
+        dump_folder: Output folder; a new folder by default.
+        exact: Whether to compute in float64 wherever the configuration has float32.
+        everywhere: Whether every rank returns the parameters, or only rank 0.
+        build: Creates the trainer from its configuration.
 
     Returns:
         ``losses``, ``grad_norms`` (one per step), ``val_losses``, ``skipped_steps``, ``step``,
-        ``dump_folder``, ``last_val_loss`` (as this rank knows it), ``state_dtypes`` (of the
-        optimizer), ``ledger`` (this rank's rows of the last logged step) and ``parameters`` (full
-        arrays by name).
+        ``dump_folder``, ``last_val_loss`` (on this rank), ``state_dtypes`` (of the optimizer),
+        ``ledger`` (this rank's rows of the last logged step) and ``parameters`` (full arrays by
+        name).
     """
     logger.setLevel("ERROR")
     folders: list[Any] = [dump_folder or tempfile.mkdtemp()]
@@ -167,9 +167,9 @@ def train(
         if trainer is not None:
             trainer.close()
         del trainer
-        torch.compiler.reset()  # compiled blocks of many models in one process hit its limit
-        gc.collect()  # torchtitan switches the collector off, and a trainer is full of cycles
-        gc.freeze()  # what is left are caches: the next run's collection need not walk them
+        torch.compiler.reset()  # compiled blocks of many models in one process reach its limit
+        gc.collect()  # torchtitan disables the collector, and a trainer has many reference cycles
+        gc.freeze()  # the rest are caches, which the next run's collection skips
     dist.barrier()
     return result | _curves_of(Path(folders[0]))
 
@@ -199,9 +199,9 @@ def _curves_of(folder: Path) -> dict[str, list[Any]]:
 
 
 def use_float64(config: Any) -> None:
-    """Compute in float64 what the configuration computes in float32; leave a bf16 run as it is.
+    """Replace float32 by float64 in a configuration; leave a bf16 run unchanged.
 
-    torchtitan's table of dtypes has no float64, and our checks refuse what it does not have.
+    torchtitan's table of dtypes has no float64, and our checks raise for dtypes that are not in it.
     """
     TORCH_DTYPE_MAP["float64"] = torch.float64
     keys = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
@@ -226,22 +226,22 @@ BF16 = ["--training.mixed_precision_param=bfloat16"]
 
 ROUNDING = 6.0
 """
-Limit of `rounding_excess`. A layout in bf16 rounds other partial sums than one process does: 1.8
-times its error at most after three steps, 3.5 after one, whose update is little but the signs of
-the gradients (measured over the support matrix). A gradient averaged once too often gives 16, bf16
-master weights give 39.
+Limit of `rounding_excess`. A layout in bf16 rounds different partial sums than one process. Its
+error was at most 1.8 times that of one process after three steps, and 3.5 times after one step,
+whose update depends almost only on the signs of the gradients (measured over the support matrix). A
+gradient averaged once too often gives 16; bf16 master weights give 39.
 """
 
 
 def bf16_references(
     pool: RankPool, arguments: list[str], run: Callable[..., Any] = train
 ) -> list[dict[str, Any]]:
-    """Train on one process: in float64, in float64 without moving, and with bf16 compute.
+    """Train on one process: in float64, in float64 with a learning rate of almost 0, in bf16.
 
     Args:
-        pool: Of one rank.
-        arguments: As on the command line.
-        run: `train`, or what stands for it.
+        pool: A pool of one rank.
+        arguments: Command-line arguments.
+        run: `train`, or a replacement with the same signature.
     """
     still = ["--optimizer.lr=1e-30"]
     return [pool.run(run, [*arguments, *more])[0] for more in ([], still, BF16)]
@@ -253,12 +253,12 @@ def rounding_excess(run: dict[str, Any], references: list[dict[str, Any]]) -> fl
     The error of a parameter is ‖w - w_exact‖ / ‖w_exact - w_start‖, with float64 as exact.
 
     Args:
-        run: What `train` returned.
-        references: What `bf16_references` returned for the same training.
+        run: Returned by `train`.
+        references: Returned by `bf16_references` for the same training.
 
     Returns:
-        The largest ratio of the two errors over all parameters. A small parameter's own error may
-        be small by chance, so the median over parameters is the least that counts.
+        The largest ratio of the two errors over all parameters. A small parameter's error may be
+        small by chance, so the reference error is at least the median over parameters.
     """
     exact, start, alone = (reference["parameters"] for reference in references)
 
@@ -286,7 +286,7 @@ def _state_dtypes(optimizers: Any) -> set[str]:
 
 
 def _full_parameters(model_parts: list[Any], everywhere: bool) -> dict[str, Any]:
-    """Gather whole parameters as arrays by name; on rank 0 alone unless ``everywhere``."""
+    """Gather full parameters as arrays by name; only on rank 0 unless ``everywhere``."""
     parts: dict[str, _Part] = {}
     for part in model_parts:
         for name, parameter in part.named_parameters():
@@ -309,13 +309,13 @@ def _full_parameters(model_parts: list[Any], everywhere: bool) -> dict[str, Any]
 
 
 _Part = tuple[tuple[int, ...], tuple[int, ...], Any]
-"""A parameter's whole shape, where this rank's part begins, and its values."""
+"""A parameter's global shape, the offset of this rank's part, and the part's values."""
 
 
 def _part_of(parameter: torch.Tensor) -> _Part:
     if not isinstance(parameter, DTensor):
         return tuple(parameter.shape), (0,) * parameter.dim(), parameter.detach().double().numpy()
-    # A distributed checkpoint's plan says where the part lies, and does not use our own slices.
+    # The offset comes from a distributed checkpoint's plan, which does not use our own slicing.
     (item,) = create_default_local_save_plan({"parameter": parameter}, is_coordinator=True).items
     assert item.tensor_data is not None
     offset = tuple(item.tensor_data.chunk.offsets)
@@ -325,10 +325,10 @@ def _part_of(parameter: torch.Tensor) -> _Part:
 
 
 def write_seed_checkpoint(options: list[str]) -> str:
-    """Write a job's initial weights in a rank, whose process group stays in place.
+    """Write a job's initial weights from a pool's rank, and keep its process group.
 
     Args:
-        options: As on the command line, without a TOML file.
+        options: Command-line arguments without a TOML file.
 
     Returns:
         The checkpoint's folder.

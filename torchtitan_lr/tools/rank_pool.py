@@ -1,9 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A pool of rank processes kept alive for many tests.
+"""A pool of rank processes that are reused by many tests.
 
-Importing torchtitan takes seconds and a gloo launch more, so tests send functions to processes that
-already form a process group. A function that fails on any rank fails the test with that rank's
-traceback; the pool is rebuilt after a failure or a time-out, since collectives may be out of step.
+Importing torchtitan and launching gloo takes seconds, so tests send functions to processes that
+already form a process group. If a function fails on any rank, the test fails with that rank's
+traceback. After a failure or a time-out the pool is rebuilt, because collectives may be out of
+order.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class RankPool:
-    """`world_size` processes joined by gloo.
+    """`world_size` processes in one gloo process group.
 
     Args:
         world_size: Number of ranks.
@@ -36,7 +37,7 @@ class RankPool:
         self._ranks: list[tuple[Any, Connection]] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 480) -> list[Any]:
-        """Call ``function(*args)`` on every rank; return their results in rank order.
+        """Call ``function(*args)`` on every rank and return the results in rank order.
 
         Args:
             function: A module-level function.
@@ -55,15 +56,15 @@ class RankPool:
         return [results[rank] for rank in range(self.world_size)]
 
     def errors(self, function: Callable[..., Any], *args: Any, timeout: float = 480) -> list[str]:
-        """Call ``function(*args)`` on every rank, where each must raise; the pool stays usable.
+        """Call a function that must raise on every rank; the pool stays usable.
 
         Args:
-            function: A module-level function that leaves no collective half done.
+            function: A module-level function that leaves no collective unfinished.
             *args: Picklable arguments, equal on all ranks.
             timeout: Seconds for all ranks together.
 
         Returns:
-            Every rank's traceback, in rank order.
+            The traceback of every rank, in rank order.
 
         Raises:
             RuntimeError: A rank returned, or died.
@@ -79,7 +80,7 @@ class RankPool:
     def _answers(
         self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
     ) -> Iterator[tuple[int, bool, Any]]:
-        """Yield (rank, whether it failed, its result or traceback) as they come in."""
+        """Yield (rank, whether it failed, its result or traceback) in order of arrival."""
         if not self._ranks:
             self._start()
         self._signal(signal.SIGCONT)
@@ -100,7 +101,7 @@ class RankPool:
         self._signal(signal.SIGSTOP)
 
     def _signal(self, number: int) -> None:
-        """Stop ranks between calls, and wake them: the threads of an idle group poll."""
+        """Send SIGSTOP or SIGCONT to all ranks: the threads of an idle group would poll."""
         for process, _ in self._ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
@@ -114,7 +115,7 @@ class RankPool:
         self._ranks = []
 
     def _start(self) -> None:
-        # Ranks are forked from a process that has imported what all of them need.
+        # Ranks are forked from a process with all imports done.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "torchtitan_lr.train"])
         rendezvous = os.path.join(tempfile.mkdtemp(), "store")
@@ -129,11 +130,11 @@ class RankPool:
 
 
 class _GroupCache:
-    """Makes the process groups of device meshes once, and gives them to the meshes of later calls.
+    """Creates the process groups of device meshes once and reuses them in later calls.
 
-    Gloo's threads poll for as long as a group exists, and torch keeps every group: after a hundred
-    runs of the trainer the ranks would do little else. A mesh gets the group that an equal one had
-    in an earlier call: of the same ranks, backend and description, and as manieth of these.
+    Gloo's threads poll as long as a group exists, and torch keeps every group: after a hundred runs
+    of the trainer the ranks would mostly poll. A mesh reuses a group of an earlier call that has
+    the same ranks, backend and description, in the same order of creation.
     """
 
     def __init__(self, new_group: Callable[..., Any]) -> None:
@@ -142,7 +143,7 @@ class _GroupCache:
         self._used: Counter[tuple[Any, ...]] = Counter()
 
     def start_call(self) -> None:
-        """Let the next call use all groups anew."""
+        """Make all groups available to the next call."""
         self._used.clear()
 
     def __call__(
@@ -152,7 +153,7 @@ class _GroupCache:
         group_desc: str | None = None,
         **options: Any,
     ) -> Any:
-        """Stand in for `torch.distributed.new_group`."""
+        """Return a cached group; arguments as in `torch.distributed.new_group`."""
         kind = (tuple(ranks), backend, group_desc)
         self._used[kind] += 1
         key = (*kind, self._used[kind])
@@ -173,9 +174,9 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
     from torchtitan_lr.compat.collectives import make_mesh_groups_by
 
     torch.set_num_threads(1)
-    if sys.platform == "linux":  # a stopped rank would not notice that its parent has ended
+    if sys.platform == "linux":  # a stopped rank does not notice the end of its parent
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    gc.freeze()  # the trainer's collections need not walk every imported module, each time
+    gc.freeze()  # later collections skip all imported modules
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
     )

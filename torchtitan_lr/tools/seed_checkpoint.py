@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The initial weights of a job as a checkpoint of step 0, written by one CPU process."""
+"""Write a job's initial weights as a checkpoint of step 0, in one CPU process."""
 
 import os
 import socket
@@ -27,20 +27,20 @@ ONE_PROCESS = [
     "--checkpoint.load_step=-1",
     "--checkpoint.create_seed_checkpoint",
 ]
-"""Settings of a job that change nothing in its initial weights, or do not fit one process."""
+"""Overrides of settings that do not affect the initial weights or do not fit one process."""
 
 
 def make_seed_checkpoint(arguments: list[str]) -> Path:
-    """Write the checkpoint.
+    """Write the seed checkpoint.
 
     Args:
-        arguments: As on the launcher's command line: the TOML file and overrides.
+        arguments: The launcher's arguments: the TOML file and overrides.
 
     Returns:
         Its folder.
 
     Raises:
-        ConfigError: For a job that cannot run, or one that has a checkpoint already.
+        ConfigError: The job cannot run, or already has a checkpoint.
     """
     config = build_job_config([*arguments, *ONE_PROCESS])
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
@@ -52,7 +52,7 @@ def make_seed_checkpoint(arguments: list[str]) -> Path:
         port = probe.getsockname()[1]
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
     os.environ.update(alone | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
-    # Late: torch looks for GPUs when it is imported.
+    # Imported late: torch looks for GPUs when it is imported.
     from torchtitan_lr.train import main as train
 
     status = train([*arguments, *ONE_PROCESS])

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``docs/support_matrix.toml``: its table, what it refuses, and combinations drawn from it."""
+"""``docs/support_matrix.toml``: its table, its refusals, and combinations drawn from it."""
 
 import random
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ Combination = dict[str, str]
 
 
 class SupportMatrix:
-    """The matrix.
+    """The support matrix.
 
     Args:
         path: The TOML file.
@@ -34,7 +34,7 @@ class SupportMatrix:
         self.rules: list[dict[str, Any]] = content["refused"]
 
     def refusals(self, combination: Combination) -> list[dict[str, Any]]:
-        """Return the rules that refuse a combination, or a part of one."""
+        """Return the rules that refuse a full or partial combination."""
         return [
             rule
             for rule in self.rules
@@ -42,16 +42,16 @@ class SupportMatrix:
         ]
 
     def draw(self, source: random.Random) -> Combination:
-        """Draw a value of every axis, refused or not."""
+        """Draw a value for every axis, whether refused or not."""
         return {axis: source.choice(list(values)) for axis, values in self.axes.items()}
 
     def draws(self, seed: int, number: int, ranks: int) -> list[Combination]:
-        """Draw combinations that work, each with as many new pairs of values as it can.
+        """Draw supported combinations, each with as many new pairs of values as possible.
 
         Args:
             seed: The same seed draws the same combinations.
-            number: How many; fewer where all pairs are covered.
-            ranks: The most ranks one may need.
+            number: Number of combinations; fewer if all pairs are covered.
+            ranks: Maximum number of ranks of a combination.
         """
         source = random.Random(seed)
         chosen: list[Combination] = []
@@ -72,7 +72,7 @@ class SupportMatrix:
 
     @cached_property
     def cells(self) -> set[Any]:
-        """Return the pairs of values that the table says work."""
+        """Return the pairs of values that the table marks as supported."""
         pairs_of_cells = (
             tuple(sorted([row, column]))
             for row, column in product(self._rows, self._columns)
@@ -82,10 +82,10 @@ class SupportMatrix:
 
     @cached_property
     def every_draw(self) -> list[Combination]:
-        """Return combinations that hold every cell at least once; ``--full`` trains all of them."""
+        """Return combinations that cover every cell; ``--full`` trains all of them."""
         source, missing = random.Random(0), set(self.cells)
         chosen: list[Combination] = []
-        for ranks in (4, 8):  # most need no more than four
+        for ranks in (4, 8):  # most need at most four
             for cell in sorted(missing):
                 if cell not in missing:
                     continue
@@ -99,10 +99,10 @@ class SupportMatrix:
         return chosen
 
     def draws_of(self, commit: str) -> list[Combination]:
-        """Return the share of `every_draw` that one commit trains.
+        """Return the combinations of `every_draw` that a commit trains.
 
         Args:
-            commit: Its hexadecimal name; the shares go round with it.
+            commit: Its hexadecimal name, which selects the combinations.
         """
         draws = self.every_draw
         shares = -(-len(draws) // DRAWS_PER_COMMIT)
@@ -110,7 +110,7 @@ class SupportMatrix:
 
     @cached_property
     def working_pairs(self) -> set[Any]:
-        """Return every pair of values that some combination holds which is not refused."""
+        """Return every pair of values in at least one supported combination."""
         everything = (
             dict(zip(self.axes, values, strict=True)) for values in product(*self.axes.values())
         )
@@ -120,11 +120,11 @@ class SupportMatrix:
         return not self.refusals(combination) and 1 < world_size(combination) <= ranks
 
     def arguments(self, combination: Combination, backend: str = "aot_eager") -> list[str]:
-        """Return the trainer's arguments of a combination on `world_size` ranks.
+        """Return the trainer's arguments for a combination on `world_size` ranks.
 
         Args:
-            combination: A value of every axis.
-            backend: Of ``torch.compile``.
+            combination: A value for every axis.
+            backend: Backend of ``torch.compile``.
         """
         replicas = 2 if combination["data"] in ("hsdp", "replicas") else 1
         accumulated = 2 if combination["accumulation"] != NONE else 1
@@ -161,7 +161,7 @@ class SupportMatrix:
             cells = [self._cell(row, column) for column in self._columns]
             lines.append(f"| {self._title(*row)} | " + " | ".join(cells) + " |")
         notes = [f"{i}. {self._note(rule)}" for i, rule in enumerate(self.rules, 1)]
-        legend = "A dash: no family has both. Refused, each with one line that names the key:"
+        legend = "A dash: no family supports both. Errors, each in one line that names the key:"
         return "\n".join([*lines, "", legend, "", *notes])
 
     @property
@@ -193,7 +193,7 @@ class SupportMatrix:
 
 
 def pairs(combination: Combination) -> Iterator[Any]:
-    """Yield every pair of values that a combination holds."""
+    """Yield every pair of values in a combination."""
     return combinations(sorted(combination.items()), 2)
 
 
@@ -203,7 +203,7 @@ def data_degree(combination: Combination) -> int:
 
 
 def world_size(combination: Combination) -> int:
-    """Return the number of ranks: every dimension that is used has 2, HSDP 2 x 2."""
+    """Return the number of ranks: 2 per used dimension, 2 x 2 for HSDP."""
     return (
         data_degree(combination) * _degree(combination, "tensor") * _degree(combination, "pipeline")
     )

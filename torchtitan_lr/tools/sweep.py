@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A grid of settings: its points, what is known of them, and the table of all runs."""
+"""A grid of settings: its points, their results, and the table of all runs."""
 
 import csv
 import itertools
@@ -31,10 +31,10 @@ class Point:
     """One run of the grid.
 
     Args:
-        name: Of its folder and of its wandb run.
+        name: Name of its folder and of its wandb run.
         settings: Value by TOML key, as text.
         arguments: All overrides.
-        row: What is known of it so far, see `Sweep.rows`.
+        row: Its results so far, see `Sweep.rows`.
     """
 
     name: str
@@ -44,10 +44,10 @@ class Point:
 
 
 def parse_grid(items: list[str]) -> dict[str, list[str]]:
-    """Read ``KEY=V1,V2`` items.
+    """Parse ``KEY=V1,V2`` items.
 
     Raises:
-        ConfigError: An item is none, or a key or value stands twice.
+        ConfigError: An item is malformed, or a key or value occurs twice.
     """
     grid: dict[str, list[str]] = {}
     for item in items:
@@ -56,7 +56,7 @@ def parse_grid(items: list[str]) -> dict[str, list[str]]:
         if not equals or "." not in key or not all(values):
             raise ConfigError("--set", item, "section.key=value,value")
         if key in grid:
-            raise ConfigError("--set", item, f"each key once, {key} stands twice")
+            raise ConfigError("--set", item, f"each key once, {key} occurs twice")
         if len(set(values)) < len(values):
             raise ConfigError("--set", item, "each value once")
         grid[key] = values
@@ -64,13 +64,13 @@ def parse_grid(items: list[str]) -> dict[str, list[str]]:
 
 
 def check_own_keys(items: list[str]) -> None:
-    """Refuse to set what the sweep itself sets for each point.
+    """Raise for keys that the sweep itself sets for each point.
 
     Args:
-        items: Of ``--set``, and further overrides.
+        items: Items of ``--set``, and further overrides.
 
     Raises:
-        ConfigError: One of them names such a key.
+        ConfigError: An item sets such a key.
     """
     for item in items:
         key = item.removeprefix("--").partition("=")[0].replace("-", "_")
@@ -79,11 +79,11 @@ def check_own_keys(items: list[str]) -> None:
 
 
 def points_of(grid: dict[str, list[str]], common: list[str], group: str) -> list[Point]:
-    """Return every combination of a grid.
+    """Return every point of a grid.
 
     Args:
         grid: Values by TOML key.
-        common: Overrides of all points.
+        common: Overrides for all points.
         group: The wandb group.
     """
     last = [key.rpartition(".")[2] for key in grid]
@@ -102,25 +102,26 @@ def points_of(grid: dict[str, list[str]], common: list[str], group: str) -> list
 
 
 class Sweep:
-    """A grid, what is known of its points, and the table.
+    """A grid, the results of its points, and the table.
 
     Args:
         config: The TOML file.
         work: The folder of all runs.
-        points: The grid.
-        lock: A file in ``work`` that is locked; each run inherits the lock.
+        points: The points of the grid.
+        lock: A locked file in ``work``; each run inherits the lock.
     """
 
     def __init__(self, config: str, work: Path, points: list[Point], lock: IO[str]) -> None:
         self.config, self.work, self.points, self._lock = config, work, points, lock
 
     def check(self, skip_refused: bool) -> None:
-        """Refuse what cannot work, and find what is finished.
+        """Check every point, and find the finished ones.
 
         Raises:
-            ConfigError: A point cannot work, or its folder is another sweep's.
+            ConfigError: A point's configuration is not valid, or its folder belongs to another
+                sweep.
         """
-        from torchtitan_lr.tools.loading import build_model_args  # late: --help needs no torch
+        from torchtitan_lr.tools.loading import build_model_args  # late, for a fast --help
 
         for point in self.points:
             path = self.work / point.name / POINT_FILE
@@ -141,10 +142,10 @@ class Sweep:
             point.row["parameters"] = count_parameters(build_model_args(config)).total
 
     def run(self) -> None:
-        """Run what is not finished.
+        """Run the unfinished points.
 
         Raises:
-            Stopped: A signal asked for the end; the running point has saved.
+            Stopped: The process received a stop signal; the running point has saved.
         """
         self.write()
         for point in self.points:
@@ -152,7 +153,7 @@ class Sweep:
                 continue
             print(f"{point.name} ...", file=sys.stderr, flush=True)
             folder = self.work / point.name
-            self._save(point, "cut off")  # what it is if nothing is written any more
+            self._save(point, "cut off")  # the status if this process dies here
             try:
                 descriptors = [self._lock.fileno()]
                 launch(self.config, folder, point.arguments, keep_open=descriptors)
@@ -189,7 +190,7 @@ class Sweep:
         ]
 
     def write(self) -> None:
-        """Write the table in three forms."""
+        """Write the table in three formats."""
         rows = self.rows()
         (self.work / "sweep.json").write_text(json.dumps(rows, indent=1) + "\n")
         with (self.work / "sweep.csv").open("w", newline="") as file:
@@ -200,7 +201,7 @@ class Sweep:
 
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:
-    """Lay the rows out as a Markdown table, without the points' names."""
+    """Format the rows as a Markdown table, without the points' names."""
     header = [key for key in rows[0] if key != "point"]
     return markdown_table(header, [[_cell(row[key]) for key in header] for row in rows])
 

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A byte-level BPE tokenizer: trained on a corpus, written in either of two formats."""
+"""Train a byte-level BPE tokenizer on a corpus and write it in one of two formats."""
 
 import base64
 import json
@@ -17,18 +17,18 @@ MAX_VOCAB = 1_000_000
 
 
 def train_bpe(corpus: Corpus, vocab_size: int, specials: list[str]) -> Tokenizer:
-    """Train a byte-level BPE with llama-3's split.
+    """Train a byte-level BPE tokenizer with llama-3's pre-tokenization.
 
     Args:
         corpus: The text.
-        vocab_size: Ids in all: specials, the 256 bytes, merges.
-        specials: Special tokens; they get the first ids.
+        vocab_size: Total number of ids: specials, the 256 bytes, and merges.
+        specials: Special tokens, which get the first ids.
 
     Returns:
         The tokenizer.
 
     Raises:
-        ConfigError: The vocabulary has no room for the bytes or is enormous, or the text has too
+        ConfigError: The vocabulary is too small for the bytes or is enormous, or the text has too
             little variety.
     """
     smallest = NUM_BYTES + len(specials) + 1
@@ -47,7 +47,7 @@ def train_bpe(corpus: Corpus, vocab_size: int, specials: list[str]) -> Tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=specials,
-        # All 256, seen or not: any text can be encoded.
+        # All 256 bytes, seen or not, so that any text can be encoded.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -63,7 +63,7 @@ def save_hf(tokenizer: Tokenizer, out: Path) -> None:
     """Write ``tokenizer.json`` and the ``tokenizer_config.json`` that names its special tokens.
 
     Args:
-        tokenizer: What :func:`train_bpe` returned, trained with both special tokens.
+        tokenizer: Returned by :func:`train_bpe` with both special tokens.
         out: An existing folder.
     """
     tokenizer.save(str(out / HF_FILE), pretty=False)
@@ -72,10 +72,10 @@ def save_hf(tokenizer: Tokenizer, out: Path) -> None:
 
 
 def save_tiktoken(tokenizer: Tokenizer, out: Path) -> None:
-    """Write ``tokenizer.model``, a rank file as llama-3's: base64 token and rank on each line.
+    """Write ``tokenizer.model``, llama-3's format: a base64 token and its rank on each line.
 
     Args:
-        tokenizer: What :func:`train_bpe` returned, trained without special tokens.
+        tokenizer: Returned by :func:`train_bpe` without special tokens.
         out: An existing folder.
     """
     byte_of = {char: byte for byte, char in _byte_alphabet().items()}
@@ -88,9 +88,9 @@ def save_tiktoken(tokenizer: Tokenizer, out: Path) -> None:
 
 
 def _byte_alphabet() -> dict[int, str]:
-    """Map each byte to the character that stands for it in a byte-level BPE's vocabulary.
+    """Map each byte to its character in a byte-level BPE vocabulary.
 
-    Printable Latin-1 characters stand for themselves, the other bytes follow from U+0100 on.
+    Printable Latin-1 characters map to themselves, the other bytes to characters from U+0100.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(NUM_BYTES) if byte not in printable]
@@ -99,14 +99,14 @@ def _byte_alphabet() -> dict[int, str]:
 
 
 def make_folder(out: Path, dry: bool = False) -> None:
-    """Make the folder to write into.
+    """Create the output folder.
 
     Args:
         out: The folder.
-        dry: Only look whether that can work.
+        dry: Only check that it can be created.
 
     Raises:
-        ConfigError: It cannot be made, or not be written into.
+        ConfigError: It cannot be created or is not writable.
     """
     try:
         if not dry:

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The same job under another plan: full rank, vanilla or bottleneck-aware, from one TOML."""
+"""Derive the same job under another plan from one TOML: full rank, vanilla, bottleneck-aware."""
 
 import importlib
 from collections.abc import Collection, Sequence
@@ -15,10 +15,10 @@ PLANS: tuple[str, ...] = ("full", "vanilla", "vanilla_replicated", "btp")
 """
 
 FULL_RANK = "full"
-"""The one that is a family, under the plan that ``auto`` gives it."""
+"""The target that is a family; ``auto`` selects its plan."""
 
 _ONE_LANE = ["--caat.lanes=1", "--caat.sync_fraction=1.0"]
-"""The ordinary model: these plans have no lanes."""
+"""Overrides that remove lanes, which these plans do not support."""
 
 _DEFAULTS = {
     "norm": "--parallelism.tp_norm=online",
@@ -26,7 +26,7 @@ _DEFAULTS = {
     "head": "--parallelism.tp_head=plain",
     "comm": "--parallelism.tp_comm=all_reduce",
 }
-"""What not every plan may choose."""
+"""Overrides of settings that only some plans support."""
 
 _FULL_RANK = [
     *("--model.name=llama_full", "--parallelism.tp_plan=auto", "--parallelism.tp_grouping"),
@@ -37,10 +37,10 @@ _FULL_RANK = [
 
 
 def derive(config: str, plan: str, overrides: Sequence[str] = ()) -> list[str]:
-    """Return the overrides that turn a TOML's model and plan into another.
+    """Return the overrides that change a TOML's model and plan.
 
-    Full rank takes the flavor's full-rank model. A TOML of llama_full becomes llama_cola. The mode
-    of activation checkpointing stays: `shared_mode` says which one all models have.
+    Full rank uses the flavor's full-rank model. A TOML of llama_full becomes llama_cola. The mode
+    of activation checkpointing stays; `shared_mode` returns the mode for all models.
 
     Args:
         config: The TOML file.
@@ -92,21 +92,21 @@ def _known_plans(config: str, overrides: Sequence[str]) -> tuple[str, ...]:
     importlib.import_module(given.experimental.custom_import)
     from torchtitan_lr.parallel.tensor import plans
 
-    # Models with lanes have one plan each, and full rank stands for its own.
+    # Models with lanes have one plan each, and full rank has its own.
     names = [plan.name for plan in plans.PLANS.values() if plan.low_rank and not plan.lanes]
     return (*PLANS, *(name for name in names if name not in PLANS))
 
 
 def shared_mode(mode: str, plans: Collection[str]) -> str:
-    """Return the mode of activation checkpointing in which plans are compared.
+    """Return the mode of activation checkpointing for a comparison of plans.
 
     What a run repeats in backward belongs to its mode, not to its plan: two runs of different modes
     differ in both. The configured mode holds for all plans that have it. Full rank has no latents
     to keep; with it, ``low_rank`` and its like become ``full`` for all.
 
     Args:
-        mode: As configured.
-        plans: What is compared, out of `PLANS`.
+        mode: The configured mode.
+        plans: The compared plans, out of `PLANS`.
     """
     from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
 
@@ -114,17 +114,17 @@ def shared_mode(mode: str, plans: Collection[str]) -> str:
 
 
 def read_modes(text: str, columns: Collection[str]) -> dict[str, str]:
-    """Read modes of activation checkpointing that are named for single columns of a comparison.
+    """Parse modes of activation checkpointing for single columns of a comparison.
 
     Args:
-        text: ``COLUMN=MODE``, several separated by commas, or nothing.
-        columns: What is compared.
+        text: ``COLUMN=MODE`` pairs separated by commas, or empty.
+        columns: The compared columns.
 
     Returns:
-        Mode by column, of the columns named.
+        Mode by column, for the columns in the text.
 
     Raises:
-        ConfigError: There is no such column, or no such mode.
+        ConfigError: A column or mode does not exist.
     """
     from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
 

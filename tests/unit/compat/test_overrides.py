@@ -12,7 +12,7 @@ import pytest
 
 from tests.scripts import ROOT
 from tests.unit.compat.doors import changed, parameters, resolve
-from torchtitan_lr.compat.overrides import OVERRIDES, RETOLD
+from torchtitan_lr.compat.overrides import OVERRIDES, REWRITES
 
 PACKAGE = ROOT / "torchtitan_lr"
 
@@ -56,12 +56,12 @@ def is_private_method(node):
     return isinstance(node, ast.FunctionDef) and re.fullmatch(r"_[a-z]\w*", node.name)
 
 
-@pytest.mark.parametrize("retold", RETOLD, ids=lambda retold: retold.ours)
-def test_what_is_told_again_has_not_changed(retold):
-    assert callable(resolve(retold.ours))
-    source = inspect.getsource(resolve(retold.upstream))
-    digest = hashlib.sha256(source.encode()).hexdigest()[: len(retold.digest)]
-    assert digest == retold.digest, (
-        f"{retold.upstream} has changed: compare it with {retold.ours}, then write {digest} into "
+@pytest.mark.parametrize("rewrite", REWRITES, ids=lambda rewrite: rewrite.ours)
+def test_rewritten_functions_have_not_changed_upstream(rewrite):
+    assert callable(resolve(rewrite.ours))
+    source = inspect.getsource(resolve(rewrite.upstream))
+    digest = hashlib.sha256(source.encode()).hexdigest()[: len(rewrite.digest)]
+    assert digest == rewrite.digest, (
+        f"{rewrite.upstream} has changed: compare it with {rewrite.ours}, then write {digest} into "
         "torchtitan_lr/compat/overrides.py"
     )

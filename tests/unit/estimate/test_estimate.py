@@ -108,7 +108,7 @@ def test_text_of_a_pipeline(script, capsys):
     options = ["--parallelism.pipeline_parallel_degree=2", "--hardware=a100_80g_nvlink"]
     assert script.main([DEBUG, *BLOCKS, *options]) == 0
     text = capsys.readouterr().out
-    assert "4 ranks, A100-80G, NVLink" in text and "pp send (GiB a step)" in text
+    assert "4 ranks, A100-80G, NVLink" in text and "pp send (GiB per step)" in text
     assert "pipeline rank 0: stages [0]" in text and "pipeline rank 1: stages [1]" in text
     assert "bubble (s, modelled)" in text
 

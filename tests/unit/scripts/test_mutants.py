@@ -182,10 +182,10 @@ def test_broken(repository: Path) -> None:
     )
     assert done.returncode == 1
     assert verdicts(done) == {
-        "not there": ("broken", "its text is there 0 times"),
-        "twice": ("broken", "its text is there 3 times"),
+        "not there": ("broken", "its text occurs 0 times"),
+        "twice": ("broken", "its text occurs 3 times"),
         "no change": ("broken", "it changes nothing"),
-        "no Python": ("broken", "it is no Python: invalid syntax"),
+        "no Python": ("broken", "it is not valid Python: invalid syntax"),
         "no import": (
             "broken",
             "it cannot be imported: NameError(\"name 'nowhere' is not defined\")",
@@ -300,4 +300,4 @@ def test_the_list_fits_the_package() -> None:
 def test_a_mutant_that_does_not_fit_is_noticed() -> None:
     first = MUTANTS[0]
     gone = Mutant("gone", f"{first.old} #", first.new, first.tests, first.source)
-    assert what_is_wrong(gone, read_package(ROOT), ROOT) == "its text is there 0 times"
+    assert what_is_wrong(gone, read_package(ROOT), ROOT) == "its text occurs 0 times"

@@ -98,7 +98,7 @@ def test_the_command(tmp_path, capsys):
     ]
     assert call(capsys, *common, "--out=")[2] == ""  # enough tokens
     _, _, err = call(capsys, *common[:3], "--tokens=64", "--out=")
-    assert err == "note: 64 tokens bound every rank; 344 are needed at least\n"
+    assert err == "note: every rank is at most the 64 tokens; use at least 344\n"
 
 
 @pytest.mark.parametrize(

@@ -145,5 +145,5 @@ def test_runs_are_checked_for_their_ranks(monkeypatch):
             check_run([config])
 
 
-def test_who_is_no_rank_answers_nothing():
-    experiments.answer(lambda _: pytest.fail("this is no rank"), [])
+def test_report_from_rank_does_nothing_outside_a_rank():
+    experiments.report_from_rank(lambda _: pytest.fail("this is no rank"), [])

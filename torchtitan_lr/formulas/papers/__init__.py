@@ -1,2 +1,2 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What the papers print, and formulas that only their tables use."""
+"""Numbers printed in the papers, and formulas used only by their tables."""

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""How much faster partial synchronization makes a block, in closed form (CAAT-Net, appendix C).
+"""Speed-up of a block by partial synchronization, in closed form (CAAT-Net, appendix C).
 
-Time is matrix products and tensor parallelism's reductions, nothing else. Products shrink with the
-tensor-parallel degree T, a reduction's time does not. The link's speed enters as one number: how
-many operations a rank does in the time in which one element of a payload is reduced. Payloads are
-counted as everywhere in this package, once per reduction.
+The time model has only matrix products and tensor-parallel reductions. The time of products shrinks
+with the tensor-parallel degree T, that of reductions does not. One number describes the link's
+speed: the operations of a rank in the time in which one payload element is reduced. Payloads are
+counted once per reduction, as everywhere in this package.
 """
 
 from torchtitan_lr.errors import ConfigError
@@ -13,7 +13,7 @@ from torchtitan_lr.formulas.parameters import ModelShape
 
 
 def gpt_block_operations(width: int, seq_len: int) -> int:
-    """Operations of a GPT block's forward pass for one sequence (Eq. 29): 24sd² + 4s²d.
+    """Return a GPT block's forward operations for one sequence (Eq. 29): 24sd² + 4s²d.
 
     Its feed-forward is two matrices of d × 4d.
 
@@ -25,7 +25,7 @@ def gpt_block_operations(width: int, seq_len: int) -> int:
 
 
 def llama_block_operations(shape: ModelShape, seq_len: int) -> int:
-    """Operations of our block's forward pass for one sequence: SwiGLU, grouped queries, ranks.
+    """Return our block's forward operations for one sequence: SwiGLU, grouped queries, ranks.
 
     Args:
         shape: Shape and family of the model.
@@ -35,7 +35,7 @@ def llama_block_operations(shape: ModelShape, seq_len: int) -> int:
 
 
 def block_payload(width: int, seq_len: int, fraction: float) -> int:
-    """Elements that a block's two partial reductions sum in one pass (Eq. 30): 2·int(p·d)·s.
+    """Return the elements of a block's two partial reductions per pass (Eq. 30): 2·int(p·d)·s.
 
     Args:
         width: Hidden size d.
@@ -48,14 +48,14 @@ def block_payload(width: int, seq_len: int, fraction: float) -> int:
 def block_time(
     operations: int, payload: float, tp_degree: int, ratio: float, overlapped: bool = False
 ) -> float:
-    """Time of one pass of a block, in operations of one rank (Eq. 31).
+    """Return the time of one pass of a block, in operations of one rank (Eq. 31).
 
     Args:
         operations: Of the whole block, on all ranks together.
         payload: Elements reduced.
         tp_degree: T.
-        ratio: Operations a rank does while one element of a payload is reduced.
-        overlapped: Whether reductions run beside the products, so that the longer counts.
+        ratio: Operations of a rank in the time of reducing one payload element.
+        overlapped: Whether reductions overlap with products, so that only the longer counts.
     """
     _check(tp_degree, ratio)
     compute, communication = operations / tp_degree, payload * ratio
@@ -70,7 +70,7 @@ def speed_up(
     ratio: float,
     overlapped: bool = False,
 ) -> float:
-    """How many times faster a block is than with everything synchronized (Eq. 32).
+    """Return the speed-up of a block over full synchronization (Eq. 32).
 
     With `gpt_block_operations` and without overlap this is (12d + 2s + RT) / (12d + 2s + pRT).
 
@@ -89,10 +89,9 @@ def speed_up(
 
 
 def hiding_fraction(operations: int, payload: float, tp_degree: int, ratio: float) -> float:
-    """Largest p at which overlapped reductions take no longer than the products (Eq. 33).
+    """Return the largest p at which overlapped reductions take no longer than products (Eq. 33).
 
-    With `gpt_block_operations` this is min(1, (12d + 2s) / (RT)): where p is that small, nothing
-    is won by sharing less.
+    With `gpt_block_operations` this is min(1, (12d + 2s) / (RT)). A smaller p does not save time.
 
     Args:
         operations: Of the whole block.

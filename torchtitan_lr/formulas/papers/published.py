@@ -1,20 +1,20 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Numbers that the papers print, to compare with; nothing here is computed."""
+"""Numbers printed in the papers, for comparison; nothing here is computed."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class BoostRun:
-    """A bar group of BOOST's Figure 6 (left), on A100-80G GPUs; seconds read off the figure.
+    """A bar group of BOOST's Figure 6 (left), on A100-80G GPUs, with seconds read off the figure.
 
     Args:
-        flavor: The model here that has the paper's shape.
+        flavor: Our flavor with the paper's shape.
         tensor_parallel: Degree T.
         pipeline_parallel: Pipeline stages.
         full: Seconds of an iteration at full rank.
-        vanilla: Of the vanilla plan, every head on every rank.
-        boost: Of the bottleneck-aware plan.
+        vanilla: Seconds of the vanilla plan, with every head on every rank.
+        boost: Seconds of the bottleneck-aware plan.
     """
 
     flavor: str
@@ -48,7 +48,7 @@ BOOST_SHAPES = {
 """BOOST, Table 8, by flavor: layers, heads, d, d_ff, r."""
 
 BOOST_VOLUME_GIB = {"megatron": 0.25, "vanilla_replicated": 1.32, "btp": 0.22}
-"""BOOST, Figure 8 (left): GiB a block and pass, 7B, b = 4, s = 4096, by plan."""
+"""BOOST, Figure 8 (left): GiB per block and pass, 7B, b = 4, s = 4096, by plan."""
 
 COLA_TABLE_5 = {
     "60M": (("58", "0.43"), ("43", "0.32")),
@@ -75,7 +75,7 @@ COLA_TABLE_9_FLOPS = {
 """CoLA, Table 9: FLOPs over those of full rank, n = 256."""
 
 COLA_RECOMPUTATION = "4.6"
-"""CoLA, Figure 7 and section 4.2: what GCP repeats of a 1B block over what CoLA-M does."""
+"""CoLA, Figure 7 and section 4.2: GCP's recomputation of a 1B block over CoLA-M's."""
 
 BOOST_TABLE_4 = {"weights": "1.25", "gradients": "1.25", "optimizer": "2.50"}
 """BOOST, Table 4: "GB" (which are GiB) on each of four ranks, CoLA 7B, both plans."""
@@ -96,7 +96,7 @@ BOOST_INTENSITY_7B = {"vanilla over full rank": 0.2, "btp over vanilla": 2.5}
 
 COLA_H100_1B = {"full": (12365, 69.84), "GCP": (8799, 14.89), "CoLA": (22979, 66.46)}
 COLA_H100_1B["CoLA-M"] = (16617, 17.33)
-"""CoLA, Table 9: tokens a second and GB on an H100, 1B, 64 sequences of 256 tokens."""
+"""CoLA, Table 9: tokens per second and GB on an H100, 1B, 64 sequences of 256 tokens."""
 
 TSR_CELLS = {
     ("60M", 256, 64, 100): ("0.020", "0.10", "0.17"),
@@ -108,7 +108,7 @@ TSR_CELLS = {
     ("350M", 256, 128, 50): ("0.062", "0.52", "1.02"),
 }
 """TSR-Adam, Tables 3 and 6 (its 40k-step row repeats the first), by model, r, r_e and K: decimal
-GB a step on average, in the peak, and of memory."""
+GB per step on average, peak GB per step, and GB of memory."""
 
 TSR_ADAMW_CELLS = {
     "60M": ("0.17", "0.17", "0.28"),
@@ -124,7 +124,7 @@ TSR_GALORE_MEMORY = {
     "350M": (256, "1.26"),
     "1B": (512, "4.5"),
 }
-"""GaLore's rank and memory there. Its bytes and peaks follow no formula we found."""
+"""GaLore's rank and memory in these tables. We found no formula for its bytes and peaks."""
 
 TAGC_BITS = (5.2, 6.15)
-"""TAGC, section 3 and Figure 2: bits a parameter at 10x with a 1-bit index, and 32 over it."""
+"""TAGC, section 3 and Figure 2: bits per parameter at 10x with a 1-bit index, and 32 over it."""

@@ -1,13 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """TSR-Adam (the paper's Algorithm 1): `tsr_adam_step` is the step that training runs.
 
-W and G are (m, n). Two orthonormal bases U (m, r) and V (n, r) span where the gradient lives; Adam
-runs on the core C = UᵀGV (r, r), and its direction is lifted back. One-sided projection (GaLore)
-is the same without V, for a matrix that is not taller than wide: the core is (r, n). Matrices that
-are, square ones included, are transposed: GaLore projects them on the right.
+W and G are (m, n). Two orthonormal bases U (m, r) and V (n, r) span the gradient's leading
+subspaces. Adam runs on the core C = UᵀGV (r, r), and its direction is lifted back. One-sided
+projection (GaLore) omits V: the core is (r, n), for a matrix that is wider than tall. Tall and
+square matrices are transposed first, because GaLore projects them on the right.
 
-The functions below it work on this rank's parts. `MatrixStack` holds weights, bases and moments of
-equal matrices, and cuts each rank's slice; `Synchronizer` sums over ranks.
+All functions work on this rank's parts. `MatrixStack` holds weights, bases and moments of matrices
+of one shape and cuts each rank's slice; `Synchronizer` sums over ranks.
 """
 
 from collections.abc import Generator, Sequence
@@ -23,7 +23,7 @@ from torchtitan_lr.optim.tsr.synchronize import Synchronizer
 
 @dataclass(frozen=True)
 class AdamHyperparameters:
-    """Constants of a step.
+    """Adam's constants in one step.
 
     Args:
         lr: η.
@@ -44,10 +44,10 @@ class AdamHyperparameters:
 
 @dataclass(frozen=True)
 class Synchronized:
-    """What all replicas have agreed on for a step, before weights and state change.
+    """The synchronized gradients of a step, before weights and state change.
 
     Args:
-        norm: sqrt(Σ|C|² + Σ|g|²) of everything that the update uses, equal on all ranks.
+        norm: sqrt(Σ|C|² + Σ|g|²) of all cores and dense gradients, equal on all ranks.
         tensors: The cores and dense gradients; clipping scales them in place.
     """
 
@@ -56,7 +56,7 @@ class Synchronized:
 
 
 TSRStep = Generator[Synchronized | None, Any, None]
-"""A step under way; see `tsr_adam_step`."""
+"""A running step; see `tsr_adam_step`."""
 
 
 def tsr_adam_step(
@@ -64,9 +64,9 @@ def tsr_adam_step(
 ) -> TSRStep:
     """Make one step of TSR-Adam (Algorithm 1) on all compressed matrices of a rank.
 
-    Backward passes, clipping and the schedule belong to the trainer. The function therefore stops
-    at each ``yield`` until the trainer is so far. Weights and state change after the last one only:
-    a step that is given up leaves no trace.
+    The trainer runs backward, clipping and the schedule, so this generator pauses at each ``yield``
+    until the trainer resumes it. Weights and state change only after the last ``yield``: an
+    abandoned step has no effect.
 
     Args:
         stacks: The matrices, with their bases and moments.
@@ -74,9 +74,9 @@ def tsr_adam_step(
         steps_done: Steps before this one.
 
     Yields:
-        None before each micro-batch's gradients: send whether they are the last. None once more
-        when all cores are on their way. Then `Synchronized`: send the `AdamHyperparameters` of
-        every stack.
+        None before each micro-batch's gradients: send whether it is the last micro-batch. None once
+        more when the sums of all cores have started. Then `Synchronized`: send the
+        `AdamHyperparameters` of every stack.
     """
     due = [stack.due(steps_done) for stack in stacks]
     cores = synchronizer.zero_cores()
@@ -84,7 +84,8 @@ def tsr_adam_step(
     is_last = False
     while not is_last:
         is_last = yield None
-        # C ← C + UᵀGV, and G is dropped. A gradient whose bases are due stays until it is whole.
+        # C ← C + UᵀGV, then free G. A matrix that refreshes keeps its gradient until all
+        # micro-batches are accumulated.
         for bucket in synchronizer.core_buckets(due):
             for s, i in bucket:
                 if stacks[s].has_gradient(i):
@@ -95,7 +96,7 @@ def tsr_adam_step(
     # C ← ΣC over the ranks.
     for pending in sums:
         pending.wait()
-    # Where bases are due: U, Σ, V ← rSVD(ΣG), and then C = UᵀGV is Σ itself.
+    # Refresh: U, Σ, V ← rSVD(ΣG); then the core C = UᵀGV is Σ itself.
     gradients = synchronizer.sum_gradients(due)
     refreshes = synchronizer.new_bases(due)
     norm = synchronizer.norm(due, refreshes, gradients)
@@ -104,18 +105,18 @@ def tsr_adam_step(
     for refresh in refreshes:
         change_bases(stacks[refresh.stack], refresh)
         cores[refresh.stack][refresh.indices] = refresh.core
-    # Adam on the core, lifted back: W ← (1 − ηλ)W − ηα·UDVᵀ.
+    # Run Adam on the core and lift its direction: W ← (1 − ηλ)W − ηα·UDVᵀ.
     for stack, core, hyper in zip(stacks, cores, hyperparameters, strict=True):
         update(stack, core, hyper)
 
 
 def project(gradient: Tensor, left: Tensor, right: Tensor | None, out: Tensor) -> None:
-    """Add a core, C ← C + UᵀGV; linear in G, so cores of parts add up.
+    """Accumulate a core, C ← C + UᵀGV. It is linear in G, so cores of parts add up.
 
     Args:
         gradient: G (m, n), in the dtype of the bases.
         left: U (m, r).
-        right: V (n, r); None where that side is not projected.
+        right: V (n, r); None if that side is not projected.
         out: C (r, r), or (r, n) without V; changed in place.
     """
     half = left.mT @ gradient
@@ -151,7 +152,7 @@ def adam_direction(
     Args:
         average: m.
         average_square: v.
-        age: Number t of cores in the moments; a tensor that broadcasts where matrices differ.
+        age: Number t of cores in the moments; a broadcastable tensor if it differs by matrix.
         hyper: β₁, β₂ and ε.
     """
     corrected = average / (1 - hyper.beta1**age)
@@ -171,8 +172,8 @@ def lift(
     Args:
         direction: D (r, r), or (r, n) without V.
         left: U (m, r).
-        right: V (n, r); None where that side is not projected.
-        weight: W (m, n), perhaps of a narrower dtype; changed in place.
+        right: V (n, r); None if that side is not projected.
+        weight: W (m, n), possibly of a narrower dtype; changed in place.
         shrink: Factor of W.
         rate: Factor of the lifted direction.
     """
@@ -185,11 +186,11 @@ def lift(
 
 
 def change_bases(stack: MatrixStack, refresh: Refresh) -> None:
-    """Put new bases in place, and carry the moments into them as ``tsr_moments`` says.
+    """Replace the bases and carry the moments over according to ``tsr_moments``.
 
-    ``keep`` leaves the numbers as they are (the published code; the signs of the new bases are
-    those of the old ones for its sake), ``rotate`` expresses them in the new bases (the paper's
-    theory), ``reset`` forgets them.
+    ``keep`` leaves the moments unchanged (the published code; the new bases are sign-aligned with
+    the old ones for this mode), ``rotate`` expresses them in the new bases (the paper's theory),
+    and ``reset`` sets them to zero.
 
     Args:
         stack: The matrices; changed in place.
@@ -214,14 +215,14 @@ def rotate(
 ) -> tuple[Tensor, Tensor]:
     """Re-express moments: m ← P·m·Qᵀ, and v by the squared entries of P and Q.
 
-    The second moment holds variances of the core's entries; treated as independent, variances of
-    sums add with squared weights.
+    The second moment holds variances of the core's entries. If the entries are independent, the
+    variances of sums add with squared weights.
 
     Args:
         average: m.
         average_square: v.
         left: P = U₊ᵀU (r, r).
-        right: Q = V₊ᵀV (r, r), None where that side is not projected.
+        right: Q = V₊ᵀV (r, r); None if that side is not projected.
     """
     average, average_square = left @ average, left.square() @ average_square
     if right is None:

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Where the parts of a parameter, and of what is derived from it, lie on the mesh."""
+"""Sharding of a parameter, and of tensors derived from it, over the mesh."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from torchtitan_lr.compat.dtensor import StridedShard, local_slice
 
 @dataclass(frozen=True)
 class Layout:
-    """Which mesh dimensions split a matrix.
+    """The mesh dimensions that split a matrix.
 
     Args:
         rows: Indices of the dimensions that split its rows, in the run's common order.
@@ -27,7 +27,7 @@ class Layout:
 
 
 def mesh_groups(parameters: Iterable[Tensor]) -> dict[str, dist.ProcessGroup]:
-    """Return the mesh dimensions of more than one rank that hold parameters, with their groups.
+    """Return the parameters' mesh dimensions of more than one rank, with their groups.
 
     Args:
         parameters: All parameters of this rank.
@@ -49,7 +49,7 @@ def shard_dims(parameter: Tensor, dim: int, order: Iterable[str]) -> tuple[int, 
     """Return which mesh dimensions split a tensor dimension.
 
     Args:
-        parameter: A plain tensor (nothing splits it) or DTensor.
+        parameter: A plain tensor (not sharded) or a DTensor.
         dim: The tensor dimension.
         order: Names of the run's mesh dimensions.
     """
@@ -67,13 +67,13 @@ def shard_dims(parameter: Tensor, dim: int, order: Iterable[str]) -> tuple[int, 
 def derived(
     parameter: Tensor, part: Tensor, size: tuple[int, ...], dims: Mapping[int, int]
 ) -> Tensor:
-    """Declare a rank's tensor to be its part of one that is split as a parameter is.
+    """Wrap a rank's part as a DTensor that is sharded like a parameter.
 
     Args:
         parameter: The parameter.
         part: This rank's part; the result shares its memory.
         size: Global size of the derived tensor.
-        dims: Which of its dimensions follows which of the parameter's (parameter's first).
+        dims: Maps a dimension of the parameter to the dimension of the result that follows it.
     """
     if not isinstance(parameter, DTensor):
         return part
@@ -90,7 +90,7 @@ def derived(
 
 
 def own_part(parameter: Tensor, full: Tensor, dims: Mapping[int, int]) -> Tensor:
-    """Cut from a full tensor what this rank holds of it; arguments as of `derived`."""
+    """Return this rank's slice of a full tensor; arguments as in `derived`."""
     if not isinstance(parameter, DTensor):
         return full
     mesh = parameter.device_mesh

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The collectives of TSR-Adam: coalesced sums, and rounds that many decompositions share.
+"""Collectives of TSR-Adam: coalesced sums, and rounds shared by many decompositions.
 
-Everything is a plain SUM: the loss is divided by the tokens of the whole batch already.
+Every reduction is a plain SUM: the loss is already divided by the tokens of the global batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ class ReductionGroups:
 
     Args:
         sharding: Mesh dimensions that split parameters, by name, in the run's common order.
-        replicas: Ranks with equal parameters and other data; None where there is only one.
+        replicas: Ranks with equal parameters and different data; None if there is only one.
         stages: Pipeline ranks; None without pipelining.
     """
 
@@ -32,20 +32,20 @@ class ReductionGroups:
 
     @property
     def shards(self) -> list[dist.ProcessGroup]:
-        """The sharding groups in order."""
+        """Return the sharding groups in order."""
         return list(self.sharding.values())
 
     @property
     def sizes(self) -> list[int]:
-        """Number of ranks of every sharding dimension."""
+        """Return the number of ranks of every sharding dimension."""
         return [group.size() for group in self.shards]
 
 
 class PendingSum:
-    """An all-reduce under way over tensors that travel as one.
+    """An asynchronous all-reduce of several tensors in one message.
 
     Args:
-        tensors: Summed in place, once `wait` returns.
+        tensors: Summed in place by `wait`.
         group: The ranks.
         dtype: On the wire; the tensors' own by default.
     """
@@ -63,7 +63,7 @@ class PendingSum:
         self._work = dist.all_reduce(self._wire, group=group, async_op=True)
 
     def wait(self) -> None:
-        """Wait, and put the sums in place."""
+        """Wait, and copy the sums into the tensors."""
         assert self._work is not None
         self._work.wait()
         if self._wire is not self._tensors[0]:
@@ -75,7 +75,7 @@ class PendingSum:
 def sum_over(
     tensors: Sequence[Tensor], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None
 ) -> None:
-    """Sum tensors of one dtype in place over a group, in one call; nothing to do without either."""
+    """Sum tensors of one dtype in place over a group, in one call; do nothing without either."""
     if group is not None and tensors:
         PendingSum(tensors, group, dtype).wait()
 
@@ -83,11 +83,11 @@ def sum_over(
 def solve_together(
     computations: Sequence[Steps[Any]], layouts: Sequence[Layout], groups: ReductionGroups
 ) -> list[Any]:
-    """Run computations side by side; each round of their requests shares its collectives.
+    """Run computations side by side and merge each round of their requests into collectives.
 
     Args:
         computations: In the same order on all ranks.
-        layouts: How the matrices of each are split.
+        layouts: The layout of each computation's matrices.
         groups: The process groups.
 
     Returns:
@@ -109,7 +109,7 @@ def solve_together(
 def _answer(
     requests: Mapping[int, Request], layouts: Sequence[Layout], groups: ReductionGroups
 ) -> dict[int, Answer]:
-    """Carry out one round: at most one call for each kind of request and mesh dimension."""
+    """Run one round: at most one call per kind of request and mesh dimension."""
     sums = {i: request for i, request in requests.items() if isinstance(request, Sum)}
     for dim, group in enumerate(groups.shards):
         split = [s.tensor for i, s in sums.items() if dim in getattr(layouts[i], s.axis)]
@@ -144,9 +144,9 @@ def _gather(tensors: Mapping[int, Tensor], group: dist.ProcessGroup) -> dict[int
 def repair_drift(
     batches: Sequence[Sequence[Tensor]], replicas: dist.ProcessGroup | None
 ) -> list[int]:
-    """Make tensors that replicas computed by themselves equal again, where they are not.
+    """Detect differences between replicas in tensors that each computed itself, and repair them.
 
-    One all-reduce of two checksums a batch finds differences in any bit; the first replica's
+    One all-reduce of two checksums per batch detects a difference in any bit. The first replica's
     tensors then replace the others'.
 
     Args:
@@ -171,7 +171,7 @@ def repair_drift(
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Sum the bits of a tensor, as integers with some weights; int64 wraps around."""
+    """Return a weighted sum of a tensor's bits as integers; int64 wraps around."""
     bits = tensor.contiguous().view(-1).view(torch.int32).to(torch.int64)
     weights = torch.arange(bits.numel(), device=bits.device).remainder_(8191).add_(1)
     return (bits * weights).sum()
@@ -183,10 +183,10 @@ def squared_norm(
     """Sum the squares of tensors that are split over the mesh, each element once, in fp64.
 
     Args:
-        pieces: This rank's parts, already summed over the replicas, each with the sharding
-            dimensions that split it. Along the others all ranks hold the same part.
+        pieces: This rank's parts, already summed over the replicas, each with the mesh dimensions
+            that shard it. Along the other dimensions all ranks hold the same part.
         groups: The process groups; pipeline stages hold different parameters.
-        device: Where to sum.
+        device: Device of the result.
 
     Returns:
         A scalar, equal on all ranks.

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""TSR-Adam as torch's and torchtitan's optimizer: state, checkpoints, schedule."""
+"""TSR-Adam as a torch optimizer and a torchtitan container: state, checkpoints, schedule."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -32,11 +32,11 @@ from torchtitan_lr.optim.tsr.synchronize import Synchronizer
 
 
 class TSRAdam(Optimizer):
-    """TSR-Adam of one model part; AdamW for what is not compressed.
+    """TSR-Adam of one model part, with AdamW for the dense parameters.
 
-    `TSROptimizers` updates the compressed matrices of all parts together, in `tsr_adam_step`, and
-    sums all gradients; `step` then updates the other parameters of the part. All state exists from
-    the start, in fp32 at least, and keeps its place in memory.
+    `TSROptimizers` sums all gradients and updates the compressed matrices of all parts together, in
+    `tsr_adam_step`; `step` then updates the dense parameters of the part. All state is allocated in
+    the constructor, in fp32 or wider, and never reallocated.
 
     Args:
         named_parameters: Clean name and parameter.
@@ -48,7 +48,7 @@ class TSRAdam(Optimizer):
     Attributes:
         stacks: The compressed matrices.
         dense: The other parameters.
-        synchronized: Whether the gradients are summed, so that the next step may use them.
+        synchronized: Whether the gradients are summed over all ranks, as `step` requires.
     """
 
     synchronized: bool = False
@@ -74,10 +74,10 @@ class TSRAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update the dense parameters from their gradients, if these are summed over all ranks.
+        """Update the dense parameters, if their gradients are summed over all ranks.
 
-        DCP steps an optimizer of its own accord, with gradients of zero, to create missing state.
-        Here none is missing, and such a step changes nothing.
+        DCP calls ``step`` with zero gradients to create missing optimizer state. No state is
+        missing here, so such a call does nothing.
         """
         if not self.synchronized:
             return
@@ -87,7 +87,7 @@ class TSRAdam(Optimizer):
             self._update_dense(self.hyperparameters())
 
     def hyperparameters(self) -> AdamHyperparameters:
-        """Return the constants of the next step, as the schedule has set them."""
+        """Return the constants of the next step, set by the schedule."""
         group = self.param_groups[0]
         names = ("lr", "beta1", "beta2", "eps", "weight_decay")
         numbers: dict[str, Any] = {name: float(group[name]) for name in names}
@@ -95,7 +95,7 @@ class TSRAdam(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state into this one's memory.
+        """Copy a state into the existing tensors.
 
         Torch's own method would replace the tensors, and cast moments to a parameter's bf16.
         """
@@ -150,7 +150,7 @@ class TSRAdam(Optimizer):
 
 
 class TSROptimizers(OptimizersContainer):
-    """TSR-Adam for all model parts of a rank, which exchange their cores together.
+    """TSR-Adam for all model parts of a rank, with one exchange for all their cores.
 
     The trainer calls `accumulate` after each micro-batch, then `synchronize`, `clip` and `step`.
 
@@ -158,7 +158,7 @@ class TSROptimizers(OptimizersContainer):
         model_parts: The pipeline stages of this rank (one without pipelining).
         settings: The settings.
         defaults: ``lr``, ``beta1``, ``beta2``, ``eps`` and ``weight_decay``.
-        replicas: Ranks with equal parameters and other data.
+        replicas: Ranks with equal parameters and different data.
         stages: Pipeline ranks.
     """
 
@@ -187,18 +187,18 @@ class TSROptimizers(OptimizersContainer):
         _log_plan(stacks, reduction)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Drop all gradients, cores and bases of a step that was not taken."""
+        """Drop all gradients, and the cores and bases of an abandoned step."""
         super().zero_grad(*args, **kwargs)
         self._step = self._synchronized = None
 
     @torch.no_grad()
     def accumulate(self, last: bool) -> None:
-        """Take over the gradients of one micro-batch.
+        """Accumulate the gradients of one micro-batch.
 
-        On a step that does not refresh a matrix only its core is kept.
+        Without a refresh in this step, only the core of a matrix is kept.
 
         Args:
-            last: Whether the step has no further micro-batch.
+            last: Whether this is the step's last micro-batch.
         """
         if self._step is None:
             stacks, steps_done = self.synchronizer.stacks, int(self.optimizers[0].steps)
@@ -208,7 +208,7 @@ class TSROptimizers(OptimizersContainer):
 
     @torch.no_grad()
     def synchronize(self) -> Tensor:
-        """Sum over the replicas what the step needs.
+        """Sum cores, dense gradients and sketches over the replicas.
 
         Returns:
             The norm sqrt(Σ|C|² + Σ|g|²) of cores and dense gradients, equal on all ranks.
@@ -220,7 +220,7 @@ class TSROptimizers(OptimizersContainer):
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale the synchronized quantities down to a norm, as `clip_grads_with_norm_` does."""
+        """Scale cores and dense gradients down to a norm, as `clip_grads_with_norm_` does."""
         assert self._synchronized is not None
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -231,13 +231,13 @@ class TSROptimizers(OptimizersContainer):
 
     @torch.no_grad()
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Update all parts; without `synchronize` before it, from the gradients as they are."""
+        """Update all parts; call `synchronize` first if it has not run."""
         if self._synchronized is None:
             self.accumulate(last=True)
             self.synchronize()
         assert self._step is not None
         of_stacks = [part.hyperparameters() for part in self.optimizers for _ in part.stacks]
-        with suppress(StopIteration):  # the step is at its end
+        with suppress(StopIteration):  # the generator of the step ends here
             self._step.send(of_stacks)
         for optimizer in self.optimizers:
             optimizer.synchronized = True
@@ -245,14 +245,14 @@ class TSROptimizers(OptimizersContainer):
         self._step = self._synchronized = None
 
     def nonfinite(self) -> str | None:
-        """Name the first parameter of this rank whose gradient or core is not finite."""
+        """Return the first parameter of this rank whose gradient or core is not finite, or None."""
         return nonfinite_gradient(self.model_parts) or self.synchronizer.nonfinite()
 
 
 def _build_stacks(
     matrices: Sequence[tuple[MatrixPlan, Tensor]], order: Sequence[str], settings: TSRSettings
 ) -> list[MatrixStack]:
-    """Stack what is equal in shape, rank and layout."""
+    """Stack the matrices that have the same shape, rank and layout."""
     alike: dict[Any, list[tuple[MatrixPlan, Tensor]]] = defaultdict(list)
     for plan, parameter in matrices:
         shape = (plan.rows, plan.columns, plan.rank, plan.transposed)
@@ -284,7 +284,7 @@ def _trainable(part: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _all_shapes(
     named: Sequence[Sequence[tuple[str, nn.Parameter]]], stages: dist.ProcessGroup | None
 ) -> dict[str, Sequence[int]]:
-    """Shapes of the whole model's parameters, those of other pipeline stages included."""
+    """Return the shapes of the whole model's parameters, other pipeline stages included."""
     own = {name: tuple(p.shape) for part in named for name, p in part}
     if stages is None:
         return cast(dict[str, Sequence[int]], own)

@@ -1,14 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Randomized SVD of gradients that are split over ranks, in two ways at once.
+"""Randomized SVD of gradients that are sharded over ranks and summed over replicas.
 
 A gradient G (m, n) may be *sharded*: ranks hold blocks of its rows, of its columns, or both. And it
-may be a *partial sum*: the true G is the sum over replicas. Neither G nor any matrix of its size is
-ever sent, only what is k = r + p wide (TSR-Adam, Section 3.5).
+may be a *partial sum*: the true G is the sum over replicas. Ranks never send G or a matrix of its
+size, only matrices of width k = r + p (TSR-Adam, Section 3.5).
 
-The algorithm is written once, as a generator. Where it needs other ranks it yields a request (a
-`Sum` or a `Gather`) and receives the answer; the caller decides what that means. `solve_together`
-answers for a mesh, and runs the generators of many matrices side by side, so that each round of
-requests becomes one collective.
+The algorithm is a generator. Where it needs other ranks, it yields a request (a `Sum` or a
+`Gather`) and receives the answer; the caller chooses the communication. `solve_together` runs the
+generators of many matrices side by side on a mesh and merges each round of requests into one
+collective.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ class Sum:
     """Request: sum over the ranks that share an axis.
 
     Args:
-        tensor: A contribution, in the same shape on all of these ranks; summed in place.
+        tensor: This rank's term, of the same shape on all these ranks; summed in place.
         axis: The axis whose shards are contracted away.
-        replicas: Whether replicas too hold contributions to the same sum.
+        replicas: Whether to sum over the replicas too.
     """
 
     tensor: Tensor
@@ -39,14 +39,14 @@ class Sum:
 
 @dataclass(frozen=True)
 class Gather:
-    """Request: the blocks of all ranks of one mesh dimension, where it shards the axis.
+    """Request: gather the blocks of all ranks of one mesh dimension, if it shards the axis.
 
-    The answer is ``(blocks (ranks, ...), own place)``, or None where it does not.
+    The answer is ``(blocks (ranks, ...), own index)``, or None if the dimension does not shard it.
 
     Args:
         tensor: This rank's block.
         axis: The axis.
-        mesh_dim: Index of the dimension, in the order that all matrices of a run share.
+        mesh_dim: Index of the dimension, in the run's common order.
     """
 
     tensor: Tensor
@@ -58,17 +58,17 @@ Request = Sum | Gather
 Answer = Tensor | tuple[Tensor, int] | None
 Result = TypeVar("Result")
 Steps = Generator[Request, Answer, Result]
-"""A computation that asks other ranks for sums and blocks."""
+"""A computation that yields requests for sums and blocks of other ranks."""
 
 
 class SVD(NamedTuple):
     """Leading singular triplets of a batch of b matrices.
 
     Attributes:
-        left: U (b, m, r), orthonormal columns, sharded as the rows are.
-        values: σ (b, r), of descending magnitude, equal on all ranks; negative where the signs of
-            earlier bases turned one side and not the other.
-        right: V (b, n, r), orthonormal columns, sharded as the columns are.
+        left: U (b, m, r), orthonormal columns, sharded like G's rows.
+        values: σ (b, r), in descending magnitude, equal on all ranks; negative where alignment with
+            the earlier bases flipped only one side.
+        right: V (b, n, r), orthonormal columns, sharded like G's columns.
     """
 
     left: Tensor
@@ -78,13 +78,13 @@ class SVD(NamedTuple):
 
 @dataclass(frozen=True)
 class SketchSettings:
-    """How a batch is decomposed.
+    """Settings of the decomposition of a batch.
 
     Args:
-        rank: r, the triplets wanted.
+        rank: r, the number of triplets.
         width: k ≥ r, columns of the sketch.
         power_iterations: q.
-        mesh_dims: How many mesh dimensions may shard a matrix of this run.
+        mesh_dims: Number of mesh dimensions that may shard a matrix of this run.
         replicas: Whether the gradients are partial sums over replicas.
     """
 
@@ -101,22 +101,22 @@ def randomized_svd(
     settings: SketchSettings,
     earlier: tuple[Tensor, Tensor | None] | None = None,
 ) -> Steps[SVD]:
-    """Compute the leading singular triplets of equally shaped matrices (TSR-Adam, Algorithm 1).
+    """Compute the leading singular triplets of matrices of one shape (TSR-Adam, Algorithm 1).
 
-    A gradient determines singular vectors up to a sign. The sketch chooses one, so that every
-    layout of ranks finds the same vectors; bases that are replaced turn each vector towards their
-    own (`_align`). Columns that belong to a vanishing singular value are zero: the gradient does
-    not determine them, and whatever rounding put there would differ from layout to layout.
+    A gradient determines singular vectors up to a sign. The sketch fixes the sign, so that every
+    layout of ranks computes the same vectors; `_align` then flips each vector towards its
+    predecessor. Columns of a vanishing singular value are set to zero: the gradient does not
+    determine them, and rounding noise would differ between layouts.
 
     Args:
-        gradients: b local blocks of G, each (m, n); the rank's own, perhaps empty.
-        sketches: Ω (b, n, k), the rows of the shared draw that belong to this rank's columns.
-        settings: Rank, width and what is split.
-        earlier: The bases that the result replaces, U (b, m, r) and V (b, n, r), or None where
-            that side is not projected; zeros before the first.
+        gradients: This rank's b local blocks of G, each (m, n); may be empty.
+        sketches: Ω (b, n, k), the rows of the common random draw for this rank's columns.
+        settings: Rank, width, and how the gradients are split.
+        earlier: The previous bases U (b, m, r) and V (b, n, r); V is None if that side is not
+            projected. Zeros before the first refresh.
 
     Yields:
-        Requests; see the module.
+        Requests; see the module's docstring.
 
     Returns:
         The triplets.
@@ -134,8 +134,8 @@ def randomized_svd(
     # B = QᵀG (k, n), kept as Bᵀ = Q_b·R_b; then B = R_bᵀ·Q_bᵀ, and its SVD is that of a k×k matrix.
     b = yield from _sum(_transposed_times(gradients, q), "rows", replicas)
     q_b, r_b = yield from tsqr(b, "columns", dims)
-    # A gradient that is not finite leaves nothing finite here, on any rank. LAPACK would refuse it;
-    # instead its singular values say so, and with them the gradient's norm.
+    # A non-finite gradient makes R_b non-finite on every rank, and LAPACK would raise. Its singular
+    # values become NaN instead, and so does the gradient's norm.
     small_left, values, small_right = torch.linalg.svd(torch.nan_to_num(r_b.mT, 0.0, 0.0, 0.0))
     values = values + (r_b * 0).sum(dim=(-2, -1))[:, None]
     rank = settings.rank
@@ -151,13 +151,13 @@ def randomized_svd(
 
 
 def _align(svd: SVD, earlier_left: Tensor, earlier_right: Tensor | None) -> Steps[SVD]:
-    """Turn each vector towards the one that it replaces; U·diag(σ)·Vᵀ stays what it was.
+    """Flip each vector towards its predecessor; U·diag(σ)·Vᵀ does not change.
 
-    Moments that are kept belong to the vectors' numbers: where a vector changes its sign, so does
-    what the core says, and averages of before and after cancel. The sides turn independently: a
-    gradient that became its negative keeps both bases, and σ says so. Vectors that are nearly
-    orthogonal to the earlier ones, or have none, keep the sketch's sign, which rounding does not
-    touch.
+    Kept moments (``tsr_moments = "keep"``) are indexed by vector. If a vector flips its sign, its
+    core entries flip too, and the moments before and after cancel. The two sides flip
+    independently: if a gradient changes its sign, both bases stay and σ turns negative. Vectors
+    that are nearly orthogonal to their predecessors, or have none, keep the sketch's sign, which
+    does not depend on rounding.
     """
     turn = yield from _turns(svd.left, earlier_left, "rows")
     left, values, right = svd.left * turn[:, None, :], svd.values * turn, svd.right
@@ -168,28 +168,28 @@ def _align(svd: SVD, earlier_left: Tensor, earlier_right: Tensor | None) -> Step
 
 
 def _turns(vectors: Tensor, earlier: Tensor, axis: Axis) -> Steps[Tensor]:
-    """Signs (b, r) of the products of each vector with the earlier one, 1 where they say little."""
+    """Return the signs (b, r) of the products with the earlier vectors; 1 near zero."""
     products = yield from _sum((vectors * earlier).sum(dim=-2), axis, False)
     return _signs(products + torch.finfo(products.dtype).eps ** 0.5)
 
 
 def tsqr(tall: Tensor, axis: Axis, mesh_dims: int) -> Steps[tuple[Tensor, Tensor]]:
-    """Factorise a tall matrix whose rows are spread over ranks, sending only k×k triangles.
+    """Compute the QR factorization of a row-sharded tall matrix; ranks send only k×k triangles.
 
-    Each rank factorises its own block, the triangles are gathered and stacked, and their
-    factorisation corrects the local Q; one round for every mesh dimension. The triangle's diagonal
-    is made non-negative, which makes both factors unique (at full rank).
+    Each rank factorizes its own block. The triangles are gathered and stacked, and their QR
+    factorization corrects the local Q, in one round per mesh dimension. The diagonal of R is made
+    non-negative, so that both factors are unique (at full rank).
 
     Args:
-        tall: This rank's rows (b, m, k); fewer than k, or none, on some ranks.
+        tall: This rank's rows (b, m, k); m may be less than k, or 0.
         axis: The axis of G that these rows belong to.
         mesh_dims: Number of mesh dimensions that may shard it.
 
     Yields:
-        One `Gather` for each mesh dimension.
+        One `Gather` per mesh dimension.
 
     Returns:
-        Q (b, m, k), sharded as the input, and R (b, k, k), equal on all ranks.
+        Q (b, m, k), sharded like the input, and R (b, k, k), equal on all ranks.
     """
     rows, width = tall.shape[-2:]
     if rows < width:
@@ -214,10 +214,10 @@ def draw_sketches(
     """Draw Ω for several matrices, the same on every rank.
 
     Args:
-        keys: Parameter name and index of the refresh, which select the random stream.
+        keys: Parameter name and index of the refresh; they select the random stream.
         size: n and k.
-        seed: Seed, together with the key.
-        like: Gives device and dtype.
+        seed: Seed of the run; combined with the key.
+        like: A tensor of the device and dtype to draw in.
 
     Returns:
         Standard normal, (b, n, k).
@@ -238,7 +238,7 @@ def _sum(tensor: Tensor, axis: Axis, replicas: bool) -> Steps[Tensor]:
 
 
 def _times(gradients: Sequence[Tensor], right: Tensor) -> Tensor:
-    # One product a matrix: stacking the gradients would copy all of them.
+    # One product per matrix: stacking the gradients would copy all of them.
     return torch.stack([g.to(x.dtype) @ x for g, x in zip(gradients, right, strict=True)])
 
 
@@ -251,6 +251,6 @@ def _signs(values: Tensor) -> Tensor:
 
 
 def _is_present(values: Tensor, rank: int) -> Tensor:
-    """Whether a singular value (b, k) is more than rounding; (b, r), 0 or 1."""
+    """Return 1 for singular values (b, k) above rounding error, else 0; (b, r)."""
     smallest = values[:, :1] * values.shape[-1] * torch.finfo(values.dtype).eps
     return (values[:, :rank] > smallest).to(values.dtype)

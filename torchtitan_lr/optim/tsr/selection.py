@@ -1,8 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Which parameters TSR-Adam compresses, to which rank, and when each refreshes its bases.
+"""Select the parameters that TSR-Adam compresses, their ranks and their refresh schedules.
 
-A pure function of names, shapes and settings: the configuration check calls it before ranks start,
-every rank calls it on the whole model's names, so that any layout makes the same plan.
+The selection is a pure function of names, shapes and settings. The configuration check calls it
+before ranks start. Every rank calls it with the whole model's names, so that all layouts select the
+same matrices.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,10 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.tsr.sizes import sketch_width
 
 EMBEDDING = "tok_embeddings.weight"
-"""Has a rank and an interval of its own."""
+"""The embedding, which has its own rank and interval."""
 
 HEAD = "output.weight"
-"""Is compressed on request only."""
+"""The head, compressed only on request."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class TSRSettings:
 
     @classmethod
     def from_config(cls, optimizer: Any) -> "TSRSettings":
-        """Read the settings off ``[optimizer]``."""
+        """Read the settings from ``[optimizer]``."""
         values = {name: getattr(optimizer, f"tsr_{name}") for name in cls.__dataclass_fields__}
         values |= {name: tuple(values[name]) for name in ("include", "exclude")}
         return cls(**values)
@@ -52,20 +53,20 @@ class TSRSettings:
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """How one matrix is compressed.
+    """The compression of one matrix.
 
     Args:
         name: Of the parameter.
-        rows: m of the matrix as it is projected.
-        columns: n of it.
+        rows: m of the matrix in the orientation in which it is projected.
+        columns: n in that orientation.
         rank: r.
         width: k, columns of its sketch.
-        interval: Steps from refresh to refresh.
-        offset: The steps that are this much after a multiple of the interval refresh it.
+        interval: Steps between refreshes.
+        offset: Refreshes happen this many steps after each multiple of the interval.
         two_sided: Whether both sides are projected.
-        transposed: Whether rows and columns are those of the transposed parameter: a one-sided
-            projection is on the shorter side, called rows here. A square parameter is projected
-            on the right, as the published GaLore does, hence transposed.
+        transposed: Whether rows and columns are those of the transposed parameter. A one-sided
+            projection compresses the shorter side, which is always called rows here. A square
+            parameter is transposed, because the published GaLore code projects it on the right.
     """
 
     name: str
@@ -83,7 +84,7 @@ class MatrixPlan:
 
         Args:
             step: Steps done so far.
-            refreshes: Refreshes done so far; without any there are no bases yet.
+            refreshes: Refreshes done so far; at 0 there are no bases yet.
         """
         return refreshes == 0 or step % self.interval == self.offset
 
@@ -91,15 +92,15 @@ class MatrixPlan:
 def plan_matrices(
     shapes: Mapping[str, Sequence[int]], settings: TSRSettings
 ) -> dict[str, MatrixPlan]:
-    """Plan the compressed matrices; whatever is not returned stays dense.
+    """Plan the compressed matrices; all other parameters stay dense.
 
     Args:
         shapes: Global shape by name of every parameter of the whole model.
         settings: The settings.
 
     Raises:
-        ConfigError: A pattern matches no matrix, nothing is left to compress, or a rank is larger
-            than a side.
+        ConfigError: A pattern matches no matrix, no matrix is left to compress, or a rank is larger
+            than a side of its matrix.
     """
     matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
     _check_patterns(settings, matrices)

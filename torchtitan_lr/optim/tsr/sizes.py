@@ -1,14 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The sizes that decide what TSR-Adam sends: sketch width, dense refreshes, blocks and buckets.
+"""Message sizes of TSR-Adam: sketch width, dense refreshes, blocks and buckets.
 
-`formulas/tsr.py` and `formulas/tsr_traffic.py` state the same sizes a second time, from the paper,
-and import nothing from here: measured and predicted bytes can disagree.
+`formulas/tsr.py` and `formulas/tsr_traffic.py` state the same sizes independently, from the paper,
+and import nothing from here. A mistake here therefore shows up as a difference between measured and
+predicted bytes.
 """
 
 from collections.abc import Iterable, Sequence
 
 BUCKET_ELEMENTS = 2**26
-"""Dense gradients travel together up to this size, and as many sketches are held at once."""
+"""Elements of a bucket of dense gradients, and of the sketches in memory at a time."""
 
 
 def sketch_width(rows: int, columns: int, rank: int, oversampling: int) -> int:
@@ -38,13 +39,13 @@ def largest_block(size: int, ranks: Iterable[int]) -> int:
 def refresh_is_dense(
     rows: int, columns: int, width: int, power_iterations: int, refresh: str
 ) -> bool:
-    """Return whether a refresh sums the dense gradient over the replicas instead of sketches.
+    """Return whether a refresh sums dense gradients, not sketches, over the replicas.
 
-    The sketches are Y (m, k) and B (k, n), and for each power iteration Z (n, k) and Y again.
+    The sketches are Y (m, k) and B (k, n), plus Z (n, k) and Y again for each power iteration.
 
     Args:
         rows: m of a rank's largest block.
-        columns: n of it.
+        columns: n of that block.
         width: k.
         power_iterations: q.
         refresh: ``sketch``, ``dense``, or ``auto`` for the one that sends less.
@@ -56,7 +57,7 @@ def refresh_is_dense(
 
 
 def split_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Split a list into runs of at most ``limit`` elements, or of one entry that is larger.
+    """Split a list into consecutive buckets of at most ``limit`` elements, or one larger entry.
 
     Args:
         sizes: Elements of each entry.

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Equal matrices of one model part with their TSR-Adam state, stacked: few kernels for many."""
+"""Matrices of one shape with their TSR-Adam state, stacked to need fewer kernels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ from torchtitan_lr.optim.tsr.sizes import largest_block, refresh_is_dense
 
 @dataclass
 class Refresh:
-    """New bases that wait for the step to be accepted.
+    """New bases that are applied when the step is accepted.
 
     Args:
         stack: Number of the stack.
-        indices: The matrices of the stack that they belong to.
+        indices: The matrices of the stack to which they belong.
         left: U (b, m, r).
-        right: V (b, n, r), or None where that side is not projected.
+        right: V (b, n, r), or None if that side is not projected.
         core: The core in the new bases (b, r, columns).
-        overlaps: U₊ᵀU and V₊ᵀV (b, r, r), where moments are rotated.
+        overlaps: U₊ᵀU and V₊ᵀV (b, r, r), if moments are rotated.
     """
 
     stack: int
@@ -40,16 +40,16 @@ class MatrixStack:
     """b matrices of equal shape, rank and layout.
 
     Args:
-        plans: How each is compressed.
+        plans: The compression of each matrix.
         parameters: The parameters, plain or DTensors.
         order: Names of the run's mesh dimensions.
         settings: The settings.
 
     Attributes:
-        left: U (b, m, r), rows split as the matrix's.
-        right: V (b, n, r), rows split as the matrix's columns; None if one-sided.
-        average: m (b, r, r), or (b, r, n) split as the matrix's columns if one-sided.
-        average_square: v, as ``average``.
+        left: U (b, m, r), rows sharded like the matrix's rows.
+        right: V (b, n, r), rows sharded like the matrix's columns; None if one-sided.
+        average: m (b, r, r), or (b, r, n) sharded like the matrix's columns if one-sided.
+        average_square: v, of the same shape as ``average``.
         ages: Number of cores in the moments (b,), on the CPU.
         refreshes: Number of refreshes so far (b,), on the CPU.
     """
@@ -83,7 +83,7 @@ class MatrixStack:
         return len(self.plans)
 
     def state_of(self, index: int) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps of one matrix; the tensors share the stack's memory."""
+        """Return the checkpointed state of one matrix; the tensors share the stack's memory."""
         plan, parameter = self.plans[index], self.parameters[index]
         r, n = plan.rank, plan.columns
         core = (r, r) if plan.two_sided else (r, n)
@@ -106,18 +106,18 @@ class MatrixStack:
         return [i for i, plan in enumerate(self.plans) if plan.is_due(step, counts[i])]
 
     def gradient(self, index: int) -> Tensor:
-        """Return this rank's part of a gradient (m, n); zeros where the loss gave none."""
+        """Return this rank's part of a gradient (m, n), or zeros if there is none."""
         gradient = self.parameters[index].grad
         if gradient is None:
             return self._oriented(torch.zeros_like(local_part(self.parameters[index])))
         return self._oriented(local_part(gradient))
 
     def has_gradient(self, index: int) -> bool:
-        """Return whether the loss gave a matrix a gradient."""
+        """Return whether backward produced a gradient for a matrix."""
         return self.parameters[index].grad is not None
 
     def take_gradient(self, index: int) -> Tensor:
-        """Return this rank's part of a gradient (m, n) in the bases' dtype, and drop it."""
+        """Return this rank's part of a gradient (m, n) in the bases' dtype, and free it."""
         gradient = self.gradient(index).to(self.dtype)
         self.parameters[index].grad = None
         return gradient
@@ -127,11 +127,11 @@ class MatrixStack:
         return self._oriented(local_part(self.parameters[index]))
 
     def bases(self, index: int | list[int]) -> tuple[Tensor, Tensor | None]:
-        """Return U and V of a matrix, as views; of a list of matrices, as stacked copies."""
+        """Return U and V: views for one matrix, stacked copies for a list of matrices."""
         return self.left[index], None if self.right is None else self.right[index]
 
     def age(self) -> float | Tensor:
-        """Return how many cores the moments hold: one number, or (b, 1, 1) where they differ."""
+        """Return the number of cores in the moments: a float, or (b, 1, 1) if matrices differ."""
         first, *others = ages = self.ages.tolist()
         if all(age == first for age in others):
             return float(first)
@@ -148,11 +148,11 @@ class MatrixStack:
         return torch.stack(parts)
 
     def sends_dense(self, ranks: Sequence[int]) -> bool:
-        """Return whether a refresh sums dense gradients over the replicas instead of sketches.
+        """Return whether a refresh sums dense gradients, not sketches, over the replicas.
 
         Args:
-            ranks: Size of every mesh dimension of the run; blocks count with their padding, so
-                that all ranks decide alike.
+            ranks: Size of every mesh dimension of the run. Blocks are counted with padding, so that
+                the result is equal on all ranks.
         """
         settings = self.settings
         return refresh_is_dense(
@@ -163,7 +163,11 @@ class MatrixStack:
         )
 
     def sketch_size(self, ranks: Sequence[int]) -> int:
-        """Return the elements (m + n)k of one matrix's sketches on a rank; argument as above."""
+        """Return the elements (m + n)k of one matrix's sketches on a rank.
+
+        Args:
+            ranks: Size of every mesh dimension of the run.
+        """
         return sum(self._largest_block(ranks)) * self.plan.width
 
     def _largest_block(self, ranks: Sequence[int]) -> tuple[int, int]:

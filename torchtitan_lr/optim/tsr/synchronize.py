@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""From this rank's gradients to what all replicas agree on: cores, dense gradients, new bases.
+"""Communication of a TSR-Adam step: sum cores and dense gradients, compute new bases.
 
-The optimizer owns the replicate dimension: gradients arrive summed over the shards at most.
+The optimizer reduces over the replicate dimension: FSDP sums gradients over the shards only.
 `tsr_adam_step` calls these operations in the order of a step.
 """
 
@@ -27,10 +27,10 @@ from torchtitan_lr.optim.tsr.sizes import BUCKET_ELEMENTS, split_buckets
 from torchtitan_lr.optim.tsr.stack import MatrixStack, Refresh
 
 Matrix = tuple[int, int]
-"""Number of a stack, and place of the matrix in it."""
+"""Number of a stack, and index of the matrix in it."""
 
 Due = Sequence[Sequence[int]]
-"""By stack: the matrices that refresh in this step."""
+"""The matrices that refresh in this step, by stack."""
 
 
 class Job(NamedTuple):
@@ -39,7 +39,7 @@ class Job(NamedTuple):
     Attributes:
         stack: Number of the stack.
         indices: The matrices.
-        dense: Whether their gradients are summed over the replicas already.
+        dense: Whether their gradients are already summed over the replicas.
     """
 
     stack: int
@@ -48,17 +48,17 @@ class Job(NamedTuple):
 
 
 class Synchronizer:
-    """Carries out the communication of a step for all model parts of a rank.
+    """The communication of a step for all model parts of a rank.
 
     Args:
         stacks: The compressed matrices of all parts.
-        dense: The other parameters, each with the sharding dimensions that split it.
+        dense: The other parameters, each with the mesh dimensions that shard it.
         groups: The process groups.
         settings: The settings.
 
     Attributes:
-        all_cores: All cores of a step in one buffer: clearing, scaling and sending is one call.
-        cores: The same by stack (b, r, r), or (b, r, n) if one-sided; views.
+        all_cores: All cores of a step in one buffer, which one call clears, scales or sends.
+        cores: Views of it by stack (b, r, r), or (b, r, n) if one-sided.
     """
 
     def __init__(
@@ -70,29 +70,29 @@ class Synchronizer:
     ) -> None:
         self.stacks, self.dense, self.groups, self.settings = stacks, dense, groups, settings
         sizes = [stack.average.numel() for stack in stacks]
-        # A pipeline stage may hold no matrix at all.
+        # A pipeline stage may have no compressed matrix.
         like = stacks[0].average if stacks else local_part(dense[0][0])
         self.all_cores = like.new_zeros(sum(sizes))
         parts = self.all_cores.split(sizes)
         self.cores = [p.view(s.average.shape) for s, p in zip(stacks, parts, strict=True)]
 
     def zero_cores(self) -> list[Tensor]:
-        """Return zeros for the cores of a new step, by stack; the memory is always the same."""
+        """Zero the cores for a new step and return them by stack; the memory is reused."""
         self.all_cores.zero_()
         return self.cores
 
     def core_buckets(self, due: Due) -> list[list[Matrix]]:
-        """Split the matrices that keep their bases into ``tsr_overlap_buckets`` parts or so."""
+        """Split the matrices that keep their bases into about ``tsr_overlap_buckets`` buckets."""
         plain = self._plain(due)
         sizes = [self.cores[stack][0].numel() for stack, _ in plain]
         limit = -(-sum(sizes) // self.settings.overlap_buckets)
         return [[plain[i] for i in bucket] for bucket in split_buckets(sizes, limit)]
 
     def start_core_sum(self, bucket: Sequence[Matrix]) -> list[PendingSum]:
-        """Sum cores over the shards, and start their sum over the replicas, if there are any."""
+        """Sum cores over the shards, and start their sum over the replicas, if any."""
         dtype = torch.bfloat16 if self.settings.core_dtype == "bfloat16" else None
         for dim, group in enumerate(self.groups.shards):
-            # A one-sided core stays split along its long side.
+            # A one-sided core stays sharded along its long side.
             split = []
             for number, index in bucket:
                 stack = self.stacks[number]
@@ -105,10 +105,10 @@ class Synchronizer:
         return [PendingSum(self._core_tensors(bucket), self.groups.replicas, dtype)]
 
     def sum_gradients(self, due: Due) -> list[Tensor]:
-        """Sum over the replicas, in place, the gradients that are sent whole.
+        """Sum dense gradients over the replicas, in place.
 
         Args:
-            due: Those of them whose refresh is dense are sent with the dense parameters.
+            due: The matrices that refresh; those with a dense refresh are summed here too.
 
         Returns:
             The gradient of every dense parameter, in order: this rank's parts.
@@ -133,17 +133,17 @@ class Synchronizer:
         """Decompose the gradients of the matrices that are due.
 
         Returns:
-            Their bases and cores, the same on all replicas; nothing is put in place.
+            Their bases and cores, equal on all replicas; not yet applied.
         """
         return [refresh for jobs in self._rounds(due) for refresh in self._decompose_all(jobs)]
 
     def norm(self, due: Due, refreshes: Sequence[Refresh], gradients: Sequence[Tensor]) -> Tensor:
-        """Return sqrt(Σ|C|² + Σ|g|²) of what the update uses, equal on all ranks.
+        """Return sqrt(Σ|C|² + Σ|g|²) of all cores and dense gradients, equal on all ranks.
 
         Args:
-            due: The matrices that refresh; the cores of the others are summed already.
-            refreshes: What `new_bases` returned.
-            gradients: What `sum_gradients` returned.
+            due: The matrices that refresh; the cores of the others are already summed.
+            refreshes: Returned by `new_bases`.
+            gradients: Returned by `sum_gradients`.
         """
         plain = [(self.cores[s][i], self.stacks[s].core_dims) for s, i in self._plain(due)]
         if not any(due) and not any(stack.core_dims for stack in self.stacks):
@@ -155,7 +155,7 @@ class Synchronizer:
         return squared_norm(pieces, self.groups, self.all_cores.device).sqrt()
 
     def nonfinite(self) -> str | None:
-        """Name the first matrix whose core on this rank is not finite."""
+        """Return the first matrix whose core on this rank is not finite, or None."""
         for stack, cores in zip(self.stacks, self.cores, strict=True):
             for plan, core in zip(stack.plans, cores, strict=True):
                 if not torch.isfinite(core).all():
@@ -163,7 +163,7 @@ class Synchronizer:
         return None
 
     def _plain(self, due: Due) -> list[Matrix]:
-        """The matrices that keep their bases in this step."""
+        """Return the matrices that keep their bases in this step."""
         return [
             (number, index)
             for number, stack in enumerate(self.stacks)
@@ -173,7 +173,7 @@ class Synchronizer:
 
     def _core_tensors(self, matrices: Sequence[Matrix]) -> list[Tensor]:
         if len(matrices) == sum(len(stack) for stack in self.stacks):
-            return [self.all_cores]  # all of them: sent where they lie
+            return [self.all_cores]  # no copy: the buffer itself is sent
         return [self.cores[number][index] for number, index in matrices]
 
     def _jobs(self, due: Due) -> list[Job]:
@@ -184,7 +184,7 @@ class Synchronizer:
         ]
 
     def _rounds(self, due: Due) -> list[list[Job]]:
-        """Split the matrices that are due into rounds whose sketches fit into a bucket."""
+        """Split the matrices that refresh into rounds whose sketches fit into one bucket."""
         flat = [(job, index) for job in self._jobs(due) for index in job.indices]
         sizes = [self.stacks[job.stack].sketch_size(self.groups.sizes) for job, _ in flat]
         rounds = []
@@ -196,7 +196,7 @@ class Synchronizer:
         return rounds
 
     def _decompose_all(self, jobs: Sequence[Job]) -> list[Refresh]:
-        """Find the new bases of one round."""
+        """Compute the new bases of one round."""
         stacks = [self.stacks[job.stack] for job in jobs]
         layouts = [stack.layout for stack in stacks]
         svds = solve_together([self._decompose(job) for job in jobs], layouts, self.groups)
@@ -229,7 +229,7 @@ class Synchronizer:
         return randomized_svd(gradients, sketches, settings, stack.bases(job.indices))
 
     def _check_replicas(self, jobs: Sequence[Job], svds: Sequence[SVD]) -> None:
-        # Batches by matrix: a difference is repaired, and logged, for that matrix alone.
+        # One batch per matrix: a difference is repaired and logged for that matrix only.
         names = [self.stacks[job.stack].plans[i].name for job in jobs for i in job.indices]
         batches = [
             [svd.left[i], svd.values[i], svd.right[i]]
@@ -239,17 +239,17 @@ class Synchronizer:
         drifted = repair_drift(batches, self.groups.replicas)
         if drifted:
             logger.warning(
-                "Replicas found other bases for %s; the first replica's are used",
+                "Replicas computed different bases for %s; the first replica's are used",
                 ", ".join(names[i] for i in drifted),
             )
 
 
 def bases_and_core(svd: SVD, two_sided: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Take bases and core from a decomposition.
+    """Return bases and core from a decomposition.
 
     Args:
         svd: U, σ, V of the gradient.
-        two_sided: Whether both sides are projected; else U alone.
+        two_sided: Whether both sides are projected, or only the rows (U).
 
     Returns:
         U, V or None, and the core UᵀGV = diag(σ), or UᵀG = diag(σ)Vᵀ, which needs no communication.
@@ -262,7 +262,7 @@ def bases_and_core(svd: SVD, two_sided: bool) -> tuple[Tensor, Tensor | None, Te
 def _overlaps(
     new: Refresh, old_left: Tensor, old_right: Tensor | None
 ) -> Steps[tuple[Tensor, Tensor | None]]:
-    """Compute U₊ᵀU and V₊ᵀV, whose rows are spread over ranks."""
+    """Compute U₊ᵀU and V₊ᵀV from row-sharded bases."""
     left = yield Sum(new.left.mT @ old_left, "rows", replicas=False)
     assert isinstance(left, Tensor)
     if new.right is None or old_right is None:
@@ -273,7 +273,7 @@ def _overlaps(
 
 
 def _whole_gradient(parameter: Tensor) -> Tensor:
-    """The gradient as it lies in memory; created where there is none, to be summed in place."""
+    """Return the local gradient for summing in place; create zeros if there is none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local_part(parameter.grad)

@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The messages between pipeline stages: their shapes, and their names in the ledger.
+"""Messages between pipeline stages: their shapes, and their names in the ledger.
 
-A rank sends its part of the residual stream; under bottleneck-aware tensor parallelism that is d/T
-of the d elements a token. LaX also sends the seven latents that the next block mixes in: to drop
-them would make the model depend on where it is cut.
+A rank sends its part of the residual stream: under bottleneck-aware tensor parallelism, d/T of the
+d elements per token. LaX also sends the seven latents that the next block mixes in. Without them
+the model's output would depend on the stage split.
 
-A send or receive happens outside the model, where no forward hook and no autograd node says whose
-it is. So the stage that prepares a message leaves a mark on its tensor, and the ledger reads it.
+Sends and receives run outside the model, where no forward hook or autograd node identifies them.
+The stage therefore marks the tensor of each message with an attribute, which the ledger reads.
 """
 
 from dataclasses import dataclass
@@ -23,16 +23,16 @@ _MARK = "_pipeline_boundary"
 
 @dataclass(frozen=True)
 class Boundary:
-    """What a rank sends to the next stage for one sequence: ``rows`` rows of ``width`` elements.
+    """A rank's message to the next stage for one sequence: ``rows`` rows of ``width`` elements.
 
     Args:
-        rows: s, or s/T where the ranks share the tokens.
-        stream: Elements of the residual stream in a row: its share of a rank, divided by ``rows``.
-        latents: Elements of each carried latent in a row; empty where none cross.
-        tokens_per_row: How many tokens' shards of the stream lie in a row: T where the latents
-            share the tokens and the stream its features, else 1.
-        lanes: CAAT-Net: how many streams (b, s, lanes, d) there are on the rank; 0 where the stream
-            has no such dimension.
+        rows: s, or s/T if tokens are sharded.
+        stream: Elements of the residual stream per row: the rank's share, divided by ``rows``.
+        latents: Elements of each latent per row; empty if no latents are sent.
+        tokens_per_row: Number of tokens whose stream shards are in a row: T if the latents are
+            token-sharded and the stream is feature-sharded, else 1.
+        lanes: CAAT-Net: number of streams (b, s, lanes, d) on the rank; 0 if the stream has no such
+            dimension.
     """
 
     rows: int
@@ -43,12 +43,12 @@ class Boundary:
 
     @property
     def width(self) -> int:
-        """Elements of a row."""
+        """Return the elements of a row."""
         return self.stream + sum(self.latents)
 
     @property
     def elements(self) -> int:
-        """Elements of a sequence."""
+        """Return the elements of a sequence."""
         return self.rows * self.width
 
 
@@ -73,10 +73,10 @@ def stage_boundary(
 
     Args:
         args: The model's arguments.
-        settings: The tensor-parallel plan; of no effect at T = 1.
+        settings: The tensor-parallel plan; ignored at T = 1.
         tp_degree: T.
         seq_len: Tokens s of a sequence.
-        latents: Whether a block sends to another one here, so that LaX's latents cross.
+        latents: Whether there are blocks on both sides, so that LaX's latents are sent.
     """
     widths = [args.rank_attention] * 4 + [args.rank_ffn] * 3
     if not (latents and args.model_family.carries_latents):
@@ -97,7 +97,7 @@ def stage_boundary(
 
 
 def mark(operations: list[Any], boundary: int, pass_: str) -> list[Any]:
-    """Mark the tensors of point-to-point operations; return the operations.
+    """Mark the tensors of point-to-point operations and return the operations.
 
     Args:
         operations: ``torch.distributed.P2POp``.
@@ -110,7 +110,7 @@ def mark(operations: list[Any], boundary: int, pass_: str) -> list[Any]:
 
 
 def boundary_of(arguments: Any) -> tuple[str, str] | None:
-    """Return scope and pass of a message among an operator's arguments, None without a mark."""
+    """Return scope and pass of a marked tensor among an operator's arguments, or None."""
     for leaf in tree_leaves(arguments):
         if isinstance(leaf, Tensor) and hasattr(leaf, _MARK):
             found: tuple[str, str] = getattr(leaf, _MARK)

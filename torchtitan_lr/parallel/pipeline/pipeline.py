@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Pipeline parallelism: torchtitan's `pipeline_llm`, with a loss that is normalised and exact.
+"""Pipeline parallelism: torchtitan's `pipeline_llm` with an exactly normalized loss.
 
-torchtitan's pipelines backpropagate the sum of the loss and divide only what they print, so their
-gradients are too large by the number of tokens. Here the loss itself divides.
+torchtitan's pipelines backpropagate the summed loss and divide only the logged value, so their
+gradients are too large by the number of tokens. Here the loss function divides.
 """
 
 from collections.abc import Callable
@@ -33,10 +33,10 @@ from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, settings_f
 
 
 class NormalizedLoss:
-    """A micro-batch's share of the loss: its token sum over the tokens of the global batch.
+    """A micro-batch's share of the loss: its token sum divided by the global batch's tokens.
 
     Args:
-        loss_fn: Sums over tokens.
+        loss_fn: Returns the sum over tokens.
 
     Attributes:
         tokens: The divisor; set before each step.
@@ -47,7 +47,7 @@ class NormalizedLoss:
         self.tokens: float | Tensor = 1.0
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the share; logits (b, s, V), labels (b, s)."""
+        """Return the micro-batch's share of the loss; logits (b, s, V), labels (b, s)."""
         loss: Tensor = self.loss_fn(logits, labels) / self.tokens
         return loss
 
@@ -59,11 +59,11 @@ class Pipeline:
 
     Args:
         schedule: The training schedule, which calls ``loss``.
-        loss: The loss of training.
+        loss: The training loss.
         parts: This rank's parts of the model, by stage.
-        boundaries: Returns the boundaries for a sequence length.
-        build: Builds a stage of its part, its index, the boundaries, a micro-batch's size and its
-            sequences' length.
+        boundaries: Maps a sequence length to the boundaries.
+        build: Builds a stage from its part, its index, the boundaries, the micro-batch size and the
+            sequence length.
         microbatch_size: Sequences of a micro-batch.
     """
 
@@ -85,11 +85,11 @@ class Pipeline:
         self._evaluations: dict[tuple[int, ...], PipelineSchedule] = {}
 
     def normalize_by(self, tokens: float | Tensor) -> None:
-        """Divide the loss of the next steps by the valid tokens of the global batch."""
+        """Set the divisor of the loss: the valid tokens of the global batch."""
         self.loss.tokens = tokens
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Run forward and backward of a batch; arguments as torch's ``schedule.step``."""
+        """Run forward and backward of a batch; arguments as in torch's ``schedule.step``."""
         self.schedule.step(*args, **kwargs)
 
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class Pipeline:
         return torch.stack(losses).sum() if last else torch.zeros((), device=tokens.device)
 
     def _evaluation(self, microbatches: int, size: int, seq_len: int) -> PipelineSchedule:
-        """Return a schedule with stages of its own: theirs receive into buffers of other sizes."""
+        """Return a schedule with its own stages, because their receive buffers differ in size."""
         key = (microbatches, size, seq_len)
         if key not in self._evaluations:
             boundaries = self._boundaries(seq_len)
@@ -136,7 +136,7 @@ class Pipeline:
         return self._evaluations[key]
 
     def _evaluation_class(self) -> Callable[..., PipelineSchedule]:
-        """Name a schedule with the same stages on each rank, for any number of micro-batches."""
+        """Return a class for any number of micro-batches, with the same stages per rank."""
         if isinstance(self.schedule, PipelineScheduleSingle):
             return ScheduleGPipe
         v_shaped = isinstance(self.schedule, ScheduleZBVZeroBubble)
@@ -152,20 +152,21 @@ def pipeline_llama(
     parallelize_fn: ParallelizeFunction,
     loss_fn: LossFunction,
 ) -> tuple[Pipeline, list[nn.Module], bool, bool]:
-    """Split a model into stages; torchtitan's TrainSpec names these arguments.
+    """Split a model into pipeline stages; torchtitan's TrainSpec defines the signature.
 
     Args:
         model: The whole model on the meta device.
         parallel_dims: Degrees and meshes, ``pp`` among them.
-        job_config: ``[parallelism] pipeline_parallel_*`` choose schedule and split.
+        job_config: The run's configuration; ``[parallelism] pipeline_parallel_*`` set schedule and
+            split.
         device: Of this rank.
         model_args: The model's arguments.
         parallelize_fn: Applied to each stage.
-        loss_fn: Sums over tokens.
+        loss_fn: Returns the sum over tokens.
 
     Returns:
-        The pipeline, this rank's parts of the model, and whether they hold the first stage and
-        the last one.
+        The pipeline, this rank's parts of the model, whether they include the first stage, and
+        whether they include the last one.
     """
     args = cast(LlamaArgs, model_args)
     section = job_config.parallelism

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Which modules each pipeline stage holds."""
+"""The split of a model's modules into pipeline stages."""
 
 import math
 from typing import Any
@@ -10,12 +10,12 @@ SCHEDULES: dict[str, tuple[bool, bool]] = {
     "Interleaved1F1B": (True, False),
     "ZBVZeroBubble": (True, True),
 }
-"""Schedules that are offered: whether a rank holds several stages, and whether it runs backward
-in two halves, inputs first and weights later."""
+"""Supported schedules: whether a rank holds several stages, and whether backward is split into
+input gradients and later weight gradients."""
 
 
 def stages_per_rank(section: Any, n_layers: int) -> int | float:
-    """Return the number of stages a rank holds; a fraction where they do not share evenly.
+    """Return the number of stages per rank; a fraction if they do not divide evenly.
 
     Args:
         section: ``[parallelism]``.
@@ -35,7 +35,7 @@ def stages_per_rank(section: Any, n_layers: int) -> int | float:
 
 
 def modules_per_stage(job_config: Any, n_layers: int) -> list[list[str]]:
-    """Return the names of the modules of every stage, as torchtitan's `pipeline_llm` splits.
+    """Return the module names of every stage, as split by torchtitan's `pipeline_llm`.
 
     Args:
         job_config: ``[parallelism]`` of a checked configuration.
@@ -60,7 +60,7 @@ def modules_per_stage(job_config: Any, n_layers: int) -> list[list[str]]:
 
 
 def layers_before_boundaries(job_config: Any, n_layers: int) -> list[int]:
-    """Return for every boundary how many blocks lie in front of it."""
+    """Return the number of blocks before each boundary."""
     before, counts = 0, []
     for names in modules_per_stage(job_config, n_layers)[:-1]:
         before += sum(name.startswith("layers.") for name in names)

@@ -1,9 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Pipeline stages whose boundaries are known beforehand, and carry one message each.
+"""Pipeline stages with known boundary shapes and one message per boundary.
 
-torch finds the shapes at a boundary out by running the model once, which would pass through
-tensor-parallel collectives, FSDP and compilation before the first step; here they follow from the
-plan. LaX's stream and latents travel as one tensor: eight small messages would each cost a latency.
+By default torch runs the model once to infer the shapes at a boundary, which would run
+tensor-parallel collectives, FSDP and compilation before the first step. Here the shapes follow from
+the plan. LaX's stream and latents are sent as one tensor: eight small messages would each cost a
+latency.
 """
 
 from collections.abc import Sequence
@@ -18,26 +19,27 @@ from torchtitan_lr.parallel.pipeline.boundaries import Boundary, mark
 
 
 class Stage(PipelineStage):
-    """A `PipelineStage` that names its messages for the ledger; arguments as torch's."""
+    """A `PipelineStage` that labels its messages for the ledger; arguments as in torch."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Receive activations from the stage before."""
+        """Return operations that receive activations from the previous stage."""
         return mark(super().get_fwd_recv_ops(fwd_chunk_id), self.stage_index - 1, "forward")
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Send activations to the next stage."""
+        """Return operations that send activations to the next stage."""
         return mark(super().get_fwd_send_ops(fwd_chunk_id), self.stage_index, "forward")
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Receive gradients from the next stage."""
+        """Return operations that receive gradients from the next stage."""
         return mark(super().get_bwd_recv_ops(bwd_chunk_id), self.stage_index, "backward")
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Send gradients to the stage before."""
+        """Return operations that send gradients to the previous stage."""
         return mark(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index - 1, "backward")
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        # Before torch 2.13 the turn of a V-shaped schedule greets itself, which gloo refuses.
+        # Before torch 2.13 the rank at the turn of a V-shaped schedule sends to itself, which gloo
+        # refuses.
         mine = dist.get_rank()
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != mine]
 
@@ -54,12 +56,12 @@ def build_stage(
     device: torch.device,
     group: Any,
 ) -> Stage:
-    """Build a stage with its shapes.
+    """Build a stage with static shapes.
 
     Args:
         part: The stage's part of the model.
-        index: Which stage, from 0.
-        boundaries: All of the pipeline; boundary i lies between the stages i and i + 1.
+        index: Index of the stage, from 0.
+        boundaries: All boundaries of the pipeline; boundary i lies between the stages i and i + 1.
         batch: Sequences b of a micro-batch.
         seq_len: Their length s.
         vocab_size: Width V of the logits.
@@ -82,14 +84,14 @@ def build_stage(
 
 
 def pack_messages(part: nn.Module, before: Boundary | None, after: Boundary | None) -> None:
-    """Make a part of a model take and give one tensor a boundary, in place.
+    """Hook a model part so that it receives and sends one tensor per boundary, in place.
 
-    Of the boundaries only what does not depend on the sequence's length is used.
+    Only fields of the boundaries that do not depend on the sequence length are used.
 
     Args:
-        part: A `LlamaModel` without its other layers; ``forward(x, *latents)``.
-        before: The boundary it receives from, None for the first stage.
-        after: The boundary it sends to, None for the last stage.
+        part: A `LlamaModel` with the layers of this stage; ``forward(x, *latents)``.
+        before: The boundary from which it receives; None for the first stage.
+        after: The boundary to which it sends; None for the last stage.
     """
     if before is not None:
         part.register_forward_pre_hook(lambda _, args: unpack(args[0], before))
@@ -98,12 +100,12 @@ def pack_messages(part: nn.Module, before: Boundary | None, after: Boundary | No
 
 
 def pack(output: Tensor | tuple[Tensor, ...], boundary: Boundary) -> Tensor:
-    """Put what a stage returns into one message.
+    """Pack a stage's output into one message.
 
     Args:
-        output: The stream as the blocks hold it, (b, s, ...), for LaX followed by
-            latents (b, rows, r).
-        boundary: Says whether the latents cross.
+        output: The residual stream in the blocks' layout (b, s, ...), for LaX followed by latents
+            (b, rows, r).
+        boundary: Shape of the boundary; decides whether the latents are sent.
 
     Returns:
         Tensor (b, rows, width), contiguous.
@@ -114,19 +116,19 @@ def pack(output: Tensor | tuple[Tensor, ...], boundary: Boundary) -> Tensor:
         if x.ndim == 3 and x.shape[-1] == boundary.stream:
             return x.contiguous()
     stream = x.reshape(x.shape[0], x.shape[1] // boundary.tokens_per_row, boundary.stream)
-    # A copy in any case: torch detaches what a stage returns in place, which no view allows.
+    # Always copy: torch detaches a stage's output in place, which fails for a view.
     return torch.cat([stream, *latents], dim=-1)
 
 
 def unpack(message: Tensor, boundary: Boundary) -> tuple[Tensor, ...]:
-    """Undo `pack`; backward, the gradients are packed alike.
+    """Undo `pack`; in backward, the gradients are packed in the same way.
 
     Args:
         message: Tensor (b, rows, width).
         boundary: As in `pack`.
 
     Returns:
-        The stream as the blocks hold it, and the latents (b, rows, r), contiguous.
+        The residual stream in the blocks' layout, and the latents (b, rows, r), contiguous.
     """
     parts = message.split([boundary.stream, *boundary.latents], dim=-1)
     stream, *latents = (part.contiguous() for part in parts)
