@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Write the table of the README's section "Results" from the tables of ``docs/results.md``.
+
+Each cell of `ROWS` names its figures as ``{section/row/column}``. ``--print`` only prints the
+table.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.tools.cli import OneLineParser, in_one_line, markdown_table
+
+ROOT = Path(__file__).resolve().parents[2]
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
+
+HEADER = ("method", "measured", "compared with")
+ROWS = (
+    (
+        "BTP, CoLA 60M, T = 4",
+        "{Plans side by side/BTP/s per step} s, {Plans side by side/BTP/MB per step} MB per step",
+        "vanilla {Plans side by side/vanilla/s per step} s, "
+        "{Plans side by side/vanilla/MB per step} MB; "
+        "full {Plans side by side/full rank/s per step} s, "
+        "{Plans side by side/full rank/MB per step} MB",
+    ),
+    (
+        "BTP, loss over 800 batches",
+        "mean difference from one process: "
+        "{Tensor parallelism changes rounding only/T = 4/mean difference, nats} nats",
+        "another seed: "
+        "{Tensor parallelism changes rounding only/another seed/mean difference, nats}",
+    ),
+    (
+        "TSR-Adam, 200 Mbit/s",
+        "{TSR-Adam over a slow link/TSR-Adam/s per step} s per step",
+        "AdamW {TSR-Adam over a slow link/AdamW/s per step} s",
+    ),
+    (
+        "TSR-Adam, loss after 200 steps",
+        "{TSR-Adam, loss and bytes/TSR, keep/validation loss}, "
+        "{TSR-Adam, loss and bytes/TSR, keep/total MB} MB sent",
+        "AdamW {TSR-Adam, loss and bytes/AdamW/validation loss}, "
+        "{TSR-Adam, loss and bytes/AdamW/total MB} MB",
+    ),
+    (
+        "TAGC sketch 10×, 200 Mbit/s",
+        "{TAGC over a slow link/sketch/s per step} s, "
+        "{TAGC over a slow link/sketch/MB per step} MB per step",
+        "FSDP2 {TAGC over a slow link/FSDP2/s per step} s, "
+        "{TAGC over a slow link/FSDP2/MB per step} MB",
+    ),
+    (
+        "TAGC sketch 10×, loss, 150 steps",
+        "{TAGC, loss/10×/2: sketch} (one seed)",
+        "dense {TAGC, loss/dense/2: sketch}",
+    ),
+    (
+        "CAAT-Net, p = 0.5, 8 lanes",
+        "{CAAT-Net, loss/0.5/8 lanes} nats per byte (one seed)",
+        "p = 1: {CAAT-Net, loss/1/8 lanes}, another seed {CAAT-Net, loss/1, another seed/8 lanes}",
+    ),
+)
+
+
+def read_figures(text: str) -> dict[str, str]:
+    """Read the tables of a page.
+
+    Args:
+        text: Markdown, one table per section of level 2 at most.
+
+    Returns:
+        Cells by ``section/row/column``; a row's name is its first cell.
+    """
+    figures: dict[str, str] = {}
+    for section in text.split("\n## ")[1:]:
+        title = section.partition("\n")[0]
+        rows = [line[1:-1].split("|") for line in section.split("\n") if line.startswith("|")]
+        lines = [[cell.strip() for cell in row] for row in rows]
+        for row in lines[2:]:
+            for column, cell in zip(lines[0][1:], row[1:], strict=True):
+                figures[f"{title}/{row[0]}/{column}"] = cell
+    return figures
+
+
+def results_table(figures: dict[str, str]) -> str:
+    """Fill in `ROWS`.
+
+    Args:
+        figures: Returned by `read_figures`.
+
+    Raises:
+        ConfigError: The page has no such figure.
+    """
+
+    def figure(match: re.Match[str]) -> str:
+        if match[1] not in figures:
+            raise ConfigError(PAGE.name, match[1], "a cell of one of its tables")
+        return figures[match[1]]
+
+    return markdown_table(
+        HEADER, [[re.sub("{(.*?)}", figure, cell) for cell in row] for row in ROWS]
+    )
+
+
+def insert(text: str, table: str) -> str:
+    """Return the README's text with the table of its section "Results" replaced."""
+    before, heading, rest = text.partition("## Results\n")
+    return before + heading + re.sub(r"(?m)(^\|.*\n)+", lambda _: table + "\n", rest, count=1)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = OneLineParser(description=__doc__)
+    parser.add_argument("--print", action="store_true", help="print it, change nothing")
+    return parser.parse_args(argv)
+
+
+@in_one_line
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return the exit status."""
+    arguments = parse_args(argv)
+    table = results_table(read_figures(PAGE.read_text()))
+    if arguments.print:
+        print(table)
+    else:
+        README.write_text(insert(README.read_text(), table))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
