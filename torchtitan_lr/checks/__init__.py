@@ -1,2 +1,2 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Refusing, before any rank starts, what cannot work."""
+"""Checks that refuse an invalid configuration before any rank starts."""

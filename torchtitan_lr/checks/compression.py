@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Refuses a ``[grad_compression]`` that cannot work, before any rank starts."""
+"""Checks of ``[grad_compression]`` before any rank starts."""
 
 import math
 from typing import Any
@@ -16,15 +16,15 @@ from torchtitan_lr.models.configured import llama_args, model_shapes
 
 
 def check_grad_compression(config: Any, world_size: int, device_type: str) -> None:
-    """``[grad_compression]`` has values in range, peels, and selects something.
+    """Check the ranges, that the sketch peels, and that some tensor is selected.
 
-    Call it after the model's and the degrees' checks.
+    Call this after the checks of the model and of the parallel degrees.
     """
     _check_ranges(config.grad_compression)
     if not compresses(config):
         return
     _check_layout(config, world_size)
-    # Late: it imports torch.
+    # Imported late because it imports torch.
     from torchtitan_lr.compression.codecs import CODECS
 
     ranks = exchanging_ranks(config, world_size)
@@ -34,7 +34,7 @@ def check_grad_compression(config: Any, world_size: int, device_type: str) -> No
     if not codec.lossy:
         return
     args = llama_args(config)
-    if args is None:  # another package's model: the ranks find out
+    if args is None:  # another package's model: the ranks check it
         return
     sizes = {name: math.prod(shape) for name, shape in model_shapes(args).items()}
     if not any(is_compressed(name, size, settings) for name, size in sizes.items()):
@@ -44,8 +44,8 @@ def check_grad_compression(config: Any, world_size: int, device_type: str) -> No
 
 
 def _check_unit_sizes(config: Any, world_size: int, asked: CodecSizes) -> None:
-    """Some unit is large enough for its codec."""
-    # Late: these import torch, models and plans.
+    """Check that at least one unit is large enough for its codec."""
+    # Imported late because they import torch, models and plans.
     from torchtitan_lr.compression.codecs import CODECS
     from torchtitan_lr.estimate.run import read_run
     from torchtitan_lr.estimate.traffic import exchanged_units

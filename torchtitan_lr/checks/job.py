@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Refuses, in one line, a configuration that cannot work.
+"""The check of a whole configuration, which raises one-line errors.
 
-It is pure and needs no process group: the launcher calls it before any rank starts, and every rank
+It needs no process group: the launcher calls it before any rank starts, and every rank calls it
 again.
 """
 
@@ -17,16 +17,16 @@ from torchtitan_lr.checks.values import FILE_CHECKS, VALUE_CHECKS
 def check_job_config(
     config: Any, world_size: int, device_type: str, on_paper: bool = False
 ) -> None:
-    """Refuses a configuration that cannot run.
+    """Raise for a configuration that cannot run.
 
     Args:
-        config: What :func:`build_job_config` returned.
+        config: The result of :func:`build_job_config`.
         world_size: Number of ranks of the whole run.
-        device_type: ``cpu``, ``cuda`` or ``xpu``: where the ranks will compute.
-        on_paper: Whether nothing will run, so that no tokenizer, corpus or checkpoint is needed.
+        device_type: ``cpu``, ``cuda`` or ``xpu``: the device of the ranks.
+        on_paper: Whether to skip the checks of tokenizer, corpus and checkpoint, for an estimate.
 
     Raises:
-        ConfigError: The first thing found that cannot work.
+        ConfigError: With the first invalid key.
     """
     parts = (check_tensor_parallel, check_pipeline, check_tsr, check_grad_compression)
     for check in (*SUPPORT_CHECKS, *VALUE_CHECKS, *parts):

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Refuses TSR-Adam settings that cannot work with the model or the layout."""
+"""Checks of TSR-Adam's settings against the model and the layout."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from torchtitan_lr.models.configured import llama_args, model_shapes
 
 
 def check_tsr(config: Any, world_size: int, device_type: str) -> None:
-    """``[optimizer] tsr_*``: ranges first, then ranks and patterns against the model's shapes."""
+    """Check the ranges of ``tsr_*``, then ranks and patterns against the model's shapes."""
     optimizer = config.optimizer
     if optimizer.name != TSR:
         return
@@ -21,7 +21,7 @@ def check_tsr(config: Any, world_size: int, device_type: str) -> None:
     from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 
     args = llama_args(config)
-    if args is not None:  # else another package's model: the ranks find out
+    if args is not None:  # else another package's model: the ranks check it
         plan_matrices(model_shapes(args), TSRSettings.from_config(optimizer))
 
 

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Whether a run can write what it will write, asked before it starts."""
+"""Checks that a run can write its output files, before it starts."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from torchtitan_lr.training.history import HISTORY_FILE
 
 
 def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
-    """The dump folder exists or can be made, and so do the folders and files in it."""
+    """Check that the dump folder, its folders and its files exist or can be created."""
     folder = Path(os.path.abspath(config.job.dump_folder))
     _check_folder(folder, "job.dump_folder", config.job.dump_folder)
     profiling, metrics = config.profiling, config.metrics
@@ -35,7 +35,7 @@ def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
 
 
 def _check_folder(folder: Path, key: str, value: str) -> None:
-    """Refuses a folder that does not exist and cannot be made, or cannot be written to."""
+    """Raise for a folder that cannot be created or written to."""
     user_path(str(folder), key)
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     ok = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Refuses pipelines that cannot run: schedules, splits and micro-batches that do not fit."""
+"""Checks of pipelines: schedule, split of the model, micro-batches."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from torchtitan_lr.parallel.pipeline.stage_split import (
 
 
 def check_pipeline(config: Any, world_size: int, device_type: str) -> None:
-    """The pipeline's schedule exists, its stages get blocks, its micro-batches fit the batch."""
+    """Check the schedule, that every stage gets blocks, and that micro-batches divide the batch."""
     section = config.parallelism
     if section.pipeline_parallel_degree == 1:
         return
@@ -27,7 +27,7 @@ def check_pipeline(config: Any, world_size: int, device_type: str) -> None:
 
 
 def _check_features(config: Any) -> None:
-    """What torchtitan offers and has not been tried with these models."""
+    """Refuse torchtitan's features that are untested with these models."""
     section = config.parallelism
     refused = (
         ("parallelism.pipeline_parallel_schedule_csv", section.pipeline_parallel_schedule_csv, ""),
@@ -37,12 +37,12 @@ def _check_features(config: Any) -> None:
         if value:
             raise ConfigError(key, value, f"{allowed!r} with a pipeline")
     if config.comm.mode == "fake_backend":
-        want = "'default' with a pipeline: the one rank of a dry run has no neighbours to hear from"
+        want = "'default' with a pipeline: the one rank of a dry run has no neighbours"
         raise ConfigError("comm.mode", config.comm.mode, want)
 
 
 def _check_split_backward(config: Any) -> None:
-    """Backward in two halves runs through the same graph twice."""
+    """Refuse features that schedules with a split backward cannot use: it runs each graph twice."""
     from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
 
     schedule = config.parallelism.pipeline_parallel_schedule
@@ -92,7 +92,7 @@ def _check_stages(config: Any) -> int:
 
 
 def _check_names(stages: list[list[str]], n_layers: int, wanted: int) -> None:
-    """The modules come once each and in order, and every stage between the ends has a block."""
+    """Check that modules occur once, in order, and that every inner stage has a block."""
     blocks = [f"layers.{i}" for i in range(n_layers)]
     flat = [name for stage in stages for name in stage]
     ordered = flat == ["tok_embeddings", *blocks, "norm", "output"]

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Refuses what torchtitan offers and this version, or this device, does not support."""
+"""Checks for torchtitan features that this package, or the device, does not support."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from torchtitan_lr.models.configured import llama_args
 
 
 def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
-    """Data, tensor and pipeline parallelism, whose degrees multiply to the world size."""
+    """Check that the data, tensor and pipeline degrees multiply to the world size."""
     sections = config.parallelism
     for name in ("context", "expert", "expert_tensor"):
         key = f"{name}_parallel_degree"
@@ -42,7 +42,7 @@ def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
 
 
 def check_tensor_parallel(config: Any, world_size: int, device_type: str) -> None:
-    """The tensor-parallel plan fits the model; at degree 1 its keys are checked all the same."""
+    """Check that the tensor-parallel plan fits the model, also at degree 1."""
     from torchtitan_lr.parallel.tensor.tensor_parallel import settings_for
 
     args = llama_args(config)
@@ -59,7 +59,7 @@ def _check_degree(name: str, degree: int, ranks: int) -> None:
 
 
 def check_unsupported(config: Any, world_size: int, device_type: str) -> None:
-    """Features of torchtitan that this package does not carry over."""
+    """Refuse features of torchtitan that this package does not support."""
     refused = (
         ("model.converters", config.model.converters, "an empty list: no float8 or MX here"),
         ("optimizer.early_step_in_backward", config.optimizer.early_step_in_backward, "false"),
@@ -74,7 +74,7 @@ def check_unsupported(config: Any, world_size: int, device_type: str) -> None:
 
 
 def check_activation_checkpoint(config: Any, world_size: int, device_type: str) -> None:
-    """``[activation_checkpoint]`` says something that its mode can apply."""
+    """Check the values of ``[activation_checkpoint]`` and what its mode needs."""
     from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
 
     section = config.activation_checkpoint
@@ -91,7 +91,7 @@ def check_activation_checkpoint(config: Any, world_size: int, device_type: str) 
 
 
 def check_compile(config: Any, world_size: int, device_type: str) -> None:
-    """``[compile]`` names components and a backend that exist."""
+    """Check the components and the backend of ``[compile]``."""
     section = config.compile
     for component in section.components:
         if component not in ("model", "loss"):
@@ -111,7 +111,7 @@ def check_compile(config: Any, world_size: int, device_type: str) -> None:
 
 
 def check_cpu(config: Any, world_size: int, device_type: str) -> None:
-    """What needs an accelerator is refused on a CPU."""
+    """Refuse settings that need an accelerator on a CPU."""
     if device_type != "cpu":
         return
     needs_accelerator = (
@@ -126,7 +126,10 @@ def check_cpu(config: Any, world_size: int, device_type: str) -> None:
 
 
 def check_compiled_checkpointing(config: Any, world_size: int, device_type: str) -> None:
-    """Torch 2.13 cannot compile tensor-parallel blocks that repeat attention on a CPU."""
+    """Refuse modes with which torch 2.13 cannot compile tensor-parallel blocks on a CPU.
+
+    These are the modes that recompute attention.
+    """
     from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES, compiles_model
 
     mode = MODES[config.activation_checkpoint.mode]
@@ -147,4 +150,4 @@ SUPPORT_CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
     check_compiled_checkpointing,
     check_cpu,
 )
-"""What ``check_job_config`` asks about features, in order."""
+"""The checks of features, in the order of ``check_job_config``."""

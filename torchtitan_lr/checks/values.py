@@ -26,7 +26,7 @@ from torchtitan_lr.errors import ConfigError
 
 
 def data_parallel_degree(config: Any, world_size: int) -> int:
-    """Number of data-parallel ranks: replicated times sharded."""
+    """Return the number of data-parallel ranks: replicated times sharded."""
     sections = config.parallelism
     others = sections.tensor_parallel_degree * sections.pipeline_parallel_degree
     return max(1, world_size // others)
@@ -45,7 +45,7 @@ def _positive(config: Any, *keys: str) -> None:
 
 
 def check_training(config: Any, world_size: int, device_type: str) -> None:
-    """Sizes, steps and batch of ``[training]``."""
+    """Check sizes, steps and batch of ``[training]``."""
     _positive(
         config,
         "training.seq_len",
@@ -70,7 +70,7 @@ def check_training(config: Any, world_size: int, device_type: str) -> None:
 
 
 def check_optimizer(config: Any, world_size: int, device_type: str) -> None:
-    """Ranges of ``[optimizer]``. Written so that NaN fails every one of them."""
+    """Check the ranges of ``[optimizer]``; NaN fails each of them."""
     optimizer = config.optimizer
     names = ("AdamW", "Adam", TSR)
     want = f"'AdamW', 'Adam' or {TSR!r}"
@@ -86,14 +86,14 @@ def check_optimizer(config: Any, world_size: int, device_type: str) -> None:
 
 
 def check_lr_scheduler(config: Any, world_size: int, device_type: str) -> None:
-    """The schedule reaches to the end of the run."""
+    """Check that the schedule covers the whole run."""
     schedule = config.lr_scheduler
     total = config.training.steps if schedule.total_steps is None else schedule.total_steps
     _require(total > 0, "lr_scheduler.total_steps", total, "a positive integer")
     warmup = schedule.warmup_steps
     _require(warmup >= 0, "lr_scheduler.warmup_steps", warmup, "0 or a positive integer")
-    # A warm-up longer than the run is no mistake: with --training.steps=10 one tries a config
-    # out, and torchtitan shortens the warm-up and says so.
+    # A warm-up longer than the run is allowed: --training.steps=10 is a common trial run, and
+    # torchtitan shortens the warm-up with a warning.
     want = f"at least training.steps ({config.training.steps}): the schedule ends there"
     _require(total >= config.training.steps, "lr_scheduler.total_steps", total, want)
     for name in ("decay_ratio", "min_lr_factor"):
@@ -103,7 +103,7 @@ def check_lr_scheduler(config: Any, world_size: int, device_type: str) -> None:
 
 
 def check_validation(config: Any, world_size: int, device_type: str) -> None:
-    """Sizes of ``[validation]``."""
+    """Check the sizes of ``[validation]``."""
     if not config.validation.enable:
         return
     _positive(config, "validation.seq_len", "validation.local_batch_size", "validation.freq")
@@ -116,7 +116,7 @@ def check_validation(config: Any, world_size: int, device_type: str) -> None:
 
 
 def check_reporting(config: Any, world_size: int, device_type: str) -> None:
-    """Frequencies, seed and time-outs."""
+    """Check frequencies, seed and time-outs."""
     _positive(
         config,
         "metrics.log_freq",
@@ -137,7 +137,7 @@ def check_reporting(config: Any, world_size: int, device_type: str) -> None:
 
 
 def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
-    """What ``[checkpoint]`` saves and where it loads from."""
+    """Check what ``[checkpoint]`` saves, and its load paths."""
     checkpoint = config.checkpoint
     _positive(config, "checkpoint.interval")
     keep, step = checkpoint.keep_latest_k, checkpoint.load_step
@@ -186,7 +186,7 @@ def _check_load_paths(config: Any) -> None:
 
 
 def check_model(config: Any, world_size: int, device_type: str) -> None:
-    """The model exists, and its shape fits ``[low_rank]``."""
+    """Check that the model exists and that its shape fits ``[low_rank]``."""
     from torchtitan.protocols import train_spec as specs
 
     import torchtitan_lr.training.register  # noqa: F401  (registers ours)
@@ -198,12 +198,12 @@ def check_model(config: Any, world_size: int, device_type: str) -> None:
     _require(flavor in flavors, "model.flavor", flavor, "one of " + ", ".join(flavors))
     model_args: Any = flavors[flavor]
     model_args.update_from_config(config)
-    rank = config.low_rank.rank  # nobody reads it where both groups have a rank of their own
+    rank = config.low_rank.rank  # unused if both groups have a rank of their own
     _require(rank >= 0, "low_rank.rank", rank, "0 (the flavor's) or a positive integer")
 
 
 def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
-    """The tokenizer exists, and the model's vocabulary holds it; call it after `check_model`."""
+    """Check that the tokenizer exists and fits the vocabulary; call this after `check_model`."""
     from torchtitan.protocols.train_spec import get_train_spec
 
     from torchtitan_lr.data.tokenizer import check_tokenizer
@@ -221,7 +221,7 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
 
 
 def check_stored_model(config: Any, world_size: int, device_type: str) -> None:
-    """The checkpoint to go on from is this model's: its manifest alone is read."""
+    """Check that the checkpoint to resume from holds this model; reads its manifest only."""
     from torchtitan.protocols.train_spec import get_train_spec
 
     from torchtitan_lr.checkpoints.manifest import read_manifest
@@ -238,7 +238,7 @@ def check_stored_model(config: Any, world_size: int, device_type: str) -> None:
         return
     try:
         manifest = read_manifest(path)
-    except DamagedError:  # the ranks look for one that is whole
+    except DamagedError:  # the ranks look for an undamaged one
         return
     model_args: Any = get_train_spec(config.model.name).model_args[config.model.flavor]
     model_args.update_from_config(config)
@@ -249,7 +249,7 @@ def check_stored_model(config: Any, world_size: int, device_type: str) -> None:
 
 
 def _stored_model(config: Any) -> str | None:
-    """Return the checkpoint whose model must be the one at hand, None if there is none."""
+    """Return the checkpoint that must hold this model, None without one."""
     checkpoint = config.checkpoint
     if not checkpoint.enable:
         return None
@@ -263,7 +263,7 @@ def _stored_model(config: Any) -> str | None:
 
 
 def check_data(config: Any, world_size: int, device_type: str) -> None:
-    """The corpora exist and fill a sequence; call it after `check_vocabulary`."""
+    """Check that the corpora exist and fill a sequence; call this after `check_vocabulary`."""
     from torchtitan_lr.data.checks import check_corpus, check_sequences
     from torchtitan_lr.data.tokenizer import build_tokenizer
 
@@ -286,7 +286,7 @@ VALUE_CHECKS: tuple[Check, ...] = (
     check_stored_model,
     check_data,
 )
-"""Everything :func:`check_job_config` asks about values, in order: the slow ones last."""
+"""The checks of values, in the order of :func:`check_job_config`: slow ones last."""
 
 FILE_CHECKS: tuple[Check, ...] = (
     check_dump_folder,
@@ -295,4 +295,4 @@ FILE_CHECKS: tuple[Check, ...] = (
     check_stored_model,
     check_data,
 )
-"""Those that ask what is on this machine: an estimate does without."""
+"""The checks of files on this machine, which an estimate skips."""

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Strict typing of a TOML file and of command-line overrides against a dataclass tree.
 
-torchtitan only warns about a wrong type in a TOML file and answers a wrong command line with a
-page of usage. Here both become one :class:`ConfigError` naming the key, the value and what works.
-Nothing in this file imports torch, so that a wrong path or a typo is told at once.
+torchtitan only warns about a wrong type in a TOML file, and prints a page of usage for a wrong
+command line. Here both raise one :class:`ConfigError` with the key, the value and what works. This
+file does not import torch, so that a wrong path or a typo is reported at once.
 """
 
 # Not pydantic 2: its strict mode could replace `_match`, `_parse_text` and `_parse_kind`, 45 lines.
@@ -25,7 +25,7 @@ from torchtitan_lr.errors import ConfigError
 CONFIG_FILE_KEY = "job.config_file"
 
 LARGEST_INTEGER = 2**63 - 1
-"""What torch, and every file format here, can hold."""
+"""The largest integer that torch and every file format here can store."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Override:
 
 
 def split_arguments(argv: list[str]) -> list[Override]:
-    """Splits a command line into overrides, without knowing any key.
+    """Split a command line into overrides, without checking keys.
 
     Args:
         argv: Arguments without the program's name.
@@ -74,11 +74,11 @@ def split_arguments(argv: list[str]) -> list[Override]:
 
 
 def load_toml(path: str) -> dict[str, Any]:
-    """Reads a TOML file.
+    """Read a TOML file.
 
     Raises:
-        ConfigError: The file is missing, unreadable or not TOML; a syntax error is told as
-            ``file:line``.
+        ConfigError: The file is missing, unreadable or not TOML; a syntax error is
+            reported as ``file:line``.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8")
@@ -91,18 +91,18 @@ def load_toml(path: str) -> dict[str, Any]:
     except RecursionError as error:
         raise ConfigError(CONFIG_FILE_KEY, path, "TOML that is nested less deeply") from error
     except tomli.TOMLDecodeError as error:
-        # tomli >= 2.2 gives the line as an attribute, every version in its message.
+        # tomli >= 2.2 has the line as an attribute; every version has it in the message.
         line = getattr(error, "lineno", None)
         where = f"{path}:{line}" if line is not None else path
         raise ConfigError(CONFIG_FILE_KEY, where, f"valid TOML ({error})") from error
-    except ValueError as error:  # an integer of thousands of digits, which Python does not read
+    except ValueError as error:  # an integer of thousands of digits, which Python does not parse
         raise ConfigError(CONFIG_FILE_KEY, path, f"shorter numbers ({error})") from error
 
 
 def check_toml(
     values: dict[str, Any], config_cls: type, section: Any = None, prefix: str = ""
 ) -> dict[str, Any]:
-    """Checks a TOML table against a dataclass, section by section.
+    """Check a TOML table against a dataclass, section by section.
 
     Args:
         values: The table.
@@ -111,7 +111,7 @@ def check_toml(
         prefix: Dotted name of this table with a trailing dot; empty at the top.
 
     Returns:
-        A copy in which integers have become floats where a float is declared.
+        A copy with integers converted to floats where a float is declared.
 
     Raises:
         ConfigError: An unknown key or section, or a wrong type.
@@ -137,14 +137,14 @@ def check_toml(
 def apply_overrides(
     values: dict[str, Any], overrides: list[Override], config_cls: type
 ) -> dict[str, Any]:
-    """Types command-line overrides and writes them over checked TOML values.
+    """Convert command-line overrides to their types and write them over checked TOML values.
 
-    A boolean is set by ``--a.b``, ``--a.no_b`` or ``--a.b=true``; None is written ``None``; a list
-    is written with commas.
+    Set a boolean with ``--a.b``, ``--a.no_b`` or ``--a.b=true``. Write None as ``None`` and a list
+    with commas.
 
     Args:
-        values: What :func:`check_toml` returned; changed in place.
-        overrides: What :func:`split_arguments` returned.
+        values: The result of :func:`check_toml`; changed in place.
+        overrides: The result of :func:`split_arguments`.
         config_cls: The dataclass whose fields are the allowed keys.
 
     Returns:
@@ -163,7 +163,7 @@ def apply_overrides(
 
 
 def describe_type(option: Field[Any]) -> str:
-    """Says in words what a field takes, with an example where that helps."""
+    """Describe the values of a field, with an example where that helps."""
     kinds = [kind for kind in _alternatives(option.type) if kind is not type(None)]
     if float in kinds:
         kinds = [float]
@@ -171,7 +171,7 @@ def describe_type(option: Field[Any]) -> str:
 
 
 def unknown_key(key: str, value: object, config_cls: type) -> ConfigError:
-    """Builds the error for an unknown key: the closest known one, or what there is."""
+    """Build the error for an unknown key, with the closest known key or a list."""
     section, _, name = key.rpartition(".")
     leaves = list(_leaf_keys(config_cls))
     siblings = [leaf.rpartition(".")[2] for leaf in leaves if leaf.rpartition(".")[0] == section]
@@ -202,7 +202,7 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _leaf_keys(section: Any, prefix: str = "") -> Iterator[str]:
-    """Yields every dotted key below a section."""
+    """Yield every dotted key below a section."""
     for option in fields(section):
         if _is_section(option.type):
             yield from _leaf_keys(option.type, prefix + option.name + ".")
@@ -211,7 +211,7 @@ def _leaf_keys(section: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _find_field(override: Override, config_cls: type) -> tuple[list[str], Field[Any], bool]:
-    """Finds the field an override names; the last entry says whether it was ``no_<flag>``."""
+    """Find the field of an override; the last entry is whether it was ``no_<flag>``."""
     path = override.key.split(".")
     section: Any = config_cls
     for depth, name in enumerate(path):
@@ -247,15 +247,15 @@ def _override_value(override: Override, option: Field[Any], negated: bool) -> An
 
 
 def _limit(value: object, option: Field[Any]) -> str:
-    """Says the limit of an integer where a number is beyond it."""
+    """Return the limit of integers as text, for a number beyond it."""
     beyond = isinstance(value, (int, float)) and abs(value) > LARGEST_INTEGER
     return " of at most 2**63 - 1" if beyond and int in _alternatives(option.type) else ""
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, or the annotation alone.
+    """Return the members of a union, or the annotation alone.
 
-    ``Annotated[str, names]`` is one of the names in the list, which may have grown at run time.
+    ``Annotated[str, names]`` is one of the names in the list, to which registration adds names.
     """
     if get_origin(annotation) is Annotated:
         return (Literal[tuple(annotation.__metadata__[0])],)
@@ -265,7 +265,7 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def _match(value: Any, annotation: Any) -> Any:
-    """Returns a TOML value as the annotation has it, or MISSING where it does not fit."""
+    """Return a TOML value converted to the annotation, or MISSING if it does not fit."""
     for kind in _alternatives(annotation):
         if get_origin(kind) is Literal:
             if any(value == choice and type(value) is type(choice) for choice in get_args(kind)):
@@ -285,9 +285,9 @@ def _match(value: Any, annotation: Any) -> Any:
 
 
 def _parse_text(text: str, annotation: Any) -> Any:
-    """Returns a command-line text as the annotation has it, or MISSING where it does not fit."""
+    """Return a command-line text converted to the annotation, or MISSING if it does not fit."""
     kinds = _alternatives(annotation)
-    # Before the loop: in `str | None` the text None would already be a string.
+    # Before the loop: for `str | None`, the text "None" would match str.
     if type(None) in kinds and text in ("None", "none"):
         return None
     for kind in kinds:

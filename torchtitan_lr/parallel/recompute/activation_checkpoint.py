@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The modes of activation checkpointing of this package, and the one that a run applies."""
+"""Registers the package's modes of activation checkpointing, and applies a run's mode."""
 
 from torch import nn
 from torchtitan.config import JobConfig
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def apply_activation_checkpoint(model: nn.Module, job_config: JobConfig) -> None:
-    """Wrap each decoder block as ``[activation_checkpoint]`` says.
+    """Wrap decoder blocks in the mode of ``[activation_checkpoint]``.
 
     Args:
         model: After tensor parallelism; the whole model or a pipeline stage of it.

@@ -1,14 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Low-rank activation checkpointing: keep what is r-wide, recompute what is d- or f-wide.
+"""Low-rank activation checkpointing: save r-wide activations, recompute d- and f-wide ones.
 
-A factorised block passes through seven bottlenecks. Keeping the seven latents and the block's input
-is enough to make everything else again with the up-projections, rotary embedding, norms, SwiGLU and
-attention; no down-projection runs twice (CoLA-M: CoLA, section 4). Under bottleneck-aware tensor
-parallelism the latents are kept as the all-reduce left them, with the norms' statistics, so that
-recomputation exchanges nothing (BOOST, section 4). Attention's output and its log-sum-exp can be
-kept too, which spares attention from being repeated.
+A factorised block has seven bottlenecks. From their latents and the block's input, backward
+recomputes up-projections, rotary embedding, norms, SwiGLU and attention; no down-projection runs
+twice (CoLA-M: CoLA, section 4). Under bottleneck-aware tensor parallelism the latents are saved
+after the all-reduce, with the norms' statistics, so that recomputation communicates nothing (BOOST,
+section 4). Attention's output and its log-sum-exp can be saved too; then attention does not run
+twice.
 
-The tensors to keep are marked where they are made, see `torchtitan_lr.models.marks`.
+The model marks the tensors to save, see `torchtitan_lr.models.marks`.
 """
 
 from functools import partial
@@ -36,10 +36,10 @@ from torchtitan_lr.parallel.recompute.replay import Recording
 
 
 class LowRankCheckpointing(CheckpointingMode):
-    """``low_rank``: keep the latents, and attention's output where the configuration says so.
+    """``low_rank``: save the latents, and with ``low_rank_save_attention`` attention's output.
 
-    A block repeats its up-projections but for the last, whose result is the next block's input, and
-    what lies between them (CoLA, section 4). Under BTP it repeats no collective.
+    A block recomputes all up-projections but the last, whose result is the next block's input, and
+    everything between them (CoLA, section 4). Under BTP it repeats no collective.
     """
 
     name = "low_rank"
@@ -47,31 +47,31 @@ class LowRankCheckpointing(CheckpointingMode):
     compiles_on_cpu = True
 
     def check(self, config: Any) -> None:
-        """It needs latents."""
+        """Require a low-rank family."""
         family = find_family(config.model.name)
         if family is not None and not family.low_rank:
             raise _without_latents(family)
 
     def apply(self, model: nn.Module, job_config: JobConfig) -> None:
-        """As `apply_low_rank_checkpoint`."""
+        """Call `apply_low_rank_checkpoint`."""
         section: Any = job_config.activation_checkpoint
         apply_low_rank_checkpoint(model, section.low_rank_save_attention)
 
     def repeated_flops(self, section: Any, block: BlockFlops) -> float:
-        """The up-projections; attention too unless its output is kept."""
+        """Return the up-projections' FLOPs, and attention's unless its output is saved."""
         if section.low_rank_save_attention:
             return block.up_projections
         return block.up_projections + block.attention_scores
 
 
 def apply_low_rank_checkpoint(model: nn.Module, save_attention: bool) -> None:
-    """Wrap every decoder block; call after tensor parallelism and before compilation.
+    """Wrap every decoder block. Call this after tensor parallelism and before compilation.
 
     Args:
         model: The whole model or a pipeline stage of it.
-        save_attention: Whether to keep attention's output (b, s, d/T) and log-sum-exp
-            (b, heads/T, s) instead of running attention again. Compiled blocks with DTensor
-            parameters on a CPU keep them in any case.
+        save_attention: Whether to save attention's output (b, s, d/T) and log-sum-exp
+            (b, heads/T, s) instead of recomputing attention. Compiled blocks with DTensor
+            parameters on a CPU always save them.
 
     Raises:
         ConfigError: For a model without bottlenecks.
@@ -102,17 +102,17 @@ def checkpoint_block(
     save_attention_compiled: bool,
     **kwargs: Any,
 ) -> Any:
-    """Run a block forward such that backward recomputes all but the marked tensors.
+    """Run a block forward; its backward recomputes everything but the marked tensors.
 
     Args:
         block: A decoder block.
         *args: Its arguments.
-        save_attention: Whether what fused attention returns is kept as well.
+        save_attention: Whether to save the outputs of fused attention as well.
         save_attention_compiled: The same in a compiled graph.
         **kwargs: More of its arguments.
     """
     if torch.compiler.is_compiling():
-        # The compiler drops by itself what leads only to kept tensors.
+        # The compiler removes operators whose results are only used by saved tensors.
         contexts = _contexts_saving_attention if save_attention_compiled else _contexts
         return checkpoint(
             block,
@@ -134,11 +134,12 @@ def _without_latents(family: ModelFamily) -> ConfigError:
 
 
 def _cannot_repeat_attention_compiled(model: nn.Module) -> bool:
-    """Whether torch's partitioner fails to repeat an operator that could draw random numbers.
+    """Return whether torch's partitioner fails to recompute attention.
 
-    Attention counts as one. On a CPU its generator's state is saved behind the DeviceMesh of the
-    DTensor parameters, where AOTAutograd expects tensors ("expected all tensors_saved_with_vc_check
-    to be Tensors", seen in torch 2.13 with any checkpointing). Keeping attention is exact.
+    Attention counts as an operator that can draw random numbers. On a CPU its generator's state is
+    saved after the DeviceMesh of the DTensor parameters, where AOTAutograd expects tensors
+    ("expected all tensors_saved_with_vc_check to be Tensors", seen in torch 2.13 with any
+    checkpointing). Saving attention is exact.
     """
     return any(
         isinstance(p, DTensor) and p.device_mesh.device_type == "cpu" for p in model.parameters()

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What a mode of activation checkpointing is: what it wraps, refuses, keeps and recomputes.
+"""The base class of modes of activation checkpointing, and their registry.
 
-Each mode is one class: torchtitan's in `titan_modes`, ``low_rank`` in `low_rank_checkpoint`. What
-it keeps in memory and which collectives it repeats is not stated here: the estimator rehearses the
-blocks that `CheckpointingMode.apply` has wrapped.
+Each mode is one class: torchtitan's in `titan_modes`, ``low_rank`` in `low_rank_checkpoint`. A mode
+does not state its memory or its repeated collectives: the estimator measures both on blocks wrapped
+by `CheckpointingMode.apply`.
 """
 
 from dataclasses import dataclass
@@ -33,22 +33,22 @@ class BlockFlops:
 
     @property
     def whole(self) -> float:
-        """All products of the block."""
+        """FLOPs of all products of the block."""
         return self.attention_linears + self.attention_scores + self.feed_forward
 
 
 class CheckpointingMode:
-    """One way to recompute in backward instead of saving; a subclass is a mode.
+    """A mode of activation checkpointing: which activations backward recomputes.
 
     Attributes:
         name: The value of ``activation_checkpoint.mode``.
         recomputes: Whether anything is recomputed.
-        eager: Whether the blocks themselves carry it out. Otherwise the compiler does, and no
-            rehearsal shows what it repeats.
-        low_rank: Whether it needs a low-rank model. In comparisons with full rank, ``full`` takes
-            its place.
-        compiles_on_cpu: Whether torch compiles tensor-parallel blocks with it on a CPU. Torch 2.13
-            does not where attention is repeated.
+        eager: Whether wrapped blocks recompute. Otherwise the compiler does, and the estimator
+            cannot measure it.
+        low_rank: Whether it needs a low-rank model. Comparisons with full rank use ``full``
+            instead.
+        compiles_on_cpu: Whether torch can compile tensor-parallel blocks in this mode on a CPU.
+            Torch 2.13 cannot if attention is recomputed.
     """
 
     name: str
@@ -58,19 +58,19 @@ class CheckpointingMode:
     compiles_on_cpu: bool = False
 
     def check(self, config: Any) -> None:
-        """Refuse a configuration in which this mode cannot run.
+        """Raise for a configuration in which this mode cannot run.
 
         Args:
-            config: The run's, with this mode.
+            config: The run's configuration, with this mode.
 
         Raises:
             ConfigError: With one line that names the key.
         """
 
     def check_split_backward(self, section: Any, schedule: str) -> None:
-        """Refuse a pipeline schedule whose backward comes in two halves.
+        """Raise if this mode cannot run under a schedule with a split backward.
 
-        Both halves run through the graph of a block, so that it is recomputed twice.
+        Both halves of backward run the graph of a block, so it is recomputed twice.
 
         Args:
             section: ``[activation_checkpoint]``.
@@ -81,12 +81,12 @@ class CheckpointingMode:
         """
 
     def apply(self, model: nn.Module, job_config: JobConfig) -> None:
-        """Wrap the decoder blocks; after tensor parallelism and before compilation.
+        """Wrap the decoder blocks. Call this after tensor parallelism and before compilation.
 
         Args:
             model: The whole model or a pipeline stage of it.
-            job_config: The run's configuration. An estimate gives one with the sections
-                ``activation_checkpoint``, ``compile`` and ``job`` only.
+            job_config: The run's configuration. An estimate passes only the sections
+                ``activation_checkpoint``, ``compile`` and ``job``.
         """
         raise NotImplementedError
 
@@ -99,19 +99,21 @@ class CheckpointingMode:
         return 1
 
     def between(self, section: Any) -> tuple[str, str, float]:
-        """Return two modes that bound the memory of one that is not `eager`, and its place.
+        """Return two modes that bound this mode's memory, and its position between them.
+
+        Used for modes that are not `eager`.
 
         Args:
             section: ``[activation_checkpoint]``.
 
         Returns:
-            The mode that keeps least, the mode that keeps most, and the share of the way from the
-            first to the second.
+            The mode that saves least, the mode that saves most, and the position between them, from
+            0 (the first) to 1.
         """
         raise NotImplementedError
 
     def repeated_flops(self, section: Any, block: BlockFlops) -> float:
-        """Return the FLOPs that are repeated, for one sequence on one rank; a mean over blocks.
+        """Return the recomputed FLOPs per block, for one sequence on one rank: a mean over blocks.
 
         Args:
             section: ``[activation_checkpoint]``.
@@ -125,7 +127,7 @@ MODES: dict[str, CheckpointingMode] = {}
 
 
 def register_mode(mode: CheckpointingMode) -> None:
-    """Make a mode known under its name, also as a value of ``activation_checkpoint.mode``.
+    """Register a mode, and add its name to the values of ``activation_checkpoint.mode``.
 
     Args:
         mode: The mode.
@@ -136,5 +138,5 @@ def register_mode(mode: CheckpointingMode) -> None:
 
 
 def compiles_model(job_config: Any) -> bool:
-    """Return whether ``[compile]`` asks for the decoder blocks to be compiled."""
+    """Return whether ``[compile]`` enables the compilation of decoder blocks."""
     return bool(job_config.compile.enable and "model" in job_config.compile.components)

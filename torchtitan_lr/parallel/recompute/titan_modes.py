@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The modes that torchtitan carries out: ``none``, ``selective``, ``full``, ``memory_budget``."""
+"""torchtitan's modes: ``none``, ``selective``, ``full``, ``memory_budget``."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.parallel.recompute.mode import BlockFlops, CheckpointingMode, compiles_model
 
 SELECTIVE_SAVE_LIST = {torch.ops.aten.mm.default, *ATTENTION_OPERATORS}
-"""The operators whose outputs ``selective_ac_option = "op"`` keeps: the dear ones to repeat.
+"""Operators with outputs that ``selective_ac_option = "op"`` saves: the expensive ones.
 
-torchtitan keeps every second matmul on top of this; its own list lacks the CPU's attention.
+torchtitan saves every second matmul as well. Its own list lacks attention on the CPU.
 """
 
 
 class NoCheckpointing(CheckpointingMode):
-    """``none``: autograd keeps whatever it saves."""
+    """``none``: recompute nothing."""
 
     name = "none"
     recomputes = False
@@ -31,18 +31,18 @@ class NoCheckpointing(CheckpointingMode):
         """Leave the model as it is."""
 
     def repeated_flops(self, section: Any, block: BlockFlops) -> float:
-        """Nothing."""
+        """Return 0."""
         return 0.0
 
 
 class TitanMode(CheckpointingMode):
-    """A mode that torchtitan applies, block by block or by a setting of the compiler."""
+    """A mode that torchtitan applies to each block, or as a compiler setting."""
 
     def apply(self, model: nn.Module, job_config: JobConfig) -> None:
         """As `CheckpointingMode.apply`.
 
-        ``selective_ac_option = "2"`` wraps every second block of the whole model, whatever stage of
-        a pipeline holds it.
+        ``selective_ac_option = "2"`` wraps every second block, counted over the whole model and not
+        per pipeline stage.
         """
         count_checkpointed_blocks_from(int(next(iter(getattr(model, "layers")), 0)))  # noqa: B009
         titan_ac.apply_ac(
@@ -55,16 +55,16 @@ class TitanMode(CheckpointingMode):
 
 
 class Selective(TitanMode):
-    """``selective``: wrap every n-th block, or repeat the cheap operators of all of them (``op``).
+    """``selective``: wrap every n-th block, or recompute cheap operators of all blocks (``op``).
 
-    A wrapped block keeps its input. With ``op`` it keeps the outputs of attention and of every
-    second matmul too.
+    A wrapped block saves its input. With ``op`` it also saves the outputs of attention and of every
+    second matmul.
     """
 
     name = "selective"
 
     def check_split_backward(self, section: Any, schedule: str) -> None:
-        """Torch drops what ``op`` has kept of a block after the first recomputation."""
+        """Refuse ``op``: torch frees the saved outputs after the first recomputation."""
         if section.selective_ac_option == "op":
             want = (
                 f"a number of blocks, as text, with the schedule {schedule}: torch repeats once "
@@ -73,35 +73,35 @@ class Selective(TitanMode):
             raise ConfigError("activation_checkpoint.selective_ac_option", "op", want)
 
     def period(self, section: Any) -> int:
-        """Every n-th block is wrapped."""
+        """Return n: every n-th block is wrapped."""
         option = section.selective_ac_option
         return int(option) if option.isdecimal() else 1
 
     def repeated_flops(self, section: Any, block: BlockFlops) -> float:
-        """One block in n; with ``op`` about half of a block's linears."""
+        """Return one block in n; with ``op`` about half of a block's linears."""
         if section.selective_ac_option.isdecimal():
             return block.whole / self.period(section)
         return (block.whole - block.attention_scores) / 2
 
 
 class Full(TitanMode):
-    """``full``: a block keeps its input and runs again, its collectives included."""
+    """``full``: save a block's input and recompute the block, collectives included."""
 
     name = "full"
 
     def repeated_flops(self, section: Any, block: BlockFlops) -> float:
-        """The whole block."""
+        """Return the FLOPs of the whole block."""
         return block.whole
 
 
 class MemoryBudget(TitanMode):
-    """``memory_budget``: the compiler chooses what to keep, up to a share of the activations."""
+    """``memory_budget``: the compiler chooses what to save, up to a share of the activations."""
 
     name = "memory_budget"
     eager = False
 
     def check(self, config: Any) -> None:
-        """It needs compiled blocks and a share."""
+        """Require compiled blocks and a share between 0 and 1."""
         if not compiles_model(config):
             want = "'selective', 'full' or 'none' unless compile.enable with the component 'model'"
             raise ConfigError("activation_checkpoint.mode", self.name, want)
@@ -110,9 +110,9 @@ class MemoryBudget(TitanMode):
             raise ConfigError("activation_checkpoint.memory_budget", budget, "a number from 0 to 1")
 
     def between(self, section: Any) -> tuple[str, str, float]:
-        """A straight line from ``full`` to ``none``."""
+        """Interpolate linearly between ``full`` and ``none``."""
         return Full.name, NoCheckpointing.name, section.memory_budget
 
     def repeated_flops(self, section: Any, block: BlockFlops) -> float:
-        """The share of a block that is beyond the budget."""
+        """Return the share of a block beyond the budget."""
         return block.whole * (1 - float(section.memory_budget))
