@@ -1,8 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The one place that orders what is done to a model before it trains.
+"""The parallelize functions of the families: tensor parallelism to FSDP, in one order.
 
-Each family has a parallelize function of its own name, which names the plans that it emits; all of
-them call the same order.
+Each family has a function of its own name with its plans; all of them apply `parallelize_llama`.
 """
 
 from dataclasses import dataclass
@@ -49,14 +48,14 @@ def parallelize_llama(
 
 @dataclass(frozen=True)
 class FamilyParallelize:
-    """A family's function for torchtitan's ``parallelize_fn``: it emits the plans it names.
+    """A family's ``parallelize_fn`` for torchtitan, with the plans that it emits.
 
-    Plans from outside the package are not named here; a plan says itself which models it is for.
+    Plans from outside the package are not listed: each plan states the models that it supports.
 
     Args:
         family: The family's name.
         plans: Plans of this package that can split its linears, without lanes.
-        lane_plans: Those for its models with CAAT-Net's lanes.
+        lane_plans: Plans for its models with CAAT-Net's lanes.
     """
 
     family: str
@@ -70,7 +69,7 @@ class FamilyParallelize:
     def __call__(
         self, model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
     ) -> nn.Module:
-        """Apply the order of `parallelize_llama`, with its arguments and result."""
+        """Call `parallelize_llama`."""
         return parallelize_llama(model, parallel_dims, job_config)
 
 
@@ -83,7 +82,7 @@ parallelize_llama_svd = FamilyParallelize("svd", _FACTORISED, ("btp_caat",))
 """B A x."""
 
 parallelize_llama_cola = FamilyParallelize("cola", _FACTORISED, ("btp_caat",))
-"""B σ(A x): σ acts on whole sums A x, so it needs no communication."""
+"""B σ(A x): σ acts on complete sums A x, so it needs no communication."""
 
 parallelize_llama_lax = FamilyParallelize("lax", _FACTORISED)
 """B σ(A x + g · A' x'): the plans' edge ``mix`` adds the latents A' x' of the previous block, which

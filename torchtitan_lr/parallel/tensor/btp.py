@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Bottleneck-aware tensor parallelism (BOOST): edges that meet in the r-wide bottleneck.
+"""Bottleneck-aware tensor parallelism (BOOST): ranks communicate in the r-wide bottleneck.
 
-The residual stream is sharded along d. Every A is row-parallel, so its product is one term of a
-sum over the ranks, and the sum, r wide, is all that travels in forward. Every B is
-column-parallel and starts from the latents that all ranks hold, so their gradient, r wide too, is
-all that travels in backward. Heads, SwiGLU and the residual additions stay on shards.
+The residual stream is sharded along d. Every A is row-parallel: forward communicates only the sum
+of its r-wide products over the ranks. Every B is column-parallel and its input, the latents, is
+replicated: backward communicates only the r-wide gradient of the latents. Attention heads, SwiGLU
+and residual additions work on shards.
 """
 
 from collections.abc import Sequence
@@ -46,10 +46,10 @@ class BTPDownEdge(Edge):
 
     Args:
         ranks: The tensor-parallel ranks.
-        grouped: Whether the group's latents travel together.
-        sequence: Whether the reduction leaves each rank a shard of the tokens.
-        online: Whether the norm's statistic travels beside the latents, or before them.
-        column: For an online norm, whether the statistic is a column of the latents' payload.
+        grouped: Whether the latents of a group share one collective.
+        sequence: Whether the reduction is a reduce-scatter over the tokens.
+        online: Whether the norm's statistic is reduced with the latents, or before them.
+        column: For an online norm, whether the statistic is a column of the latents' message.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class BTPDownEdge(Edge):
     ) -> None:
         super().__init__(ranks)
         self.online = online
-        # The width and ε are the norm's own and are filled in when it is known.
+        # The norm's width and ε are set in forward, which receives the norm.
         self.exchange = OnlineNorm(ranks, 0, 0.0, grouped, column, sequence)
 
     def forward(
@@ -68,7 +68,7 @@ class BTPDownEdge(Edge):
         Args:
             x: Input (b, s, d_in/T), Shard(-1).
             linears: The group; A (r, d_in/T) is Shard(1).
-            norm: Norm in front of them; weight (d_in/T,), Shard(0).
+            norm: Norm before them; weight (d_in/T,), Shard(0).
 
         Returns:
             One latent (b, s, r) per linear, replicated; (b, s/T, r), Shard(1), for `sequence`.
@@ -91,12 +91,12 @@ class BTPDownEdge(Edge):
 
 
 class BTPUpEdge(Edge):
-    """Start of a chunk: column-parallel B on latents that every rank holds.
+    """Start of a chunk: column-parallel B on replicated latents.
 
     Args:
         ranks: The tensor-parallel ranks.
-        grouped: Whether the group's latents share a collective and, where their shapes agree, a
-            batched product.
+        grouped: Whether the latents of a group share one collective and, if their shapes are
+            equal, one batched product.
         sequence: Whether the latents arrive as token shards.
     """
 
@@ -135,11 +135,11 @@ class BTP(TensorParallelPlan):
     choices = frozenset({"grouping", "norm", "norm_stat", "comm", "head"})
 
     def is_default(self, args: LlamaArgs) -> bool:
-        """For every low-rank model."""
+        """Return whether the model is low-rank."""
         return args.low_rank
 
     def styles(self, args: LlamaArgs, settings: TPSettings) -> Styles:
-        """As `TensorParallelPlan.styles`."""
+        """Return the styles, see `TensorParallelPlan.styles`."""
         blocks = self.low_rank_blocks(self.edges(args, settings))
         embed = on_ranks(ShardedEmbedEdge)
         if settings.head == "scatter":

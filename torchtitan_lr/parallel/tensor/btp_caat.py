@@ -1,10 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Experimental: bottleneck-aware tensor parallelism whose reductions are partial.
+"""Experimental: bottleneck-aware tensor parallelism with partial reductions.
 
-BTP sums every rank's r-wide term of a latent. Here only the first int(p · r) channels are summed,
-by CAAT-Net's partial reduction: the rest stay with their lane, see `models.lane_edges`. The latents
-of two ranks differ, so the norm's statistic, whose gradient then differs too, is reduced in both
-passes (`sync_norm`).
+BTP sums the r-wide latents over all ranks. Here CAAT-Net's partial reduction sums only the first
+int(p · r) channels; each lane keeps its own others, see `models.lane_edges`. The latents and their
+gradients differ between ranks, so the norm's statistic is reduced in both passes (`sync_norm`).
 """
 
 from collections.abc import Sequence
@@ -31,8 +30,8 @@ class BTPCaatDownEdge(Edge):
     Args:
         ranks: The tensor-parallel ranks.
         args: The model's arguments.
-        grouped: Whether the shared channels of a group travel together.
-        wide: Whether backward sums in fp32 behind a wire of half precision.
+        grouped: Whether the shared channels of a group are one message.
+        wide: Whether backward sums in fp32 while it sends half precision.
     """
 
     def __init__(self, ranks: Ranks, args: LlamaArgs, grouped: bool, wide: bool) -> None:
@@ -47,7 +46,7 @@ class BTPCaatDownEdge(Edge):
         Args:
             x: Input (b, s, d_in/T), Shard(-1).
             linears: The group; A (r, d_in/T) is Shard(1).
-            norm: Norm in front of them; weight (d_in/T,), Shard(0).
+            norm: Norm before them; weight (d_in/T,), Shard(0).
 
         Returns:
             The latents of this rank's lanes, one (b, s, g, r) per linear.
@@ -61,7 +60,7 @@ class BTPCaatDownEdge(Edge):
         return [latent for weight in weights for latent in self._latents(x, [weight])]
 
     def _latents(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-        """One reduction: the rows with shared outputs go first."""
+        """Compute the latents with one reduction: rows with shared outputs come first."""
         shared = [self.args.shared_channels(weight.shape[0]) for weight in weights]
         private = [weight.shape[0] - n for weight, n in zip(weights, shared, strict=True)]
         pairs = list(zip(weights, shared, strict=True))
@@ -80,7 +79,7 @@ class BTPCaatUpEdge(Edge):
         """Expand the latents of a group.
 
         Args:
-            latents: Those of this rank's lanes, one (b, s, g, r) per linear.
+            latents: The latents of this rank's lanes, one (b, s, g, r) per linear.
             linears: The group; B (d_out/T, r) is Shard(0).
 
         Returns:
@@ -91,9 +90,9 @@ class BTPCaatUpEdge(Edge):
 
 
 class BTPCaat(BTP):
-    """BTP's placements, whose reductions share a part of the latents only.
+    """BTP's placements with partial reductions.
 
-    The model's lanes are dealt out to the ranks in order.
+    The model's lanes are assigned to the ranks in order.
     """
 
     name = "btp_caat"
@@ -101,11 +100,11 @@ class BTPCaat(BTP):
     choices = frozenset({"grouping"})
 
     def is_default(self, args: LlamaArgs) -> bool:
-        """Never: the experimental plan is named."""
+        """Return False: the experimental plan must be named."""
         return False
 
     def edges(self, args: LlamaArgs, settings: TPSettings) -> Styles:
-        """As `BTP.edges`."""
+        """Return the edges of a block, see `BTP.edges`."""
         down = on_ranks(
             partial(BTPCaatDownEdge, args=args, grouped=settings.grouping, wide=settings.wide_sums)
         )

@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """CAAT-Net's tensor parallelism: partially synchronized activations, a stream on every rank.
 
-Weights lie as in Megatron-LM's plan. A rank has g = G/T of the model's lanes with their residual
-streams, and all that travels between the blocks' halves is the first int(p · d) channels of what
-they add to the streams: once forward and once backward, by the same operation (see
-`models.lane_edges`). Nothing is reduced in front of the column-parallel linears, so gradients reach
-the partial reduction through the norms, as the mathematics of unequal streams demands (CAAT-Net,
-section 4 and appendix B); the norms' weights therefore need a sum over the ranks.
+Weights are placed as in Megatron-LM's plan. A rank has g = G/T of the model's lanes with their
+residual streams. After attention and after the feed-forward, ranks sum only the first int(p · d)
+channels of the outputs: once in forward and once in backward, by the same operation (see
+`models.lane_edges`). There is no reduction before the column-parallel linears. Gradients reach the
+partial reduction through the norms, as unequal streams require (CAAT-Net, section 4 and appendix
+B), so the gradients of the norms' weights are summed over the ranks.
 """
 
 from collections.abc import Sequence
@@ -81,12 +81,12 @@ def share_over_ranks(x: Tensor, shared: int, ranks: Ranks, wide: bool) -> Tensor
 
     Args:
         x: The terms of this rank's lanes (b, s, g, d).
-        shared: The number of channels that are summed, the first ones; 0 communicates nothing.
+        shared: The number of the first channels, which are summed; 0 communicates nothing.
         ranks: The tensor-parallel ranks.
-        wide: Whether backward sums in fp32 behind a wire of x's dtype.
+        wide: Whether backward sums in fp32 while it sends x's dtype.
 
     Returns:
-        What each lane of this rank gets, (b, s, g, d).
+        The result for each lane of this rank, (b, s, g, d).
     """
     if shared == 0:
         return x
@@ -95,10 +95,10 @@ def share_over_ranks(x: Tensor, shared: int, ranks: Ranks, wide: bool) -> Tensor
 
 
 def gather_for_lanes(x: Tensor, ranks: Ranks, wide: bool) -> Tensor:
-    """Gather the features (b, s, d/T) for lanes that go separate ways from there.
+    """Gather the features (b, s, d/T) for lanes whose streams differ afterwards.
 
-    The gradient of each is a sum over all lanes: the embedding's one reduction. A rank owns d/T of
-    the embedding, so the half of an all-reduce that scatters is enough.
+    The gradient is a sum over all lanes, the only reduction of the embedding. A rank owns d/T of
+    the embedding, so a reduce-scatter is enough.
     """
     out: Tensor = _GatherForLanes.apply(x, ranks, wide)
     return out
@@ -119,7 +119,7 @@ class CaatColumnEdge(Edge):
         Args:
             x: The streams of this rank's lanes (b, s, g, d).
             linears: The group; weight (d_out/T, d) is Shard(0).
-            norm: Norm in front of them; weight (d,), Replicate.
+            norm: Norm before them; weight (d,), Replicate.
 
         Returns:
             One output (b, s, d_out/T), Shard(-1), per linear.
@@ -138,7 +138,7 @@ class CaatRowEdge(Edge):
     Args:
         ranks: The tensor-parallel ranks.
         args: The model's arguments.
-        wide: Whether backward sums in fp32 behind a wire of half precision.
+        wide: Whether backward sums in fp32 while it sends half precision.
     """
 
     def __init__(self, ranks: Ranks, args: LlamaArgs, wide: bool) -> None:
@@ -157,14 +157,14 @@ class CaatRowEdge(Edge):
             norm: None; part of the edge's interface.
 
         Returns:
-            What is added to the streams of this rank's lanes, (b, s, g, d), per linear.
+            The term added to the streams of this rank's lanes, (b, s, g, d), per linear.
         """
         terms = [lane_terms(x, local(linear.weight), self.lanes) for linear in linears]
         return [share_over_ranks(term, self.shared, self.ranks, self.wide) for term in terms]
 
 
 class CaatEmbedEdge(Edge):
-    """Look-up of a shard of the features, then all of them for every lane.
+    """Look up a shard of the features, then gather all features for every lane.
 
     Args:
         ranks: The tensor-parallel ranks.
@@ -184,7 +184,7 @@ class CaatEmbedEdge(Edge):
 
 
 class CaatHead(VocabParallelHead):
-    """Final norm and head: each lane scores its part of the vocabulary, nothing is gathered.
+    """Final norm and head: each lane computes logits of its part of the vocabulary, no gather.
 
     Args:
         mesh: The tensor-parallel mesh.
@@ -210,20 +210,20 @@ class CaatHead(VocabParallelHead):
 
 
 class Caat(TensorParallelPlan):
-    """CAAT-Net: Megatron's placements, and a residual stream of its own for every lane.
+    """CAAT-Net: Megatron's placements, with a separate residual stream for every lane.
 
-    The model's lanes are dealt out to the ranks in order.
+    The model's lanes are assigned to the ranks in order.
     """
 
     name = "caat"
     low_rank, lanes = False, True
 
     def is_default(self, args: LlamaArgs) -> bool:
-        """For the full-rank model with lanes."""
+        """Return whether the model is full-rank with lanes."""
         return not args.low_rank and args.lanes > 1
 
     def styles(self, args: LlamaArgs, settings: TPSettings) -> Styles:
-        """As `TensorParallelPlan.styles`."""
+        """Return the styles, see `TensorParallelPlan.styles`."""
         wide = settings.wide_sums
         row = on_ranks(partial(CaatRowEdge, args=args, wide=wide))
         embed = on_ranks(partial(CaatEmbedEdge, lanes=args.lanes, wide=wide))

@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Collectives over the tensor-parallel ranks, each told as "forward X, backward Y".
+"""Collectives over the tensor-parallel ranks, described as "forward X, backward Y".
 
-Everything goes through torch's functional collectives: `torch.compile` traces them, and every
-call is a visible `torch.ops._c10d_functional` operator. Activations are plain local tensors;
-what a tensor means (a replica, a shard, one term of a sum) is said in the docstrings.
+They use torch's functional collectives: `torch.compile` traces them, and every call is a
+`torch.ops._c10d_functional` operator. Activations are plain local tensors. The docstrings state
+whether a tensor is a replica, a shard or one term of a sum.
 
-The pairs to know: `copy_to_ranks` and `reduce_over_ranks` are f and g of Megatron-LM (section 3);
+Known pairs: `copy_to_ranks` and `reduce_over_ranks` are f and g of Megatron-LM (section 3);
 `gather_partial` and `scatter_sum` are their sequence-parallel counterparts.
 """
 
@@ -32,7 +32,7 @@ class Ranks:
     Args:
         group: Name of their process group.
         size: Their number T.
-        rank: The place of this one.
+        rank: This rank's index.
     """
 
     group: str
@@ -52,7 +52,7 @@ def start_all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
 
 
 def start_reduce_scatter(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """Start summing over the ranks, of which each keeps its slice of `dim`; see `wait`."""
+    """Start a sum over the ranks of which each rank keeps its slice of `dim`; see `wait`."""
     dim %= x.ndim
     # The operator cuts the first dimension, so the ranks' slices go there.
     slices = x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0).contiguous().flatten(0, 1)
@@ -63,15 +63,15 @@ def start_reduce_scatter(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 def wait(started: Tensor) -> Tensor:
     """Wait for the result of `start_all_reduce` or `start_reduce_scatter`.
 
-    The result is a view: where a Function's forward ends in an operator that returns its argument,
-    as this one does, torch 2.11's compiler loses the gradient.
+    The result is a view. If a Function's forward ends in an operator that returns its argument, as
+    this one does, torch 2.11's compiler loses the gradient.
     """
     result: Tensor = functional.wait_tensor(started)
     return result.view_as(result)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert by an operator that never returns its argument, for the reason told at `wait`."""
+    """Convert with an operator that never returns its argument; `wait` gives the reason."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -167,7 +167,7 @@ class _SplitReplicated(torch.autograd.Function):
 
 
 def copy_to_ranks(x: Tensor, ranks: Ranks) -> Tensor:
-    """Hand a replicated tensor to computations that differ by rank (f of Megatron-LM).
+    """Use a replicated tensor in computations that differ by rank (f of Megatron-LM).
 
     Forward identity, backward all-reduce: every rank's computation contributes to the gradient.
     """

@@ -2,7 +2,7 @@
 """The two ends of the model under tensor parallelism: embedding, and final norm with head.
 
 The embedding is sharded along d in every plan, the head along the vocabulary. A row-parallel head
-would have to all-reduce logits and is not offered.
+would all-reduce logits and is not supported.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ from torchtitan_lr.parallel.tensor.styles import (
 
 
 class ShardedEmbedEdge(Edge):
-    """Look-up of a shard of the features: no collective (BTP)."""
+    """Look up a shard of the features, without a collective (BTP)."""
 
     def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
         """Look tokens (b, s) up in weight (V, d/T), Shard(1); gives (b, s, d/T), Shard(-1)."""
@@ -46,11 +46,11 @@ class ShardedEmbedEdge(Edge):
 
 
 class GatheredEmbedEdge(Edge):
-    """Look-up of a shard of the features, then all of them on every rank.
+    """Look up a shard of the features, then gather all features on every rank.
 
     Args:
         ranks: The tensor-parallel ranks.
-        sequence: Whether each rank then keeps its shard of the tokens only.
+        sequence: Whether each rank then keeps only its shard of the tokens.
     """
 
     def __init__(self, ranks: Ranks, sequence: bool = False) -> None:
@@ -75,7 +75,7 @@ class VocabParallelHead(nn.Module):
         mesh: The tensor-parallel mesh.
         loss_parallel: Whether logits stay sharded, as a DTensor for torch's ``loss_parallel``
             context, or are gathered.
-        stream: How the residual stream arrives: ``replicated`` (b, s, d), ``features``
+        stream: Layout of the residual stream: ``replicated`` (b, s, d), ``features``
             (b, s, d/T), Shard(-1), or ``tokens`` (b, s/T, d), Shard(1).
     """
 
@@ -88,7 +88,7 @@ class VocabParallelHead(nn.Module):
         """Compute logits.
 
         Args:
-            x: The residual stream, as `stream` says.
+            x: The residual stream, in the layout `stream`.
             norm: The final norm; weight (d,), Replicate.
             output: The head; weight (V/T, d), Shard(0).
 
@@ -108,14 +108,14 @@ class VocabParallelHead(nn.Module):
         return copy_to_ranks(x, self.ranks)
 
     def finish(self, logits: Tensor) -> Tensor:
-        """Return shards of the logits (b, s, V/T) in the form the loss expects."""
+        """Return shards of the logits (b, s, V/T) in the form of the loss."""
         if self.loss_parallel:
             return DTensor.from_local(logits, self.mesh, [Shard(-1)], run_check=False)
         return gather_replicated(logits, self.ranks, FEATURES)
 
 
 class ScatterHead(VocabParallelHead):
-    """The head of a feature-sharded stream with a cheaper backward: no rank needs all of dx.
+    """The head of a feature-sharded stream with a cheaper backward: each rank needs a part of dx.
 
     Only γ ⊙ x is gathered, and the logits are scaled by rstd afterwards, so the gathered tensor's
     gradient can be reduce-scattered at once instead of all-reduced and sliced.
@@ -140,7 +140,7 @@ class ScatterHead(VocabParallelHead):
             As in `VocabParallelHead`.
 
         Raises:
-            RuntimeError: If the final norm lies in another pipeline stage.
+            RuntimeError: If the final norm is in another pipeline stage.
         """
         if norm is None:
             raise RuntimeError("tp_head = 'scatter' needs the final norm beside the output")
@@ -155,7 +155,7 @@ class _ScatterHead(torch.autograd.Function):
     """Forward all-gather and statistic's all-reduce, backward reduce-scatter and all-reduce.
 
     Z = U W_iᵀ with U the gathered γ ⊙ x, logits = Z · rstd. The gradient of rstd sums Z · dlogits
-    over the whole vocabulary, which is <U, dU> over the features: no logits are kept for it.
+    over the whole vocabulary, which is <U, dU> over the features: no logits are saved for it.
     """
 
     @staticmethod
@@ -175,7 +175,7 @@ class _ScatterHead(torch.autograd.Function):
         x, gamma, weight, gathered, rstd = ctx.saved_tensors
         dz = (dlogits * rstd).to(x.dtype)
         started = start_reduce_scatter(dz @ weight, ctx.ranks, FEATURES)
-        dweight = dz.flatten(0, 1).T @ gathered.flatten(0, 1)  # while the gradient travels
+        dweight = dz.flatten(0, 1).T @ gathered.flatten(0, 1)  # during the reduce-scatter
         du = wait(started).to(rstd.dtype)
         # dS = -½ rstd² / d · <dlogits, logits>, and <dlogits, logits> = <dU, U>.
         inner = wait(start_all_reduce((du * (x * gamma)).sum(-1), ctx.ranks)).unsqueeze(-1)

@@ -1,12 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Linears of one group in one matrix product, every linear keeping its own weight.
+"""Linears of one group in one matrix product; each linear keeps its own weight.
 
-Written as autograd Functions for one reason: they keep the weights themselves for backward, not
-the concatenated or stacked copy. A copy per block would outlive FSDP's freeing of gathered weights.
+These are autograd Functions so that they save the weights for backward, not a concatenated or
+stacked copy. A copy per block would survive when FSDP frees the gathered weights.
 
-Their forwards take ``*inputs``: without gradients the compiler decides whether a forward has a
-context by comparing numbers of arguments, and takes ``(ctx, x, *weights)`` with two weights for one
-that has none.
+Their forwards take ``*inputs``: without gradients, the compiler compares numbers of arguments to
+decide if a forward has a context, and is wrong for ``(ctx, x, *weights)`` with two weights.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from torch import Tensor
 
 
 class _ConcatenatedLinear(torch.autograd.Function):
-    """One input, outputs side by side."""
+    """One input; outputs are concatenated."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -36,7 +35,7 @@ class _ConcatenatedLinear(torch.autograd.Function):
 
 
 class _BatchedLinear(torch.autograd.Function):
-    """Inputs side by side, outputs stacked."""
+    """Concatenated inputs; outputs are stacked."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -67,7 +66,7 @@ def concatenated_linear(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
         weights: One (d_out_i, d_in) per linear.
 
     Returns:
-        The outputs side by side, (b, s, Σ d_out_i).
+        The concatenated outputs, (b, s, Σ d_out_i).
     """
     if len(weights) == 1:
         return F.linear(x, weights[0])
@@ -76,15 +75,15 @@ def concatenated_linear(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 def batched_linear(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Apply several linears, each to its own input, neighbours of equal shape in one product.
+    """Apply several linears, each to its own input; adjacent equal shapes share one product.
 
     Args:
-        x: The inputs side by side, (b, s, Σ r_i).
+        x: The concatenated inputs, (b, s, Σ r_i).
         weights: One (d_out_i, r_i) per linear.
 
     Returns:
-        One output (b, s, d_out_i) per linear. Under grouped-query attention q has a shape of its
-        own and is multiplied alone, k and v together.
+        One output (b, s, d_out_i) per linear. Under grouped-query attention q has another shape and
+        its own product; k and v share one.
     """
     runs = [list(run) for _, run in groupby(weights, key=lambda weight: weight.shape)]
     inputs = x.split([len(run) * run[0].shape[1] for run in runs], dim=-1)

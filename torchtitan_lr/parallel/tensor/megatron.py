@@ -52,7 +52,7 @@ class ColumnEdge(Edge):
         Args:
             x: Residual stream (b, s, d), replicated; (b, s/T, d), Shard(1), for `sequence`.
             linears: The group; weight (d_out/T, d) is Shard(0).
-            norm: Norm in front of them; weight (d,), Replicate.
+            norm: Norm before them; weight (d,), Replicate.
 
         Returns:
             One output (b, s, d_out/T), Shard(-1), per linear.
@@ -101,18 +101,18 @@ class RowEdge(Edge):
 
 
 class Megatron(TensorParallelPlan):
-    """For the full-rank family: stream replicated, or Shard(1) where `comm` is ``sequence``."""
+    """Megatron-LM, full rank: stream replicated, or Shard(1) if `comm` is ``sequence``."""
 
     name = "megatron"
     low_rank = False
     choices = frozenset({"comm"})
 
     def is_default(self, args: LlamaArgs) -> bool:
-        """For the ordinary full-rank model."""
+        """Return whether the model is full-rank without lanes."""
         return not args.low_rank and args.lanes == 1
 
     def styles(self, args: LlamaArgs, settings: TPSettings) -> Styles:
-        """As `TensorParallelPlan.styles`."""
+        """Return the styles, see `TensorParallelPlan.styles`."""
         sequence = settings.comm == "sequence"
         blocks = dense_blocks(on_ranks(ColumnEdge, sequence), on_ranks(RowEdge, sequence))
         head = partial(VocabParallelHead, stream="tokens" if sequence else "replicated")

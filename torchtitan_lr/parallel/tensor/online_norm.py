@@ -1,18 +1,18 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """RMSNorm of a residual stream that is sharded along its features.
 
-The rms of a token needs the features of all ranks. `sync_norm` fetches it before normalizing.
-`online_down` (BOOST's online RMSNorm, in the deferred form) multiplies first and divides the
-r-wide product afterwards, so that the statistic travels beside the product instead of in front:
+The rms of a token needs the features of all ranks. `sync_norm` reduces it before it normalizes.
+`online_down` (BOOST's online RMSNorm, in the deferred form) multiplies first and normalizes the
+r-wide product afterwards, so that statistic and product are reduced at the same time:
 
     H = Σ_i (x_i ⊙ γ_i) A_iᵀ,   S = Σ_i |x_i|²,   rstd = (S / d + ε)^(-1/2),   Y = H · rstd
 
-with i over the ranks. ε enters once, in the global rms. Backward exchanges nothing for the
+with i over the ranks. ε enters once, in the global rms. Backward communicates nothing for the
 statistic: Y and its gradient are the same on every rank, and so is
-dS = -½ · rstd² / d · <dY, Y>. Only token shards of Y (`sequence`) have to gather dS.
+dS = -½ · rstd² / d · <dY, Y>. Only with token shards of Y (`sequence`) is dS gathered.
 
 γ is folded into A: (x ⊙ γ) Aᵀ = x (A ⊙ γ)ᵀ, where A has r rows and x has b·s, and the gradients of
-both factors come out of one product, d(A ⊙ γ) = dHᵀ x.
+both factors come from one product, d(A ⊙ γ) = dHᵀ x.
 """
 
 from collections.abc import Sequence
@@ -35,21 +35,21 @@ from torchtitan_lr.parallel.tensor.collectives import (
 )
 
 COLUMN_MULTIPLE = 8
-"""A payload with the statistic as a column is padded to a multiple of this width, which keeps the
-rows of the tensor aligned to 16 bytes in half precision."""
+"""A message with the statistic as a column is padded to a multiple of this width, so that the
+rows of the tensor are aligned to 16 bytes in half precision."""
 
 
 @dataclass(frozen=True)
 class OnlineNorm:
-    """How `online_down` works, fixed for a norm.
+    """The settings of `online_down` for one norm.
 
     Args:
         ranks: The ranks that share the features.
         dim: Features d over all ranks.
         eps: ε, added to the mean square.
-        grouped: Whether the linears' products travel as one payload, or one payload each.
-        column: Whether the statistic travels as a column of the (first) payload, in the payload's
-            dtype; otherwise by an all-reduce of its own in fp32, which starts before the product.
+        grouped: Whether the linears' products are one message or one message each.
+        column: Whether the statistic is a column of the (first) message, in its dtype. Otherwise
+            it has its own all-reduce in fp32, which starts before the product.
         sequence: Whether each rank keeps only its shard of the tokens.
     """
 
@@ -62,7 +62,7 @@ class OnlineNorm:
 
 
 class _OnlineDown(torch.autograd.Function):
-    """Forward one reduction per payload and one of the statistic; backward see the module."""
+    """Forward: one reduction per message and one of the statistic. Backward: see the module."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
@@ -93,7 +93,7 @@ class _OnlineDown(torch.autograd.Function):
         x, gamma, rstd, *rest = ctx.saved_tensors
         norm, ys, weights = ctx.norm, rest[: ctx.n_payloads], rest[ctx.n_payloads :]
         inner = sum((dy * y.to(rstd.dtype)).sum(-1) for dy, y in zip(dys, ys, strict=True))
-        ds = -0.5 / norm.dim * rstd.square() * inner  # the same on every rank
+        ds = -0.5 / norm.dim * rstd.square() * inner  # equal on every rank
         if norm.sequence:
             ds = all_gather(ds, norm.ranks, TOKENS)
         dx = 2 * ds.unsqueeze(-1) * x
@@ -135,13 +135,13 @@ class _SyncNorm(torch.autograd.Function):
 def online_down(
     x: Tensor, gamma: Tensor, weights: Sequence[Tensor], norm: OnlineNorm
 ) -> list[Tensor]:
-    """Normalize a sharded stream and project it down, with the normalization deferred.
+    """Project a sharded stream down and normalize the product (deferred RMSNorm).
 
     Args:
         x: Residual stream (b, s, d/T), Shard(-1).
         gamma: The norm's weight (d/T,), Shard(0).
         weights: A of every linear of the group, (r_i, d/T), Shard(1).
-        norm: The exchange.
+        norm: The settings of the reduction.
 
     Returns:
         One latent (b, s, r_i) per linear, replicated; (b, s/T, r_i), Shard(1), for `sequence`.
@@ -153,7 +153,7 @@ def online_down(
 
 
 def sync_norm(x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks) -> Tensor:
-    """Normalize a sharded stream, waiting for the global statistic first.
+    """Normalize a sharded stream after reducing its statistic.
 
     Args:
         x: Residual stream (b, s, d/T), Shard(-1).

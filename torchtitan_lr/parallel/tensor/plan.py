@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What a tensor-parallel plan is: placements and edges by module name, and what it refuses.
+"""The base class of tensor-parallel plans: placements and edges by module name, and checks.
 
 Each plan is one class, in the file of its edges: `btp`, `vanilla`, `megatron`, `caat`, `btp_caat`.
-What it sends and keeps is stated independently by the class of its name in `formulas.plans`.
+The class of the same name in `formulas.plans` states its traffic and saved bytes independently.
 """
 
 from collections.abc import Callable
@@ -35,19 +35,19 @@ Styles = dict[str, ParallelStyle]
 
 @dataclass(frozen=True)
 class TPSettings:
-    """What `[parallelism]` says about tensor parallelism; the fields are its `tp_*` keys.
+    """The tensor-parallel settings of `[parallelism]`; the fields are its `tp_*` keys.
 
     Args:
         plan: Name of the plan; ``auto`` is ``btp`` for the low-rank families, ``megatron`` at full
             rank, ``caat`` at full rank with lanes.
         grouping: Whether q, k, v (and gate, up) share collectives and products.
-        norm: BTP: whether the norm's statistic travels with the latents or before them.
-        norm_stat: BTP, online norm: by an fp32 all-reduce of its own, or as a column of the
-            latents' payload.
-        comm: Whether sums leave every rank everything, or a shard of the tokens.
+        norm: BTP: whether the norm's statistic is reduced with the latents or before them.
+        norm_stat: BTP, online norm: its own all-reduce in fp32, or a column of the latents'
+            message.
+        comm: Whether sums are all-reduced, or reduce-scattered over the tokens.
         head: BTP: the form of the head's backward.
         loss_parallel: Whether the loss works on sharded logits.
-        wide_sums: CAAT-Net: whether backward's sums are fp32 behind a half-precision wire.
+        wide_sums: CAAT-Net: whether backward sums in fp32 while it sends half precision.
     """
 
     plan: str = "auto"
@@ -61,19 +61,19 @@ class TPSettings:
 
 
 class TensorParallelPlan:
-    """One way to split a model over T ranks; a subclass is a plan.
+    """A split of a model over T ranks; each subclass is a plan.
 
     Attributes:
         name: The value of ``parallelism.tp_plan``.
         low_rank: Whether it splits factorised linears, or dense ones.
         lanes: Whether it is for models with CAAT-Net's lanes.
-        experimental: Whether it must be named, since ``auto`` never chooses it.
-        factors: Placements of A and B where it is for factorised linears.
-        shards_stream: Whether a rank holds d/T features of the residual stream, and sends these to
-            the next stage. The norms' weights in the blocks are sharded alike.
+        experimental: Whether it must be named: ``auto`` never chooses it.
+        factors: Placements of A and B, for factorised linears.
+        shards_stream: Whether a rank holds d/T features of the residual stream and sends them to
+            the next stage. The norms' weights in the blocks are sharded in the same way.
         shards_latents: Whether it sends r/T features of each of LaX's latents.
-        shards_heads: Whether a rank attends with its share of the heads, or with all of them.
-        choices: Fields of `TPSettings` in which it has a choice; others keep their defaults.
+        shards_heads: Whether a rank computes its share of the heads, or all heads.
+        choices: Fields of `TPSettings` with an effect; others must keep their defaults.
     """
 
     name: str
@@ -96,11 +96,11 @@ class TensorParallelPlan:
         raise NotImplementedError
 
     def is_default(self, args: LlamaArgs) -> bool:
-        """Say whether ``auto`` chooses this plan for a model."""
+        """Return whether ``auto`` chooses this plan for a model."""
         return False
 
     def widths(self, args: LlamaArgs) -> dict[str, int]:
-        """Return the widths of the model that T must divide, by name: those of what is sharded."""
+        """Return the widths that T must divide, by name: those of sharded dimensions."""
         a, b = self.factors
         widths: dict[str, int] = {}
         if self.shards_heads:
@@ -125,10 +125,10 @@ class TensorParallelPlan:
         return styles | edges
 
     def check(self, settings: TPSettings) -> None:
-        """Refuse settings without effect under this plan.
+        """Raise for settings without effect under this plan.
 
         Args:
-            settings: With this plan.
+            settings: Settings with this plan.
 
         Raises:
             ConfigError: A setting differs from its default and the plan has no such choice.
@@ -158,10 +158,10 @@ PLANS: dict[str, TensorParallelPlan] = {}
 
 
 def register_plan(plan: TensorParallelPlan) -> None:
-    """Make a plan from outside the package known, also as a value of ``parallelism.tp_plan``.
+    """Register a plan from outside the package, also as a value of ``parallelism.tp_plan``.
 
     Args:
-        plan: The plan; the formulas know its traffic by `formulas.plans.registry`.
+        plan: The plan; its traffic is registered in `formulas.plans.registry`.
 
     Raises:
         ValueError: A plan of this package has the name.
@@ -178,7 +178,7 @@ def on_ranks(edge: Callable[..., nn.Module], *options: bool) -> EdgeFactory:
 
     Args:
         edge: The edge's class.
-        *options: What it takes after the ranks.
+        *options: Its arguments after the ranks.
     """
 
     def build(mesh: DeviceMesh) -> nn.Module:
@@ -193,9 +193,9 @@ def low_rank_edges(
     """Return the edges of a low-rank block.
 
     Args:
-        down: Ends a chunk: applies the A of a group.
-        up: Starts a chunk: applies the B of a group.
-        mix: LaX's; None in the other families.
+        down: The edge that ends a chunk: applies A of a group.
+        up: The edge that starts a chunk: applies B of a group.
+        mix: LaX's edge; None for other families.
         **attention: Edges of attention that differ from these, by name.
     """
     lax = {} if mix is None else {"mix": mix}
@@ -211,8 +211,8 @@ def dense_blocks(column: EdgeFactory, row: EdgeFactory) -> Styles:
     """Return placements and edges of a full-rank block: column-, then row-parallel linears.
 
     Args:
-        column: Applies q, k, v or gate, up; weights Shard(0).
-        row: Applies o or down; weights Shard(1).
+        column: The edge of q, k, v and of gate, up; weights Shard(0).
+        row: The edge of o and of down; weights Shard(1).
     """
     styles: Styles = {name: EdgeParallel({"weight": Replicate()}) for name in NORMS}
     styles[ATTENTION] = EdgeParallel(edges={"qkv": column, "o": row})
@@ -232,10 +232,10 @@ def model_ends(
     """Return both ends of the model: the embedding sharded along d, the head along V.
 
     Args:
-        settings: The plan's.
+        settings: The plan's settings.
         embed: The embedding's edge; by default the stream is gathered on every rank.
         head: The head's edge, of a mesh and ``loss_parallel``, which applies the final norm; by
-            default that of a stream which every rank has whole.
+            default the edge for a replicated stream.
         norm: Placement of the final norm's weight; Replicate by default.
     """
     build_head: EdgeFactory = partial(head, loss_parallel=settings.loss_parallel)

@@ -25,8 +25,8 @@ def build_tp_plan(model: nn.Module, settings: TPSettings) -> Styles:
     """Build the plan of a model or of one pipeline stage.
 
     Args:
-        model: A `LlamaModel`, perhaps without embedding or head.
-        settings: With the plan resolved (not ``auto``).
+        model: A `LlamaModel` or a pipeline stage of it.
+        settings: Resolved settings: the plan is not ``auto``.
 
     Returns:
         Styles by module name for ``parallelize_module``.

@@ -23,12 +23,12 @@ EdgeFactory = Callable[[DeviceMesh], nn.Module]
 
 
 class EdgeParallel(ParallelStyle):
-    """Places the parameters of a module and exchanges its edges.
+    """Distribute the parameters of a module and replace its edges.
 
     Args:
         placements: Placement by parameter name, relative to the module. A name that the module
             does not have (the gate of a linear without one) is skipped.
-        edges: What replaces an edge, by the edge's name in the module.
+        edges: The new edge by the edge's name in the module.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class EdgeParallel(ParallelStyle):
             owner = module.get_submodule(owner_name)
             parameter = getattr(owner, leaf)
             if parameter is not None:
-                # Every rank holds the same full value or, on the meta device, none: no broadcast.
+                # Every rank has the same full value (none on the meta device): no broadcast.
                 sharded = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=None)
                 owner.register_parameter(leaf, nn.Parameter(sharded))
         for name, build in self.edges.items():
-            module.get_submodule(name)  # a plan must not invent edges
+            module.get_submodule(name)  # raises for a name that is no edge
             module.register_module(name, build(device_mesh))
         return module
 
@@ -68,7 +68,7 @@ class Edge(nn.Module):
 
 
 class ShardedMixEdge(Edge):
-    """LaX on latents that are replicated or sharded; the addition is local either way.
+    """LaX's addition on replicated or sharded latents; it is local in both cases.
 
     Args:
         ranks: The tensor-parallel ranks.
@@ -89,9 +89,9 @@ class ShardedMixEdge(Edge):
         """Compute A_i x_i + g · A_(i-1) x_(i-1).
 
         Args:
-            latents: This block's, one per linear, in the plan's layout.
-            carried: The previous block's, in the same order and layout; None in the first block.
-            linears: The group, which holds the gates g (1,), Replicate, where they are learned.
+            latents: This block's latents, one per linear, in the plan's layout.
+            carried: The previous block's latents, in the same layout; None in the first block.
+            linears: The group, with the learned gates g (1,), Replicate, if there are any.
 
         Returns:
             The mixed latents, in the same layout.
@@ -114,7 +114,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def replicated_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
-    """Normalize x (b, s, d) that every rank holds, with a replicated weight (d,)."""
+    """Normalize a replicated x (b, s, d) with a replicated weight (d,)."""
     return F.rms_norm(x, norm.normalized_shape, local(norm.weight), norm.eps)
 
 
@@ -125,10 +125,10 @@ def token_sharded_norm(x: Tensor, norm: nn.RMSNorm, ranks: Ranks) -> Tensor:
 
 
 def epsilon(norm: nn.RMSNorm) -> float:
-    """Return ε of a norm; torch's default for one that was built without."""
+    """Return ε of a norm; torch's default if it was built without one."""
     return torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
 
 
 def low_rank_placements(a: Placement, b: Placement) -> dict[str, Placement]:
-    """Placements of the parameters of a `LowRankLinear`."""
+    """Return the placements of the parameters of a `LowRankLinear`."""
     return {"A.weight": a, "B.weight": b, "gate": Replicate()}

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Tensor parallelism from settings to model: what is possible, what is refused, what is done."""
+"""Tensor parallelism: resolves and checks the settings, and applies them to a model."""
 
 from dataclasses import fields, replace
 
@@ -22,9 +22,9 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, settings: TPSet
     """Turn a model's parameters into DTensors and its edges into those of a plan, in place.
 
     Args:
-        model: A `LlamaModel` or a pipeline stage of one, in front of every other wrapper; on the
+        model: A `LlamaModel` or a pipeline stage of one, before any other wrapper; on the
             meta device, or with the same full weights on every rank. Nothing is communicated.
-        tp_mesh: The one-dimensional mesh of the tensor-parallel ranks; of size 1 nothing is done.
+        tp_mesh: The one-dimensional mesh of the tensor-parallel ranks; ignored if its size is 1.
         settings: Returned by `resolve_settings`.
     """
     if tp_mesh.size() == 1:
@@ -41,7 +41,8 @@ def settings_for(job_config: JobConfig, args: LlamaArgs, tp_degree: int) -> TPSe
     """Resolve the settings of ``[parallelism]`` for a run.
 
     Args:
-        job_config: The run's configuration; its sequences, of training and of validation, count.
+        job_config: The run's configuration; its sequence lengths of training and validation are
+            checked.
         args: The model's shape.
         tp_degree: Tensor-parallel degree T.
 
@@ -67,17 +68,17 @@ def settings_for(job_config: JobConfig, args: LlamaArgs, tp_degree: int) -> TPSe
 def resolve_settings(
     settings: TPSettings, args: LlamaArgs, tp_degree: int, *seq_lens: int
 ) -> TPSettings:
-    """Check the settings against the model, and settle what is left open.
+    """Check the settings against the model, and resolve open choices.
 
     Args:
-        settings: As the user gave them.
+        settings: The user's settings.
         args: The model's shape.
-        tp_degree: Tensor-parallel degree T; at 1 the choice of plan is checked all the same.
-        *seq_lens: Every length s of a sequence that the model will see.
+        tp_degree: Tensor-parallel degree T; at 1 the plan is checked too.
+        *seq_lens: Every sequence length s of the run.
 
     Returns:
-        Settings that `apply_tensor_parallel` can carry out: the plan is named, and token shards
-        are given up, with a warning, where T does not divide the sequence.
+        Settings for `apply_tensor_parallel`: the plan is named, and token sharding is disabled with
+        a warning if T does not divide a sequence.
 
     Raises:
         ConfigError: If the plan does not fit the family, a setting would have no effect under the
@@ -101,7 +102,7 @@ def resolve_settings(
 
 
 def _check_fits(name: str, args: LlamaArgs) -> None:
-    """The plan is for models of this family, with or without lanes."""
+    """Check that the plan supports the model's family and lanes."""
     lanes = args.lanes > 1
     fitting = [p for p in PLANS.values() if p.low_rank == args.low_rank and p.lanes == lanes]
     names = [plan.name for plan in fitting]

@@ -1,14 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Vanilla tensor parallelism of factorised linears: each pair split as Megatron splits an MLP.
 
-A is column-parallel and B row-parallel, so what travels is as wide as the linear's output: the
-baseline that BTP is measured against. The residual stream and the latents' neighbours are
-replicated; only the latents are sharded, along r.
+A is column-parallel and B row-parallel, so messages are as wide as a linear's output. This is the
+baseline of BTP. The residual stream and other d- or f-wide activations are replicated; only the
+latents are sharded, along r.
 
-The fair form leaves q, k and v by a reduce-scatter over the heads, so that each rank attends with
-its own heads, and gathers attention's output in front of A_o. (An all-reduce followed by a slice
-would look alike in forward and lose gradients.) The form BOOST measures against
-(`vanilla_replicated`) all-reduces q, k and v, and every rank attends with every head.
+The fair form reduce-scatters q, k and v over the heads, so that each rank computes its own heads,
+and gathers attention's output before A_o. (An all-reduce and a slice give the same forward but lose
+gradients.) BOOST's baseline (`vanilla_replicated`) all-reduces q, k and v, and every rank computes
+all heads.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class VanillaDownEdge(Edge):
     Args:
         ranks: The tensor-parallel ranks.
         grouped: Whether the group's linears share one backward all-reduce of their input.
-        sharded_input: Whether the input arrives as shards of its features (attention's output).
+        sharded_input: Whether the input is feature-sharded (attention's output).
     """
 
     def __init__(self, ranks: Ranks, grouped: bool, sharded_input: bool = False) -> None:
@@ -61,7 +61,7 @@ class VanillaDownEdge(Edge):
         Args:
             x: Input (b, s, d_in), replicated; (b, s, d_in/T), Shard(-1), for `sharded_input`.
             linears: The group; A (r/T, d_in) is Shard(0).
-            norm: Norm in front of them; weight (d_in,), Replicate.
+            norm: Norm before them; weight (d_in,), Replicate.
 
         Returns:
             One latent (b, s, r/T), Shard(-1), per linear.
@@ -123,7 +123,7 @@ class Vanilla(TensorParallelPlan):
     choices = frozenset({"grouping"})
 
     def styles(self, args: LlamaArgs, settings: TPSettings) -> Styles:
-        """As `TensorParallelPlan.styles`."""
+        """Return the styles, see `TensorParallelPlan.styles`."""
         edges = low_rank_edges(
             on_ranks(VanillaDownEdge, settings.grouping),
             on_ranks(VanillaUpEdge),
@@ -135,7 +135,7 @@ class Vanilla(TensorParallelPlan):
 
 
 class VanillaReplicated(Vanilla):
-    """The form that BOOST measures against: q, k and v are all-reduced."""
+    """BOOST's baseline: q, k and v are all-reduced."""
 
     name = "vanilla_replicated"
     shards_heads = False

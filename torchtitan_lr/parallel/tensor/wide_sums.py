@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Sums over ranks that travel in half precision and are added up in fp32.
+"""Sums over ranks that send half precision and add in fp32.
 
-An all-reduce adds in the dtype that it sends. CAAT-Net needs the gradients of its partial reduction
-added up in fp32 (section 4), and sends them in bf16 all the same: each rank gets every rank's term
-of its slice by an all-to-all, adds them up locally, rounds once, and an all-gather hands the sums
-out. The volume is that of an all-reduce.
+An all-reduce adds in the dtype that it sends. CAAT-Net adds the gradients of its partial reduction
+in fp32 (section 4) and sends them in bf16: an all-to-all gives each rank all terms of its slice,
+the rank adds them and rounds once, and an all-gather distributes the sums. The volume equals that
+of an all-reduce.
 """
 
 import torch
@@ -19,8 +19,8 @@ def wide_reduce_scatter(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
     Args:
         x: One rank's term; ``dim`` divides by the ranks.
-        ranks: Who adds.
-        dim: The dimension that is cut.
+        ranks: The tensor-parallel ranks.
+        dim: The scattered dimension.
 
     Returns:
         This rank's slice of the sum, in the dtype of x.
@@ -33,7 +33,7 @@ def wide_reduce_scatter(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
 
 def wide_all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
-    """Sum the ranks' tensors in fp32 or better, and give every rank the sum in the dtype of x."""
+    """Sum the ranks' tensors in fp32 or better; return the sum in the dtype of x on every rank."""
     flat = x.flatten()
     padded = F.pad(flat, (0, -flat.numel() % ranks.size))
     total = all_gather(wide_reduce_scatter(padded, ranks, 0), ranks, 0)
