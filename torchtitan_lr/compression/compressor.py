@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""One compressed exchange after another: error feedback around a codec.
+"""Compressed reductions with error feedback around a codec.
 
-What a rank did not send is its residual, added to its next gradient (TAGC, Algorithm 1). Every rank
-keeps one for the whole of what it contributes to, as large as the unsharded gradient. Where a step
-may be skipped, an exchange writes a second one, which replaces the first when the step is taken:
-what a skipped step sent was never applied, so it is still owed.
+The unsent part of a rank's gradient is its residual, which is added to its next gradient (TAGC,
+Algorithm 1). A residual is as large as the unsharded gradient of the unit. If steps may be skipped,
+an exchange writes a second residual, which replaces the first one when the step is taken: the
+values sent in a skipped step were not applied.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from torchtitan_lr.compression.sizes import (
 )
 
 COUNTS = ("sent", "unpeeled", "indexed", "collisions")
-"""What `Compressor.counts` holds, in order."""
+"""The entries of `Compressor.counts`, in order."""
 
 
 @dataclass(frozen=True)
@@ -44,24 +44,24 @@ class Span:
 
 
 class Compressor:
-    """Reduces what one unit of the model exchanges, and remembers what it did not send.
+    """Reduces the gradients of one FSDP2 unit and keeps the residual.
 
     Args:
-        name: Of the unit, unique in the model.
-        sizes: The codec and its numbers.
-        spans: How a row of a reduce-scatter, or a whole all-reduced shard, is made up.
+        name: Name of the unit, unique in the model.
+        sizes: The codec's name and parameters.
+        spans: The parts of a reduce-scatter's row, or of a whole all-reduced shard.
         group: The ranks W.
-        device: Where gradients are.
-        residual_dtype: fp32, or bf16 for half the memory; its rounding is lost.
-        seed: Of the hash functions.
+        device: Device of the gradients.
+        residual_dtype: fp32, or bf16 for half the memory, which loses the rounding errors.
+        seed: Seed of the hash functions.
         all_reduce: Whether every rank needs the whole sum.
-        revocable: Whether exchanges wait for `commit`, at the price of a second residual.
+        revocable: Whether exchanges take effect with `commit`, which needs a second residual.
 
     Attributes:
-        exchanges: How many there have been.
-        owes: Whether anything can be left unsent.
+        exchanges: Number of exchanges so far.
+        has_residual: Whether the codec can leave entries unsent.
         measuring: Whether the next exchange also counts.
-        counts: The last counts, fp64 (4,), see `COUNTS`; None where nothing was measured.
+        counts: The last counts, fp64 (4,), see `COUNTS`; None without a measurement.
     """
 
     def __init__(
@@ -83,35 +83,35 @@ class Compressor:
         self.compressed_size = sum(span.size for span in spans if span.compressed)
         dense = sum(span.size for span in spans) - self.compressed_size
         self.codec = build_codec(sizes, ranks)
-        self.owes = self.codec.lossy and self.compressed_size > 0
-        self.unit = exchange_unit(self.compressed_size, dense, ranks, self.owes, all_reduce)
+        self.has_residual = self.codec.lossy and self.compressed_size > 0
+        self.unit = exchange_unit(self.compressed_size, dense, ranks, self.has_residual, all_reduce)
         self.exchanges = 0
         self.measuring = False
         self.counts: Tensor | None = None
         self._residual: Tensor | None = None
-        self._spare: Tensor | None = None  # takes turns with the residual
-        self._waits = False  # whether the spare one is what this rank owes if the step is taken
+        self._spare: Tensor | None = None  # swapped with the residual by commit
+        self._waits = False  # whether the spare one is the residual if the step is taken
 
     @property
     def residual(self) -> Tensor:
-        """What this rank owes after the last step that was taken, (W, m); made on first use."""
+        """The residual (W, m) after the last step that was taken; allocated on first use."""
         if self._residual is None:
             shape = (self.unit.ranks, self.unit.compressed)
             self._residual = torch.zeros(shape, dtype=self.residual_dtype, device=self.device)
         return self._residual
 
     def commit(self) -> None:
-        """Take over what the exchanges since the last step left: the step is taken."""
+        """Keep the residual of the exchanges since the last step: the step is taken."""
         if self._waits:
             self._residual, self._spare = self._spare, self._residual
             self._waits = False
 
     def drop(self) -> None:
-        """Forget what the exchanges since the last step left: the step is skipped."""
+        """Discard the residual of the exchanges since the last step: the step is skipped."""
         self._waits = False
 
     def bytes_saved(self) -> int:
-        """Bytes of the uncompressed exchange less those of this one, on this rank."""
+        """Return the bytes that this rank saves per exchange by compression."""
         entries = sum(span.size for span in self.spans)
         whole = VALUE_BYTES * entries * (1 if self.all_reduce else self.unit.ranks)
         m = self.unit.compressed
@@ -121,28 +121,28 @@ class Compressor:
     def reduce_rows(self, rows: Tensor, dense: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Reduce-scatter rows, compressed, with error feedback.
 
-        Where `revocable`, the residual changes with the next `commit` only; until then several
-        exchanges build on each other.
+        If `revocable`, the residual changes only with the next `commit`. Until then each exchange
+        continues from the one before.
 
         Args:
             rows: (W, m); overwritten.
-            dense: (W, e), reduced as they are; none by default.
+            dense: (W, e), reduced without compression; none by default.
 
         Returns:
             This rank's sums: (m,) and (e,).
         """
         seed = step_seed(self.seed, self.name, self.exchanges)
         self.exchanges += 1
-        if self.owes:
-            rows += self._debt()
+        if self.has_residual:
+            rows += self._pending_residual()
         message = self.codec.encode(rows, seed)
         if dense is not None and dense.numel():
             message.summed["dense"] = dense
         received = exchange(message, self.group)
         decoded = self.codec.decode(received, rows.shape[1], seed)
-        if self.owes:
-            told = None if decoded.verdict is None else gather(decoded.verdict, self.group)
-            self._keep(self.codec.unsent(rows, message, told))
+        if self.has_residual:
+            verdicts = None if decoded.verdict is None else gather(decoded.verdict, self.group)
+            self._keep(self.codec.unsent(rows, message, verdicts))
         if self.measuring:
             sent = rows if message.values is None else message.values
             counts = {name: value.double() for name, value in decoded.counts.items()}
@@ -151,29 +151,29 @@ class Compressor:
             self.counts = torch.stack([counts.get(name, zero) for name in COUNTS])
         return decoded.total, received.get("dense", rows.new_empty(0))
 
-    def _debt(self) -> Tensor:
-        """Return what the next exchange adds: the residual, or what waits to become it."""
+    def _pending_residual(self) -> Tensor:
+        """Return the residual for the next exchange, uncommitted or committed."""
         return self._spare if self._waits and self._spare is not None else self.residual
 
-    def _keep(self, owed: Tensor) -> None:
-        """Remember what an exchange did not send, for good or until the step is decided."""
-        debt = self._debt()
+    def _keep(self, unsent: Tensor) -> None:
+        """Store the unsent entries of an exchange, committed or until `commit`."""
+        pending = self._pending_residual()
         if self.revocable and self._spare is None:
             self._spare = torch.empty_like(self.residual)
         kept = self._spare if self.revocable and self._spare is not None else self.residual
-        # A NaN or infinity is among the largest, so it is sent and the step is skipped; kept, it
-        # would spoil every step to come. What was owed before is still owed then.
-        kept.copy_(torch.where(owed.isfinite(), owed, debt))
+        # A NaN or infinity is among the largest entries, so it is sent and the step is skipped. In
+        # the residual it would ruin all later steps, so the old residual stays.
+        kept.copy_(torch.where(unsent.isfinite(), unsent, pending))
         self._waits = self.revocable
 
     def spread(self, total: Tensor) -> Tensor:
-        """Give every rank all sums: as bitmap and values where that is less.
+        """Return all sums on every rank: sent as bitmap and values if that is smaller.
 
         Args:
             total: This rank's sums (m,).
 
         Returns:
-            (W·m,), the same bits on every rank.
+            (W·m,), bitwise equal on every rank.
         """
         w, m = self.unit.ranks, self.unit.compressed
         if not spreads_packed(self.unit, self.sizes):
@@ -182,7 +182,7 @@ class Compressor:
         marked = total != 0
         positions = marked.nonzero_static(size=sent, fill_value=m).flatten()
         index = gather(pack(marked), self.group)
-        # Entry m, which fills up, stands for nothing.
+        # Index m is padding.
         values = gather(torch.nn.functional.pad(total, (0, 1))[positions], self.group)
         whole = total.new_zeros(w, m + 1)
         for row, packed, own in zip(whole, index, values, strict=True):
@@ -192,7 +192,7 @@ class Compressor:
 
 
 def split_spans(flat: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-    """Copy compressed and other entries of (..., s) apart: (..., a) and (..., b)."""
+    """Split (..., s) into copies of its compressed entries (..., a) and its others (..., b)."""
     parts = flat.split([span.size for span in spans], dim=-1)
     chosen = [part for part, span in zip(parts, spans, strict=True) if span.compressed]
     others = [part for part, span in zip(parts, spans, strict=True) if not span.compressed]
@@ -201,7 +201,7 @@ def split_spans(flat: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
 
 
 def join_spans(compressed: Tensor, others: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-    """Write what `split_spans` took apart into ``out``."""
+    """Write the two results of `split_spans` into ``out``."""
     sources = {True: compressed, False: others}
     taken = {True: 0, False: 0}
     start = 0

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Gradient compression under FSDP2: a reduce-scatter of its own for every unit, or a hook.
+"""Gradient compression under FSDP2: a custom reduce-scatter for every unit, or a hook.
 
-FSDP alone compresses its reduce-scatter over the shards. HSDP shards within a host and compresses
-what crosses hosts: `fully_shard` knows only the shard mesh, and after its plain reduce-scatter a
-hook sums the shards over the replicas. Both run on FSDP's own communication streams, so weights
-are prefetched meanwhile as ever. Micro-batches before the last one exchange nothing.
+Without replicas, the reduce-scatter over the shards is compressed. HSDP shards within a host and
+compresses the exchange between hosts: `fully_shard` gets the shard mesh only, and after its plain
+reduce-scatter a hook sums the shards over the replicas. Both run on FSDP2's communication streams,
+so weights are prefetched as usual. Only the last micro-batch of a step communicates.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,24 +33,24 @@ from torchtitan_lr.compression.sizes import CodecSizes
 from torchtitan_lr.errors import ConfigError
 
 _COMPRESSORS: WeakKeyDictionary[object, Compressor] = WeakKeyDictionary()
-"""The compressor of every unit that has one.
+"""The compressor of every compressed unit.
 
-FSDP2 holds it, too, in fields that are private; a run without compression must not read those.
+FSDP2 has it too, in private fields, which a run without compression must not read.
 """
 
 
 class CompressedReduceScatter(ReduceScatter):
-    """What FSDP2 calls to reduce a unit's gradients, laid out (W, s) without tensor borders.
+    """FSDP2's reduce-scatter of a unit's gradients (W, s), in which tensors are concatenated.
 
     Args:
-        compressor: Of this unit.
+        compressor: The unit's compressor.
     """
 
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a fresh buffer, as FSDP2's own."""
+        """Return a new buffer, as FSDP2's default does."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -61,17 +61,17 @@ class CompressedReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce.
+        """Reduce the gradients.
 
         Args:
             output_tensor: (s,), this rank's sums.
             input_tensor: (W·s,), this rank's gradients.
             group: The ranks of the shard dimension.
             op: Must be a sum.
-            async_op: Must be false, as FSDP2 has it.
+            async_op: Must be false, as in FSDP2.
 
         Raises:
-            RuntimeError: FSDP2 asks for something else, or a tensor of the unit has no gradient.
+            RuntimeError: Other arguments, or a tensor of the unit without gradient.
         """
         _require_sum(op, async_op)
         _require_size(self.compressor, output_tensor)
@@ -85,10 +85,10 @@ class CompressedReduceScatter(ReduceScatter):
 
 
 class CompressedAllReduce:
-    """What FSDP2 calls with a unit's summed shard: sums it over the replicas too, in place.
+    """FSDP2's all-reduce hook: sums a unit's shard over the replicas, in place.
 
     Args:
-        compressor: Of this unit.
+        compressor: The unit's compressor.
     """
 
     def __init__(self, compressor: Compressor) -> None:
@@ -100,7 +100,7 @@ class CompressedAllReduce:
         _require_size(compressor, shard)
         _hold_for_this_stream(shard)
         flat, dense = split_spans(shard, compressor.spans)
-        if compressor.owes:
+        if compressor.has_residual:
             ranks = compressor.unit.ranks
             padded = nn.functional.pad(flat, (0, ranks * compressor.unit.compressed - len(flat)))
             total, _ = compressor.reduce_rows(padded.view(ranks, -1))
@@ -115,18 +115,18 @@ class CompressedAllReduce:
 def apply_gradient_compression(
     model: nn.Module, mesh: DeviceMesh, settings: CompressionSettings, all_reduce: bool
 ) -> None:
-    """Give every FSDP2 unit of a model its compressor.
+    """Set the compressor of every FSDP2 unit of a model.
 
-    A unit too small for its codec travels dense.
+    A unit that is too small for its codec is sent dense.
 
     Args:
         model: Sharded with `fully_shard`; may still be on the meta device.
-        mesh: The dimension to compress: the shards, or HSDP's replicas.
-        settings: What to compress, and how.
+        mesh: The compressed dimension: the shards, or HSDP's replicas.
+        settings: The codec and the selection of tensors.
         all_reduce: Whether the mesh is HSDP's replicas.
 
     Raises:
-        ConfigError: Nothing is selected.
+        ConfigError: No tensor is selected.
     """
     names = {id(p): clean_name(name) for name, p in model.named_parameters()}
     sizes = {clean_name(name): p.numel() for name, p in model.named_parameters()}
@@ -181,14 +181,14 @@ def _compressor(
 
 
 def compressor_of(module: object) -> Compressor | None:
-    """Return the compressor of an FSDP2 unit, None where it has none."""
+    """Return the compressor of an FSDP2 unit, None without compression."""
     return _COMPRESSORS.get(module)
 
 
 def compressors_of(model_parts: Iterable[nn.Module]) -> list[Compressor]:
-    """Return the compressors of all units that can owe anything, in the order of the model."""
+    """Return the compressors with a residual, in the order of the model."""
     found = (compressor_of(module) for part in model_parts for module in part.modules())
-    return [compressor for compressor in found if compressor and compressor.owes]
+    return [compressor for compressor in found if compressor and compressor.has_residual]
 
 
 def _units(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
@@ -199,18 +199,18 @@ def _units(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
 
 
 def _parts(module: FSDPModule, names: dict[int, str]) -> Iterator[tuple[str, int]]:
-    """Yield what one destination gets of each tensor of a unit, FSDP2's padding included."""
+    """Yield the entries per destination of each tensor of a unit, with FSDP2's padding."""
     for parameter, size in unit_parameters(module):
         yield names[id(parameter)], size
 
 
 def _hold_for_this_stream(buffer: Tensor) -> None:
-    """Keep a buffer of another stream from being reused before the current one is done with it.
+    """Prevent reuse of another stream's buffer before the current stream has finished with it.
 
-    FSDP2 allocates the shard for its reduce-scatters and calls the hook on its all-reduce stream.
-    Where gradients are stored in another dtype than they are summed in, it drops the shard as soon
-    as the cast is queued; only for its own all-reduce does it hold it. The next unit's
-    reduce-scatter could write over what is still being summed.
+    FSDP2 allocates the shard on its reduce-scatter stream and calls the hook on its all-reduce
+    stream. If gradients are stored in another dtype than they are summed in, it frees the shard
+    when the cast is queued; it holds the shard only for its own all-reduce. The next unit's
+    reduce-scatter could overwrite a shard that is still being summed.
     """
     if buffer.device.type != "cpu":
         buffer.record_stream(torch.get_device_module(buffer.device).current_stream())

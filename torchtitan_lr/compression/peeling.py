@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Where a count sketch can be decoded (TAGC): at which θ, and at which size.
+"""The limits of decoding a count sketch (TAGC): its θ and its size.
 
-W is the number of ranks that exchange a gradient, m the compressed entries that each of them owns
-afterwards, θ the share of entries that a rank does not send, and c the compression of the sketch.
+W is the number of ranks that exchange a gradient, m the number of compressed entries that each
+owns afterwards, θ the share of unsent entries of a rank, and c the compression of the sketch.
 """
 
 import math
@@ -13,29 +13,29 @@ HASH_ROWS = 3
 """Rows of the count sketch."""
 
 PEELING_LIMIT = 0.75
-"""Largest c·(union density) at which peeling is relied upon; it breaks between .78 and .82."""
+"""Largest accepted c·(union density); peeling fails between .78 and .82."""
 
 SHARP_LIMIT = 0.818
-"""Load at which peeling breaks in an endless sketch of three rows."""
+"""Load at which peeling fails in an infinitely large sketch of three rows."""
 
 SMALL_SKETCH = 1.2
-"""How much earlier it breaks in a small one: at `SHARP_LIMIT` less this times row^(-2/3).
+"""A small sketch fails earlier: at `SHARP_LIMIT` minus this times row^(-2/3).
 
-At that load 3 to 9% of the entries remain, on 2 to 8 ranks and from 3 cells a row up (measured).
-From 75 cells on `PEELING_LIMIT` is the lower limit, and ever fewer remain.
+At that load 3 to 9% of the entries remain, on 2 to 8 ranks with 3 or more cells per row (measured).
+From 75 cells on, `PEELING_LIMIT` is the smaller limit, and fewer entries remain.
 """
 
 THETA_STEP = 1e-4
-"""Sparsities are named in steps of this, or less."""
+"""`smallest_theta` returns multiples of this, or of less."""
 
 
 def sketch_row(m: int, c: float) -> int:
-    """Cells in each of the three rows of a sketch: ⌈⌈m/c⌉ / 3⌉."""
+    """Return the cells in each of the three rows of a sketch: ⌈⌈m/c⌉ / 3⌉."""
     return -(-math.ceil(m / c) // HASH_ROWS)
 
 
 def union_density(ranks: int, theta: float) -> float:
-    """Share of entries sent by any of W ranks, where they choose independently: 1 − θ^W."""
+    """Return the share of entries sent by any of W independent ranks: 1 − θ^W."""
     return float(1 - theta**ranks)
 
 
@@ -48,15 +48,15 @@ def peels(c: float, theta: float, ranks: int) -> bool:
 
 
 def unit_load(m: int, c: float, theta: float, ranks: int) -> float:
-    """Unknowns for each cell of one destination's sketch, where ranks choose independently.
+    """Return the unknowns per cell of one destination's sketch, for independent ranks.
 
-    The whole entries and cells of a real exchange: of m entries each rank sends at least one, and
-    a row of the sketch has at least one cell, so that a small unit's load is above c·(1 − θ^W).
+    It counts whole entries and cells: each rank sends at least one of m entries, and a row of the
+    sketch has at least one cell, so the load of a small unit is above c·(1 − θ^W).
 
     Args:
         m: Compressed entries of the destination.
         c: Entries per cell.
-        theta: Share of entries that a rank does not send.
+        theta: Share of unsent entries of a rank.
         ranks: Ranks W.
     """
     unsent = (1 - kept_entries(m, theta) / m) ** ranks
@@ -64,19 +64,19 @@ def unit_load(m: int, c: float, theta: float, ranks: int) -> float:
 
 
 def load_limit(m: int, c: float) -> float:
-    """Largest load at which a sketch of m entries peels but for a few percent of them.
+    """Return the largest load at which a sketch of m entries peels all but a few percent.
 
-    Whether three cells hold a loop of entries is a matter of luck: in a small sketch it happens at
-    lower loads (finite-size scaling of random hypergraphs, whose exponent is 2/3).
+    In a small sketch, entries form an undecodable loop at lower loads (finite-size scaling of
+    random hypergraphs, with exponent 2/3).
     """
     early = SMALL_SKETCH * sketch_row(m, c) ** (-2 / 3)
     return min(PEELING_LIMIT, SHARP_LIMIT - early)
 
 
 def smallest_theta(c: float, ranks: int) -> float:
-    """Smallest θ at which a sketch of compression c decodes, rounded up.
+    """Return the smallest θ at which a sketch of compression c decodes, rounded up.
 
-    In steps of 0.0001, and of at most a tenth of 1 − θ where many ranks leave little to send.
+    The steps are 0.0001, or a tenth of 1 − θ if that is less, with many ranks.
     """
     if peels(c, 0.0, ranks):
         return 0.0

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Residuals as part of a checkpoint, and what compression did as metrics."""
+"""Residuals in checkpoints, and metrics of gradient compression."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,14 +18,14 @@ from torchtitan_lr.errors import ConfigError
 
 
 class Residuals:
-    """The compressors of a run: their state, and their counts.
+    """The state and the counts of a run's compressors.
 
-    A checkpoint holds, for every unit, one DTensor (world, W, m) sharded along the first dimension
-    and the number of exchanges, from which seeds follow. A residual belongs to one rank's part of
-    the batch, so it can be loaded by the same number of ranks only.
+    For every unit, a checkpoint has one DTensor (world, W, m), sharded along the first dimension,
+    and the number of exchanges, which determines the seeds. A residual belongs to one rank's part
+    of the batch, so only the same number of ranks can load it.
 
     Args:
-        compressors: Of all units, in the same order on every rank.
+        compressors: The compressors of all units, in the same order on every rank.
     """
 
     def __init__(self, compressors: Sequence[Compressor]) -> None:
@@ -33,7 +33,7 @@ class Residuals:
         self._mesh: DeviceMesh | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return residuals, which share their memory with the compressors', and counters."""
+        """Return counters, and residuals that share the compressors' memory."""
         world = dist.get_world_size()
         if self._mesh is None:
             self._mesh = DeviceMesh(self.compressors[0].device.type, list(range(world)))
@@ -48,7 +48,7 @@ class Residuals:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over counters; residuals were loaded in place."""
+        """Load the counters; residuals were loaded in place."""
         for compressor in self.compressors:
             compressor.exchanges = int(state_dict[f"{compressor.name}.exchanges"])
             saved = state_dict[f"{compressor.name}.residual"]
@@ -56,30 +56,30 @@ class Residuals:
             compressor.residual.copy_(local.reshape(compressor.residual.shape))
 
     def commit(self) -> None:
-        """Keep what the step at hand left unsent: it is taken."""
+        """Commit the residuals of the current step: it is taken."""
         for compressor in self.compressors:
             compressor.commit()
 
     def drop(self) -> None:
-        """Go back to what was owed before the step at hand: it is skipped."""
+        """Discard the residuals of the current step: it is skipped."""
         for compressor in self.compressors:
             compressor.drop()
 
     def measure(self, enabled: bool) -> None:
-        """Say whether the next step is counted."""
+        """Enable or disable the counts of the next step."""
         for compressor in self.compressors:
             compressor.measuring = enabled
 
     def metrics(self) -> dict[str, float]:
-        """Return what the last measured step did, over all ranks; call it on every rank.
+        """Return the metrics of the last measured step, over all ranks.
 
-        Call it after `commit` or `drop`.
+        Call this on every rank, after `commit` or `drop`.
 
         Returns:
-            ``sparsity`` achieved, ``unpeeled_share`` of the sent entries that the owner could not
-            decode, ``index_collisions`` of a summed index, ``residual_norm`` over all ranks, and
-            ``bytes_saved`` by this rank in one step, where HSDP's plain all-reduce counts its shard
-            once, as the ledger has it; empty where no step was measured.
+            The achieved ``sparsity``, the ``unpeeled_share`` of sent entries that were not
+            decoded, ``index_collisions`` of a summed index, ``residual_norm`` over all ranks, and
+            ``bytes_saved`` by this rank in one step. HSDP's plain all-reduce counts its shard
+            once, as in the ledger. Empty if no step was measured.
         """
         measured = [
             torch.cat([c.counts, c.residual.double().square().sum().view(1)])
@@ -101,14 +101,14 @@ class Residuals:
         }
 
     def check_checkpoint(self, checkpoint_id: str, metadata: Metadata | None = None) -> None:
-        """Refuse a checkpoint whose residuals do not fit, before it is loaded.
+        """Raise for a checkpoint with other residuals, before it is loaded.
 
         Args:
             checkpoint_id: A DCP folder.
-            metadata: Its table of contents, where it has been read already.
+            metadata: Its table of contents, if it has been read already.
 
         Raises:
-            ConfigError: It has no residuals, or those of other ranks or tensors.
+            ConfigError: It has no residuals, or residuals of other ranks or tensors.
         """
         saved = _saved_shapes(checkpoint_id, metadata)
         skip = f"checkpoint.exclude_from_loading = ['{RESIDUALS}'] to start without residuals"
@@ -127,11 +127,11 @@ class Residuals:
 
 
 def warn_of_dropped_residuals(checkpoint_id: str, metadata: Metadata | None = None) -> None:
-    """Log that a checkpoint's residuals are not loaded, where it has some.
+    """Warn if a checkpoint has residuals, which are not loaded.
 
     Args:
         checkpoint_id: The checkpoint's folder.
-        metadata: Its table of contents, where it has been read already.
+        metadata: Its table of contents, if it has been read already.
     """
     if _saved_shapes(checkpoint_id, metadata):
         logger.warning("The gradient residuals of %s are not loaded", checkpoint_id)

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What ``[grad_compression]`` means for a run: numbers, and which tensors they apply to."""
+"""Resolves ``[grad_compression]`` for a run: the codec, and the compressed tensors."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class CompressionSettings:
     """Resolved settings.
 
     Args:
-        codec: The codec, with the θ that is used.
-        requested_theta: The θ that was asked for; smaller where ``auto`` raised it.
+        codec: The codec, with its final θ.
+        requested_theta: The configured θ; smaller if ``auto`` raised it.
         ranks: Ranks that exchange gradients.
         layers: ``all``, ``non_attention`` or ``patterns``.
         patterns: Shell patterns of parameter names, for ``patterns``.
-        min_size: Smaller tensors travel dense.
-        residual_dtype: Of what was not sent.
-        seed: Of the hash functions.
-        revocable: Whether residuals change with the step, not with its exchanges: it may be
-            skipped, or a checkpoint may still be read from them. Costs a second residual.
+        min_size: Smaller tensors are sent dense.
+        residual_dtype: Dtype of the residuals.
+        seed: Seed of the hash functions.
+        revocable: Whether residuals change with the step and not with its exchanges, because the
+            step may be skipped or a checkpoint may still read them. Needs a second residual.
     """
 
     codec: CodecSizes
@@ -48,12 +48,12 @@ class CompressionSettings:
 
 
 def compresses(config: Any) -> bool:
-    """Return whether the configuration asks for gradient compression."""
+    """Return whether the configuration enables gradient compression."""
     return bool(config.grad_compression.codec != "none")
 
 
 def exchanging_ranks(config: Any, world_size: int) -> int:
-    """Ranks of the dimension that is compressed: the replicas of HSDP, else the shards of FSDP."""
+    """Return the ranks of the compressed dimension: HSDP's replicas, otherwise FSDP's shards."""
     sections = config.parallelism
     if sections.data_parallel_replicate_degree > 1:
         return int(sections.data_parallel_replicate_degree)
@@ -65,14 +65,14 @@ def settings_for(config: Any, ranks: int) -> CompressionSettings:
     """Resolve ``[grad_compression]``.
 
     Args:
-        config: The configuration; ranges are checked elsewhere.
+        config: The configuration, with checked ranges.
         ranks: Ranks that exchange gradients.
 
     Raises:
-        ConfigError: The codec refuses these settings; a sketch that would not peel names the
-            smallest θ that would.
+        ConfigError: The codec does not support these settings. For a sketch that would not peel,
+            the message has the smallest θ that works.
     """
-    # Late: these import torch.
+    # Imported late because they import torch.
     from torchtitan.config import TORCH_DTYPE_MAP
 
     from torchtitan_lr.compression.codecs import CODECS
@@ -98,13 +98,13 @@ def settings_for(config: Any, ranks: int) -> CompressionSettings:
 def is_compressed(name: str, size: int, settings: CompressionSettings) -> bool:
     """Return whether a tensor is compressed.
 
-    ``non_attention`` leaves out the query, key and value projections: feed-forward, embedding,
-    head and attention's output projection are compressed.
+    ``non_attention`` excludes the query, key and value projections; feed-forward, embedding, head
+    and attention's output projection are compressed.
 
     Args:
         name: The parameter's name, see `clean_name`.
         size: Its number of entries.
-        settings: The rules.
+        settings: The settings.
     """
     if size < settings.min_size:
         return False
@@ -116,7 +116,7 @@ def is_compressed(name: str, size: int, settings: CompressionSettings) -> bool:
 
 
 def describe_selection(sizes: Mapping[str, int], chosen: Iterable[str]) -> str:
-    """Say which tensors are compressed, blocks merged, with their share of the parameters.
+    """Describe the compressed tensors, blocks merged, with their share of the parameters.
 
     Args:
         sizes: Entries of every parameter by name.
@@ -133,10 +133,10 @@ def describe_selection(sizes: Mapping[str, int], chosen: Iterable[str]) -> str:
 
 
 def describe_small_units(codec: Codec, entries: Mapping[str, int]) -> str:
-    """Say which units travel dense, and why, units of equal size together.
+    """Describe the units that are sent dense, with the reason, grouped by size.
 
     Args:
-        codec: What they are too small for.
+        codec: The codec for which they are too small.
         entries: Entries of a destination by unit.
     """
     reasons = []

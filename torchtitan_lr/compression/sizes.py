@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The sizes of an exchange that do not depend on the codec (TAGC).
 
-Everywhere W is the number of ranks that exchange a gradient, m the compressed entries that each of
-them owns afterwards, θ the share of entries that a rank does not send, and c the compression of the
-count sketch. What a codec adds stands on its page in ``codecs/``; ``formulas/compression.py``
-states the same sizes on its own, and the ledger's comparison shows any difference.
+W is the number of ranks that exchange a gradient, m the number of compressed entries that each owns
+afterwards, θ the share of unsent entries of a rank, and c the compression of the count sketch. A
+codec's own sizes are in its file in ``codecs/``. ``formulas/compression.py`` states the same sizes
+independently, and the ledger's comparison shows any difference.
 """
 
 import math
@@ -17,18 +17,19 @@ VALUE_BYTES = 4
 """Bytes of an entry; gradients are exchanged in fp32."""
 
 VERDICT_BITS = 1024
-"""Blocks per destination, at most, whose decoding the owner vouches for one by one."""
+"""Largest number of blocks per destination in the owner's verdict."""
 
 
 @dataclass(frozen=True)
 class CodecSizes:
-    """What decides the sizes of a codec's messages.
+    """The parameters that determine the sizes of a codec's messages.
 
     Args:
-        name: Of the codec, as it is registered.
+        name: The registered name of the codec.
         c: Entries per cell of the sketch.
-        theta: Share of entries that is not sent.
-        index: ``exact``, ``sum1`` or ``sum4``: how the sketch's owner learns what was sent.
+        theta: Share of unsent entries.
+        index: ``exact``, ``sum1`` or ``sum4``: the form in which a sketch's owner receives the
+            positions of sent entries.
     """
 
     name: str
@@ -38,7 +39,7 @@ class CodecSizes:
 
 
 DENSE = CodecSizes("dense")
-"""What travels uncompressed, by the codecs' path."""
+"""The uncompressed exchange on the codecs' path."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Unit:
     Args:
         ranks: Ranks W.
         compressed: Compressed entries m of each destination.
-        dense: Entries of each destination that travel as they are.
+        dense: Uncompressed entries of each destination.
     """
 
     ranks: int
@@ -60,11 +61,10 @@ def exchange_unit(compressed: int, dense: int, ranks: int, lossy: bool, all_redu
     """Return the exchange of a unit of the model.
 
     Args:
-        compressed: Compressed entries of a destination; of the whole shard where all ranks need
-            the sums.
+        compressed: Compressed entries of a destination, or of the whole shard for `all_reduce`.
         dense: The other entries, likewise.
         ranks: Ranks W.
-        lossy: Whether the codec can leave anything unsent.
+        lossy: Whether the codec can leave entries unsent.
         all_reduce: Whether every rank needs the whole sum.
     """
     if not all_reduce:
@@ -75,40 +75,40 @@ def exchange_unit(compressed: int, dense: int, ranks: int, lossy: bool, all_redu
 
 
 def kept_entries(m: int, theta: float) -> int:
-    """Entries of m that are sent so that at least a share θ is not; at least one."""
-    # The small number: 0.9·10 is a little more than 9 in floating point.
+    """Return the number of sent entries of m: at most a share 1 − θ, at least one."""
+    # The small number because 0.9·10 is slightly more than 9 in floating point.
     return max(1, m - math.ceil(theta * m - 1e-9 * m))
 
 
 def packed_bytes(m: int, bits: int = 1) -> int:
-    """Bytes of an index of m entries at ``bits`` bits each."""
+    """Return the bytes of an index of m entries with ``bits`` bits each."""
     return -(-m * bits // 8)
 
 
 def verdict_block(m: int) -> int:
-    """Consecutive entries that share one bit of the owner's verdict."""
+    """Return the number of consecutive entries per bit of the owner's verdict."""
     return -(-m // VERDICT_BITS)
 
 
 def candidates(ranks: int, m: int, theta: float) -> int:
-    """Most entries of one destination that any rank may have sent."""
+    """Return the largest number of distinct entries that W ranks can send to one destination."""
     return min(m, ranks * kept_entries(m, theta))
 
 
 def spreads_packed(unit: Unit, codec: CodecSizes) -> bool:
-    """Whether a sum travels back as bitmap and values: where that is less than all entries."""
+    """Return whether a sum is returned as bitmap and values: if that is less than all entries."""
     sent = candidates(unit.ranks, unit.compressed, codec.theta)
     return packed_bytes(unit.compressed) + VALUE_BYTES * sent < VALUE_BYTES * unit.compressed
 
 
 def sent_bytes(unit: Unit, codec: CodecSizes, message: int, all_reduce: bool) -> int:
-    """Bytes that one rank hands to the collectives of an exchange, once per call.
+    """Return the bytes that one rank passes to the collectives of an exchange.
 
-    A reduction counts what goes in, a gather what comes out.
+    Reductions count their input, gathers their output.
 
     Args:
-        unit: Sizes.
-        codec: What travels.
+        unit: Sizes of the exchange.
+        codec: The codec.
         message: Bytes of the codec's message to one destination, verdict included.
         all_reduce: Whether every rank gets all sums.
     """

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Gradient codecs: how W rows of a gradient, one for each owner, become their owners' sums."""
+"""Gradient codecs: reductions of W rows of a gradient, one for each owning rank."""
 
 from torchtitan_lr.compression.codecs.base import (
     CODECS,

@@ -1,14 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The interface of a gradient codec, and its exchange on real ranks or inside one process.
 
-Reducing W rows takes four phases, each without a host synchronisation:
+A reduction of W rows has four phases, each without a host synchronisation:
 
-1. `Codec.encode`: this rank's rows become tensors to be swapped and tensors to be summed;
-2. `exchange`: the collectives;
-3. `Codec.decode`: the owner's sum, and which blocks of it failed (None where nothing can);
-4. `Codec.unsent`, after `gather` told everyone the verdicts: what this rank still owes.
+1. `Codec.encode` converts this rank's rows to tensors for all-to-all and for reduce-scatter;
+2. `exchange` runs the collectives;
+3. `Codec.decode` returns the owner's sum and its failed blocks (None if it cannot fail);
+4. `Codec.unsent`, after a `gather` of these verdicts, returns this rank's residual.
 
-A row's sum plus what all ranks still owe on it is the sum of their inputs.
+A row's sum plus its residuals on all ranks equals the sum of the inputs.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torchtitan_lr.config.methods import GRAD_CODECS
 
 @dataclass
 class Message:
-    """What one rank sends in one exchange.
+    """The tensors that one rank sends in one exchange.
 
     Args:
         swapped: Tensors (W, a): row i goes to rank i as it is (all-to-all).
         summed: Tensors (W, a): row i is summed over ranks at rank i (reduce-scatter).
-        positions: Kept entries (W, k) of every row, None where all are sent.
+        positions: Sent entries (W, k) of every row, None if all are sent.
         values: Their values (W, k).
     """
 
@@ -46,11 +46,11 @@ class Message:
 
 @dataclass
 class Decoded:
-    """What an owner made of a message.
+    """An owner's result of an exchange.
 
     Args:
-        total: Sum over ranks of what was sent (m,); zero in failed blocks.
-        verdict: Packed bits (v,), one a block of consecutive entries that failed; None where
+        total: Sum over ranks of the sent entries (m,); zero in failed blocks.
+        verdict: Packed bits (v,), one per block of consecutive entries, set if it failed; None if
             the codec cannot fail.
         counts: Numbers for the metrics, scalar tensors by name.
     """
@@ -61,14 +61,14 @@ class Decoded:
 
 
 class Codec(ABC):
-    """Turns W rows into messages and received messages into sums; a subclass is a codec.
+    """Converts W rows to messages and received messages to sums; each subclass is a codec.
 
     Attributes:
         name: The value of ``grad_compression.codec``.
-        lossy: Whether anything can be left unsent. The state of a codec that is lossy is a residual
-            (W, m) per unit; the others have none.
-        size_limit: What a unit may be too small for, such as "a sketch to peel"; empty where units
-            of every size can be decoded.
+        lossy: Whether entries can be left unsent. Lossy codecs have a residual (W, m) per unit as
+            state; others have none.
+        size_limit: What a small unit does not allow, such as "a sketch to peel"; empty if units of
+            every size can be decoded.
     """
 
     name: ClassVar[str]
@@ -77,16 +77,16 @@ class Codec(ABC):
 
     @classmethod
     def resolve(cls, section: Any, c: float, theta: float, ranks: int) -> CodecSizes:
-        """Return the codec's numbers for a run.
+        """Return the codec's parameters for a run.
 
         Args:
-            section: ``[grad_compression]``; ranges are checked elsewhere.
+            section: ``[grad_compression]``, with checked ranges.
             c: Compression of the level.
             theta: Sparsity of the level.
             ranks: Ranks that exchange gradients.
 
         Raises:
-            ConfigError: The codec cannot work with these settings.
+            ConfigError: The codec does not support these settings.
         """
         return CodecSizes(cls.name, c, theta)
 
@@ -96,13 +96,13 @@ class Codec(ABC):
         """Build the codec.
 
         Args:
-            sizes: Its numbers.
+            sizes: Its parameters.
             ranks: Ranks W.
         """
 
     @abstractmethod
     def message_bytes(self, m: int) -> dict[str, int]:
-        """Return the bytes that a rank hands to the collectives for one destination, by part.
+        """Return the bytes that a rank passes to the collectives for one destination, by part.
 
         Args:
             m: Compressed entries of the destination, at least one.
@@ -117,20 +117,20 @@ class Codec(ABC):
         return True
 
     def describe_size(self, m: int) -> str:
-        """Say in a few words why a destination of m entries is below `size_limit`."""
+        """Describe briefly why a destination of m entries is below `size_limit`."""
         return ""
 
     def describe(self) -> str:
-        """Return the codec's name and what it was set to, for the log."""
+        """Return the codec's name and parameters, for the log."""
         return self.name
 
     def describe_theta(self) -> str:
-        """Say what a θ that `resolve` raised is the least for."""
+        """Describe what a θ that `resolve` has raised is the minimum for."""
         return ""
 
     @abstractmethod
     def encode(self, rows: Tensor, seed: int) -> Message:
-        """Choose what to send.
+        """Choose the entries to send.
 
         Args:
             rows: Gradient plus residual of this rank (W, m), row i for owner i.
@@ -139,7 +139,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, received: Mapping[str, Tensor], m: int, seed: int) -> Decoded:
-        """Sum what was received.
+        """Sum the received entries.
 
         Args:
             received: Swapped tensors (W, a), row i from rank i, and summed ones (a,), by name.
@@ -149,11 +149,11 @@ class Codec(ABC):
 
     @abstractmethod
     def unsent(self, rows: Tensor, message: Message, verdicts: Tensor | None) -> Tensor:
-        """Return what this rank still owes (W, m): all it did not send, and what failed.
+        """Return the residual of this rank (W, m): unsent entries and those of failed blocks.
 
         Args:
             rows: As in `encode`; may be overwritten.
-            message: What `encode` made of them.
+            message: The result of `encode`.
             verdicts: The owners' verdicts (W, v).
         """
 
@@ -163,7 +163,7 @@ CODECS: dict[str, type[Codec]] = {}
 
 
 def register_codec(codec: type[Codec]) -> type[Codec]:
-    """Make a codec known under its name, also as a value of ``grad_compression.codec``.
+    """Register a codec, and add its name to the values of ``grad_compression.codec``.
 
     Args:
         codec: The codec; `formulas.compression` states its traffic by the same name.
@@ -175,10 +175,10 @@ def register_codec(codec: type[Codec]) -> type[Codec]:
 
 
 def exchange(message: Message, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Run a message's collectives: an all-to-all a tensor, one reduce-scatter a dtype.
+    """Run a message's collectives: one all-to-all per tensor, one reduce-scatter per dtype.
 
     Args:
-        message: This rank's.
+        message: This rank's message.
         group: The W ranks.
 
     Returns:
@@ -206,7 +206,7 @@ def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def exchange_in_process(messages: Sequence[Message]) -> list[dict[str, Tensor]]:
-    """Do for messages of W ranks held by one process what `exchange` does on W ranks."""
+    """Return what `exchange` returns on W ranks, for W messages in one process."""
     first = messages[0]
     received: list[dict[str, Tensor]] = []
     for owner in range(len(messages)):
@@ -219,7 +219,7 @@ def exchange_in_process(messages: Sequence[Message]) -> list[dict[str, Tensor]]:
 def reduce_in_process(
     codec: Codec, rows: Tensor, seed: int
 ) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
-    """Reduce the rows of W ranks inside one process, phase by phase as real ranks do.
+    """Reduce the rows of W ranks inside one process, in the same phases.
 
     Args:
         codec: The codec.
@@ -227,15 +227,15 @@ def reduce_in_process(
         seed: Of this step.
 
     Returns:
-        Sums by owner (W, m), what every rank still owes (W, W, m), every owner's counts.
+        Sums by owner (W, m), every rank's residual (W, W, m), every owner's counts.
     """
     messages = [codec.encode(own.clone(), seed) for own in rows]
     decoded = [codec.decode(x, rows.shape[-1], seed) for x in exchange_in_process(messages)]
     verdicts = [x.verdict for x in decoded if x.verdict is not None]
-    told = torch.stack(verdicts) if verdicts else None
-    owed = [codec.unsent(o.clone(), x, told) for o, x in zip(rows, messages, strict=True)]
+    gathered = torch.stack(verdicts) if verdicts else None
+    unsent = [codec.unsent(o.clone(), x, gathered) for o, x in zip(rows, messages, strict=True)]
     totals = torch.stack([x.total for x in decoded])
-    return totals, torch.stack(owed), [x.counts for x in decoded]
+    return totals, torch.stack(unsent), [x.counts for x in decoded]
 
 
 def _by_dtype(tensors: Mapping[str, Tensor]) -> list[list[str]]:
@@ -248,5 +248,5 @@ def _by_dtype(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 def _sum(parts: list[Tensor]) -> Tensor:
     total = parts[0].clone()
     for part in parts[1:]:
-        total += part  # keeps uint8, as the collective does; Tensor.sum would widen it
+        total += part  # keeps uint8 like the collective; Tensor.sum would widen it
     return total

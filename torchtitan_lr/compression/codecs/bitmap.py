@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Indices of sent entries at one or four bits each."""
+"""Indices of sent entries with one or four bits per entry."""
 
 from typing import cast
 
@@ -34,7 +34,7 @@ def _pack(mask: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, m: int, bits: int = 1) -> Tensor:
-    """Return which entries are marked: those whose field is not zero.
+    """Return a mask of the marked entries, whose field is not zero.
 
     Args:
         packed: (..., ⌈m·bits/8⌉), uint8.

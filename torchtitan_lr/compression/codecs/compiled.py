@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Fusing the element-wise parts of a codec into one kernel each, where kernels are launched."""
+"""Compilation of the element-wise parts of a codec to one kernel each, on accelerators."""
 
 from collections.abc import Callable
 from functools import cache, wraps
@@ -9,9 +9,9 @@ import torch
 
 
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for accelerators; on a CPU it runs as written.
+    """Compile a function for accelerators; on a CPU it runs uncompiled.
 
-    Sizes and integers stay symbolic: seeds differ in every step and must not recompile anything.
+    Sizes and integers stay symbolic: seeds differ in every step and must not cause recompilation.
 
     Args:
         function: Its first argument is a tensor; of Python values it takes integers only.

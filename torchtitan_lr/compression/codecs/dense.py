@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""No compression: the plain reduce-scatter by the codecs' path."""
+"""No compression: a plain reduce-scatter through the codecs' interface."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torchtitan_lr.compression.sizes import DENSE, VALUE_BYTES, CodecSizes
 
 
 class DenseCodec(Codec):
-    """Sends everything, leaves nothing unsent: 32 bits per parameter."""
+    """Sends all entries: 32 bits per parameter."""
 
     name = DENSE.name
     lossy = False
 
     @classmethod
     def build(cls, sizes: CodecSizes, ranks: int) -> DenseCodec:
-        """Build it; it has no numbers."""
+        """Build the codec, which has no parameters."""
         return cls()
 
     def message_bytes(self, m: int) -> dict[str, int]:
@@ -36,7 +36,7 @@ class DenseCodec(Codec):
         return Message(summed={"rows": rows})
 
     def decode(self, received: Mapping[str, Tensor], m: int, seed: int) -> Decoded:
-        """Return what the collective summed."""
+        """Return the sums of the collective."""
         return Decoded(received["rows"])
 
     def unsent(self, rows: Tensor, message: Message, verdicts: Tensor | None) -> Tensor:

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Which cells of a count sketch an entry falls into, and with which signs."""
+"""Hash functions of the count sketch: an entry's cells and signs."""
 
 import zlib
 
@@ -12,11 +12,11 @@ _MASK = 0xFFFFFFFF
 
 
 def step_seed(seed: int, unit: str, step: int) -> int:
-    """Return a 32-bit seed for one exchange; entries that clash in one step part in the next.
+    """Return a 32-bit seed for one exchange, so that collisions differ between steps.
 
     Args:
-        seed: Of the run.
-        unit: Name of what is exchanged.
+        seed: Seed of the run.
+        unit: Name of the exchanged unit.
         step: Number of the exchange.
     """
     return zlib.crc32(f"{seed}/{unit}/{step}".encode())
@@ -28,7 +28,7 @@ def cells_and_signs(positions: Tensor, row: int, seed: int) -> tuple[Tensor, Ten
     Args:
         positions: Entries (...), int64, below 2³².
         row: Cells of one row.
-        seed: Of the step.
+        seed: Seed of the step.
 
     Returns:
         Cells (3, ...), int64, row r within [r·row, (r + 1)·row), and whether the sign is negative
@@ -42,7 +42,7 @@ def cells_and_signs(positions: Tensor, row: int, seed: int) -> tuple[Tensor, Ten
 @fused
 def _hash_rows(x: Tensor, row: int, salt_0: int, salt_1: int, salt_2: int) -> tuple[Tensor, Tensor]:
     mixed = [_mix(x, salt) for salt in (salt_0, salt_1, salt_2)]
-    # The high bits choose the cell without a division; the lowest one is left for the sign.
+    # The high bits choose the cell without a division; the lowest bit is the sign.
     cells = torch.stack([((h * row) >> 32) + r * row for r, h in enumerate(mixed)])
     return cells, torch.stack([(h & 1).bool() for h in mixed])
 

@@ -9,17 +9,16 @@ from torchtitan_lr.compression.sizes import DENSE, CodecSizes
 
 
 def build_codec(sizes: CodecSizes, ranks: int) -> Codec:
-    """Build the codec for W ranks that has the given numbers."""
+    """Build the codec for W ranks with the given parameters."""
     return CODECS[sizes.name].build(sizes, ranks)
 
 
 def unit_codec(codec: CodecSizes, compressed: int, ranks: int, all_reduce: bool) -> CodecSizes:
-    """Return what a unit's gradients travel by: dense where its size cannot be decoded.
+    """Return the codec of a unit: dense if a unit of its size cannot be decoded.
 
     Args:
-        codec: What was asked for.
-        compressed: Compressed entries of a destination; of the whole shard where all ranks need
-            the sums.
+        codec: The configured codec.
+        compressed: Compressed entries of a destination, or of the whole shard for `all_reduce`.
         ranks: Ranks W.
         all_reduce: Whether every rank needs the whole sum.
     """
@@ -28,13 +27,13 @@ def unit_codec(codec: CodecSizes, compressed: int, ranks: int, all_reduce: bool)
 
 
 def codec_bits(sizes: CodecSizes, replicas: int = 0) -> dict[str, float]:
-    """Bits per parameter and rank by operation in the limit of large tensors, fp32 values.
+    """Return the bits per parameter and rank by operation, for large tensors with fp32 values.
 
-    Where every replica needs the sum, the owners' sums travel back: as bitmap and values, of which
-    there may be a share W(1 − θ), or whole where that is less: min(32, 1 + 32·W(1 − θ)).
+    If every replica needs the sum, the owners return their sums: as bitmap and values, a share of
+    at most W(1 − θ), or whole if that is less: min(32, 1 + 32·W(1 − θ)).
 
     Args:
-        sizes: What travels.
+        sizes: The codec.
         replicas: HSDP's replicas W, whose shards are all-reduced; 0 for FSDP's reduce-scatter.
     """
     codec = build_codec(sizes, max(1, replicas))

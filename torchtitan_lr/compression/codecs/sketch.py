@@ -1,9 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""TAGC's codec: an index of what was sent and a count sketch of its values.
+"""TAGC's codec: an index of the sent entries and a count sketch of their values.
 
 A sketch is linear: the sum of the ranks' sketches is the sketch of their sum, so one reduce-scatter
-adds them up, whatever entries each rank chose. The owner knows from the index which entries are in
-it and peels: a cell with one unknown gives that entry, which is then taken out of its other cells.
+adds them, also if ranks send different entries. The index names the entries in the sum, and the
+owner peels: a cell with one unknown entry gives its value, which is then subtracted from its other
+cells.
 """
 
 from __future__ import annotations
@@ -38,29 +39,28 @@ from torchtitan_lr.compression.sizes import (
 from torchtitan_lr.errors import ConfigError
 
 MOST_RANKS_OF_SUM4 = 15
-"""Four bits count no further."""
+"""Largest count of a four-bit field."""
 
 ROUNDS = 24
-"""Rounds of peeling; at the limit of 0.75 a million entries take 17, at 0.7 they take 12."""
+"""Rounds of peeling; a million entries take 17 at the limit of 0.75, and 12 at 0.7."""
 
 
 class SketchCodec(Codec):
     """Count sketch with an index: 1 + 32/c bits per parameter.
 
-    The index is exact where bitmaps are swapped and OR-ed by the owner. For comparison it can be
-    summed as published (here by a reduce-scatter: the owner alone needs it): at 1 bit an entry that
-    two ranks send carries into its neighbour and the sum is silently wrong; at 4 bits up to 15
-    ranks are counted right.
+    The exact index exchanges bitmaps, and the owner combines them by OR. For comparison the index
+    can be summed as published (by a reduce-scatter here, because only the owner needs it). With 1
+    bit, an entry sent by two ranks carries into the next field and the sum is silently wrong; with
+    4 bits, up to 15 ranks are counted correctly.
 
-    Entries that do not peel are never lost: the owner zeroes their blocks, and says which.
+    Entries that do not peel are not lost: the owner zeroes their blocks and reports them.
 
-    State: the residual (W, m) that every lossy codec has, no more; hash seeds follow from the
-    number of the exchange.
+    The only state is the residual (W, m); hash seeds follow from the number of the exchange.
 
     Args:
         ranks: Ranks W.
         c: Entries per cell.
-        theta: Share of entries that is not sent, in [0, 1).
+        theta: Share of unsent entries, in [0, 1).
         index: ``exact``, ``sum1`` or ``sum4``.
         rounds: Rounds of peeling.
     """
@@ -76,11 +76,11 @@ class SketchCodec(Codec):
 
     @classmethod
     def resolve(cls, section: Any, c: float, theta: float, ranks: int) -> CodecSizes:
-        """Return its numbers, with the θ raised where ``auto`` says so; see `Codec.resolve`.
+        """Return the parameters, with a θ that peels for ``auto``; see `Codec.resolve`.
 
         Raises:
-            ConfigError: Four bits do not count the ranks, or the sketch would not peel; names the
-                smallest θ that would.
+            ConfigError: Too many ranks for four bits, or the sketch would not peel; the message has
+                the smallest θ that works.
         """
         if section.index == "sum4" and ranks > MOST_RANKS_OF_SUM4:
             want = f"'exact': four bits count {MOST_RANKS_OF_SUM4} ranks, here are {ranks}"
@@ -101,7 +101,7 @@ class SketchCodec(Codec):
 
     @classmethod
     def build(cls, sizes: CodecSizes, ranks: int) -> SketchCodec:
-        """Build it for W ranks; see `Codec.build`."""
+        """Build the codec for W ranks; see `Codec.build`."""
         return cls(ranks, sizes.c, sizes.theta, sizes.index)
 
     def message_bytes(self, m: int) -> dict[str, int]:
@@ -113,14 +113,14 @@ class SketchCodec(Codec):
         }
 
     def bits(self) -> dict[str, float]:
-        """Return the index's 1 or 4 bits and 32/c of cells.
+        """Return 1 or 4 bits of the index and 32/c of cells.
 
-        The verdict is 128 bytes a destination whatever its size, nothing in this limit.
+        The verdict has at most 128 bytes per destination, which vanishes for large tensors.
         """
         return {"index": float(self.index_bits), "sketch": 32 / self.c}
 
     def decodes(self, m: int) -> bool:
-        """Return whether a sketch of m entries peels but for a few percent of them."""
+        """Return whether a sketch of m entries peels all but a few percent."""
         if self.ranks == 1:
             return True
         load = unit_load(m, self.c, self.theta, self.ranks)
@@ -132,11 +132,11 @@ class SketchCodec(Codec):
         return f"load {load:.2f} above {max(0.0, limit):.2f}"
 
     def describe(self) -> str:
-        """Return its name, c and index."""
+        """Return name, c and index."""
         return f"{self.name} (c = {self.c:g}, index {self.index})"
 
     def describe_theta(self) -> str:
-        """Say that its θ is the least at which it peels."""
+        """Describe θ as the least at which the sketch peels."""
         return f"a sketch of c = {self.c:g} peels on {self.ranks} ranks"
 
     def encode(self, rows: Tensor, seed: int) -> Message:
@@ -146,16 +146,16 @@ class SketchCodec(Codec):
         message = Message(positions=positions, values=values)
         message.summed["sketch"] = insert(positions, values, sketch_row(m, self.c), seed)
         if self.index == "exact":
-            # Zeros need no place in the index: the fewer unknowns, the surer the peeling.
+            # Zeros are not in the index: with fewer unknowns, peeling is more reliable.
             message.swapped["index"] = pack(mark(positions, m, values != 0))
         else:
             message.summed["index"] = pack(mark(positions, m), self.index_bits)
         return message
 
     def decode(self, received: Mapping[str, Tensor], m: int, seed: int) -> Decoded:
-        """Peel; see `Codec.decode`.
+        """Peel the summed sketch; see `Codec.decode`.
 
-        Counts: ``unpeeled`` entries, ``indexed`` ones, and ``collisions`` of a summed index.
+        The counts are ``unpeeled`` and ``indexed`` entries, and ``collisions`` of a summed index.
         """
         index = received["index"]
         if self.index == "exact":
@@ -164,7 +164,7 @@ class SketchCodec(Codec):
             marked = unpack(index, m, self.index_bits)
         unknown = marked.nonzero_static(size=candidates(self.ranks, m, self.theta), fill_value=m)
         unknown = unknown.flatten()
-        # An accelerator's host would have to wait for the number of entries that remain.
+        # On an accelerator, the number of remaining entries would need a host synchronisation.
         solve = peel_remaining if unknown.device.type == "cpu" else peel
         values, stuck = solve(received["sketch"], unknown, m, seed, self.rounds)
         total = values.new_zeros(m + 1).index_copy_(0, unknown.clamp(max=m), values)[:m]
@@ -172,18 +172,18 @@ class SketchCodec(Codec):
         counts = {"unpeeled": stuck.sum(), "indexed": marked.sum()}
         if self.index == "sum1":
             sent = self.ranks * kept_entries(m, self.theta)
-            # Adding numbers loses one set bit with every carry.
+            # An addition loses one set bit per carry.
             counts["collisions"] = sent - marked.sum()
         return Decoded(total.masked_fill(failed, 0), verdict, counts)
 
     def unsent(self, rows: Tensor, message: Message, verdicts: Tensor | None) -> Tensor:
-        """Return the small entries and those of failed blocks (W, m)."""
+        """Return the unsent entries and those of failed blocks (W, m)."""
         assert message.positions is not None and message.values is not None
         return left_over(rows, message.positions, message.values, verdicts)
 
     @property
     def index_bits(self) -> int:
-        """Bits of the index per entry."""
+        """The bits of the index per entry."""
         return 4 if self.index == "sum4" else 1
 
 
@@ -198,21 +198,21 @@ def insert(positions: Tensor, values: Tensor, row: int, seed: int) -> Tensor:
 
 
 def peel(sketch: Tensor, unknown: Tensor, m: int, seed: int, rounds: int) -> tuple[Tensor, Tensor]:
-    """Solve a sketch for the entries it holds (TAGC, decompression).
+    """Solve a sketch for its entries (TAGC, decompression).
 
-    In every round all entries that are alone in one of their three cells are read off there and
-    taken out of the other two. Which entries these are follows from the index alone. The host
-    never waits for the device: every round visits all entries.
+    Each round reads all entries that are alone in one of their three cells, and subtracts them from
+    their other two cells. The index alone determines these entries. Every round visits all
+    entries, so there is no host synchronisation.
 
     Args:
         sketch: (3·row,).
-        unknown: Entries in it (u,), int64; m itself fills up the tensor.
+        unknown: Entries in the sketch (u,), int64; m is padding.
         m: Entries of the row.
-        seed: Of the step.
-        rounds: How many.
+        seed: Seed of the step.
+        rounds: Number of rounds.
 
     Returns:
-        Values (u,), and which entries remain unknown (u,), bool.
+        Values (u,), and a mask of the entries that remain unknown (u,), bool.
     """
     content, load, cells, negative = _loaded(sketch, unknown, m, seed)
     values = sketch.new_zeros(unknown.shape)
@@ -228,9 +228,9 @@ def peel(sketch: Tensor, unknown: Tensor, m: int, seed: int, rounds: int) -> tup
 def peel_remaining(
     sketch: Tensor, unknown: Tensor, m: int, seed: int, rounds: int
 ) -> tuple[Tensor, Tensor]:
-    """Do what `peel` does, and visit only the entries that remain: several times faster on a CPU.
+    """Peel by visiting only the remaining entries: several times faster than `peel` on a CPU.
 
-    The bits are those of `peel`, whose arguments it takes.
+    Arguments and results are those of `peel`, bit by bit.
     """
     content, load, cells, negative = _loaded(sketch, unknown, m, seed)
     values = sketch.new_zeros(unknown.shape)
@@ -252,7 +252,7 @@ def _loaded(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return content and load of every cell (3·row + 1,), and cells and signs of the entries.
 
-    What fills up the unknown falls into the spare cell at the end.
+    Padding falls into the spare cell at the end.
     """
     spare = sketch.numel()
     cells, negative = cells_and_signs(unknown, spare // HASH_ROWS, seed)
@@ -268,7 +268,7 @@ def _pick(which: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _alone(load: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which entries (u,) are alone in a cell, and the row of the first such cell (1, u)."""
+    """Return a mask of entries (u,) alone in a cell, and the row of the first such cell (1, u)."""
     alone = load.take(cells) == 1
     first = torch.where(alone[0], 0, torch.where(alone[1], 1, 2))
     return alone.any(0), first.unsqueeze(0)
@@ -277,7 +277,7 @@ def _alone(load: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
 def _take_out(
     content: Tensor, load: Tensor, cells: Tensor, negative: Tensor, first: Tensor, ready: Tensor
 ) -> Tensor:
-    """Read off the entries (u,) that are ready, 0 for others; take them out of all their cells."""
+    """Return the values of ready entries (u,), 0 for others; subtract them from all their cells."""
     read = content.take(cells.gather(0, first))
     read = torch.where(negative.gather(0, first), -read, read)[0]
     read = torch.where(ready, read, 0)
@@ -288,7 +288,7 @@ def _take_out(
 
 
 def _judge(unknown: Tensor, stuck: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """Return which entries lie in failed blocks (m,), and the packed verdict on the blocks."""
+    """Return a mask of the entries in failed blocks (m,), and the packed verdict."""
     block = verdict_block(m)
     blocks = -(-m // block)
     failed = torch.zeros(blocks + 1, dtype=torch.int32, device=unknown.device)

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The largest entries as a bitmap and their values: exact at any number of ranks."""
+"""The largest entries as a bitmap and values: exact for any number of ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SparseCodec(Codec):
     """Exactly k entries for each destination: 1 + 32(1 − θ) bits per parameter.
 
     Args:
-        theta: Share of entries that is not sent, in [0, 1).
+        theta: Share of unsent entries, in [0, 1).
     """
 
     name = "sparse"
@@ -33,7 +33,7 @@ class SparseCodec(Codec):
 
     @classmethod
     def build(cls, sizes: CodecSizes, ranks: int) -> SparseCodec:
-        """Build it for a θ; see `Codec.build`."""
+        """Build the codec for a θ; see `Codec.build`."""
         return cls(sizes.theta)
 
     def message_bytes(self, m: int) -> dict[str, int]:
@@ -48,7 +48,7 @@ class SparseCodec(Codec):
         return {"index": 1.0, "values": 32 * (1 - self.theta)}
 
     def encode(self, rows: Tensor, seed: int) -> Message:
-        """Swap bitmaps and, in the order of their bits, values; see `Codec.encode`."""
+        """Send bitmaps, and values in the order of their bits; see `Codec.encode`."""
         m = rows.shape[1]
         chosen, _ = largest(rows, self.theta)
         marked = mark(chosen, m)
@@ -57,7 +57,7 @@ class SparseCodec(Codec):
         return Message({"index": pack(marked), "values": values}, {}, positions, values)
 
     def decode(self, received: Mapping[str, Tensor], m: int, seed: int) -> Decoded:
-        """Add up the ranks' entries, always in the order of the ranks; see `Codec.decode`."""
+        """Add the ranks' entries in the order of the ranks; see `Codec.decode`."""
         values = received["values"]
         k = values.shape[1]
         if k != kept_entries(m, self.theta):

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Choosing the largest entries, and keeping account of the others."""
+"""Selection of the largest entries, and the residual of the others."""
 
 import torch
 from torch import Tensor
@@ -11,12 +11,12 @@ from torchtitan_lr.compression.sizes import kept_entries, verdict_block
 def largest(rows: Tensor, theta: float) -> tuple[Tensor, Tensor]:
     """Return positions and values of the largest entries by magnitude, in no order.
 
-    Exactly ``kept_entries(m, theta)`` a row, so that each row reaches θ; a threshold estimated from
-    a sample, as published, undershoots it. A NaN counts as the largest: it is sent, and noticed.
+    Each row has exactly ``kept_entries(m, theta)`` entries, so that it reaches θ; the published
+    threshold, estimated from a sample, does not. A NaN counts as the largest and is sent.
 
     Args:
         rows: (W, m).
-        theta: Share of entries to leave out.
+        theta: Share of unsent entries.
 
     Returns:
         Positions (W, k), int64, and values (W, k).
@@ -32,7 +32,7 @@ def largest(rows: Tensor, theta: float) -> tuple[Tensor, Tensor]:
 def left_over(
     rows: Tensor, positions: Tensor, values: Tensor, verdicts: Tensor | None = None
 ) -> Tensor:
-    """Return rows without their sent entries; what lies in a failed block counts as not sent.
+    """Return rows without their sent entries; entries of failed blocks count as unsent.
 
     Args:
         rows: (W, m); overwritten.
