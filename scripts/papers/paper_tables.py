@@ -300,7 +300,7 @@ def caat_equations() -> dict[str, tuple[str, str, bool]]:
 
 
 def measured() -> str:
-    """The timings that need the authors' hardware."""
+    """Return the timings that need the authors' hardware."""
     rows = [
         [
             f"{run.flavor}, T = {run.tensor_parallel}, PP = {run.pipeline_parallel}",

@@ -200,9 +200,9 @@ def buffer_bytes(run: Run, pp_rank: int) -> int:
 
 
 def _owed_bytes(run: Run) -> int:
-    """What compression has not sent: a number for every compressed entry that a rank adds to.
+    """Return the bytes of residuals: one number per compressed entry that a rank contributes to.
 
-    Twice where a step may be skipped: what is owed after the step, and what before it.
+    Twice if a step may be skipped: the residuals after and before the step.
     """
     settings = settings_for(run.config, run.replicas if run.replicas > 1 else run.shard)
     owing = [unit for _, unit, codec in exchanged_units(run) if leaves_residual(codec)]

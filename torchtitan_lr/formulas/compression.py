@@ -179,7 +179,7 @@ class SketchFormula(CodecFormula):
     def rows(
         self, exchange: Exchange, codec: CodecNumbers, scope: str, mesh_dim: str
     ) -> list[Traffic]:
-        """The index, swapped or summed; cells and dense entries, summed; the verdicts, gathered."""
+        """Return the index (swapped or summed), summed cells and dense entries, gathered verdicts."""
         w, m = exchange.ranks, exchange.compressed
         op = "all_to_all" if codec.index == "exact" else "reduce_scatter"
         packed = w * index_bytes(m, 4 if codec.index == "sum4" else 1)
@@ -255,7 +255,7 @@ def large_sketch_peels(c: float, theta: float, ranks: int) -> bool:
 
 
 def least_theta(c: float, ranks: int) -> float:
-    """The least θ of so many decimals at which a large sketch peels.
+    """Return the least θ of so many decimals at which a large sketch peels.
 
     Four decimals, or one more than θ has leading nines where that is more. Found by bisection in
     whole numbers, without roots or logarithms.

@@ -177,7 +177,7 @@ def process_state(pid: int) -> str:
 
 
 def _stat_of(pid: int) -> list[str]:
-    """The fields behind a process's name in /proc: state, parent's id, ...; [] where it is gone."""
+    """Return the fields after a process's name in /proc (state, parent id, ...); [] if it ended."""
     try:
         # The name in parentheses may itself hold blanks and parentheses.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

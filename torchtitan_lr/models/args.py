@@ -140,7 +140,7 @@ class LlamaArgs(BaseModelArgs):
         return self.activation in ("both", "lowrank")
 
     def shared_channels(self, width: int) -> int:
-        """Number of the first channels, of ``width``, that the lanes sum: int(p · width)."""
+        """Return the number of first channels, of ``width``, that the lanes sum: int(p · width)."""
         return int(self.sync_fraction * width)
 
     def check(self) -> None:
@@ -159,7 +159,7 @@ class LlamaArgs(BaseModelArgs):
         self._check_lanes()
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
-        """Take over what the job says about the model; called once by the trainer.
+        """Apply the job's settings of the model; called once by the trainer.
 
         Args:
             job_config: Anything with the sections ``low_rank``, ``training`` and ``debug``; of

@@ -25,7 +25,7 @@ does not say how its full-rank baselines start."""
 
 
 def factor_std(d_in: int, d_out: int, rank: int) -> float:
-    """Standard deviation of both factors of a low-rank linear.
+    """Return the standard deviation of both factors of a low-rank linear.
 
     It is r^(-1/4) · (d_in + d_out)^(-1/4): an entry of BA is a sum of r products, so its standard
     deviation is √r · std² = (d_in + d_out)^(-1/2), whatever the rank.
@@ -110,7 +110,7 @@ def draw_parameter(
 
 
 def _standard_deviations(model: nn.Module) -> dict[str, float | None]:
-    """Standard deviation by parameter name, None for ones."""
+    """Return the standard deviation by parameter name, None for a parameter of ones."""
     std: dict[str, float | None] = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""

@@ -194,7 +194,7 @@ def tp_mesh(degree: int) -> DeviceMesh:
 
 
 def resolved(case: Case) -> TPSettings:
-    """The case's settings with the plan named."""
+    """Return the case's settings with the plan named."""
     return resolve_settings(case.settings, model_args(case), case.degree, TOKENS)
 
 
@@ -211,7 +211,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def own_part(case: Case, whole: Tensor) -> Tensor:
-    """This rank's part of a residual stream (b, s, d), or of the lanes', under the case's plan."""
+    """Return this rank's part of a residual stream (b, s, d), or of the lanes' streams."""
     plan, rank = resolved(case).plan, tp_mesh(case.degree).get_local_rank()
     if case.lanes > 1 and case.family == "full":
         return whole.chunk(case.degree, 2)[rank]

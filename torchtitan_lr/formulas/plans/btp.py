@@ -69,7 +69,7 @@ class BTPFormula(PlanFormula):
         return [forward("all_gather", stream), backward("all_reduce", stream)]
 
     def kept(self, shape: ModelShape, settings: PlanSettings | None, n: int, t: int) -> Kept:
-        """A shard of the input, nd/T, whole latents, and the statistic of each norm, n numbers.
+        """Return a shard of the input, nd/T, whole latents, and each norm's statistic, n numbers.
 
         With token shards the latents are 7nr/T. What was gathered from them in front of the
         up-projections, 7nr, is kept too: gathering again would communicate.

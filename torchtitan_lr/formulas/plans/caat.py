@@ -23,13 +23,13 @@ class CaatFormula(PlanFormula):
         return [*rows, backward("all_reduce", [shape.dim] * 2)]
 
     def embedding(self, shape: ModelShape, settings: PlanSettings, n: int) -> list[Traffic]:
-        """The lanes go separate ways from the embedding, so its gradient is their sum."""
+        """Return a gather whose backward sums the gradients of all lanes."""
         op = "all_to_all" if settings.wide_sums else "reduce_scatter"
         gradient = backward(op, [n * shape.dim], scope="embedding")
         return [*super().embedding(shape, settings, n), gradient]
 
     def head(self, shape: ModelShape, settings: PlanSettings, n: int) -> list[Traffic]:
-        """The lanes' streams stay on their ranks; the norm's weight is one."""
+        """Return the sum of the norm weight's gradient; the lanes' streams stay on their ranks."""
         return [backward("all_reduce", [shape.dim])]
 
 
@@ -53,7 +53,7 @@ class BTPCaatFormula(BTPFormula):
 def _partial_reductions(
     payloads: Sequence[int], settings: PlanSettings, ranks: int
 ) -> list[Traffic]:
-    """The same sums in both passes; backward's are fp32 behind half precision where asked."""
+    """Return equal sums of both passes; wide backward sums add fp32 and send half precision."""
     payloads = [payload for payload in payloads if payload]
     if not payloads:
         return []

@@ -42,7 +42,7 @@ class PlanFormula:
     def block(
         self, shape: ModelShape, settings: PlanSettings, n: int, ranks: int, column_multiple: int
     ) -> list[Traffic]:
-        """Collectives of one decoder block, without a learned gate's (T > 1).
+        """Return the collectives of one decoder block, without a learned gate's (T > 1).
 
         Args:
             shape: Shape and family of the model.
@@ -57,11 +57,11 @@ class PlanFormula:
         raise NotImplementedError
 
     def embedding(self, shape: ModelShape, settings: PlanSettings, n: int) -> list[Traffic]:
-        """Collectives of the embedding, which is sharded along d; arguments as of `block`."""
+        """Return the collectives of the embedding, sharded along d; arguments as of `block`."""
         return [forward("all_gather", [n * shape.dim], scope="embedding")]
 
     def head(self, shape: ModelShape, settings: PlanSettings, n: int) -> list[Traffic]:
-        """Collectives of the final norm and the vocabulary-parallel head, without the logits'."""
+        """Return the collectives of final norm and head, without the gather of logits."""
         return [backward("all_reduce", [n * shape.dim])]
 
     def factors(self, d_in: int, d_out: int, rank: int, t: int) -> list[tuple[int, ...]]:
@@ -80,7 +80,7 @@ class PlanFormula:
         return [(rank // t, d_in), (d_out, rank // t)]
 
     def kept(self, shape: ModelShape, settings: PlanSettings | None, n: int, t: int) -> Kept:
-        """What low-rank checkpointing keeps of a block: its input, nd, and the latents, 7nr.
+        """Return the saved elements of a block (low-rank checkpointing): input nd, latents 7nr.
 
         Args:
             shape: Shape and family of the model; low-rank.

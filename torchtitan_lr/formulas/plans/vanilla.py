@@ -24,7 +24,7 @@ class VanillaFormula(PlanFormula):
         return [*rows, backward("all_reduce", [*[n * d] * copies, n * f])]
 
     def heads(self, shape: ModelShape, n: int) -> list[Traffic]:
-        """What enters and leaves attention, n tokens."""
+        """Return the traffic before and after attention, for n tokens."""
         qkv = [n * shape.dim, n * shape.kv_dim, n * shape.kv_dim]
         return [
             forward("reduce_scatter", qkv),

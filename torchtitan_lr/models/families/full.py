@@ -46,9 +46,9 @@ class Full(ModelFamily):
         super().check_overrides(section)
 
     def fingerprint(self, args: "LlamaArgs") -> dict[str, Any]:
-        """Nothing: the shape says it all."""
+        """Return nothing: the shape identifies the model."""
         return {}
 
     def is_llama(self, args: "LlamaArgs") -> bool:
-        """Always."""
+        """Return True."""
         return True

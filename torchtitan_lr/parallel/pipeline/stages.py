@@ -84,7 +84,7 @@ def build_stage(
 
 
 def pack_messages(part: nn.Module, before: Boundary | None, after: Boundary | None) -> None:
-    """Hook a model part so that it receives and sends one tensor per boundary, in place.
+    """Add hooks to a model part so that it receives and sends one tensor per boundary, in place.
 
     Only fields of the boundaries that do not depend on the sequence length are used.
 

@@ -269,7 +269,7 @@ def _never(packed: Any) -> Tensor:
 
 
 def _ignore(x: Tensor) -> None:
-    """Marks were heard in the forward pass."""
+    """Ignore a mark: the forward pass has recorded it."""
 
 
 def _autocast_of(args: tuple[Any, ...]) -> list[Callable[[], AbstractContextManager[Any]]]:
