@@ -179,7 +179,7 @@ class SketchFormula(CodecFormula):
     def rows(
         self, exchange: Exchange, codec: CodecNumbers, scope: str, mesh_dim: str
     ) -> list[Traffic]:
-        """Return the index (swapped or summed), summed cells and dense entries, gathered verdicts."""
+        """Return the index (swapped or summed), cells, dense entries and gathered verdicts."""
         w, m = exchange.ranks, exchange.compressed
         op = "all_to_all" if codec.index == "exact" else "reduce_scatter"
         packed = w * index_bytes(m, 4 if codec.index == "sum4" else 1)
