@@ -11,7 +11,7 @@ from torchtitan_lr.formulas.pipeline import boundary_elements, pipeline_traffic
 from torchtitan_lr.ledger.comparison import compare, differences
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.pipeline.stage_split import layers_before_boundaries
-from torchtitan_lr.parallel.tensor.tensor_parallel import settings_for
+from torchtitan_lr.parallel.tensor.tensor_parallel import tp_settings
 from torchtitan_lr.tools.parity_runs import BF16, LAYOUTS, TINY, degrees, model, schedule
 from torchtitan_lr.tools.rank_pool import RankPool
 
@@ -47,7 +47,7 @@ def test_messages_of_every_boundary(
     section, training = config.parallelism, config.training
     args = FLAVORS[family][config.model.flavor]
     args.update_from_config(config)
-    settings = settings_for(config, args, section.tensor_parallel_degree)
+    settings = tp_settings(config, args, section.tensor_parallel_degree)
     boundaries = [
         boundary_elements(
             args, settings, section.tensor_parallel_degree, training.seq_len, blocks_before

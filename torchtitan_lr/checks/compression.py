@@ -6,9 +6,9 @@ from typing import Any
 
 from torchtitan_lr.compression.settings import (
     compresses,
+    compression_settings,
     exchanging_ranks,
     is_compressed,
-    settings_for,
 )
 from torchtitan_lr.compression.sizes import CodecSizes
 from torchtitan_lr.errors import ConfigError
@@ -29,7 +29,7 @@ def check_grad_compression(config: Any, world_size: int, device_type: str) -> No
 
     ranks = exchanging_ranks(config, world_size)
     section = config.grad_compression
-    settings = settings_for(config, ranks)
+    settings = compression_settings(config, ranks)
     codec = CODECS[section.codec]
     if not codec.lossy:
         return

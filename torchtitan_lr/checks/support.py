@@ -43,11 +43,11 @@ def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
 
 def check_tensor_parallel(config: Any, world_size: int, device_type: str) -> None:
     """Check that the tensor-parallel plan fits the model, also at degree 1."""
-    from torchtitan_lr.parallel.tensor.tensor_parallel import settings_for
+    from torchtitan_lr.parallel.tensor.tensor_parallel import tp_settings
 
     args = llama_args(config)
     if args is not None:  # else another package's model, with a plan of its own
-        settings_for(config, args, config.parallelism.tensor_parallel_degree)
+        tp_settings(config, args, config.parallelism.tensor_parallel_degree)
 
 
 def _check_degree(name: str, degree: int, ranks: int) -> None:

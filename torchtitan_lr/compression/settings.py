@@ -61,7 +61,7 @@ def exchanging_ranks(config: Any, world_size: int) -> int:
     return int(max(1, world_size // others))
 
 
-def settings_for(config: Any, ranks: int) -> CompressionSettings:
+def compression_settings(config: Any, ranks: int) -> CompressionSettings:
     """Resolve ``[grad_compression]``.
 
     Args:

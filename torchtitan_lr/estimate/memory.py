@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from torchtitan_lr.compression.settings import settings_for
+from torchtitan_lr.compression.settings import compression_settings
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.rehearsal import (
     Rehearsal,
@@ -204,7 +204,7 @@ def _owed_bytes(run: Run) -> int:
 
     Twice if a step may be skipped: the residuals after and before the step.
     """
-    settings = settings_for(run.config, run.replicas if run.replicas > 1 else run.shard)
+    settings = compression_settings(run.config, run.replicas if run.replicas > 1 else run.shard)
     owing = [unit for _, unit, codec in exchanged_units(run) if leaves_residual(codec)]
     entries = sum(unit.ranks * unit.compressed for unit in owing)
     return settings.residual_dtype.itemsize * entries * (2 if settings.revocable else 1)

@@ -18,7 +18,7 @@ from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
 from torchtitan_lr.parallel.data_parallel import reshard_after_forward
 from torchtitan_lr.parallel.pipeline.stage_split import modules_per_stage
-from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, settings_for
+from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, tp_settings
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def read_run(config: Any, world: int) -> Run:
     if args is None:
         raise ConfigError("model.name", config.model.name, "a model of this package")
     degree = config.parallelism.tensor_parallel_degree
-    return Run(config, world, args, settings_for(config, args, degree))
+    return Run(config, world, args, tp_settings(config, args, degree))
 
 
 def with_checkpointing(config: Any, mode: str) -> Any:

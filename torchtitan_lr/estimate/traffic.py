@@ -13,7 +13,7 @@ from math import ceil, lcm, prod
 
 import torch
 
-from torchtitan_lr.compression.settings import is_compressed, settings_for
+from torchtitan_lr.compression.settings import compression_settings, is_compressed
 from torchtitan_lr.compression.sizes import DENSE, CodecSizes
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import Run, blocks_of
@@ -155,7 +155,7 @@ def exchanged_units(run: Run) -> list[tuple[str, Exchange, CodecSizes]]:
     """Return the scope, the exchange and the codec sizes of every FSDP unit."""
     crosses_hosts = run.replicas > 1
     ranks = run.replicas if crosses_hosts else run.shard
-    settings = settings_for(run.config, ranks)
+    settings = compression_settings(run.config, ranks)
     units = []
     for name, parameters in run.stages[0].items():
         entries = {True: 0, False: 0}

@@ -30,7 +30,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_lr.compat.fsdp import ReplicateModule, replicate
 from torchtitan_lr.compat.titan import mesh_of
 from torchtitan_lr.compression.fsdp import apply_gradient_compression, compressor_of
-from torchtitan_lr.compression.settings import compresses, settings_for
+from torchtitan_lr.compression.settings import compresses, compression_settings
 from torchtitan_lr.config.methods import TSR
 
 
@@ -147,7 +147,7 @@ def _compress(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConf
         return
     crosses_hosts = parallel_dims.dp_replicate_enabled
     mesh = parallel_dims.get_mesh("dp_replicate" if crosses_hosts else "fsdp")
-    settings = settings_for(job_config, mesh.size())
+    settings = compression_settings(job_config, mesh.size())
     apply_gradient_compression(model, mesh, settings, all_reduce=crosses_hosts)
 
 

@@ -19,7 +19,7 @@ from torchtitan_lr.parallel.recompute.activation_checkpoint import (
     apply_activation_checkpoint,
     compiles_model,
 )
-from torchtitan_lr.parallel.tensor.tensor_parallel import apply_tensor_parallel, settings_for
+from torchtitan_lr.parallel.tensor.tensor_parallel import apply_tensor_parallel, tp_settings
 
 
 def parallelize_llama(
@@ -37,7 +37,7 @@ def parallelize_llama(
     """
     if parallel_dims.tp_enabled:
         args = cast(LlamaArgs, model.model_args)
-        settings = settings_for(job_config, args, parallel_dims.tp)
+        settings = tp_settings(job_config, args, parallel_dims.tp)
         apply_tensor_parallel(model, parallel_dims.get_mesh("tp"), settings)
     apply_activation_checkpoint(model, job_config)
     if compiles_model(job_config):

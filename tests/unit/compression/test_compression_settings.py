@@ -6,11 +6,11 @@ from torchtitan_lr.compat.names import clean_name
 from torchtitan_lr.compression.codecs import build_codec
 from torchtitan_lr.compression.settings import (
     compresses,
+    compression_settings,
     describe_selection,
     describe_small_units,
     exchanging_ranks,
     is_compressed,
-    settings_for,
 )
 from torchtitan_lr.config.build import build_job_config
 
@@ -31,7 +31,7 @@ def settings(ranks=4, **changes):
     config = build_job_config(["--grad_compression.codec=sketch"])
     for key, value in {"min_size": 100, **changes}.items():
         setattr(config.grad_compression, key, value)
-    return settings_for(config, ranks)
+    return compression_settings(config, ranks)
 
 
 def chosen(**changes):
@@ -116,4 +116,4 @@ def test_the_dimension_that_is_exchanged():
 )
 def test_a_second_residual_only_where_the_first_is_needed_meanwhile(options, revocable):
     config = build_job_config(["--grad_compression.codec=sketch", *options])
-    assert settings_for(config, 4).revocable is revocable
+    assert compression_settings(config, 4).revocable is revocable

@@ -16,7 +16,7 @@ from torchtitan_lr.compression.codecs import (
     reduce_in_process,
     unit_codec,
 )
-from torchtitan_lr.compression.settings import settings_for
+from torchtitan_lr.compression.settings import compression_settings
 from torchtitan_lr.compression.sizes import CodecSizes
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.methods import GRAD_CODECS
@@ -76,7 +76,7 @@ def test_an_unregistered_name_is_refused():
 
 
 def test_a_registered_codec_is_accepted_from_a_toml_too(tmp_path):
-    settings = settings_for(config_of(), RANKS)
+    settings = compression_settings(config_of(), RANKS)
     assert settings.codec == CodecSizes("strided", 10, 0.9875)
     toml = tmp_path / "toy.toml"
     toml.write_text(

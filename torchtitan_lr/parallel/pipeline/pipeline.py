@@ -29,7 +29,7 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.pipeline.boundaries import Boundary, stage_boundary
 from torchtitan_lr.parallel.pipeline.stage_split import layers_before_boundaries
 from torchtitan_lr.parallel.pipeline.stages import build_stage, pack_messages
-from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, settings_for
+from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, tp_settings
 
 
 class NormalizedLoss:
@@ -213,7 +213,7 @@ def stage_boundaries(
         settings: The tensor-parallel plan; the configured one by default.
     """
     degree = job_config.parallelism.tensor_parallel_degree
-    settings = settings or settings_for(job_config, args, degree)
+    settings = settings or tp_settings(job_config, args, degree)
     return [
         stage_boundary(args, settings, degree, seq_len, latents=0 < before < args.n_layers)
         for before in layers_before_boundaries(job_config, args.n_layers)

@@ -15,7 +15,7 @@ from torchtitan_lr.parallel.tensor.plans import PLANS, TPSettings, build_tp_plan
 
 _NOT_KEYS = ("loss_parallel", "wide_sums")
 
-__all__ = ["TPSettings", "apply_tensor_parallel", "resolve_settings", "settings_for"]
+__all__ = ["TPSettings", "apply_tensor_parallel", "resolve_settings", "tp_settings"]
 
 
 def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, settings: TPSettings) -> None:
@@ -37,7 +37,7 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, settings: TPSet
     logger.info(f"Applied tensor parallelism over {tp_mesh.size()} ranks: {settings}")
 
 
-def settings_for(job_config: JobConfig, args: LlamaArgs, tp_degree: int) -> TPSettings:
+def tp_settings(job_config: JobConfig, args: LlamaArgs, tp_degree: int) -> TPSettings:
     """Resolve the settings of ``[parallelism]`` for a run.
 
     Args:
