@@ -104,7 +104,7 @@ def test_a_sweep_beside_a_run_that_was_left_behind_is_refused(cut_off):
     _, refused, *_ = cut_off
     assert refused.status == 2, refused.everything
     (line,) = refused.err.splitlines()
-    assert line.startswith("error: --work: got ") and "left behind" in line
+    assert line.startswith("error: --work: got ") and "a run left by one" in line
 
 
 @LINUX
