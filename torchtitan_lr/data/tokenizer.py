@@ -37,6 +37,10 @@ class TiktokenTokenizer(BaseTokenizer):
     Args:
         path: A ``tokenizer.model``: a base64 token and its rank on each line.
 
+    Attributes:
+        ranks: Rank, which is the id, of every ordinary token.
+        specials: Id of every special token by name.
+
     Raises:
         ConfigError: The file is not a rank file (SentencePiece models have the same name).
     """
@@ -47,6 +51,7 @@ class TiktokenTokenizer(BaseTokenizer):
         super().__init__()
         ranks = _read_ranks(Path(path))
         specials = llama3_specials(len(ranks))
+        self.ranks, self.specials = ranks, specials
         self._encoding = tiktoken.Encoding(
             name=Path(path).name,
             pat_str=LLAMA3_SPLIT,

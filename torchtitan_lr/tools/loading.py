@@ -2,11 +2,14 @@
 """Load a training checkpoint into a model in one process, without a process group."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
@@ -113,6 +116,106 @@ def read_model_args(path: Path) -> LlamaArgs:
         raise ConfigError(str(path), str(error), "what scripts/export.py wrote") from error
 
 
+@dataclass(frozen=True)
+class StoredWeights:
+    """The verified weights of a checkpoint of any number of ranks, read when they are needed.
+
+    Attributes:
+        args: The model's arguments.
+        step_dir: Folder of the distributed checkpoint (DCP).
+        metadata: Its table of contents.
+        shapes: Shape of every parameter by name, in the model's order.
+        dtype: Precision of all of them.
+    """
+
+    args: LlamaArgs
+    step_dir: Path
+    metadata: Metadata
+    shapes: dict[str, tuple[int, ...]]
+    dtype: torch.dtype
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Read whole parameters onto the CPU.
+
+        Args:
+            names: Which ones.
+
+        Raises:
+            ConfigError: A file is damaged.
+        """
+        weights = {name: torch.empty(self.shapes[name], dtype=self.dtype) for name in names}
+        self.fill(weights)
+        return weights
+
+    def fill(self, weights: dict[str, Tensor]) -> None:
+        """Read into existing tensors; errors as for `read`."""
+        try:
+            load(weights, self.step_dir, no_dist=True, metadata=self.metadata)
+        # A damaged file can raise any exception; DCP wraps some of them in CheckpointException,
+        # which derives from BaseException.
+        except (Exception, CheckpointException) as error:
+            raise _no_checkpoint(self.step_dir, "damaged files") from error
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """The weights of a model in memory, as `StoredWeights` gives those of a checkpoint.
+
+    Attributes:
+        model: The model, with plain tensors.
+    """
+
+    model: LlamaModel
+
+    @property
+    def args(self) -> LlamaArgs:
+        """The model's arguments."""
+        return self.model.model_args
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter by name."""
+        return {name: tuple(value.shape) for name, value in self.model.state_dict().items()}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the parameters."""
+        return next(self.model.parameters()).dtype
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return parameters by name."""
+        state = self.model.state_dict()
+        return {name: state[name] for name in names}
+
+
+def open_weights(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> StoredWeights:
+    """Verify a checkpoint of any number of ranks, without loading its weights.
+
+    Args:
+        step_dir: Folder of a distributed checkpoint (DCP).
+        args: The model's arguments.
+        assets_path: Folder of the tokenizer to use with it, if any.
+
+    Returns:
+        The weights, which are read on demand.
+
+    Raises:
+        ConfigError: The folder is not a complete checkpoint, is damaged, or contains another model.
+    """
+    manifest, metadata = _verify(step_dir)
+    stored = metadata.state_dict_metadata
+    with torch.device("meta"):
+        model = LlamaModel(args)
+    dtype = _check_stored(step_dir, stored, model)
+    if manifest is not None:
+        tokenizer = {TOKENIZER: tokenizer_digest(assets_path)} if assets_path else {}
+        check_fingerprint(manifest.model, model_fingerprint(args) | tokenizer, step_dir)
+    else:
+        logger.warning("%s has no manifest: loading it without checksums", step_dir)
+    check_lanes(step_dir, (args.lanes, args.sync_fraction), metadata)
+    return StoredWeights(args, step_dir, metadata, ModelWeights(model).shapes, dtype)
+
+
 def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaModel:
     """Verify a checkpoint of any number of ranks and load its weights onto the CPU.
 
@@ -127,25 +230,11 @@ def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaM
     Raises:
         ConfigError: The folder is not a complete checkpoint, is damaged, or contains another model.
     """
-    manifest, metadata = _verify(step_dir)
-    stored = metadata.state_dict_metadata
+    stored = open_weights(step_dir, args, assets_path)
     with torch.device("meta"):
         model = LlamaModel(args)
-    model.to(_check_stored(step_dir, stored, model))
-    if manifest is not None:
-        tokenizer = {TOKENIZER: tokenizer_digest(assets_path)} if assets_path else {}
-        check_fingerprint(manifest.model, model_fingerprint(args) | tokenizer, step_dir)
-    check_lanes(step_dir, (args.lanes, args.sync_fraction), metadata)
-    model.to_empty(device="cpu")
-    weights = model.state_dict()
-    try:
-        load(weights, step_dir, no_dist=True, metadata=metadata)
-    # A damaged file can raise any exception; DCP wraps some of them in CheckpointException, which
-    # derives from BaseException.
-    except (Exception, CheckpointException) as error:
-        raise _no_checkpoint(step_dir, "damaged files") from error
-    if manifest is None:
-        logger.warning("%s has no manifest: loading it without checksums", step_dir)
+    model.to(stored.dtype).to_empty(device="cpu")
+    stored.fill(model.state_dict())
     return model.eval()
 
 
