@@ -139,6 +139,11 @@ def test_cached_steps_and_padded_batches_are_the_whole_sequence(exported, case):
         for row, length in enumerate([20, 13, 1]):
             alone = ours(ids[row : row + 1, 20 - length :])[0]
             assert error(logits[row, 20 - length :], alone) < 1e-12
+        # Angles are relative: only padding within a text shows that it has no positions.
+        holes = torch.tensor([[1, 1, 1, 0, 0, 0, 1, 1, 1, 1]])
+        text = ids[:1, :10][holes.bool()][None]
+        within = theirs(ids[:1, :10], attention_mask=holes).logits[holes.bool()]
+        assert error(within, ours(text)[0]) < 1e-12
         # The control: without the mask, padding is text.
         assert error(theirs(rows).logits[1, 7:], ours(ids[1:2, 7:])[0]) > 1e-3
         assert theirs(ids, logits_to_keep=2).logits.shape[1] == 2

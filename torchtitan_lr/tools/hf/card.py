@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.training.history import HISTORY_FILE, read_history
+from torchtitan_lr.training import history
 from torchtitan_lr.training.summary import TRAIN_LOSS, VALIDATION_LOSS
 
 CARD = "README.md"
@@ -87,7 +87,7 @@ def _run_rows(config: Any, step_dir: Path, step: str) -> list[tuple[str, Any]]:
     """What the record and the history of the run say; nothing is guessed."""
     training, job = config.training, getattr(config, "job", None)
     dump = step_dir.parent.parent
-    history = read_history(dump / HISTORY_FILE)
+    records = history.read_history(dump / history.HISTORY_FILE)
     rows: list[tuple[str, Any]] = []
     dataset = getattr(training, "dataset", None)
     if dataset:
@@ -96,7 +96,7 @@ def _run_rows(config: Any, step_dir: Path, step: str) -> list[tuple[str, Any]]:
     rows.append(("steps", step))
     if not step.isdecimal():
         return rows
-    past = [record for record in history if record["step"] <= int(step)]
+    past = [record for record in records if record["step"] <= int(step)]
     tokens = _tokens(training, past, int(step))
     if tokens is not None:
         rows.append(("tokens", f"{tokens:,}"))

@@ -98,4 +98,4 @@ class TorchtitanLRConfig(PretrainedConfig):
 
     def shared_channels(self, width: int) -> int:
         """Return how many of ``width`` channels the lanes sum: the first int(p · width)."""
-        return int(self.sync_fraction * width)
+        return int(width * self.sync_fraction)
