@@ -37,10 +37,6 @@ class TiktokenTokenizer(BaseTokenizer):
     Args:
         path: A ``tokenizer.model``: a base64 token and its rank on each line.
 
-    Attributes:
-        ranks: Rank, which is the id, of every ordinary token.
-        specials: Id of every special token by name.
-
     Raises:
         ConfigError: The file is not a rank file (SentencePiece models have the same name).
     """
@@ -51,7 +47,6 @@ class TiktokenTokenizer(BaseTokenizer):
         super().__init__()
         ranks = _read_ranks(Path(path))
         specials = llama3_specials(len(ranks))
-        self.ranks, self.specials = ranks, specials
         self._encoding = tiktoken.Encoding(
             name=Path(path).name,
             pat_str=LLAMA3_SPLIT,
@@ -99,6 +94,10 @@ class TiktokenTokenizer(BaseTokenizer):
     def get_vocab_size(self) -> int:
         """Return the number of ids, special tokens included."""
         return self._encoding.n_vocab
+
+    def get_ranks(self) -> dict[bytes, int]:
+        """Return the rank, which is the id, of every ordinary token."""
+        return {self._encoding.decode_single_token_bytes(i): i for i in range(self.bos_id)}
 
 
 def resolve_assets_path(path: str) -> Path:

@@ -2,15 +2,11 @@
 """Load a training checkpoint into a model in one process, without a process group."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.tools.logging import logger
@@ -23,12 +19,13 @@ from torchtitan_lr.checkpoints.manifest import (
     newest_whole_before,
     read_manifest,
 )
-from torchtitan_lr.checkpoints.safe_metadata import load, read_metadata
+from torchtitan_lr.checkpoints.safe_metadata import read_metadata
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families.registry import FAMILIES, find_family
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.tools.weights import StoredWeights, no_checkpoint, parameter_shapes
 from torchtitan_lr.training.fingerprint import (
     TOKENIZER,
     check_fingerprint,
@@ -116,78 +113,6 @@ def read_model_args(path: Path) -> LlamaArgs:
         raise ConfigError(str(path), str(error), "what scripts/export.py wrote") from error
 
 
-@dataclass(frozen=True)
-class StoredWeights:
-    """The verified weights of a checkpoint of any number of ranks, read when they are needed.
-
-    Attributes:
-        args: The model's arguments.
-        step_dir: Folder of the distributed checkpoint (DCP).
-        metadata: Its table of contents.
-        shapes: Shape of every parameter by name, in the model's order.
-        dtype: Precision of all of them.
-    """
-
-    args: LlamaArgs
-    step_dir: Path
-    metadata: Metadata
-    shapes: dict[str, tuple[int, ...]]
-    dtype: torch.dtype
-
-    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Read whole parameters onto the CPU.
-
-        Args:
-            names: Which ones.
-
-        Raises:
-            ConfigError: A file is damaged.
-        """
-        weights = {name: torch.empty(self.shapes[name], dtype=self.dtype) for name in names}
-        self.fill(weights)
-        return weights
-
-    def fill(self, weights: dict[str, Tensor]) -> None:
-        """Read into existing tensors; errors as for `read`."""
-        try:
-            load(weights, self.step_dir, no_dist=True, metadata=self.metadata)
-        # A damaged file can raise any exception; DCP wraps some of them in CheckpointException,
-        # which derives from BaseException.
-        except (Exception, CheckpointException) as error:
-            raise _no_checkpoint(self.step_dir, "damaged files") from error
-
-
-@dataclass(frozen=True)
-class ModelWeights:
-    """The weights of a model in memory, as `StoredWeights` gives those of a checkpoint.
-
-    Attributes:
-        model: The model, with plain tensors.
-    """
-
-    model: LlamaModel
-
-    @property
-    def args(self) -> LlamaArgs:
-        """The model's arguments."""
-        return self.model.model_args
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter by name."""
-        return {name: tuple(value.shape) for name, value in self.model.state_dict().items()}
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Precision of the parameters."""
-        return next(self.model.parameters()).dtype
-
-    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return parameters by name."""
-        state = self.model.state_dict()
-        return {name: state[name] for name in names}
-
-
 def open_weights(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> StoredWeights:
     """Verify a checkpoint of any number of ranks, without loading its weights.
 
@@ -213,7 +138,7 @@ def open_weights(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> Stor
     else:
         logger.warning("%s has no manifest: loading it without checksums", step_dir)
     check_lanes(step_dir, (args.lanes, args.sync_fraction), metadata)
-    return StoredWeights(args, step_dir, metadata, ModelWeights(model).shapes, dtype)
+    return StoredWeights(args, step_dir, metadata, parameter_shapes(model), dtype)
 
 
 def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaModel:
@@ -242,15 +167,8 @@ def _verify(step_dir: Path) -> tuple[Manifest | None, Metadata]:
     """Read a whole checkpoint once and check its files against the manifest."""
     damage = find_damage(step_dir)
     if damage is not None:
-        raise _no_checkpoint(step_dir, damage, newest_whole_before(step_dir))
+        raise no_checkpoint(step_dir, damage, newest_whole_before(step_dir))
     return read_manifest(step_dir), read_metadata(step_dir)
-
-
-def _no_checkpoint(step_dir: Path, why: str, older: str | None = None) -> ConfigError:
-    example = older or "outputs/checkpoint/step-100"
-    return ConfigError(
-        "CHECKPOINT", str(step_dir), f"a complete checkpoint such as {example} (found: {why})"
-    )
 
 
 def _check_stored(step_dir: Path, stored: dict[str, Any], model: LlamaModel) -> torch.dtype:

@@ -17,12 +17,12 @@ from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.tools.export import export_factored
 from torchtitan_lr.tools.loading import (
-    ModelWeights,
     build_model_args,
     load_model,
     read_model_args,
     read_run_config,
 )
+from torchtitan_lr.tools.weights import ModelWeights
 
 export = load_script("export")
 

@@ -16,7 +16,7 @@ from tests.unit.tiny import tiny_args, tokens
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.tools import hf
 from torchtitan_lr.tools.export import HF_CODE, export_factored, export_hf
-from torchtitan_lr.tools.loading import ModelWeights
+from torchtitan_lr.tools.weights import ModelWeights
 
 SCALING = RoPEScalingArgs(original_max_position_embeddings=64)
 LANES = {"lanes": 4, "sync_fraction": 0.55, "vocab_size": 96}

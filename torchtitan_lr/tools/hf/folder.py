@@ -19,7 +19,7 @@ from torchtitan_lr.tools.export import HF_CONFIG, export_hf, is_hf_llama
 from torchtitan_lr.tools.hf.card import write_card
 from torchtitan_lr.tools.hf.shards import write_json
 from torchtitan_lr.tools.hf.tokenizer import GENERATION_CONFIG, export_tokenizer
-from torchtitan_lr.tools.loading import StoredWeights
+from torchtitan_lr.tools.weights import StoredWeights
 
 # Not the padding's: transformers would leave that row of the embedding out of training.
 _MODEL_IDS = ("bos_token_id", "eos_token_id")

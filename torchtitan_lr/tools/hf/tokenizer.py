@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
-from torchtitan_lr.data.llama3 import BOS, EOS, HF_FILE, LLAMA3_SPLIT
+from torchtitan_lr.data.llama3 import BOS, EOS, HF_FILE, LLAMA3_SPLIT, llama3_specials
 from torchtitan_lr.data.tokenizer import TiktokenTokenizer
 from torchtitan_lr.tools.hf.shards import write_json
 from torchtitan_lr.tools.train_tokenizer import byte_alphabet
@@ -90,7 +90,7 @@ def _add_bos(backend: Tokenizer, bos_id: int) -> None:
 def _from_tiktoken(tokenizer: TiktokenTokenizer) -> Tokenizer:
     """Convert a rank file: every pair of tokens that makes a third one is a merge of its rank."""
     chars = byte_alphabet()
-    ranks = tokenizer.ranks
+    ranks = tokenizer.get_ranks()
     vocab = {"".join(chars[b] for b in token): rank for token, rank in ranks.items()}
     merges = []
     for token, _ in sorted(vocab.items(), key=lambda item: item[1]):
@@ -106,7 +106,7 @@ def _from_tiktoken(tokenizer: TiktokenTokenizer) -> Tokenizer:
         ]
     )
     backend.decoder = decoders.ByteLevel()
-    specials = sorted(tokenizer.specials.items(), key=lambda item: item[1])
+    specials = sorted(llama3_specials(len(ranks)).items(), key=lambda item: item[1])
     backend.add_special_tokens(
         [AddedToken(name, special=True, normalized=False) for name, _ in specials]
     )
