@@ -179,11 +179,11 @@ class TorchtitanLRForCausalLM(PreTrainedModel, GenerationMixin):
         d, vocab_size = config.hidden_size, config.vocab_size
         # Lanes of the low-rank families are in the latents; those at full rank are streams.
         self.streams = config.lanes if config.family == "full" else 1
-        self.tok_embeddings = nn.Embedding(vocab_size, d)
+        self.tok_embeddings: nn.Module = nn.Embedding(vocab_size, d)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
         head = LaneRows if self.streams > 1 else nn.Linear
-        self.output = head(d, vocab_size, bias=False)
+        self.output: nn.Module = head(d, vocab_size, bias=False)
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -34,11 +34,11 @@ def export_tokenizer(tokenizer: BaseTokenizer, folder: Path, out_dir: Path, leng
         out_dir: An existing folder.
         length: Length of the sequences that the model was trained on.
     """
+    config: dict[str, Any]
     if isinstance(tokenizer, TiktokenTokenizer):
-        backend, config = _from_tiktoken(tokenizer), {"bos_token": BOS, "eos_token": EOS}
+        backend, adds_bos = _from_tiktoken(tokenizer), False
         # Names of special tokens in a text are text to it.
-        config["split_special_tokens"] = True
-        adds_bos = False
+        config = {"bos_token": BOS, "eos_token": EOS, "split_special_tokens": True}
     else:
         assert isinstance(tokenizer, HuggingFaceTokenizer)
         backend = Tokenizer.from_str(tokenizer.tokenizer.to_str())  # its own is in use
