@@ -101,7 +101,7 @@ def _is_llama(folder: Path) -> bool:
 def _build_args(
     values: dict[str, Any], base: float, scaling: Any, family: str, kind: dict[str, Any]
 ) -> LlamaArgs:
-    ranks = {"rank_attention": 0, "rank_ffn": 0, "activation": "fullrank"}
+    ranks: dict[str, Any] = {"rank_attention": 0, "rank_ffn": 0, "activation": "fullrank"}
     return LlamaArgs(
         family=family,
         dim=values["hidden_size"],
