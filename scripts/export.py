@@ -6,7 +6,9 @@ With this package's factored names, for every model:
 
     python scripts/export.py outputs/checkpoint/step-100 --out exported
 
-As a full-rank Hugging Face LLaMA, if the conversion is exact (llama_full, llama_svd):
+For transformers' AutoModelForCausalLM, with the tokenizer and a model card. A model that equals a
+full-rank LLaMA (llama_full, llama_svd) becomes one; others bring their code, to be loaded with
+trust_remote_code=True:
 
     python scripts/export.py outputs/checkpoint/step-100 --out exported --format hf
 """
@@ -28,7 +30,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         argv: The arguments; ``sys.argv[1:]`` by default.
 
     Returns:
-        ``checkpoint``, ``out``, ``format``, ``dtype`` and ``config``.
+        ``checkpoint``, ``out``, ``format``, ``dtype``, ``config``, ``keep_factors`` and
+        ``max_shard_size``.
     """
     parser = OneLineParser(
         description=__doc__, usage="%(prog)s CHECKPOINT --out OUT [--format hf] [...]"
@@ -47,6 +50,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="checkpoint", help="precision written")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
+    parser.add_argument(
+        "--keep_factors", action="store_true", help="hf: keep the factors of llama_svd too"
+    )
+    parser.add_argument(
+        "--max_shard_size", default="5GB", help="of one file of weights: 5GB, 500MB or bytes"
+    )
     options, rest = parser.parse_known_args(argv)
     if options.out is None and rest and not rest[0].startswith("-"):
         options.out = Path(rest.pop(0))  # the older form of --out
@@ -69,19 +78,35 @@ def export(args: argparse.Namespace) -> None:
     # Imported late: torchtitan takes seconds, and --help and argument errors do not need it.
     import torch
 
-    from torchtitan_lr.tools.export import check_hf_exportable, export_factored, export_hf
-    from torchtitan_lr.tools.loading import build_model_args, load_model, read_run_config
+    from torchtitan_lr.tools.export import check_hf_exportable, export_factored
+    from torchtitan_lr.tools.hf.folder import export_folder, find_tokenizer
+    from torchtitan_lr.tools.hf.shards import read_size
+    from torchtitan_lr.tools.loading import build_model_args, open_weights, read_run_config
 
-    model_args = build_model_args(read_run_config(args.checkpoint, args.config))
-    if args.format == "hf":
-        check_hf_exportable(model_args)
-    model = load_model(args.checkpoint, model_args)
+    max_bytes = read_size(args.max_shard_size)
+    config = read_run_config(args.checkpoint, args.config)
+    model_args = build_model_args(config)
+    hf = args.format == "hf"
+    if args.keep_factors and not hf:
+        raise ConfigError(
+            "--keep_factors", args.format, "--format hf; 'factored' always keeps them"
+        )
+    if hf:
+        check_hf_exportable(model_args, args.keep_factors)
+    assets = find_tokenizer(config, model_args) if hf else ""
+    source = open_weights(args.checkpoint, model_args, assets)
     dtype = None if args.dtype == "checkpoint" else getattr(torch, args.dtype)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        (export_hf if args.format == "hf" else export_factored)(model, args.out, dtype)
+        if hf:
+            export_folder(source, config, args.out, dtype, max_bytes, args.keep_factors, assets)
+        else:
+            export_factored(source, args.out, dtype, max_bytes)
     except OSError as error:
         raise ConfigError("OUT_DIR", str(args.out), f"a writable folder ({error})") from error
+    if hf and not assets:
+        path = config.model.hf_assets_path
+        print(f"no tokenizer in {path}: exported without one", file=sys.stderr)
 
 
 @in_one_line

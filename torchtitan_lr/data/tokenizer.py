@@ -95,6 +95,10 @@ class TiktokenTokenizer(BaseTokenizer):
         """Return the number of ids, special tokens included."""
         return self._encoding.n_vocab
 
+    def get_ranks(self) -> dict[bytes, int]:
+        """Return the rank, which is the id, of every ordinary token."""
+        return {self._encoding.decode_single_token_bytes(i): i for i in range(self.bos_id)}
+
 
 def resolve_assets_path(path: str) -> Path:
     """Find an assets folder: the path itself, else relative to the package's parent folder.

@@ -1,75 +1,124 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Export weights as safetensors, with our names or Hugging Face's."""
+"""Export weights as safetensors: with our names, as Hugging Face's LLaMA, or with model code."""
 
 import dataclasses
-import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from torchtitan_lr.compat.titan import drop_marker
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
+from torchtitan_lr.tools import hf
+from torchtitan_lr.tools.hf.shards import (
+    DEFAULT_SHARD,
+    Piece,
+    Tensors,
+    WeightSource,
+    read_size,
+    write_json,
+    write_shards,
+)
 
-WEIGHTS = "model.safetensors"
 MODEL_ARGS = "model_args.json"
 HF_CONFIG = "config.json"
+HF_CODE = ("configuration_torchtitan_lr", "layers_torchtitan_lr", "modeling_torchtitan_lr")
+"""Modules that an export of a model that is no LLaMA holds."""
+
+_PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+_CODED_FAMILIES = ("full", "svd", "cola", "lax")
+"""Families whose linears the exported model code has."""
 
 
-def export_factored(model: LlamaModel, out_dir: Path, dtype: torch.dtype | None = None) -> None:
-    """Write ``model.safetensors`` with our names, and ``model_args.json``.
+def export_factored(
+    source: WeightSource,
+    out_dir: Path,
+    dtype: torch.dtype | None = None,
+    max_bytes: int = read_size(DEFAULT_SHARD),
+) -> None:
+    """Write the weights with our names, and ``model_args.json``.
 
     Args:
-        model: The model, with plain tensors.
+        source: The weights.
         out_dir: An existing folder.
-        dtype: Precision of the file; the model's own by default.
+        dtype: Precision of the files; the model's own by default.
+        max_bytes: Largest size of a file.
     """
-    _save(model.state_dict(), out_dir, dtype)
-    values = drop_marker(dataclasses.asdict(model.model_args))
-    _write_json(out_dir / MODEL_ARGS, values)
+    write_shards(source, _as_they_are(source), out_dir, dtype, max_bytes)
+    write_json(out_dir / MODEL_ARGS, drop_marker(dataclasses.asdict(source.args)))
 
 
-def export_hf(model: LlamaModel, out_dir: Path, dtype: torch.dtype | None = None) -> None:
-    """Write a full-rank Hugging Face LLaMA: ``model.safetensors`` and ``config.json``.
+def export_hf(
+    source: WeightSource,
+    out_dir: Path,
+    dtype: torch.dtype | None = None,
+    max_bytes: int = read_size(DEFAULT_SHARD),
+    keep_factors: bool = False,
+) -> int:
+    """Write weights, ``config.json`` and, for what is no LLaMA, the code of the model.
+
+    What equals a full-rank LLaMA becomes transformers' own; factors are multiplied in fp32 or
+    better and rounded once. All others keep their tensors, by our names.
 
     Args:
-        model: The model, with plain tensors, of a family for which this is exact.
+        source: The weights.
         out_dir: An existing folder.
-        dtype: Precision of the file; the model's own by default. Factors are multiplied in fp32
-            or better and rounded once.
+        dtype: Precision of the files; the model's own by default.
+        max_bytes: Largest size of a file.
+        keep_factors: Whether llama_svd keeps its factors too.
+
+    Returns:
+        The number of written parameters.
 
     Raises:
-        ConfigError: The model has no equivalent full-rank LLaMA.
+        ConfigError: There is no code for such a model.
     """
-    check_hf_exportable(model.model_args)
-    adapter = LlamaStateDictAdapter(model.model_args, hf_assets_path=None)
-    own = next(model.parameters()).dtype
-    wide = {k: v.to(torch.promote_types(own, torch.float32)) for k, v in model.state_dict().items()}
-    _save(adapter.to_hf(wide), out_dir, dtype or own)
-    _write_json(out_dir / HF_CONFIG, build_hf_config(model.model_args, dtype or own))
+    args = source.args
+    check_hf_exportable(args, keep_factors)
+    dtype = dtype or source.dtype
+    if is_hf_llama(args, keep_factors):
+        written = write_shards(source, _as_llama(source), out_dir, dtype, max_bytes)
+        write_json(out_dir / HF_CONFIG, build_hf_config(args, dtype))
+        return written
+    written = write_shards(source, _as_they_are(source), out_dir, dtype, max_bytes)
+    write_json(out_dir / HF_CONFIG, build_coded_config(args, dtype))
+    for name in HF_CODE:
+        shutil.copyfile(Path(hf.__path__[0]) / f"{name}.py", out_dir / f"{name}.py")
+    return written
 
 
-def check_hf_exportable(args: LlamaArgs) -> None:
-    """Raise for a model without an exact full-rank form.
+def is_hf_llama(args: LlamaArgs, keep_factors: bool = False) -> bool:
+    """Return whether the export is transformers' own LLaMA.
 
     Args:
         args: The model's arguments.
+        keep_factors: Whether factors stay factors.
+    """
+    adapter = LlamaStateDictAdapter(args, hf_assets_path=None)
+    return adapter.is_llama and not (keep_factors and args.low_rank)
+
+
+def check_hf_exportable(args: LlamaArgs, keep_factors: bool = False) -> None:
+    """Raise for a model that transformers cannot run.
+
+    Args:
+        args: The model's arguments.
+        keep_factors: Whether llama_svd is to keep its factors.
 
     Raises:
-        ConfigError: The family is cola or lax, or svd without SwiGLU's SiLU, or the model has lanes
-            with private channels.
+        ConfigError: The family is not one of this package, or factors are to be kept where there
+            are none.
     """
-    if not LlamaStateDictAdapter(args, hf_assets_path=None).is_llama:
-        want = (
-            "'factored' for this model: only llama_full, and llama_svd with"
-            " low_rank.activation 'fullrank', equal a full-rank LLaMA, and without caat.lanes"
-        )
-        raise ConfigError("--format", "hf", want)
+    if keep_factors and not args.low_rank:
+        name = args.model_family.model_name
+        raise ConfigError("--keep_factors", name, "a low-rank family: llama_full has no factors")
+    if not is_hf_llama(args) and args.family not in _CODED_FAMILIES:
+        names = ", ".join(f"llama_{family}" for family in _CODED_FAMILIES)
+        raise ConfigError("--format", "hf", f"'factored' for this model: hf exports {names}")
 
 
 def build_hf_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
@@ -88,16 +137,9 @@ def build_hf_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": args.dim,
-        "intermediate_size": args.ffn_dim,
-        "num_hidden_layers": args.n_layers,
-        "num_attention_heads": args.n_heads,
-        "num_key_value_heads": args.kv_heads,
-        "vocab_size": args.vocab_size,
-        "rms_norm_eps": args.norm_eps,
+        **_shape(args),
         "rope_theta": args.rope_theta,
         "rope_scaling": None,
-        "max_position_embeddings": args.max_seq_len,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
@@ -107,26 +149,90 @@ def build_hf_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
         "eos_token_id": None,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    scaling = args.rope_scaling
-    if scaling is not None:
-        config["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": scaling.scaling_factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position_embeddings,
-        }
+    if args.rope_scaling is not None:
+        config["rope_scaling"] = {"rope_type": "llama3", **_scaling(args)}
     return config
 
 
-def _save(weights: dict[str, Tensor], out_dir: Path, dtype: torch.dtype | None) -> None:
-    tensors = {name: value.to(dtype or value.dtype).contiguous() for name, value in weights.items()}
-    path = out_dir / WEIGHTS
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(mode)  # safetensors creates a file that only its owner may read
+def build_coded_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the configuration of a model whose code is exported with it.
+
+    Args:
+        args: The model's arguments.
+        dtype: Precision of the weights.
+
+    Returns:
+        The contents of ``config.json``; `torchtitan_lr.tools.hf.configuration_torchtitan_lr` says
+        what they mean.
+    """
+    configuration, _, modeling = HF_CODE
+    model = "TorchtitanLRForCausalLM"
+    return {
+        "architectures": [model],
+        "auto_map": {
+            "AutoConfig": f"{configuration}.TorchtitanLRConfig",
+            "AutoModelForCausalLM": f"{modeling}.{model}",
+        },
+        "model_type": "torchtitan_lr",
+        "family": args.family,
+        **_shape(args),
+        # Names of their own: transformers gives "rope_theta" and "rope_scaling" other meanings
+        # from version to version.
+        "rotary_base": args.rope_theta,
+        "rotary_scaling": _scaling(args) or None,
+        "rank_attention": args.rank_attention,
+        "rank_ffn": args.rank_ffn,
+        "latent_silu": [p for p in _PROJECTIONS if args.low_rank and args.latent_silu(p)],
+        "outer_silu": args.outer_silu,
+        "lax_gate": args.lax_gate,
+        "lanes": args.lanes,
+        "sync_fraction": args.sync_fraction,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n")
+def _shape(args: LlamaArgs) -> dict[str, Any]:
+    return {
+        "hidden_size": args.dim,
+        "intermediate_size": args.ffn_dim,
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.kv_heads,
+        "vocab_size": args.vocab_size,
+        "rms_norm_eps": args.norm_eps,
+        "max_position_embeddings": args.max_seq_len,
+    }
+
+
+def _scaling(args: LlamaArgs) -> dict[str, Any]:
+    scaling = args.rope_scaling
+    if scaling is None:
+        return {}
+    return {
+        "factor": scaling.scaling_factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_position_embeddings,
+    }
+
+
+def _as_they_are(source: WeightSource) -> Iterator[Piece]:
+    for name in source.shapes:
+        yield Piece((name,), lambda tensors: tensors)
+
+
+def _as_llama(source: WeightSource) -> Iterator[Piece]:
+    """Yield one piece per weight of Hugging Face's LLaMA, of one stored tensor or two factors."""
+    adapter = LlamaStateDictAdapter(source.args, hf_assets_path=None)
+
+    def convert(tensors: Tensors) -> Tensors:
+        dtype = torch.promote_types(source.dtype, torch.float32)
+        weights: Tensors = adapter.to_hf({name: t.to(dtype) for name, t in tensors.items()})
+        return weights
+
+    for name in source.shapes:
+        if name.endswith(".B.weight"):
+            yield Piece((name, name.removesuffix("B.weight") + "A.weight"), convert)
+        elif not name.endswith(".A.weight"):
+            yield Piece((name,), convert)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.tools.logging import logger
@@ -20,12 +19,13 @@ from torchtitan_lr.checkpoints.manifest import (
     newest_whole_before,
     read_manifest,
 )
-from torchtitan_lr.checkpoints.safe_metadata import load, read_metadata
+from torchtitan_lr.checkpoints.safe_metadata import read_metadata
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families.registry import FAMILIES, find_family
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.tools.weights import StoredWeights, no_checkpoint, parameter_shapes
 from torchtitan_lr.training.fingerprint import (
     TOKENIZER,
     check_fingerprint,
@@ -113,6 +113,34 @@ def read_model_args(path: Path) -> LlamaArgs:
         raise ConfigError(str(path), str(error), "what scripts/export.py wrote") from error
 
 
+def open_weights(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> StoredWeights:
+    """Verify a checkpoint of any number of ranks, without loading its weights.
+
+    Args:
+        step_dir: Folder of a distributed checkpoint (DCP).
+        args: The model's arguments.
+        assets_path: Folder of the tokenizer to use with it, if any.
+
+    Returns:
+        The weights, which are read on demand.
+
+    Raises:
+        ConfigError: The folder is not a complete checkpoint, is damaged, or contains another model.
+    """
+    manifest, metadata = _verify(step_dir)
+    stored = metadata.state_dict_metadata
+    with torch.device("meta"):
+        model = LlamaModel(args)
+    dtype = _check_stored(step_dir, stored, model)
+    if manifest is not None:
+        tokenizer = {TOKENIZER: tokenizer_digest(assets_path)} if assets_path else {}
+        check_fingerprint(manifest.model, model_fingerprint(args) | tokenizer, step_dir)
+    else:
+        logger.warning("%s has no manifest: loading it without checksums", step_dir)
+    check_lanes(step_dir, (args.lanes, args.sync_fraction), metadata)
+    return StoredWeights(args, step_dir, metadata, parameter_shapes(model), dtype)
+
+
 def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaModel:
     """Verify a checkpoint of any number of ranks and load its weights onto the CPU.
 
@@ -127,25 +155,11 @@ def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaM
     Raises:
         ConfigError: The folder is not a complete checkpoint, is damaged, or contains another model.
     """
-    manifest, metadata = _verify(step_dir)
-    stored = metadata.state_dict_metadata
+    stored = open_weights(step_dir, args, assets_path)
     with torch.device("meta"):
         model = LlamaModel(args)
-    model.to(_check_stored(step_dir, stored, model))
-    if manifest is not None:
-        tokenizer = {TOKENIZER: tokenizer_digest(assets_path)} if assets_path else {}
-        check_fingerprint(manifest.model, model_fingerprint(args) | tokenizer, step_dir)
-    check_lanes(step_dir, (args.lanes, args.sync_fraction), metadata)
-    model.to_empty(device="cpu")
-    weights = model.state_dict()
-    try:
-        load(weights, step_dir, no_dist=True, metadata=metadata)
-    # A damaged file can raise any exception; DCP wraps some of them in CheckpointException, which
-    # derives from BaseException.
-    except (Exception, CheckpointException) as error:
-        raise _no_checkpoint(step_dir, "damaged files") from error
-    if manifest is None:
-        logger.warning("%s has no manifest: loading it without checksums", step_dir)
+    model.to(stored.dtype).to_empty(device="cpu")
+    stored.fill(model.state_dict())
     return model.eval()
 
 
@@ -153,15 +167,8 @@ def _verify(step_dir: Path) -> tuple[Manifest | None, Metadata]:
     """Read a whole checkpoint once and check its files against the manifest."""
     damage = find_damage(step_dir)
     if damage is not None:
-        raise _no_checkpoint(step_dir, damage, newest_whole_before(step_dir))
+        raise no_checkpoint(step_dir, damage, newest_whole_before(step_dir))
     return read_manifest(step_dir), read_metadata(step_dir)
-
-
-def _no_checkpoint(step_dir: Path, why: str, older: str | None = None) -> ConfigError:
-    example = older or "outputs/checkpoint/step-100"
-    return ConfigError(
-        "CHECKPOINT", str(step_dir), f"a complete checkpoint such as {example} (found: {why})"
-    )
 
 
 def _check_stored(step_dir: Path, stored: dict[str, Any], model: LlamaModel) -> torch.dtype:

@@ -78,7 +78,7 @@ def save_tiktoken(tokenizer: Tokenizer, out: Path) -> None:
         tokenizer: Returned by :func:`train_bpe` without special tokens.
         out: An existing folder.
     """
-    byte_of = {char: byte for byte, char in _byte_alphabet().items()}
+    byte_of = {char: byte for byte, char in byte_alphabet().items()}
     by_rank = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     lines = (
         f"{base64.b64encode(bytes(byte_of[char] for char in token)).decode()} {rank}\n"
@@ -87,8 +87,8 @@ def save_tiktoken(tokenizer: Tokenizer, out: Path) -> None:
     (out / TIKTOKEN_FILE).write_text("".join(lines))
 
 
-def _byte_alphabet() -> dict[int, str]:
-    """Map each byte to its character in a byte-level BPE vocabulary.
+def byte_alphabet() -> dict[int, str]:
+    """Return the character of each byte in a byte-level BPE vocabulary.
 
     Printable Latin-1 characters map to themselves, the other bytes to characters from U+0100.
     """

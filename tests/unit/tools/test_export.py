@@ -22,6 +22,7 @@ from torchtitan_lr.tools.loading import (
     read_model_args,
     read_run_config,
 )
+from torchtitan_lr.tools.weights import ModelWeights
 
 export = load_script("export")
 
@@ -111,7 +112,7 @@ def test_factored_goes_round(tmp_path, family, low_rank):
 def test_every_file_has_the_mode_of_the_umask(tmp_path, umask):
     before = os.umask(umask)
     try:
-        export_factored(LlamaModel(tiny_args("cola")), tmp_path)
+        export_factored(ModelWeights(LlamaModel(tiny_args("cola"))), tmp_path)
     finally:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
@@ -120,7 +121,7 @@ def test_every_file_has_the_mode_of_the_umask(tmp_path, umask):
 
 def test_model_args_keep_the_rope_scaling(tmp_path):
     args = tiny_args("cola", rope_scaling=FLAVORS["cola"]["8B"].rope_scaling, n_kv_heads=2)
-    export_factored(LlamaModel(args), tmp_path)
+    export_factored(ModelWeights(LlamaModel(args)), tmp_path)
     assert read_model_args(tmp_path / "model_args.json") == args
     values = json.loads((tmp_path / "model_args.json").read_text())
     for changed in ({**values, "rank_ffn": 999}, {**values, "experts": 8}, [1]):
@@ -183,17 +184,24 @@ def test_a_toml_can_stand_in_for_the_record(tmp_path):
     assert args == model.model_args
 
 
-@pytest.mark.parametrize("family", ["cola", "lax"])
-def test_what_has_no_full_rank_form_is_refused(tmp_path, capsys, family):
-    step, _ = write_run(tmp_path / "run", family)
-    line = refusal(capsys, step, tmp_path / "out", "--format", "hf")
-    assert line.startswith("error: --format: got 'hf', expected 'factored'")
-    assert not (tmp_path / "out").exists()
-
-
-def test_svd_without_swiglus_silu_is_refused(tmp_path, capsys):
-    step, _ = write_run(tmp_path / "run", "svd", activation="none")
-    assert "fullrank" in refusal(capsys, step, tmp_path / "out", "--format", "hf")
+def test_what_transformers_cannot_run_is_refused(tmp_path, capsys):
+    step, _ = write_run(tmp_path / "run", "full")
+    out = tmp_path / "out"
+    refused = {
+        ("--format", "hf", "--keep_factors"): "--keep_factors: got 'llama_full', expected a low-r",
+        ("--keep_factors",): "--keep_factors: got 'factored', expected --format hf",
+        ("--max_shard_size", "5 parsecs"): "--max_shard_size: got '5 parsecs', expected a size",
+        ("--max_shard_size", "0GB"): "--max_shard_size: got '0GB', expected a size",
+    }
+    for options, line in refused.items():
+        assert refusal(capsys, step, out, *options).startswith(f"error: {line}")
+    # Of a family that the exported code has no linears for: tests/unit/models/test_toy_family.py.
+    record = tmp_path / "run" / "job_config.json"
+    changed = json.loads(record.read_text())
+    changed["model"]["vocab_size"] = 64
+    record.write_text(json.dumps(changed))
+    assert "a tokenizer within the model's" in refusal(capsys, step, out, "--format", "hf")
+    assert not out.exists()
 
 
 def test_another_models_record_is_refused(tmp_path, capsys):

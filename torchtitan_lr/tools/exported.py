@@ -1,0 +1,124 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Read back what ``scripts/export.py`` wrote, in both formats."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torchtitan.models.llama3.model.args import RoPEScalingArgs
+
+from torchtitan_lr.checkpoints.layout import HF_INDEX
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models.args import ACTIVATIONS, LlamaArgs
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
+from torchtitan_lr.tools.export import HF_CONFIG, MODEL_ARGS, build_coded_config
+from torchtitan_lr.tools.hf.shards import WEIGHTS
+from torchtitan_lr.tools.loading import read_model_args
+
+
+def is_export(folder: Path) -> bool:
+    """Return whether a folder holds an export rather than a checkpoint."""
+    return any((folder / name).is_file() for name in (MODEL_ARGS, HF_CONFIG))
+
+
+def load_export(folder: Path) -> LlamaModel:
+    """Load an export onto the CPU.
+
+    Args:
+        folder: What ``scripts/export.py`` wrote; a merged llama_svd is a llama_full here.
+
+    Returns:
+        The model in the export's dtype, in evaluation mode.
+
+    Raises:
+        ConfigError: A file is missing or damaged, or describes another model.
+    """
+    args = read_export_args(folder)
+    index = folder / HF_INDEX
+    weights: dict[str, torch.Tensor] = {}
+    try:
+        places = json.loads(index.read_text())["weight_map"] if index.is_file() else {"": WEIGHTS}
+        for name in sorted(set(places.values())):
+            weights |= load_file(folder / Path(name).name)
+        if _is_llama(folder):
+            weights = LlamaStateDictAdapter(args, None).from_hf(weights)
+        with torch.device("meta"):
+            model = LlamaModel(args)
+        model.to(weights["tok_embeddings.weight"].dtype).to_empty(device="cpu")
+        model.load_state_dict(weights)
+    # safetensors has an exception of its own, which is no OSError or ValueError.
+    except Exception as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError("CHECKPOINT", str(folder), f"an undamaged export ({why})") from error
+    return model.eval()
+
+
+def read_export_args(folder: Path) -> LlamaArgs:
+    """Read what an export says about its model.
+
+    Args:
+        folder: The export.
+
+    Returns:
+        The model's arguments; what does not change its function has its default.
+
+    Raises:
+        ConfigError: There is no such file, or another program wrote it.
+    """
+    if (folder / MODEL_ARGS).is_file():
+        return read_model_args(folder / MODEL_ARGS)
+    path = folder / HF_CONFIG
+    try:
+        values = json.loads(path.read_text())
+        if values["model_type"] == "llama":
+            return _build_args(values, values["rope_theta"], values["rope_scaling"], "full", {})
+        own = {name: values[name] for name in ("lax_gate", "lanes", "sync_fraction")}
+        own |= {name: values[name] for name in ("rank_attention", "rank_ffn")}
+        rotary = values["rotary_base"], values["rotary_scaling"]
+        for activation in ACTIVATIONS if values["family"] != "svd" else ("fullrank", "none"):
+            kind = own | {"activation": activation}
+            args = _build_args(values, *rotary, values["family"], kind)
+            coded = build_coded_config(args, torch.float32)
+            if all(coded[name] == values[name] for name in ("latent_silu", "outer_silu")):
+                return args
+        raise ValueError("unknown places of the nonlinearities")
+    except ConfigError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(str(path), why, "what scripts/export.py wrote") from error
+
+
+def _is_llama(folder: Path) -> bool:
+    """Whether the weights have the names and the layout of transformers' LLaMA."""
+    path = folder / HF_CONFIG
+    return path.is_file() and json.loads(path.read_text())["model_type"] == "llama"
+
+
+def _build_args(
+    values: dict[str, Any], base: float, scaling: Any, family: str, kind: dict[str, Any]
+) -> LlamaArgs:
+    ranks: dict[str, Any] = {"rank_attention": 0, "rank_ffn": 0, "activation": "fullrank"}
+    return LlamaArgs(
+        family=family,
+        dim=values["hidden_size"],
+        n_layers=values["num_hidden_layers"],
+        n_heads=values["num_attention_heads"],
+        n_kv_heads=values["num_key_value_heads"],
+        ffn_dim=values["intermediate_size"],
+        vocab_size=values["vocab_size"],
+        norm_eps=values["rms_norm_eps"],
+        max_seq_len=values["max_position_embeddings"],
+        rope_theta=base,
+        rope_scaling=scaling
+        and RoPEScalingArgs(
+            scaling_factor=scaling["factor"],
+            low_freq_factor=scaling["low_freq_factor"],
+            high_freq_factor=scaling["high_freq_factor"],
+            original_max_position_embeddings=scaling["original_max_position_embeddings"],
+        ),
+        **(ranks | kind),
+    )

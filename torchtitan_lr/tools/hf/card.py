@@ -1,0 +1,121 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The README.md of an export: what the model is, what it was trained on, and how well it does."""
+
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.training import history
+from torchtitan_lr.training.summary import TRAIN_LOSS, VALIDATION_LOSS
+
+CARD = "README.md"
+
+_KINDS = {
+    "full": "full-rank LLaMA",
+    "svd": "LLaMA with factorised linears, y = B A x",
+    "cola": "LLaMA with a nonlinearity in every bottleneck (CoLA), y = B σ(A x)",
+    "lax": "CoLA whose latents cross from block to block (LaX)",
+}
+
+
+def write_card(
+    args: LlamaArgs, config: Any, step_dir: Path, out_dir: Path, written: int, coded: bool
+) -> None:
+    """Write the model card, from the run's record, its history and its arguments.
+
+    Args:
+        args: The model's arguments.
+        config: The run's record, sections as attributes.
+        step_dir: The exported checkpoint.
+        out_dir: The export.
+        written: Number of exported parameters.
+        coded: Whether the model's code is in the export.
+    """
+    step = step_dir.resolve().name.removeprefix("step-")
+    name = f"{args.model_family.model_name} {config.model.flavor}"
+    loading = ", trust_remote_code=True" if coded else ""
+    rows = _model_rows(args, written) + _run_rows(config, step_dir.resolve(), step)
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        f"tags: [torchtitan_lr, {args.model_family.model_name}]",
+        "---",
+        f"# {name}, step {step}",
+        "",
+        f"A {_KINDS[args.family]}, pre-trained with torchtitan_lr.",
+        "",
+        "| | |",
+        "| --- | --- |",
+        *(f"| {key} | {value} |" for key, value in rows),
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("."{loading})',
+        f'tokenizer = AutoTokenizer.from_pretrained("."{loading})',
+        "```",
+        "",
+        "A base model: it continues text.",
+    ]
+    (out_dir / CARD).write_text("\n".join(lines) + "\n")
+
+
+def _model_rows(args: LlamaArgs, written: int) -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = [
+        ("parameters", f"{written:,}"),
+        (
+            "width, blocks, heads (of keys)",
+            f"{args.dim}, {args.n_layers}, {args.n_heads} ({args.kv_heads})",
+        ),
+        ("vocabulary", args.vocab_size),
+        ("sequence length", args.max_seq_len),
+    ]
+    if args.low_rank:
+        rows.append(("ranks of attention, feed-forward", f"{args.rank_attention}, {args.rank_ffn}"))
+        rows.append(("nonlinearity (`low_rank.activation`)", args.activation))
+    if args.model_family.gated:
+        rows.append(("gate of the carried latents", args.lax_gate))
+    if args.lanes > 1:
+        rows.append(("CAAT-Net lanes, shared fraction", f"{args.lanes}, {args.sync_fraction:g}"))
+    return rows
+
+
+def _run_rows(config: Any, step_dir: Path, step: str) -> list[tuple[str, Any]]:
+    """What the record and the history of the run say; nothing is guessed."""
+    training, job = config.training, getattr(config, "job", None)
+    dump = step_dir.parent.parent
+    records = history.read_history(dump / history.HISTORY_FILE)
+    rows: list[tuple[str, Any]] = []
+    dataset = getattr(training, "dataset", None)
+    if dataset:
+        path = getattr(training, "dataset_path", None)
+        rows.append(("data", f"{dataset} ({path})" if path else dataset))
+    rows.append(("steps", step))
+    if not step.isdecimal():
+        return rows
+    past = [record for record in records if record["step"] <= int(step)]
+    tokens = _tokens(training, past, int(step))
+    if tokens is not None:
+        rows.append(("tokens", f"{tokens:,}"))
+    for key, what in ((TRAIN_LOSS, "training"), (VALIDATION_LOSS, "validation")):
+        found = [record for record in past if record.get(key) is not None]
+        if found:
+            loss, at = found[-1][key], found[-1]["step"]
+            text = f"{loss:.4f} nats per token, perplexity {math.exp(min(loss, 700)):.2f}"
+            rows.append((f"{what} loss at step {at}", text))
+    file = getattr(job, "config_file", None)
+    if file:
+        rows.append(("command", f"`CONFIG_FILE={shlex.quote(file)} ./run_llama_train.sh`"))
+    return rows
+
+
+def _tokens(training: Any, past: list[dict[str, Any]], step: int) -> int | None:
+    """Tokens seen up to a step: the history's number, else batch times length where known."""
+    seen = [r["n_tokens_seen"] for r in past if r["step"] == step and "n_tokens_seen" in r]
+    if seen:
+        return int(seen[-1])
+    batch = getattr(training, "global_batch_size", -1)
+    return step * batch * training.seq_len if batch > 0 else None

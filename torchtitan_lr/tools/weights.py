@@ -1,0 +1,107 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Weights by this package's names: those of a checkpoint, read on demand, or of a model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torchtitan_lr.checkpoints.safe_metadata import load
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.llama import LlamaModel
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """The verified weights of a checkpoint of any number of ranks, read when they are needed.
+
+    Attributes:
+        args: The model's arguments.
+        step_dir: Folder of the distributed checkpoint (DCP).
+        metadata: Its table of contents.
+        shapes: Shape of every parameter by name, in the model's order.
+        dtype: Precision of all of them.
+    """
+
+    args: LlamaArgs
+    step_dir: Path
+    metadata: Metadata
+    shapes: dict[str, tuple[int, ...]]
+    dtype: torch.dtype
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Read whole parameters onto the CPU.
+
+        Args:
+            names: Which ones.
+
+        Raises:
+            ConfigError: A file is damaged.
+        """
+        weights = {name: torch.empty(self.shapes[name], dtype=self.dtype) for name in names}
+        self.fill(weights)
+        return weights
+
+    def fill(self, weights: dict[str, Tensor]) -> None:
+        """Read into existing tensors; errors as for `read`."""
+        try:
+            load(weights, self.step_dir, no_dist=True, metadata=self.metadata)
+        # A damaged file can raise any exception; DCP wraps some of them in CheckpointException,
+        # which derives from BaseException.
+        except (Exception, CheckpointException) as error:
+            raise no_checkpoint(self.step_dir, "damaged files") from error
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """The weights of a model in memory, as `StoredWeights` gives those of a checkpoint.
+
+    Attributes:
+        model: The model, with plain tensors.
+    """
+
+    model: LlamaModel
+
+    @property
+    def args(self) -> LlamaArgs:
+        """The model's arguments."""
+        return self.model.model_args
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter by name."""
+        return parameter_shapes(self.model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the parameters."""
+        return next(self.model.parameters()).dtype
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return parameters by name."""
+        state = self.model.state_dict()
+        return {name: state[name] for name in names}
+
+
+def parameter_shapes(model: LlamaModel) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter by name, in the model's order."""
+    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
+
+
+def no_checkpoint(step_dir: Path, why: str, older: str | None = None) -> ConfigError:
+    """Return the error of a folder that is no whole checkpoint.
+
+    Args:
+        step_dir: The folder.
+        why: What is wrong with it.
+        older: A whole checkpoint to use instead, if there is one.
+    """
+    example = older or "outputs/checkpoint/step-100"
+    return ConfigError(
+        "CHECKPOINT", str(step_dir), f"a complete checkpoint such as {example} (found: {why})"
+    )
