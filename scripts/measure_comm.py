@@ -4,11 +4,11 @@
 python scripts/measure_comm.py CONFIG [--json] [--section.key=value ...]
 
 CONFIG is a TOML file of ./run_llama_train.sh; further arguments override it. The step is executed
-on NGPU ranks of this machine (default: its GPUs, at most 4, or 4 gloo processes without GPUs). Elements are those
-of the logical tensor, once per call. If all decoder blocks are equal, they are shown as one,
-`block`; otherwise each has its own rows. Formulas describe the model; the scalars of the scope
-`step` (clipping, logging) have none. Collectives that activation checkpointing recomputes have no
-formula: they are counted by running the model on tensors without data.
+on NGPU ranks of this machine (default: its GPUs, at most 4, or 4 gloo processes without GPUs).
+Elements are those of the logical tensor, once per call. If all decoder blocks are equal, they are
+shown as one, `block`; otherwise each has its own rows. Formulas describe the model; the scalars of
+the scope `step` (clipping, logging) have none. Collectives that activation checkpointing recomputes
+have no formula: they are counted by running the model on tensors without data.
 
 Exit status: 0 all rows agree, 1 rows differ or the run failed, 2 invalid configuration.
 """

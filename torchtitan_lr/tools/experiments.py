@@ -23,7 +23,7 @@ from torchtitan_lr.launch.environment import (
 )
 from torchtitan_lr.launch.placement import Placement, find_device, place
 from torchtitan_lr.launch.processes import end_with, exit_without_teardown
-from torchtitan_lr.tools.cli import RunFailedError
+from torchtitan_lr.tools.cli import RunFailedError, last_error
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 from torchtitan_lr.training.summary import TRAIN_LOSS
 
@@ -87,14 +87,7 @@ def launch(
             raise
         if status:
             said.seek(0)
-            raise RunFailedError(_reason(said.read(), status))
-
-
-def _reason(output: str, status: int) -> str:
-    """Return the launcher's last error line from the combined output."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error: ")]
-    return (errors or lines or [f"the launcher ended with status {status}"])[-1]
+            raise RunFailedError(last_error(said.read(), status))
 
 
 def on_signals_stop() -> None:
