@@ -26,7 +26,7 @@ from typing import Any
 
 from torchtitan_lr.tools.acceptance import Job, run_job, run_part
 from torchtitan_lr.tools.acceptance_page import as_markdown
-from torchtitan_lr.tools.acceptance_parts import FULL, TINY, Scale, make_parts
+from torchtitan_lr.tools.acceptance_parts import FULL, TINY, Scale, Site, make_parts
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,20 +41,21 @@ def main(argv: list[str] | None = None) -> int:
     deadline = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as work:
         if options.list:
-            parts = make_parts(FULL, {"devices": 1}, ROOT, Path(work))
+            parts = make_parts(Site(FULL, {"devices": 1}, ROOT, Path(work)))
             rows = [[p.name, str(len(p.jobs)), p.title] for p in parts]
             print(text_table(["part", "commands", "title"], rows, left=3))
             return 0
         machine = _machine(scale, deadline)
         machine["commit"] = options.commit or machine["commit"]
         report = _earlier(options.out, machine, scale)
-        for part in make_parts(scale, machine, ROOT, Path(work)):
+        for part in make_parts(Site(scale, machine, ROOT, Path(work))):
             if part.name not in options.only:
                 continue
             print(f"{part.name}: {part.title} ...", file=sys.stderr, flush=True)
             result = run_part(part, ROOT, deadline)
             report["parts"][part.name] = result
             for job in result["jobs"]:
+                job["command"] = job["command"].replace(work, "outputs")
                 reason = f": {job['reason']}" if job["reason"] else ""
                 print(f"  {job['name']} {job['status']}, {job['seconds']:.0f} s{reason}")
             _write(report, options.out)

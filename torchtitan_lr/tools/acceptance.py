@@ -11,6 +11,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -55,8 +56,9 @@ class Job:
 
     @property
     def shown(self) -> str:
-        """The command as typed in a shell."""
-        return shlex.join([*(f"{k}={v}" for k, v in self.variables.items()), *self.command])
+        """The command as typed in a shell, with ``python`` for this interpreter."""
+        words = [*(f"{key}={value}" for key, value in self.variables.items()), *self.command]
+        return shlex.join(words).replace(sys.executable, "python")
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,9 @@ def run_job(job: Job, root: Path, deadline: float) -> dict[str, Any]:
         ``name``, ``command``, ``status``, ``reason``, ``seconds`` and ``values``.
     """
     result: dict[str, Any] = {"name": job.name, "command": job.shown, "values": {}}
-    limit = min(job.limit, deadline - time.monotonic())
-    why_not = job.why_not or ("" if limit >= SHORTEST else "no time is left")
+    left = deadline - time.monotonic()
+    limit = min(job.limit, left)
+    why_not = job.why_not or ("no time is left" if left < SHORTEST else "")
     if why_not:
         return result | {"status": "skipped", "reason": why_not, "seconds": 0.0}
     begin = time.monotonic()
@@ -171,7 +174,7 @@ def _judge(job: Job, status: int, said: str, complained: str) -> dict[str, Any]:
         wrong = f"invalid output: {error!r}"
     expected = values.pop("wrong", "")
     if status:
-        wrong = expected or last_error(complained or said, status)
+        wrong = expected or last_error(complained, status)
     if wrong:
         return {"status": "failed", "reason": " ".join(str(wrong).split())[:300], "values": values}
     return {"status": "passed", "reason": "", "values": values}

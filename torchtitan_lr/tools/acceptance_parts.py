@@ -5,19 +5,23 @@ Text and tokenizer come with this package, so nothing is downloaded. The models 
 vocabulary sizes.
 """
 
-import json
-import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from torchtitan_lr.tools.acceptance import Job, Part, SkippedError
-from torchtitan_lr.training.history import HISTORY_FILE, read_history
-from torchtitan_lr.training.summary import SUMMARY_FILE
+from torchtitan_lr.formulas.papers.published import COLA_H100_1B
+from torchtitan_lr.tools.acceptance import Job, Part
+from torchtitan_lr.tools.acceptance_readers import (
+    read_block,
+    read_json,
+    read_memory,
+    read_pytest,
+    read_run,
+    read_smoke,
+    read_speed,
+)
 
 OFFLINE = (
     "--model.hf_assets_path=torchtitan_lr/data/assets/bpe4k",
@@ -29,11 +33,11 @@ OFFLINE = (
 )
 """Overrides with which a TOML for C4 trains without a network."""
 
-TOKENS_PER_S = "throughput/tokens_per_s"
-
 LAUNCH = (sys.executable, "-m", "torchtitan_lr.launch")
 
 _MODES = {"cola_1b": ("none", "selective", "full", "low_rank"), "full_1b": ("none", "full")}
+
+_CHOSEN = {"note": "chosen by the launcher"}
 
 
 @dataclass(frozen=True)
@@ -101,36 +105,57 @@ TINY = Scale(
 )
 
 
-def make_parts(scale: Scale, machine: dict[str, Any], root: Path, work: Path) -> list[Part]:
-    """Return all parts, in the order in which they run.
+@dataclass(frozen=True)
+class Site:
+    """Where the acceptance runs.
 
     Args:
         scale: `FULL` or `TINY`.
-        machine: What `torchtitan_lr.tools.machine` found; its ``missing`` lists requirements of
-            pyproject.toml that are not installed.
+        machine: What `torchtitan_lr.tools.machine` found; its ``missing`` says which requirements
+            of pyproject.toml are not installed.
         root: The repository.
         work: A folder for the runs' outputs.
     """
-    no_gpu = "no GPU here" if scale.device == "cuda" and not machine["devices"] else ""
-    makers = (_main, _smoke, _tests, _speed, _memory, _tsr, _block, _peers)
+
+    scale: Scale
+    machine: dict[str, Any]
+    root: Path
+    work: Path
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables that keep a rehearsal on the CPU."""
+        return {"CUDA_VISIBLE_DEVICES": ""} if self.scale.device == "cpu" else {}
+
+
+def make_parts(site: Site) -> list[Part]:
+    """Return all parts, in the order in which they run.
+
+    Args:
+        site: Where they run.
+    """
+    no_gpu = ""
+    if site.scale.device == "cuda" and not site.machine["devices"]:
+        no_gpu = "no GPU here"
     parts = []
-    for make in makers:
-        part = make(scale, machine, root, work)
+    for make in (_main, _smoke, _tests, _speed, _memory, _tsr, _block, _peers):
+        part = make(site)
         jobs = [replace(job, why_not=no_gpu or job.why_not) for job in part.jobs]
         parts.append(replace(part, jobs=jobs))
     return parts
 
 
-def _main(scale: Scale, machine: dict[str, Any], root: Path, work: Path) -> Part:
-    folder = work / "main"
-    shell = scale.device == "cuda" and not machine.get("missing")
+def _main(site: Site) -> Part:
+    folder = site.work / "main"
+    shell = site.scale.device == "cuda" and not site.machine.get("missing")
     start = ["./run_llama_train.sh"] if shell else list(LAUNCH)
+    variables = {"NGPU": "1", **site.variables}
     job = Job(
         name="NGPU=1",
-        command=[*start, f"--job.dump_folder={folder}", *scale.main],
+        command=[*start, f"--job.dump_folder={folder}", *site.scale.main],
         read=partial(read_run, folder),
         limit=240,
-        variables={"NGPU": "1", **({"PYTHON": sys.executable} if shell else {}), **_on(scale)},
+        variables=variables | ({"PYTHON": sys.executable} if shell else {}),
     )
     columns = {
         "steps": "steps",
@@ -138,75 +163,79 @@ def _main(scale: Scale, machine: dict[str, Any], root: Path, work: Path) -> Part
         "val_loss": "validation loss",
         "tokens_per_s": "tokens/s",
         "peak_memory_gib": "peak GiB",
-        "note": "chosen by the launcher",
     }
-    return Part("main", "The main job on one GPU", [job], columns)
+    return Part("main", "The main job on one GPU", [job], columns | _CHOSEN)
 
 
-def _smoke(scale: Scale, machine: dict[str, Any], root: Path, work: Path) -> Part:
-    why_not = "a rehearsal starts no shell scripts" if scale.device == "cpu" else ""
-    if machine.get("missing"):
-        why_not = f"requirements of pyproject.toml are {machine['missing']}"
-    job = Job(
-        name="smoke_4gpu.sh",
-        command=["bash", "scripts/smoke_4gpu.sh"],
-        read=read_smoke,
-        limit=180,
-        variables={"PYTHON": sys.executable},
-        why_not=why_not,
-    )
-    return Part(
-        "smoke", "The smoke on the GPUs of this machine", [job], {"note": "chosen by the launcher"}
-    )
+def _smoke(site: Site) -> Part:
+    why_not = "a rehearsal starts no shell scripts" if site.scale.device == "cpu" else ""
+    if site.machine.get("missing"):
+        why_not = f"requirements of pyproject.toml: {site.machine['missing']}"
+    command, variables = ["bash", "scripts/smoke_4gpu.sh"], {"PYTHON": sys.executable}
+    job = Job("smoke_4gpu.sh", command, read_smoke, 180, variables, why_not)
+    return Part("smoke", "The smoke on the GPUs of this machine", [job], _CHOSEN)
 
 
-def _tests(scale: Scale, machine: dict[str, Any], root: Path, work: Path) -> Part:
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", scale.tests, "-q", "-p"]
-    job = Job("pytest", [*command, "no:cacheprovider"], read_pytest, 300, _on(scale))
+def _tests(site: Site) -> Part:
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", site.scale.tests, "-q"]
+    command += ["-p", "no:cacheprovider"]
+    job = Job("pytest", command, read_pytest, 300, site.variables)
     return Part("tests", "The tests of GPUs", [job], {"passed": "passed", "skipped": "skipped"})
 
 
-def _speed(scale: Scale, machine: dict[str, Any], root: Path, work: Path) -> Part:
+def _speed(site: Site) -> Part:
     jobs = []
-    for seq_len, batch in scale.shapes:
-        for compiled in (False, True)[: 1 + scale.compiled]:
+    for seq_len, batch in site.scale.shapes:
+        for compiled in (False, True)[: 1 + site.scale.compiled]:
             for model in ("full", "cola"):
-                name = f"{model} {seq_len}×{batch} {'compiled' if compiled else 'eager'}"
-                folder = work / name.replace(" ", "_").replace("×", "x")
-                command = [
-                    *LAUNCH,
-                    f"--job.config_file=train_configs/{model}_1b.toml",
-                    f"--job.dump_folder={folder}",
-                    *OFFLINE,
-                    *_shape(seq_len, batch),
-                    *(f"--training.steps={scale.steps}", f"--metrics.log_freq={scale.log_freq}"),
-                    *("--lr_scheduler.warmup_steps=1", "--activation_checkpoint.mode=none"),
-                    f"--compile.{'' if compiled else 'no_'}enable",
-                    *scale.model,
-                ]
-                read = partial(read_speed, folder)
-                jobs.append(Job(name, command, read, 180, {"NGPU": "1", **_on(scale)}))
+                jobs.append(_run(site, model, seq_len, batch, compiled, "none"))
+    if site.scale.device == "cuda":
+        jobs += [_run(site, "full", 256, 64, False, "full")]
+        jobs += [_run(site, "cola", 256, 64, False, "low_rank")]
     columns = {
         "tokens_per_s": "tokens/s",
         "spread": "spread %",
         "step_ms": "ms per step",
         "mfu": "MFU %",
         "peak_memory_gib": "peak GiB (reserved)",
+        "published": "published tokens/s (H100)",
     }
-    return Part("speed", "CoLA-1B against full-rank 1B, one whole step", jobs, columns)
+    return Part("speed", "CoLA-1B against full-rank 1B, whole steps", jobs, columns)
 
 
-def _memory(scale: Scale, machine: dict[str, Any], root: Path, work: Path) -> Part:
-    seq_len, batch = scale.shapes[-1]
+def _run(site: Site, model: str, seq_len: int, batch: int, compiled: bool, mode: str) -> Job:
+    """Return a training run whose speed is measured."""
+    name = f"{model} {seq_len}×{batch} {'compiled' if compiled else 'eager'}"
+    name += "" if mode == "none" else f", checkpointing {mode}"
+    folder = site.work / "_".join(name.replace("×", " ").replace(",", "").split())
+    command = [
+        *(*LAUNCH, f"--job.config_file=train_configs/{model}_1b.toml"),
+        *(f"--job.dump_folder={folder}", *OFFLINE, *_shape(seq_len, batch)),
+        *(f"--training.steps={site.scale.steps}", "--lr_scheduler.warmup_steps=1"),
+        *(f"--metrics.log_freq={site.scale.log_freq}", f"--activation_checkpoint.mode={mode}"),
+        *(f"--compile.{'' if compiled else 'no_'}enable", *site.scale.model),
+    ]
+    published = None
+    if (seq_len, batch) == (256, 64):
+        # CoLA's Table 9 has Hugging Face's models, which are not compiled.
+        rows = {"full none": "full", "full full": "GCP", "cola none": "CoLA"}
+        row = (rows | {"cola low_rank": "CoLA-M"})[f"{model} {mode}"]
+        published = None if compiled else COLA_H100_1B[row][0]
+    read = partial(read_speed, folder, published)
+    return Job(name, command, read, 180, {"NGPU": "1", **site.variables})
+
+
+def _memory(site: Site) -> Part:
+    seq_len, batch = site.scale.shapes[-1]
     jobs = []
     for config, modes in _MODES.items():
-        for mode in modes if scale.device == "cuda" else modes[:1]:
+        for mode in modes if site.scale.device == "cuda" else modes[:1]:
             command = [
                 *(sys.executable, "scripts/check/check_gpu_memory.py"),
                 *(f"train_configs/{config}.toml", "--json", *OFFLINE, *_shape(seq_len, batch)),
-                *(f"--activation_checkpoint.mode={mode}", *scale.model),
+                *(f"--activation_checkpoint.mode={mode}", *site.scale.model),
             ]
-            variables = {"NGPU": "1", **_on(scale)}
+            variables = {"NGPU": "1", **site.variables}
             jobs.append(Job(f"{config} {mode}", command, read_memory, 120, variables))
     columns = {
         "estimated_gib": "estimated GiB",
@@ -217,34 +246,29 @@ def _memory(scale: Scale, machine: dict[str, Any], root: Path, work: Path) -> Pa
     return Part("memory", title, jobs, columns)
 
 
-def _tsr(scale: Scale, machine: dict[str, Any], root: Path, work: Path) -> Part:
+def _tsr(site: Site) -> Part:
     command = [sys.executable, "scripts/check/bench_tsr_gpu.py", "--flavors", "350M", "1B"]
-    jobs = [Job("bench_tsr_gpu.py", command, read_json, 180, _on(scale))]
+    jobs = [Job("bench_tsr_gpu.py", command, read_json, 180, site.variables)]
     return Part("tsr", "TSR-Adam's step against fused AdamW's", jobs)
 
 
-def _block(scale: Scale, machine: dict[str, Any], root: Path, work: Path) -> Part:
+def _block(site: Site) -> Part:
     jobs = []
-    for name, arguments in scale.block.items():
+    for name, arguments in site.scale.block.items():
         command = [sys.executable, "scripts/check/bench_block.py", *arguments, "--json"]
         command += ["--compile"] * (name == "compiled")
-        jobs.append(Job(f"bench_block.py {name}", command, read_block, 240, _on(scale)))
+        jobs.append(Job(f"bench_block.py, {name}", command, read_block, 300, site.variables))
     return Part("block", "One decoder block of a split model, as rank 0 of T", jobs)
 
 
-def _peers(scale: Scale, machine: dict[str, Any], root: Path, work: Path) -> Part:
+def _peers(site: Site) -> Part:
     script = "scripts/check/bench_peers.py"
-    why_not = "" if (root / script).is_file() else f"there is no {script}"
-    if scale.device == "cpu":
+    why_not = "" if (site.root / script).is_file() else f"there is no {script}"
+    if site.scale.device == "cpu":
         why_not = why_not or "its own tests rehearse it"
     command = [sys.executable, script, "--json"]
-    jobs = [Job("bench_peers.py", command, read_json, 300, _on(scale), why_not)]
+    jobs = [Job("bench_peers.py", command, read_json, 300, site.variables, why_not)]
     return Part("peers", "Our models against torchtitan's and transformers'", jobs)
-
-
-def _on(scale: Scale) -> dict[str, str]:
-    """Return the variables that keep a rehearsal on the CPU."""
-    return {"CUDA_VISIBLE_DEVICES": ""} if scale.device == "cpu" else {}
 
 
 def _shape(seq_len: int, batch: int) -> tuple[str, ...]:
@@ -253,124 +277,3 @@ def _shape(seq_len: int, batch: int) -> tuple[str, ...]:
         f"--training.local_batch_size={batch}",
         f"--training.global_batch_size={batch}",
     )
-
-
-def read_run(folder: Path, said: str) -> dict[str, Any]:
-    """Return the summary of a run, see `torchtitan_lr.training.summary.build_summary`.
-
-    Args:
-        folder: Its dump folder.
-        said: Its output; a line on the ranks that the launcher chose becomes ``note``.
-    """
-    values: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_text())
-    return values | {"note": _chosen(said)}
-
-
-def read_speed(folder: Path, said: str) -> dict[str, Any]:
-    """Return tokens/s, their spread, milliseconds per step, MFU and peak memory of a run.
-
-    Args:
-        folder: Its dump folder.
-        said: Its output.
-
-    Returns:
-        Medians over the logged windows without the first; ``spread`` is the range of tokens/s in
-        percent of the median.
-    """
-    values = read_run(folder, said)
-    windows = [r for r in read_history(folder / HISTORY_FILE) if TOKENS_PER_S in r][1:]
-    speeds = [record[TOKENS_PER_S] for record in windows]
-    if not speeds:
-        raise ValueError(f"{folder / HISTORY_FILE} has one window or none")
-    seconds = median(record["time_metrics/end_to_end(s)"] for record in windows)
-    return {
-        "tokens_per_s": median(speeds),
-        "spread": 100 * (max(speeds) - min(speeds)) / median(speeds),
-        "step_ms": 1e3 * seconds,
-        "mfu": values["mfu"],
-        "peak_memory_gib": values["peak_memory_gib"],
-    }
-
-
-def read_smoke(said: str) -> dict[str, Any]:
-    """Return the launcher's line on its ranks; the script's own checks decide."""
-    if "smoke passed" not in said:
-        raise ValueError("'smoke passed' is missing")
-    return {"note": _chosen(said)}
-
-
-def _chosen(said: str) -> str:
-    """Return the launcher's line on the ranks and degrees that it chose, if any."""
-    found = re.search(r"^(no GPU here|\d+ (GPU|rank)s?\b[^:]*): training .*$", said, re.MULTILINE)
-    return found[0] if found else ""
-
-
-def read_pytest(said: str) -> dict[str, Any]:
-    """Return how many tests passed, failed and were skipped.
-
-    Raises:
-        SkippedError: All tests were skipped.
-        ValueError: There is no summary.
-    """
-    lines = [line for line in said.splitlines() if re.search(r"\bin [\d.]+s\b", line)]
-    if not lines:
-        raise ValueError("pytest printed no summary")
-    counts = {word: int(n) for n, word in re.findall(r"(\d+) (\w+)", lines[-1])}
-    found = {name: counts.get(name, 0) for name in ("passed", "failed", "skipped")}
-    found["errors"] = counts.get("errors", counts.get("error", 0))
-    if found["skipped"] and not found["passed"] + found["failed"] + found["errors"]:
-        reasons = re.findall(r"^SKIPPED \[\d+\] \S+ (.+)$", said, re.MULTILINE)
-        raise SkippedError(reasons[0] if reasons else "all tests were skipped")
-    return found | {"wrong": lines[-1].strip("= ")}
-
-
-def read_memory(said: str) -> dict[str, Any]:
-    """Return the estimated and the measured peak of ``check_gpu_memory.py --json``."""
-    found = json.loads(said)
-    estimated, measured = found["estimated"]["peak"], found["measured"]
-    error = 100 * (estimated / measured - 1)
-    return {
-        "estimated_gib": estimated / 2**30,
-        "measured_gib": measured / 2**30,
-        "error": error,
-        "parts_gib": {name: size / 2**30 for name, size in found["estimated"].items()},
-        "wrong": f"the estimate is {error:+.1f}% off, more than 10%",
-    }
-
-
-def read_block(said: str) -> dict[str, Any]:
-    """Return the table of ``bench_block.py --json``."""
-    found = json.loads(said)
-    ceiling = found["matmul_tflops"]
-    rows = [
-        {"variant": name, **row, "of_ceiling": 100 * row["tflops"] / ceiling}
-        for name, row in found["variants"].items()
-    ]
-    headings = {
-        "variant": "variant",
-        "forward_ms": "forward ms",
-        "forward_backward_ms": "forward + backward ms",
-        "tflops": "TFLOP/s",
-        "of_ceiling": "% of the product's",
-        "activation_mib": "activations MiB",
-    }
-    return {"matmul_tflops": ceiling, "table": {"headings": headings, "rows": rows}}
-
-
-def read_json(said: str) -> dict[str, Any]:
-    """Return all numbers of a nested JSON object, named by their paths, as a table."""
-    found = json.loads(said)
-    rows = [{"quantity": name, "value": value} for name, value in _numbers(found)]
-    headings = {"quantity": "quantity", "value": "value"}
-    return {"table": {"headings": headings, "rows": rows}, "raw": found}
-
-
-def _numbers(found: Any, path: str = "") -> list[tuple[str, float]]:
-    items: Sequence[tuple[Any, Any]] = ()
-    if isinstance(found, dict):
-        items = list(found.items())
-    elif isinstance(found, list):
-        items = list(enumerate(found))
-    elif isinstance(found, int | float) and not isinstance(found, bool):
-        return [(path, found)]
-    return [row for key, value in items for row in _numbers(value, f"{path}.{key}".strip("."))]
