@@ -4,6 +4,7 @@
 
     python scripts/check/gpu_acceptance.py                   # all parts, at most 25 minutes
     python scripts/check/gpu_acceptance.py --only speed tsr  # some parts; keeps the others' results
+    python scripts/check/gpu_acceptance.py --missing         # only what has not passed yet
     python scripts/check/gpu_acceptance.py --tiny            # a rehearsal on the CPU
 
 Needs no network. Every command runs in a process of its own with a time limit; a part that cannot
@@ -52,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
             if part.name not in options.only:
                 continue
             print(f"{part.name}: {part.title} ...", file=sys.stderr, flush=True)
-            result = run_part(part, ROOT, deadline)
+            before = report["parts"].get(part.name, {"jobs": []})["jobs"] * options.missing
+            known = {job["name"]: job for job in before if job["status"] == "passed"}
+            result = run_part(part, ROOT, deadline, known)
             report["parts"][part.name] = result
             for job in result["jobs"]:
                 job["command"] = job["command"].replace(work, "outputs")
@@ -69,6 +72,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("outputs"), help="folder of the results")
     parser.add_argument(
         "--only", nargs="+", choices=NAMES, default=list(NAMES), help="parts to run"
+    )
+    parser.add_argument(
+        "--missing", action="store_true", help="run only what did not pass in an earlier call"
     )
     parser.add_argument("--minutes", type=float, default=25.0, help="limit of all parts together")
     parser.add_argument("--commit", help="the commit, where there is no git")

@@ -79,22 +79,24 @@ class Part:
     columns: Mapping[str, str] = field(default_factory=dict)
 
 
-def run_part(part: Part, root: Path, deadline: float) -> dict[str, Any]:
+def run_part(
+    part: Part, root: Path, deadline: float, known: Mapping[str, dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """Run the jobs of a part.
 
     Args:
         part: The part.
         root: The repository.
         deadline: `time.monotonic` at which no job may run any more.
+        known: Results of an earlier call by the job's name; these jobs are not run.
 
     Returns:
         ``title``, ``columns``, ``seconds`` and ``jobs``: one result of `run_job` per job.
     """
-    begin = time.monotonic()
-    jobs = [run_job(job, root, deadline) for job in part.jobs]
-    seconds = time.monotonic() - begin
-    columns = dict(part.columns)
-    return {"title": part.title, "columns": columns, "seconds": round(seconds, 1), "jobs": jobs}
+    known = known or {}
+    jobs = [known.get(job.name) or run_job(job, root, deadline) for job in part.jobs]
+    seconds = round(sum(job["seconds"] for job in jobs), 1)
+    return {"title": part.title, "columns": dict(part.columns), "seconds": seconds, "jobs": jobs}
 
 
 def run_job(job: Job, root: Path, deadline: float) -> dict[str, Any]:

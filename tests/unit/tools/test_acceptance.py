@@ -208,3 +208,6 @@ def test_parts_run_their_jobs_in_order():
     found = run_part(Part("p", "A part", jobs, {"n": "number"}), ROOT, time.monotonic() + 60)
     assert [job["values"] for job in found["jobs"]] == [{"n": 1}, {"n": 2}]
     assert (found["title"], found["columns"]) == ("A part", {"n": "number"})
+    known = {"1": found["jobs"][0] | {"values": {"n": 9}}}
+    again = run_part(Part("p", "A part", jobs), ROOT, time.monotonic() + 60, known)
+    assert [job["values"] for job in again["jobs"]] == [{"n": 9}, {"n": 2}]
