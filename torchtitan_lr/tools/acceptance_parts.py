@@ -266,7 +266,9 @@ def _peers(site: Site) -> Part:
     why_not = "" if (site.root / script).is_file() else f"there is no {script}"
     if site.scale.device == "cpu":
         why_not = why_not or "its own tests rehearse it"
-    command = [sys.executable, script, "--json"]
+    command = [sys.executable, script, "--json", "--device=cuda", "--dtype=bfloat16"]
+    command += ["--flavor=350M", "--batch=64", "--seq_len=256"]
+    command += ["--models", "full", "titan", "transformers", "cola", "published"]
     jobs = [Job("bench_peers.py", command, read_json, 300, site.variables, why_not)]
     return Part("peers", "Our models against torchtitan's and transformers'", jobs)
 

@@ -121,6 +121,11 @@ def test_full_size_runs_are_accepted(monkeypatch, tmp_path):
     for job in parts["block"].jobs:
         options = bench_block._parse(job.command[2:])
         assert (options.flavor, options.ranks, options.json) == ("7B", 4, True)
+    _, script, *words = parts["peers"].jobs[0].command
+    if (ROOT / script).is_file():
+        source = (ROOT / script).read_text()
+        names = [word.partition("=")[0] for word in words if word.startswith("--")]
+        assert [name for name in names if f'"{name}"' not in source] == []
     assert bench_tsr_gpu._parse(parts["tsr"].jobs[0].command[2:]).flavors == ["350M", "1B"]
 
 
