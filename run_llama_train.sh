@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 # Train the model of CONFIG_FILE on NGPU ranks; set up .venv first if needed.
-# Without arguments: the main job, train_configs/debug_cola.toml on 4 GPUs, or on 4 CPU processes
-# if there are fewer GPUs. --help lists all settings.
+# Without arguments: the main job, train_configs/debug_cola.toml on the GPUs of this machine, at most
+# 4, or on 4 CPU processes without GPUs. --help lists all settings.
 #   NGPU=8 CONFIG_FILE=train_configs/cola_60m.toml ./run_llama_train.sh --training.steps=100
 #   COMM_MODE=fake_backend NGPU=64 ./run_llama_train.sh   # dry run of one step, no GPU
 set -euo pipefail

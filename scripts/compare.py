@@ -3,8 +3,8 @@
 
 With one CONFIG, three runs are derived from it: full rank (Megatron's plan), and the low-rank model
 under the vanilla plan and under the bottleneck-aware plan. With several CONFIGs, each runs
-unchanged. The runs execute one after another on NGPU ranks of this machine (default 4: GPUs, or CPU
-processes if there are fewer GPUs). Further arguments, --section.key=value, apply to all runs.
+unchanged. The runs execute one after another on NGPU ranks of this machine (default: its GPUs, at
+most 4, or 4 CPU processes without GPUs). Further arguments, --section.key=value, apply to all runs.
 
 All runs use the same mode of activation checkpointing, which the results name: the TOML's, or
 "full" if that is "low_rank" and a full-rank run, which does not support it, is included. Several

@@ -4,11 +4,11 @@
 python scripts/measure_comm.py CONFIG [--json] [--section.key=value ...]
 
 CONFIG is a TOML file of ./run_llama_train.sh; further arguments override it. The step is executed
-on NGPU ranks (default 4) of this machine: GPUs, or gloo processes without GPUs. Elements are those
-of the logical tensor, once per call. If all decoder blocks are equal, they are shown as one,
-`block`; otherwise each has its own rows. Formulas describe the model; the scalars of the scope
-`step` (clipping, logging) have none. Collectives that activation checkpointing recomputes have no
-formula: they are counted by running the model on tensors without data.
+on NGPU ranks of this machine (default: its GPUs, at most 4, or 4 gloo processes without GPUs).
+Elements are those of the logical tensor, once per call. If all decoder blocks are equal, they are
+shown as one, `block`; otherwise each has its own rows. Formulas describe the model; the scalars of
+the scope `step` (clipping, logging) have none. Collectives that activation checkpointing recomputes
+have no formula: they are counted by running the model on tensors without data.
 
 Exit status: 0 all rows agree, 1 rows differ or the run failed, 2 invalid configuration.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
-from torchtitan_lr.tools.experiments import check_run, report_from_rank, run_on_ranks
+from torchtitan_lr.tools.experiments import place_run, report_from_rank, run_on_ranks
 
 QUIET = [
     "--training.steps=1",
@@ -88,18 +88,18 @@ def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
     from torchtitan_lr.estimate.memory import repeated_by_block
     from torchtitan_lr.estimate.run import read_run
     from torchtitan_lr.estimate.traffic import step_traffic
-    from torchtitan_lr.launch.environment import read_environment
     from torchtitan_lr.ledger.comparison import compare
 
-    config = check_run(arguments)
+    placed = place_run(arguments)
+    config, ranks = placed.config, placed.environment.ranks
     if config.parallelism.pipeline_parallel_degree > 1:
         key = "parallelism.pipeline_parallel_degree"
         raise ConfigError(key, config.parallelism.pipeline_parallel_degree, "1 for this script")
-    run = read_run(config, read_environment().ranks)
+    run = read_run(config, ranks)
     # The collectives of an optimizer over the replicas are in the scope `step`.
     expected = [row for row in step_traffic(run, 0) if row.scope != "step"]
     expected += repeated_by_block(run)
-    return compare(run_on_ranks(__file__, arguments), expected, run.wire_dtypes)
+    return compare(run_on_ranks(__file__, placed.arguments, ranks), expected, run.wire_dtypes)
 
 
 @in_one_line

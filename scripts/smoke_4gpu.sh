@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-# Smoke test: the main job for 20 steps on 4 ranks, on GPUs if there are 4, else on CPU processes.
-# The losses must fall below that of uniform predictions. Arguments override the TOML and the
+# Smoke test: the main job for 20 steps on the GPUs of this machine, at most 4, or on 4 CPU processes
+# without GPUs. The batches are the same on any number of GPUs. The losses must fall below that of uniform predictions. Arguments override the TOML and the
 # settings below.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

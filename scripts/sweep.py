@@ -3,7 +3,7 @@ r"""Train a grid of settings, one run per point, and collect the results in one 
 
 Each --set names a TOML key and its values; the grid has all combinations. Further arguments,
 --section.key=value, apply to all points. The runs execute one after another on NGPU ranks of this
-machine (default 4: GPUs, or CPU processes if there are fewer GPUs).
+machine (default: its GPUs, at most 4, or 4 CPU processes without GPUs).
 
     python scripts/sweep.py train_configs/debug_cola.toml --set low_rank.rank=16,32 \
         --set parallelism.tp_plan=vanilla,btp --work outputs/ranks --training.steps=100

@@ -10,7 +10,8 @@ ranks are torchrun's:
     torchrun --nproc_per_node=4 scripts/check/bench_block.py \
         --device cpu --flavor 60M --dtype float32
 
-Times are medians over the steps, in milliseconds. TFLOP/s counts the block's own products
+Times are medians over the steps, in milliseconds; on a GPU they are taken between events, so the
+host is not waited for. TFLOP/s counts the block's own products
 (formulas/flops.py) divided by T; work that a plan repeats on every rank counts once. Memory is the
 memory allocated between forward and backward; checkpointing is rated by the memory it frees per
 added millisecond. Without a CUDA device the script prints a note and exits, unless --device cpu is
@@ -21,10 +22,8 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any, TypeAlias
 
 import torch
@@ -44,6 +43,7 @@ from torchtitan_lr.parallel.tensor.tensor_parallel import (
     resolve_settings,
 )
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
+from torchtitan_lr.tools.stopwatch import median_ms
 
 Row: TypeAlias = dict[str, Any]
 """Measurements of one variant by name; None if not measured."""
@@ -203,22 +203,9 @@ def _input(args: LlamaArgs, settings: TPSettings, options: argparse.Namespace) -
 
 def _time(run: Callable[[], object], options: argparse.Namespace) -> float:
     """Return the median time of a call in milliseconds."""
-    times = []
-    for step in range(options.warmup + options.steps):
-        _synchronize(options)
-        started = time.perf_counter()
-        run()
-        _synchronize(options)
-        if step >= options.warmup:
-            times.append(time.perf_counter() - started)
-    return 1e3 * median(times)
-
-
-def _synchronize(options: argparse.Namespace) -> None:
-    if options.device == "cuda":
-        torch.cuda.synchronize()
-    if "WORLD_SIZE" in os.environ:
-        dist.barrier()
+    # Ranks on CPUs begin each call together; on GPUs a barrier would be part of the time.
+    together = dist.barrier if "WORLD_SIZE" in os.environ else None
+    return median_ms(run, options.device, options.steps, options.warmup, together)
 
 
 def _activation_memory(forward: Callable[[], object], options: argparse.Namespace) -> float | None:

@@ -2,7 +2,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Compare the estimated peak memory of a run with the GPU allocator's peak.
 
-    NGPU=1 python scripts/check/check_gpu_memory.py CONFIG [--section.key=value ...]
+    NGPU=1 python scripts/check/check_gpu_memory.py CONFIG [--json] [--section.key=value ...]
 
 Trains three steps on NGPU GPUs (default 1) of this machine, uncompiled like the estimate's blocks,
 and compares the largest rank's peak of the last two steps with scripts/estimate.py's.
@@ -11,6 +11,7 @@ Exit status: 0 within ten percent, or skipped without a GPU; 1 further off, or t
 configuration is refused.
 """
 
+import json
 import os
 import sys
 from typing import Any
@@ -88,6 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     report_from_rank(measure, sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(description=__doc__)
     parser.add_argument("config", metavar="CONFIG", help="a TOML file; NGPU sets the ranks")
+    parser.add_argument("--json", action="store_true", help="print bytes instead of a table")
     options = parser.parse_with_overrides(argv)
     import torch
 
@@ -99,8 +101,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"skipped: {world} GPU(s) wanted, {torch.cuda.device_count()} found")
         return 0
     parts = estimated(arguments, int(world))
-    text, close = verdict(parts, int(run_on_ranks(__file__, arguments, int(world))))
-    print(text)
+    measured = int(run_on_ranks(__file__, arguments, int(world)))
+    text, close = verdict(parts, measured)
+    print(json.dumps({"estimated": parts, "measured": measured}) if options.json else text)
     return 0 if close else 1
 
 

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The environment variables of a launch, and the device of its ranks."""
+"""The environment variables of a launch."""
 
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchtitan_lr.errors import ConfigError
 
@@ -26,7 +26,6 @@ class Environment:
         comm_mode: torchtitan's ``comm.mode``, empty for a real run.
         train_module: The module that every rank runs.
         ranks_given: Whether the user set ``NGPU``.
-        hide_gpus: Whether the ranks compute on the CPU of a machine with GPUs.
     """
 
     ranks: int
@@ -35,7 +34,6 @@ class Environment:
     comm_mode: str
     train_module: str
     ranks_given: bool = True
-    hide_gpus: bool = False
 
     @property
     def world_size(self) -> int:
@@ -55,20 +53,33 @@ def read_environment() -> Environment:
     limit = MAX_DRY_RANKS if comm_mode == "fake_backend" else MAX_RANKS
     ranks = _positive_variable("NGPU", DEFAULT_RANKS, limit)
     nodes = _positive_variable("NNODES", 1, MAX_NODES)
-    log_ranks = os.environ.get("LOG_RANK") or "0"
-    shown = [rank.strip() for rank in log_ranks.split(",")]
-    if not all(rank.isdecimal() and len(rank) < 9 and int(rank) < ranks for rank in shown):
-        raise ConfigError("LOG_RANK", log_ranks, f"ranks from 0 to {ranks - 1} such as 0,1")
+    log_ranks = check_log_ranks(os.environ.get("LOG_RANK") or "0", ranks)
     if nodes > 1 and not os.environ.get("RDZV_ENDPOINT"):
         raise ConfigError("RDZV_ENDPOINT", "", f"host:port of one of the {nodes} machines")
     return Environment(
         ranks=ranks,
         nodes=nodes,
-        log_ranks=",".join(str(int(rank)) for rank in shown),
+        log_ranks=log_ranks,
         comm_mode="" if comm_mode == "default" else comm_mode,
         train_module=os.environ.get("TRAIN_FILE") or "torchtitan_lr.train",
         ranks_given=bool(os.environ.get("NGPU")),
     )
+
+
+def check_log_ranks(text: str, ranks: int) -> str:
+    """Return the ranks of ``LOG_RANK``, e.g. ``0,1``.
+
+    Args:
+        text: The variable's value.
+        ranks: Ranks on this machine.
+
+    Raises:
+        ConfigError: A rank is none of this machine's.
+    """
+    shown = [rank.strip() for rank in text.split(",")]
+    if not all(rank.isdecimal() and len(rank) < 9 and int(rank) < ranks for rank in shown):
+        raise ConfigError("LOG_RANK", text, f"ranks from 0 to {ranks - 1} such as 0,1")
+    return ",".join(str(int(rank)) for rank in shown)
 
 
 def _positive_variable(name: str, default: int, limit: int) -> int:
@@ -80,63 +91,6 @@ def _positive_variable(name: str, default: int, limit: int) -> int:
         got = text if len(text) < 20 else f"{text[:16]}..."
         raise ConfigError(name, got, f"at most {limit:,}")
     return int(text)
-
-
-def find_device(environment: Environment) -> str:
-    """Return the device type of the ranks.
-
-    Args:
-        environment: Result of :func:`read_environment`.
-
-    Returns:
-        ``cuda``, ``xpu`` or ``cpu``. If the user did not set ``NGPU`` and the machine has fewer
-        GPUs than the default number of ranks, it is ``cpu``.
-
-    Raises:
-        ConfigError: There are GPUs, but fewer than the requested ranks.
-    """
-    name, count = _accelerator()
-    if count and environment.ranks > count and not environment.comm_mode:
-        # With several machines do not choose the CPU: all of them must use the same device.
-        if environment.ranks_given or environment.nodes > 1 or name != "cuda":
-            hide = "CUDA_VISIBLE_DEVICES=" if name == "cuda" else "ZE_AFFINITY_MASK="
-            want = f"at most {count}, the GPUs of this machine (or {hide} to train on the CPU)"
-            raise ConfigError("NGPU", environment.ranks, want)
-        return "cpu"
-    return name
-
-
-def _accelerator() -> tuple[str, int]:
-    """Return the type and number of this machine's accelerators; ``cpu`` and 0 without any."""
-    import torch
-
-    for name in ("cuda", "xpu"):
-        module = getattr(torch, name, None)
-        if module is not None and module.is_available():
-            return name, module.device_count()
-    return "cpu", 0
-
-
-def place_ranks(environment: Environment) -> tuple[Environment, str]:
-    """Choose the device of the ranks; print a line if the default number of ranks uses the CPU.
-
-    Args:
-        environment: Result of :func:`read_environment`.
-
-    Returns:
-        The environment with ``hide_gpus`` set, and the result of :func:`find_device`.
-
-    Raises:
-        ConfigError: As for :func:`find_device`.
-    """
-    device = find_device(environment)
-    if device != "cpu" or environment.ranks_given or environment.comm_mode:
-        return environment, device
-    _, count = _accelerator()
-    found = {0: "no GPU", 1: "1 GPU"}.get(count, f"{count} GPUs")
-    more = f"; NGPU={count} trains on what is there" if count else ""
-    print(f"{found} here: training on {environment.ranks} CPU processes{more}", flush=True)
-    return replace(environment, hide_gpus=count > 0), device
 
 
 def loopback_variables() -> dict[str, str]:

@@ -24,10 +24,10 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import (
     Environment,
     loopback_variables,
-    place_ranks,
     read_environment,
 )
 from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, locked
+from torchtitan_lr.launch.placement import DEFAULT_CONFIG_FILE, place
 from torchtitan_lr.launch.processes import RankGroup
 from torchtitan_lr.launch.report import (
     describe_failure,
@@ -38,15 +38,13 @@ from torchtitan_lr.launch.report import (
     summary_lines,
 )
 
-DEFAULT_CONFIG_FILE = "./train_configs/debug_cola.toml"
-
 USAGE = """\
 usage: [VARIABLE=value ...] ./run_llama_train.sh [--section.key=value ...]
 
 Trains the model of a TOML file; arguments override it, e.g. --training.steps=100.
   CONFIG_FILE   the TOML file (default ./train_configs/debug_cola.toml)
-  NGPU          ranks on this machine, one per GPU, or CPU processes without GPUs (default 4;
-                with fewer than 4 GPUs the default ranks run on the CPU)
+  NGPU          ranks on this machine, one per GPU, or CPU processes without GPUs (default: its
+                GPUs, at most 4; without GPUs 4; CUDA_VISIBLE_DEVICES= trains on the CPU)
   LOG_RANK      ranks whose output is shown, e.g. 0,1 (default 0); the logs have all output
   COMM_MODE     fake_backend: a dry run of one step in one process, as rank 0 of NGPU
   NNODES, RDZV_ENDPOINT, RDZV_ID   several machines: number, host:port of one, a common name
@@ -93,8 +91,6 @@ def build_command(
     if not variables.get("OMP_NUM_THREADS"):
         variables["OMP_NUM_THREADS"] = str(max(1, (cores or 1) // environment.ranks))
     variables["PYTHONUNBUFFERED"] = "1"
-    if environment.hide_gpus:
-        variables["CUDA_VISIBLE_DEVICES"] = ""
     if environment.comm_mode:
         variables |= {"NGPU": str(environment.ranks), "LOCAL_RANK": "0", "RANK": "0"}
         return [sys.executable, "-m", environment.train_module, *arguments], variables
@@ -212,13 +208,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         environment = read_environment()
         arguments = train_arguments(argv, environment)
-        config = build_job_config(arguments)
+        placed = place(environment, arguments)
+        environment, arguments, config = placed.environment, placed.arguments, placed.config
         if environment.comm_mode:
             # A folder of its own: do not overwrite the real run's curve.
             arguments.append(f"--job.dump_folder={Path(config.job.dump_folder) / 'dry_run'}")
             config = build_job_config(arguments)
-        environment, device_type = place_ranks(environment)
-        check_job_config(config, environment.world_size, device_type)
+        check_job_config(config, environment.world_size, placed.device)
+        if placed.note:
+            print(placed.note, flush=True)
         # The launchers of several machines share the folder; then rank 0 locks it.
         lock = locked(config.job.dump_folder) if environment.nodes == 1 else nullcontext()
         with lock:

@@ -44,6 +44,21 @@ def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
     return wrapped
 
 
+def last_error(output: str, status: int) -> str:
+    """Return the last error line of a program.
+
+    Args:
+        output: What it printed.
+        status: Its exit status.
+
+    Returns:
+        The last line that begins with ``error: ``, else the last line, else the status in words.
+    """
+    lines = [line for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or lines or [f"it ended with status {status}"])[-1]
+
+
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose help shows every default and whose errors are one line with status 2.
 

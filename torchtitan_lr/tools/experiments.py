@@ -15,16 +15,15 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import (
     Environment,
-    find_device,
     loopback_variables,
     read_environment,
 )
+from torchtitan_lr.launch.placement import Placement, find_device, place
 from torchtitan_lr.launch.processes import end_with, exit_without_teardown
-from torchtitan_lr.tools.cli import RunFailedError
+from torchtitan_lr.tools.cli import RunFailedError, last_error
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 from torchtitan_lr.training.summary import TRAIN_LOSS
 
@@ -88,14 +87,7 @@ def launch(
             raise
         if status:
             said.seek(0)
-            raise RunFailedError(_reason(said.read(), status))
-
-
-def _reason(output: str, status: int) -> str:
-    """Return the launcher's last error line from the combined output."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error: ")]
-    return (errors or lines or [f"the launcher ended with status {status}"])[-1]
+            raise RunFailedError(last_error(said.read(), status))
 
 
 def on_signals_stop() -> None:
@@ -121,21 +113,33 @@ def check_run(arguments: Sequence[str], ranks: int | None = None) -> Any:
     Raises:
         ConfigError: The configuration is not valid.
     """
-    environment, device = _one_machine(ranks)
-    config = build_job_config(list(arguments))
-    check_job_config(config, environment.ranks, device)
-    return config
+    return place_run(arguments, ranks).config
 
 
-def _one_machine(ranks: int | None) -> tuple[Environment, str]:
-    """Return the environment of a run on this machine, and the device type of its ranks."""
+def place_run(arguments: Sequence[str], ranks: int | None = None) -> Placement:
+    """Check a run's configuration and return its ranks, as the launcher chooses them.
+
+    Args:
+        arguments: Arguments of a training run, ``--job.config_file`` included.
+        ranks: Number of processes on this machine; ``NGPU`` by default.
+
+    Raises:
+        ConfigError: The configuration is not valid.
+    """
+    placed = place(_one_machine(ranks), list(arguments))
+    check_job_config(placed.config, placed.environment.ranks, placed.device)
+    return placed
+
+
+def _one_machine(ranks: int | None) -> Environment:
     environment = read_environment()
     if environment.nodes > 1:
         raise ConfigError("NNODES", environment.nodes, "1: this script starts runs on one machine")
     if environment.comm_mode:
         raise ConfigError("COMM_MODE", environment.comm_mode, "nothing: these runs are real")
-    environment = environment if ranks is None else replace(environment, ranks=ranks)
-    return environment, find_device(environment)
+    if ranks is not None:
+        return replace(environment, ranks=ranks, ranks_given=True)
+    return environment
 
 
 def run_on_ranks(script: str, arguments: Sequence[str], ranks: int | None = None) -> Any:
@@ -150,7 +154,8 @@ def run_on_ranks(script: str, arguments: Sequence[str], ranks: int | None = None
         ConfigError: The ranks cannot run on this machine.
         RunFailedError: A rank failed; the message is its full output.
     """
-    environment, device = _one_machine(ranks)
+    environment = _one_machine(ranks)
+    find_device(environment)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [
@@ -160,8 +165,6 @@ def run_on_ranks(script: str, arguments: Sequence[str], ranks: int | None = None
         ]
         variables = {"OMP_NUM_THREADS": "1"} | loopback_variables() | os.environ
         variables[RANKS_RESULT] = str(result)
-        if device == "cpu":
-            variables["CUDA_VISIBLE_DEVICES"] = ""  # fewer GPUs than ranks
         done = subprocess.run(
             command,
             env=variables,

@@ -7,9 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.scripts import ROOT
-from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch import launcher as launch
-from torchtitan_lr.launch.environment import find_device
 
 
 @pytest.fixture
@@ -125,46 +123,6 @@ def test_threads_are_shared_out(variables, tmp_path):
         assert child["OMP_NUM_THREADS"] == str(threads)
     variables.setenv("OMP_NUM_THREADS", "7")
     assert launch.build_command(environment, [], tmp_path)[1]["OMP_NUM_THREADS"] == "7"
-
-
-def test_fewer_gpus_than_ranks(monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    four = launch.Environment(4, 1, "0", "", "torchtitan_lr.train")
-    with pytest.raises(ConfigError) as info:
-        find_device(four)
-    assert str(info.value) == (
-        "NGPU: got 4, expected at most 1, the GPUs of this machine "
-        "(or CUDA_VISIBLE_DEVICES= to train on the CPU)"
-    )
-    assert find_device(launch.Environment(1, 1, "0", "", "m")) == "cuda"
-    # A dry run takes one GPU whatever NGPU says.
-    assert find_device(launch.Environment(64, 1, "0", "fake_backend", "m")) == "cuda"
-
-
-@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (1, "cpu"), (4, "cuda"), (8, "cuda")])
-def test_default_number_of_ranks(variables, monkeypatch, capsys, tmp_path, gpus, device):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    variables.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    environment, found = launch.place_ranks(launch.read_environment())
-    assert (environment.ranks, found) == (4, device)
-    _, child = launch.build_command(environment, [], tmp_path)
-    assert child["CUDA_VISIBLE_DEVICES"] == ("" if gpus == 1 else "0,1")
-    told = capsys.readouterr().out
-    assert told.count("\n") == (device == "cpu")
-    if device == "cpu":
-        assert "training on 4 CPU processes" in told
-    if gpus == 1:
-        assert "NGPU=1" in told
-        # What was asked for is not changed.
-        variables.setenv("NGPU", "4")
-        with pytest.raises(ConfigError):
-            launch.place_ranks(launch.read_environment())
 
 
 def test_dump_folder_of_a_dry_run(variables, monkeypatch, tmp_path):

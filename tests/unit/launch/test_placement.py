@@ -1,0 +1,160 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Ranks and degrees on machines with any number of GPUs; the device count is the only fake."""
+
+import pytest
+
+from tests.scripts import ROOT
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.checks.values import data_parallel_degree
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch import launcher
+from torchtitan_lr.launch.environment import Environment, read_environment
+from torchtitan_lr.launch.placement import find_device, place
+from torchtitan_lr.tools.experiments import place_run
+
+MAIN = "--job.config_file=train_configs/debug_cola.toml"
+FULL = "--job.config_file=train_configs/debug_full.toml"
+CAAT = "--job.config_file=train_configs/debug_caat.toml"  # tensor_parallel_degree = 2
+TP, BATCH = "--parallelism.tensor_parallel_degree", "--training.global_batch_size"
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Sets how many GPUs torch finds."""
+    import torch
+
+    for name in ("NGPU", "NNODES", "LOG_RANK", "COMM_MODE", "RDZV_ENDPOINT", "CONFIG_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(ROOT)
+
+    def found(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        return monkeypatch
+
+    return found
+
+
+def placed(*arguments):
+    """What is started, as the checks accept it."""
+    found = place(read_environment(), list(arguments))
+    check_job_config(found.config, found.environment.world_size, found.device)
+    return found
+
+
+def batch(found):
+    """Sequences per step."""
+    training = found.config.training
+    if training.global_batch_size != -1:
+        return training.global_batch_size
+    ranks = found.environment.world_size
+    return training.local_batch_size * data_parallel_degree(found.config, ranks)
+
+
+def test_fewer_gpus_than_ranks(gpus):
+    gpus(1)
+    with pytest.raises(ConfigError) as info:
+        find_device(Environment(4, 1, "0", "", "torchtitan_lr.train"))
+    assert str(info.value) == (
+        "NGPU: got 4, expected at most 1, the GPUs of this machine "
+        "(or CUDA_VISIBLE_DEVICES= to train on the CPU)"
+    )
+    assert find_device(Environment(1, 1, "0", "", "m")) == "cuda"
+    # A dry run takes one GPU whatever NGPU says.
+    assert find_device(Environment(64, 1, "0", "fake_backend", "m")) == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "degree", "note"),
+    [
+        (0, 4, 2, "no GPU here: training on 4 CPU processes"),
+        (1, 1, 1, f"1 GPU here: training on 1 rank, with {TP}=1 {BATCH}=16"),
+        (2, 2, 2, f"2 GPUs here: training on 2 ranks, with {BATCH}=16"),
+        # Three ranks cannot share 16 sequences.
+        (3, 2, 2, f"3 GPUs here: training on 2 ranks, with {BATCH}=16"),
+        (4, 4, 2, ""),
+        (8, 4, 2, ""),
+    ],
+)
+def test_the_main_job_uses_the_gpus_there(gpus, count, ranks, degree, note):
+    gpus(count)
+    found = placed(MAIN)
+    assert found.environment.ranks == ranks and found.note == note
+    assert found.device == ("cuda" if count else "cpu")
+    assert found.config.parallelism.tensor_parallel_degree == degree
+    assert batch(found) == 16  # the same batches on every machine
+
+
+def test_the_main_job_on_as_many_ranks_as_requested(gpus):
+    patch = gpus(0)
+    patch.setenv("NGPU", "1")
+    found = placed(MAIN)
+    assert (found.environment.ranks, found.device, batch(found)) == (1, "cpu", 16)
+    assert found.arguments == [MAIN, f"{TP}=1", f"{BATCH}=16"]
+    assert found.note == f"1 rank: training with {TP}=1 {BATCH}=16"
+    # Ranks that fit are not touched, nor is what the command line says.
+    patch.setenv("NGPU", "8")
+    found = placed(MAIN)
+    assert (found.arguments, found.note, batch(found)) == ([MAIN], "", 32)
+    patch.setenv("NGPU", "1")
+    assert placed(MAIN, f"{BATCH}=8").arguments == [MAIN, f"{BATCH}=8", f"{TP}=1"]
+    with pytest.raises(ConfigError, match="tensor_parallel_degree: got 2"):
+        placed(MAIN, f"{TP}=2")
+    patch.setenv("NGPU", "3")  # no 16 sequences
+    with pytest.raises(ConfigError, match="tensor_parallel_degree: got 2"):
+        placed(MAIN)
+    patch.setenv("NGPU", "4")
+    gpus(1)
+    with pytest.raises(ConfigError, match="NGPU: got 4, expected at most 1"):
+        placed(MAIN)
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(0, 4), (1, 1), (2, 2), (3, 3), (8, 4)])
+def test_other_jobs_are_not_changed(gpus, count, ranks):
+    gpus(count)
+    found = placed(FULL)
+    assert (found.environment.ranks, found.arguments) == (ranks, [FULL])
+    assert found.device == ("cuda" if count else "cpu")
+    assert bool(found.note) == (count < 4)
+
+
+def test_a_degree_that_does_not_fit_is_refused_with_one_that_does(gpus, capsys):
+    gpus(3)
+    assert placed(CAAT).environment.ranks == 2
+    gpus(1)
+    assert launcher.main([CAAT]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == (
+        "error: parallelism.tensor_parallel_degree: got 2, expected a divisor of 1 on 1 rank, "
+        f"as in {TP}=1\n"
+    )
+    assert captured.out == ""
+    assert placed(CAAT, f"{TP}=1").environment.ranks == 1
+
+
+def test_several_machines_and_dry_runs_are_not_fitted(gpus):
+    patch = gpus(1)
+    patch.setenv("COMM_MODE", "fake_backend")
+    found = placed(MAIN)
+    assert (found.environment.ranks, found.arguments, found.note) == (4, [MAIN], "")
+    patch.delenv("COMM_MODE")
+    patch.setenv("NNODES", "2")
+    patch.setenv("RDZV_ENDPOINT", "host:1234")
+    with pytest.raises(ConfigError, match="NGPU: got 4, expected at most 1"):
+        placed(MAIN)
+    patch.setenv("NGPU", "1")  # two ranks in all
+    assert placed(MAIN).arguments == [MAIN]
+
+
+def test_shown_ranks_are_ranks(gpus):
+    patch = gpus(2)
+    patch.setenv("LOG_RANK", "3")
+    with pytest.raises(ConfigError, match="LOG_RANK: got '3', expected ranks from 0 to 1"):
+        placed(MAIN)
+
+
+def test_scripts_choose_as_the_launcher_does(gpus):
+    gpus(1)
+    assert place_run([MAIN]).environment.ranks == 1
+    with pytest.raises(ConfigError, match="NGPU: got 4"):
+        place_run([MAIN], ranks=4)
