@@ -100,15 +100,21 @@ class Compressor:
             self._residual = torch.zeros(shape, dtype=self.residual_dtype, device=self.device)
         return self._residual
 
-    def commit(self) -> None:
-        """Take over what the exchanges since the last step left: the step is taken."""
-        if self._waits:
-            self._residual, self._spare = self._spare, self._residual
-            self._waits = False
+    def commit(self, rejected: Tensor | None = None) -> None:
+        """Take over what the exchanges since the last step left, unless the step is rejected.
 
-    def drop(self) -> None:
-        """Forget what the exchanges since the last step left: the step is skipped."""
+        Args:
+            rejected: Above 0 to forget it, a scalar that only the device reads; None to keep it,
+                without touching the entries.
+        """
+        if not self._waits:
+            return
         self._waits = False
+        assert self._spare is not None
+        if rejected is None:
+            self._residual, self._spare = self._spare, self._residual
+        else:
+            torch.where(rejected > 0, self.residual, self._spare, out=self.residual)
 
     def bytes_saved(self) -> int:
         """Bytes of the uncompressed exchange less those of this one, on this rank."""

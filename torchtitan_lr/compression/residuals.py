@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -55,15 +56,15 @@ class Residuals:
             local = saved.to_local() if isinstance(saved, DTensor) else saved
             compressor.residual.copy_(local.reshape(compressor.residual.shape))
 
-    def commit(self) -> None:
-        """Keep what the step at hand left unsent: it is taken."""
-        for compressor in self.compressors:
-            compressor.commit()
+    def commit(self, rejected: Tensor | None = None) -> None:
+        """Keep what the step at hand left unsent, unless it is rejected.
 
-    def drop(self) -> None:
-        """Go back to what was owed before the step at hand: it is skipped."""
+        Args:
+            rejected: Above 0 to go back to what was owed before the step, a scalar on the device;
+                None if the step counts in any case.
+        """
         for compressor in self.compressors:
-            compressor.drop()
+            compressor.commit(rejected)
 
     def measure(self, enabled: bool) -> None:
         """Say whether the next step is counted."""
@@ -73,7 +74,7 @@ class Residuals:
     def metrics(self) -> dict[str, float]:
         """Return what the last measured step did, over all ranks; call it on every rank.
 
-        Call it after `commit` or `drop`.
+        Call it after `commit`.
 
         Returns:
             ``sparsity`` achieved, ``unpeeled_share`` of the sent entries that the owner could not
