@@ -22,7 +22,7 @@ from torchtitan_lr.parallel.tensor.collectives import Ranks
 from torchtitan_lr.tools.parity_cases import tp_mesh
 from torchtitan_lr.tools.rank_pool import RankPool
 from torchtitan_lr.training.device import bind_device
-from torchtitan_lr.training.grad_norm import gradient_norm
+from torchtitan_lr.training.grad_norm import gradient_norm, square_share
 
 MICROBATCHES = 3
 UNITS = 6
@@ -137,8 +137,9 @@ def stage_norms() -> dict[str, float]:
     for parameter, value in zip(stage, (1.0, 2.0), strict=True):
         parameter.grad = torch.full_like(parameter, value * (rank + 1))
     pipeline = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
-    found["stages"] = gradient_norm(stage.parameters(), pipeline).item()
-    found["alone"] = gradient_norm(stage.parameters()).item()
+    found["stages"] = summed(stage, pipeline.size())
+    found["alone"] = gradient_norm(p.grad for p in stage if p.grad is not None).item()
+    found["copies"] = summed(stage, 1)
 
     meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
     linear = nn.Linear(6, 5, bias=False)
@@ -146,13 +147,23 @@ def stage_norms() -> dict[str, float]:
     fully_shard(linear, mesh=meshes["fsdp"])
     weight = linear.weight * (1 + meshes["pp"].get_local_rank())
     linear.weight.grad = weight.detach()
-    found["sharded stages"] = gradient_norm(linear.parameters(), meshes["pp"]).item()
+    found["sharded stages"] = summed(linear, 2)
     return found
+
+
+def summed(module: nn.Module, stages: int) -> float:
+    """The root of all ranks' shares."""
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    total = square_share(gradients, stages)
+    dist.all_reduce(total)
+    return total.sqrt().item()
 
 
 def test_the_norm_is_the_root_of_the_stages_squares(four_ranks: RankPool) -> None:
     """By hand: stage i has 3·i² + 4·(2i)² = 19·i², or 30 entries of 1 or 2."""
     for rank, norms in enumerate(four_ranks.run(stage_norms)):
         assert norms["stages"] == pytest.approx((19 * (1 + 4 + 9 + 16)) ** 0.5, rel=1e-14)
+        # As if the ranks held copies of one stage, the mean of their squares.
+        assert norms["copies"] == pytest.approx((19 * (1 + 4 + 9 + 16) / 4) ** 0.5, rel=1e-14)
         assert norms["alone"] == pytest.approx(19**0.5 * (rank + 1), rel=1e-14)
         assert norms["sharded stages"] == pytest.approx((30 * (1 + 4)) ** 0.5, rel=1e-14)

@@ -10,7 +10,9 @@ from torch import Tensor
 from tests.gpu.trainers import IGNORED, micro_batches, trainer_on
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.tensor.collectives import Ranks
+from torchtitan_lr.training import trainer as trainer_module
 from torchtitan_lr.training.grad_norm import gradient_norm
+from torchtitan_lr.training.guard import Verdict
 from torchtitan_lr.training.trainer import MicroBatch, Trainer
 
 MAX_NORM = 0.1
@@ -48,13 +50,13 @@ def by_trainer(
     trainer: Trainer, batches: list[MicroBatch], monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Tensor]:
     found = {}
-    decide = trainer._may_step
 
-    def remember(loss: Tensor, norm: Tensor, tokens: float) -> bool:
-        found.update(loss=loss.cpu(), norm=norm.cpu())
-        return decide(loss, norm, tokens)
+    class Remembered(Verdict):
+        def __init__(self, loss: Tensor, share: Tensor, stop: bool) -> None:
+            super().__init__(loss, share, stop)
+            found.update(loss=loss.cpu(), norm=self.norm.cpu())
 
-    monkeypatch.setattr(trainer, "_may_step", remember)
+    monkeypatch.setattr(trainer_module, "Verdict", Remembered)
     trainer.step = 2  # the first is logged
     trainer.train_step(iter(batches))
     (model,) = trainer.model_parts
@@ -101,7 +103,8 @@ def test_gradient_norm(fp64: bool | None, device: torch.device) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(n, device=device)) for n in (300, 5, 7)]
     parameters[0].grad = torch.full((300,), 0.1, device=device)
     parameters[1].grad = torch.full((5,), -2.0, device=device)
-    found = gradient_norm(parameters, fp64=fp64)  # the third has no gradient
+    gradients = [p.grad for p in parameters if p.grad is not None]  # the third has none
+    found = gradient_norm(gradients, fp64=fp64)
     assert found.dim() == 0 and found.device.type == device.type
     in_fp64 = fp64 is None and device.type == "cpu"
     assert found.dtype == (torch.float64 if in_fp64 else torch.float32)
@@ -111,7 +114,6 @@ def test_gradient_norm(fp64: bool | None, device: torch.device) -> None:
 
 
 def test_gradient_norm_is_fp32_where_the_device_is_no_cpu(unread_device: torch.device) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(3, device=unread_device))
-    parameter.grad = torch.zeros(3, device=unread_device)
-    norm = gradient_norm([parameter])
+    gradient = torch.zeros(3, device=unread_device)
+    norm = gradient_norm([gradient])
     assert norm.device.type == unread_device.type and norm.dtype == torch.float32

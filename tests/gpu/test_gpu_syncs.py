@@ -1,12 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The host queues a step without waiting for the device, but for where it has to.
 
-Checked are forward, loss and backward of every micro-batch, the gradient norm, clipping, the
-optimizer step, and the four phases of a codec. Not checked, since these wait today:
+Checked are forward, loss and backward of every micro-batch, the gradient norm, the verdict of all
+ranks, clipping, the optimizer step, and the four phases of a codec. Not checked, since these wait
+today:
 
 - `Trainer._forward_backward` copies a micro-batch and the number of tokens from pageable memory;
 - `StepReader.sum_over_ranks` reads the number of tokens of the global batch;
-- `Trainer._may_step` reads loss, verdict and norm: whether to step is decided on the host;
+- `Trainer._settle` waits for the verdict, after the step is queued;
+- Adam that is not fused reads the verdict before it steps;
 - what a logged step reads;
 - a refresh of TSR-Adam: the SVD asks the device whether it converged, lists of matrices are copied;
 - TSR-Adam's `_age` copies the ages of matrices to the device where they differ (``reset``).
@@ -20,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import adam
 
 from tests.gpu.syncs import no_synchronization
 from tests.gpu.trainers import MICRO_BATCHES, micro_batches, trainer_on
@@ -29,6 +32,8 @@ from torchtitan_lr.optim.build import build_optimizers
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.parallel.parallelize import parallelize_llama
 from torchtitan_lr.parallel.tensor.collectives import Ranks
+from torchtitan_lr.training import guard
+from torchtitan_lr.training import trainer as trainer_module
 from torchtitan_lr.training.gradients import gradients_for
 from torchtitan_lr.training.trainer import Trainer
 
@@ -94,7 +99,6 @@ def test_training_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if unread_device.type == "meta":
-        arguments = [*arguments, "--optimizer.implementation=foreach"]
         # A trainer draws weights, which takes a device with values.
         with trainer_on("cpu", tmp_path, monkeypatch, *arguments) as trainer:
             _forget_values(trainer)
@@ -119,15 +123,15 @@ def _check_step(trainer: Trainer, device: torch.device, monkeypatch: pytest.Monk
 
         return run
 
-    gradients = ("accumulate", "synchronize", "clip")
+    gradients = ("accumulate", "share", "clip")
     owners = ((trainer, ("forward_backward_step",)), (trainer._gradients, gradients))
-    for owner, names in (*owners, (trainer.optimizers, ("step",))):
+    for owner, names in (*owners, (trainer_module, ("Verdict", "step_unless"))):
         for name in names:
             monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
     trainer.step = 3
     trainer.train_step(iter(micro_batches(trainer.model_args.vocab_size)))
     twice = dict.fromkeys(("forward_backward_step", "accumulate"), MICRO_BATCHES)
-    assert calls == Counter(twice | {"synchronize": 1, "clip": 1, "step": 1})
+    assert calls == Counter(twice | dict.fromkeys(("share", "Verdict", "clip", "step_unless"), 1))
     assert all(p.device.type == device.type for p in trainer.model_parts[0].parameters())
 
 
@@ -151,16 +155,21 @@ def _forget_values(trainer: Trainer) -> None:
 
 
 def _stub_what_reads(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answer for the two methods that read by design; without values they fail, as they must."""
+    """Replace what reads by design; without values it fails, as it must."""
+    read = trainer._reader.sum_over_ranks
 
-    def answered(call: Callable[..., Any], answer: Any) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            with pytest.raises(RuntimeError):
-                call(*args)
-            return answer
+    def counts(*args: int) -> list[int]:
+        with pytest.raises(RuntimeError):
+            read(*args)
+        return [50, 0, 0]
 
-        return run
+    class NoCopy:
+        """A copy of what has no values; nobody reads it, since no step follows."""
 
-    reads = ((trainer._reader, "sum_over_ranks", [50, 0, 0]), (trainer, "_may_step", True))
-    for owner, name, answer in reads:
-        monkeypatch.setattr(owner, name, answered(getattr(owner, name), answer))
+        def __init__(self, tensor: Tensor) -> None:
+            assert tensor.is_meta
+
+    monkeypatch.setattr(trainer._reader, "sum_over_ranks", counts)
+    monkeypatch.setattr(guard, "HostCopy", NoCopy)
+    # The kernel is queued like any other; torch lists only devices with values for it.
+    monkeypatch.setattr(adam, "_device_dtype_check_for_fused", lambda *_, **__: None)

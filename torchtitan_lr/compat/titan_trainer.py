@@ -123,6 +123,10 @@ class OpenCheckpointManager(CheckpointManager):
         """Return the folder of a step's checkpoint (``_create_checkpoint_id``)."""
         return str(self._create_checkpoint_id(step))
 
+    def is_due(self, step: int, last: bool) -> bool:
+        """Return whether `save` saves a step, which may be the last (``_should_save``)."""
+        return bool(self._should_save(step, last))
+
     def wait_for_save(self) -> None:
         """Wait until an asynchronous save is on disk (``_async_wait``)."""
         self._async_wait()

@@ -100,15 +100,21 @@ class Compressor:
             self._residual = torch.zeros(shape, dtype=self.residual_dtype, device=self.device)
         return self._residual
 
-    def commit(self) -> None:
-        """Keep the residual of the exchanges since the last step: the step is taken."""
-        if self._waits:
-            self._residual, self._spare = self._spare, self._residual
-            self._waits = False
+    def commit(self, rejected: Tensor | None = None) -> None:
+        """Keep the residual of the exchanges since the last step, unless the step is rejected.
 
-    def drop(self) -> None:
-        """Discard the residual of the exchanges since the last step: the step is skipped."""
+        Args:
+            rejected: Above 0 to discard it, a scalar read on the device only; None to keep it
+                without a copy.
+        """
+        if not self._waits:
+            return
         self._waits = False
+        assert self._spare is not None
+        if rejected is None:
+            self._residual, self._spare = self._spare, self._residual
+        else:
+            torch.where(rejected > 0, self.residual, self._spare, out=self.residual)
 
     def bytes_saved(self) -> int:
         """Return the bytes that this rank saves per exchange by compression."""

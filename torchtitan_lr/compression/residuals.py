@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -55,15 +56,15 @@ class Residuals:
             local = saved.to_local() if isinstance(saved, DTensor) else saved
             compressor.residual.copy_(local.reshape(compressor.residual.shape))
 
-    def commit(self) -> None:
-        """Commit the residuals of the current step: it is taken."""
-        for compressor in self.compressors:
-            compressor.commit()
+    def commit(self, rejected: Tensor | None = None) -> None:
+        """Commit the residuals of the current step, unless the step is rejected.
 
-    def drop(self) -> None:
-        """Discard the residuals of the current step: it is skipped."""
+        Args:
+            rejected: Above 0 to keep the residuals of before the step, a scalar on the device; None
+                if the step is always taken.
+        """
         for compressor in self.compressors:
-            compressor.drop()
+            compressor.commit(rejected)
 
     def measure(self, enabled: bool) -> None:
         """Enable or disable the counts of the next step."""
@@ -73,7 +74,7 @@ class Residuals:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the last measured step, over all ranks.
 
-        Call this on every rank, after `commit` or `drop`.
+        Call this on every rank, after `commit`.
 
         Returns:
             The achieved ``sparsity``, the ``unpeeled_share`` of sent entries that were not

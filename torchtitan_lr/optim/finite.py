@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Check that gradients and weights are finite."""
+"""Check that gradients and weights are finite, and clip those that are."""
 
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from torchtitan_lr.compat.dtensor import local_part
 
@@ -18,6 +18,21 @@ def nonfinite_gradient(model_parts: Iterable[nn.Module]) -> str | None:
             if gradient is not None and not torch.isfinite(local_part(gradient)).all():
                 return name
     return None
+
+
+def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
+    """Return what scales a gradient down to ``max_norm``, as torch's ``clip_grad_norm_`` does.
+
+    Args:
+        max_norm: The largest norm.
+        norm: The gradient's norm, a scalar.
+
+    Returns:
+        A scalar ≤ 1; 1 if the norm is not finite, so that the entry at fault can still be found.
+    """
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    # `torch.where` would copy the number 1 to the device.
+    return factor.masked_fill(~norm.isfinite(), 1.0)
 
 
 def finite_weights(model_parts: Iterable[nn.Module]) -> bool:

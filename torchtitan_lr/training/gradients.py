@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lr.compat.dtensor import local_part
-from torchtitan_lr.optim.finite import nonfinite_gradient
+from torchtitan_lr.optim.finite import clip_factor, nonfinite_gradient
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.training.grad_norm import gradient_norm
+from torchtitan_lr.training.grad_norm import square_share
 
 
 class Gradients(Protocol):
@@ -25,15 +25,18 @@ class Gradients(Protocol):
     def accumulate(self, last: bool) -> None:
         """Accumulate the gradients of one micro-batch; ``last`` marks the step's last."""
 
-    def synchronize(self) -> Tensor:
-        """Reduce the gradients and return the norm of those that the optimizer will use.
+    def share(self) -> Tensor:
+        """Reduce the gradients that the optimizer will use.
 
         Returns:
-            A scalar, equal on all ranks.
+            This rank's share of their squared norm, a scalar: the sum over all ranks is the square.
         """
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale the gradients in place if their ``norm`` exceeds ``max_norm``."""
+        """Scale the gradients in place if their ``norm`` is finite and exceeds ``max_norm``."""
+
+    def take_back(self) -> None:
+        """Undo what the last step counted on the host: the device rejected the step."""
 
     def nonfinite(self) -> str | None:
         """Name the first parameter with a gradient that is not finite on this rank."""
@@ -53,24 +56,28 @@ class StoredGradients:
     def accumulate(self, last: bool) -> None:
         """Do nothing: autograd accumulates in ``parameter.grad``."""
 
-    def synchronize(self) -> Tensor:
-        """Return the norm; the gradients are already reduced."""
-        return gradient_norm(self._parameters(), self.pp_mesh)
+    def share(self) -> Tensor:
+        """Return this rank's share of the squared norm; the gradients are already reduced."""
+        return square_share(self._gradients(), self.pp_mesh.size() if self.pp_mesh else 1)
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale this rank's shards of the gradients in place."""
-        shards = [local_part(p.grad) for p in self._parameters() if p.grad is not None]
-        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        """Scale this rank's shards of the gradients in place, if the norm is finite."""
+        shards = [local_part(gradient) for gradient in self._gradients()]
+        coefficient = clip_factor(max_norm, norm)
         if shards:  # with CPU offload the gradients and the norm may be on different devices
-            torch._foreach_mul_(shards, coefficient.to(shards[0].device))
+            torch._foreach_mul_(shards, coefficient.to(shards[0]))
+
+    def take_back(self) -> None:
+        """Do nothing: a rejected step of Adam counts nothing on the host."""
 
     def nonfinite(self) -> str | None:
         """Name the first parameter with a gradient that is not finite on this rank."""
         return nonfinite_gradient(self.model_parts)
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return [p for part in self.model_parts for p in part.parameters()]
+    def _gradients(self) -> list[Tensor]:
+        parameters = (p for part in self.model_parts for p in part.parameters())
+        return [p.grad for p in parameters if p.grad is not None]
 
 
 def gradients_for(

@@ -1,8 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Agreement of all ranks before an optimizer step: finite loss, and pending stop signals.
+"""Agreement of all ranks on each step: gradient norm, finite loss, and pending stop signals.
 
-One all-reduce of two integers, between backward and the optimizer step, carries both values. A
-signal that arrives during a step therefore stops the run after the same step.
+One all-reduce of three numbers, between backward and the optimizer step, carries all of them. Its
+result stays on the device: the norm clips, and the verdict skips the optimizer step. The host
+reads its copy of them after it has queued the step, at the latest before the next one. A signal
+that arrives before the all-reduce therefore stops the run after that very step.
 """
 
 import math
@@ -12,6 +14,7 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -46,34 +49,81 @@ class StopSignal:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The result of `agree`, equal on all ranks.
+class Findings:
+    """What the host reads of a `Verdict`, equal on all ranks but for ``loss_is_finite``.
 
     Attributes:
-        nonfinite_rank: The first rank whose own loss is not finite, None if there is none.
+        norm: The norm of the full gradient.
+        bad_losses: Number of ranks whose own loss is not finite.
         stop: Whether any rank received a stop signal.
+        loss_is_finite: Whether this rank's own loss is finite.
     """
 
-    nonfinite_rank: int | None
+    norm: float
+    bad_losses: int
     stop: bool
+    loss_is_finite: bool
+
+    @property
+    def rejected(self) -> bool:
+        """Whether the optimizer step was skipped."""
+        return self.bad_losses > 0 or not math.isfinite(self.norm)
 
 
-def agree(loss: float, stop: bool, device: torch.device) -> Verdict:
-    """Combine all ranks' values in one all-reduce (max) of two integers.
+class HostCopy:
+    """A copy of a device tensor on the host; only `read` waits for it.
 
     Args:
-        loss: This rank's loss of the step.
-        stop: Whether this rank received a stop signal.
-        device: The process group's device.
+        tensor: Small, on any device.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    # world - rank is largest for the first rank, so the maximum selects that rank.
-    code = 0 if math.isfinite(loss) else world - rank
-    findings = torch.tensor([code, int(stop)], dtype=torch.int64, device=device)
-    if world > 1:
-        dist.all_reduce(findings, op=dist.ReduceOp.MAX)
-    worst, any_stop = findings.tolist()
-    return Verdict(world - worst if worst else None, bool(any_stop))
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event = None
+        self._host = tensor
+        if tensor.device.type != "cpu":
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.get_device_module(tensor.device).Event()
+            self._event.record()
+
+    def read(self) -> list[float]:
+        """Return the numbers; waits until the device has computed them, not for work after it."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[float] = self._host.tolist()
+        return numbers
+
+
+class Verdict:
+    """What all ranks agree on for one step, on the device.
+
+    Args:
+        loss: This rank's loss of the step, a scalar on the process group's device.
+        share: This rank's share of the squared gradient norm, a scalar; see `square_share`.
+        stop: Whether this rank received a stop signal.
+
+    Attributes:
+        norm: The norm of the full gradient, an fp64 scalar, equal on all ranks.
+        rejected: 1 if the norm or a rank's loss is not finite, else 0; an fp32 scalar.
+    """
+
+    def __init__(self, loss: Tensor, share: Tensor, stop: bool) -> None:
+        bad = (~loss.isfinite()).double()
+        # A fill of the device's memory, not a copy from the host's.
+        stops = torch.full_like(bad, float(stop))
+        sums = torch.stack([share.to(loss.device, torch.float64), bad, stops])
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(sums)
+        square, losses, _ = sums.unbind()
+        self.norm = square.sqrt()
+        self.rejected = ((losses > 0) | ~self.norm.isfinite()).float()
+        self._numbers = HostCopy(torch.cat([sums, bad.view(1)]))
+
+    def read(self) -> Findings:
+        """Return the verdict on the host; waits for the all-reduce, not for the optimizer."""
+        square, losses, stops, bad = self._numbers.read()
+        norm = math.sqrt(square) if square >= 0 else math.nan
+        return Findings(norm, int(losses), stops > 0, not bad)
 
 
 def first_rank_with(found: str | None) -> str | None:
@@ -90,3 +140,20 @@ def first_rank_with(found: str | None) -> str | None:
         if name is not None:
             return f"rank {rank}: {name}"
     return None
+
+
+def why_rejected(findings: Findings, global_tokens: float, gradient: str | None) -> str:
+    """Describe why a step was rejected; call it on every rank, the result is the same on all.
+
+    Args:
+        findings: Of the step.
+        global_tokens: Valid tokens of the global batch.
+        gradient: The first parameter of this rank with a gradient that is not finite, if any.
+    """
+    if not global_tokens:  # 0/0: the weights are not the cause
+        return "the global batch has no valid label (all are ignored)"
+    if findings.bad_losses:
+        at = first_rank_with(None if findings.loss_is_finite else "") or ""
+        return f"loss of {at.rstrip(': ')} is not finite"
+    where = first_rank_with(gradient) or "every entry is finite, but the squares overflow"
+    return f"gradient norm is {findings.norm} ({where})"

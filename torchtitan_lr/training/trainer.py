@@ -20,6 +20,7 @@ from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
 from torchtitan_lr.ledger.ledger import CommLedger, ledger_for
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.optim.conditional import step_unless
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
 from torchtitan_lr.training.checkpoint import CheckpointManager
@@ -30,8 +31,8 @@ from torchtitan_lr.training.guard import (
     BadDataError,
     NonFiniteError,
     StopSignal,
-    agree,
-    first_rank_with,
+    Verdict,
+    why_rejected,
 )
 from torchtitan_lr.training.history import read_history
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
@@ -62,6 +63,8 @@ class Trainer(titan_train.Trainer):
         self.skipped_steps = 0
         self.interrupted = False
         self._stop = StopSignal()
+        # Number, verdict and valid tokens of the last step, until the host has read the verdict.
+        self._unread: tuple[int, Verdict, float] | None = None
         self._started = False
         self._first_step = 0
         self._ledger: CommLedger | None = None
@@ -108,6 +111,7 @@ class Trainer(titan_train.Trainer):
             self._first_step = self.step
             self.metrics_processor.start_after(self.step)
             self._make_up_for_validation()
+        self._settle()
         if self.interrupted:
             self.checkpointer.save_interrupted(self.step)
             return False
@@ -138,6 +142,7 @@ class Trainer(titan_train.Trainer):
             BadDataError: If any rank cannot read its data; raised on all of them.
         """
         self.metrics_processor.resume()
+        self._settle()  # before the gradients are gone, by which a rejected step is explained
         self.optimizers.zero_grad()
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         seen = self.ntokens_seen
@@ -150,18 +155,20 @@ class Trainer(titan_train.Trainer):
         self._residuals.measure(self.metrics_processor.should_log(self.step))
         with self._counted():
             loss = self._forward_backward(data.microbatches, global_tokens)
-            grad_norm = self._gradients.synchronize()
-            if self._may_step(loss, grad_norm, global_tokens):
-                self._gradients.clip(self.job_config.training.max_norm, grad_norm)
-                self.checkpointer.maybe_wait_for_staging()
-                self.optimizers.step()
-                self._residuals.commit()
-            else:
-                self._residuals.drop()
+            share = self._gradients.share()
+            verdict = Verdict(loss, share, self._stop.name is not None)
+            self._gradients.clip(self.job_config.training.max_norm, verdict.norm)
+            self.checkpointer.maybe_wait_for_staging()
+            step_unless(verdict.rejected, self.optimizers)
+            may_skip = self.job_config.training.max_skipped_steps > 0
+            self._residuals.commit(verdict.rejected if may_skip else None)
+        self._unread = self.step, verdict, global_tokens
         self.lr_schedulers.step()
+        if self._is_read_now():
+            self._settle()
         if self.metrics_processor.should_log(self.step):
-            share = data.tokens / global_tokens if global_tokens else math.nan
-            self._log_step(loss, share, grad_norm, lr)
+            token_share = data.tokens / global_tokens if global_tokens else math.nan
+            self._log_step(loss, token_share, verdict.norm, lr)
         # Validation and saving, until the next step, do not count as training time.
         self.metrics_processor.pause()
         self._maybe_stop()
@@ -263,32 +270,37 @@ class Trainer(titan_train.Trainer):
         self._ledger.clear()
         return self._ledger
 
-    def _may_step(self, loss: torch.Tensor, grad_norm: torch.Tensor, global_tokens: float) -> bool:
-        """Return whether the step is finite on all ranks; set ``interrupted`` on a stop signal."""
-        verdict = agree(loss.item(), self._stop.name is not None, self.device)
-        self.interrupted = verdict.stop
-        norm = grad_norm.item()
-        if verdict.nonfinite_rank is None and math.isfinite(norm):
-            return True
-        if not global_tokens:  # 0/0: the weights are not the cause
-            what = "the global batch has no valid label (all are ignored)"
-        elif verdict.nonfinite_rank is not None:
-            what = f"loss of rank {verdict.nonfinite_rank} is not finite"
-        else:
-            what = f"gradient norm is {norm} ({self._nonfinite_gradient()})"
+    def _is_read_now(self) -> bool:
+        """Return whether this step is logged, saved or validated, so that its verdict is needed."""
+        last = self.step >= self.job_config.training.steps
+        return (
+            self.metrics_processor.should_log(self.step)
+            or self.checkpointer.is_due(self.step, last)
+            or (self.job_config.validation.enable and self.validator.should_validate(self.step))
+        )
+
+    def _settle(self) -> None:
+        """Read the last step's verdict, once: set ``interrupted``, count a skipped step or raise.
+
+        Raises:
+            NonFiniteError: The step was rejected, and ``training.max_skipped_steps`` is used up.
+        """
+        if self._unread is None:
+            return
+        (step, verdict, global_tokens), self._unread = self._unread, None
+        findings = verdict.read()
+        self.interrupted = findings.stop
+        if not findings.rejected:
+            return
+        self._gradients.take_back()
+        what = why_rejected(findings, global_tokens, self._gradients.nonfinite())
         if self.skipped_steps >= self.job_config.training.max_skipped_steps:
             raise NonFiniteError(
-                f"step {self.step}: {what}; last good checkpoint: "
+                f"step {step}: {what}; last good checkpoint: "
                 f"{self.checkpointer.last_good() or 'none'}"
             )
         self.skipped_steps += 1
-        logger.warning("step %d: %s; optimizer step skipped", self.step, what)
-        return False
-
-    def _nonfinite_gradient(self) -> str:
-        """Name the first rank and parameter with a gradient that is not finite."""
-        found = first_rank_with(self._gradients.nonfinite())
-        return found or "every entry is finite, but the squares overflow"
+        logger.warning("step %d: %s; optimizer step skipped", step, what)
 
     def _log_step(
         self, loss: torch.Tensor, token_share: float, grad_norm: torch.Tensor, lr: float

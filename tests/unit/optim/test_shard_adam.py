@@ -10,7 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.components.optimizer import OptimizersContainer
 
+from torchtitan_lr.optim.conditional import step_unless
 from torchtitan_lr.optim.shard_adam import ShardAdam, ShardAdamW, step_on_shards
 
 SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1, "fused": True}
@@ -70,3 +72,49 @@ def test_other_optimizers_stay_as_they_are():
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     step_on_shards(optimizer)
     assert type(optimizer) is torch.optim.SGD
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_rejected_step_leaves_no_bit(kind, implementation, mesh):
+    """Between accepted steps, which are torch's own; fused Adam reads nothing on the host."""
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 4)
+    model = copy.deepcopy(plain)
+    how = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
+    settings = {"lr": 1e-2, "weight_decay": 0.1, **how}
+    container = OptimizersContainer([model], kind, settings)
+    for optimizer in container:
+        step_on_shards(optimizer)
+    expected = kind(plain.parameters(), **settings)
+    for round_ in range(3):
+        before = {name: value.clone() for name, value in state_of(model, container).items()}
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, float("nan"))
+        step_unless(torch.ones(()), container)
+        after = state_of(model, container)
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        assert not round_ or len(before) == 8
+        for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+            a.grad = torch.randn(a.shape)
+            b.grad = a.grad.clone()
+        expected.step()
+        step_unless(torch.zeros(()), container)
+        for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(a, b)
+    # The control: torch's own step takes the NaN.
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    container.step()
+    assert not any(torch.isfinite(value).all() for value in model.parameters())
+
+
+def state_of(model, container):
+    """Weights, and what the optimizer holds."""
+    (optimizer,) = container
+    held = {
+        f"{name}.{kind}": value
+        for name, parameter in model.named_parameters()
+        for kind, value in optimizer.state.get(parameter, {}).items()
+    }
+    return {name: value.reshape(-1) for name, value in (*model.named_parameters(), *held.items())}

@@ -22,13 +22,13 @@ def parts():
 def test_norm_and_clipping(parts):
     gradients = StoredGradients(parts, None)
     gradients.accumulate(last=True)
-    norm = gradients.synchronize()
+    norm = gradients.share().sqrt()
     assert norm.item() == pytest.approx(5)
     gradients.clip(10.0, norm)  # small enough
     assert torch.equal(parts[0].weight.grad, torch.ones(3, 3))
     gradients.clip(1.0, norm)
     # Clipping divides by the norm + 1e-6; the rest is fp32's rounding.
-    assert gradients.synchronize().item() == pytest.approx(5 / (5 + 1e-6), rel=1e-6)
+    assert gradients.share().sqrt().item() == pytest.approx(5 / (5 + 1e-6), rel=1e-6)
     torch.testing.assert_close(parts[1].weight.grad, torch.full((2, 2), 0.4))
     assert parts[1].bias.grad is None
 
@@ -38,7 +38,11 @@ def test_what_is_not_finite_is_named(parts):
     assert gradients.nonfinite() is None
     parts[1].weight.grad[1, 0] = float("inf")
     assert gradients.nonfinite() == "weight"
-    assert not torch.isfinite(gradients.synchronize())
+    assert not torch.isfinite(gradients.share())
+    # Clipping leaves the others as they are, so that the culprit can be named after it.
+    gradients.clip(1.0, gradients.share().sqrt())
+    assert gradients.nonfinite() == "weight"
+    assert torch.equal(parts[0].weight.grad, torch.ones(3, 3))
 
 
 def test_an_optimizer_that_sums_them_itself_is_asked(parts):

@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from torchtitan_lr.training.guard import StopSignal, Verdict, agree
+from torchtitan_lr.training.guard import Findings, StopSignal, Verdict
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -25,13 +25,27 @@ def test_a_signal_is_remembered_and_the_next_one_acts(number: signal.Signals) ->
 
 
 @pytest.mark.parametrize(
-    ("loss", "stop", "verdict"),
+    ("loss", "square", "stop", "findings"),
     [
-        (1.5, False, Verdict(None, False)),
-        (1.5, True, Verdict(None, True)),
-        (math.nan, False, Verdict(0, False)),
-        (math.inf, True, Verdict(0, True)),
+        (1.5, 9.0, False, Findings(3.0, 0, False, True)),
+        (1.5, 9.0, True, Findings(3.0, 0, True, True)),
+        (math.nan, 9.0, False, Findings(3.0, 1, False, False)),
+        (math.inf, 9.0, True, Findings(3.0, 1, True, False)),
+        (1.5, math.inf, False, Findings(math.inf, 0, False, True)),
     ],
 )
-def test_one_process_agrees_with_itself(loss: float, stop: bool, verdict: Verdict) -> None:
-    assert agree(loss, stop, torch.device("cpu")) == verdict
+def test_one_process_agrees_with_itself(
+    loss: float, square: float, stop: bool, findings: Findings
+) -> None:
+    verdict = Verdict(torch.tensor(loss), torch.tensor(square), stop)
+    assert verdict.read() == findings
+    bad = not (math.isfinite(loss) and math.isfinite(square))
+    assert findings.rejected is bad
+    assert verdict.rejected.item() == float(bad) and verdict.rejected.dtype == torch.float32
+    assert verdict.norm.item() == findings.norm
+
+
+def test_a_norm_that_is_no_number_rejects() -> None:
+    verdict = Verdict(torch.tensor(1.0), torch.tensor(math.nan), False)
+    assert math.isnan(verdict.read().norm) and verdict.read().rejected
+    assert verdict.rejected.item() == 1.0

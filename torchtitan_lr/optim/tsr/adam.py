@@ -32,6 +32,8 @@ class AdamHyperparameters:
         eps: ε.
         weight_decay: λ, decoupled.
         scale: α, the paper's scaling factor.
+        rejected: True on the device if the step must leave no trace there, a scalar; None if the
+            step is taken in any case.
     """
 
     lr: float
@@ -40,6 +42,7 @@ class AdamHyperparameters:
     eps: float = 1e-8
     weight_decay: float = 0.01
     scale: float = 1.0
+    rejected: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def tsr_adam_step(
     tensors = [synchronizer.all_cores, *(refresh.core for refresh in refreshes), *gradients]
     hyperparameters = yield Synchronized(norm, tensors)
     for refresh in refreshes:
-        change_bases(stacks[refresh.stack], refresh)
+        change_bases(stacks[refresh.stack], refresh, hyperparameters[refresh.stack].rejected)
         cores[refresh.stack][refresh.indices] = refresh.core
     # Run Adam on the core and lift its direction: W ← (1 − ηλ)W − ηα·UDVᵀ.
     for stack, core, hyper in zip(stacks, cores, hyperparameters, strict=True):
@@ -134,14 +137,27 @@ def update(stack: MatrixStack, core: Tensor, hyper: AdamHyperparameters) -> None
         core: C (b, r, r), or (b, r, n) without V.
         hyper: Constants.
     """
+    rejected = hyper.rejected
+    if rejected is None:
+        rejected = torch.zeros((), dtype=torch.bool, device=core.device)
     # m ← β₁m + (1 − β₁)C,  v ← β₂v + (1 − β₂)C∘C,  D = m̂ / (√v̂ + ε)
-    stack.average.lerp_(core, 1 - hyper.beta1)
-    stack.average_square.mul_(hyper.beta2).addcmul_(core, core, value=1 - hyper.beta2)
+    average = stack.average.lerp(core, 1 - hyper.beta1)
+    square = (stack.average_square * hyper.beta2).addcmul_(core, core, value=1 - hyper.beta2)
+    torch.where(rejected, stack.average, average, out=stack.average)
+    torch.where(rejected, stack.average_square, square, out=stack.average_square)
     stack.ages += 1
     directions = adam_direction(stack.average, stack.average_square, stack.age(), hyper)
-    shrink, rate = 1 - hyper.lr * hyper.weight_decay, -hyper.lr * hyper.scale
-    for i, direction in enumerate(directions):
-        lift(direction, *stack.bases(i), stack.weight(i), shrink, rate)
+    # A rejected step multiplies weights by 1 and adds 0, which changes no bit of them.
+    directions = directions.masked_fill(rejected, 0.0)
+    shrink = torch.full_like(rejected, 1 - hyper.lr * hyper.weight_decay, dtype=stack.dtype)
+    shrink.masked_fill_(rejected, 1.0)
+    weights = [stack.weight(i) for i in range(len(stack))]
+    in_place = weights[0].dtype == stack.dtype
+    if in_place and hyper.weight_decay:
+        torch._foreach_mul_(weights, shrink)  # all in one launch
+    for i, (weight, direction) in enumerate(zip(weights, directions, strict=True)):
+        factor = 1.0 if in_place else shrink
+        lift(direction, *stack.bases(i), weight, factor, -hyper.lr * hyper.scale)
 
 
 def adam_direction(
@@ -164,7 +180,7 @@ def lift(
     left: Tensor,
     right: Tensor | None,
     weight: Tensor,
-    shrink: float,
+    shrink: float | Tensor,
     rate: float,
 ) -> None:
     """Update a weight, W ← shrink·W + rate·UDVᵀ.
@@ -174,18 +190,20 @@ def lift(
         left: U (m, r).
         right: V (n, r); None if that side is not projected.
         weight: W (m, n), possibly of a narrower dtype; changed in place.
-        shrink: Factor of W.
+        shrink: Factor of W; a scalar tensor costs one more pass over W.
         rate: Factor of the lifted direction.
     """
     factors = (left, direction) if right is None else (left @ direction, right.mT)
-    if weight.dtype == left.dtype:
-        weight.addmm_(*factors, beta=shrink, alpha=rate)
-    else:
-        exact = torch.addmm(weight.to(left.dtype), *factors, beta=shrink, alpha=rate)
+    exact = weight.to(left.dtype)  # W itself if it has that dtype
+    if isinstance(shrink, Tensor):
+        exact.mul_(shrink)
+        shrink = 1.0
+    exact.addmm_(*factors, beta=shrink, alpha=rate)
+    if exact is not weight:
         weight.copy_(exact)
 
 
-def change_bases(stack: MatrixStack, refresh: Refresh) -> None:
+def change_bases(stack: MatrixStack, refresh: Refresh, rejected: Tensor | None = None) -> None:
     """Replace the bases and carry the moments over according to ``tsr_moments``.
 
     ``keep`` leaves the moments unchanged (the published code; the new bases are sign-aligned with
@@ -195,18 +213,22 @@ def change_bases(stack: MatrixStack, refresh: Refresh) -> None:
     Args:
         stack: The matrices; changed in place.
         refresh: New bases for some of them.
+        rejected: True on the device to keep the old ones, a scalar; None for false. The counters,
+            which are on the host, change in any case.
     """
     i = refresh.indices
-    stack.left[i] = refresh.left
+    changes = [(stack.left, refresh.left)]
     if stack.right is not None and refresh.right is not None:
-        stack.right[i] = refresh.right
+        changes.append((stack.right, refresh.right))
     if stack.settings.moments == "reset":
-        stack.average[i] = 0
-        stack.average_square[i] = 0
+        zeros = torch.zeros_like(refresh.core)
+        changes += [(stack.average, zeros), (stack.average_square, zeros)]
         stack.ages[i] = 0
     elif refresh.overlaps is not None:
         moments = rotate(stack.average[i], stack.average_square[i], *refresh.overlaps)
-        stack.average[i], stack.average_square[i] = moments
+        changes += zip((stack.average, stack.average_square), moments, strict=True)
+    for state, new in changes:
+        state[i] = new if rejected is None else torch.where(rejected, state[i], new)
     stack.refreshes[i] += 1
 
 

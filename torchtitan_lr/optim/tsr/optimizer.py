@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.adamw import adamw
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.compat.names import clean_name
 from torchtitan_lr.compat.titan import init_optimizer_container
-from torchtitan_lr.optim.finite import nonfinite_gradient
+from torchtitan_lr.optim.finite import clip_factor, nonfinite_gradient
 from torchtitan_lr.optim.tsr.adam import (
     AdamHyperparameters,
     Synchronized,
@@ -49,9 +50,13 @@ class TSRAdam(Optimizer):
         stacks: The compressed matrices.
         dense: The other parameters.
         synchronized: Whether the gradients are summed over all ranks, as `step` requires.
+        found_inf: 1 if the next step must leave no trace, else 0; an fp32 scalar on the device.
+            None if it is taken in any case. Set as torch's `GradScaler` sets it.
     """
 
     synchronized: bool = False
+    found_inf: Tensor | None = None
+    takes_verdict = True
 
     def __init__(
         self,
@@ -91,7 +96,12 @@ class TSRAdam(Optimizer):
         group = self.param_groups[0]
         names = ("lr", "beta1", "beta2", "eps", "weight_decay")
         numbers: dict[str, Any] = {name: float(group[name]) for name in names}
-        return AdamHyperparameters(**numbers, scale=self.settings.scale)
+        rejected = None if self.found_inf is None else self.found_inf > 0
+        return AdamHyperparameters(**numbers, scale=self.settings.scale, rejected=rejected)
+
+    def counters(self) -> list[Tensor]:
+        """Return the numbers of steps, refreshes and cores, which are on the host."""
+        return [self.steps, *(n for stack in self.stacks for n in (stack.ages, stack.refreshes))]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -123,30 +133,38 @@ class TSRAdam(Optimizer):
             }
 
     def _update_dense(self, hyper: AdamHyperparameters) -> None:
-        """AdamW, W ← (1 − ηλ)W − η·m̂/(√v̂ + ε), on lists of tensors."""
-        averages, squares = self._averages, self._squares
+        """AdamW, W ← (1 − ηλ)W − η·m̂/(√v̂ + ε), by torch's fused kernel.
+
+        It updates weights of a narrower dtype in the moments' dtype, and rounds them once.
+        """
+        weights = [local_part(parameter) for parameter in self.dense]
+        exact = [w.to(m.dtype) for w, m in zip(weights, self._averages, strict=True)]
         gradients = [
             local_part(cast(Tensor, p.grad)).to(m.dtype)
-            for p, m in zip(self.dense, averages, strict=True)
+            for p, m in zip(self.dense, self._averages, strict=True)
         ]
-        torch._foreach_lerp_(averages, gradients, 1 - hyper.beta1)
-        torch._foreach_mul_(squares, hyper.beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - hyper.beta2)
-        age = float(self.steps)
-        denominators = torch._foreach_div(squares, 1 - hyper.beta2**age)
-        torch._foreach_sqrt_(denominators)
-        torch._foreach_add_(denominators, hyper.eps)
-        weights = [local_part(parameter) for parameter in self.dense]
-        torch._foreach_mul_(weights, 1 - hyper.lr * hyper.weight_decay)
-        rate = -hyper.lr / (1 - hyper.beta1**age)
-        if all(weight.dtype == m.dtype for weight, m in zip(weights, averages, strict=True)):
-            torch._foreach_addcdiv_(weights, averages, denominators, rate)
-        else:
-            updates = torch._foreach_div(averages, denominators)
-            torch._foreach_mul_(updates, rate)
-            torch._foreach_add_(
-                weights, [u.to(w.dtype) for u, w in zip(updates, weights, strict=True)]
-            )
+        # The kernel counts steps on the device; `steps` counts them on the host.
+        ages = torch.full((len(exact),), float(self.steps) - 1, device=exact[0].device)
+        adamw(
+            exact,
+            gradients,
+            self._averages,
+            self._squares,
+            [],
+            list(ages.unbind()),
+            fused=True,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=hyper.beta1,
+            beta2=hyper.beta2,
+            lr=hyper.lr,
+            weight_decay=hyper.weight_decay,
+            eps=hyper.eps,
+            maximize=False,
+        )
+        for weight, wide in zip(weights, exact, strict=True):
+            if weight is not wide:
+                weight.copy_(wide)
 
 
 class TSROptimizers(OptimizersContainer):
@@ -183,6 +201,7 @@ class TSROptimizers(OptimizersContainer):
         self.synchronizer = Synchronizer(stacks, dense, reduction, settings)
         self._step: TSRStep | None = None
         self._synchronized: Synchronized | None = None
+        self._counts_before: list[Tensor] = []
         init_optimizer_container(self, parameters, defaults)
         _log_plan(stacks, reduction)
 
@@ -218,11 +237,16 @@ class TSROptimizers(OptimizersContainer):
         assert self._synchronized is not None
         return self._synchronized.norm
 
+    def share(self) -> Tensor:
+        """Synchronize, and return this rank's share of the squared norm."""
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        return self.synchronize().square() / ranks
+
     @torch.no_grad()
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale cores and dense gradients down to a norm, as `clip_grads_with_norm_` does."""
         assert self._synchronized is not None
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        factor = clip_factor(max_norm, norm)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in self._synchronized.tensors:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -231,11 +255,15 @@ class TSROptimizers(OptimizersContainer):
 
     @torch.no_grad()
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Update all parts; call `synchronize` first if it has not run."""
+        """Update all parts; call `synchronize` first if it has not run.
+
+        A part whose ``found_inf`` is 1 keeps its weights and moments; see `take_back`.
+        """
         if self._synchronized is None:
             self.accumulate(last=True)
             self.synchronize()
         assert self._step is not None
+        self._counts_before = [count.clone() for part in self for count in part.counters()]
         of_stacks = [part.hyperparameters() for part in self.optimizers for _ in part.stacks]
         with suppress(StopIteration):  # the generator of the step ends here
             self._step.send(of_stacks)
@@ -243,6 +271,13 @@ class TSROptimizers(OptimizersContainer):
             optimizer.synchronized = True
         super().step(*args, **kwargs)
         self._step = self._synchronized = None
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Reset the counters of the last step, which the device rejected."""
+        counters = (count for part in self for count in part.counters())
+        for count, before in zip(counters, self._counts_before, strict=True):
+            count.copy_(before)
 
     def nonfinite(self) -> str | None:
         """Return the first parameter of this rank whose gradient or core is not finite, or None."""

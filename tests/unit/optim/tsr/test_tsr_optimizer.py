@@ -8,6 +8,7 @@ from torch import nn
 from tests.reference.tsr_adam import ReferenceTSR
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.optim.conditional import step_unless
 from torchtitan_lr.optim.tsr.adam import AdamHyperparameters
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
@@ -169,6 +170,54 @@ def test_a_step_that_is_not_taken_leaves_no_trace():
     step(model, optimizer, [5])
     step(other, again, [5])
     assert all(torch.equal(value, parameters(other)[n]) for n, value in parameters(model).items())
+
+
+def bits(model, optimizer):
+    """Every bit of weights, bases, moments and counters."""
+    found = parameters(model) | snapshot(optimizer)
+    return {name: value.reshape(-1).view(torch.uint8) for name, value in found.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "changes",
+    [{"moments": "keep"}, {"moments": "rotate"}, {"moments": "reset"}, {"projection": "one_sided"}],
+    ids=str,
+)
+def test_a_step_that_the_device_rejects_leaves_no_bit(changes, dtype):
+    """Before each of five steps, two of which refresh, one with a NaN is rejected."""
+    (model, optimizer), (other, twin) = (build(replace(SETTINGS, **changes), dtype) for _ in "ab")
+    rejected = []
+    for seed in range(5):
+        before = bits(model, optimizer)
+        rejected.append(spoilt_step(model, optimizer, seed, torch.ones(())))
+        after = bits(model, optimizer)
+        assert all(torch.equal(value, before[name]) for name, value in after.items()), seed
+        for net, own in ((model, optimizer), (other, twin)):
+            step(net, own, [seed])
+        expected = bits(other, twin)
+        assert all(torch.equal(v, expected[n]) for n, v in bits(model, optimizer).items()), seed
+    assert rejected == [1, 0, 0, 1, 0]  # by the steps done, as if nothing had been before
+    # The control: taken, it spoils the weights.
+    spoilt_step(model, optimizer, 5, torch.zeros(()))
+    assert not torch.isfinite(parameters(model)[MATRIX]).all()
+
+
+def spoilt_step(model, optimizer, seed, rejected):
+    """A step with a NaN; returns how often it refreshed the matrix with it."""
+    count = optimizer.optimizers[0].state[dict(model.named_parameters())[MATRIX]]["refreshes"]
+    optimizer.zero_grad()
+    give(model, seed + 10)
+    dict(model.named_parameters())[MATRIX].grad[1, 2] = float("nan")
+    optimizer.accumulate(last=True)
+    optimizer.clip(1.0, optimizer.synchronize())
+    refreshed = int(count)
+    step_unless(rejected, optimizer)
+    refreshed = int(count) - refreshed
+    assert optimizer.nonfinite() == MATRIX  # clipping spoils no other
+    if rejected:
+        optimizer.take_back()
+    return refreshed
 
 
 def snapshot(optimizer):

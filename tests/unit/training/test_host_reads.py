@@ -1,0 +1,211 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A step that is not logged is queued without a read of the device.
+
+On a CPU nothing has to wait, so the test counts the operators that would make a GPU's host wait.
+"""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.unit.tiny_trainer import history, tiny_trainer
+from tests.unit.training.test_train import microbatches, parameters
+from torchtitan_lr.compression.codecs import sketch
+from torchtitan_lr.compression.fsdp import compressors_of
+from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.training import trainer as trainer_module
+from torchtitan_lr.training.guard import NonFiniteError
+
+# Their result's size, or a number of Python, depends on values.
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"}
+
+
+class Reads(TorchDispatchMode):
+    """Counts reads of values, copies that block the host, and all-reduces, while `on`.
+
+    Args:
+        host: Counters that are on the host by design, whose reads do not count.
+    """
+
+    def __init__(self, host=()):
+        super().__init__()
+        self.host = {tensor.untyped_storage().data_ptr() for tensor in host}
+        self.found = Counter()
+        self.sums = 0
+        self.on = True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        reads = name in READS or self.blocks(name, args, kwargs)
+        if self.on and reads and args[0].untyped_storage().data_ptr() not in self.host:
+            self.found[name] += 1
+        self.sums += self.on and name.startswith(("allreduce", "all_reduce"))
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def blocks(name, args, kwargs):
+        """Whether an operator copies between devices, and waits."""
+        if name == "copy_":
+            waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            return waits and args[0].device.type != args[1].device.type
+        if name == "_to_copy":
+            target = kwargs.get("device") or args[0].device
+            return target.type != args[0].device.type and not kwargs.get("non_blocking", False)
+        return False
+
+
+OPTIONS = ["--training.steps=9", "--metrics.log_freq=100", "--lr_scheduler.warmup_steps=1"]
+SKIPPING = [*OPTIONS, "--training.max_skipped_steps=1"]
+TSR = ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=2", "--optimizer.tsr_embedding_rank=2"]
+TSR += ["--optimizer.tsr_refresh_interval=50"]
+TAGC = ["--grad_compression.codec=sketch", "--grad_compression.level=10x"]
+RUNS = {
+    "AdamW": ([], 1),
+    "Adam": (["--optimizer.name=Adam"], 1),
+    "TSR-Adam": (TSR, 1),
+    "FSDP": ([], 2),
+    "TAGC": (TAGC, 2),
+    "TAGC sparse": (["--grad_compression.codec=sparse", "--grad_compression.level=10x"], 2),
+}
+
+
+def step(trainer, bad=False, seed=0):
+    """One step as upstream's loop takes it; a bad one has a loss that is no number."""
+    assert trainer.should_continue_training()
+    trainer.step += 1
+    (model,) = trainer.model_parts
+    handle = model.register_forward_hook(lambda *call: call[-1] * (math.nan if bad else 1.0))
+    trainer.train_step(iter(microbatches(seed, valid=(16,))))
+    handle.remove()
+
+
+def counted(trainer, monkeypatch):
+    """The reads and the all-reduces of a third step, but for those of its data."""
+    host = []
+    if isinstance(trainer.optimizers, TSROptimizers):
+        host = [count for part in trainer.optimizers for count in part.counters()]
+    reads = Reads(host)
+    monkeypatch.setattr(trainer._reader, "read", without(reads, trainer._reader.read))
+    for _ in range(2):
+        step(trainer)
+    with reads:
+        step(trainer)
+        assert trainer.should_continue_training()  # reads the verdict of the third
+    return reads.found, reads.sums
+
+
+def without(reads, call):
+    def run(*args):
+        reads.on = False
+        try:
+            return call(*args)
+        finally:
+            reads.on = True
+
+    return run
+
+
+@pytest.mark.parametrize(("options", "ranks"), RUNS.values(), ids=RUNS)
+def test_a_step_reads_nothing_and_sums_once(options, ranks, tmp_path, monkeypatch):
+    # As on a GPU; on a CPU peeling stops when nothing is left.
+    monkeypatch.setattr(sketch, "peel_remaining", sketch.peel)
+    # Messages of the second rank get lost, so that values are anything.
+    limit = ["--training.max_skipped_steps=9"]
+    with tiny_trainer(tmp_path, *OPTIONS, *limit, *options, ranks=ranks) as trainer:
+        assert bool(compressors_of(trainer.model_parts)) == ("grad_compression" in str(options))
+        found, sums = counted(trainer, monkeypatch)
+        assert found == {}
+        # Norm, finite losses and signals of all ranks travel together.
+        assert sums == (ranks > 1)
+
+
+def test_a_decision_of_the_host_is_noticed(tmp_path, monkeypatch):
+    """The control: the optimizers know no verdict, or the host reads it before it steps."""
+
+    def on_host(rejected, optimizers):
+        if not rejected.item():
+            optimizers.step()
+
+    with tiny_trainer(tmp_path / "host", *OPTIONS) as trainer, monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "step_unless", on_host)
+        assert counted(trainer, patch)[0] == {"_local_scalar_dense": 1}
+    foreach = "--optimizer.implementation=foreach"
+    with tiny_trainer(tmp_path / "foreach", *OPTIONS, foreach) as trainer:
+        assert counted(trainer, monkeypatch)[0]["_local_scalar_dense"] > 1
+
+
+def test_what_blocks_is_counted():
+    x, there = torch.arange(3.0), torch.zeros(3, device="meta")
+    with Reads() as reads:
+        assert x.sum().item() == 3 and len(x.nonzero()) == 2
+        there.copy_(x)
+        there.copy_(x, non_blocking=True)
+        x.to("meta")
+        x.to("meta", non_blocking=True)
+        x.copy_(x + 1)
+    assert reads.found == {"_local_scalar_dense": 1, "nonzero": 1, "copy_": 1, "_to_copy": 1}
+
+
+def state_of(trainer):
+    """Clones of weights, moments, step counts and other state of the optimizer."""
+    found = {k: v for k, v in trainer.optimizers.state_dict().items() if torch.is_tensor(v)}
+    return parameters(trainer.model_parts[0]) | {k: v.clone() for k, v in found.items()}
+
+
+@pytest.mark.parametrize("options", [[], TSR], ids=["AdamW", "TSR-Adam"])
+def test_a_rejected_step_that_is_not_logged(options, tmp_path, caplog):
+    with tiny_trainer(tmp_path, *SKIPPING, *options) as trainer:
+        for seed in range(2):
+            step(trainer, seed=seed)
+        before = state_of(trainer)
+        step(trainer, bad=True)
+        assert trainer.skipped_steps == 0  # nobody has looked
+        assert trainer.should_continue_training()
+        assert trainer.skipped_steps == 1
+        assert "step 3: loss of rank 0 is not finite; optimizer step skipped" in caplog.text
+        after = state_of(trainer)
+        assert after.keys() == before.keys() and len(after) > 20
+        assert all(torch.equal(value, before[name]) for name, value in after.items())
+        step(trainer, seed=3)
+        assert not torch.equal(state_of(trainer)["output.weight"], before["output.weight"])
+        step(trainer, bad=True)
+        with pytest.raises(NonFiniteError, match="step 5: loss of rank 0 is not finite"):
+            trainer.should_continue_training()
+        assert trainer.step == 5 and len(history(trainer)) == 1  # the first step is logged
+
+
+def test_the_parameter_is_named_after_the_step(tmp_path):
+    with tiny_trainer(tmp_path, *OPTIONS) as trainer:
+        step(trainer)
+        name = "layers.0.feed_forward.w1.A.weight"
+        weight: nn.Parameter = dict(trainer.model_parts[0].named_parameters())[name]
+        handle = weight.register_hook(lambda gradient: gradient * math.inf)
+        step(trainer)
+        handle.remove()
+        with pytest.raises(NonFiniteError, match=rf"step 2: gradient norm is .*rank 0: {name}"):
+            trainer.should_continue_training()
+
+
+def test_a_signal_stops_after_the_very_step_it_arrived_in(tmp_path):
+    with tiny_trainer(tmp_path, *OPTIONS) as trainer:
+        step(trainer)
+        trainer.model_parts[0].register_forward_hook(
+            lambda *_: setattr(trainer._stop, "name", "SIGTERM")
+        )
+        step(trainer)
+        assert not trainer.interrupted
+        assert not trainer.should_continue_training()
+        assert trainer.interrupted and trainer.step == 2
+
+
+def test_a_verdict_is_read_before_a_save(tmp_path):
+    options = ["--checkpoint.enable", "--checkpoint.interval=2"]
+    with tiny_trainer(tmp_path, *OPTIONS, *options) as trainer:
+        step(trainer)
+        with pytest.raises(NonFiniteError, match="step 2"):
+            step(trainer, bad=True)
