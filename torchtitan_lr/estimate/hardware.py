@@ -22,8 +22,8 @@ def load_hardware(name: str, folder: Path) -> Hardware:
         folder: Folder of the hardware files that come with the scripts.
 
     Raises:
-        ConfigError: The file does not exist, or its keys are not the fields of `Hardware`. Those with
-            defaults may be left out.
+        ConfigError: The file does not exist, or its keys are not the fields of `Hardware`; those
+            with defaults may be left out.
     """
     path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
     if not path.is_file():
