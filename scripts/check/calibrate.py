@@ -15,7 +15,8 @@ bandwidth and the time of a launch as measured. On a CPU the time is this proces
 one thread, so that other processes disturb it less, in fp32; on a GPU it is the device's, in bf16.
 
 --steps measures N steps of six small models (family, width, batch), forward, backward, clipping and
-AdamW, interleaved with the calibration's kernels, and prints estimated over measured time.
+AdamW, interleaved with the calibration's kernels, and prints estimated over measured time. With
+--growth the models differ in width, depth or sequence length.
 """
 
 import argparse
@@ -62,6 +63,11 @@ GPU_SHAPES += [(4096, 4096, 16384), (1024, 4096, 16384), (16384, 14336, 4096)]
 SMALL = [("full", 256, 4), ("full", 512, 2), ("cola", 256, 4), ("cola", 512, 2)]
 SMALL += [("svd", 512, 4), ("lax", 256, 2)]
 """Family, width and batch of the steps that are compared."""
+
+GROWTH = [("width", each) for each in (128, 256, 512, 768)]
+GROWTH += [("layers", each) for each in (1, 2, 4, 8)]
+GROWTH += [("length", each) for each in (64, 128, 256, 512)]
+"""What --growth changes, one factor at a time, of cola with width 256, 2 layers, 128 tokens."""
 
 
 @dataclass(frozen=True)
@@ -262,18 +268,26 @@ class SmallStep:
         dim: Its width.
         batch: Sequences.
         seq_len: Tokens per sequence.
+        layers: Number of blocks.
     """
 
     family: str
     dim: int
     batch: int
     seq_len: int
+    layers: int = 2
+
+    @property
+    def name(self) -> str:
+        """What a table calls it."""
+        tokens = f"{self.batch} x {self.seq_len} tokens"
+        return f"{self.family}, width {self.dim}, {self.layers} layers, {tokens}"
 
     def __post_init__(self) -> None:
         ranks = 0 if self.family == "full" else self.dim // 4
         self.args = LlamaArgs(
             dim=self.dim,
-            n_layers=2,
+            n_layers=self.layers,
             n_heads=self.dim // 64,
             n_kv_heads=self.dim // 64,
             ffn_dim=self.dim * 8 // 3 // 8 * 8,
@@ -325,7 +339,7 @@ def compare_steps(
     """
     steps = [case.step(bench) for case in cases]
     ratios: list[list[float]] = [[] for _ in cases]
-    last = []
+    last: list[tuple[float, float]] = []
     for _ in range(rounds):
         machine, _ = calibrate(bench, shapes, cases[0].seq_len)
         last = []
@@ -335,7 +349,7 @@ def compare_steps(
             last.append(pair)
     return [
         [
-            f"{case.family}, width {case.dim}, {case.batch} x {case.seq_len} tokens",
+            case.name,
             *(f"{1e3 * seconds:.1f}" for seconds in pair),
             f"{median(found):.2f}",
             f"{min(found):.2f} to {max(found):.2f}",
@@ -367,7 +381,7 @@ def main(argv: list[str] | None = None) -> int:
             print(text_table(["product", "us", "TFLOP/s", "modelled/measured"], rows))
             print("\n" + "\n".join(f"{k:26}{v}" for k, v in asdict(machine).items()))
         if options.steps:
-            small = [SmallStep(*case, options.length) for case in SMALL[: options.cases]]
+            small = _cases(options)
             head = ["step", "estimated ms", "measured ms", "ratio", "range"]
             compared = compare_steps(bench, shapes, small, options.steps)
             if first:
@@ -376,6 +390,14 @@ def main(argv: list[str] | None = None) -> int:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
+
+
+def _cases(options: argparse.Namespace) -> list[SmallStep]:
+    if not options.growth:
+        return [SmallStep(*case, options.length) for case in SMALL[: options.cases]]
+    usual = {"width": 256, "length": 128, "layers": 2}
+    grown = [usual | {factor: size} for factor, size in GROWTH[: options.cases]]
+    return [SmallStep("cola", g["width"], 4, g["length"], g["layers"]) for g in grown]
 
 
 def _shape(text: str) -> tuple[int, int, int]:
@@ -390,7 +412,8 @@ def _parse(argv: list[str] | None) -> Any:
     parser.add_argument("--megabytes", type=float, default=32, help="size of a large tensor")
     parser.add_argument("--length", type=int, default=256, help="sequence length")
     parser.add_argument("--steps", type=int, default=0, help="rounds of measured steps")
-    parser.add_argument("--cases", type=int, default=len(SMALL), help="steps per round")
+    parser.add_argument("--cases", type=int, default=99, help="measured steps per round, at most")
+    parser.add_argument("--growth", action="store_true", help="grow one factor at a time instead")
     parser.add_argument("--shapes", type=_shape, nargs="+", metavar="MxNxK", help="of products")
     options: argparse.Namespace = parser.parse_args(argv)
     if not options.out.endswith(".toml"):

@@ -157,9 +157,8 @@ class KernelRecorder(TorchDispatchMode):
             for (new, _), (old, _) in zip(writes, reads, strict=False):
                 self._ids[new] = old
             return
-        old = {storage for storage, _ in reads}
-        writing = changes_arguments(func)
-        if not writing and all(storage in old for storage, _ in writes):
+        known = {storage for storage, _ in reads}
+        if not changes_arguments(func) and all(storage in known for storage, _ in writes):
             return  # a view
         operator = _Operator(self.backward, reads, writes)
         if "c10d" in namespace:
@@ -188,7 +187,7 @@ class KernelRecorder(TorchDispatchMode):
                     self._ids[address] = address
                     self._held.append(storage)
                 whole = min(leaf.numel() * leaf.element_size(), storage.nbytes())
-                key = self._ids[address], leaf.storage_offset()
+                key = self._ids[address], int(leaf.storage_offset())
                 sizes[key] = max(sizes.get(key, 0), whole)
         return sizes
 
@@ -302,7 +301,7 @@ def norm_in_one_kernel(recorder: KernelRecorder) -> Iterator[None]:
     def fused(x: Any, shape: Any, weight: Any = None, eps: Any = None) -> Any:
         if isinstance(x, DTensor) or isinstance(weight, DTensor):
             return original(x, shape, weight, eps)
-        return _OneKernel.apply(x, weight, recorder)  # type: ignore[no-untyped-call]
+        return _OneKernel.apply(x, weight, recorder)
 
     original = F.rms_norm
     with patch.object(F, "rms_norm", fused):

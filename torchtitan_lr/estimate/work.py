@@ -122,5 +122,5 @@ def _record(
             with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
                 loss = cross_entropy_sum(logits, tokens)
                 recorder.backward = True
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
         return recorder

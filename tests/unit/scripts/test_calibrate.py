@@ -24,7 +24,9 @@ def test_a_tiny_rehearsal(tmp_path, capsys):
     assert machine.kernel_us > 0 and machine.attention_share > 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("128 x 256 x 64") for line in lines)
-    (step,) = [line for line in lines if line.startswith("full, width 256, 4 x 16 tokens")]
+    (step,) = [
+        line for line in lines if line.startswith("full, width 256, 2 layers, 4 x 16 tokens")
+    ]
     assert float(step.split()[-4]) > 0
 
 
