@@ -19,8 +19,8 @@ The plans use the same mode of activation checkpointing: the configured one, or 
 
 Weights, gradients, optimizer state and bytes are exact. Activations are counted by running blocks
 on tensors without data ("working" is the additional memory of backward); "buffers" include FSDP's
-unsharded weights. Blocks count as uncompiled. The step time is a model, and shorter than a real
-step, see torchtitan_lr/estimate/step_time.py.
+unsharded weights. Memory counts blocks as uncompiled. The step time is a model, compared with
+published times in docs/estimator.md; "compute" is products and attention.
 With a pipeline every rank is listed; the table shows the ranks with most memory and most bytes.
 
 Exit status: 0, or 2 for an invalid configuration, number of ranks or hardware.

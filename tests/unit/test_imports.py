@@ -14,9 +14,9 @@ from tests.scripts import ROOT
 HEAVY = ["torch", "torchtitan", "triton", "sympy", "datasets", "pyarrow", "pandas", "tiktoken"]
 HEAVY += ["transformers", "matplotlib", "wandb", "tensorboard", "safetensors"]
 
-# Programs for several ranks or of the test suite, and a page whose every line needs the models.
+# Programs for several ranks or of the test suite, and pages whose every line needs the models.
 HEAVY_SCRIPTS = {"bench_block", "bench_exchange", "bench_tsr_gpu", "paper_tables"}
-HEAVY_SCRIPTS |= {"parity_layouts", "parity_matrix"}
+HEAVY_SCRIPTS |= {"parity_layouts", "parity_matrix", "calibrate", "estimator_table"}
 FOLDERS = ("scripts", "scripts/papers", "scripts/check")
 # No commands: a module of the page's, and what pytest is run with.
 PARTS = {"scripts/papers/cola.py", "scripts/check/trials.py"}

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Read the description of a machine."""
 
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from math import isfinite
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.step_time import Hardware
 
 KEYS = {field.name: field.type for field in fields(Hardware)}
+OPTIONAL = {field.name for field in fields(Hardware) if field.default is not MISSING}
 
 
 def load_hardware(name: str, folder: Path) -> Hardware:
@@ -21,7 +22,8 @@ def load_hardware(name: str, folder: Path) -> Hardware:
         folder: Folder of the hardware files that come with the scripts.
 
     Raises:
-        ConfigError: The file does not exist, or its keys are not exactly the fields of `Hardware`.
+        ConfigError: The file does not exist, or its keys are not the fields of `Hardware`; those
+            with defaults may be left out.
     """
     path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
     if not path.is_file():
@@ -34,6 +36,8 @@ def load_hardware(name: str, folder: Path) -> Hardware:
     for key in sorted(values.keys() - KEYS.keys()):
         raise ConfigError(f"{path.name}: {key}", values[key], f"one of {', '.join(KEYS)}")
     for key, kind in KEYS.items():
+        if key in OPTIONAL and key not in values:
+            continue
         _check(f"{path.name}: {key}", values.get(key), kind)
     if values["matmul_efficiency"] > 1:
         key = f"{path.name}: matmul_efficiency"
@@ -45,6 +49,10 @@ def _check(key: str, value: object, kind: object) -> None:
     if kind in (str, "str"):
         if not isinstance(value, str):
             raise ConfigError(key, value, "text")
+        return
+    if kind in (bool, "bool"):
+        if not isinstance(value, bool):
+            raise ConfigError(key, value, "true or false")
         return
     whole = kind in (int, "int")
     right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)

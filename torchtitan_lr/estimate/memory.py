@@ -85,12 +85,12 @@ def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> 
         least, most, share = MODES[mode].between(section)
         bounds = rehearse_run(run, least, fused_norm), rehearse_run(run, most, fused_norm)
         return _between(*bounds, share)
-    workload = _workload(run)
+    workload = workload_of(run)
     # Alternatives, and runs that differ in their ranks only, often have the same blocks.
     key = repr((workload, replace(section, mode=mode)))
     if key not in _KNOWN:
         period = MODES[mode].period(section)
-        _KNOWN[key] = rehearse(workload, _checkpointing(run, mode), period)
+        _KNOWN[key] = rehearse(workload, checkpointing_of(run, mode), period)
     result = _KNOWN[key]
     if not MODES[mode].recomputes and run.tp == 1 and fused_norm:
         saving = fused_norm_saving(run.args, run.tokens, workload.dtype)
@@ -114,21 +114,23 @@ def repeated_by_block(run: Run) -> list[Traffic]:
         *others, last = [repr(other.name) for other in MODES.values() if other.eager]
         want = f"{', '.join(others)} or {last}: only the compiler knows what it repeats"
         raise ConfigError("activation_checkpoint.mode", mode.name, want)
-    prepare = _checkpointing(run, run.checkpointing)
+    prepare = checkpointing_of(run, run.checkpointing)
     count = run.microbatches * run.accumulation
     return [
         repeated_row(run, *what, count * calls, count * elements)
-        for what, (calls, elements) in rehearse_repeats(_workload(run), prepare).items()
+        for what, (calls, elements) in rehearse_repeats(workload_of(run), prepare).items()
     ]
 
 
-def _workload(run: Run) -> Workload:
+def workload_of(run: Run) -> Workload:
+    """Return what a rank of a run computes for a micro-batch."""
     settings = run.settings if run.tp > 1 else TPSettings()  # ignored there
     dtype = TORCH_DTYPE_MAP[run.config.training.mixed_precision_param]
     return Workload(run.args, settings, run.tp, run.microbatch, run.seq_len, dtype)
 
 
-def _checkpointing(run: Run, mode: str) -> partial[None]:
+def checkpointing_of(run: Run, mode: str) -> partial[None]:
+    """Return what applies a mode of activation checkpointing to a model."""
     section = run.config.activation_checkpoint
     # Fake tensors have no generator whose state could be kept; it is a few kilobytes.
     section = replace(section, mode=mode, preserve_rng_state=False)

@@ -159,7 +159,7 @@ class _Count:
 
 def _run(workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None) -> _Count:
     with FakeTensorMode():
-        model = _build(replace(workload.args, max_seq_len=workload.seq_len), workload.dtype)
+        model = build_model(replace(workload.args, max_seq_len=workload.seq_len), workload.dtype)
         if mesh is not None:
             apply_tensor_parallel(model, mesh, workload.settings)
         if prepare is not None:
@@ -204,7 +204,8 @@ def _over_parts(repeats: Repeats) -> dict[tuple[str, str], tuple[int, int]]:
     return found
 
 
-def _build(args: LlamaArgs, dtype: torch.dtype) -> LlamaModel:
+def build_model(args: LlamaArgs, dtype: torch.dtype) -> LlamaModel:
+    """Return a model whose parameters have one dtype."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # a cast afterwards would swap fake parameters
     try:

@@ -1,9 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A step-time model: matrix products at a measured fraction of the peak, α-β for collectives.
+"""A step-time model: products, element-wise kernels, the optimizer, and α-β for collectives.
 
-The model omits kernel launches, the optimizer and element-wise work, and uses one efficiency for
-all products, which thin ones do not reach. Its times are therefore too short, more so for low-rank
-plans than for full rank, and a ratio of two modelled times does not bound the measured ratio.
+A product takes its FLOPs over the speed that large products reach, plus its bytes over the memory
+bandwidth, plus the launch of a kernel. So thin products, which move many bytes per FLOP, are slow;
+that products and memory do not overlap fits the products that BOOST's authors measured on A100s
+(``docs/estimator.md``). Fused attention has a speed of its own. Other kernels take their bytes
+over the memory bandwidth plus a launch. Without recorded work the model has only products at one
+speed.
 
 A collective of N ranks costs α per call, plus its bytes times the share that crosses a link
 (2(N-1)/N for an all-reduce, (N-1)/N for a gather, a scatter or an all-to-all, 1 for a message) over
@@ -14,7 +17,9 @@ exposed only where they take longer. TSR-Adam's traffic at the end of a step is 
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 
+from torchtitan_lr.estimate.kernels import Work
 from torchtitan_lr.formulas.traffic import Traffic
 
 _WIRE_SHARE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
@@ -36,6 +41,12 @@ class Hardware:
         intra_node_gbytes_per_s: Bandwidth of that link per device and direction, GB/s.
         inter_node_gbytes_per_s: Bandwidth between nodes per device and direction, GB/s.
         latency_us: α, microseconds per collective.
+        memory_gbytes_per_s: Bandwidth of a device's memory that kernels reach, GB/s.
+        kernel_us: Microseconds per kernel beyond its bytes and FLOPs.
+        attention_share: Speed of fused attention over that of large products.
+        direct_links: Whether every pair of a node's devices has links of its own, as in nodes of
+            four A100s without a switch: then N devices have (N-1)/(devices_per_node-1) of the
+            bandwidth among them.
     """
 
     name: str
@@ -46,6 +57,10 @@ class Hardware:
     intra_node_gbytes_per_s: float
     inter_node_gbytes_per_s: float
     latency_us: float
+    memory_gbytes_per_s: float = inf
+    kernel_us: float = 0.0
+    attention_share: float = 1.0
+    direct_links: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,26 +76,52 @@ class StepTime:
     """Seconds of an optimizer step of one rank.
 
     Args:
-        compute: Time of matrix products.
+        compute: Time of matrix products, attention included.
         exposed_communication: Communication that does not overlap with computation.
         hidden_communication: Communication that overlaps with computation.
         bubble: Idle time in the pipeline.
+        element_wise: Time of all other kernels of forward and backward.
+        optimizer: Time of the optimizer's kernels.
     """
 
     compute: float
     exposed_communication: float
     hidden_communication: float
     bubble: float = 0.0
+    element_wise: float = 0.0
+    optimizer: float = 0.0
 
     @property
     def total(self) -> float:
-        """Sum of compute, exposed communication and bubble."""
-        return self.compute + self.exposed_communication + self.bubble
+        """Sum of all parts but hidden communication."""
+        device = self.compute + self.element_wise + self.optimizer
+        return device + self.exposed_communication + self.bubble
 
 
 def compute_seconds(flops: float, hardware: Hardware) -> float:
     """Return the modelled time of matrix products."""
     return flops / (hardware.peak_tflops * 1e12 * hardware.matmul_efficiency)
+
+
+def product_seconds(work: Work, hardware: Hardware) -> float:
+    """Return the modelled time of a work's products and attention."""
+    seconds = compute_seconds(work.attention / hardware.attention_share, hardware)
+    for product, calls in work.products.items():
+        moved = product.bytes / (hardware.memory_gbytes_per_s * 1e9)
+        once = compute_seconds(product.flops, hardware) + moved + hardware.kernel_us * 1e-6
+        seconds += calls * once
+    return seconds
+
+
+def element_wise_seconds(work: Work, hardware: Hardware) -> float:
+    """Return the modelled time of a work's other kernels."""
+    kernels = work.kernels - sum(work.products.values())
+    return kernels * hardware.kernel_us * 1e-6 + moved_seconds(work.traffic, hardware)
+
+
+def moved_seconds(traffic: float, hardware: Hardware) -> float:
+    """Return the modelled time of bytes that kernels read and write."""
+    return traffic / (hardware.memory_gbytes_per_s * 1e9)
 
 
 def model_step_time(
@@ -90,6 +131,8 @@ def model_step_time(
     mesh: dict[str, MeshDim],
     hardware: Hardware,
     bubble: float = 0.0,
+    element_wise: float = 0.0,
+    optimizer: float = 0.0,
 ) -> StepTime:
     """Model one optimizer step of one rank.
 
@@ -100,6 +143,8 @@ def model_step_time(
         mesh: Mesh dimensions by name; must contain every dimension in `traffic`.
         hardware: The machine.
         bubble: Idle seconds of the pipeline rank.
+        element_wise: Seconds of its other kernels in forward and backward.
+        optimizer: Seconds of its optimizer's kernels.
     """
     exposed, beside = 0.0, 0.0
     for row in traffic:
@@ -108,8 +153,9 @@ def model_step_time(
             beside += seconds
         else:
             exposed += seconds
-    hidden = min(beside, compute)
-    return StepTime(compute, exposed + beside - hidden, hidden, bubble)
+    hidden = min(beside, compute + element_wise)
+    exposed += beside - hidden
+    return StepTime(compute, exposed, hidden, bubble, element_wise, optimizer)
 
 
 def exposed_seconds(
@@ -135,6 +181,8 @@ def collective_seconds(row: Traffic, element_size: int, dim: MeshDim, hardware: 
     reach = 2 * dim.stride if row.op == "send" else dim.size * dim.stride
     within_node = reach <= hardware.devices_per_node
     gbytes = hardware.intra_node_gbytes_per_s if within_node else hardware.inter_node_gbytes_per_s
+    if within_node and hardware.direct_links:
+        gbytes *= (dim.size - 1 if row.op != "send" else 1) / (hardware.devices_per_node - 1)
     share = _WIRE_SHARE[row.op] * (dim.size - 1) / dim.size if row.op in _WIRE_SHARE else 1.0
     wire = share * row.elements * element_size / (gbytes * 1e9)
     return row.calls * hardware.latency_us * 1e-6 + wire

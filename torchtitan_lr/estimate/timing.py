@@ -1,56 +1,98 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The modelled time of a run's step."""
 
+from dataclasses import replace
 from functools import partial
+from math import prod
 
+from torchtitan_lr.estimate.kernels import Work
 from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.estimate.schedule import StageSeconds, makespan, pipeline_order
 from torchtitan_lr.estimate.step_time import (
     Hardware,
     StepTime,
     compute_seconds,
+    element_wise_seconds,
     exposed_seconds,
     model_step_time,
+    moved_seconds,
+    product_seconds,
 )
 from torchtitan_lr.estimate.traffic import element_size
+from torchtitan_lr.estimate.work import PassWork
 from torchtitan_lr.formulas.activations import recompute_flops
 from torchtitan_lr.formulas.flops import FORWARD_AND_BACKWARD, head_flops, layer_flops
+from torchtitan_lr.formulas.memory import sharded
 from torchtitan_lr.formulas.plans.registry import formula_of
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES, BlockFlops
 
+ADAMW_PASSES = 10
+"""Passes over a rank's parameters in a step of fused AdamW: clipping reads the gradients twice and
+writes them once; Adam reads weight, gradient and both moments and writes all but the gradient."""
 
-def step_time(run: Run, traffic: list[list[Traffic]], hardware: Hardware) -> StepTime:
+
+def step_time(
+    run: Run, traffic: list[list[Traffic]], hardware: Hardware, work: PassWork | None = None
+) -> StepTime:
     """Model a step on the pipeline rank that is busy longest.
 
     Args:
         run: The run.
         traffic: Every pipeline rank's, of a whole step.
         hardware: The machine.
+        work: Recorded by `work_of_run`; without it only products count, all at one speed.
     """
     sizes = partial(element_size, dtypes=run.wire_dtypes)
     times = [
         model_step_time(
-            sum(sum(_stage_seconds(run, stage, hardware)) for stage in run.stages_of(pp_rank))
-            * run.microbatches
-            * run.accumulation,
+            _over_step(run, pp_rank, hardware, work, 0),
             rows,
             sizes,
             run.mesh,
             hardware,
+            element_wise=_over_step(run, pp_rank, hardware, work, 1)
+            + (_staging_seconds(run, pp_rank, hardware) if work else 0.0),
+            optimizer=_optimizer_seconds(run, pp_rank, hardware) if work else 0.0,
         )
         for pp_rank, rows in enumerate(traffic)
     ]
     longest = max(times, key=lambda time: time.total)
     if run.pp == 1:
         return longest
-    bubble = _bubble(run, traffic, hardware)
-    return StepTime(
-        longest.compute, longest.exposed_communication, longest.hidden_communication, bubble
-    )
+    return replace(longest, bubble=_bubble(run, traffic, hardware, work))
 
 
-def _bubble(run: Run, traffic: list[list[Traffic]], hardware: Hardware) -> float:
+def _over_step(
+    run: Run, pp_rank: int, hardware: Hardware, work: PassWork | None, part: int
+) -> float:
+    """Seconds of products (part 0) or of other kernels (1) of all a rank's passes."""
+    passes = [each for s in run.stages_of(pp_rank) for each in _passes(run, s, hardware, work)]
+    return sum(each[part] for each in passes) * run.microbatches * run.accumulation
+
+
+def _optimizer_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
+    """AdamW's time; TSR-Adam's projections do not count."""
+    shapes = [shape for unit in run.units_of(pp_rank).values() for shape in unit.values()]
+    elements = sum(prod(sharded(shape, run.shard)) for shape in shapes)
+    return moved_seconds(ADAMW_PASSES * run.precision.parameter * elements, hardware)
+
+
+def _staging_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
+    """Copies of weights out of FSDP's gathers, and of gradients into its reductions."""
+    sizes = run.precision
+    if run.shard == 1 and sizes.compute == sizes.parameter:
+        return 0.0
+    units = run.units_of(pp_rank).values()
+    elements = sum(prod(shape) for unit in units for shape in unit.values())
+    gathers = 2 if run.reshards else 1
+    per_element = gathers * 2 * sizes.compute + sizes.compute + sizes.reduce
+    return moved_seconds(run.accumulation * per_element * elements, hardware)
+
+
+def _bubble(
+    run: Run, traffic: list[list[Traffic]], hardware: Hardware, work: PassWork | None
+) -> float:
     """Seconds from the first action to the last, less those of the busiest rank."""
     sizes = partial(element_size, dtypes=run.wire_dtypes)
     stages = [StageSeconds(0, 0)] * len(run.stages)
@@ -59,7 +101,7 @@ def _bubble(run: Run, traffic: list[list[Traffic]], hardware: Hardware) -> float
         exposed = exposed_seconds(rows, sizes, run.mesh, hardware)
         passes = len(mine) * run.microbatches * run.accumulation
         for stage in mine:
-            forward, backward = _stage_seconds(run, stage, hardware)
+            forward, backward = (sum(each) for each in _passes(run, stage, hardware, work))
             stages[stage] = StageSeconds(
                 forward + exposed["forward"] / passes, backward + exposed["backward"] / passes
             )
@@ -73,15 +115,24 @@ def _bubble(run: Run, traffic: list[list[Traffic]], hardware: Hardware) -> float
     return run.accumulation * (makespan(orders, stages) - busiest)
 
 
-def _stage_seconds(run: Run, stage: int, hardware: Hardware) -> tuple[float, float]:
-    """Forward and backward products of a stage for one micro-batch."""
+def _passes(
+    run: Run, stage: int, hardware: Hardware, work: PassWork | None
+) -> list[tuple[float, float]]:
+    """Seconds of products and of other kernels, forward and backward of a micro-batch."""
     units = run.stages[stage]
+    if work is not None:
+        mine = [_stage_work(blocks_of(units), "head" in units, work, i) for i in (0, 1)]
+        return [(product_seconds(w, hardware), element_wise_seconds(w, hardware)) for w in mine]
     forward = blocks_of(units) * block_flops(run)
     if "head" in units:
         forward += head_flops(run.args, run.seq_len) / FORWARD_AND_BACKWARD / run.tp
     backward = (FORWARD_AND_BACKWARD - 1) * forward + blocks_of(units) * repeated_flops(run)
-    scale = run.microbatch
-    return compute_seconds(forward * scale, hardware), compute_seconds(backward * scale, hardware)
+    return [(compute_seconds(f * run.microbatch, hardware), 0.0) for f in (forward, backward)]
+
+
+def _stage_work(blocks: int, head: bool, work: PassWork, index: int) -> Work:
+    """Work of a stage in forward (0) or backward (1); the embedding counts with the head."""
+    return Work().plus(work.block[index], blocks).plus(work.ends[index], float(head))
 
 
 def block_flops(run: Run) -> float:

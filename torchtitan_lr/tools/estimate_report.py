@@ -20,6 +20,7 @@ from torchtitan_lr.estimate.traffic import (
     step_traffic,
     tsr_names,
 )
+from torchtitan_lr.estimate.work import work_of_run
 from torchtitan_lr.formulas.flops import flops_per_token
 from torchtitan_lr.formulas.parameters import count_parameters
 from torchtitan_lr.formulas.traffic import Traffic
@@ -76,7 +77,7 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
         averaged = [
             [row for row in traffic[p] if row.scope != "step"] + rows[p] for p in range(run.pp)
         ]
-    time = step_time(run, averaged, hardware)
+    time = step_time(run, averaged, hardware, work_of_run(run))
     tokens = run.tokens * run.microbatches * run.accumulation * run.shard * run.replicas
     report = {
         "checkpointing": run.checkpointing,

@@ -38,6 +38,47 @@ BOOST_ITERATION_SECONDS = (
 )
 """b = 4 sequences of 4096 tokens, bf16, no recomputation, 10 iterations of which 2 warm up."""
 
+BOOST_LOGGED_SECONDS = {
+    ("3B", 1): (0.33643, 0.38414, 0.25543),
+    ("3B", 4): (1.12, 1.31, 0.79471),
+    ("7B", 1): (0.36757, 0.43329, 0.28271),
+    ("7B", 4): (1.13, None, 0.76586),
+}
+"""Logs in the repository of BOOST's authors (github.com/Arcana-2236/BOOST, ``.logging``), by flavor
+and batch: full rank, vanilla, BOOST; as in Figure 6 but with fp32 gradients and master weights.
+The vanilla run of 7B at batch 4 recomputes its blocks, so that it is left out."""
+
+BOOST_LINEAR_MS = {
+    ("3B", 4): (0.345, 0.849, 0.281, 0.487, 0.207, 0.338),
+    ("7B", 4): (0.566, 1.488, 0.358, 0.654, 0.303, 0.539),
+    ("13B", 4): (0.791, 2.202, 0.543, 0.978, 0.447, 0.839),
+}
+"""The same logs, T = 4, by flavor and batch: milliseconds of a d×d linear and of a d×d_ff one, at
+full rank, under vanilla and under BOOST; in the last two cases each is two products."""
+
+BOOST_LINEAR_UTILIZATION = {
+    1: (73.4, 77.5, 48.1, 52.6, 55.1, 64.9),
+    2: (77.0, 79.6, 56.8, 59.0, 69.7, 69.9),
+    8: (84.0, 81.6, 65.7, 64.1, 76.1, 76.6),
+}
+"""The same linears of 7B, by batch: percent of the peak of 312 TFLOP/s."""
+
+BOOST_ALL_REDUCES = {
+    ("3B", 4): ((192, 1.542), (992, 7.496), (168, 1.453)),
+    ("13B", 4): ((320, 2.462), (1664, 12.087), (280, 2.276)),
+    ("7B", 1): ((64, 0.569), (332, 2.644), (56, 0.613)),
+    ("7B", 2): ((128, 1.070), (664, 5.028), (112, 1.035)),
+    ("7B", 4): ((256, 1.986), (1328, 9.713), (224, 1.859)),
+    ("7B", 8): ((512, 3.826), (2656, 19.000), (448, 3.484)),
+}
+"""The same logs, T = 4, by flavor and batch: MiB and milliseconds of a block's all-reduces in a
+pass: two at full rank, seven under vanilla, seven under BOOST."""
+
+TORCHTITAN_8B = {(8, True): 6667, (8, False): 5762, (128, True): 6514, (128, False): 5605}
+"""torchtitan's benchmarks/llama3_h100_202412_torchtitan.md, Tables 1 and 3: tokens per second and
+GPU of Llama 3.1 8B under FSDP, by GPUs and whether compiled; 2 sequences of 8192 tokens a GPU,
+selective checkpointing of operators."""
+
 BOOST_SHAPES = {
     "1B_boost": (24, 32, 2048, 5472, 512),
     "3B": (28, 24, 3072, 8192, 768),

@@ -1,0 +1,118 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Recorded kernels against the closed formulas, and the time of kernels by hand."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchtitan_lr.estimate.kernels import KernelRecorder, Product, Work
+from torchtitan_lr.estimate.rehearsal import Workload
+from torchtitan_lr.estimate.step_time import (
+    Hardware,
+    MeshDim,
+    collective_seconds,
+    element_wise_seconds,
+    product_seconds,
+)
+from torchtitan_lr.estimate.work import rehearse_work
+from torchtitan_lr.formulas.flops import head_flops, layer_flops
+from torchtitan_lr.formulas.traffic import Traffic
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.parallel.tensor.plans import TPSettings
+from torchtitan_lr.parallel.tensor.tensor_parallel import resolve_settings
+
+SHAPE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 96}
+MACHINE = Hardware("test", 100.0, 0.5, 80.0, 4, 90.0, 10.0, 10.0)
+
+
+def args_of(family):
+    ranks = {} if family == "full" else {"rank_attention": 16, "rank_ffn": 16}
+    extra = {"activation": "fullrank"} if family == "full" else {}
+    return LlamaArgs(**SHAPE, vocab_size=256, max_seq_len=32, family=family, **ranks, **extra)
+
+
+def recorded(family, plan="auto", tp=1, fused=False):
+    args = args_of(family)
+    settings = resolve_settings(TPSettings(plan), args, tp, 32) if tp > 1 else TPSettings()
+    return rehearse_work(Workload(args, settings, tp, 2, 32, torch.bfloat16), fused)
+
+
+def flops(work):
+    return sum(product.flops * calls for product, calls in work.products.items())
+
+
+@pytest.mark.parametrize(
+    ("family", "plan", "tp"),
+    [
+        ("full", "auto", 1),
+        ("full", "auto", 2),
+        ("cola", "auto", 1),
+        ("lax", "btp", 2),
+        ("cola", "vanilla", 2),
+        ("cola", "vanilla_replicated", 2),
+    ],
+)
+def test_recorded_products_have_the_formulas_flops(family, plan, tp):
+    work, args = recorded(family, plan, tp), args_of(family)
+    block, head = layer_flops(args, 32), head_flops(args, 32)
+    linears = block.attention_linears + block.feed_forward
+    for passed, third in zip(work.block, (1, 2), strict=True):
+        assert flops(passed) == pytest.approx(2 * third * linears / 3 / tp)
+    for passed, third in zip(work.ends, (1, 2), strict=True):
+        assert flops(passed) == pytest.approx(2 * third * head / 3 / tp)
+    # Below the diagonal is half; backward computes the scores again: five products to two.
+    shared = 1 if plan == "vanilla_replicated" else tp
+    half = 2 * block.attention_scores / 3 / 2 / shared
+    assert work.block[0].attention == pytest.approx(half)
+    assert work.block[1].attention == pytest.approx(2.5 * half)
+
+
+def test_a_compiler_moves_fewer_bytes():
+    eager, fused = recorded("cola", "btp", 2), recorded("cola", "btp", 2, fused=True)
+    for a, b in zip((*eager.block, *eager.ends), (*fused.block, *fused.ends), strict=True):
+        assert b.products == a.products
+        assert 0 < b.traffic < a.traffic and 0 < b.kernels < a.kernels
+
+
+def test_bytes_by_hand():
+    """SiLU reads and writes x; the product reads two and writes one; views move nothing."""
+    x, z, w = torch.randn(10, 100), torch.randn(10, 100), torch.randn(100, 8)
+    with KernelRecorder() as recorder:
+        ((F.silu(x) * z).view(10, 100) @ w).t()
+    eager, fused = recorder.work(False, fused=False), recorder.work(False, fused=True)
+    assert eager.products == fused.products == Counter({Product(1, 10, 8, 100, 4): 1})
+    assert (eager.traffic, eager.kernels) == (5 * 4000, 3)
+    assert (fused.traffic, fused.kernels) == (3 * 4000, 2)
+    assert recorder.work(True, fused=True).kernels == 0
+
+
+def test_thin_products_are_slow():
+    machine = replace(MACHINE, memory_gbytes_per_s=1000.0, kernel_us=5.0, attention_share=0.25)
+    wide, thin = Product(1, 4096, 4096, 4096, 2), Product(16, 4096, 4096, 256, 2)
+    assert wide.flops == thin.flops
+    seconds = [product_seconds(Work(Counter({p: 1})), machine) for p in (wide, thin)]
+    assert seconds[0] == pytest.approx(2 * 4096**3 / 50e12 + 3 * 4096**2 * 2 / 1e12 + 5e-6)
+    assert seconds[1] > 1.15 * seconds[0]
+    # Without the bandwidth, as before, both take the same.
+    plain = [product_seconds(Work(Counter({p: 1})), MACHINE) for p in (wide, thin)]
+    assert plain[0] == plain[1] == pytest.approx(2 * 4096**3 / 50e12)
+    attention = Work(attention=50e12, traffic=1e9, kernels=3)
+    assert product_seconds(attention, machine) == pytest.approx(4.0)
+    assert element_wise_seconds(attention, machine) == pytest.approx(1e-3 + 15e-6)
+    assert product_seconds(attention, MACHINE) == pytest.approx(1.0)
+
+
+def test_two_of_four_devices_without_a_switch():
+    row = Traffic("block", "forward", "all_gather", "activation", 0, 10**6, "tp")
+    direct = replace(MACHINE, direct_links=True)
+    times = {
+        (n, machine is direct): collective_seconds(row, 2, MeshDim(n, 1), machine)
+        for n in (2, 4)
+        for machine in (MACHINE, direct)
+    }
+    assert times[4, True] == times[4, False] == pytest.approx(0.75 * 2e6 / 90e9)
+    assert times[2, False] == pytest.approx(0.5 * 2e6 / 90e9)
+    assert times[2, True] == pytest.approx(0.5 * 2e6 / 30e9)

@@ -1,0 +1,308 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Record the kernels of a run on fake tensors: products, attention and element-wise work.
+
+The recorder sees every operator below autograd, backward and recomputation included. So the shapes
+of products and the bytes of the other operators are those of the code that trains, for every
+family, plan and mode of checkpointing.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lr.compat.dispatch import (
+    ATTENTION_OPERATORS,
+    TorchDispatchMode,
+    changes_arguments,
+    storage_address,
+    tree_leaves,
+)
+from torchtitan_lr.compat.fake import while_finding_shapes
+
+_ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+_ATTENTION = tuple({str(op.overloadpacket).split(".")[-1] for op in ATTENTION_OPERATORS})
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
+"""Operators, and the position of their first factor."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product (m, k) by (k, n), or a batch of them.
+
+    Args:
+        batch: Number of products.
+        m: Rows.
+        n: Columns.
+        k: Length of the sums.
+        itemsize: Bytes per element.
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    itemsize: int
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the factors and of the result, each passed over memory once."""
+        sides = self.m * self.k + self.k * self.n + self.m * self.n
+        return self.batch * sides * self.itemsize
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a device computes: of a block, of the ends of a model, or of a whole step.
+
+    Args:
+        products: Calls by shape.
+        attention: FLOPs of fused attention; the masked half of the scores is not computed.
+        traffic: Bytes that the other kernels read and write.
+        kernels: Number of kernels, products and attention included.
+    """
+
+    products: Counter[Product] = field(default_factory=Counter)
+    attention: float = 0.0
+    traffic: float = 0.0
+    kernels: float = 0.0
+
+    def plus(self, other: "Work", times: float = 1.0) -> "Work":
+        """Return this work and ``times`` the other."""
+        products = Counter(self.products)
+        for product, calls in other.products.items():
+            products[product] += times * calls  # type: ignore[assignment]
+        return Work(
+            Counter({product: calls for product, calls in products.items() if calls}),
+            self.attention + times * other.attention,
+            self.traffic + times * other.traffic,
+            self.kernels + times * other.kernels,
+        )
+
+
+_Sizes = dict[tuple[int, int], int]
+"""Bytes by storage and offset."""
+
+
+@dataclass
+class _Operator:
+    backward: bool
+    reads: _Sizes
+    writes: _Sizes
+    product: Product | None = None
+    attention: float = 0.0
+    extern: bool = False
+    """Whether no compiler fuses it: a product, attention or a collective."""
+    counted: bool = True
+
+
+class KernelRecorder(TorchDispatchMode):
+    """Records operators and what they read and write.
+
+    Attributes:
+        backward: Set by the caller when backward begins.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backward = False
+        self._operators: list[_Operator] = []
+        self._paused = 0
+        self._held: list[torch.UntypedStorage] = []  # so that no address is used again
+        self._ids: dict[int, int] = {}
+
+    def __enter__(self) -> "KernelRecorder":
+        self._finding_shapes = while_finding_shapes(self._pause)
+        self._finding_shapes.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._finding_shapes.__exit__(*exception)
+
+    def _pause(self, paused: bool) -> None:
+        self._paused += 1 if paused else -1
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if not self._paused:
+            self._record(func, tree_leaves((args, kwargs or {})), tree_leaves(out), args)
+        return out
+
+    def _record(self, func: Any, inputs: list[Any], outputs: list[Any], args: Any) -> None:
+        reads, writes = self._sizes(inputs), self._sizes(outputs)
+        namespace, _, name = str(func).rpartition(".")[0].rpartition(".")
+        if not writes or name in _ALLOCATIONS:
+            return
+        if namespace not in ("aten", "prims") and "c10d" not in namespace:
+            # A mark of checkpointing: an identity that a compiler removes.
+            for (new, _), (old, _) in zip(writes, reads, strict=False):
+                self._ids[new] = old
+            return
+        known = {storage for storage, _ in reads}
+        if not changes_arguments(func) and all(storage in known for storage, _ in writes):
+            return  # a view
+        operator = _Operator(self.backward, reads, writes)
+        if "c10d" in namespace:
+            operator.extern, operator.counted = True, False
+        elif name in _PRODUCTS:
+            first = _PRODUCTS[name]
+            operator.product, operator.extern = _product(args[first], args[first + 1]), True
+        elif name.startswith(_ATTENTION):
+            query, key = (args[1], args[2]) if "backward" in name else (args[0], args[1])
+            # Two products forward, five backward, which computes the scores again.
+            operator.attention = (5 if "backward" in name else 2) * _causal_flops(query, key)
+            operator.extern = True
+        self._operators.append(operator)
+
+    def record(self, reads: list[Tensor], writes: list[Tensor]) -> None:
+        """Record one kernel of which no operator exists here."""
+        self._operators.append(_Operator(self.backward, self._sizes(reads), self._sizes(writes)))
+
+    def _sizes(self, leaves: list[Any]) -> _Sizes:
+        sizes: _Sizes = {}
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
+                storage = leaf.untyped_storage()
+                address = storage_address(storage)
+                if address not in self._ids:
+                    self._ids[address] = address
+                    self._held.append(storage)
+                whole = min(leaf.numel() * leaf.element_size(), storage.nbytes())
+                key = self._ids[address], int(leaf.storage_offset())
+                sizes[key] = max(sizes.get(key, 0), whole)
+        return sizes
+
+    def work(self, backward: bool, fused: bool) -> Work:
+        """Return the work of a pass.
+
+        Args:
+            backward: Which pass.
+            fused: Whether a compiler fuses element-wise kernels between products.
+        """
+        mine = [operator for operator in self._operators if operator.backward == backward]
+        products = Counter(o.product for o in mine if o.product is not None)
+        attention = sum(operator.attention for operator in mine)
+        heavy = sum(o.extern and o.counted for o in mine)
+        if fused:
+            traffic, kernels = self._fused(backward)
+        else:
+            others = [operator for operator in mine if not operator.extern]
+            traffic = sum(sum(o.reads.values()) + sum(o.writes.values()) for o in others)
+            kernels = len(others)
+        return Work(products, attention, float(traffic), float(heavy + kernels))
+
+    def _fused(self, backward: bool) -> tuple[int, int]:
+        """Bytes and kernels where each run of element-wise operators is one kernel.
+
+        A kernel reads what it did not make and writes what a product or a collective reads. What
+        only other kernels read, they compute again from the inputs of the kernel that made it, as
+        the partitioner of a compiler does.
+        """
+        kernels = _runs(self._operators)
+        needed = {key[0] for o in self._operators if o.extern for key in o.reads}
+        maker = {key[0]: i for i, kernel in enumerate(kernels) for key in kernel.writes}
+        traffic = count = 0
+        for kernel in kernels:
+            if kernel.backward != backward:
+                continue
+            reads: _Sizes = {}
+            for key, size in kernel.reads.items():
+                made = maker.get(key[0])
+                if made is None or key[0] in needed or kernels[made] is kernel:
+                    reads[key] = size
+                else:
+                    reads.update(kernels[made].reads)
+            kept = {key: size for key, size in kernel.writes.items() if key[0] in needed}
+            last = max(kernel.writes.values(), default=0)
+            traffic += sum(reads.values()) + (sum(kept.values()) or min(last, kernel.last))
+            count += 1
+        return traffic, count
+
+
+@dataclass
+class _Kernel:
+    backward: bool
+    reads: _Sizes = field(default_factory=dict)
+    writes: _Sizes = field(default_factory=dict)
+    last: int = 0
+
+
+def _runs(operators: list[_Operator]) -> list[_Kernel]:
+    """Join operators between two that no compiler fuses."""
+    kernels: list[_Kernel] = []
+    fresh = True
+    for operator in operators:
+        if operator.extern:
+            fresh = True
+            continue
+        if fresh or kernels[-1].backward != operator.backward:
+            kernels.append(_Kernel(operator.backward))
+            fresh = False
+        kernel = kernels[-1]
+        made = {storage for storage, _ in kernel.writes}
+        kernel.reads |= {k: size for k, size in operator.reads.items() if k[0] not in made}
+        kernel.writes |= operator.writes
+        kernel.last = sum(operator.writes.values())
+    return kernels
+
+
+def _product(a: Tensor, b: Tensor) -> Product:
+    batch = prod(a.shape[:-2])
+    return Product(batch, a.shape[-2], b.shape[-1], a.shape[-1], a.element_size())
+
+
+def _causal_flops(query: Tensor, key: Tensor) -> float:
+    """FLOPs of one of attention's products, below the diagonal: (b, h, s, e) each."""
+    return query.numel() * key.shape[-2]
+
+
+class _OneKernel(torch.autograd.Function):
+    """RMSNorm as one kernel, and its backward as another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, recorder: KernelRecorder) -> Tensor:
+        ctx.save_for_backward(x, *(() if weight is None else (weight,)))
+        ctx.recorder = recorder
+        y = torch.empty_like(x)
+        recorder.record([x], [y])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        dx, sums = torch.empty_like(x), [torch.empty_like(weight) for weight in weights]
+        ctx.recorder.record([x, *gradients], [dx, *sums])
+        return dx, (sums[0] if sums else None), None
+
+
+@contextmanager
+def norm_in_one_kernel(recorder: KernelRecorder) -> Iterator[None]:
+    """Replace `F.rms_norm`, which the CPU has not as one kernel but GPUs have."""
+
+    def fused(x: Any, shape: Any, weight: Any = None, eps: Any = None) -> Any:
+        if isinstance(x, DTensor) or isinstance(weight, DTensor):
+            return original(x, shape, weight, eps)
+        return _OneKernel.apply(x, weight, recorder)
+
+    original = F.rms_norm
+    with patch.object(F, "rms_norm", fused):
+        yield

@@ -1,0 +1,126 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The work of a model's passes, recorded on tensors without data."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from torchtitan_lr.compat.fake import FakeTensorMode
+from torchtitan_lr.estimate.kernels import KernelRecorder, Work, norm_in_one_kernel
+from torchtitan_lr.estimate.memory import checkpointing_of, workload_of
+from torchtitan_lr.estimate.rehearsal import Prepare, Workload, build_model, fake_ranks
+from torchtitan_lr.estimate.run import Run
+from torchtitan_lr.models.loss import cross_entropy_sum
+from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
+from torchtitan_lr.parallel.tensor.tensor_parallel import apply_tensor_parallel
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """Work of a micro-batch on a rank, forward and backward with what checkpointing repeats.
+
+    Args:
+        block: Of a decoder block; a mean where checkpointing treats blocks in turns.
+        ends: Of the embedding, the final norm, the head and the loss.
+    """
+
+    block: tuple[Work, Work]
+    ends: tuple[Work, Work]
+
+    def towards(self, other: "PassWork", share: float) -> "PassWork":
+        """Return this work, changed by a share of the difference from another."""
+
+        def between(a: Work, b: Work) -> Work:
+            return a.plus(a, -share).plus(b, share)
+
+        blocks = [between(*pair) for pair in zip(self.block, other.block, strict=True)]
+        ends = [between(*pair) for pair in zip(self.ends, other.ends, strict=True)]
+        return PassWork((blocks[0], blocks[1]), (ends[0], ends[1]))
+
+
+_KNOWN: dict[str, PassWork] = {}
+
+
+def work_of_run(run: Run, mode: str | None = None, one_kernel_norm: bool = True) -> PassWork:
+    """Record the work of a run's micro-batch.
+
+    Args:
+        run: The run. If it compiles the model, element-wise kernels are fused.
+        mode: A mode of activation checkpointing; the run's by default. One that only the compiler
+            carries out is counted as a straight line between two others.
+        one_kernel_norm: Whether RMSNorm is one kernel, as on GPUs.
+    """
+    section = run.config.activation_checkpoint
+    mode = run.checkpointing if mode is None else mode
+    if not MODES[mode].eager:
+        least, most, share = MODES[mode].between(section)
+        bounds = (work_of_run(run, each, one_kernel_norm) for each in (least, most))
+        return next(bounds).towards(next(bounds), share)
+    compiled = run.config.compile
+    fused = compiled.enable and "model" in compiled.components
+    workload = workload_of(run)
+    key = repr((workload, replace(section, mode=mode), fused, one_kernel_norm))
+    if key not in _KNOWN:
+        period = MODES[mode].period(section)
+        prepare = checkpointing_of(run, mode)
+        _KNOWN[key] = rehearse_work(workload, fused, prepare, period, one_kernel_norm)
+    return _KNOWN[key]
+
+
+def rehearse_work(
+    workload: Workload,
+    fused: bool,
+    prepare: Prepare | None = None,
+    period: int = 1,
+    one_kernel_norm: bool = True,
+) -> PassWork:
+    """Run a short model forward and backward on tensors without data, and record its kernels.
+
+    Args:
+        workload: What to run; of the model's blocks one and two, or as many periods.
+        fused: Whether a compiler fuses element-wise kernels.
+        prepare: Applied to the model after tensor parallelism.
+        period: Blocks after which checkpointing starts over (``selective_ac_option``).
+        one_kernel_norm: Whether RMSNorm is one kernel, as on GPUs.
+
+    Raises:
+        RuntimeError: If this process has a process group already and T > 1.
+    """
+    short = [
+        replace(workload, args=replace(workload.args, n_layers=n)) for n in (period, 2 * period)
+    ]
+    with fake_ranks(workload.tp_degree) as mesh:
+        one, two = (_record(each, mesh, prepare, one_kernel_norm) for each in short)
+    none, block, ends = Work(), [], []
+    for backward in (False, True):
+        less, more = one.work(backward, fused), two.work(backward, fused)
+        both = more.plus(less, -1)
+        block.append(none.plus(both, 1 / period))
+        ends.append(less.plus(both, -1))
+    return PassWork((block[0], block[1]), (ends[0], ends[1]))
+
+
+def _record(
+    workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None, one_kernel_norm: bool
+) -> KernelRecorder:
+    with FakeTensorMode():
+        model = build_model(replace(workload.args, max_seq_len=workload.seq_len), workload.dtype)
+        if mesh is not None:
+            apply_tensor_parallel(model, mesh, workload.settings)
+        if prepare is not None:
+            prepare(model)
+        tokens = torch.zeros(workload.batch, workload.seq_len, dtype=torch.long)
+        recorder = KernelRecorder()
+        norm = norm_in_one_kernel(recorder) if one_kernel_norm else nullcontext()
+        with recorder, norm:
+            logits: Tensor = model(tokens)
+            with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
+                loss = cross_entropy_sum(logits, tokens)
+                recorder.backward = True
+                loss.backward()
+        return recorder
