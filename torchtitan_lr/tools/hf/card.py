@@ -84,7 +84,7 @@ def _model_rows(args: LlamaArgs, written: int) -> list[tuple[str, Any]]:
 
 
 def _run_rows(config: Any, step_dir: Path, step: str) -> list[tuple[str, Any]]:
-    """What the record and the history of the run say; nothing is guessed."""
+    """Return rows from the record and the history of the run."""
     training, job = config.training, getattr(config, "job", None)
     dump = step_dir.parent.parent
     records = history.read_history(dump / history.HISTORY_FILE)
