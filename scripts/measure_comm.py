@@ -9,6 +9,8 @@ Elements are those of the logical tensor, once per call. If all decoder blocks a
 shown as one, `block`; otherwise each has its own rows. Formulas describe the model; the scalars of
 the scope `step` (clipping, logging) have none. Collectives that activation checkpointing recomputes
 have no formula: they are counted by running the model on tensors without data.
+"Overlapped MFLOP" are the matrix products that a rank issues between the start of a collective and
+its wait; FSDP2's collectives are not included.
 
 Exit status: 0 all rows agree, 1 rows differ or the run failed, 2 invalid configuration.
 """
@@ -124,8 +126,10 @@ def as_text(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         pairs = (("calls", "expected_calls"), ("elements", "expected_elements"))
         wanted = [_beside(row[measured], row[expected]) for measured, expected in pairs]
-        lines.append([*(str(row[key]) for key in KEYS), *wanted])
-    return text_table((*KEYS, "expected calls", "expected elements"), lines, left=5)
+        megaflops = f"{row['overlapped_flops'] / 1e6:.1f}"
+        lines.append([*(str(row[key]) for key in KEYS), *wanted, megaflops])
+    header = (*KEYS, "expected calls", "expected elements", "overlapped MFLOP")
+    return text_table(header, lines, left=5)
 
 
 def _beside(measured: int, expected: int | None) -> str:

@@ -14,8 +14,13 @@ from torch import Tensor
 
 from torchtitan_lr.parallel.tensor import collectives
 from torchtitan_lr.parallel.tensor.collectives import Ranks
-from torchtitan_lr.parallel.tensor.grouped_linear import batched_linear, concatenated_linear
+from torchtitan_lr.parallel.tensor.grouped_linear import concatenated_linear
 from torchtitan_lr.parallel.tensor.online_norm import OnlineNorm, online_down, sync_norm
+from torchtitan_lr.parallel.tensor.shared_linear import (
+    SharedInput,
+    shared_linear,
+    shared_linears,
+)
 from torchtitan_lr.tools.parity_cases import tp_mesh
 from torchtitan_lr.tools.rank_pool import RankPool
 
@@ -29,7 +34,15 @@ def functions(ranks: Ranks) -> dict[str, tuple[Callable[..., Any], list[tuple[in
         "copy": (lambda x: collectives.copy_to_ranks(x, ranks), [(B, S, D)]),
         "reduce": (lambda x: collectives.reduce_over_ranks(x, ranks), [(B, S, D)]),
         "concatenated": (lambda x, *w: concatenated_linear(x, w), [(B, S, D), *pair]),
-        "batched": (lambda x, *w: batched_linear(x, w), [(B, S, 2 * R), (D, R), (D, R)]),
+        "shared": (lambda x, *w: shared_linear(x, w, SharedInput(ranks)), [(B, S, D), *pair]),
+        "shared_tokens": (
+            lambda x, *w: shared_linear(x, w, SharedInput(ranks, 1)),
+            [(B, S, D), *pair],
+        ),
+        "separate": (
+            lambda x, *w: shared_linears(x, w, SharedInput(ranks, separate=True)),
+            [(B, S, 3 * R), (2 * D, R), (D, R), (D, R)],
+        ),
         "sync": (lambda x, g: sync_norm(x, g, 2 * D, 0.1, ranks), [(B, S, D), (D,)]),
     }
     for name in ("gather_partial", "gather_replicated", "scatter_sum", "split_replicated"):
@@ -71,5 +84,5 @@ def _gradients(function: Callable[..., Any], inputs: list[Tensor]) -> tuple[Tens
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_gradients(backend: str, two_ranks: RankPool) -> None:
     for errors in two_ranks.run(worst_errors, backend):
-        assert len(errors) == 13
+        assert len(errors) == 15
         assert max(errors.values()) < 1e-12, errors

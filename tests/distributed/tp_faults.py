@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_lr.models.lane_edges import lane_sum, spread
-from torchtitan_lr.parallel.tensor import btp, caat, online_norm, styles, vanilla
+from torchtitan_lr.parallel.tensor import btp, caat, online_norm, shared_linear, styles, vanilla
 from torchtitan_lr.parallel.tensor.collectives import (
     FEATURES,
     Ranks,
@@ -107,12 +107,18 @@ def own_gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 @contextmanager
 def own_tokens_statistic_gradient() -> Iterator[None]:
     """Sequence form: dS of the own tokens only."""
-    gather = online_norm.all_gather
+    start, finish = online_norm.start_all_gather, online_norm.finish_all_gather
 
-    def faulty(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-        return (own_gather if x.ndim == 2 else gather)(x, ranks, dim)
+    def start_others(x: Tensor, ranks: Ranks) -> Tensor:
+        return x if x.ndim == 2 else start(x, ranks)
 
-    with replaced(online_norm, "all_gather", faulty):
+    def finish_others(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        return (own_gather if x.ndim == 2 else finish)(x, ranks, dim)
+
+    with (
+        replaced(online_norm, "start_all_gather", start_others),
+        replaced(online_norm, "finish_all_gather", finish_others),
+    ):
         yield
 
 
@@ -157,7 +163,9 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "detached_statistic": lambda: twin("detached"),
     "eps_twice": lambda: twin("eps_twice"),
     "partial_latents_cross": partial_latents_cross,
-    "gradient_of_own_heads": lambda: unsummed_copy(btp),
+    "gradient_of_own_heads": lambda: replaced(
+        shared_linear, "start_all_reduce", lambda gradient, ranks: gradient
+    ),
     "own_tokens_gate_gradient": lambda: unsummed_copy(styles),
     "own_tokens_norm_gradient": lambda: unsummed_copy(styles),
     "own_tokens_statistic_gradient": own_tokens_statistic_gradient,

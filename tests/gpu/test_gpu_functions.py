@@ -30,8 +30,13 @@ from torchtitan_lr.parallel.tensor.collectives import (
     split_replicated,
 )
 from torchtitan_lr.parallel.tensor.ends import _ScatterHead
-from torchtitan_lr.parallel.tensor.grouped_linear import batched_linear, concatenated_linear
+from torchtitan_lr.parallel.tensor.grouped_linear import concatenated_linear
 from torchtitan_lr.parallel.tensor.online_norm import OnlineNorm, online_down, sync_norm
+from torchtitan_lr.parallel.tensor.shared_linear import (
+    SharedInput,
+    shared_linear,
+    shared_linears,
+)
 
 B, S, D, R, G = 2, 6, 24, 8, 2
 EPS = 1e-5
@@ -120,8 +125,10 @@ def cases() -> Iterator[Case]:
     concatenated = lambda ranks, x, *w: concatenated_linear(x, w)  # noqa: E731
     side_by_side = lambda x, *w: torch.cat(linears(x, *w), -1)  # noqa: E731
     yield Case("_ConcatenatedLinear", concatenated, side_by_side, ((B, S, D), *weights))
-    batched = lambda ranks, x, *w: batched_linear(x, w)  # noqa: E731
-    yield Case("_BatchedLinear", batched, one_by_one, ((B, S, 2 * R), (D, R), (D, R)))
+    shared = lambda ranks, x, *w: shared_linear(x, w, SharedInput(ranks))  # noqa: E731
+    yield Case("_SharedLinear", shared, side_by_side, ((B, S, D), *weights))
+    apart = lambda ranks, x, *w: shared_linears(x, w, SharedInput(ranks, separate=True))  # noqa: E731
+    yield Case("_SharedLinear", apart, one_by_one, ((B, S, 2 * R), (D, R), (D, R)), "separate")
     yield Case(
         "_ContiguousGradient",
         lambda ranks, x, weight: lane_terms(x, weight, G),

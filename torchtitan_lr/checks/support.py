@@ -21,7 +21,7 @@ def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
             want = "1: only data, tensor and pipeline parallelism are supported in this version"
             raise ConfigError(f"parallelism.{key}", degree, want)
     if sections.enable_async_tensor_parallel:
-        want = "false: the plans overlap what they can by themselves"
+        want = "false: the plans are untested with it (it fuses products and collectives on CUDA)"
         raise ConfigError("parallelism.enable_async_tensor_parallel", True, want)
     rest, others = world_size, []
     for name in ("tensor_parallel", "pipeline_parallel", "data_parallel_replicate"):

@@ -79,7 +79,7 @@ def _optimizer_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
 
 
 def _staging_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
-    """Copies of weights out of FSDP's gathers, and of gradients into its reductions."""
+    """Return the copies of weights out of FSDP's gathers and of gradients into its reductions."""
     sizes = run.precision
     if run.shard == 1 and sizes.compute == sizes.parameter:
         return 0.0

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torchtitan_lr.formulas.traffic import Traffic
-from torchtitan_lr.ledger.ledger import in_reading_order
+from torchtitan_lr.ledger.ledger import COUNTS, in_reading_order
 
 IDENTITY = ("scope", "pass", "op", "mesh_dim", "dtype")
 """The keys that identify a row."""
@@ -40,7 +40,7 @@ def compare(
     table = []
     for identity in found.keys() | wanted.keys():
         nothing = dict(zip(IDENTITY, identity, strict=True))
-        row = found.get(identity, nothing | {"calls": 0, "elements": 0, "bytes": 0})
+        row = found.get(identity, nothing | dict.fromkeys(COUNTS, 0))
         known = identity[0] not in unknown_scopes
         calls, elements = wanted.get(identity, [0, 0]) if known else (None, None)
         table.append(row | {"expected_calls": calls, "expected_elements": elements})

@@ -25,11 +25,15 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lr.compat.collectives import AsyncCollectiveTensor, group_size
 from torchtitan_lr.compat.dispatch import TorchDispatchMode
 from torchtitan_lr.ledger.operations import identify
+from torchtitan_lr.ledger.overlap import Overlap
 from torchtitan_lr.ledger.scopes import ScopeTracker
 from torchtitan_lr.parallel.pipeline.boundaries import boundary_of
 
 COMBINED_DIMS = ("batch", "loss")
 """torchtitan's names for combined dimensions, which may share the group of a single dimension."""
+
+COUNTS = ("calls", "elements", "bytes", "overlapped_flops")
+"""The numbers in a row of the ledger."""
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 
@@ -67,6 +71,7 @@ class CommLedger(TorchDispatchMode):
         self._sizes: dict[str, int] = {}
         self._calls: Counter[Entry] = Counter()
         self._elements: Counter[Entry] = Counter()
+        self._overlap = Overlap()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -93,6 +98,7 @@ class CommLedger(TorchDispatchMode):
             return NotImplemented  # unwrap first: this mode then gets the calls on local tensors
         kwargs = kwargs or {}
         call = identify(func, args, kwargs)
+        entry = None
         if call is not None and self._ranks(call.group) > 1:
             # Only for these: a received gradient keeps its mark when other collectives use it.
             message = boundary_of(args) if call.op in ("send", "recv") else None
@@ -101,12 +107,18 @@ class CommLedger(TorchDispatchMode):
             entry = Entry(scope, pass_, call.op, mesh_dim, call.dtype, recompute)
             self._calls[entry] += 1
             self._elements[entry] += call.elements
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if entry is None:
+            self._overlap.observe(func, args, kwargs, result)
+        else:
+            self._overlap.start(entry, result)
+        return result
 
     def clear(self) -> None:
         """Reset all counts."""
         self._calls.clear()
         self._elements.clear()
+        self._overlap.clear()
 
     def rows(self, split_recompute: bool = False) -> list[dict[str, Any]]:
         """Return the counts.
@@ -121,7 +133,8 @@ class CommLedger(TorchDispatchMode):
             One dictionary per row with the keys ``scope`` (``block 0`` ..., between pipeline
             stages ``boundary 0`` ..., ``embedding``, ``head``, ``loss``, ``step``), ``pass``
             (``forward``, ``backward``, ``optimizer``), ``op``, ``mesh_dim``, ``dtype``,
-            ``calls``, ``elements`` and ``bytes``.
+            ``calls``, ``elements``, ``bytes`` and ``overlapped_flops``: the FLOPs of products that
+            this rank issues between start and wait of functional collectives.
         """
         merged: dict[tuple[Any, ...], dict[str, Any]] = {}
         for entry, calls in self._calls.items():
@@ -134,12 +147,11 @@ class CommLedger(TorchDispatchMode):
                 "dtype": str(entry.dtype).removeprefix("torch."),
                 **flags,
             }
-            row = merged.setdefault(
-                tuple(names.values()), names | {"calls": 0, "elements": 0, "bytes": 0}
-            )
+            row = merged.setdefault(tuple(names.values()), names | dict.fromkeys(COUNTS, 0))
             row["calls"] += calls
             row["elements"] += self._elements[entry]
             row["bytes"] += self._elements[entry] * entry.dtype.itemsize
+            row["overlapped_flops"] += self._overlap.flops[entry]
         return in_reading_order(merged.values())
 
     def _ranks(self, group: str) -> int:

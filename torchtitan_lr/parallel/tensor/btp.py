@@ -22,13 +22,11 @@ from torchtitan_lr.models.marks import keep
 from torchtitan_lr.parallel.tensor.collectives import (
     TOKENS,
     Ranks,
-    copy_to_ranks,
-    gather_partial,
     reduce_over_ranks,
     scatter_sum,
 )
 from torchtitan_lr.parallel.tensor.ends import ScatterHead, ShardedEmbedEdge, VocabParallelHead
-from torchtitan_lr.parallel.tensor.grouped_linear import batched_linear, concatenated_linear
+from torchtitan_lr.parallel.tensor.grouped_linear import concatenated_linear
 from torchtitan_lr.parallel.tensor.online_norm import OnlineNorm, online_down, sync_norm
 from torchtitan_lr.parallel.tensor.plan import (
     Styles,
@@ -38,6 +36,7 @@ from torchtitan_lr.parallel.tensor.plan import (
     model_ends,
     on_ranks,
 )
+from torchtitan_lr.parallel.tensor.shared_linear import SharedInput, shared_linear, shared_linears
 from torchtitan_lr.parallel.tensor.styles import Edge, ShardedMixEdge, epsilon, local
 
 
@@ -115,15 +114,12 @@ class BTPUpEdge(Edge):
             One output (b, s, d_out/T), Shard(-1), per linear.
         """
         weights = [local(linear.B.weight) for linear in linears]
+        shared = SharedInput(self.ranks, TOKENS if self.sequence else None, kept=True)
         if self.grouped and len(weights) > 1:
-            return batched_linear(self._share(torch.cat(list(latents), dim=-1)), weights)
+            latent = torch.cat(list(latents), dim=-1)
+            return shared_linears(latent, weights, replace(shared, separate=True))
         pairs = zip(latents, weights, strict=True)
-        return [F.linear(self._share(latent), weight) for latent, weight in pairs]
-
-    def _share(self, latent: Tensor) -> Tensor:
-        if self.sequence:
-            return keep(gather_partial(latent, self.ranks, TOKENS))
-        return copy_to_ranks(latent, self.ranks)
+        return [shared_linear(latent, [weight], shared) for latent, weight in pairs]
 
 
 class BTP(TensorParallelPlan):

@@ -77,8 +77,18 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def all_gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """Concatenate the ranks' tensors along `dim`, without autograd."""
-    dim %= x.ndim
-    started = functional.all_gather_into_tensor(x.contiguous(), ranks.size, ranks.group)
+    return finish_all_gather(start_all_gather(x, ranks), ranks, dim)
+
+
+def start_all_gather(x: Tensor, ranks: Ranks) -> Tensor:
+    """Start gathering equal-shaped tensors of the ranks; see `finish_all_gather`."""
+    started: Tensor = functional.all_gather_into_tensor(x.contiguous(), ranks.size, ranks.group)
+    return started
+
+
+def finish_all_gather(started: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Wait for the result of `start_all_gather` and concatenate it along `dim`."""
+    dim %= started.ndim
     gathered = wait(started).unflatten(0, (ranks.size, -1))  # the ranks come first
     return gathered.movedim(0, dim).flatten(dim, dim + 1)
 

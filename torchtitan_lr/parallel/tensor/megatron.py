@@ -16,13 +16,10 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.tensor.collectives import (
     TOKENS,
     Ranks,
-    copy_to_ranks,
-    gather_partial,
     reduce_over_ranks,
     scatter_sum,
 )
 from torchtitan_lr.parallel.tensor.ends import GatheredEmbedEdge, VocabParallelHead
-from torchtitan_lr.parallel.tensor.grouped_linear import concatenated_linear
 from torchtitan_lr.parallel.tensor.plan import (
     Styles,
     TensorParallelPlan,
@@ -31,6 +28,7 @@ from torchtitan_lr.parallel.tensor.plan import (
     model_ends,
     on_ranks,
 )
+from torchtitan_lr.parallel.tensor.shared_linear import SharedInput, shared_linear
 from torchtitan_lr.parallel.tensor.styles import Edge, local, replicated_norm, token_sharded_norm
 
 
@@ -57,12 +55,10 @@ class ColumnEdge(Edge):
         Returns:
             One output (b, s, d_out/T), Shard(-1), per linear.
         """
-        if self.sequence:
-            x = gather_partial(token_sharded_norm(x, norm, self.ranks), self.ranks, TOKENS)
-        else:
-            x = copy_to_ranks(replicated_norm(x, norm), self.ranks)
+        x = token_sharded_norm(x, norm, self.ranks) if self.sequence else replicated_norm(x, norm)
         weights = [local(linear.weight) for linear in linears]
-        out = concatenated_linear(x, weights)
+        shared = SharedInput(self.ranks, TOKENS if self.sequence else None)
+        out = shared_linear(x, weights, shared)
         return list(out.split([weight.shape[0] for weight in weights], dim=-1))
 
 

@@ -27,8 +27,9 @@ from torchtitan_lr.models.marks import keep
 from torchtitan_lr.parallel.tensor.collectives import (
     TOKENS,
     Ranks,
-    all_gather,
     cast,
+    finish_all_gather,
+    start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
     wait,
@@ -70,11 +71,11 @@ class _OnlineDown(torch.autograd.Function):
         x, gamma, norm, *weights = inputs
         statistic = sum_of_squares(x)
         started = None if norm.column else _start_reduce(statistic, norm)
-        payloads = []
+        reductions = []
         for i, group in enumerate(_payload_weights(norm, weights)):
             h = F.linear(x, torch.cat(group) * gamma)
-            payloads.append(_append_column(h, statistic) if norm.column and i == 0 else h)
-        reductions = [_start_reduce(payload, norm) for payload in payloads]
+            payload = _append_column(h, statistic) if norm.column and i == 0 else h
+            reductions.append(_start_reduce(payload, norm))  # runs during the next product
         products = [wait(reduction) for reduction in reductions]
         if started is None:
             width = sum(w.shape[0] for w in _payload_weights(norm, weights)[0])
@@ -94,15 +95,15 @@ class _OnlineDown(torch.autograd.Function):
         norm, ys, weights = ctx.norm, rest[: ctx.n_payloads], rest[ctx.n_payloads :]
         inner = sum((dy * y.to(rstd.dtype)).sum(-1) for dy, y in zip(dys, ys, strict=True))
         ds = -0.5 / norm.dim * rstd.square() * inner  # equal on every rank
+        dhs = [(dy * rstd.unsqueeze(-1)).to(x.dtype) for dy in dys]
         if norm.sequence:
-            ds = all_gather(ds, norm.ranks, TOKENS)
+            # All gathers start before the first product.
+            started = [start_all_gather(part, norm.ranks) for part in (ds, *dhs)]
+            ds, *dhs = (finish_all_gather(part, norm.ranks, TOKENS) for part in started)
         dx = 2 * ds.unsqueeze(-1) * x
         dgamma = torch.zeros_like(gamma, dtype=rstd.dtype)
         dweights: list[Tensor] = []
-        for dy, group in zip(dys, _payload_weights(norm, weights), strict=True):
-            dh = (dy * rstd.unsqueeze(-1)).to(x.dtype)
-            if norm.sequence:
-                dh = all_gather(dh, norm.ranks, TOKENS)
+        for dh, group in zip(dhs, _payload_weights(norm, weights), strict=True):
             weight = torch.cat(group)
             dx = dx + dh @ (weight * gamma)
             dfolded = dh.flatten(0, 1).T @ x.flatten(0, 1)

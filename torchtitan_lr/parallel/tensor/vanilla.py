@@ -23,12 +23,9 @@ from torchtitan_lr.models.marks import keep
 from torchtitan_lr.parallel.tensor.collectives import (
     FEATURES,
     Ranks,
-    copy_to_ranks,
-    gather_partial,
     reduce_over_ranks,
     scatter_sum,
 )
-from torchtitan_lr.parallel.tensor.grouped_linear import concatenated_linear
 from torchtitan_lr.parallel.tensor.plan import (
     Styles,
     TensorParallelPlan,
@@ -37,6 +34,7 @@ from torchtitan_lr.parallel.tensor.plan import (
     model_ends,
     on_ranks,
 )
+from torchtitan_lr.parallel.tensor.shared_linear import SharedInput, shared_linear
 from torchtitan_lr.parallel.tensor.styles import Edge, ShardedMixEdge, local, replicated_norm
 
 
@@ -68,15 +66,11 @@ class VanillaDownEdge(Edge):
         """
         weights = [local(linear.A.weight) for linear in linears]
         x = x if norm is None else replicated_norm(x, norm)
+        shared = SharedInput(self.ranks, FEATURES if self.sharded_input else None)
         if not self.grouped:
-            return [keep(F.linear(self._share(x), weight)) for weight in weights]
-        latents = keep(concatenated_linear(self._share(x), weights))
+            return [keep(shared_linear(x, [weight], shared)) for weight in weights]
+        latents = keep(shared_linear(x, weights, shared))
         return list(latents.split([weight.shape[0] for weight in weights], dim=-1))
-
-    def _share(self, x: Tensor) -> Tensor:
-        if self.sharded_input:
-            return gather_partial(x, self.ranks, FEATURES)
-        return copy_to_ranks(x, self.ranks)
 
 
 class VanillaUpEdge(Edge):
