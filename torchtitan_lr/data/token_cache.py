@@ -18,6 +18,7 @@ import os
 import shutil
 import struct
 import zlib
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from uuid import uuid4
@@ -100,7 +101,8 @@ class TokenCache:
             os.replace(scratch, path)
         except OSError as error:
             self._writes = False
-            scratch.unlink(missing_ok=True)
+            with suppress(OSError):
+                scratch.unlink()
             why = error.strerror or error
             logger.warning(f"The token cache {self._folder} is not written any more: {why}")
 
