@@ -10,6 +10,8 @@ tokens per second of CPU time, which other programs on the machine hardly change
     python scripts/check/bench_loader.py --path 'data/*.jsonl' --assets my_tokenizer --json
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os
@@ -17,17 +19,13 @@ import sys
 import tempfile
 import time
 from itertools import islice
-from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
-from torchtitan.tools.logging import logger
+from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
 
-from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.data.corpora import training_source
-from torchtitan_lr.data.dataloader import LaneDataLoader, build_dataloader
-from torchtitan_lr.data.tokenizer import build_tokenizer
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools.cli import OneLineParser, text_table
+if TYPE_CHECKING:
+    from torchtitan_lr.data.dataloader import LaneDataLoader
 
 CASES = ("no cache", "empty cache", "full cache")
 ENCODE = "encode, one document at a time"
@@ -35,15 +33,14 @@ ENCODE = "encode, one document at a time"
 Row = dict[str, float]
 
 
+@in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Time every case; print the table or its JSON."""
     options = _parse(argv)
+    from torchtitan.tools.logging import logger  # imported late: --help needs no torch
+
     logger.setLevel("ERROR")
-    try:
-        report = _report(options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    report = _report(options)
     print(json.dumps(report, indent=2) if options.json else _as_text(report))
     return 0
 
@@ -53,7 +50,7 @@ def _report(options: argparse.Namespace) -> dict[str, object]:
     for _ in range(options.repeats):
         found.setdefault(ENCODE, []).append(_encode(options))
         with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryDirectory() as full:
-            _bench(options, full, 0, 0)
+            _fill(options, full)
             for ahead in (0, options.ahead):
                 folders = ("", f"{empty}/{ahead}", full)
                 for case, folder in zip(CASES, folders, strict=True):
@@ -77,24 +74,37 @@ def _middle(repeats: list[Row]) -> Row:
     return row | {"slowest": min(speeds), "fastest": max(speeds)}
 
 
+def _fill(options: argparse.Namespace, cache: str) -> None:
+    """Write a cache of all blocks that are read later; the last block of a lane is not written."""
+    loader = _loader(options, cache, options.ahead)
+    for _ in islice(loader, 2 * (options.steps + options.waits)):
+        pass
+    loader.close()
+
+
 def _loader(options: argparse.Namespace, cache: str, ahead: int) -> LaneDataLoader:
+    from torchtitan_lr.data.dataloader import build_dataloader
+
     arguments = [
         f"--training.seq_len={options.seq_len}",
         f"--training.local_batch_size={options.batch}",
         f"--training.token_cache={cache}",
         f"--training.steps_ahead={ahead}",
-        *_corpus(options),
     ]
-    config = build_job_config(arguments)
-    tokenizer = build_tokenizer(config)
+    config, tokenizer = _config(options, arguments)
     return build_dataloader(dp_world_size=1, dp_rank=0, tokenizer=tokenizer, job_config=config)
 
 
-def _corpus(options: argparse.Namespace) -> list[str]:
-    arguments = [f"--model.hf_assets_path={options.assets}"]
+def _config(options: argparse.Namespace, arguments: list[str]) -> tuple[Any, Any]:
+    """Return the configuration and the tokenizer."""
+    from torchtitan_lr.config.build import build_job_config
+    from torchtitan_lr.data.tokenizer import build_tokenizer
+
+    arguments = [*arguments, f"--model.hf_assets_path={options.assets}"]
     if options.path:
         arguments += ["--training.dataset=local", f"--training.dataset_path={options.path}"]
-    return arguments
+    config = build_job_config(arguments)
+    return config, build_tokenizer(config)
 
 
 def _bench(options: argparse.Namespace, cache: str, ahead: int, waits: int) -> Row:
@@ -128,8 +138,9 @@ def _waits(loader: LaneDataLoader, step: float, count: int) -> list[float]:
 
 def _encode(options: argparse.Namespace) -> Row:
     """Return the tokens/s of the tokenizer's own ``encode`` in one thread, without a loader."""
-    config = build_job_config(_corpus(options))
-    tokenizer = build_tokenizer(config)
+    from torchtitan_lr.data.corpora import training_source
+
+    config, tokenizer = _config(options, [])
     wanted, tokens = options.steps * options.batch * options.seq_len // 4, 0
     start, cpu = time.perf_counter(), time.process_time()
     for text in training_source(config).open():
@@ -179,7 +190,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="of every case, in turn")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(argv)
-    options.path = options.path and str(Path(options.path).expanduser())
     for name in ("seq_len", "batch", "steps", "waits", "repeats", "ahead"):
         if getattr(options, name) < 1:
             got, flag = getattr(options, name), name.replace("_", "-")

@@ -8,15 +8,18 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
-from typing import TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
-from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
-from torchtitan_lr.data.tokenizer import TiktokenTokenizer
+if TYPE_CHECKING:
+    # Otherwise imported late: a corpus is opened without torch.
+    from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
-Tokens = npt.NDArray[np.integer]
+    from torchtitan_lr.data.tokenizer import TiktokenTokenizer
+
+Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 """The ids of one document, begin and end tokens included: ``(n,)``, of any integer type."""
 
 NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
@@ -41,7 +44,7 @@ def encode_documents(tokenizer: BaseTokenizer, texts: Sequence[str]) -> list[Tok
     def encode(text: str) -> Tokens:
         return np.array(tokenizer.encode(text, add_bos=True, add_eos=True), dtype=np.int32)
 
-    if isinstance(tokenizer, TiktokenTokenizer) and len(texts) > 1:
+    if _is_tiktoken(tokenizer) and len(texts) > 1:
         with ThreadPoolExecutor(min(len(texts), os.cpu_count() or 1)) as threads:
             return list(threads.map(encode, texts))
     return [encode(text) for text in texts]
@@ -61,7 +64,7 @@ def tokenizer_identity(tokenizer: BaseTokenizer) -> str | None:
         ends = [getattr(tokenizer, f"{kind}_id") for kind in ("bos", "eos")]
         added = [getattr(tokenizer, f"hf_adds_{kind}") for kind in ("bos", "eos")]
         parts = [version("tokenizers"), repr(ends + added), tokenizer.tokenizer.to_str()]
-    elif type(tokenizer) is TiktokenTokenizer:
+    elif _is_tiktoken(tokenizer):
         parts = [version("tiktoken"), tokenizer.digest]
     else:
         return None
@@ -70,7 +73,15 @@ def tokenizer_identity(tokenizer: BaseTokenizer) -> str | None:
 
 def _is_plain(tokenizer: BaseTokenizer) -> TypeGuard[HuggingFaceTokenizer]:
     """Return whether a tokenizer is torchtitan's, with its own ``encode``."""
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
     return type(tokenizer) is HuggingFaceTokenizer
+
+
+def _is_tiktoken(tokenizer: BaseTokenizer) -> TypeGuard[TiktokenTokenizer]:
+    from torchtitan_lr.data.tokenizer import TiktokenTokenizer
+
+    return type(tokenizer) is TiktokenTokenizer
 
 
 def _encode_in_rust(tokenizer: HuggingFaceTokenizer, texts: Sequence[str]) -> list[Tokens]:

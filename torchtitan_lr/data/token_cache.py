@@ -24,7 +24,6 @@ from pathlib import Path
 from uuid import uuid4
 
 import numpy as np
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.data.encoding import Tokens
 
@@ -75,7 +74,7 @@ class TokenCache:
             return None
         entry = _unpack(data)
         if entry is None:
-            logger.warning(f"Damaged entry of the token cache is ignored: {self.path(block)}")
+            _warn(f"Damaged entry of the token cache is ignored: {self.path(block)}")
             return None
         stored, documents = entry
         return documents if stored == stamp else None
@@ -104,7 +103,7 @@ class TokenCache:
             with suppress(OSError):
                 scratch.unlink()
             why = error.strerror or error
-            logger.warning(f"The token cache {self._folder} is not written any more: {why}")
+            _warn(f"The token cache {self._folder} is not written any more: {why}")
 
 
 class BlockRecorder:
@@ -138,6 +137,12 @@ class BlockRecorder:
             return False
         self._cache.write(self._block, self._stamp, self._documents)
         return True
+
+
+def _warn(text: str) -> None:
+    from torchtitan.tools.logging import logger  # imported late: a corpus is opened without torch
+
+    logger.warning(text)
 
 
 def _pack(stamp: str, documents: list[Tokens]) -> bytes:
