@@ -137,9 +137,7 @@ class BlockStream:
                 self._d += 1
                 if not isinstance(document, DataError):
                     return [self._k, self._d - 1], document
-                self._recorders.pop(self._k, None)  # a repaired record must be read again
                 (unreadable or self.skip)(document)
-            self._finish_block()
             if not self._infinite and self._last_of_pass(self._k):
                 return None
             self._k, self._d = self._k + 1, 0
@@ -157,10 +155,22 @@ class BlockStream:
         if recorder is not None and recorder.add(tokens):
             del self._recorders[position[0]]
 
-    def _finish_block(self) -> None:
-        recorder = self._recorders.get(self._k)
-        if recorder is not None and recorder.finish(self._d):
-            del self._recorders[self._k]
+    def _recorded(self, k: int, block: int) -> Iterator[str | DataError]:
+        """Yield a block's documents; its recorder is finished before the last is returned.
+
+        Otherwise a block that is one long document would not be written until the lane is past it.
+        """
+        documents = self._corpus.documents(block)
+        count, document = 0, next(documents, None)
+        while document is not None:
+            following = next(documents, None)
+            count += 1
+            if isinstance(document, DataError):
+                self._recorders.pop(k, None)  # a repaired record must be read again
+            if following is None and (recorder := self._recorders.get(k)) is not None:
+                recorder.finish(count)
+            yield document
+            document = following
 
     def _last_of_pass(self, k: int) -> bool:
         return self._lane + (k + 1) * self._num_lanes >= self._corpus.num_blocks
@@ -177,7 +187,7 @@ class BlockStream:
         if known is not None:
             return iter(known)
         self._recorders[k] = BlockRecorder(cache, block, stamp)
-        return self._corpus.documents(block)
+        return self._recorded(k, block)
 
 
 @dataclass

@@ -122,17 +122,13 @@ class BlockRecorder:
         self._documents: list[Tokens] = []
         self._count: int | None = None
 
+    def finish(self, count: int) -> None:
+        """Set the number of the block's documents, one at least, before the last one is added."""
+        self._count = count
+
     def add(self, tokens: Tokens) -> bool:
         """Append the next document; return whether the block is complete, and so written."""
         self._documents.append(tokens)
-        return self._write_if_complete()
-
-    def finish(self, count: int) -> bool:
-        """Set the number of documents; return whether the block is complete, and so written."""
-        self._count = count
-        return self._write_if_complete()
-
-    def _write_if_complete(self) -> bool:
         if self._count != len(self._documents):
             return False
         self._cache.write(self._block, self._stamp, self._documents)

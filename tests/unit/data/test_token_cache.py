@@ -162,6 +162,18 @@ def test_a_block_with_an_unreadable_record_is_read_every_time(corpus, tokenizer,
         assert loader.bad_records == {f"{path}:8"}
 
 
+def test_a_document_is_cached_before_all_of_it_is_read(tmp_path, tokenizer, encoded):
+    (tmp_path / "text").mkdir()
+    for name in "abcd":
+        (tmp_path / "text" / f"{name}.txt").write_text(f"{name} long document " * 1000)
+    for _ in range(2):
+        encoded.documents = 0
+        loader = build(tmp_path / "text", tokenizer)
+        next(iter(loader))
+        loader.close()
+    assert encoded.documents == 0
+
+
 def test_an_entry_holds_any_documents(tmp_path):
     cache = TokenCache(tmp_path, "corpus", "tokenizer")
     assert cache.read(3, "stamp") is None
