@@ -22,11 +22,12 @@ def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
         "profiling.save_traces_folder": profiling.enable_profiling,
         "profiling.save_memory_snapshot_folder": profiling.enable_memory_snapshot,
         "comm.save_traces_folder": config.comm.trace_buf_size > 0,
+        "training.token_cache": bool(config.training.token_cache),
     }
     for key in (key for key, used in written.items() if used):
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
-        _check_folder(folder / value, key, value)
+        _check_folder(folder / user_path(value, key), key, value)
     for name in (HISTORY_FILE, config.job.save_config_file or RUN_CONFIG):
         path = folder / name
         if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):

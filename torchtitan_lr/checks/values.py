@@ -58,6 +58,8 @@ def check_training(config: Any, world_size: int, device_type: str) -> None:
     _require(skipped >= 0, "training.max_skipped_steps", skipped, "0 or a positive integer")
     bad = config.training.max_bad_records
     _require(bad >= 0, "training.max_bad_records", bad, "0 or a positive integer")
+    ahead = config.training.steps_ahead
+    _require(ahead >= 0, "training.steps_ahead", ahead, "0 or a positive integer such as 2")
     degree = data_parallel_degree(config, world_size)
     unit = config.training.local_batch_size * degree
     batch = config.training.global_batch_size

@@ -20,6 +20,9 @@ TP_PLANS = ["auto", *BUILT_IN_PLANS]
 MODELS = ("llama_full", "llama_svd", "llama_cola", "llama_lax")
 """Values of ``model.name`` that ``experimental.custom_import`` registers by default."""
 
+STEPS_AHEAD = 2
+"""Default of ``training.steps_ahead``."""
+
 AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
 """Values of ``activation_checkpoint.mode``; registering a mode adds its name."""
 
@@ -58,6 +61,14 @@ class Model:
 
 
 @dataclass
+class DataLoader:
+    """Changed defaults of torchtitan's ``[training.dataloader]``."""
+
+    pin_memory: bool = True
+    """Put batches in pinned memory, where there is CUDA, so that copies do not stop the host."""
+
+
+@dataclass
 class Training:
     """Additions to torchtitan's ``[training]``."""
 
@@ -68,6 +79,8 @@ class Training:
     - 'local': the .txt, .jsonl or .parquet files that ``dataset_path`` names (a path or a glob)
     - 'c4', 'c4_validation': streamed from the Hugging Face hub
     """
+
+    dataloader: DataLoader = field(default_factory=DataLoader)
 
     max_norm: float | int = 0.5
     """Gradients are clipped to this global norm; inf disables clipping."""
@@ -89,6 +102,19 @@ class Training:
     """
     Resume although the corpus has changed since the checkpoint: a file was repaired, added or
     removed. The run continues at about the same position, and may repeat or miss some text.
+    """
+
+    steps_ahead: int = STEPS_AHEAD
+    """
+    Steps whose batches a thread prepares while earlier steps compute. 0 prepares each batch when it
+    is used. Checkpoints do not depend on it.
+    """
+
+    token_cache: str = "token_cache"
+    """
+    Folder of the tokens of 'local' and 'python_stdlib', so that a second pass, a resumed run or
+    another run does not tokenise them again; relative to ``job.dump_folder``. Empty for no cache.
+    The folder can be shared by several runs and may be deleted.
     """
 
 

@@ -28,6 +28,7 @@ from typing import Any, Literal, Protocol
 
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.data.lanes import BlockStream, DocumentStream
+from torchtitan_lr.data.token_cache import TokenCache
 from torchtitan_lr.errors import ConfigError, DataError
 
 TRAINING_CORPORA = ("python_stdlib", "local", "c4", "c4_validation")
@@ -69,7 +70,10 @@ class BlockCorpus(ABC):
 
     Attributes:
         skipped: Locations of the skipped records, without duplicates.
+        cache: The tokens of its blocks, None without a cache.
     """
+
+    cache: TokenCache | None = None
 
     def __init__(
         self, name: str, key: str, files: Iterable[tuple[str, int]], max_bad_records: int = 0
@@ -88,6 +92,22 @@ class BlockCorpus(ABC):
     @abstractmethod
     def documents(self, block: int) -> Iterator[str | DataError]:
         """Yield one block's non-empty documents in order, and a DataError per unreadable record."""
+
+    def origin(self) -> str:
+        """Return where the files are, which the fingerprint does not contain."""
+        return ""
+
+    def stamp(self, block: int) -> str | None:
+        """Return what determines a block's documents: its file's size and times, and its part.
+
+        Args:
+            block: The block's index.
+
+        Returns:
+            The stamp; None if the file is gone, or if the corpus is not made of files.
+        """
+        del block
+        return None
 
     def skip(self, error: DataError) -> None:
         """Record an unreadable record as skipped.
@@ -188,6 +208,14 @@ class PythonStdlib(BlockCorpus):
         """The number of files."""
         return len(self._files)
 
+    def origin(self) -> str:
+        """Return the library's folder."""
+        return str(self.root)
+
+    def stamp(self, block: int) -> str | None:
+        """Return the stamp of one file."""
+        return file_stamp(self.root / self._blocks[block])
+
     def documents(self, block: int) -> Iterator[str | DataError]:
         """Yield the text of one file."""
         path = self.root / self._blocks[block]
@@ -196,6 +224,15 @@ class PythonStdlib(BlockCorpus):
         except OSError as error:  # the interpreter was replaced during the run
             want = f"a readable file ({error.strerror or error})"
             yield DataError(self.key, str(path), want)
+
+
+def file_stamp(path: Path) -> str | None:
+    """Return a file's path, size and times; None if there is no such file."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return f"{path} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
 
 
 @cache  # a run opens the corpus three times: for the checks, for training and for validation

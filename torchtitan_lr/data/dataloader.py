@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,14 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
 
 from torchtitan_lr.checkpoints.safe_metadata import load
+from torchtitan_lr.config.paths import user_path
+from torchtitan_lr.config.schema import STEPS_AHEAD
+from torchtitan_lr.data.batches import BatchReader, MicroBatch, Prepared, Rows
 from torchtitan_lr.data.checks import check_workers
 from torchtitan_lr.data.corpora import BlockCorpus, Corpus, training_source
-from torchtitan_lr.data.lanes import Lane
+from torchtitan_lr.data.encoding import tokenizer_identity
+from torchtitan_lr.data.read_ahead import JOIN_SECONDS, ReadAhead
+from torchtitan_lr.data.token_cache import TokenCache
 from torchtitan_lr.errors import ConfigError
 
 
@@ -27,7 +33,9 @@ class LaneDataLoader(BaseDataLoader):
     this rank ``r``, local batch ``b`` and ``0 <= i < b``. If the corpus has fewer lanes than the
     batch has rows (c4 has 1024 shards), consecutive rows share a lane.
 
-    A new iterator continues at the loader's position.
+    A new iterator continues at the loader's position. The position is that behind the last
+    micro-batch that was yielded, whatever the thread has read ahead. Errors are raised, and
+    skipped records counted, with the micro-batch that needs the record.
 
     Args:
         corpus: The corpus to read.
@@ -41,6 +49,8 @@ class LaneDataLoader(BaseDataLoader):
             first of its lanes has no full window left; ranks may stop at different steps.
         pin_memory: Whether to put the batches in pinned memory (only with CUDA).
         allow_changed: Whether a position in a changed corpus of the same kind may be loaded.
+        steps_ahead: Steps whose micro-batches a thread prepares before they are used; 0 reads
+            each when it is used.
 
     Raises:
         ConfigError: The batch sizes do not divide, or the corpus cannot be split that way.
@@ -59,71 +69,70 @@ class LaneDataLoader(BaseDataLoader):
         infinite: bool = True,
         pin_memory: bool = False,
         allow_changed: bool = False,
+        steps_ahead: int = STEPS_AHEAD,
     ) -> None:
         self._corpus = corpus
-        self._batch = local_batch_size
-        self._rows = global_batch_size
-        self._stride = dp_world_size * local_batch_size
-        self._first = dp_rank * local_batch_size
-        self._pin_memory = pin_memory and torch.cuda.is_available()
         self._allow_changed = allow_changed
+        self._rows = Rows.of(corpus, local_batch_size, global_batch_size, dp_world_size, dp_rank)
+        pin_memory = pin_memory and torch.cuda.is_available()
+        self._reader = BatchReader(corpus, tokenizer, self._rows, seq_len, infinite, pin_memory)
+        self._depth = steps_ahead * self._rows.microbatches
+        self._batches: Iterator[Prepared] | None = None
+        self._end: Prepared | None = None
+        # The position behind the last micro-batch that was yielded; the reader is ahead of it.
         self._sample_index = 0
+        self._positions = self._reader.positions()
+        self._bad_records = set(corpus.skipped) if isinstance(corpus, BlockCorpus) else set()
         self._mark: tuple[int, dict[int, Any]] | None = None
-        self._at_mark = False
-        _check_batch(self._rows, local_batch_size, dp_world_size)
-        num_lanes = corpus.num_lanes(self._rows)
-        self._rows_per_lane = _rows_per_lane(corpus, self._rows, num_lanes, local_batch_size)
-        owned = sorted(
-            {
-                self._lane_of(micro_batch + self._first + i)
-                for micro_batch in range(0, self._rows, self._stride)
-                for i in range(local_batch_size)
-            }
-        )
-        self._lanes = {
-            lane: Lane(corpus.stream(lane, num_lanes, infinite), tokenizer, seq_len)
-            for lane in owned
-        }
 
-    def _lane_of(self, row: int) -> int:
-        return row // self._rows_per_lane
-
-    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    def __iter__(self) -> Iterator[MicroBatch]:
         """Yield ``({"input": (b, s)}, labels (b, s))``, int64, on the CPU."""
         while True:
-            start = self._sample_index % self._rows + self._first
-            windows: list[list[int]] = []
-            for row in range(start, start + self._batch):
-                window = self._lanes[self._lane_of(row)].next_window()
-                if window is None:
-                    return
-                windows.append(window)
-            batch = torch.tensor(windows, dtype=torch.int64)
-            if self._pin_memory:
-                batch = batch.pin_memory()
+            prepared = self._end or next(self._read())
             # Advance before the yield: checkpoints are saved while the generator is suspended.
-            self._sample_index += self._stride
-            yield {"input": batch[:, :-1].contiguous()}, batch[:, 1:].contiguous()
+            self._sample_index = prepared.sample_index
+            self._positions |= prepared.positions
+            self._bad_records |= prepared.skipped
+            if prepared.batch is None:
+                self._end = prepared
+                if prepared.error is not None:
+                    raise prepared.error
+                return
+            yield prepared.batch
+
+    def _read(self) -> Iterator[Prepared]:
+        """Return what prepares the micro-batches; the first call starts the thread."""
+        if self._batches is None:
+            batches = self._reader.read()
+            self._batches = ReadAhead(batches, self._depth) if self._depth else batches
+        return self._batches
+
+    def close(self) -> None:
+        """End the thread that reads ahead; what it has read is dropped."""
+        self._stop(JOIN_SECONDS)
+
+    def _stop(self, seconds: float | None = None) -> None:
+        if isinstance(self._batches, ReadAhead):
+            self._batches.close(seconds)
+        self._batches = self._end = None
 
     @property
     def bad_records(self) -> set[str]:
         """Locations of the records that this rank skipped."""
-        return self._corpus.skipped if isinstance(self._corpus, BlockCorpus) else set()
+        return self._bad_records
 
     def mark(self) -> None:
         """Store the position, so that a step with unreadable data can be undone."""
-        positions = {lane: reader.state() for lane, reader in self._lanes.items()}
-        self._mark = (self._sample_index, positions)
+        self._mark = (self._sample_index, dict(self._positions))
 
     def return_to_mark(self) -> None:
         """Make :meth:`state_dict` return the position of the last :meth:`mark`, for the checkpoint.
 
-        Do not read from the loader afterwards: the lanes themselves are not rewound.
+        Do not read from the loader afterwards: the reader itself is not rewound.
         """
         if self._mark is None:
             raise RuntimeError("there is no mark to return to")
-        self._sample_index = self._mark[0]
-        self._at_mark = True
+        self._sample_index, self._positions = self._mark[0], dict(self._mark[1])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, with one entry per lane so that any rank can load the lanes it owns.
@@ -134,11 +143,8 @@ class LaneDataLoader(BaseDataLoader):
             first lane's entry also lists the records that this rank skipped.
         """
         state = self._identity()
-        positions = {lane: reader.state() for lane, reader in self._lanes.items()}
-        if self._at_mark and self._mark is not None:
-            positions = self._mark[1]
         bad = {"bad_records": sorted(self.bad_records)} if self.bad_records else {}
-        for lane, position in positions.items():
+        for lane, position in self._positions.items():
             state[f"lane_{lane}"] = json.dumps(position | bad)
             bad = {}
         return state
@@ -146,7 +152,7 @@ class LaneDataLoader(BaseDataLoader):
     def _identity(self) -> dict[str, Any]:
         return {
             "sample_index": self._sample_index,
-            "global_batch_size": self._rows,
+            "global_batch_size": self._rows.total,
             "corpus": self._corpus.fingerprint(),
         }
 
@@ -163,17 +169,22 @@ class LaneDataLoader(BaseDataLoader):
             return
         self._check_identity(state_dict)
         sample_index = int(state_dict["sample_index"])
-        if sample_index % self._rows % self._stride:
+        row = sample_index % self._rows.total
+        if row % self._rows.stride:
             raise ConfigError(
                 "training.local_batch_size",
-                self._batch,
-                f"a split that has a micro-batch border at row {sample_index % self._rows}",
+                self._rows.local,
+                f"a split that has a micro-batch border at row {row}",
             )
         changed = state_dict["corpus"] != self._corpus.fingerprint()
-        for lane, reader in self._lanes.items():
-            position = json.loads(state_dict[f"lane_{lane}"])
-            self.bad_records.update(position.pop("bad_records", []))
-            reader.load_state(position, changed)
+        self._stop()
+        positions = {lane: json.loads(state_dict[f"lane_{lane}"]) for lane in self._positions}
+        for position in positions.values():
+            self._bad_records.update(position.pop("bad_records", []))
+        if isinstance(self._corpus, BlockCorpus):
+            self._corpus.skipped = set(self._bad_records)
+        self._reader.seek(sample_index, positions, changed)
+        self._positions = self._reader.positions()
         self._sample_index = sample_index
 
     def check_checkpoint(self, checkpoint_id: str, metadata: Metadata | None = None) -> None:
@@ -196,10 +207,10 @@ class LaneDataLoader(BaseDataLoader):
 
     def _check_identity(self, stored: dict[str, Any]) -> None:
         here = self._identity()
-        if int(stored["global_batch_size"]) != self._rows:
+        if int(stored["global_batch_size"]) != self._rows.total:
             raise ConfigError(
                 "training.global_batch_size",
-                self._rows,
+                self._rows.total,
                 f"{stored['global_batch_size']} as in the checkpoint: its data position counts "
                 "rows of that batch (-1 means local_batch_size * data-parallel size)",
             )
@@ -244,6 +255,8 @@ def build_dataloader(
     if rows < 0:
         rows = training.local_batch_size * dp_world_size
     corpus = training_source(job_config).open(rows)
+    if isinstance(corpus, BlockCorpus):
+        corpus.cache = _token_cache(job_config, corpus, tokenizer)
     if isinstance(corpus, BlockCorpus) and corpus.num_blocks < rows and dp_rank == 0:
         logger.warning(
             f"{corpus.name} has {corpus.num_blocks} blocks for {rows} rows of a batch: "
@@ -260,7 +273,20 @@ def build_dataloader(
         infinite=infinite,
         pin_memory=training.dataloader.pin_memory,
         allow_changed=getattr(training, "allow_changed_corpus", False),
+        steps_ahead=getattr(training, "steps_ahead", STEPS_AHEAD),
     )
+
+
+def _token_cache(
+    job_config: Any, corpus: BlockCorpus, tokenizer: BaseTokenizer
+) -> TokenCache | None:
+    """Return the cache of a corpus; None if it is turned off or the tokenizer is not known."""
+    folder = getattr(job_config.training, "token_cache", "")
+    identity = tokenizer_identity(tokenizer)
+    if not folder or identity is None:
+        return None
+    place = Path(job_config.job.dump_folder) / user_path(folder, "training.token_cache")
+    return TokenCache(place, f"{corpus.origin()} {corpus.fingerprint()}", identity)
 
 
 def _same_kind(fingerprint: str, other: str) -> bool:
@@ -274,28 +300,3 @@ def _same_kind(fingerprint: str, other: str) -> bool:
         return [name, *(word for word in rest if word.startswith("shards="))]
 
     return kind(fingerprint) == kind(other)
-
-
-def _check_batch(rows: int, local_batch_size: int, dp_world_size: int) -> None:
-    if rows <= 0 or rows % (local_batch_size * dp_world_size):
-        raise ConfigError(
-            "training.global_batch_size",
-            rows,
-            f"a multiple of {local_batch_size * dp_world_size} (local_batch_size "
-            f"{local_batch_size} * data-parallel size {dp_world_size})",
-        )
-
-
-def _rows_per_lane(corpus: Corpus, rows: int, num_lanes: int, local_batch_size: int) -> int:
-    """Return how many rows share a lane; they must lie in one micro-batch, so on one rank."""
-    shared = rows // num_lanes
-    if local_batch_size % shared:
-        below, above = local_batch_size // shared * shared, -(-local_batch_size // shared) * shared
-        nearest = f"{below} or {above}" if below else str(above)
-        raise ConfigError(
-            "training.local_batch_size",
-            local_batch_size,
-            f"{nearest}: {corpus.name} splits into {num_lanes} streams, so {shared} rows of the "
-            f"global batch of {rows} share a stream and must be on one rank",
-        )
-    return shared

@@ -8,12 +8,13 @@ shards. A lane's position is the stream state of ``datasets``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
+from torchtitan_lr.data.encoding import Tokens
 from torchtitan_lr.data.lanes import DocumentStream
 from torchtitan_lr.errors import ConfigError, DataError
 
@@ -98,7 +99,9 @@ class _HubStream:
             self._shards.load_state_dict(self._state)
         self._samples = iter(self._shards)
 
-    def next_document(self) -> tuple[Any, str] | None:
+    def next_document(
+        self, unreadable: Callable[[DataError], None] | None = None
+    ) -> tuple[Any, str] | None:
         """Return the next document and its position, or None after the last one."""
         for _ in range(2):
             try:
@@ -116,3 +119,10 @@ class _HubStream:
             self._pass, self._state = self._pass + 1, None
             self._open()
         raise ConfigError("training.dataset", self._corpus.name, "a shard with documents in it")
+
+    def skip(self, error: DataError) -> None:
+        """Raise the error: no record of a Hub stream may be skipped."""
+        raise error
+
+    def encoded(self, position: Any, tokens: Tokens) -> None:
+        """Do nothing: the tokens of a Hub stream are not cached."""

@@ -22,10 +22,17 @@ drops ``offset`` tokens. Sample ``n = step * B + j`` of the run is the ``step``-
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_lr.data.encoding import NO_TOKENS, Tokens, encode_documents
+from torchtitan_lr.data.token_cache import BlockRecorder
 from torchtitan_lr.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -34,18 +41,37 @@ if TYPE_CHECKING:
     from torchtitan_lr.data.corpora import BlockCorpus
 
 
+CHARACTERS_PER_TOKEN = 4
+"""Assumed when documents are read ahead; fewer make :func:`fill` read another round."""
+
+
 class DocumentStream(Protocol):
     """A resumable sequence of documents."""
 
-    def next_document(self) -> tuple[Any, str] | None:
-        """Return ``(position, text)`` of the next document, or None at the end.
+    def next_document(
+        self, unreadable: Callable[[DataError], None] | None = None
+    ) -> tuple[Any, str | Tokens] | None:
+        """Return ``(position, document)`` of the next document, or None at the end.
 
-        ``position`` is a JSON value; :meth:`seek` with it makes this document the next one.
+        ``position`` is a JSON value; :meth:`seek` with it makes this document the next one. The
+        document is a text, or its tokens where they are known.
+
+        Args:
+            unreadable: Receives the unreadable records before the document; :meth:`skip` by
+                default.
         """
         ...
 
     def seek(self, position: Any) -> None:
         """Make the document at ``position`` the next one; None is the start of the stream."""
+        ...
+
+    def skip(self, error: DataError) -> None:
+        """Count an unreadable record as skipped, or raise its error."""
+        ...
+
+    def encoded(self, position: Any, tokens: Tokens) -> None:
+        """Receive the tokens of a text that :meth:`next_document` returned, in the same order."""
         ...
 
 
@@ -93,20 +119,25 @@ class BlockStream:
         """Make document ``d`` of the ``k``-th block the next one, ``position = [k, d]``."""
         self._k, skip = (0, 0) if position is None else (int(position[0]), int(position[1]))
         self._d = 0
-        self._documents: Iterator[str | DataError] = self._open(self._k)
+        self._recorders: dict[int, BlockRecorder] = {}
+        self._documents = self._open(self._k)
+        if skip:
+            self._recorders.clear()  # the block's first documents will be missing
         for _ in range(skip):  # unreadable records count, skipped or not
             if next(self._documents, None) is None:
                 break
             self._d += 1
 
-    def next_document(self) -> tuple[Any, str] | None:
+    def next_document(
+        self, unreadable: Callable[[DataError], None] | None = None
+    ) -> tuple[Any, str | Tokens] | None:
         """Return the next document and its ``[k, d]``, or None after the last one."""
         for _ in range(self._corpus.num_blocks + 1):
-            for text in self._documents:
+            for document in self._documents:
                 self._d += 1
-                if isinstance(text, str):
-                    return [self._k, self._d - 1], text
-                self._corpus.skip(text)
+                if not isinstance(document, DataError):
+                    return [self._k, self._d - 1], document
+                (unreadable or self.skip)(document)
             if not self._infinite and self._last_of_pass(self._k):
                 return None
             self._k, self._d = self._k + 1, 0
@@ -114,18 +145,66 @@ class BlockStream:
         # The last num_blocks blocks were all blocks of the corpus (see lane_block).
         raise ConfigError(self._corpus.key, self._corpus.name, "a corpus with some text in it")
 
+    def skip(self, error: DataError) -> None:
+        """Count an unreadable record as skipped (:meth:`BlockCorpus.skip`)."""
+        self._corpus.skip(error)
+
+    def encoded(self, position: Any, tokens: Tokens) -> None:
+        """Keep a document's tokens for the cache, which is written once its block is complete."""
+        recorder = self._recorders.get(position[0])
+        if recorder is not None and recorder.add(tokens):
+            del self._recorders[position[0]]
+
+    def _recorded(self, k: int, block: int) -> Iterator[str | DataError]:
+        """Yield a block's documents; its recorder is finished before the last is returned.
+
+        Otherwise a block that is one long document would not be written until the lane is past it.
+        """
+        documents = self._corpus.documents(block)
+        count, document = 0, next(documents, None)
+        while document is not None:
+            following = next(documents, None)
+            count += 1
+            if isinstance(document, DataError):
+                self._recorders.pop(k, None)  # a repaired record must be read again
+            if following is None and (recorder := self._recorders.get(k)) is not None:
+                recorder.finish(count)
+            yield document
+            document = following
+
     def _last_of_pass(self, k: int) -> bool:
         return self._lane + (k + 1) * self._num_lanes >= self._corpus.num_blocks
 
-    def _open(self, k: int) -> Iterator[str | DataError]:
+    def _open(self, k: int) -> Iterator[str | Tokens | DataError]:
         if not self._infinite and self._lane + k * self._num_lanes >= self._corpus.num_blocks:
             return iter(())
         block = lane_block(self._lane, self._num_lanes, self._corpus.num_blocks, k)
-        return self._corpus.documents(block)
+        cache = self._corpus.cache
+        stamp = None if cache is None else self._corpus.stamp(block)
+        if cache is None or stamp is None:
+            return self._corpus.documents(block)
+        known = cache.read(block, stamp)
+        if known is not None:
+            return iter(known)
+        self._recorders[k] = BlockRecorder(cache, block, stamp)
+        return self._recorded(k, block)
+
+
+@dataclass
+class _Document:
+    """A document that a lane has read, with the unreadable records before it."""
+
+    position: Any
+    text: str
+    tokens: Tokens | None
+    errors: list[DataError]
 
 
 class Lane:
     """One stream of windows, cut from tokenised and concatenated documents.
+
+    :func:`fill` reads documents ahead of the position; :meth:`take` moves the position. Unreadable
+    records are counted, and errors raised, when the position reaches them.
 
     Args:
         stream: The lane's documents.
@@ -135,22 +214,80 @@ class Lane:
 
     def __init__(self, stream: DocumentStream, tokenizer: BaseTokenizer, seq_len: int) -> None:
         self._stream = stream
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._window = seq_len + 1
+        self._forget()
+
+    def _forget(self) -> None:
         self._position: Any = None
-        self._tokens: list[int] = []
+        self._tokens: Tokens = NO_TOKENS
         self._offset = 0
+        # What was read ahead: documents, errors behind the last one, and the end of the stream.
+        self._ahead: deque[_Document] = deque()
+        self._errors: list[DataError] = []
+        self._ended = False
+        self._failure: ConfigError | None = None
+
+    def missing(self, windows: int) -> int:
+        """Return how many tokens must still be read for some windows; 0 at the stream's end."""
+        if self._ended:
+            return 0
+        held = len(self._tokens) - self._offset
+        held += sum(len(found.tokens) for found in self._ahead if found.tokens is not None)
+        return max(0, windows * self._window - held)
+
+    def pull(self, tokens: int) -> list[_Document]:
+        """Read about as many tokens as are missing; return the documents without tokens."""
+        new: list[_Document] = []
+        while tokens > 0 and not self._ended:
+            try:
+                found = self._stream.next_document(self._errors.append)
+            except ConfigError as error:
+                self._failure, found = error, None
+            if found is None:
+                self._ended = True
+                break
+            position, document = found
+            errors, self._errors = self._errors, []
+            if isinstance(document, str):
+                new.append(_Document(position, document, None, errors))
+                self._ahead.append(new[-1])
+                tokens -= 1 + len(document) // CHARACTERS_PER_TOKEN
+            else:
+                self._ahead.append(_Document(position, "", document, errors))
+                tokens -= len(document)
+        return new
+
+    def put(self, document: _Document, tokens: Tokens) -> None:
+        """Set the tokens of a document that :meth:`pull` returned."""
+        document.text, document.tokens = "", tokens
+        self._stream.encoded(document.position, tokens)
+
+    def take(self, windows: int) -> npt.NDArray[np.int64] | None:
+        """Return the next windows, ``(windows, seq_len + 1)``, after :func:`fill`.
+
+        Returns:
+            The tokens; None if the stream has ended before.
+
+        Raises:
+            ConfigError: The stream cannot be read, or too many of its records.
+        """
+        out = np.empty(windows * self._window, dtype=np.int64)
+        done = 0
+        while done < len(out):
+            if self._offset >= len(self._tokens) and not self._advance():
+                return None
+            part = self._tokens[self._offset : self._offset + len(out) - done]
+            out[done : done + len(part)] = part
+            self._offset += len(part)
+            done += len(part)
+        return out.reshape(windows, self._window)
 
     def next_window(self) -> list[int] | None:
         """Return the next ``seq_len + 1`` tokens, or None when the stream has ended."""
-        window: list[int] = []
-        while len(window) < self._window:
-            if self._offset >= len(self._tokens) and not self._next_document():
-                return None
-            end = self._offset + self._window - len(window)
-            window += self._tokens[self._offset : end]
-            self._offset = min(end, len(self._tokens))
-        return window
+        fill([self], 1)
+        window = self.take(1)
+        return None if window is None else window[0].tolist()
 
     def state(self) -> dict[str, Any]:
         """Return the position of the next token: the document and the offset in it (JSON)."""
@@ -167,10 +304,11 @@ class Lane:
             ConfigError: The document is shorter than the offset: it or the tokenizer has changed.
         """
         self._stream.seek(state["document"])
-        self._position, self._tokens, self._offset = None, [], 0
+        self._forget()
         if state["document"] is None:
             return
-        found = self._next_document()
+        _encode([self], [1])
+        found = self._advance()
         if changed:
             self._offset = min(state["offset"], len(self._tokens))
             return
@@ -182,11 +320,44 @@ class Lane:
             )
         self._offset = state["offset"]
 
-    def _next_document(self) -> bool:
-        found = self._stream.next_document()
+    def _advance(self) -> bool:
+        """Move to the next document; return False at the end of the stream."""
+        found = self._ahead.popleft() if self._ahead else None
+        for error in self._errors if found is None else found.errors:
+            self._stream.skip(error)
         if found is None:
+            self._errors = []
+            if self._failure is not None:
+                raise self._failure
             return False
-        self._position, text = found
-        self._tokens = self._tokenizer.encode(text, add_bos=True, add_eos=True)
-        self._offset = 0
+        assert found.tokens is not None
+        self._position, self._tokens, self._offset = found.position, found.tokens, 0
         return True
+
+
+def fill(lanes: Sequence[Lane], windows: int) -> None:
+    """Read and tokenise documents until each lane holds some windows, or its stream has ended.
+
+    The documents of all lanes are encoded together, so that the tokenizer can use all cores.
+
+    Args:
+        lanes: Lanes with the same tokenizer.
+        windows: Windows that each lane shall hold.
+    """
+    while any(missing := [lane.missing(windows) for lane in lanes]):
+        _encode(lanes, missing)
+
+
+def _encode(lanes: Sequence[Lane], missing: Sequence[int]) -> None:
+    new = [
+        (lane, document)
+        for lane, tokens in zip(lanes, missing, strict=True)
+        for document in lane.pull(tokens)
+    ]
+    if not new:
+        return
+    texts = [document.text for _, document in new]
+    for (lane, document), tokens in zip(
+        new, encode_documents(lanes[0].tokenizer, texts), strict=True
+    ):
+        lane.put(document, tokens)

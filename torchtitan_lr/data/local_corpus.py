@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_lr.config.paths import user_path
-from torchtitan_lr.data.corpora import BlockCorpus, Split
+from torchtitan_lr.data.corpora import BlockCorpus, Split, file_stamp
 from torchtitan_lr.data.held_out import (
     ONE_IN,
     SMALL_BYTES,
@@ -133,6 +133,16 @@ class LocalCorpus(BlockCorpus):
     def num_blocks(self) -> int:
         """The number of blocks in all files."""
         return self._ends[-1]
+
+    def origin(self) -> str:
+        """Return the first file's path."""
+        return str(self._paths[0])
+
+    def stamp(self, block: int) -> str | None:
+        """Return the stamp of a block's file, the block's part of it, and the held-out rule."""
+        index, part, count = self._place(block)
+        stamp = file_stamp(self._paths[index])
+        return stamp and f"{stamp} {part}/{count} {self._split} {self._limit}"
 
     def documents(self, block: int) -> Iterator[str | DataError]:
         """Yield the documents of one block that belong to the split.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,9 @@ class TiktokenTokenizer(BaseTokenizer):
     Args:
         path: A ``tokenizer.model``: a base64 token and its rank on each line.
 
+    Attributes:
+        digest: Digest of the file, of the split and of the special tokens.
+
     Raises:
         ConfigError: The file is not a rank file (SentencePiece models have the same name).
     """
@@ -55,6 +59,8 @@ class TiktokenTokenizer(BaseTokenizer):
         )
         self.bos_id: int = specials[BOS]
         self.eos_id: int = specials[EOS]
+        parts = (sorted(ranks.items()), LLAMA3_SPLIT, specials)
+        self.digest = hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Tokenise a document.

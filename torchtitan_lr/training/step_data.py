@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.tools.logging import logger
 
+from torchtitan_lr.data.batches import MicroBatch
 from torchtitan_lr.data.dataloader import LaneDataLoader
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.training.guard import first_rank_with
-
-MicroBatch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class StepReader:
 
     Args:
         dataloader: The rank's loader; its position is stored before every step.
-        device: The process group's device.
+        device: The training device.
         copies: Ranks that read the same rows: tensor-parallel ranks times pipeline stages.
         max_bad_records: Number of records that may be skipped in the whole run, over all ranks.
 
@@ -55,7 +54,11 @@ class StepReader:
         self, dataloader: Any, device: torch.device, copies: int, max_bad_records: int
     ) -> None:
         self._loader = dataloader if isinstance(dataloader, LaneDataLoader) else None
-        self._device = device
+        # The counts lie on the host, and so does their sum: on a device, reading it would wait for
+        # the whole step before.
+        self._host: dist.ProcessGroup | None = None
+        if device.type != "cpu" and dist.get_world_size() > 1:
+            self._host = dist.new_group(backend="gloo")
         self._copies = copies
         self._max_bad_records = max_bad_records
         self.bad_records: set[str] = set()
@@ -97,8 +100,9 @@ class StepReader:
 
     def sum_over_ranks(self, *counts: int) -> list[int]:
         """Return each count summed over all ranks."""
-        sums = torch.tensor(counts, dtype=torch.int64, device=self._device)
-        dist.all_reduce(sums)
+        sums = torch.tensor(counts, dtype=torch.int64)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(sums, group=self._host)
         return [int(count) for count in sums.tolist()]
 
     def _count_skipped(self, skipped: set[str], step: int) -> str | None:

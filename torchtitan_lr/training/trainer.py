@@ -18,6 +18,7 @@ from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG
 from torchtitan_lr.compat.titan_trainer import trainer_parts
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
+from torchtitan_lr.data.dataloader import LaneDataLoader
 from torchtitan_lr.ledger.ledger import CommLedger, ledger_for
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.optim.conditional import step_unless
@@ -102,6 +103,12 @@ class Trainer(titan_train.Trainer):
             self._report_interruption()
         else:
             self._write_summary()
+
+    def close(self) -> None:
+        """End what runs beside training: reading ahead, saving, logging."""
+        if isinstance(self.dataloader, LaneDataLoader):
+            self.dataloader.close()
+        super().close()
 
     def should_continue_training(self) -> bool:
         """Return whether another step follows; upstream calls it after loading and per step."""
@@ -246,13 +253,15 @@ class Trainer(titan_train.Trainer):
     ) -> torch.Tensor:
         """Accumulate gradients; return this rank's share of the loss (detached scalar)."""
         losses = []
+        # Filled on the device: `torch.tensor` would stop the host until its copy has arrived.
+        tokens = torch.full((), global_tokens, device=self.device)
         for index, (input_dict, labels) in enumerate(microbatches):
             last = index == len(microbatches) - 1
             synchronize_gradients(self.model_parts, last)
             loss = self.forward_backward_step(
-                input_dict={k: v.to(self.device) for k, v in input_dict.items()},
-                labels=labels.to(self.device),
-                global_valid_tokens=torch.tensor(global_tokens, device=self.device),
+                input_dict={k: v.to(self.device, non_blocking=True) for k, v in input_dict.items()},
+                labels=labels.to(self.device, non_blocking=True),
+                global_valid_tokens=tokens,
             )
             self._gradients.accumulate(last)
             losses.append(loss.detach())
