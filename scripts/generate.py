@@ -61,6 +61,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--cache", choices=["full", "latent"], default="full", help="form of the cached values"
     )
+    parser.add_argument("--compile", action="store_true", help="compile the step; slow to start")
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
@@ -133,6 +134,7 @@ def run(args: argparse.Namespace, prompts: list[str]) -> None:
         ConfigError: The model cannot be loaded, or a prompt cannot be continued.
     """
     model, tokenizer = load(args)
+    from torchtitan_lr.inference.decode import compile_blocks
     from torchtitan_lr.inference.sampling import Sampling
     from torchtitan_lr.tools.generate import Settings, complete
 
@@ -144,7 +146,10 @@ def run(args: argparse.Namespace, prompts: list[str]) -> None:
         args.stop_token,
         args.batch_size,
         args.cache,
+        args.compile,
     )
+    if args.compile:
+        compile_blocks(model)
     streaming = args.prompt is not None and not args.json and args.out is None
     done = complete(model, tokenizer, prompts, settings, _print if streaming else None)
     if streaming:

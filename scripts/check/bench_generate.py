@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import torch
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.inference.decode import Decoder
+from torchtitan_lr.inference.decode import Decoder, compile_blocks
 from torchtitan_lr.inference.sampling import Sampling
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
@@ -53,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError("--device", "cuda", "cpu, or a machine with a CUDA device")
     if options.threads:
         torch.set_num_threads(options.threads)
-    rows = [row for batch in options.batch for row in _measure(batch, options)]
+    families = {VARIANTS[name][0] for name in options.variants}
+    models = {family: _build(family, options) for family in sorted(families)}
+    rows = [row for batch in options.batch for row in _measure(models, batch, options)]
     report = {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "torch": torch.__version__,
@@ -81,6 +83,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu", help="to run on")
+    parser.add_argument("--compile", action="store_true", help="compile the decoding steps")
     parser.add_argument("--threads", type=int, default=0, help="0: as torch has them")
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
     options = parser.parse_args(argv)
@@ -98,9 +101,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _measure(batch: int, options: argparse.Namespace) -> list[Row]:
-    """Time all variants at one batch size, in turns."""
-    models = {family: _build(family, options) for family, _ in map(VARIANTS.get, options.variants)}
+def _measure(models: dict[str, LlamaModel], batch: int, options: argparse.Namespace) -> list[Row]:
+    """Time all variants at one batch size, in turns; ``models`` by family."""
     runs: dict[str, list[Row]] = {name: [] for name in options.variants}
     for repeat in range(options.repeats + 1):
         for name in options.variants:
@@ -130,7 +132,10 @@ def _build(family: str, options: argparse.Namespace) -> LlamaModel:
     with torch.device(options.device):
         model = LlamaModel(args)
         model.init_weights()
-    return model.to(getattr(torch, options.dtype)).eval()
+    model.to(getattr(torch, options.dtype)).eval()
+    if options.compile:
+        compile_blocks(model)
+    return model
 
 
 def _met(model: LlamaModel) -> int:
@@ -145,7 +150,8 @@ def _run(model: LlamaModel, kind: str, batch: int, options: argparse.Namespace) 
     shape = (batch, options.prompt_tokens)
     prompts = torch.randint(model.model_args.vocab_size, shape, generator=generator).tolist()
     limits = [options.new_tokens] * batch
-    decoder = Decoder(model, prompts, limits, Sampling(0), [0] * batch, cache=kind)
+    seeds = [0] * batch
+    decoder = Decoder(model, prompts, limits, Sampling(0), seeds, (), kind, options.compile)
     first, first_cpu = _timed(decoder.step)
 
     def rest() -> None:
@@ -174,6 +180,7 @@ def _table(report: dict[str, Any]) -> str:
     options = report["options"]
     title = (
         f"{options['flavor']} {options['dtype']}, {report['device']}, {report['threads']} threads, "
+        f"{'compiled' if options['compile'] else 'eager'}, "
         f"torch {report['torch']}, prompts of {options['prompt_tokens']} tokens, "
         f"{options['new_tokens']} new"
     )

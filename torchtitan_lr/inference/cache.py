@@ -38,11 +38,15 @@ class KeyValueCache:
         n_layers: Number of blocks.
         kind: ``full`` or ``latent`` (see above); ``latent`` needs a low-rank family.
         device: Device of the model.
+        static: Whether attention reads all columns, the empty ones masked, from the second forward
+            pass on. No shape then changes from step to step, as a compiled step needs it.
 
     Attributes:
         start: Number of columns filled before the present forward pass.
         end: Number of columns filled after it.
-        mask: Which columns the present tokens see, bool (b, 1, s, end); None for causal or all.
+        first: Whether it is the first forward pass.
+        mask: Which columns the present tokens see, bool (b or 1, 1, s, t); None for causal or all.
+        columns: The columns of the present tokens (s,), where shapes are static; else None.
     """
 
     def __init__(
@@ -52,8 +56,12 @@ class KeyValueCache:
         n_layers: int,
         kind: str = "full",
         device: torch.device | str = "cpu",
+        static: bool = False,
     ) -> None:
         width = max(lengths)
+        self._static = static
+        self.first = True
+        self.columns: Tensor | None = None
         self.capacity = capacity
         self.start = self.end = 0
         self.mask: Tensor | None = None
@@ -80,24 +88,33 @@ class KeyValueCache:
         if self.end + new > self.capacity:
             raise ValueError(f"the cache has {self.capacity} columns, not {self.end + new}")
         self.start, self.end = self.end, self.end + new
-        self.mask = self._build_mask(new, freqs_cis.device)
+        self.first = self.start == 0
+        columns = torch.arange(self.start, self.end, device=freqs_cis.device)
+        static = self._static and not self.first
+        self.columns = columns if static else None
+        self.mask = self._build_mask(columns, self.capacity if static else self.end)
         if self._padding is None:
             return freqs_cis[self.start : self.end]
-        columns = torch.arange(self.start, self.end, device=freqs_cis.device)
         # Padding, and rows that go on after their end, take any row of the table.
         positions = (columns - self._padding).clamp(0, len(freqs_cis) - 1)
         return freqs_cis[positions]
 
-    def _build_mask(self, new: int, device: torch.device) -> Tensor | None:
-        """Return the mask of s new tokens, bool (b or 1, 1, s, end); None if none is needed."""
-        if self._padding is None and (new == 1 or self.start == 0):
+    def _build_mask(self, columns: Tensor, width: int) -> Tensor | None:
+        """Return the mask of new tokens, bool (b or 1, 1, s, width); None if none is needed.
+
+        Args:
+            columns: Their columns (s,).
+            width: Number of columns that attention reads.
+        """
+        new = len(columns)
+        if self._padding is None and self.columns is None and (new == 1 or self.first):
             return None
-        columns = torch.arange(self.end, device=device)
-        rows = columns[self.start :, None]
-        seen = (columns <= rows)[None]
+        read = torch.arange(width, device=columns.device)
+        rows = columns[:, None]
+        seen = (read <= rows)[None]
         if self._padding is not None:
-            itself = columns == rows  # a row of the mask without any column would give NaN
-            seen = seen & ((columns >= self._padding[:, :, None]) | itself)
+            itself = read == rows  # a row of the mask without any column would give NaN
+            seen = seen & ((read >= self._padding[:, :, None]) | itself)
         return seen[:, None]
 
     def layer(self, index: int) -> "LayerCache":
@@ -144,7 +161,7 @@ class LayerCache:
             k,
             v,
             attn_mask=cache.mask,
-            is_causal=cache.mask is None and cache.start == 0,
+            is_causal=cache.mask is None and cache.first,
             enable_gqa=q.shape[1] != k.shape[1],
         )
 
@@ -156,13 +173,18 @@ class LayerCache:
             v: Values (b, h_kv, s, head_dim) or latents (b, G, s, r).
 
         Returns:
-            Keys and values of all columns so far.
+            Keys and values of all columns so far; of all columns where shapes are static.
         """
-        start, end = self.cache.start, self.cache.end
         if self.keys is None or self.values is None:
-            shape = (*k.shape[:2], self.cache.capacity)
-            self.keys = k.new_empty((*shape, k.shape[-1]))
-            self.values = v.new_empty((*v.shape[:2], self.cache.capacity, v.shape[-1]))
+            # Zeros, since masked columns are multiplied by zero.
+            capacity = self.cache.capacity
+            self.keys = k.new_zeros((*k.shape[:2], capacity, k.shape[-1]))
+            self.values = v.new_zeros((*v.shape[:2], capacity, v.shape[-1]))
+        if self.cache.columns is not None:
+            self.keys.index_copy_(2, self.cache.columns, k)
+            self.values.index_copy_(2, self.cache.columns, v)
+            return self.keys, self.values
+        start, end = self.cache.start, self.cache.end
         self.keys[:, :, start:end] = k
         self.values[:, :, start:end] = v
         return self.keys[:, :, :end], self.values[:, :, :end]
@@ -202,7 +224,7 @@ class LatentLayerCache(LayerCache):
         wv = cast(LowRankLinear, wv)
         latents = v if v.dim() == 4 else v.unsqueeze(2)  # (b, s, G, r)
         keys, stored = self.store(k, latents.transpose(1, 2))
-        if self.cache.start == 0 and self._edge is not None:
+        if self.cache.first and self._edge is not None:
             # All latents are here: expanded once, they take the training kernel.
             (values,) = self._edge.up([v], [wv])
             return self.attention(q, keys, values.unflatten(-1, (-1, k.shape[-1])).transpose(1, 2))

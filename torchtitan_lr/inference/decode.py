@@ -1,7 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Decoding of a batch of prompts: one pass over the prompts, then one token per row and step."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,6 +67,8 @@ class Decoder:
         seeds: Seed of each row's draws.
         stop_ids: Tokens that end a row.
         cache: Kind of the cache, ``full`` or ``latent``.
+        compiled: Whether the model went through `compile_blocks`. The prompts are read without
+            compilation: every length would be compiled anew.
 
     Attributes:
         cache: The cache.
@@ -84,6 +88,7 @@ class Decoder:
         seeds: Sequence[int],
         stop_ids: Collection[int] = (),
         cache: str = "full",
+        compiled: bool = False,
     ) -> None:
         args = model.model_args
         check_cache(args, cache)
@@ -100,7 +105,9 @@ class Decoder:
         if sampling.temperature > 0:
             self._draws = torch.stack([draws(seed, most) for seed in seeds]).to(device)
         # The last new token is not read.
-        self.cache = KeyValueCache(lengths, width + most - 1, args.n_layers, cache, device)
+        columns = width + most - 1
+        self.cache = KeyValueCache(lengths, columns, args.n_layers, cache, device, compiled)
+        self._compiled = compiled
         self.running = [True] * len(prompts)
         self.new_tokens = [0] * len(prompts)
         self._steps = 0
@@ -112,7 +119,9 @@ class Decoder:
         Returns:
             One token per row; None for a row that had ended before.
         """
-        logits = self._model(self._next, cache=self.cache)[:, -1]
+        eager = self._compiled and self._steps == 0
+        with torch.compiler.set_stance("force_eager") if eager else nullcontext():
+            logits = self._model(self._next, cache=self.cache)[:, -1]
         uniform = self._draws[:, self._steps] if self._draws.shape[1] else self._draws
         chosen = self._sampling.choose(logits, uniform)
         self._next = chosen[:, None]
@@ -132,6 +141,17 @@ class Decoder:
     def stop(self, row: int) -> None:
         """End a row, for instance after a stop string."""
         self.running[row] = False
+
+
+def compile_blocks(model: LlamaModel, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Let every block be compiled for the steps of a `Decoder`, in place.
+
+    Args:
+        model: The model.
+        backend: A backend of ``torch.compile``.
+    """
+    for block in model.layers.values():
+        block.compile(backend=backend, fullgraph=True)
 
 
 def check_limit(args: LlamaArgs, prompt: int, limit: int, key: str = "--prompt") -> None:

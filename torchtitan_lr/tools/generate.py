@@ -35,6 +35,7 @@ class Settings:
         stop_ids: Tokens that end a text, beside the tokenizer's own.
         batch_size: Prompts that are decoded together.
         cache: Kind of the cache, ``full`` or ``latent``.
+        compiled: Whether the model went through `inference.decode.compile_blocks`.
     """
 
     max_new_tokens: int | None = None
@@ -44,6 +45,7 @@ class Settings:
     stop_ids: Sequence[int] = ()
     batch_size: int = 16
     cache: str = "full"
+    compiled: bool = False
 
 
 @dataclass
@@ -178,6 +180,7 @@ def _complete_batch(
         [row.seed for row in rows],
         stop_ids,
         settings.cache,
+        settings.compiled,
     )
     streams = [TextStream(tokenizer, row.ids, settings.stops) for row in rows]
     done = [Completion(row.prompt, row.prompt) for row in rows]

@@ -7,7 +7,7 @@ import torch
 from tests.unit.tiny import FAMILIES, build_tiny, tokens
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.inference.cache import KeyValueCache
-from torchtitan_lr.inference.decode import Decoder, generate
+from torchtitan_lr.inference.decode import Decoder, compile_blocks, generate
 from torchtitan_lr.inference.sampling import Sampling
 
 GREEDY = Sampling(temperature=0)
@@ -147,6 +147,19 @@ def test_a_stopped_row_leaves_the_others_alone():
         last = decoder.step()
     assert last == [free[0][-1], None, free[2][-1]]
     assert decoder.new_tokens == [10, 4, 10]
+
+
+@pytest.mark.parametrize("kind", ["full", "latent"])
+def test_a_step_of_fixed_shapes_is_one_graph(kind):
+    """The graph has all of a block (`fullgraph`); padded rows and masked columns change nothing."""
+    model = build("cola_gqa")
+    prompts = prompts_of(model)
+    expected = decode(Decoder(model, prompts, [8] * 3, GREEDY, [0] * 3, cache=kind))
+    seen = []
+    compile_blocks(model, lambda graph, inputs: seen.append(graph) or graph)
+    compiled = Decoder(model, prompts, [8] * 3, GREEDY, [0] * 3, cache=kind, compiled=True)
+    assert decode(compiled) == expected
+    assert len(seen) == 1  # for every block and step
 
 
 def test_only_new_tokens_are_computed():
