@@ -1,13 +1,23 @@
 #!/usr/bin/env python3
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Sample text from a training checkpoint.
+"""Continue text with the model of a training checkpoint.
 
-For example:
+One prompt is continued on the terminal as it is generated:
 
     python scripts/generate.py outputs/checkpoint/step-100 --prompt "def main("
+
+A file of prompts, or stdin, gives one line of JSON per prompt:
+
+    python scripts/generate.py outputs/checkpoint/step-100 --prompts prompts.txt --out texts.jsonl
+    echo "import os" | python scripts/generate.py outputs/checkpoint/step-100 --prompts -
+
+A prompt and its continuation fit in the window that the model was trained on, else the command
+fails.
 """
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -28,11 +38,30 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """
     parser = OneLineParser(description=__doc__)
     parser.add_first("checkpoint", "--checkpoint", type=Path, help="a step's folder")
-    parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument("--max_new_tokens", type=int, default=100, help="at most")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="text to continue")
+    source.add_argument(
+        "--prompts", type=Path, help="file of prompts: one per line, or .jsonl; - is stdin"
+    )
+    parser.add_argument("--out", type=Path, help="JSONL file to write; default: the terminal")
+    parser.add_argument(
+        "--max_new_tokens", type=int, help="at most; default: 100, or what the window leaves"
+    )
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
     parser.add_argument("--top_k", type=int, default=50, help="0 samples among all tokens")
-    parser.add_argument("--seed", type=int, default=0, help="of the samples")
+    parser.add_argument("--top_p", type=float, default=1.0, help="1 samples among all tokens")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends a text; repeatable"
+    )
+    parser.add_argument(
+        "--stop_token", action="append", default=[], type=int, metavar="ID", help="likewise"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="prompt i samples with seed + i")
+    parser.add_argument("--batch_size", type=int, default=16, help="prompts decoded together")
+    parser.add_argument(
+        "--cache", choices=["full", "latent"], default="full", help="form of the cached values"
+    )
+    parser.add_argument("--compile", action="store_true", help="compile the step; slow to start")
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
@@ -48,65 +77,99 @@ def check_args(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: An option has an invalid value; the error names the first one.
     """
-    if args.max_new_tokens < 1:
+    if args.max_new_tokens is not None and args.max_new_tokens < 1:
         raise ConfigError("--max_new_tokens", args.max_new_tokens, "a positive integer")
     if not 0 <= args.temperature < float("inf"):
         raise ConfigError("--temperature", args.temperature, "0 (greedy) or a positive number")
     if not 0 <= args.top_k < 2**63:
         raise ConfigError("--top_k", args.top_k, "0 (all tokens) or an integer up to 2**63 - 1")
+    if not 0 < args.top_p <= 1:
+        raise ConfigError("--top_p", args.top_p, "a number above 0 and at most 1 (all tokens)")
     if not 0 <= args.seed < 2**63:
         raise ConfigError("--seed", args.seed, "an integer from 0 to 2**63 - 1")
-    try:
-        args.prompt.encode()
-    except UnicodeEncodeError as error:  # the command line is not UTF-8
-        want = f"text in UTF-8 (position {error.start}: {error.reason})"
-        raise ConfigError("--prompt", args.prompt, want) from error
+    if args.batch_size < 1:
+        raise ConfigError("--batch_size", args.batch_size, "a positive integer")
+    for key, texts in (("--prompt", [args.prompt or ""]), ("--stop", args.stop)):
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:  # the command line is not UTF-8
+                want = f"text in UTF-8 (position {error.start}: {error.reason})"
+                raise ConfigError(key, text, want) from error
+    if "" in args.stop:
+        raise ConfigError("--stop", "", "a text of at least one character")
+    if args.out is not None and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
+        raise ConfigError("--out", str(args.out), "a file in a folder that exists")
 
 
-def run(args: argparse.Namespace) -> str:
-    """Load the model and its tokenizer, and continue the prompt.
+def load(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Load the model and its tokenizer.
 
     Args:
         args: Result of ``parse_args``.
 
     Returns:
-        The prompt and its continuation.
+        The model on its device, and the tokenizer.
 
     Raises:
-        ConfigError: The checkpoint, tokenizer, prompt or device cannot be used.
+        ConfigError: The checkpoint, tokenizer, cache or device cannot be used.
     """
     # Imported late: torchtitan takes seconds, and --help and argument errors do not need it.
-    import torch
+    from torchtitan_lr.inference.decode import check_cache
+    from torchtitan_lr.tools.loading import load_for_inference
 
-    from torchtitan_lr.data.tokenizer import build_tokenizer, check_tokenizer
-    from torchtitan_lr.tools.generate import generate
-    from torchtitan_lr.tools.loading import build_model_args, load_model, read_run_config
-
-    config = read_run_config(args.checkpoint, args.config)
-    model_args = build_model_args(config)
-    tokenizer: Any = build_tokenizer(config)
-    if check_tokenizer(config) > model_args.vocab_size:
-        want = f"a tokenizer within the model's vocabulary of {model_args.vocab_size}"
-        raise ConfigError("model.hf_assets_path", config.model.hf_assets_path, want)
-    prompt = tokenizer.encode(args.prompt, add_bos=True, add_eos=False)
-    if not prompt:
-        raise ConfigError("--prompt", args.prompt, "a text of at least one token")
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        model = load_model(args.checkpoint, model_args, config.model.hf_assets_path)
-        model = model.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError("--device", device, "a device of this machine, such as cpu") from error
-    tokens = generate(
-        model,
-        torch.tensor([prompt], device=device),
-        args.max_new_tokens,
-        args.temperature,
-        args.top_k,
-        args.seed,
-        stop_id=tokenizer.eos_id,
+    return load_for_inference(
+        args.checkpoint, args.config, args.device, lambda model: check_cache(model, args.cache)
     )
-    return str(tokenizer.decode(tokens[0].tolist(), skip_special_tokens=True))
+
+
+def run(args: argparse.Namespace, prompts: list[str]) -> None:
+    """Continue the prompts and write the results.
+
+    Args:
+        args: Result of ``parse_args``.
+        prompts: The texts to continue.
+
+    Raises:
+        ConfigError: The model cannot be loaded, or a prompt cannot be continued.
+    """
+    model, tokenizer = load(args)
+    from torchtitan_lr.inference.decode import compile_blocks
+    from torchtitan_lr.inference.sampling import Sampling
+    from torchtitan_lr.tools.generate import Settings, complete
+
+    settings = Settings(
+        args.max_new_tokens,
+        Sampling(args.temperature, args.top_k, args.top_p),
+        args.seed,
+        args.stop,
+        args.stop_token,
+        args.batch_size,
+        args.cache,
+        args.compile,
+    )
+    if args.compile:
+        compile_blocks(model)
+    streaming = args.prompt is not None and not args.json and args.out is None
+    done = complete(model, tokenizer, prompts, settings, _print if streaming else None)
+    if streaming:
+        _print(prompts[0])
+        list(done)
+        _print("\n")
+    elif args.prompt is not None and args.out is None:
+        (completion,) = done
+        print(json.dumps({"prompt": completion.prompt, "text": completion.text}))
+    else:
+        with contextlib.ExitStack() as stack:
+            file = sys.stdout
+            if args.out is not None:
+                file = stack.enter_context(args.out.open("w", encoding="utf-8"))
+            for completion in done:
+                print(json.dumps(dataclasses.asdict(completion)), file=file, flush=True)
+
+
+def _print(piece: str) -> None:
+    print(piece, end="", flush=True)
 
 
 @in_one_line
@@ -114,8 +177,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit status."""
     args = parse_args(argv)
     check_args(args)
-    text = run(args)
-    print(json.dumps({"prompt": args.prompt, "text": text}) if args.json else text)
+    if args.prompts is None:
+        prompts = [args.prompt]
+    else:
+        from torchtitan_lr.tools.generate import read_prompts
+
+        prompts = read_prompts(args.prompts)
+    run(args, prompts)
     return 0
 
 

@@ -15,7 +15,7 @@ HEAVY = ["torch", "torchtitan", "triton", "sympy", "datasets", "pyarrow", "panda
 HEAVY += ["transformers", "matplotlib", "wandb", "tensorboard", "safetensors"]
 
 # Programs for several ranks or of the test suite, and pages whose every line needs the models.
-HEAVY_SCRIPTS = {"bench_block", "bench_exchange", "bench_tsr_gpu", "paper_tables"}
+HEAVY_SCRIPTS = {"bench_block", "bench_exchange", "bench_generate", "bench_tsr_gpu", "paper_tables"}
 HEAVY_SCRIPTS |= {"parity_layouts", "parity_matrix", "calibrate", "estimator_table"}
 FOLDERS = ("scripts", "scripts/papers", "scripts/check")
 # No commands: a module of the page's, and what pytest is run with.

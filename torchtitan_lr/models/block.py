@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.cache import AttentionCache
 from torchtitan_lr.models.lane_edges import dense_edges, low_rank_edges
 from torchtitan_lr.models.layers import low_rank_group
 from torchtitan_lr.models.rope import apply_rope
@@ -54,7 +55,12 @@ class Attention(nn.Module):
         self.silu_o = [args.latent_silu("o")]
 
     def forward(
-        self, x: Tensor, norm: nn.Module, freqs_cis: Tensor, carried: Latents | None
+        self,
+        x: Tensor,
+        norm: nn.Module,
+        freqs_cis: Tensor,
+        carried: Latents | None,
+        cache: AttentionCache | None = None,
     ) -> tuple[Tensor, Latents]:
         """Attend.
 
@@ -63,6 +69,7 @@ class Attention(nn.Module):
             norm: The block's attention norm.
             freqs_cis: Rotary table (s', head_dim / 2).
             carried: The previous block's q, k, v, o latents (b, s, r), or None.
+            cache: Keys and values of earlier tokens; None if x has the whole sequence.
 
         Returns:
             The update of the residual stream (b, s, d), and this block's q, k, v, o latents
@@ -71,18 +78,26 @@ class Attention(nn.Module):
         qkv, o = [self.wq, self.wk, self.wv], [self.wo]
         if not self.low_rank:
             q, k, v = self.qkv(x, qkv, norm)
-            return self.o(self.attend(q, k, v, freqs_cis), o)[0], ()
+            return self.o(self.attend(q, k, v, freqs_cis, cache), o)[0], ()
+        up = self.up_qkv if cache is None else cache.up_edge(self.up_qkv)
         previous, previous_o = carried and carried[:3], carried and carried[3:]
         (q, k, v), latents = low_rank_group(
-            x, qkv, self.down_qkv, self.up_qkv, self.silu_qkv, norm, self.mix, previous
+            x, qkv, self.down_qkv, up, self.silu_qkv, norm, self.mix, previous
         )
-        x = self.attend(q, k, v, freqs_cis)
+        x = self.attend(q, k, v, freqs_cis, cache)
         (out,), latents_o = low_rank_group(
             x, o, self.down_o, self.up_o, self.silu_o, None, self.mix, previous_o
         )
         return out, (*latents, *latents_o)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, freqs_cis: Tensor) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        freqs_cis: Tensor,
+        cache: AttentionCache | None = None,
+    ) -> Tensor:
         """Rotate queries and keys, and mix the values of earlier tokens.
 
         Args:
@@ -90,10 +105,15 @@ class Attention(nn.Module):
             k: Keys (b, s, h_kv · head_dim).
             v: Values (b, s, h_kv · head_dim).
             freqs_cis: Rotary table.
+            cache: Keys and values of earlier tokens; it may want v in another form.
 
         Returns:
             Tensor (b, s, h · head_dim).
         """
+        if cache is not None:
+            q, k = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k))
+            q, k = (apply_rope(t, freqs_cis).transpose(1, 2) for t in (q, k))
+            return cache.attend(q, k, v, self.wv).transpose(1, 2).flatten(2)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (b, s, h, head_dim)
         q, k = apply_rope(q, freqs_cis), apply_rope(k, freqs_cis)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (b, h, s, head_dim)
@@ -183,7 +203,11 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(args, first_block=layer_id == 0)
 
     def forward(
-        self, x: Tensor, freqs_cis: Tensor, carried: Latents | None = None
+        self,
+        x: Tensor,
+        freqs_cis: Tensor,
+        carried: Latents | None = None,
+        cache: AttentionCache | None = None,
     ) -> tuple[Tensor, Latents | None]:
         """Run the block.
 
@@ -192,13 +216,14 @@ class TransformerBlock(nn.Module):
             freqs_cis: Rotary table (s', head_dim / 2).
             carried: The previous block's seven latents, or None in the first block and in
                 families without them.
+            cache: Keys and values of earlier tokens; None if x has the whole sequence.
 
         Returns:
             The residual stream, as x, and this block's latents for LaX, else None.
         """
         n = N_ATTENTION_LATENTS
         update, latents_attention = self.attention(
-            x, self.attention_norm, freqs_cis, carried and carried[:n]
+            x, self.attention_norm, freqs_cis, carried and carried[:n], cache
         )
         x = x + update
         update, latents_ffn = self.feed_forward(x, self.ffn_norm, carried and carried[n:])

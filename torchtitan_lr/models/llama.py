@@ -10,6 +10,7 @@ from torchtitan.protocols.model import ModelProtocol
 
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.block import Latents, TransformerBlock
+from torchtitan_lr.models.cache import ModelCache
 from torchtitan_lr.models.initialization import init_parameters
 from torchtitan_lr.models.lane_edges import end_edges
 from torchtitan_lr.models.layers import OutputProjection, TokenEmbedding
@@ -52,21 +53,31 @@ class LlamaModel(ModelProtocol):
             self.freqs_cis = self._build_freqs_cis()
         init_parameters(self, self.model_args)
 
-    def forward(self, tokens: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def forward(
+        self, tokens: Tensor, *carried: Tensor, cache: ModelCache | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
         """Predict the next token at every position.
 
         Args:
             tokens: Token ids (b, s); in a later pipeline stage, the residual stream (b, s, d).
             *carried: LaX in a later pipeline stage: the seven latents sent by the stage before.
+            cache: Keys and values of the tokens before these; None if there are none.
 
         Returns:
-            Logits (b, s, V); in an earlier pipeline stage, the residual stream (b, s, d), with
-            lanes at full rank (b, s, G, d), for LaX followed by the last block's latents.
+            Logits (b, s, V), with a cache of the last position alone, (b, 1, V); in an earlier
+            pipeline stage, the residual stream (b, s, d), with lanes at full rank (b, s, G, d), for
+            LaX followed by the last block's latents.
         """
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         latents: Latents | None = carried or None
-        for block in self.layers.values():
-            x, latents = block(x, self.freqs_cis, latents)
+        if cache is None:
+            for block in self.layers.values():
+                x, latents = block(x, self.freqs_cis, latents)
+        else:
+            rotations = cache.begin(self.freqs_cis, tokens.shape[1])
+            for index, block in enumerate(self.layers.values()):
+                x, latents = block(x, rotations, latents, cache.layer(index))
+            x = x[:, -1:]  # generation reads no other prediction
         if self.output is not None:
             logits: Tensor = self.output(x, self.norm)
             return logits

@@ -71,13 +71,17 @@ def apply_rope(x: Tensor, freqs_cis: Tensor) -> Tensor:
 
     Args:
         x: Queries or keys (b, s, h, head_dim); any number of heads, so a shard of them too.
-        freqs_cis: Table (s', head_dim / 2) with s' >= s, see ``build_freqs_cis``.
+        freqs_cis: Table (s', head_dim / 2) with s' >= s, see ``build_freqs_cis``; or the rotations
+            of every row's own positions, (b, s, head_dim / 2).
 
     Returns:
         The rotated tensor, of the shape and dtype of ``x``.
     """
     # Real arithmetic on a view of the table: compilers generate no code for complex products.
-    table = torch.view_as_real(freqs_cis[: x.shape[1]])[:, None]  # (s, 1, head_dim / 2, 2)
+    if freqs_cis.dim() == 3:
+        table = torch.view_as_real(freqs_cis)[:, :, None]  # (b, s, 1, head_dim / 2, 2)
+    else:
+        table = torch.view_as_real(freqs_cis[: x.shape[1]])[:, None]  # (s, 1, head_dim / 2, 2)
     cos, sin = table.unbind(-1)
     pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
     even, odd = pairs.unbind(-1)

@@ -2,6 +2,7 @@
 """Load a training checkpoint into a model in one process, without a process group."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from torchtitan_lr.checkpoints.manifest import (
     read_manifest,
 )
 from torchtitan_lr.checkpoints.safe_metadata import read_metadata
+from torchtitan_lr.data.tokenizer import build_tokenizer, check_tokenizer
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families.registry import FAMILIES, find_family
@@ -161,6 +163,42 @@ def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaM
     model.to(stored.dtype).to_empty(device="cpu")
     stored.fill(model.state_dict())
     return model.eval()
+
+
+def load_for_inference(
+    step_dir: Path,
+    config_file: Path | None = None,
+    device: str = "",
+    check: Callable[[LlamaArgs], object] | None = None,
+) -> tuple[LlamaModel, Any]:
+    """Load a checkpoint's model onto a device, with the tokenizer of its run.
+
+    Args:
+        step_dir: The checkpoint, ``<dump folder>/<checkpoint folder>/step-<n>``.
+        config_file: A TOML to read instead of the run's saved configuration.
+        device: Name of the device; by default cuda if there is one, else cpu.
+        check: Called with the model's arguments before the weights are read; may raise.
+
+    Returns:
+        The model in evaluation mode, and the tokenizer.
+
+    Raises:
+        ConfigError: The checkpoint, tokenizer or device cannot be used.
+    """
+    config = read_run_config(step_dir, config_file)
+    args = build_model_args(config)
+    if check is not None:
+        check(args)
+    tokenizer = build_tokenizer(config)
+    if check_tokenizer(config) > args.vocab_size:
+        want = f"a tokenizer within the model's vocabulary of {args.vocab_size}"
+        raise ConfigError("model.hf_assets_path", config.model.hf_assets_path, want)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(step_dir, args, config.model.hf_assets_path)
+    try:
+        return model.to(device), tokenizer
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError("--device", device, "a device of this machine, such as cpu") from error
 
 
 def _verify(step_dir: Path) -> tuple[Manifest | None, Metadata]:

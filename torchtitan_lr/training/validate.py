@@ -7,7 +7,9 @@ ranks and divides once.
 """
 
 import time
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import nn
@@ -24,6 +26,29 @@ from torchtitan_lr.data.validation import build_validation_set
 from torchtitan_lr.models.loss import perplexity
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
 from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
+
+
+def sum_losses(
+    batches: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]],
+    batch_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    device: torch.device | str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum the loss over all valid tokens of this rank.
+
+    Args:
+        batches: ``({"input": (b, s)}, labels (b, s))``; ignored labels do not count.
+        batch_loss: Returns the summed loss of one batch, a scalar.
+        device: Where the sums are.
+
+    Returns:
+        The sum in nats and the number of tokens, fp64 scalars.
+    """
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    num_tokens = torch.zeros((), dtype=torch.float64, device=device)
+    for input_dict, labels in batches:
+        loss_sum += batch_loss(input_dict["input"], labels)
+        num_tokens += (labels != IGNORE_INDEX).sum().item()
+    return loss_sum, num_tokens
 
 
 class Validator(BaseValidator):
@@ -86,11 +111,8 @@ class Validator(BaseValidator):
         started = time.perf_counter()
         for model in model_parts:
             model.eval()
-        loss_sum = torch.zeros((), dtype=torch.float64, device=utils.device_type)
-        num_tokens = torch.zeros((), dtype=torch.float64, device=utils.device_type)
-        for input_dict, labels in self.validation_set:
-            loss_sum += self._batch_loss(model_parts[0], input_dict["input"], labels)
-            num_tokens += (labels != IGNORE_INDEX).sum().item()
+        loss_of = partial(self._batch_loss, model_parts[0])
+        loss_sum, num_tokens = sum_losses(self.validation_set, loss_of, utils.device_type)
         mesh = self.parallel_dims.get_optional_mesh("loss")
         pipeline = self.parallel_dims.get_optional_mesh("pp")
         if pipeline is not None:  # only the last stage has a loss; every stage has the labels

@@ -1,0 +1,255 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Caches of keys and values, allocated once, full or in rank space.
+
+Prompts of different lengths are padded on the left, so that all rows write to the same column. A
+row's positions count from its first token; padding attends only to itself, and nothing attends to
+it.
+
+The latent cache uses that a value is V_t = B h_t, where the latent h_t = σ(A x_t), r wide, is
+common to all heads. Attention is linear in the values, so head i gives
+
+    Σ_t p_it V_t^(i) = B^(i) Σ_t p_it h_t
+
+with B^(i) the rows of B that belong to head i's values. The cache therefore stores d_kv + r
+numbers per token and block instead of 2 d_kv, and mixes r instead of head_dim numbers per head and
+token. Keys stay d_kv wide: the rotation stands between q and B. With lanes every lane has latents
+of its own: d_kv + G r numbers.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_lr.models.layers import LowRankLinear
+
+KINDS = ("full", "latent")
+"""Values of ``--cache``."""
+
+
+class KeyValueCache:
+    """Cache of a whole model for one batch; a `models.cache.ModelCache`.
+
+    Args:
+        lengths: Number of prompt tokens of each row.
+        capacity: Number of columns: the longest prompt and the tokens to come.
+        n_layers: Number of blocks.
+        kind: ``full`` or ``latent`` (see above); ``latent`` needs a low-rank family.
+        device: Device of the model.
+        static: Whether attention reads all columns, the empty ones masked, from the second forward
+            pass on. No shape then changes from step to step, as a compiled step needs it.
+
+    Attributes:
+        start: Number of columns filled before the present forward pass.
+        end: Number of columns filled after it.
+        first: Whether it is the first forward pass.
+        mask: Which columns the present tokens see, bool (b or 1, 1, s, t); None for causal or all.
+        columns: The columns of the present tokens (s,), where shapes are static; else None.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        capacity: int,
+        n_layers: int,
+        kind: str = "full",
+        device: torch.device | str = "cpu",
+        static: bool = False,
+    ) -> None:
+        width = max(lengths)
+        self._static = static
+        self.first = True
+        self.columns: Tensor | None = None
+        self.capacity = capacity
+        self.start = self.end = 0
+        self.mask: Tensor | None = None
+        # Kept only where rows differ: attention without a mask has faster kernels.
+        self._padding: Tensor | None = None
+        if min(lengths) < width:
+            self._padding = torch.tensor([[width - length] for length in lengths], device=device)
+        layer = {"full": LayerCache, "latent": LatentLayerCache}[kind]
+        self._layers = [layer(self) for _ in range(n_layers)]
+
+    def begin(self, freqs_cis: Tensor, new: int) -> Tensor:
+        """Move on by ``new`` columns and return the rotations of their positions.
+
+        Args:
+            freqs_cis: Rotary table (s', head_dim / 2).
+            new: Number s of new tokens per row.
+
+        Returns:
+            Rotations (s, head_dim / 2), or (b, s, head_dim / 2) for rows of different lengths.
+
+        Raises:
+            ValueError: The cache has too few columns.
+        """
+        if self.end + new > self.capacity:
+            raise ValueError(f"the cache has {self.capacity} columns, not {self.end + new}")
+        self.start, self.end = self.end, self.end + new
+        self.first = self.start == 0
+        columns = torch.arange(self.start, self.end, device=freqs_cis.device)
+        static = self._static and not self.first
+        self.columns = columns if static else None
+        self.mask = self._build_mask(columns, self.capacity if static else self.end)
+        if self._padding is None:
+            return freqs_cis[self.start : self.end]
+        # Padding, and rows that go on after their end, take any row of the table.
+        positions = (columns - self._padding).clamp(0, len(freqs_cis) - 1)
+        return freqs_cis[positions]
+
+    def _build_mask(self, columns: Tensor, width: int) -> Tensor | None:
+        """Return the mask of new tokens, bool (b or 1, 1, s, width); None if none is needed.
+
+        Args:
+            columns: Their columns (s,).
+            width: Number of columns that attention reads.
+        """
+        new = len(columns)
+        if self._padding is None and self.columns is None and (new == 1 or self.first):
+            return None
+        read = torch.arange(width, device=columns.device)
+        rows = columns[:, None]
+        seen = (read <= rows)[None]
+        if self._padding is not None:
+            itself = read == rows  # a row of the mask without any column would give NaN
+            seen = seen & ((read >= self._padding[:, :, None]) | itself)
+        return seen[:, None]
+
+    def layer(self, index: int) -> "LayerCache":
+        """Return the cache of one block."""
+        return self._layers[index]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the allocated buffers of all blocks."""
+        return sum(layer.bytes for layer in self._layers)
+
+
+class LayerCache:
+    """Keys and values of one block, each (b, h_kv, capacity, head_dim).
+
+    Args:
+        cache: The cache of the whole model, which knows the columns.
+    """
+
+    def __init__(self, cache: KeyValueCache) -> None:
+        self.cache = cache
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the allocated buffers."""
+        return sum(t.nbytes for t in (self.keys, self.values) if t is not None)
+
+    def up_edge(self, up: nn.Module) -> nn.Module:
+        """Return the block's own edge: values are stored as they are."""
+        return up
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, wv: nn.Module) -> Tensor:
+        """Store new keys and values and attend, see `models.cache.AttentionCache`."""
+        keys, values = self.store(k, v.unflatten(-1, (-1, k.shape[-1])).transpose(1, 2))
+        return self.attention(q, keys, values)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend with values, q (b, h, s, head_dim), k and v (b, h_kv, t, head_dim)."""
+        cache = self.cache
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=cache.mask,
+            is_causal=cache.mask is None and cache.first,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+
+    def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new columns.
+
+        Args:
+            k: Keys (b, h_kv, s, head_dim); plans of tensor parallelism give a rank's heads.
+            v: Values (b, h_kv, s, head_dim) or latents (b, G, s, r).
+
+        Returns:
+            Keys and values of all columns so far; of all columns where shapes are static.
+        """
+        if self.keys is None or self.values is None:
+            # Zeros, since masked columns are multiplied by zero.
+            capacity = self.cache.capacity
+            self.keys = k.new_zeros((*k.shape[:2], capacity, k.shape[-1]))
+            self.values = v.new_zeros((*v.shape[:2], capacity, v.shape[-1]))
+        if self.cache.columns is not None:
+            self.keys.index_copy_(2, self.cache.columns, k)
+            self.values.index_copy_(2, self.cache.columns, v)
+            return self.keys, self.values
+        start, end = self.cache.start, self.cache.end
+        self.keys[:, :, start:end] = k
+        self.values[:, :, start:end] = v
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
+class ValueLatentEdge(nn.Module):
+    """The up edge of q, k and v that leaves v's latent as it is.
+
+    Args:
+        up: The block's own edge.
+    """
+
+    def __init__(self, up: nn.Module) -> None:
+        super().__init__()
+        self.up = up
+
+    def forward(self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]) -> list[Tensor]:
+        """Apply B to the latents of q and k; gives [q (b, s, d), k (b, s, d_kv), h (b, s, r)]."""
+        return [*self.up(latents[:2], linears[:2]), latents[2]]
+
+
+class LatentLayerCache(LayerCache):
+    """Keys (b, h_kv, capacity, head_dim) and latents of values (b, G, capacity, r) of one block."""
+
+    def __init__(self, cache: KeyValueCache) -> None:
+        super().__init__(cache)
+        self._edge: ValueLatentEdge | None = None
+
+    def up_edge(self, up: nn.Module) -> nn.Module:
+        """Return an edge that leaves v's latent as it is."""
+        if self._edge is None:
+            self._edge = ValueLatentEdge(up)
+        return self._edge
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, wv: nn.Module) -> Tensor:
+        """Store new keys and latents and attend, see `models.cache.AttentionCache`."""
+        wv = cast(LowRankLinear, wv)
+        latents = v if v.dim() == 4 else v.unsqueeze(2)  # (b, s, G, r)
+        keys, stored = self.store(k, latents.transpose(1, 2))
+        if self.cache.first and self._edge is not None:
+            # All latents are here: expanded once, they take the training kernel.
+            (values,) = self._edge.up([v], [wv])
+            return self.attention(q, keys, values.unflatten(-1, (-1, k.shape[-1])).transpose(1, 2))
+        return self._mix(q, keys, stored, wv.B.weight)
+
+    def _mix(self, q: Tensor, k: Tensor, latents: Tensor, b: Tensor) -> Tensor:
+        """Attend in rank space.
+
+        Args:
+            q: Queries (b, h, s, head_dim).
+            k: Keys (b, h_kv, t, head_dim).
+            latents: Latents of the values (b, G, t, r).
+            b: B of the values (h_kv · head_dim, r); a lane owns the heads of its rows.
+
+        Returns:
+            Tensor (b, h, s, head_dim).
+        """
+        batch, heads, new, width = q.shape
+        groups, lanes = k.shape[1], latents.shape[1]
+        grouped = q.reshape(batch, groups, -1, width)  # (b, h_kv, h / h_kv · s, head_dim)
+        scores = grouped @ k.mT * width**-0.5
+        if self.cache.mask is not None:
+            hidden = ~self.cache.mask.repeat(1, 1, heads // groups, 1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+        weights = scores.softmax(-1).reshape(batch, lanes, -1, k.shape[2])
+        mixed = (weights @ latents).reshape(batch, groups, -1, latents.shape[-1])
+        rows = b.unflatten(0, (groups, width))  # (h_kv, head_dim, r)
+        return (mixed @ rows.mT).reshape(batch, heads, new, width)

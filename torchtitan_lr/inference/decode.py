@@ -1,0 +1,208 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Decoding of a batch of prompts: one pass over the prompts, then one token per row and step."""
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.inference.cache import KINDS, KeyValueCache
+from torchtitan_lr.inference.sampling import Sampling, draws
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.llama import LlamaModel
+
+
+def room(args: LlamaArgs, prompt: int, key: str = "--prompt") -> int:
+    """Return how many tokens can follow a prompt.
+
+    Args:
+        args: The model's arguments; ``max_seq_len`` is the length it was trained on.
+        prompt: Number of tokens of the prompt.
+        key: The input to name in errors.
+
+    Returns:
+        The number of tokens, at least 1. The last one is never read, so it may lie outside.
+
+    Raises:
+        ConfigError: The prompt is empty or longer than the window.
+    """
+    window = args.max_seq_len
+    if not 0 < prompt <= window:
+        want = f"from 1 to {window} tokens (the model was trained on windows of {window})"
+        raise ConfigError(key, f"{prompt} tokens", want)
+    return window - prompt + 1
+
+
+def check_cache(args: LlamaArgs, kind: str) -> None:
+    """Refuse a cache that the model cannot have.
+
+    Args:
+        args: The model's arguments.
+        kind: Value of ``--cache``.
+
+    Raises:
+        ConfigError: An unknown kind, or ``latent`` for a full-rank model.
+    """
+    if kind not in KINDS:
+        raise ConfigError("--cache", kind, "one of " + ", ".join(KINDS))
+    if kind == "latent" and not args.low_rank:
+        want = f"'full' for {args.model_family.model_name}, which has no latents"
+        raise ConfigError("--cache", kind, want)
+
+
+class Decoder:
+    """Continues a batch of prompts.
+
+    The first step reads all prompts, each further step one token per row. All rows are computed
+    until the last one ends.
+
+    Args:
+        model: The model, on one device.
+        prompts: Token ids of each row, at least one per row.
+        limits: Maximum number of new tokens of each row.
+        sampling: How tokens are drawn.
+        seeds: Seed of each row's draws.
+        stop_ids: Tokens that end a row.
+        cache: Kind of the cache, ``full`` or ``latent``.
+        compiled: Whether the model went through `compile_blocks`. The prompts are read without
+            compilation: every length would be compiled anew.
+
+    Attributes:
+        cache: The cache.
+        running: Which rows have not ended.
+        new_tokens: Number of new tokens of each row, the stop token included.
+
+    Raises:
+        ConfigError: The kind of cache does not fit the model, or a row does not fit its window.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        stop_ids: Collection[int] = (),
+        cache: str = "full",
+        compiled: bool = False,
+    ) -> None:
+        args = model.model_args
+        check_cache(args, cache)
+        lengths = [len(prompt) for prompt in prompts]
+        for length, limit in zip(lengths, limits, strict=True):
+            check_limit(args, length, limit)
+        self._model, self._sampling, self._limits = model, sampling, limits
+        self._stop_ids = frozenset(stop_ids)
+        device = model.freqs_cis.device
+        width, most = max(lengths), max(limits)
+        padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        self._next = torch.tensor(padded, device=device)
+        self._draws = torch.zeros(len(prompts), 0)
+        if sampling.temperature > 0:
+            self._draws = torch.stack([draws(seed, most) for seed in seeds]).to(device)
+        # The last new token is not read.
+        columns = width + most - 1
+        self.cache = KeyValueCache(lengths, columns, args.n_layers, cache, device, compiled)
+        self._compiled = compiled
+        self.running = [True] * len(prompts)
+        self.new_tokens = [0] * len(prompts)
+        self._steps = 0
+
+    @torch.inference_mode()
+    def step(self) -> list[int | None]:
+        """Compute the next token of every row.
+
+        Returns:
+            One token per row; None for a row that had ended before.
+        """
+        eager = self._compiled and self._steps == 0
+        with torch.compiler.set_stance("force_eager") if eager else nullcontext():
+            logits = self._model(self._next, cache=self.cache)[:, -1]
+        uniform = self._draws[:, self._steps] if self._draws.shape[1] else self._draws
+        chosen = self._sampling.choose(logits, uniform)
+        self._next = chosen[:, None]
+        self._steps += 1
+        tokens = [
+            int(token) if running else None
+            for token, running in zip(chosen.tolist(), self.running, strict=True)
+        ]
+        for row, token in enumerate(tokens):
+            if token is not None:
+                self.new_tokens[row] += 1
+                self.running[row] = (
+                    token not in self._stop_ids and self.new_tokens[row] < self._limits[row]
+                )
+        return tokens
+
+    def stop(self, row: int) -> None:
+        """End a row, for instance after a stop string."""
+        self.running[row] = False
+
+
+def compile_blocks(model: LlamaModel, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Let every block be compiled for the steps of a `Decoder`, in place.
+
+    Args:
+        model: The model.
+        backend: A backend of ``torch.compile``.
+    """
+    for block in model.layers.values():
+        block.compile(backend=backend, fullgraph=True)
+
+
+def check_limit(args: LlamaArgs, prompt: int, limit: int, key: str = "--prompt") -> None:
+    """Refuse a continuation beyond the length that the model was trained on.
+
+    Args:
+        args: The model's arguments.
+        prompt: Number of tokens of the prompt.
+        limit: Number of new tokens.
+        key: The prompt's name in errors.
+
+    Raises:
+        ConfigError: The prompt or the number of new tokens is too large, or one of them is zero.
+    """
+    most = room(args, prompt, key)
+    if not 0 < limit <= most:
+        window = args.max_seq_len
+        want = f"from 1 to {most} after a prompt of {prompt} tokens (trained window: {window})"
+        raise ConfigError("--max_new_tokens", limit, want)
+
+
+def generate(
+    model: LlamaModel,
+    tokens: Tensor,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    stop_id: int | None = None,
+) -> Tensor:
+    """Continue one sequence.
+
+    Args:
+        model: The model, on one device.
+        tokens: The prompt (1, s), at least one token.
+        max_new_tokens: Maximum number of tokens to add.
+        temperature: Divides the logits; 0 takes the most likely token.
+        top_k: Sample among that many most likely tokens; 0 among all.
+        seed: Seed of the draws.
+        stop_id: A token that ends the text.
+
+    Returns:
+        The prompt with its continuation (1, s + n).
+
+    Raises:
+        ConfigError: The result would be longer than the window that the model was trained on.
+    """
+    prompt = tokens[0].tolist()
+    stops = () if stop_id is None else (stop_id,)
+    sampling = Sampling(temperature, top_k)
+    decoder = Decoder(model, [prompt], [max_new_tokens], sampling, [seed], stops)
+    while decoder.running[0]:
+        prompt += [token for token in decoder.step() if token is not None]
+    return torch.tensor([prompt], device=tokens.device)
