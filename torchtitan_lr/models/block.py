@@ -54,14 +54,14 @@ class Attention(nn.Module):
         self.silu_o = [args.latent_silu("o")]
 
     def forward(
-        self, x: Tensor, norm: nn.Module, freqs_cis: Tensor, carried: Latents | None
+        self, x: Tensor, norm: nn.Module, table: Tensor, carried: Latents | None
     ) -> tuple[Tensor, Latents]:
         """Attend.
 
         Args:
             x: Residual stream (b, s, d).
             norm: The block's attention norm.
-            freqs_cis: Rotary table (s', head_dim / 2).
+            table: Rotary table, see `apply_rope`.
             carried: The previous block's q, k, v, o latents (b, s, r), or None.
 
         Returns:
@@ -71,31 +71,31 @@ class Attention(nn.Module):
         qkv, o = [self.wq, self.wk, self.wv], [self.wo]
         if not self.low_rank:
             q, k, v = self.qkv(x, qkv, norm)
-            return self.o(self.attend(q, k, v, freqs_cis), o)[0], ()
+            return self.o(self.attend(q, k, v, table), o)[0], ()
         previous, previous_o = carried and carried[:3], carried and carried[3:]
         (q, k, v), latents = low_rank_group(
             x, qkv, self.down_qkv, self.up_qkv, self.silu_qkv, norm, self.mix, previous
         )
-        x = self.attend(q, k, v, freqs_cis)
+        x = self.attend(q, k, v, table)
         (out,), latents_o = low_rank_group(
             x, o, self.down_o, self.up_o, self.silu_o, None, self.mix, previous_o
         )
         return out, (*latents, *latents_o)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, freqs_cis: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
         """Rotate queries and keys, and mix the values of earlier tokens.
 
         Args:
             q: Queries (b, s, h · head_dim), for any number h of heads.
             k: Keys (b, s, h_kv · head_dim).
             v: Values (b, s, h_kv · head_dim).
-            freqs_cis: Rotary table.
+            table: Rotary table, see `apply_rope`.
 
         Returns:
             Tensor (b, s, h · head_dim).
         """
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (b, s, h, head_dim)
-        q, k = apply_rope(q, freqs_cis), apply_rope(k, freqs_cis)
+        q, k = apply_rope(q, table), apply_rope(k, table)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (b, h, s, head_dim)
         grouped = q.shape[1] != k.shape[1]
         # Called directly, so that a caller's ``sdpa_kernel`` context chooses the kernel.
@@ -183,13 +183,13 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(args, first_block=layer_id == 0)
 
     def forward(
-        self, x: Tensor, freqs_cis: Tensor, carried: Latents | None = None
+        self, x: Tensor, table: Tensor, carried: Latents | None = None
     ) -> tuple[Tensor, Latents | None]:
         """Run the block.
 
         Args:
             x: Residual stream (b, s, d); with lanes at full rank (b, s, G, d), see `lane_edges`.
-            freqs_cis: Rotary table (s', head_dim / 2).
+            table: Rotary table, see `apply_rope`.
             carried: The previous block's seven latents, or None in the first block and in
                 families without them.
 
@@ -198,7 +198,7 @@ class TransformerBlock(nn.Module):
         """
         n = N_ATTENTION_LATENTS
         update, latents_attention = self.attention(
-            x, self.attention_norm, freqs_cis, carried and carried[:n]
+            x, self.attention_norm, table, carried and carried[:n]
         )
         x = x + update
         update, latents_ffn = self.feed_forward(x, self.ffn_norm, carried and carried[n:])

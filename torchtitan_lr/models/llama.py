@@ -65,8 +65,9 @@ class LlamaModel(ModelProtocol):
         """
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         latents: Latents | None = carried or None
+        table = torch.view_as_real(self.freqs_cis)
         for block in self.layers.values():
-            x, latents = block(x, self.freqs_cis, latents)
+            x, latents = block(x, table, latents)
         if self.output is not None:
             logits: Tensor = self.output(x, self.norm)
             return logits
