@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.lane_edges import dense_edges, low_rank_edges
 from torchtitan_lr.models.layers import low_rank_group
+from torchtitan_lr.models.remade import Gated, remakes
 from torchtitan_lr.models.rope import apply_rope
 
 Latents: TypeAlias = tuple[Tensor, ...]
@@ -155,15 +156,18 @@ class FeedForward(nn.Module):
         hidden, latents = low_rank_group(
             x, gate_up, *edges, self.silu_gate_up, norm, self.mix, previous
         )
-        x = self.glu(*hidden)
+        gated = Gated(hidden[0], hidden[1], self.outer_silu)
+        lazy = getattr(self.down_down, "takes_gated", False) and remakes(gated.gate)
+        x = gated if lazy else gated.product()
+        edges = self.down_down, self.up_down
         (out,), latents_down = low_rank_group(
-            x, down, self.down_down, self.up_down, self.silu_down, None, self.mix, previous_down
+            x, down, *edges, self.silu_down, None, self.mix, previous_down, last=True
         )
         return out, (*latents, *latents_down)
 
     def glu(self, gate: Tensor, up: Tensor) -> Tensor:
         """Gate the hidden units, both inputs (b, s, f) for any f."""
-        return (F.silu(gate) if self.outer_silu else gate) * up
+        return Gated(gate, up, self.outer_silu).product()
 
 
 class TransformerBlock(nn.Module):
