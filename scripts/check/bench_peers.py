@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(description=__doc__)
     parser.add_argument("--flavor", choices=sorted(FLAVORS["cola"]), default="60M")
     parser.add_argument("--layers", type=int, default=0, help="blocks; 0 is the flavor's number")
+    parser.add_argument("--vocab_size", type=int, default=0, help="vocabulary; 0 is the flavor's")
     parser.add_argument("--batch", type=int, default=8, help="sequences per step")
     parser.add_argument("--seq_len", type=int, default=256, help="tokens per sequence")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -50,18 +51,32 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
     parser.add_argument("--out", type=Path, help="picture of the ratios (PNG)")
     options = parser.parse_args(argv)
-    minima = {"layers": 0, "batch": 1, "seq_len": 1, "threads": 1, "steps": 1, "warmup": 1}
+    minima = {
+        "layers": 0,
+        "vocab_size": 0,
+        "batch": 1,
+        "seq_len": 1,
+        "threads": 1,
+        "steps": 1,
+        "warmup": 1,
+    }
     parser.check_at_least(options, **minima)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: got 'cuda', expected 'cpu', the only device here")
     torch.set_num_threads(options.threads)
     dtype, device = getattr(torch, options.dtype), options.device
     workload = Workload(
-        options.flavor, options.batch, options.seq_len, options.layers, dtype, device
+        options.flavor,
+        options.batch,
+        options.seq_len,
+        options.layers,
+        options.vocab_size,
+        dtype,
+        device,
     )
     modes = measure(workload, options.models, options.modes, options.steps, options.warmup)
     machine = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
-    head = {"machine": machine or platform.machine(), "torch": torch.__version__}
+    head: dict[str, object] = {"machine": machine or platform.machine(), "torch": torch.__version__}
     head |= {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
     if options.json:
         asked = {key: str(value) for key, value in vars(options).items()}

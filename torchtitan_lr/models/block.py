@@ -158,10 +158,10 @@ class FeedForward(nn.Module):
         )
         gated = Gated(hidden[0], hidden[1], self.outer_silu)
         lazy = getattr(self.down_down, "takes_gated", False) and remakes(gated.gate)
-        x = gated if lazy else gated.product()
+        hidden_units = gated if lazy else gated.product()
         edges = self.down_down, self.up_down
         (out,), latents_down = low_rank_group(
-            x, down, *edges, self.silu_down, None, self.mix, previous_down, last=True
+            hidden_units, down, *edges, self.silu_down, None, self.mix, previous_down, last=True
         )
         return out, (*latents, *latents_down)
 

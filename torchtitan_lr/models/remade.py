@@ -3,8 +3,8 @@
 
 A product keeps its input for the gradient of its weight. Where the input is an element-wise
 function of tensors that backward needs anyway, keeping it is waste: σ(h) beside h, and silu(gate) ·
-up beside gate and up. Memory falls by r for every bottleneck with σ but a block's last, and by 2 f for
-every SwiGLU, per token, for one more element-wise pass each.
+up beside gate and up. Memory falls by r for every bottleneck with σ but a block's last, and by 2 f
+for every SwiGLU, per token, for one more element-wise pass each.
 
 The compiler recognizes the same expression in forward and backward, and keeps the value because a
 product will read it. So compiled backwards write SiLU in another way, h / (1 + exp(-h)).

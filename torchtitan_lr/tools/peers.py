@@ -41,6 +41,7 @@ class Workload:
         batch: Sequences of a step.
         seq_len: Tokens of a sequence.
         layers: Blocks; 0 for the flavor's.
+        vocab_size: Vocabulary; 0 for the flavor's. A small one shows the blocks.
         dtype: Of weights and activations.
         device: Where to run.
     """
@@ -49,13 +50,15 @@ class Workload:
     batch: int
     seq_len: int
     layers: int = 0
+    vocab_size: int = 0
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
 
     def args(self, family: str) -> LlamaArgs:
         """Return the model's arguments in one family."""
         args = replace(FLAVORS[family][self.flavor], max_seq_len=self.seq_len)
-        return replace(args, n_layers=self.layers) if self.layers else args
+        layers, vocab_size = self.layers or args.n_layers, self.vocab_size or args.vocab_size
+        return replace(args, n_layers=layers, vocab_size=vocab_size)
 
 
 class PublishedCoLA(nn.Module):
@@ -165,8 +168,7 @@ class _Logits(nn.Module):
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder blocks."""
-        layers: nn.ModuleList = self.model.model.layers
-        return layers
+        return cast(nn.ModuleList, self.model.get_submodule("model.layers"))
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits

@@ -86,7 +86,7 @@ def test_an_eager_cola_block_saves_less_than_a_full_one(monkeypatch):
     assert cola < saved("full")
     for name in ("layers", "block"):
         monkeypatch.setattr(f"torchtitan_lr.models.{name}.remakes", lambda x: False)
-    # Six r-wide activations (the last one of a block is kept) and two f-wide products, as wide as 64 tokens in fp32.
+    # Six r-wide activations (a block's last is kept) and two f-wide products, in fp32.
     assert saved("cola") - cola == 4 * 64 * (6 * 64 + 2 * 688)
 
 
