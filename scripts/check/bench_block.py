@@ -150,7 +150,7 @@ def _measure(variant: Variant, mesh: DeviceMesh, options: argparse.Namespace) ->
     cotangent = torch.randn_like(x)
 
     def forward() -> torch.Tensor:
-        out: torch.Tensor = block(x, model.freqs_cis)[0]
+        out: torch.Tensor = block(x, torch.view_as_real(model.freqs_cis))[0]
         return out
 
     def both() -> None:

@@ -72,11 +72,11 @@ class KeyValueCache:
         layer = {"full": LayerCache, "latent": LatentLayerCache}[kind]
         self._layers = [layer(self) for _ in range(n_layers)]
 
-    def begin(self, freqs_cis: Tensor, new: int) -> Tensor:
+    def begin(self, table: Tensor, new: int) -> Tensor:
         """Move on by ``new`` columns and return the rotations of their positions.
 
         Args:
-            freqs_cis: Rotary table (s', head_dim / 2).
+            table: Rotary table (s', head_dim / 2, 2).
             new: Number s of new tokens per row.
 
         Returns:
@@ -89,15 +89,15 @@ class KeyValueCache:
             raise ValueError(f"the cache has {self.capacity} columns, not {self.end + new}")
         self.start, self.end = self.end, self.end + new
         self.first = self.start == 0
-        columns = torch.arange(self.start, self.end, device=freqs_cis.device)
+        columns = torch.arange(self.start, self.end, device=table.device)
         static = self._static and not self.first
         self.columns = columns if static else None
         self.mask = self._build_mask(columns, self.capacity if static else self.end)
         if self._padding is None:
-            return freqs_cis[self.start : self.end]
+            return table[self.start : self.end]
         # Padding, and rows that go on after their end, take any row of the table.
-        positions = (columns - self._padding).clamp(0, len(freqs_cis) - 1)
-        return freqs_cis[positions]
+        positions = (columns - self._padding).clamp(0, len(table) - 1)
+        return table[positions]
 
     def _build_mask(self, columns: Tensor, width: int) -> Tensor | None:
         """Return the mask of new tokens, bool (b or 1, 1, s, width); None if none is needed.

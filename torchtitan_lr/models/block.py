@@ -15,6 +15,7 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.cache import AttentionCache
 from torchtitan_lr.models.lane_edges import dense_edges, low_rank_edges
 from torchtitan_lr.models.layers import low_rank_group
+from torchtitan_lr.models.remade import Gated, remakes
 from torchtitan_lr.models.rope import apply_rope
 
 Latents: TypeAlias = tuple[Tensor, ...]
@@ -58,7 +59,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         norm: nn.Module,
-        freqs_cis: Tensor,
+        table: Tensor,
         carried: Latents | None,
         cache: AttentionCache | None = None,
     ) -> tuple[Tensor, Latents]:
@@ -67,7 +68,7 @@ class Attention(nn.Module):
         Args:
             x: Residual stream (b, s, d).
             norm: The block's attention norm.
-            freqs_cis: Rotary table (s', head_dim / 2).
+            table: Rotary table, see `apply_rope`.
             carried: The previous block's q, k, v, o latents (b, s, r), or None.
             cache: Keys and values of earlier tokens; None if x has the whole sequence.
 
@@ -78,13 +79,13 @@ class Attention(nn.Module):
         qkv, o = [self.wq, self.wk, self.wv], [self.wo]
         if not self.low_rank:
             q, k, v = self.qkv(x, qkv, norm)
-            return self.o(self.attend(q, k, v, freqs_cis, cache), o)[0], ()
+            return self.o(self.attend(q, k, v, table, cache), o)[0], ()
         up = self.up_qkv if cache is None else cache.up_edge(self.up_qkv)
         previous, previous_o = carried and carried[:3], carried and carried[3:]
         (q, k, v), latents = low_rank_group(
             x, qkv, self.down_qkv, up, self.silu_qkv, norm, self.mix, previous
         )
-        x = self.attend(q, k, v, freqs_cis, cache)
+        x = self.attend(q, k, v, table, cache)
         (out,), latents_o = low_rank_group(
             x, o, self.down_o, self.up_o, self.silu_o, None, self.mix, previous_o
         )
@@ -95,7 +96,7 @@ class Attention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        freqs_cis: Tensor,
+        table: Tensor,
         cache: AttentionCache | None = None,
     ) -> Tensor:
         """Rotate queries and keys, and mix the values of earlier tokens.
@@ -104,7 +105,7 @@ class Attention(nn.Module):
             q: Queries (b, s, h · head_dim), for any number h of heads.
             k: Keys (b, s, h_kv · head_dim).
             v: Values (b, s, h_kv · head_dim).
-            freqs_cis: Rotary table.
+            table: Rotary table, see `apply_rope`.
             cache: Keys and values of earlier tokens; it may want v in another form.
 
         Returns:
@@ -112,10 +113,10 @@ class Attention(nn.Module):
         """
         if cache is not None:
             q, k = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k))
-            q, k = (apply_rope(t, freqs_cis).transpose(1, 2) for t in (q, k))
+            q, k = (apply_rope(t, table).transpose(1, 2) for t in (q, k))
             return cache.attend(q, k, v, self.wv).transpose(1, 2).flatten(2)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (b, s, h, head_dim)
-        q, k = apply_rope(q, freqs_cis), apply_rope(k, freqs_cis)
+        q, k = apply_rope(q, table), apply_rope(k, table)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (b, h, s, head_dim)
         grouped = q.shape[1] != k.shape[1]
         # Called directly, so that a caller's ``sdpa_kernel`` context chooses the kernel.
@@ -175,15 +176,18 @@ class FeedForward(nn.Module):
         hidden, latents = low_rank_group(
             x, gate_up, *edges, self.silu_gate_up, norm, self.mix, previous
         )
-        x = self.glu(*hidden)
+        gated = Gated(hidden[0], hidden[1], self.outer_silu)
+        lazy = getattr(self.down_down, "takes_gated", False) and remakes(gated.gate)
+        hidden_units = gated if lazy else gated.product()
+        edges = self.down_down, self.up_down
         (out,), latents_down = low_rank_group(
-            x, down, self.down_down, self.up_down, self.silu_down, None, self.mix, previous_down
+            hidden_units, down, *edges, self.silu_down, None, self.mix, previous_down, last=True
         )
         return out, (*latents, *latents_down)
 
     def glu(self, gate: Tensor, up: Tensor) -> Tensor:
         """Gate the hidden units, both inputs (b, s, f) for any f."""
-        return (F.silu(gate) if self.outer_silu else gate) * up
+        return Gated(gate, up, self.outer_silu).product()
 
 
 class TransformerBlock(nn.Module):
@@ -205,7 +209,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         x: Tensor,
-        freqs_cis: Tensor,
+        table: Tensor,
         carried: Latents | None = None,
         cache: AttentionCache | None = None,
     ) -> tuple[Tensor, Latents | None]:
@@ -213,7 +217,7 @@ class TransformerBlock(nn.Module):
 
         Args:
             x: Residual stream (b, s, d); with lanes at full rank (b, s, G, d), see `lane_edges`.
-            freqs_cis: Rotary table (s', head_dim / 2).
+            table: Rotary table, see `apply_rope`.
             carried: The previous block's seven latents, or None in the first block and in
                 families without them.
             cache: Keys and values of earlier tokens; None if x has the whole sequence.
@@ -223,7 +227,7 @@ class TransformerBlock(nn.Module):
         """
         n = N_ATTENTION_LATENTS
         update, latents_attention = self.attention(
-            x, self.attention_norm, freqs_cis, carried and carried[:n], cache
+            x, self.attention_norm, table, carried and carried[:n], cache
         )
         x = x + update
         update, latents_ffn = self.feed_forward(x, self.ffn_norm, carried and carried[n:])

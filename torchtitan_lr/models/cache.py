@@ -42,11 +42,11 @@ class AttentionCache(Protocol):
 class ModelCache(Protocol):
     """The caches of all blocks, and the positions of the tokens."""
 
-    def begin(self, freqs_cis: Tensor, new: int) -> Tensor:
+    def begin(self, table: Tensor, new: int) -> Tensor:
         """Prepare for a forward pass over new tokens.
 
         Args:
-            freqs_cis: Rotary table (s', head_dim / 2).
+            table: Rotary table (s', head_dim / 2, 2).
             new: Number s of new tokens per row.
 
         Returns:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lr.models.marks import keep
+from torchtitan_lr.models.remade import Gated, gated_linear, remakes, silu_linear
 
 
 class LowRankLinear(nn.Module):
@@ -57,19 +58,24 @@ class DenseEdge(nn.Module):
 class DownEdge(nn.Module):
     """End of a chunk: the norm, if any, then A of every linear of the group."""
 
+    takes_gated = True
+    """Whether the input may be a `Gated`; edges of other classes get tensors."""
+
     def forward(
-        self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.Module | None = None
+        self, x: Tensor | Gated, linears: Sequence[LowRankLinear], norm: nn.Module | None = None
     ) -> list[Tensor]:
         """Compress one input into the latents of a group.
 
         Args:
-            x: Input (b, s, d_in).
+            x: Input (b, s, d_in), or its two factors, without a norm.
             linears: The group; all take the same input.
             norm: Applied to x first.
 
         Returns:
             One pre-activation latent A x (b, s, r) per linear.
         """
+        if isinstance(x, Gated):
+            return [keep(gated_linear(x, linear.A.weight)) for linear in linears]
         x = x if norm is None else norm(x)
         return [keep(linear.A(x)) for linear in linears]
 
@@ -77,17 +83,30 @@ class DownEdge(nn.Module):
 class UpEdge(nn.Module):
     """Start of a chunk: B of every linear of the group, each on its own latent."""
 
-    def forward(self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]) -> list[Tensor]:
+    applies_silu = True
+    """Whether it can apply σ itself; edges of other classes get activated latents."""
+
+    def forward(
+        self,
+        latents: Sequence[Tensor],
+        linears: Sequence[LowRankLinear],
+        use_silu: Sequence[bool] | None = None,
+    ) -> list[Tensor]:
         """Expand the latents of a group.
 
         Args:
-            latents: One (b, s, r) per linear, after mixing and activation.
+            latents: One (b, s, r) per linear, after mixing and, without ``use_silu``, activation.
             linears: The group.
+            use_silu: Which of the latents σ = SiLU is still to be applied to.
 
         Returns:
             One output (b, s, d_out) per linear.
         """
-        return [linear.B(latent) for linear, latent in zip(linears, latents, strict=True)]
+        silu = use_silu or [False] * len(linears)
+        return [
+            silu_linear(latent, linear.B.weight) if active else linear.B(latent)
+            for latent, linear, active in zip(latents, linears, silu, strict=True)
+        ]
 
 
 def activate(latents: Sequence[Tensor], use_silu: Sequence[bool]) -> list[Tensor]:
@@ -96,7 +115,7 @@ def activate(latents: Sequence[Tensor], use_silu: Sequence[bool]) -> list[Tensor
 
 
 def low_rank_group(
-    x: Tensor,
+    x: Tensor | Gated,
     linears: Sequence[nn.Module],
     down: nn.Module,
     up: nn.Module,
@@ -104,11 +123,12 @@ def low_rank_group(
     norm: nn.Module | None = None,
     mix: nn.Module | None = None,
     carried: Sequence[Tensor] | None = None,
+    last: bool = False,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Apply a group of factorised linears to one input: B A x, with σ CoLA's B σ(A x) (Eq. 3).
 
     Args:
-        x: Input (b, s, d_in).
+        x: Input (b, s, d_in), or a `Gated` for an edge that takes one.
         linears: The group, of `LowRankLinear`; all take the same input.
         down: Edge that applies A, such as `DownEdge`.
         up: Edge that applies B, such as `UpEdge`.
@@ -116,12 +136,16 @@ def low_rank_group(
         norm: Applied to x first.
         mix: Edge between A and σ, such as LaX's `MixEdge`, which adds carried latents.
         carried: The latents of the previous block; None in the first block.
+        last: Whether the group ends the block. Its σ(h) is then saved before the product: torch's
+            checkpointing stops at the last saved tensor, and so spares the product.
 
     Returns:
         One output (b, s, d_out) per linear, and their pre-activation latents A x (b, s, r).
     """
     latents = down(x, linears, norm)
     mixed = latents if mix is None else mix(latents, carried, linears)
+    if not last and getattr(up, "applies_silu", False) and remakes(mixed[0]):
+        return up(mixed, linears, use_silu), latents
     return up(activate(mixed, use_silu), linears), latents  # B σ(A x)
 
 

@@ -70,11 +70,12 @@ class LlamaModel(ModelProtocol):
         """
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         latents: Latents | None = carried or None
+        table = torch.view_as_real(self.freqs_cis)
         if cache is None:
             for block in self.layers.values():
-                x, latents = block(x, self.freqs_cis, latents)
+                x, latents = block(x, table, latents)
         else:
-            rotations = cache.begin(self.freqs_cis, tokens.shape[1])
+            rotations = cache.begin(table, tokens.shape[1])
             for index, block in enumerate(self.layers.values()):
                 x, latents = block(x, rotations, latents, cache.layer(index))
             x = x[:, -1:]  # generation reads no other prediction

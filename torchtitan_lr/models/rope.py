@@ -46,8 +46,8 @@ def build_freqs_cis(
 ) -> Tensor:
     """Table of rotations exp(i · position · frequency).
 
-    Complex on purpose: FSDP's mixed precision casts real floating-point arguments of a block to
-    bf16, which would round the angles, and leaves complex ones alone.
+    The model keeps it complex, so that no cast of the model rounds it, and hands its blocks the
+    same memory as real numbers: compilers generate no code for complex ones.
 
     Args:
         head_dim: Width of a head.
@@ -66,24 +66,41 @@ def build_freqs_cis(
     return torch.complex(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
-def apply_rope(x: Tensor, freqs_cis: Tensor) -> Tensor:
+def apply_rope(x: Tensor, table: Tensor) -> Tensor:
     """Rotate every pair of every head by its position's angle, in fp32 or better.
+
+    In a compiled graph the arithmetic is real, (x0 cos - x1 sin, x0 sin + x1 cos), which the
+    compiler fuses with its neighbours. Eagerly the same numbers are multiplied as complex ones: one
+    kernel instead of eight.
 
     Args:
         x: Queries or keys (b, s, h, head_dim); any number of heads, so a shard of them too.
-        freqs_cis: Table (s', head_dim / 2) with s' >= s, see ``build_freqs_cis``; or the rotations
-            of every row's own positions, (b, s, head_dim / 2).
+        table: Cosines and sines (s', head_dim / 2, 2) with s' >= s, or the complex table
+            (s', head_dim / 2) of `build_freqs_cis`; not rounded below fp32. The
+            rotations of every row's own positions have a batch dimension, (b, s, head_dim / 2, 2).
 
     Returns:
         The rotated tensor, of the shape and dtype of ``x``.
     """
-    # Real arithmetic on a view of the table: compilers generate no code for complex products.
-    if freqs_cis.dim() == 3:
-        table = torch.view_as_real(freqs_cis)[:, :, None]  # (b, s, 1, head_dim / 2, 2)
+    table = torch.view_as_real(table) if table.is_complex() else table
+    if table.dim() == 4:
+        table = table[:, :, None]  # (b, s, 1, head_dim / 2, 2)
     else:
-        table = torch.view_as_real(freqs_cis[: x.shape[1]])[:, None]  # (s, 1, head_dim / 2, 2)
-    cos, sin = table.unbind(-1)
+        table = table[: x.shape[1], None]  # (s, 1, head_dim / 2, 2)
     pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
+    rotate = rotate_real if torch.compiler.is_compiling() else rotate_complex
+    return rotate(pairs, table).flatten(-2).to(x.dtype)
+
+
+def rotate_real(pairs: Tensor, table: Tensor) -> Tensor:
+    """Rotate pairs (b, s, h, n, 2) by cosines and sines (s, 1, n, 2), in real arithmetic."""
+    cos, sin = table.unbind(-1)
     even, odd = pairs.unbind(-1)
-    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    return rotated.flatten(-2).to(x.dtype)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+
+
+def rotate_complex(pairs: Tensor, table: Tensor) -> Tensor:
+    """As `rotate_real`, by one complex product."""
+    # The view needs pairs side by side; a slice of a wider tensor may have them elsewhere.
+    x, rotations = torch.view_as_complex(pairs.contiguous()), torch.view_as_complex(table)
+    return torch.view_as_real(x * rotations)

@@ -87,10 +87,16 @@ def optimizer_owns_replicas(job_config: JobConfig) -> bool:
 
 
 def mixed_precision_policy(job_config: JobConfig) -> MixedPrecisionPolicy:
-    """Return FSDP2's precision policy for ``[training]``."""
+    """Return FSDP2's precision policy for ``[training]``.
+
+    It casts parameters only. The embedding's output has their dtype, and so have all activations
+    after it; a cast of a block's arguments would change nothing but the rotary table, which it
+    would round.
+    """
     return MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
+        cast_forward_inputs=False,
     )
 
 

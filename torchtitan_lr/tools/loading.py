@@ -185,8 +185,16 @@ def load_for_inference(
     Raises:
         ConfigError: The checkpoint, tokenizer or device cannot be used.
     """
-    config = read_run_config(step_dir, config_file)
-    args = build_model_args(config)
+    # Imported late: it reads its arguments with this module.
+    from torchtitan_lr.tools.exported import is_export, load_export, read_export_args
+
+    exported = is_export(step_dir)
+    if exported:
+        config = SimpleNamespace(model=SimpleNamespace(hf_assets_path=str(step_dir)))
+        args = read_export_args(step_dir)
+    else:
+        config = read_run_config(step_dir, config_file)
+        args = build_model_args(config)
     if check is not None:
         check(args)
     tokenizer = build_tokenizer(config)
@@ -194,7 +202,10 @@ def load_for_inference(
         want = f"a tokenizer within the model's vocabulary of {args.vocab_size}"
         raise ConfigError("model.hf_assets_path", config.model.hf_assets_path, want)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(step_dir, args, config.model.hf_assets_path)
+    if exported:
+        model = load_export(step_dir)
+    else:
+        model = load_model(step_dir, args, config.model.hf_assets_path)
     try:
         return model.to(device), tokenizer
     except (RuntimeError, AssertionError) as error:

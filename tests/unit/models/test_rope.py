@@ -4,7 +4,12 @@ import torch
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
 from tests.unit.tiny import build_tiny
-from torchtitan_lr.models.rope import apply_rope, build_freqs_cis, rope_frequencies
+from torchtitan_lr.models.rope import (
+    apply_rope,
+    build_freqs_cis,
+    rope_frequencies,
+    rotate_real,
+)
 
 
 def rotate(x, freqs_cis):
@@ -17,6 +22,49 @@ def test_rotation_is_complex_multiplication():
     x = torch.randn(2, 7, 3, 8, dtype=torch.float64)
     table = build_freqs_cis(8, 16, 10000.0, None, torch.float64)
     torch.testing.assert_close(apply_rope(x, table), rotate(x, table), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
+@pytest.mark.parametrize("scaling", [None, RoPEScalingArgs(original_max_position_embeddings=8)])
+def test_real_and_complex_arithmetic_agree(dtype, limit, scaling):
+    """The values and the gradients of both forms, on a shard of the heads too."""
+    table = build_freqs_cis(8, 16, 10000.0, scaling, dtype)
+    generator = torch.Generator().manual_seed(0)
+    wide, g = (torch.randn(2, 16, n, 8, generator=generator).to(dtype) for n in (5, 3))
+    x = wide[:, :, 1:4].requires_grad_()
+    eager = apply_rope(x, torch.view_as_real(table))
+    pairs, real = x.unflatten(-1, (-1, 2)), torch.view_as_real(table)[:, None]
+    compiled = rotate_real(pairs, real).flatten(-2)
+    backward = rotate_real(pairs, torch.stack((real[..., 0], -real[..., 1]), -1)).flatten(-2)
+    for a, b, same in (
+        (eager, compiled, True),
+        (*(torch.autograd.grad(y, x, g)[0] for y in (eager, compiled)), True),
+        (eager, backward, False),
+    ):
+        assert a.dtype == dtype
+        assert ((a - b).abs().max() <= limit * b.abs().max()).item() == same
+
+
+def test_a_compiled_block_sees_no_complex_number():
+    model = build_tiny("cola")
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([x for x in inputs if isinstance(x, torch.Tensor)])
+        dtypes = [n.meta["example_value"] for n in graph.graph.nodes if "example_value" in n.meta]
+        graphs.append([x for x in dtypes if isinstance(x, torch.Tensor)])
+        return graph
+
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    expected = model(tokens)
+    block = model.layers["1"]
+    model.layers["1"] = torch.compile(block, backend=backend, fullgraph=True)
+    torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-6)
+    seen = [x for graph in graphs for x in graph]
+    assert len(seen) > 50 and not any(x.is_complex() for x in seen)
+    graphs.clear()
+    torch.compile(block, backend=backend, fullgraph=True)(torch.zeros(1, 8, 48), model.freqs_cis)
+    assert any(x.is_complex() for graph in graphs for x in graph)
 
 
 def test_scores_depend_on_the_distance_only():

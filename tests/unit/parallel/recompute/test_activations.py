@@ -278,7 +278,7 @@ def test_compiled(family: str, save_attention: bool) -> None:
     carried = tuple(torch.ones(BATCH, SEQ, r).double().requires_grad_() for r in ranks) or None
     outside |= {t.untyped_storage()._cdata for t in (compiled.freqs_cis, *(carried or ()))}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        output = block(x, compiled.freqs_cis, carried)
+        output = block(x, torch.view_as_real(compiled.freqs_cis), carried)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # the one that ran above
     # Attention counts as random for the compiler, which keeps the generator's state to repeat it.
     activations = {k: t for k, t in packed.items() if t.dtype != torch.uint8 and k not in outside}
