@@ -80,7 +80,7 @@ class KeyValueCache:
             new: Number s of new tokens per row.
 
         Returns:
-            Rotations (s, head_dim / 2), or (b, s, head_dim / 2) for rows of different lengths.
+            Rotations (s, head_dim / 2, 2), or with a batch dimension for rows of different lengths.
 
         Raises:
             ValueError: The cache has too few columns.

@@ -50,8 +50,8 @@ class ModelCache(Protocol):
             new: Number s of new tokens per row.
 
         Returns:
-            Rotations of their positions, (s, head_dim / 2), or (b, s, head_dim / 2) if the rows
-            have different positions.
+            Rotations of their positions, (s, head_dim / 2, 2), or with a batch dimension if the
+            rows have different positions.
         """
         ...
 

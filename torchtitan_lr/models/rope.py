@@ -76,17 +76,15 @@ def apply_rope(x: Tensor, table: Tensor) -> Tensor:
     Args:
         x: Queries or keys (b, s, h, head_dim); any number of heads, so a shard of them too.
         table: Cosines and sines (s', head_dim / 2, 2) with s' >= s, or the complex table
-            (s', head_dim / 2) of `build_freqs_cis`; not rounded below fp32. The
-            rotations of every row's own positions have a batch dimension, (b, s, head_dim / 2, 2).
+            (s', head_dim / 2) of `build_freqs_cis`; not rounded below fp32. For rows with
+            different positions (b, s, head_dim / 2, 2).
 
     Returns:
         The rotated tensor, of the shape and dtype of ``x``.
     """
     table = torch.view_as_real(table) if table.is_complex() else table
-    if table.dim() == 4:
-        table = table[:, :, None]  # (b, s, 1, head_dim / 2, 2)
-    else:
-        table = table[: x.shape[1], None]  # (s, 1, head_dim / 2, 2)
+    # ([b,] s, 1, head_dim / 2, 2)
+    table = table[:, :, None] if table.dim() == 4 else table[: x.shape[1], None]
     pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
     rotate = rotate_real if torch.compiler.is_compiling() else rotate_complex
     return rotate(pairs, table).flatten(-2).to(x.dtype)
