@@ -6,8 +6,7 @@ function of tensors that backward needs anyway, keeping it is waste: σ(h) besid
 up beside gate and up. Memory falls by r for every bottleneck with σ but a block's last, and by 2 f
 for every SwiGLU, per token, for one more element-wise pass each.
 
-The compiler recognizes the same expression in forward and backward, and keeps the value because a
-product will read it. So compiled backwards write SiLU in another way, h / (1 + exp(-h)).
+In compiled blocks the compiler decides what is kept, and keeps what a product of backward reads.
 """
 
 from typing import Any, NamedTuple
@@ -81,7 +80,7 @@ class _SiluLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         h, weight = ctx.saved_tensors
-        dweight = _weight_gradient(gradient, _silu_again(h))
+        dweight = _weight_gradient(gradient, F.silu(h))
         return _silu_backward(gradient @ weight, h), dweight
 
 
@@ -96,7 +95,7 @@ class _GatedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
         gate, up, weight = ctx.saved_tensors
-        active = _silu_again(gate) if ctx.silu else gate
+        active = F.silu(gate) if ctx.silu else gate
         dweight = _weight_gradient(gradient, active * up)
         dproduct = gradient @ weight
         dup = dproduct * active
@@ -111,10 +110,3 @@ def _weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
 def _silu_backward(gradient: Tensor, x: Tensor) -> Tensor:
     out: Tensor = torch.ops.aten.silu_backward(gradient, x)
     return out
-
-
-def _silu_again(x: Tensor) -> Tensor:
-    if not torch.compiler.is_compiling():
-        return F.silu(x)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide / (1 + torch.exp(-wide))).to(x.dtype)
