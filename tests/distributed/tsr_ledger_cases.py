@@ -69,7 +69,8 @@ def splits(name: str, transposed: bool, mesh: TSRMesh) -> dict[str, tuple[str, .
 def expected(
     settings: TSRSettings, mesh: TSRMesh, shapes: Shapes
 ) -> list[dict[Any, tuple[int, int]]]:
-    plans = plan_matrices(shapes, settings)
+    chosen = plan_matrices(shapes, settings)
+    plans = {name: chosen[name] for name in reversed(shapes) if name in chosen}
     matrices = {
         name: TSRMatrix(
             p.rows,
@@ -83,7 +84,7 @@ def expected(
         for name, p in plans.items()
     }
     dense = []
-    for name, shape in shapes.items():
+    for name, shape in reversed(shapes.items()):
         if name not in plans:
             parts = [d for d in mesh.sharding if d == "fsdp" or len(shape) == 2]
             size = torch.Size(shape).numel()

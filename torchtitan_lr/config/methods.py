@@ -114,8 +114,11 @@ class Optimizer:
     tsr_compress_head: bool = False
     """TSRAdam: compress the language-model head like a linear."""
 
-    tsr_overlap_buckets: int = 1
-    """TSRAdam: number of all-reduces for the cores; each starts once its cores are projected."""
+    tsr_overlap_buckets: int = 4
+    """
+    TSRAdam: number of all-reduces for the cores, and of those for dense gradients; each starts
+    during backward, once its gradients are there. With 1, both start after backward.
+    """
 
     tsr_seed: int = 0
     """TSRAdam: seed of the sketches."""

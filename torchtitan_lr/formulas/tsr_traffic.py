@@ -2,7 +2,7 @@
 """Collectives of one TSR-Adam step in closed form.
 
 A step without refresh sums cores over each mesh dimension that splits a matrix and over the
-replicas, in one call per bucket, and dense gradients over the replicas. A refresh adds the sketches
+replicas, in one call per bucket, and dense gradients over the replicas likewise. A refresh adds the sketches
 Y, Z and B (`randomized_svd`), the triangles of the QR factorizations, and checksums, in rounds
 shared by all refreshing matrices. Elements are counted like in the ledger.
 """
@@ -69,7 +69,7 @@ class TSRStep:
         power_iterations: q.
         refresh: ``auto``, ``sketch`` or ``dense``.
         rotates: Whether moments are rotated into new bases.
-        buckets: Number of all-reduces for the cores.
+        buckets: Number of all-reduces for the cores, and of those for dense gradients.
     """
 
     power_iterations: int = 1
@@ -133,9 +133,9 @@ def tsr_traffic(
     """Return the optimizer's collectives in one step, on the rank with the largest blocks.
 
     Args:
-        matrices: The compressed matrices, in the optimizer's order.
+        matrices: The compressed matrices, in the order of backward: the last module first.
         refreshing: Indices of those that refresh.
-        dense: Elements of a rank's part of every other parameter.
+        dense: Elements of a rank's part of every other parameter, in the same order.
         mesh: The mesh of the run.
         step: Settings of the step.
 
@@ -147,7 +147,8 @@ def tsr_traffic(
     fresh = [matrices[i] for i in sorted(refreshing)]
     rows = _cores(plain, mesh, step)
     whole = [*dense, *(prod(_block(m, mesh)) for m in fresh if _is_dense(m, mesh, step))]
-    for bucket in bucket_runs(whole, BUCKET_ELEMENTS):
+    most = min(BUCKET_ELEMENTS, ceil(sum(whole) / step.buckets))
+    for bucket in bucket_runs(whole, most):
         rows += _over_replicas("gradient", sum(whole[i] for i in bucket), mesh)
     sizes = [sum(_block(m, mesh)) * m.width for m in fresh]
     for bucket in bucket_runs(sizes, BUCKET_ELEMENTS):

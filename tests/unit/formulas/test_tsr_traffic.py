@@ -47,7 +47,7 @@ def test_a_plain_step_is_one_call_for_cores_and_one_for_dense():
     rows = tsr_traffic(matrices, (), [6, 5], REPLICAS, TSRStep())
     assert {(r.role, r.calls, r.elements) for r in rows} == {("core", 1, 8), ("gradient", 1, 11)}
     split = tsr_traffic(matrices, (), [6, 5], REPLICAS, TSRStep(buckets=2))
-    assert {(r.role, r.calls, r.elements) for r in split} == {("core", 2, 8), ("gradient", 1, 11)}
+    assert {(r.role, r.calls, r.elements) for r in split} == {("core", 2, 8), ("gradient", 2, 11)}
 
 
 def test_shards_sum_cores_too():

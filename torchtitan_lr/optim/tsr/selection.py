@@ -40,7 +40,7 @@ class TSRSettings:
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()
     compress_head: bool = False
-    overlap_buckets: int = 1
+    overlap_buckets: int = 4
     seed: int = 0
 
     @classmethod
