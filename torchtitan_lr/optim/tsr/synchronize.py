@@ -91,7 +91,8 @@ class Synchronizer:
         self.drop()
         self.all_cores.zero_()
         self._projected = set(self._plain(due))
-        early = self.groups.stages is None  # a pipeline's backward runs once per micro-batch
+        # A pipeline runs backward several times before a gradient is complete.
+        early = self.groups.stages is None and self.settings.overlap_buckets > 1
         buckets = [*self._core_buckets(), *self._dense_buckets(due)]
         self._sums = EarlySums(buckets, self.order, self._start_sum, early)
         return self.cores
