@@ -66,6 +66,11 @@ def splits(name: str, transposed: bool, mesh: TSRMesh) -> dict[str, tuple[str, .
     return {"row_split": tuple(by_dim[rows]), "column_split": tuple(by_dim[columns])}
 
 
+def own_iterations(name: str, settings: TSRSettings) -> int | None:
+    own = settings.vocabulary_power_iterations
+    return own if own >= 0 and name in ("tok_embeddings.weight", "output.weight") else None
+
+
 def expected(
     settings: TSRSettings, mesh: TSRMesh, shapes: Shapes
 ) -> list[dict[Any, tuple[int, int]]]:
@@ -79,6 +84,7 @@ def expected(
             # The formula's own width: the plan's is what is to be checked.
             sketch_width((p.rows, p.columns), p.rank, settings.oversampling),
             two_sided=p.two_sided,
+            power_iterations=own_iterations(name, settings),
             **splits(name, p.transposed, mesh),
         )
         for name, p in plans.items()

@@ -245,4 +245,5 @@ def _matrix(run: Run, name: str, local: tuple[int, ...]) -> TSRMatrix:
         tuple(splits[rows]),
         tuple(splits[columns]),
         plan.two_sided,
+        plan.power_iterations,
     )

@@ -312,7 +312,7 @@ def _build_stacks(
     """Stack the matrices that have the same shape, rank and layout."""
     alike: dict[Any, list[tuple[MatrixPlan, Tensor]]] = defaultdict(list)
     for plan, parameter in matrices:
-        shape = (plan.rows, plan.columns, plan.rank, plan.transposed)
+        shape = (plan.rows, plan.columns, plan.rank, plan.power_iterations, plan.transposed)
         layout = layout_of(parameter, plan, order)
         key = (shape, layout, local_part(parameter).shape, parameter.dtype)
         alike[key].append((plan, parameter))

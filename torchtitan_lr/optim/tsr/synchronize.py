@@ -253,7 +253,10 @@ class Synchronizer:
         ]
 
     def _rounds(self, due: Due) -> list[list[Job]]:
-        """Split the matrices that refresh into rounds whose sketches fit into one bucket."""
+        """Split the matrices that refresh into rounds whose sketches fit into one bucket.
+
+        Matrices of one round make the same number of power iterations.
+        """
         flat = [(job, index) for job in self._jobs(due) for index in job.indices]
         sizes = [self.stacks[job.stack].sketch_size(self.groups.sizes) for job, _ in flat]
         rounds = []
@@ -261,7 +264,11 @@ class Synchronizer:
             jobs: dict[int, Job] = {}
             for job, index in (flat[i] for i in bucket):
                 jobs.setdefault(job.stack, job._replace(indices=[])).indices.append(index)
-            rounds.append(list(jobs.values()))
+            by_q: dict[int, list[Job]] = {}
+            for job in jobs.values():
+                q = self.stacks[job.stack].plan.power_iterations
+                by_q.setdefault(q, []).append(job)
+            rounds += by_q.values()
         return rounds
 
     def _decompose_all(self, jobs: Sequence[Job]) -> list[Refresh]:
@@ -289,7 +296,7 @@ class Synchronizer:
         settings = SketchSettings(
             stack.plan.rank,
             stack.plan.width,
-            self.settings.power_iterations,
+            stack.plan.power_iterations,
             mesh_dims=len(self.groups.sharding),
             replicas=self.groups.replicas is not None and not job.dense,
         )

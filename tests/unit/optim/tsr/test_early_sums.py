@@ -135,7 +135,7 @@ def test_a_gradient_that_comes_too_late_is_refused():
     optimizer.zero_grad()
     optimizer.prepare(last=True)
     backward(model, 1)
-    with pytest.raises(RuntimeError, match="second gradient .*tsr_overlap_buckets = 1"):
+    with pytest.raises(RuntimeError, match=r"second gradient .*tsr_overlap_buckets = 1"):
         backward(model, 1)
     # The control: with one bucket no sum starts before the end of backward.
     model, optimizer = build(replace(SETTINGS, overlap_buckets=1))
