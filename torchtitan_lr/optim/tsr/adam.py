@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_lr.optim.tsr.early_sums import Place
 from torchtitan_lr.optim.tsr.stack import MatrixStack, Refresh
 from torchtitan_lr.optim.tsr.synchronize import Synchronizer
 
@@ -82,6 +83,7 @@ def tsr_adam_step(
     due = [stack.due(steps_done) for stack in stacks]
     cores = synchronizer.begin(due)
     is_last = False
+    place: Place | None
     while not is_last:
         is_last = yield None
         while (place := (yield None)) is not None:

@@ -162,13 +162,14 @@ def _plan(name: str, shape: Sequence[int], settings: TSRSettings) -> MatrixPlan:
     two_sided = settings.projection == "two_sided"
     transposed = not two_sided and shape[0] >= shape[1]
     rows, columns = reversed(shape) if transposed else shape
+    width = sketch_width(rows, columns, rank, settings.oversampling)
     own = settings.vocabulary_power_iterations
     return MatrixPlan(
         name,
         rows,
         columns,
         rank,
-        sketch_width(rows, columns, rank, settings.oversampling),
+        width,
         own if own >= 0 and name in (EMBEDDING, HEAD) else settings.power_iterations,
         getattr(settings, f"{prefix}refresh_interval"),
         offset=0,

@@ -259,7 +259,7 @@ class Synchronizer:
         """
         flat = [(job, index) for job in self._jobs(due) for index in job.indices]
         sizes = [self.stacks[job.stack].sketch_size(self.groups.sizes) for job, _ in flat]
-        rounds = []
+        rounds: list[list[Job]] = []
         for bucket in split_buckets(sizes, BUCKET_ELEMENTS):
             jobs: dict[int, Job] = {}
             for job, index in (flat[i] for i in bucket):
