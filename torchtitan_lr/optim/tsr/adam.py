@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_lr.optim.tsr.early_sums import Place
 from torchtitan_lr.optim.tsr.stack import MatrixStack, Refresh
 from torchtitan_lr.optim.tsr.synchronize import Synchronizer
 
@@ -83,7 +82,6 @@ def tsr_adam_step(
     due = [stack.due(steps_done) for stack in stacks]
     cores = synchronizer.begin(due)
     is_last = False
-    place: Place | None
     while not is_last:
         is_last = yield None
         while (place := (yield None)) is not None:
@@ -92,7 +90,8 @@ def tsr_adam_step(
             synchronizer.receive(place)
             if synchronizer.is_projected(place):
                 s, i = place
-                project(stacks[s].take_gradient(i), *stacks[s].bases(i), out=cores[s][i])
+                stack: MatrixStack = stacks[s]
+                project(stack.take_gradient(i), *stack.bases(i), out=cores[s][i])
             if is_last:
                 synchronizer.ready(place)
     # C ← ΣC over the ranks.
