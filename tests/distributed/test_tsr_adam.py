@@ -31,6 +31,7 @@ OPTIONS = [
     replace(BASE, refresh="dense"),
     replace(BASE, refresh="auto", moments="keep"),
     replace(BASE, stagger=True),
+    replace(BASE, stagger=True, start="random", compress_head=True, vocabulary_power_iterations=0),
     replace(BASE, projection="one_sided"),
     replace(BASE, projection="one_sided", moments="keep", refresh="dense"),
     replace(BASE, compress_head=True, overlap_buckets=3),

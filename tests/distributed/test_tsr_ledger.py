@@ -33,6 +33,11 @@ SETTINGS = {
     "sketch": replace(BASE, rank=4, refresh="sketch", moments="keep", power_iterations=2),
     "dense": replace(BASE, rank=4, refresh="dense", moments="reset"),
     "stagger": replace(BASE, rank=4, refresh="auto", stagger=True, refresh_interval=4),
+    "random": replace(
+        BASE,
+        **{"rank": 4, "stagger": True, "start": "random", "refresh_interval": 3},
+        **{"compress_head": True, "vocabulary_power_iterations": 0},
+    ),
     "buckets": replace(BASE, rank=4, refresh="sketch", overlap_buckets=3),
     "bf16": replace(BASE, rank=4, refresh="sketch", core_dtype="bfloat16"),
     "one_sided": replace(BASE, rank=4, refresh="sketch", projection="one_sided"),

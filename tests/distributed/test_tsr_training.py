@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.training import LOSS_GAP, loss_gap, train
+from tests.distributed.training import LOSS_GAP, loss_gap, small_trainer, train
+from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.tools.parity_runs import BF16, EXACT, largest_difference
 from torchtitan_lr.tools.rank_pool import RankPool
 
@@ -117,6 +118,44 @@ def test_a_skipped_step_leaves_no_trace(fault: str, four_ranks: RankPool) -> Non
     assert all(loss == loss for loss in runs[0]["losses"][-1:])
     for name, value in runs[0]["parameters"].items():
         assert (value == value).all(), name
+
+
+def live_bytes(arguments: list[str], hooks: bool) -> dict[str, list[int]]:
+    """Bytes of all gradients at the end of each step's backward, and of what they are views of."""
+    found: dict[str, list[int]] = {"live": [], "dense": [], "whole": []}
+    with small_trainer(arguments) as trainer:
+        optimizers = trainer.optimizers
+        finish = optimizers.accumulate
+
+        def record(last: bool) -> None:
+            parts = trainer.model_parts
+            weights = [local_part(p) for part in parts for p in part.parameters()]
+            kept = [p.grad for part in parts for p in part.parameters() if p.grad is not None]
+            storages = [local_part(gradient).untyped_storage() for gradient in kept]
+            sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+            dense = [local_part(p) for inner in optimizers.optimizers for p in inner.dense]
+            found["live"].append(sum(sizes.values()))
+            found["dense"].append(sum(part.nbytes for part in dense))
+            found["whole"].append(sum(weight.nbytes for weight in weights))
+            finish(last)
+
+        optimizers.accumulate = record
+        if not hooks:
+            optimizers.gradient_arrived = lambda place: None
+        trainer.train()
+    return found
+
+
+def test_sharded_gradients_are_gone_when_backward_ends(four_ranks: RankPool) -> None:
+    """FSDP's gradients of one unit share a buffer, which the norms' must not keep alive."""
+    arguments = [*model("full"), *LAYOUTS["hsdp2x2"], "--training.steps=2"]
+    for found in four_ranks.run(live_bytes, arguments, True):
+        # The second step does not refresh. The head's buffer holds the last norm's gradient too.
+        assert found["dense"][1] <= found["live"][1] < 1.1 * found["dense"][1]
+        assert found["live"][0] >= found["whole"][0]  # the first one does
+    # The control: without hooks all of them are there at the end.
+    for found in four_ranks.run(live_bytes, arguments, False):
+        assert found["live"][1] >= found["whole"][1] > 2 * found["dense"][1]
 
 
 SAVING = ["--training.steps=5", "--checkpoint.enable", "--checkpoint.interval=2"]

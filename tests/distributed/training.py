@@ -179,14 +179,18 @@ def _trainer_with(fault: str, config: Any) -> Any:
 
     class FaultyTrainer(Trainer):
         def forward_backward_step(self, **kwargs: Any) -> Any:
+            spoils = kind == "nan_gradient" and guilty and str(self.step) == at
+            if spoils:
+                weight = dict(self.model_parts[0].named_parameters())[SPOILT]
+                _spoil_on_arrival(self._gradients, weight)
             loss = super().forward_backward_step(**kwargs)
+            vars(self._gradients).pop("gradient_arrived", None)
             if not guilty or str(self.step) != at:
                 return loss
             if kind == "sigterm":
                 os.kill(os.getpid(), signal.SIGTERM)
-            if kind == "nan_gradient":
-                weight = dict(self.model_parts[0].named_parameters())[SPOILT]
-                weight.grad.to_local().view(-1)[0] = float("nan")
+            if spoils:
+                _spoil(weight)
             return loss * float("nan") if kind == "nan" else loss
 
     trainer = FaultyTrainer(config)
@@ -199,6 +203,24 @@ def _trainer_with(fault: str, config: Any) -> Any:
         for part in trainer.model_parts:
             part.register_forward_pre_hook(partial(_cut_latents, kind))
     return trainer
+
+
+def _spoil(weight: Any) -> None:
+    if weight.grad is not None:
+        weight.grad.to_local().view(-1)[0] = float("nan")
+
+
+def _spoil_on_arrival(gradients: Any, weight: Any) -> None:
+    """TSR-Adam takes a gradient during backward: spoil it just before."""
+    if not hasattr(gradients, "gradient_arrived"):
+        return
+    arrived = gradients.gradient_arrived
+
+    def spoilt(place: Any) -> None:
+        _spoil(weight)
+        arrived(place)
+
+    gradients.gradient_arrived = spoilt
 
 
 def _cut_latents(kind: str, part: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

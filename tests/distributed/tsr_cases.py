@@ -46,6 +46,7 @@ BASE = TSRSettings(
     embedding_rank=4,
     embedding_refresh_interval=2,
     refresh="sketch",
+    overlap_buckets=1,
 )
 HYPER = AdamHyperparameters(lr=0.05, eps=1e-6, weight_decay=0.1, scale=0.75)
 DEFAULTS = {"lr": HYPER.lr, "beta1": 0.9, "beta2": 0.999, "eps": HYPER.eps, "weight_decay": 0.1}

@@ -66,10 +66,16 @@ def splits(name: str, transposed: bool, mesh: TSRMesh) -> dict[str, tuple[str, .
     return {"row_split": tuple(by_dim[rows]), "column_split": tuple(by_dim[columns])}
 
 
+def own_iterations(name: str, settings: TSRSettings) -> int | None:
+    own = settings.vocabulary_power_iterations
+    return own if own >= 0 and name in ("tok_embeddings.weight", "output.weight") else None
+
+
 def expected(
     settings: TSRSettings, mesh: TSRMesh, shapes: Shapes
 ) -> list[dict[Any, tuple[int, int]]]:
-    plans = plan_matrices(shapes, settings)
+    chosen = plan_matrices(shapes, settings)
+    plans = {name: chosen[name] for name in reversed(shapes) if name in chosen}
     matrices = {
         name: TSRMatrix(
             p.rows,
@@ -78,12 +84,13 @@ def expected(
             # The formula's own width: the plan's is what is to be checked.
             sketch_width((p.rows, p.columns), p.rank, settings.oversampling),
             two_sided=p.two_sided,
+            power_iterations=own_iterations(name, settings),
             **splits(name, p.transposed, mesh),
         )
         for name, p in plans.items()
     }
     dense = []
-    for name, shape in shapes.items():
+    for name, shape in reversed(shapes.items()):
         if name not in plans:
             parts = [d for d in mesh.sharding if d == "fsdp" or len(shape) == 2]
             size = torch.Size(shape).numel()

@@ -3,7 +3,7 @@
 
 import torch
 
-from torchtitan_lr.optim.tsr.randomized_svd import draw_sketches
+from torchtitan_lr.optim.tsr.randomized_svd import draw_basis, draw_sketches
 
 
 def orthonormal(y):
@@ -55,19 +55,31 @@ class ReferenceTSR:
         plan = self.plans[name]
         g = g.T if plan.transposed else g
         state = self.state.setdefault(name, {"refreshes": 0})
-        if state["refreshes"] == 0 or self.t % plan.interval == plan.offset:
+        if self.settings.start == "random" and "u" not in state:
+            self.draw(name, g)
+        if "u" not in state or self.t % plan.interval == plan.offset:
             self.refresh(name, g)
         c = state["u"].T @ g
         return c @ state["v"] if plan.two_sided else c
+
+    def draw(self, name, g):
+        plan, state, seed = self.plans[name], self.state[name], self.settings.seed
+        u = draw_basis(f"{seed}:{name}:left", (plan.rows, plan.rank)).to(g)
+        v = draw_basis(f"{seed}:{name}:right", (plan.columns, plan.rank)).to(g)
+        m = g.new_zeros(plan.rank, plan.rank if plan.two_sided else plan.columns)
+        state.update(u=u, v=v if plan.two_sided else None, m=m, v2=m.clone(), age=0)
 
     def refresh(self, name, g):
         plan, state = self.plans[name], self.state[name]
         key = (name, state["refreshes"])
         omega = draw_sketches([key], (plan.columns, plan.width), self.settings.seed, g)[0]
-        u, _, v = leading_triplets(g, omega, plan.rank, self.settings.power_iterations)
-        if state["refreshes"]:
+        q, own = self.settings.power_iterations, self.settings.vocabulary_power_iterations
+        if own >= 0 and name in ("tok_embeddings.weight", "output.weight"):
+            q = own
+        u, _, v = leading_triplets(g, omega, plan.rank, q)
+        if "u" in state:
             u, v = turned(u, state["u"]), turned(v, state["v"]) if plan.two_sided else v
-        if state["refreshes"] == 0 or self.settings.moments == "reset":
+        if "u" not in state or self.settings.moments == "reset":
             shape = (plan.rank, plan.rank if plan.two_sided else plan.columns)
             state["m"], state["v2"] = g.new_zeros(shape), g.new_zeros(shape)
             state["age"] = 0

@@ -33,6 +33,7 @@ def _check_ranges(optimizer: Any) -> None:
         "tsr_overlap_buckets": 1,
         "tsr_oversampling": 0,
         "tsr_power_iterations": 0,
+        "tsr_vocabulary_power_iterations": -1,
         "tsr_embedding_rank": 0,
         "tsr_seed": 0,
     }
@@ -42,6 +43,8 @@ def _check_ranges(optimizer: Any) -> None:
             want = f"an integer of at least {bound}"
             if name == "tsr_embedding_rank":
                 want = "a rank, or 0 to leave the embedding dense"
+            if name == "tsr_vocabulary_power_iterations":
+                want = "a number of iterations, or -1 for tsr_power_iterations"
             raise ConfigError(f"optimizer.{name}", value, want)
     scale = optimizer.tsr_scale
     if not 0 < scale < math.inf:  # NaN fails too

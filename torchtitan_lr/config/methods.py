@@ -70,6 +70,12 @@ class Optimizer:
     tsr_power_iterations: int = 1
     """TSRAdam: power iterations q per refresh; each costs as much as the sketch."""
 
+    tsr_vocabulary_power_iterations: int = -1
+    """
+    TSRAdam: power iterations of the embedding and of a compressed head, whose refreshes are the
+    largest messages; -1 for `tsr_power_iterations`.
+    """
+
     tsr_scale: float = 0.75
     """TSRAdam: factor α on the lifted update of compressed matrices (0.5 at 60M in the paper)."""
 
@@ -94,7 +100,16 @@ class Optimizer:
     """
 
     tsr_stagger: bool = False
-    """TSRAdam: spread the matrices' refreshes, except the first, over the interval."""
+    """
+    TSRAdam: spread the matrices' refreshes over the interval, such that the most expensive step
+    sends little; the first ones too with `tsr_start = "random"`.
+    """
+
+    tsr_start: Literal["gradient", "random"] = "gradient"
+    """
+    TSRAdam: bases before a matrix's first regular refresh: those of the first step's gradient, for
+    which all matrices refresh in the first step, or random ones without communication ('random').
+    """
 
     tsr_core_dtype: Literal["float32", "bfloat16"] = "float32"
     """TSRAdam: dtype of the cores in the all-reduce; they are stored in fp32."""
@@ -114,8 +129,11 @@ class Optimizer:
     tsr_compress_head: bool = False
     """TSRAdam: compress the language-model head like a linear."""
 
-    tsr_overlap_buckets: int = 1
-    """TSRAdam: number of all-reduces for the cores; each starts once its cores are projected."""
+    tsr_overlap_buckets: int = 4
+    """
+    TSRAdam: number of all-reduces for the cores, and of those for dense gradients; each starts
+    during backward, once its gradients are there. With 1, both start after backward.
+    """
 
     tsr_seed: int = 0
     """TSRAdam: seed of the sketches."""

@@ -186,7 +186,7 @@ def optimizer_traffic(run: Run, pp_rank: int, refreshing: Collection[int]) -> li
     matrices = [_matrix(run, name, shapes[name]) for name in tsr_names(run, pp_rank)]
     dense = [
         prod(sharded(shape, run.shard))
-        for name, shape in shapes.items()
+        for name, shape in reversed(shapes.items())
         if name not in run.tsr_plans
     ]
     step = TSRStep(
@@ -202,8 +202,8 @@ def optimizer_traffic(run: Run, pp_rank: int, refreshing: Collection[int]) -> li
 
 
 def tsr_names(run: Run, pp_rank: int) -> list[str]:
-    """Return the names of a rank's compressed matrices."""
-    return [name for name in _local_shapes(run, pp_rank) if name in run.tsr_plans]
+    """Return the names of a rank's compressed matrices, in the order of backward."""
+    return [name for name in reversed(_local_shapes(run, pp_rank)) if name in run.tsr_plans]
 
 
 def average_optimizer_traffic(run: Run, pp_rank: int) -> list[Traffic]:
@@ -245,4 +245,5 @@ def _matrix(run: Run, name: str, local: tuple[int, ...]) -> TSRMatrix:
         tuple(splits[rows]),
         tuple(splits[columns]),
         plan.two_sided,
+        plan.power_iterations,
     )

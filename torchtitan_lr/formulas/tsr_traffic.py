@@ -2,14 +2,14 @@
 """Collectives of one TSR-Adam step in closed form.
 
 A step without refresh sums cores over each mesh dimension that splits a matrix and over the
-replicas, in one call per bucket, and dense gradients over the replicas. A refresh adds the sketches
-Y, Z and B (`randomized_svd`), the triangles of the QR factorizations, and checksums, in rounds
-shared by all refreshing matrices. Elements are counted like in the ledger.
+replicas, in one call per bucket, and dense gradients over the replicas likewise. A refresh adds the
+sketches Y, Z and B (`randomized_svd`), the triangles of the QR factorizations, and checksums, in
+rounds shared by the refreshing matrices with equal q. Elements are counted like in the ledger.
 """
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil, prod
 
@@ -35,6 +35,7 @@ class TSRMatrix:
         row_split: Mesh dimensions that split the rows.
         column_split: Mesh dimensions that split the columns.
         two_sided: Whether the core is r×r (or else r×n).
+        power_iterations: q of this matrix; None for the step's.
     """
 
     rows: int
@@ -44,6 +45,7 @@ class TSRMatrix:
     row_split: tuple[str, ...] = ()
     column_split: tuple[str, ...] = ()
     two_sided: bool = True
+    power_iterations: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class TSRStep:
         power_iterations: q.
         refresh: ``auto``, ``sketch`` or ``dense``.
         rotates: Whether moments are rotated into new bases.
-        buckets: Number of all-reduces for the cores.
+        buckets: Number of all-reduces for the cores, and of those for dense gradients.
     """
 
     power_iterations: int = 1
@@ -133,9 +135,9 @@ def tsr_traffic(
     """Return the optimizer's collectives in one step, on the rank with the largest blocks.
 
     Args:
-        matrices: The compressed matrices, in the optimizer's order.
+        matrices: The compressed matrices, in the order of backward: the last module first.
         refreshing: Indices of those that refresh.
-        dense: Elements of a rank's part of every other parameter.
+        dense: Elements of a rank's part of every other parameter, in the same order.
         mesh: The mesh of the run.
         step: Settings of the step.
 
@@ -147,11 +149,14 @@ def tsr_traffic(
     fresh = [matrices[i] for i in sorted(refreshing)]
     rows = _cores(plain, mesh, step)
     whole = [*dense, *(prod(_block(m, mesh)) for m in fresh if _is_dense(m, mesh, step))]
-    for bucket in bucket_runs(whole, BUCKET_ELEMENTS):
+    most = min(BUCKET_ELEMENTS, ceil(sum(whole) / step.buckets))
+    for bucket in bucket_runs(whole, most):
         rows += _over_replicas("gradient", sum(whole[i] for i in bucket), mesh)
     sizes = [sum(_block(m, mesh)) * m.width for m in fresh]
     for bucket in bucket_runs(sizes, BUCKET_ELEMENTS):
-        rows += _refresh([fresh[i] for i in bucket], mesh, step)
+        for q in {_iterations(fresh[i], step) for i in bucket}:
+            alike = [fresh[i] for i in bucket if _iterations(fresh[i], step) == q]
+            rows += _refresh(alike, mesh, replace(step, power_iterations=q))
     rows += [_row("all_reduce", "norm", 1, dim) for dim in mesh.sharding]
     if mesh.stages > 1:
         rows.append(_row("all_reduce", "norm", 1, "pp"))
@@ -241,4 +246,10 @@ def _split(matrix: TSRMatrix, axis: str) -> tuple[str, ...]:
 
 
 def _is_dense(matrix: TSRMatrix, mesh: TSRMesh, step: TSRStep) -> bool:
-    return refresh_is_dense(*_block(matrix, mesh), matrix.width, step)
+    own = replace(step, power_iterations=_iterations(matrix, step))
+    return refresh_is_dense(*_block(matrix, mesh), matrix.width, own)
+
+
+def _iterations(matrix: TSRMatrix, step: TSRStep) -> int:
+    q = matrix.power_iterations
+    return step.power_iterations if q is None else q

@@ -2,8 +2,8 @@
 """Gradient synchronisation between backward and the optimizer step.
 
 There are two implementations. In the first, FSDP or DDP reduces the gradients and leaves them in
-``parameter.grad``. In the second, the optimizer (TSR-Adam) takes them from ``parameter.grad`` after
-each micro-batch and reduces them itself.
+``parameter.grad``. In the second, the optimizer (TSR-Adam) takes them from there during
+backward and reduces them itself.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,11 @@ from torchtitan_lr.training.grad_norm import square_share
 class Gradients(Protocol):
     """The gradients of one step; call the methods in this order."""
 
+    def prepare(self, last: bool) -> None:
+        """Start a micro-batch, before its forward pass; ``last`` marks the step's last."""
+
     def accumulate(self, last: bool) -> None:
-        """Accumulate the gradients of one micro-batch; ``last`` marks the step's last."""
+        """Accumulate the gradients of one micro-batch, after its backward pass."""
 
     def share(self) -> Tensor:
         """Reduce the gradients that the optimizer will use.
@@ -52,6 +55,9 @@ class StoredGradients:
 
     def __init__(self, model_parts: Sequence[nn.Module], pp_mesh: DeviceMesh | None) -> None:
         self.model_parts, self.pp_mesh = model_parts, pp_mesh
+
+    def prepare(self, last: bool) -> None:
+        """Do nothing: FSDP or DDP has its own hooks."""
 
     def accumulate(self, last: bool) -> None:
         """Do nothing: autograd accumulates in ``parameter.grad``."""

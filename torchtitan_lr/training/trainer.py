@@ -258,6 +258,7 @@ class Trainer(titan_train.Trainer):
         for index, (input_dict, labels) in enumerate(microbatches):
             last = index == len(microbatches) - 1
             synchronize_gradients(self.model_parts, last)
+            self._gradients.prepare(last)
             loss = self.forward_backward_step(
                 input_dict={k: v.to(self.device, non_blocking=True) for k, v in input_dict.items()},
                 labels=labels.to(self.device, non_blocking=True),

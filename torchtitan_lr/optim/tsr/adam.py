@@ -77,30 +77,31 @@ def tsr_adam_step(
         steps_done: Steps before this one.
 
     Yields:
-        None before each micro-batch's gradients: send whether it is the last micro-batch. None once
-        more when the sums of all cores have started. Then `Synchronized`: send the
-        `AdamHyperparameters` of every stack.
+        None before each micro-batch's backward: send whether it is the last micro-batch. None
+        during backward: send the `Place` of a parameter whose gradient is there, or None at the
+        end of the micro-batch. None once more when all sums have started. Then `Synchronized`: send
+        the `AdamHyperparameters` of every stack.
     """
     due = [stack.due(steps_done) for stack in stacks]
-    cores = synchronizer.zero_cores()
-    sums = []
+    cores = synchronizer.begin(due)
     is_last = False
     while not is_last:
         is_last = yield None
-        # C ← C + UᵀGV, then free G. A matrix that refreshes keeps its gradient until all
-        # micro-batches are accumulated.
-        for bucket in synchronizer.core_buckets(due):
-            for s, i in bucket:
-                if stacks[s].has_gradient(i):
-                    project(stacks[s].take_gradient(i), *stacks[s].bases(i), out=cores[s][i])
+        while (place := (yield None)) is not None:
+            # C ← C + UᵀGV, then free G. A matrix that refreshes keeps its gradient until all
+            # micro-batches are accumulated.
+            synchronizer.receive(place)
+            if synchronizer.is_projected(place):
+                s, i = place
+                stack: MatrixStack = stacks[s]
+                project(stack.take_gradient(i), *stack.bases(i), out=cores[s][i])
             if is_last:
-                sums += synchronizer.start_core_sum(bucket)
-    yield None
+                synchronizer.ready(place)
     # C ← ΣC over the ranks.
-    for pending in sums:
-        pending.wait()
+    synchronizer.start_rest()
+    yield None
+    gradients = synchronizer.finish_sums()
     # Refresh: U, Σ, V ← rSVD(ΣG); then the core C = UᵀGV is Σ itself.
-    gradients = synchronizer.sum_gradients(due)
     refreshes = synchronizer.new_bases(due)
     norm = synchronizer.norm(due, refreshes, gradients)
     tensors = [synchronizer.all_cores, *(refresh.core for refresh in refreshes), *gradients]

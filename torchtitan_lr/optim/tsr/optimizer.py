@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """TSR-Adam as a torch optimizer and a torchtitan container: state, checkpoints, schedule."""
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ from torchtitan_lr.optim.tsr.adam import (
     TSRStep,
     tsr_adam_step,
 )
+from torchtitan_lr.optim.tsr.early_sums import DENSE, Place
 from torchtitan_lr.optim.tsr.layout import derived, mesh_groups, shard_dims
 from torchtitan_lr.optim.tsr.mesh_sync import ReductionGroups
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
@@ -170,7 +172,8 @@ class TSRAdam(Optimizer):
 class TSROptimizers(OptimizersContainer):
     """TSR-Adam for all model parts of a rank, with one exchange for all their cores.
 
-    The trainer calls `accumulate` after each micro-batch, then `synchronize`, `clip` and `step`.
+    The trainer calls `prepare` before and `accumulate` after each micro-batch, then `synchronize`,
+    `clip` and `step`.
 
     Args:
         model_parts: The pipeline stages of this rank (one without pipelining).
@@ -198,8 +201,14 @@ class TSROptimizers(OptimizersContainer):
         stacks = [stack for optimizer in self.optimizers for stack in optimizer.stacks]
         dense = [(p, _splits(p, order)) for optimizer in self.optimizers for p in optimizer.dense]
         reduction = ReductionGroups(groups, replicas, stages)
-        self.synchronizer = Synchronizer(stacks, dense, reduction, settings)
+        places = _places(stacks, [parameter for parameter, _ in dense])
+        # Backward runs from the last module to the first.
+        backward = [places[parameter] for parameter in reversed(parameters)]
+        self.synchronizer = Synchronizer(stacks, dense, reduction, settings, backward)
         self._step: TSRStep | None = None
+        self._in_microbatch = False
+        for parameter, place in places.items():
+            parameter.register_post_accumulate_grad_hook(_hook(self, place))
         self._synchronized: Synchronized | None = None
         self._counts_before: list[Tensor] = []
         init_optimizer_container(self, parameters, defaults)
@@ -207,14 +216,18 @@ class TSROptimizers(OptimizersContainer):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Drop all gradients, and the cores and bases of an abandoned step."""
+        self.synchronizer.drop()
         super().zero_grad(*args, **kwargs)
         self._step = self._synchronized = None
+        self._in_microbatch = False
 
     @torch.no_grad()
-    def accumulate(self, last: bool) -> None:
-        """Accumulate the gradients of one micro-batch.
+    def prepare(self, last: bool) -> None:
+        """Start a micro-batch: from now on backward's gradients are used as they arrive.
 
-        Without a refresh in this step, only the core of a matrix is kept.
+        Without a refresh in this step, only the core of a matrix is kept. FSDP2 calls the hooks
+        after its reduce-scatter. Where no hook runs (a pipeline schedule that splits backward),
+        `accumulate` finds the gradients.
 
         Args:
             last: Whether this is the step's last micro-batch.
@@ -224,6 +237,30 @@ class TSROptimizers(OptimizersContainer):
             self._step = tsr_adam_step(stacks, self.synchronizer, steps_done)
             next(self._step)
         self._step.send(last)
+        self._in_microbatch = True
+
+    @torch.no_grad()
+    def gradient_arrived(self, place: Place) -> None:
+        """Project a gradient of backward and start sums; do nothing outside a micro-batch."""
+        if self._in_microbatch:
+            assert self._step is not None
+            self._step.send(place)
+
+    @torch.no_grad()
+    def accumulate(self, last: bool) -> None:
+        """Finish a micro-batch: accumulate the gradients that no hook has seen.
+
+        Args:
+            last: As given to `prepare`, which need not have been called.
+        """
+        if not self._in_microbatch:
+            self.prepare(last)
+        assert self._step is not None
+        for place in self.synchronizer.order:
+            if self.synchronizer.is_projected(place):
+                self._step.send(place)
+        self._in_microbatch = False
+        self._step.send(None)
 
     @torch.no_grad()
     def synchronize(self) -> Tensor:
@@ -284,13 +321,33 @@ class TSROptimizers(OptimizersContainer):
         return nonfinite_gradient(self.model_parts) or self.synchronizer.nonfinite()
 
 
+def _places(stacks: Sequence[MatrixStack], dense: Sequence[Tensor]) -> dict[Tensor, Place]:
+    """Return the place of every parameter."""
+    places = {parameter: (DENSE, index) for index, parameter in enumerate(dense)}
+    for number, stack in enumerate(stacks):
+        places |= {parameter: (number, i) for i, parameter in enumerate(stack.parameters)}
+    return places
+
+
+def _hook(optimizers: TSROptimizers, place: Place) -> Callable[[Tensor], None]:
+    """Return a parameter's hook, which does not keep the optimizers alive."""
+    reference = weakref.ref(optimizers)
+
+    def hook(_: Tensor) -> None:
+        owner = reference()
+        if owner is not None:
+            owner.gradient_arrived(place)
+
+    return hook
+
+
 def _build_stacks(
     matrices: Sequence[tuple[MatrixPlan, Tensor]], order: Sequence[str], settings: TSRSettings
 ) -> list[MatrixStack]:
     """Stack the matrices that have the same shape, rank and layout."""
     alike: dict[Any, list[tuple[MatrixPlan, Tensor]]] = defaultdict(list)
     for plan, parameter in matrices:
-        shape = (plan.rows, plan.columns, plan.rank, plan.transposed)
+        shape = (plan.rows, plan.columns, plan.rank, plan.power_iterations, plan.transposed)
         layout = layout_of(parameter, plan, order)
         key = (shape, layout, local_part(parameter).shape, parameter.dtype)
         alike[key].append((plan, parameter))

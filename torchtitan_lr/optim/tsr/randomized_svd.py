@@ -113,7 +113,7 @@ def randomized_svd(
         sketches: Ω (b, n, k), the rows of the common random draw for this rank's columns.
         settings: Rank, width, and how the gradients are split.
         earlier: The previous bases U (b, m, r) and V (b, n, r); V is None if that side is not
-            projected. Zeros before the first refresh.
+            projected. Zeros, or random, before the first refresh.
 
     Yields:
         Requests; see the module's docstring.
@@ -225,10 +225,36 @@ def draw_sketches(
     return torch.stack([_draw(f"{seed}:{name}:{index}", size, like) for name, index in keys])
 
 
+def draw_basis(key: str, size: tuple[int, int]) -> Tensor:
+    """Draw an orthonormal basis that is the same in every bit on any machine and device.
+
+    Rows are dealt to the columns in a random order and get a random sign. The columns do not
+    overlap, so they are orthogonal without a factorization, and every row belongs to one.
+
+    Args:
+        key: Selects the random stream.
+        size: m and r ≤ m.
+
+    Returns:
+        (m, r) in fp64, on the CPU; each column has ⌊m/r⌋ or ⌈m/r⌉ entries of equal magnitude.
+    """
+    rows, rank = size
+    generator = torch.Generator().manual_seed(_seed(key))
+    columns = torch.randperm(rows, generator=generator).remainder(rank)
+    signs = 1.0 - 2.0 * torch.randint(2, (rows,), generator=generator).to(torch.float64)
+    counts = torch.bincount(columns, minlength=rank).to(torch.float64)
+    basis = torch.zeros(size, dtype=torch.float64)
+    basis[torch.arange(rows), columns] = signs / counts.sqrt()[columns]
+    return basis
+
+
 def _draw(key: str, size: tuple[int, int], like: Tensor) -> Tensor:
-    digest = hashlib.sha256(key.encode()).digest()
-    generator = torch.Generator(like.device).manual_seed(int.from_bytes(digest[:7], "big"))
+    generator = torch.Generator(like.device).manual_seed(_seed(key))
     return torch.randn(size, generator=generator, dtype=like.dtype, device=like.device)
+
+
+def _seed(key: str) -> int:
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
 
 
 def _sum(tensor: Tensor, axis: Axis, replicas: bool) -> Steps[Tensor]:

@@ -7,12 +7,12 @@ same matrices.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.optim.tsr.sizes import sketch_width
+from torchtitan_lr.optim.tsr.sizes import refresh_is_dense, sketch_width
 
 EMBEDDING = "tok_embeddings.weight"
 """The embedding, which has its own rank and interval."""
@@ -29,18 +29,20 @@ class TSRSettings:
     refresh_interval: int = 100
     oversampling: int = 5
     power_iterations: int = 1
+    vocabulary_power_iterations: int = -1
     scale: float = 0.75
     embedding_rank: int = 64
     embedding_refresh_interval: int = 100
     moments: Literal["keep", "rotate", "reset"] = "rotate"
     refresh: Literal["auto", "sketch", "dense"] = "auto"
     stagger: bool = False
+    start: Literal["gradient", "random"] = "gradient"
     core_dtype: Literal["float32", "bfloat16"] = "float32"
     projection: Literal["two_sided", "one_sided"] = "two_sided"
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()
     compress_head: bool = False
-    overlap_buckets: int = 1
+    overlap_buckets: int = 4
     seed: int = 0
 
     @classmethod
@@ -61,12 +63,14 @@ class MatrixPlan:
         columns: n in that orientation.
         rank: r.
         width: k, columns of its sketch.
+        power_iterations: q of its refreshes.
         interval: Steps between refreshes.
         offset: Refreshes happen this many steps after each multiple of the interval.
         two_sided: Whether both sides are projected.
         transposed: Whether rows and columns are those of the transposed parameter. A one-sided
             projection compresses the shorter side, which is always called rows here. A square
             parameter is transposed, because the published GaLore code projects it on the right.
+        waits: Whether random bases are used until the first refresh; else it is in the first step.
     """
 
     name: str
@@ -74,19 +78,22 @@ class MatrixPlan:
     columns: int
     rank: int
     width: int
+    power_iterations: int
     interval: int
     offset: int
     two_sided: bool
     transposed: bool
+    waits: bool = False
 
     def is_due(self, step: int, refreshes: int) -> bool:
         """Return whether a step refreshes the bases.
 
         Args:
             step: Steps done so far.
-            refreshes: Refreshes done so far; at 0 there are no bases yet.
+            refreshes: Refreshes done so far.
         """
-        return refreshes == 0 or step % self.interval == self.offset
+        has_bases = self.waits or refreshes > 0
+        return not has_bases or step % self.interval == self.offset
 
 
 def plan_matrices(
@@ -108,14 +115,33 @@ def plan_matrices(
     if not chosen:
         want = "patterns that leave a matrix to compress"
         raise ConfigError("optimizer.tsr_include", list(settings.include), want)
-    ranked: dict[str, list[str]] = {"embedding": [], "linear": []}
-    for name in chosen:
-        ranked["embedding" if name == EMBEDDING else "linear"].append(name)
-    plans = {}
-    for kind, names in ranked.items():
-        for place, name in enumerate(names):
-            plans[name] = _plan(name, matrices[name], kind, (place, len(names)), settings)
-    return plans
+    # The embedding first: its rank and interval are its own.
+    chosen.sort(key=lambda name: name != EMBEDDING)
+    plans = {name: _plan(name, matrices[name], settings) for name in chosen}
+    return _stagger(plans, settings) if settings.stagger else plans
+
+
+def _stagger(plans: Mapping[str, MatrixPlan], settings: TSRSettings) -> dict[str, MatrixPlan]:
+    """Spread refreshes over their interval, so that the most expensive step sends little.
+
+    The matrices of one interval are placed in turn, the most expensive first, each in the step
+    that has sent least so far (the first of equals).
+    """
+    loads: dict[int, list[int]] = {plan.interval: [0] * plan.interval for plan in plans.values()}
+    offsets = {}
+    for name in sorted(plans, key=lambda name: -_refresh_cost(plans[name], settings)):
+        load = loads[plans[name].interval]
+        offsets[name] = load.index(min(load))
+        load[offsets[name]] += _refresh_cost(plans[name], settings)
+    return {name: replace(plan, offset=offsets[name]) for name, plan in plans.items()}
+
+
+def _refresh_cost(plan: MatrixPlan, settings: TSRSettings) -> int:
+    """Return the elements of a refresh, by the sizes of the whole matrix."""
+    sides = (plan.rows, plan.columns)
+    if refresh_is_dense(*sides, plan.width, plan.power_iterations, settings.refresh):
+        return plan.rows * plan.columns
+    return (1 + plan.power_iterations) * sum(sides) * plan.width
 
 
 def _is_chosen(name: str, settings: TSRSettings) -> bool:
@@ -127,22 +153,30 @@ def _is_chosen(name: str, settings: TSRSettings) -> bool:
     return included and not any(fnmatchcase(name, pattern) for pattern in settings.exclude)
 
 
-def _plan(
-    name: str, shape: Sequence[int], kind: str, place: tuple[int, int], settings: TSRSettings
-) -> MatrixPlan:
-    prefix = "embedding_" if kind == "embedding" else ""
+def _plan(name: str, shape: Sequence[int], settings: TSRSettings) -> MatrixPlan:
+    prefix = "embedding_" if name == EMBEDDING else ""
     rank = getattr(settings, f"{prefix}rank")
-    interval = getattr(settings, f"{prefix}refresh_interval")
     if rank > min(shape):
         want = f"at most {min(shape)}, the shorter side of {name} {tuple(shape)}"
         raise ConfigError(f"optimizer.tsr_{prefix}rank", rank, f"{want}, or to exclude it")
     two_sided = settings.projection == "two_sided"
     transposed = not two_sided and shape[0] >= shape[1]
     rows, columns = reversed(shape) if transposed else shape
-    index, count = place
-    offset = index * interval // count if settings.stagger else 0
     width = sketch_width(rows, columns, rank, settings.oversampling)
-    return MatrixPlan(name, rows, columns, rank, width, interval, offset, two_sided, transposed)
+    own = settings.vocabulary_power_iterations
+    return MatrixPlan(
+        name,
+        rows,
+        columns,
+        rank,
+        width,
+        own if own >= 0 and name in (EMBEDDING, HEAD) else settings.power_iterations,
+        getattr(settings, f"{prefix}refresh_interval"),
+        offset=0,
+        two_sided=two_sided,
+        transposed=transposed,
+        waits=settings.start == "random",
+    )
 
 
 def _check_patterns(settings: TSRSettings, matrices: Mapping[str, Sequence[int]]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.optim.tsr.layout import Layout, derived, own_part, shard_dims
-from torchtitan_lr.optim.tsr.randomized_svd import draw_sketches
+from torchtitan_lr.optim.tsr.randomized_svd import draw_basis, draw_sketches
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings
 from torchtitan_lr.optim.tsr.sizes import largest_block, refresh_is_dense
 
@@ -78,6 +78,8 @@ class MatrixStack:
         self.average_square = torch.zeros_like(self.average)
         self.ages = torch.zeros(b, dtype=torch.int64)
         self.refreshes = torch.zeros(b, dtype=torch.int64)
+        if self.plan.waits:
+            self._draw_bases()
 
     def __len__(self) -> int:
         return len(self.plans)
@@ -154,12 +156,11 @@ class MatrixStack:
             ranks: Size of every mesh dimension of the run. Blocks are counted with padding, so that
                 the result is equal on all ranks.
         """
-        settings = self.settings
         return refresh_is_dense(
             *self._largest_block(ranks),
             self.plan.width,
-            settings.power_iterations,
-            settings.refresh,
+            self.plan.power_iterations,
+            self.settings.refresh,
         )
 
     def sketch_size(self, ranks: Sequence[int]) -> int:
@@ -173,6 +174,17 @@ class MatrixStack:
     def _largest_block(self, ranks: Sequence[int]) -> tuple[int, int]:
         rows = largest_block(self.plan.rows, (ranks[dim] for dim in self.layout.rows))
         return rows, largest_block(self.plan.columns, (ranks[d] for d in self.layout.columns))
+
+    def _draw_bases(self) -> None:
+        """Set the bases that are used until the first refresh; each rank draws its own rows."""
+        sides = [("left", self.left, self.plan.rows, self.row_dim)]
+        if self.right is not None:
+            sides.append(("right", self.right, self.plan.columns, self.column_dim))
+        for side, bases, rows, dim in sides:
+            for plan, parameter, basis in zip(self.plans, self.parameters, bases, strict=True):
+                key = f"{self.settings.seed}:{plan.name}:{side}"
+                full = draw_basis(key, (rows, plan.rank))
+                basis.copy_(own_part(parameter, full, {dim: 0}))
 
     def _oriented(self, matrix: Tensor) -> Tensor:
         return matrix.mT if self.plan.transposed else matrix

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchtitan.tools.logging import logger
 
 from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.optim.tsr.early_sums import DENSE, EarlySums, Place
 from torchtitan_lr.optim.tsr.mesh_sync import (
     PendingSum,
     ReductionGroups,
@@ -25,9 +26,6 @@ from torchtitan_lr.optim.tsr.randomized_svd import SVD, SketchSettings, Steps, S
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.optim.tsr.sizes import BUCKET_ELEMENTS, split_buckets
 from torchtitan_lr.optim.tsr.stack import MatrixStack, Refresh
-
-Matrix = tuple[int, int]
-"""Number of a stack, and index of the matrix in it."""
 
 Due = Sequence[Sequence[int]]
 """The matrices that refresh in this step, by stack."""
@@ -55,6 +53,7 @@ class Synchronizer:
         dense: The other parameters, each with the mesh dimensions that shard it.
         groups: The process groups.
         settings: The settings.
+        order: All parameters in the order in which backward is expected to produce gradients.
 
     Attributes:
         all_cores: All cores of a step in one buffer, which one call clears, scales or sends.
@@ -67,8 +66,12 @@ class Synchronizer:
         dense: Sequence[tuple[Tensor, tuple[int, ...]]],
         groups: ReductionGroups,
         settings: TSRSettings,
+        order: Sequence[Place],
     ) -> None:
         self.stacks, self.dense, self.groups, self.settings = stacks, dense, groups, settings
+        self.order = order
+        self._projected: set[Place] = set()
+        self._sums: EarlySums | None = None
         sizes = [stack.average.numel() for stack in stacks]
         # A pipeline stage may have no compressed matrix.
         like = stacks[0].average if stacks else local_part(dense[0][0])
@@ -76,58 +79,71 @@ class Synchronizer:
         parts = self.all_cores.split(sizes)
         self.cores = [p.view(s.average.shape) for s, p in zip(stacks, parts, strict=True)]
 
-    def zero_cores(self) -> list[Tensor]:
-        """Zero the cores for a new step and return them by stack; the memory is reused."""
-        self.all_cores.zero_()
-        return self.cores
-
-    def core_buckets(self, due: Due) -> list[list[Matrix]]:
-        """Split the matrices that keep their bases into about ``tsr_overlap_buckets`` buckets."""
-        plain = self._plain(due)
-        sizes = [self.cores[stack][0].numel() for stack, _ in plain]
-        limit = -(-sum(sizes) // self.settings.overlap_buckets)
-        return [[plain[i] for i in bucket] for bucket in split_buckets(sizes, limit)]
-
-    def start_core_sum(self, bucket: Sequence[Matrix]) -> list[PendingSum]:
-        """Sum cores over the shards, and start their sum over the replicas, if any."""
-        dtype = torch.bfloat16 if self.settings.core_dtype == "bfloat16" else None
-        for dim, group in enumerate(self.groups.shards):
-            # A one-sided core stays sharded along its long side.
-            split = []
-            for number, index in bucket:
-                stack = self.stacks[number]
-                splits = (*stack.layout.rows, *stack.layout.columns)
-                if dim in splits and dim not in stack.core_dims:
-                    split.append((number, index))
-            sum_over(self._core_tensors(split), group, dtype)
-        if self.groups.replicas is None:
-            return []
-        return [PendingSum(self._core_tensors(bucket), self.groups.replicas, dtype)]
-
-    def sum_gradients(self, due: Due) -> list[Tensor]:
-        """Sum dense gradients over the replicas, in place.
+    def begin(self, due: Due) -> list[Tensor]:
+        """Zero the cores for a new step and plan its sums; the memory is reused.
 
         Args:
-            due: The matrices that refresh; those with a dense refresh are summed here too.
+            due: The matrices that refresh in this step.
+
+        Returns:
+            The cores by stack.
+        """
+        self.drop()
+        self.all_cores.zero_()
+        self._projected = set(self._plain(due))
+        # A pipeline runs backward several times before a gradient is complete.
+        early = self.groups.stages is None and self.settings.overlap_buckets > 1
+        buckets = [*self._core_buckets(), *self._dense_buckets(due)]
+        self._sums = EarlySums(buckets, self.order, self._start_sum, early)
+        return self.cores
+
+    def drop(self) -> None:
+        """Wait for what an abandoned step has started."""
+        if self._sums is not None:
+            self._sums.wait()
+
+    def receive(self, place: Place) -> None:
+        """Note a gradient that backward has produced.
+
+        FSDP's gradients of one unit share their memory. A small one that is kept is copied, so that
+        it does not keep the large ones alive.
+
+        Raises:
+            RuntimeError: The sum that it belongs to has already started.
+        """
+        assert self._sums is not None
+        if self._sums.has_started(place) and self._parameter(place).grad is not None:
+            raise RuntimeError(
+                "a parameter received a second gradient after its sum over the replicas had "
+                "started; set optimizer.tsr_overlap_buckets = 1"
+            )
+        if place[0] == DENSE:
+            _leave_shared_memory(self._parameter(place))
+
+    def is_projected(self, place: Place) -> bool:
+        """Return whether a parameter has a gradient that is now to be projected and freed."""
+        number, index = place
+        return place in self._projected and self.stacks[number].has_gradient(index)
+
+    def ready(self, place: Place) -> None:
+        """Mark a parameter that has its last gradient, and start the sums that are complete."""
+        assert self._sums is not None
+        self._sums.ready(place)
+
+    def start_rest(self) -> None:
+        """Start the sums that have not started."""
+        assert self._sums is not None
+        self._sums.start_rest()
+
+    def finish_sums(self) -> list[Tensor]:
+        """Wait for all sums.
 
         Returns:
             The gradient of every dense parameter, in order: this rank's parts.
         """
-        dense = [_whole_gradient(parameter) for parameter, _ in self.dense]
-        refreshing = [
-            _whole_gradient(self.stacks[job.stack].parameters[index])
-            for job in self._jobs(due)
-            if job.dense
-            for index in job.indices
-        ]
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for gradient in dense + refreshing:
-            by_dtype.setdefault(gradient.dtype, []).append(gradient)
-        for same in by_dtype.values():
-            sizes = [gradient.numel() for gradient in same]
-            for bucket in split_buckets(sizes, BUCKET_ELEMENTS):
-                sum_over([same[i] for i in bucket], self.groups.replicas)
-        return dense
+        assert self._sums is not None
+        self._sums.wait()
+        return [_whole_gradient(parameter) for parameter, _ in self.dense]
 
     def new_bases(self, due: Due) -> list[Refresh]:
         """Decompose the gradients of the matrices that are due.
@@ -162,7 +178,56 @@ class Synchronizer:
                     return plan.name
         return None
 
-    def _plain(self, due: Due) -> list[Matrix]:
+    def _core_buckets(self) -> list[list[Place]]:
+        """Split the matrices that keep their bases into about ``tsr_overlap_buckets`` buckets."""
+        plain = [place for place in self.order if place in self._projected]
+        return self._split(plain, [self.cores[stack][0].numel() for stack, _ in plain])
+
+    def _dense_buckets(self, due: Due) -> list[list[Place]]:
+        """Split the dense parameters, and the matrices with a dense refresh, by dtype and size."""
+        places = [place for place in self.order if place[0] == DENSE]
+        places += [(job.stack, i) for job in self._jobs(due) if job.dense for i in job.indices]
+        by_dtype: dict[torch.dtype, list[Place]] = {}
+        for place in places:
+            by_dtype.setdefault(self._parameter(place).dtype, []).append(place)
+        buckets = []
+        for same in by_dtype.values():
+            sizes = [local_part(self._parameter(place)).numel() for place in same]
+            buckets += self._split(same, sizes, BUCKET_ELEMENTS)
+        return buckets
+
+    def _split(
+        self, places: Sequence[Place], sizes: Sequence[int], most: int | None = None
+    ) -> list[list[Place]]:
+        limit = -(-sum(sizes) // self.settings.overlap_buckets)
+        limit = limit if most is None else min(limit, most)
+        return [[places[i] for i in bucket] for bucket in split_buckets(sizes, limit)]
+
+    def _start_sum(self, bucket: Sequence[Place]) -> list[PendingSum]:
+        if bucket[0] in self._projected:
+            return self._start_core_sum(bucket)
+        gradients = [_whole_gradient(self._parameter(place)) for place in bucket]
+        if self.groups.replicas is None:
+            return []
+        return [PendingSum(gradients, self.groups.replicas)]
+
+    def _start_core_sum(self, bucket: Sequence[Place]) -> list[PendingSum]:
+        """Sum cores over the shards, and start their sum over the replicas, if any."""
+        dtype = torch.bfloat16 if self.settings.core_dtype == "bfloat16" else None
+        for dim, group in enumerate(self.groups.shards):
+            # A one-sided core stays sharded along its long side.
+            split = []
+            for number, index in bucket:
+                stack = self.stacks[number]
+                splits = (*stack.layout.rows, *stack.layout.columns)
+                if dim in splits and dim not in stack.core_dims:
+                    split.append((number, index))
+            sum_over(self._core_tensors(split), group, dtype)
+        if self.groups.replicas is None:
+            return []
+        return [PendingSum(self._core_tensors(bucket), self.groups.replicas, dtype)]
+
+    def _plain(self, due: Due) -> list[Place]:
         """Return the matrices that keep their bases in this step."""
         return [
             (number, index)
@@ -171,7 +236,11 @@ class Synchronizer:
             if index not in due[number]
         ]
 
-    def _core_tensors(self, matrices: Sequence[Matrix]) -> list[Tensor]:
+    def _parameter(self, place: Place) -> Tensor:
+        number, index = place
+        return self.dense[index][0] if number == DENSE else self.stacks[number].parameters[index]
+
+    def _core_tensors(self, matrices: Sequence[Place]) -> list[Tensor]:
         if len(matrices) == sum(len(stack) for stack in self.stacks):
             return [self.all_cores]  # no copy: the buffer itself is sent
         return [self.cores[number][index] for number, index in matrices]
@@ -184,15 +253,22 @@ class Synchronizer:
         ]
 
     def _rounds(self, due: Due) -> list[list[Job]]:
-        """Split the matrices that refresh into rounds whose sketches fit into one bucket."""
+        """Split the matrices that refresh into rounds whose sketches fit into one bucket.
+
+        Matrices of one round make the same number of power iterations.
+        """
         flat = [(job, index) for job in self._jobs(due) for index in job.indices]
         sizes = [self.stacks[job.stack].sketch_size(self.groups.sizes) for job, _ in flat]
-        rounds = []
+        rounds: list[list[Job]] = []
         for bucket in split_buckets(sizes, BUCKET_ELEMENTS):
             jobs: dict[int, Job] = {}
             for job, index in (flat[i] for i in bucket):
                 jobs.setdefault(job.stack, job._replace(indices=[])).indices.append(index)
-            rounds.append(list(jobs.values()))
+            by_q: dict[int, list[Job]] = {}
+            for job in jobs.values():
+                q = self.stacks[job.stack].plan.power_iterations
+                by_q.setdefault(q, []).append(job)
+            rounds += by_q.values()
         return rounds
 
     def _decompose_all(self, jobs: Sequence[Job]) -> list[Refresh]:
@@ -220,7 +296,7 @@ class Synchronizer:
         settings = SketchSettings(
             stack.plan.rank,
             stack.plan.width,
-            self.settings.power_iterations,
+            stack.plan.power_iterations,
             mesh_dims=len(self.groups.sharding),
             replicas=self.groups.replicas is not None and not job.dense,
         )
@@ -277,3 +353,13 @@ def _whole_gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local_part(parameter.grad)
+
+
+def _leave_shared_memory(parameter: Tensor) -> None:
+    """Copy a gradient that is a small part of a buffer which other gradients share."""
+    gradient = parameter.grad
+    if gradient is None:
+        return
+    part = local_part(gradient)
+    if part.untyped_storage().nbytes() > 2 * part.nbytes:
+        parameter.grad = gradient.clone()

@@ -7,6 +7,7 @@ from torchtitan_lr.optim.tsr.randomized_svd import (
     Gather,
     SketchSettings,
     Sum,
+    draw_basis,
     draw_sketches,
     randomized_svd,
     tsqr,
@@ -179,6 +180,16 @@ def test_split_matrices_have_the_same_triplets(axis):
     right = torch.cat(right, 1) if axis == "columns" else right[0]
     torch.testing.assert_close(left, whole.left, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(right, whole.right, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [(12, 4), (13, 5), (6, 6), (7, 1)])
+def test_a_random_basis_is_orthonormal_and_covers_every_row(size):
+    basis = draw_basis("0:a:left", size)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(size[1], dtype=F64), rtol=0, atol=1e-15)
+    assert (basis != 0).sum(1).tolist() == [1] * size[0]
+    others = [draw_basis(key, size) for key in ("0:a:right", "0:b:left", "1:a:left")]
+    assert size == (7, 1) or all(not torch.equal(other, basis) for other in others)
+    assert torch.equal(draw_basis("0:a:left", size), basis)
 
 
 def test_sketches_depend_on_seed_name_and_refresh_alone():
