@@ -39,8 +39,12 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     from torchtitan.tools.logging import logger  # imported late: --help needs no torch
 
+    level = logger.level
     logger.setLevel("ERROR")
-    report = _report(options)
+    try:
+        report = _report(options)
+    finally:
+        logger.setLevel(level)
     print(json.dumps(report, indent=2) if options.json else _as_text(report))
     return 0
 

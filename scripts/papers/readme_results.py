@@ -70,7 +70,7 @@ def read_figures(text: str) -> dict[str, str]:
     """Read the tables of a page.
 
     Args:
-        text: Markdown, one table per section of level 2 at most.
+        text: Markdown. Of the tables of a section of level 2, the first one counts.
 
     Returns:
         Cells by ``section/row/column``; a row's name is its first cell.
@@ -78,8 +78,9 @@ def read_figures(text: str) -> dict[str, str]:
     figures: dict[str, str] = {}
     for section in text.split("\n## ")[1:]:
         title = section.partition("\n")[0]
-        rows = [line[1:-1].split("|") for line in section.split("\n") if line.startswith("|")]
-        lines = [[cell.strip() for cell in row] for row in rows]
+        table = re.search(r"(?m)^(\|.*\n)+", section + "\n")
+        rows = table[0].splitlines() if table else []
+        lines = [[cell.strip() for cell in row[1:-1].split("|")] for row in rows]
         for row in lines[2:]:
             for column, cell in zip(lines[0][1:], row[1:], strict=True):
                 figures[f"{title}/{row[0]}/{column}"] = cell

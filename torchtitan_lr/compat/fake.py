@@ -14,10 +14,35 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-__all__ = ["FakeTensor", "FakeTensorMode", "fake_process_group", "while_finding_shapes"]
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "fake_process_group",
+    "rms_norm_by",
+    "while_finding_shapes",
+]
+
+
+@contextmanager
+def rms_norm_by(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Replace `torch.nn.functional.rms_norm`, which an estimate counts as one kernel.
+
+    `torch.nn.RMSNorm` looks the function up at every call. If upstream calls another function, the
+    norms of a block are counted as the CPU's several kernels, and its tests fail.
+
+    Args:
+        function: Called instead, with the same arguments.
+
+    Yields:
+        The original function.
+    """
+    original = F.rms_norm
+    with patch.object(F, "rms_norm", function):
+        yield original
 
 
 @contextmanager

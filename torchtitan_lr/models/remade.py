@@ -39,7 +39,9 @@ def remakes(x: Tensor) -> bool:
 
     Without gradients they have no use, and under autocast their backward would meet two dtypes.
     """
-    return torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type)
+    device = x.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.is_grad_enabled() and not autocast
 
 
 def silu_linear(h: Tensor, weight: Tensor) -> Tensor:

@@ -206,7 +206,7 @@ def _speed(site: Site) -> Part:
 def _run(site: Site, model: str, seq_len: int, batch: int, compiled: bool, mode: str) -> Job:
     """Return a training run whose speed is measured."""
     name = f"{model} {seq_len}×{batch} {'compiled' if compiled else 'eager'}"
-    name += "" if mode == "none" else f", checkpointing {mode}"
+    name += {"none": ""}.get(mode, f", checkpointing {mode}")
     folder = site.work / "_".join(name.replace("×", " ").replace(",", "").split())
     command = [
         *(*LAUNCH, f"--job.config_file=train_configs/{model}_1b.toml"),

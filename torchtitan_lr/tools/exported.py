@@ -78,9 +78,12 @@ def read_export_args(folder: Path) -> LlamaArgs:
         own = {name: values[name] for name in ("lax_gate", "lanes", "sync_fraction")}
         own |= {name: values[name] for name in ("rank_attention", "rank_ffn")}
         rotary = values["rotary_base"], values["rotary_scaling"]
-        for activation in ACTIVATIONS if values["family"] != "svd" else ("fullrank", "none"):
+        for activation in ACTIVATIONS:
             kind = own | {"activation": activation}
-            args = _build_args(values, *rotary, values["family"], kind)
+            try:
+                args = _build_args(values, *rotary, values["family"], kind)
+            except ConfigError:  # the family does not have this activation
+                continue
             coded = build_coded_config(args, torch.float32)
             if all(coded[name] == values[name] for name in ("latent_silu", "outer_silu")):
                 return args

@@ -39,6 +39,13 @@ OURS = {
     ("tools/parity_runs.py", "FLAVORS[family]._flavors"),
     ("tools/parity_runs.py", "trainer._ledger"),
     ("tools/parity_runs.py", "from unittest.mock import patch"),
+    # Ends of the names of token ids.
+    ("data/encoding.py", "'_id'"),
+    ("tools/hf/tokenizer.py", "'_id'"),
+    # Code of exported models: transformers' documented attribute of models with checkpointing.
+    ("tools/hf/modeling_torchtitan_lr.py", "self._gradient_checkpointing_func"),
+    # CoLA's linears in transformers' model, which is built for it.
+    ("tools/peers.py", "setattr(module, name)"),
     # An attribute that a constructor which failed early has not set.
     ("training/checkpoint.py", "'_deleting'"),
 }
