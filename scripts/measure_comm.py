@@ -47,13 +47,12 @@ def measure(arguments: list[str]) -> list[dict[str, Any]]:
     """
     import torchtitan_lr.training.register  # noqa: F401
     from torchtitan_lr.config.build import build_job_config
-    from torchtitan_lr.ledger.ledger import ledger_for
     from torchtitan_lr.training.trainer import Trainer
 
     trainer = Trainer(build_job_config(arguments))
     batches = trainer.batch_generator(trainer.dataloader)
     trainer.step = 1
-    with ledger_for(trainer.parallel_dims, trainer.model_parts) as ledger:
+    with trainer.new_ledger() as ledger:
         trainer.train_step(batches)
     rows = ledger.rows()
     trainer.close()

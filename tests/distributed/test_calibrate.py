@@ -1,15 +1,17 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """``scripts/check/calibrate.py`` on ranks: the links are measured, not assumed."""
 
+import torch
+
+from tests.scripts import load_script
 from torchtitan_lr.tools.rank_pool import RankPool
 
 
 def measured_links() -> tuple[float, float]:
-    import torch
-
-    from scripts.check.calibrate import Bench, time_links
-
-    return time_links(Bench(torch.device("cpu"), torch.float32, repeats=2, megabytes=4.0))
+    script = load_script("check/calibrate")
+    return script.time_links(
+        script.Bench(torch.device("cpu"), torch.float32, repeats=5, megabytes=16.0)
+    )
 
 
 def test_links_are_timed(four_ranks: RankPool) -> None:

@@ -72,12 +72,10 @@ def measure(arguments: list[str]) -> dict[str, Any]:
 
     import torch.distributed as dist
 
-    from torchtitan_lr.ledger.ledger import ledger_for
-
     with small_trainer(arguments) as trainer:
         batches = trainer.batch_generator(trainer.dataloader)
         trainer.step = 1
-        with ledger_for(trainer.parallel_dims, trainer.model_parts) as ledger:
+        with trainer.new_ledger() as ledger:
             trainer.train_step(batches)
         sent: dict[str, dict[str, int]] = {}
         for row in ledger.rows():

@@ -13,7 +13,7 @@ elements times item size on one rank, not wire volume.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from torchtitan_lr.compat.collectives import AsyncCollectiveTensor, group_size
 from torchtitan_lr.compat.dispatch import TorchDispatchMode
 from torchtitan_lr.ledger.operations import identify
 from torchtitan_lr.ledger.overlap import Overlap
-from torchtitan_lr.ledger.scopes import ScopeTracker
+from torchtitan_lr.ledger.scopes import STEP, ScopeTracker
 from torchtitan_lr.parallel.pipeline.boundaries import boundary_of
 
 COMBINED_DIMS = ("batch", "loss")
@@ -60,13 +60,20 @@ class CommLedger(TorchDispatchMode):
         model_parts: The model, or this rank's pipeline stages.
         mesh_dims: Name of the mesh dimension by process-group name, see `mesh_dims_of`. An unknown
             group is reported under its own name.
+        step_dims: Mesh dimensions whose collectives all belong to the optimizer, also those that it
+            starts during backward.
     """
 
     supports_higher_order_operators = True  # compiled code uses one to recompute random operators
 
-    def __init__(self, model_parts: Sequence[nn.Module], mesh_dims: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        model_parts: Sequence[nn.Module],
+        mesh_dims: Mapping[str, str],
+        step_dims: Collection[str] = (),
+    ) -> None:
         super().__init__()
-        self._mesh_dims = dict(mesh_dims)
+        self._mesh_dims, self._step_dims = dict(mesh_dims), frozenset(step_dims)
         self._tracker = ScopeTracker(model_parts)
         self._sizes: dict[str, int] = {}
         self._calls: Counter[Entry] = Counter()
@@ -104,6 +111,8 @@ class CommLedger(TorchDispatchMode):
             message = boundary_of(args) if call.op in ("send", "recv") else None
             scope, pass_, recompute = (*message, False) if message else self._tracker.here()
             mesh_dim = self._mesh_dims.get(call.group, call.group)
+            if mesh_dim in self._step_dims:
+                scope, pass_, recompute = STEP, "optimizer", False
             entry = Entry(scope, pass_, call.op, mesh_dim, call.dtype, recompute)
             self._calls[entry] += 1
             self._elements[entry] += call.elements
@@ -167,16 +176,20 @@ class CommLedger(TorchDispatchMode):
         return dict(sorted(total.items()))
 
 
-def ledger_for(parallel_dims: Any, model_parts: Sequence[nn.Module]) -> CommLedger:
+def ledger_for(
+    parallel_dims: Any, model_parts: Sequence[nn.Module], step_dims: Collection[str] = ()
+) -> CommLedger:
     """Build the ledger of a torchtitan run.
 
     Args:
         parallel_dims: torchtitan's ParallelDims, for the names of the process groups.
         model_parts: The model, or this rank's pipeline stages.
+        step_dims: As for `CommLedger`.
     """
     meshes = parallel_dims.get_all_one_dimensional_meshes()
     names = sorted(meshes, key=lambda name: name in COMBINED_DIMS)
-    return CommLedger(model_parts, mesh_dims_of({name: meshes[name] for name in names}))
+    dims = mesh_dims_of({name: meshes[name] for name in names})
+    return CommLedger(model_parts, dims, step_dims)
 
 
 def mesh_dims_of(meshes: Mapping[str, Any]) -> dict[str, str]:

@@ -18,7 +18,6 @@ import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from torchtitan_lr.launch.processes import exit_without_teardown
-from torchtitan_lr.ledger.ledger import ledger_for
 from torchtitan_lr.tools.timing import MEASUREMENT_FILE
 from torchtitan_lr.train import main
 from torchtitan_lr.training.trainer import Trainer
@@ -58,7 +57,7 @@ class MeasuredTrainer(Trainer):
 
     @contextmanager
     def _ledgered(self) -> Iterator[None]:
-        ledger = ledger_for(self.parallel_dims, self.model_parts)
+        ledger = self.new_ledger()
         with ledger:
             yield
         if torch.distributed.get_rank() == 0:

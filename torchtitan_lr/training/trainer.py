@@ -22,7 +22,10 @@ from torchtitan_lr.data.dataloader import LaneDataLoader
 from torchtitan_lr.ledger.ledger import CommLedger, ledger_for
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.optim.conditional import step_unless
-from torchtitan_lr.parallel.data_parallel import synchronize_gradients
+from torchtitan_lr.parallel.data_parallel import (
+    optimizer_owns_replicas,
+    synchronize_gradients,
+)
 from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
 from torchtitan_lr.training.checkpoint import CheckpointManager
 from torchtitan_lr.training.device import bind_device
@@ -180,6 +183,11 @@ class Trainer(titan_train.Trainer):
         self.metrics_processor.pause()
         self._maybe_stop()
 
+    def new_ledger(self) -> CommLedger:
+        """Build a ledger of this run's collectives."""
+        replicas = ("dp_replicate",) if optimizer_owns_replicas(self.job_config) else ()
+        return ledger_for(self.parallel_dims, self.model_parts, replicas)
+
     def forward_backward_step(
         self,
         *,
@@ -276,7 +284,7 @@ class Trainer(titan_train.Trainer):
         ):
             return nullcontext()
         if self._ledger is None:
-            self._ledger = ledger_for(self.parallel_dims, self.model_parts)
+            self._ledger = self.new_ledger()
         self._ledger.clear()
         return self._ledger
 
