@@ -79,7 +79,10 @@ def count(model: Any, case: Case, split_recompute: bool = False) -> list[dict[st
     ledger = CommLedger([model], mesh_dims_of(meshes))
     with ledger:
         run(model)
-    return ledger.rows(split_recompute=split_recompute)
+    rows = ledger.rows(split_recompute=split_recompute)
+    for row in rows:
+        del row["overlapped_flops"]  # a compiler may order products otherwise: see test_overlap
+    return rows
 
 
 def run(model: Any) -> None:

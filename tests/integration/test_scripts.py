@@ -109,7 +109,7 @@ def test_a_refusal_of_generate(scripts):
 @pytest.mark.parametrize(
     ("script", "arguments", "expected"),
     [
-        ("export", ["--format", "hf"], "--format: got 'hf', expected 'factored'"),
+        ("export", ["--keep_factors"], "--keep_factors: got 'factored', expected --format hf"),
         ("generate", [*PROMPT, "--temperature=-1"], "--temperature: got -1.0, expected "),
     ],
 )
