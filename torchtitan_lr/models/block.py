@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The LLaMA block, written as bottleneck chunks.
 
-No code here knows of ranks or meshes. Head counts and hidden widths are read off the tensors, so
-the same lines run on a shard of the heads or of the feed-forward.
+This code is independent of ranks and meshes. It takes head counts and hidden widths from the
+tensors, so it also runs on a shard of the heads or of the feed-forward.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from torchtitan_lr.models.remade import Gated, remakes
 from torchtitan_lr.models.rope import apply_rope
 
 Latents: TypeAlias = tuple[Tensor, ...]
-"""What LaX carries from block to block: the seven pre-activation latents A x of shape (b, s, r),
+"""The seven pre-activation latents A x (b, s, r) that LaX passes from block to block,
 in the order q, k, v, o, gate, up, down."""
 
 N_ATTENTION_LATENTS = 4
@@ -63,7 +63,7 @@ class Attention(nn.Module):
         carried: Latents | None,
         cache: AttentionCache | None = None,
     ) -> tuple[Tensor, Latents]:
-        """Attend.
+        """Compute attention.
 
         Args:
             x: Residual stream (b, s, d).
@@ -99,14 +99,14 @@ class Attention(nn.Module):
         table: Tensor,
         cache: AttentionCache | None = None,
     ) -> Tensor:
-        """Rotate queries and keys, and mix the values of earlier tokens.
+        """Rotate queries and keys, and compute causal attention.
 
         Args:
             q: Queries (b, s, h · head_dim), for any number h of heads.
             k: Keys (b, s, h_kv · head_dim).
             v: Values (b, s, h_kv · head_dim).
             table: Rotary table, see `apply_rope`.
-            cache: Keys and values of earlier tokens; it may want v in another form.
+            cache: Keys and values of earlier tokens; it may need v in another form.
 
         Returns:
             Tensor (b, s, h · head_dim).
@@ -125,7 +125,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU feed-forward: down(gate * up), with SiLU on the gate where the family keeps it.
+    """SwiGLU feed-forward: down(gate * up), with SiLU on the gate if the family has it.
 
     The linears are full-rank (edges ``gate_up`` and ``down``) or factorised (``down_gate_up``,
     ``up_gate_up``, ``down_down``, ``up_down``, and ``mix`` for LaX).
@@ -157,7 +157,7 @@ class FeedForward(nn.Module):
     def forward(
         self, x: Tensor, norm: nn.Module, carried: Latents | None
     ) -> tuple[Tensor, Latents]:
-        """Transform every token.
+        """Apply the feed-forward to every token.
 
         Args:
             x: Residual stream (b, s, d).

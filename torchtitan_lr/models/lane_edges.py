@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """CAAT-Net on one device: a model of G streams ("lanes") that share a part of their channels.
 
-Every lane has a residual stream of its own, its heads, its hidden units and its rows of the
-vocabulary. What a lane adds to the residual is a_i; the *partial reduction* P gives it
+Every lane has its own residual stream, heads, hidden units and rows of the vocabulary. Its output
+before the residual addition is a_i; the *partial reduction* P replaces it by
 
     y_i[:s] = Σ_j a_j[:s],    y_i[s:] = a_i[s:],    s = int(p · d)
 
@@ -11,9 +11,11 @@ have passed through the norms by then (section 4). Weights have the shapes and n
 without lanes, lane i owning the i-th part of each: p = 1 is that model exactly.
 
 A stream is (b, s, g, d) with the lanes that are here as the third dimension, so that everything
-that cuts a batch finds it in front. Nothing here knows of ranks: a plan puts a model's lanes on
-them. The low-rank families keep one stream, split along its features, and have lanes in the latents
-(b, s, g, r): experimental, see `LaneDownEdge`.
+that cuts a batch finds it in front.
+
+This code is independent of ranks; a plan assigns lanes to ranks. The low-rank families keep one
+stream, split along its features, and have lanes in the latents (b, s, g, r): experimental, see
+`LaneDownEdge`.
 """
 
 from collections.abc import Sequence
@@ -38,8 +40,8 @@ from torchtitan_lr.models.marks import keep
 class _ContiguousGradient(torch.autograd.Function):
     """Identity; the gradient is laid out like its tensor.
 
-    Autograd sees to that where it accumulates. Where backward runs in two halves (ZBVZeroBubble)
-    it does not accumulate, and a fused optimizer reads a transposed gradient in the wrong order.
+    Autograd does this when it accumulates. In a split backward (ZBVZeroBubble) it does not
+    accumulate, and a fused optimizer reads a transposed gradient in the wrong order.
     """
 
     @staticmethod
@@ -89,12 +91,12 @@ def lane_terms(x: Tensor, weight: Tensor, lanes: int) -> Tensor:
 
 
 def lane_sum(x: Tensor, shared: int, wide: bool = True) -> Tensor:
-    """Sum the shared channels over the lanes that are here.
+    """Sum the shared channels over the lanes of this device.
 
     Args:
         x: (b, s, g, d).
         shared: The number of shared channels.
-        wide: Whether half precision is added up in fp32 and rounded once, instead of term by term.
+        wide: Whether half precision is summed in fp32 and rounded once, not after every term.
 
     Returns:
         Tensor (b, s, 1, shared), of the dtype of x.
@@ -139,7 +141,7 @@ def share_channels(x: Tensor, shared: int, wide: bool = True) -> Tensor:
         wide: Precision of backward's sums, see `lane_sum`.
 
     Returns:
-        What each lane gets, (b, s, g, d).
+        The result for each lane, (b, s, g, d).
     """
     if shared == 0:
         return x
@@ -188,8 +190,8 @@ class LaneRowEdge(nn.Module):
 class LaneDownEdge(nn.Module):
     """Experimental: a low-rank group's down-projections, reduced in part only.
 
-    Lane i multiplies its part of the features: a_i = A[:, i] x[i], r wide. Where all of the sum
-    Σ a_i were handed on this would be A x; here channels from int(p · r) on stay with their lane.
+    Lane i multiplies its part of the features: a_i = A[:, i] x[i], r wide. The whole sum
+    Σ a_i is A x; here each lane keeps its own channels from int(p · r) on.
     Equivalently, a bottleneck of rank p · r shared by all is joined by one of (1 - p) · r in
     each lane, a block-diagonal map.
 

@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Low-rank linears and the edges of the bottleneck chunks.
 
-A factorised block is a chain of chunks: an up-projection B, whatever is d- or f-wide, the next
-down-projection A. What crosses from chunk to chunk is r-wide, so this is where a plan cuts. The
+A factorised block is a chain of chunks: an up-projection B, d- or f-wide operations, the next
+down-projection A. The activations between chunks are r-wide, so plans split the model there. The
 borders are the *edges* below: modules without parameters that receive the linears they apply and
-act on a whole group (q, k, v at once; gate and up at once). A parallel plan replaces an edge by
-name; the block's code stays as it is.
+work on a whole group (q, k, v; gate, up). A parallel plan replaces edges by name; the block's code
+does not change.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from torchtitan_lr.models.remade import Gated, gated_linear, remakes, silu_linea
 
 
 class LowRankLinear(nn.Module):
-    """The factors of one linear map, W ≈ B A; applied by the edges, not by calling it.
+    """The factors of one linear map, W ≈ B A; applied by the edges, not by a call.
 
     Args:
         d_in: Input width; A.weight is (r, d_in).
@@ -31,7 +31,7 @@ class LowRankLinear(nn.Module):
         super().__init__()
         self.A = nn.Linear(d_in, rank, bias=False)
         self.B = nn.Linear(rank, d_out, bias=False)
-        # Of shape (1,): FSDP2 shards along dimension 0 and refuses scalars.
+        # Shape (1,), because FSDP2 shards along dimension 0 and does not support scalars.
         self.gate = nn.Parameter(self.A.weight.new_ones(1)) if gated else None
 
 
@@ -97,7 +97,7 @@ class UpEdge(nn.Module):
         Args:
             latents: One (b, s, r) per linear, after mixing and, without ``use_silu``, activation.
             linears: The group.
-            use_silu: Which of the latents σ = SiLU is still to be applied to.
+            use_silu: The latents to which σ = SiLU has not been applied yet.
 
         Returns:
             One output (b, s, d_out) per linear.
@@ -132,12 +132,12 @@ def low_rank_group(
         linears: The group, of `LowRankLinear`; all take the same input.
         down: Edge that applies A, such as `DownEdge`.
         up: Edge that applies B, such as `UpEdge`.
-        use_silu: Which of them have σ = SiLU in their bottleneck.
+        use_silu: Whether each linear has σ = SiLU in its bottleneck.
         norm: Applied to x first.
         mix: Edge between A and σ, such as LaX's `MixEdge`, which adds carried latents.
         carried: The latents of the previous block; None in the first block.
-        last: Whether the group ends the block. Its σ(h) is then saved before the product: torch's
-            checkpointing stops at the last saved tensor, and so spares the product.
+        last: Whether the group ends the block. Its σ(h) is then saved before the product, because
+            torch's checkpointing stops at the last saved tensor and does not repeat the product.
 
     Returns:
         One output (b, s, d_out) per linear, and their pre-activation latents A x (b, s, r).
@@ -168,8 +168,8 @@ class HeadEdge(nn.Module):
 class TokenEmbedding(nn.Embedding):
     """Token embedding whose look-up is an edge.
 
-    The edge is a child of the embedding, not of the model, so that it goes where the embedding
-    goes when a pipeline splits the model, and so that FSDP's hooks fire in front of it.
+    The edge is a child of the embedding, not of the model. A pipeline split therefore keeps both on
+    one stage, and FSDP's hooks run before the edge.
     """
 
     def __init__(self, vocab_size: int, dim: int, embed: nn.Module | None = None) -> None:

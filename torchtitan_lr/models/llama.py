@@ -18,7 +18,7 @@ from torchtitan_lr.models.rope import build_freqs_cis
 
 
 class LlamaModel(ModelProtocol):
-    """LLaMA of any family, or the part of one that a pipeline stage holds.
+    """LLaMA of any family, or the part of a pipeline stage.
 
     A stage has ``tok_embeddings``, ``norm`` or ``output`` set to None and layers removed, as
     torchtitan's ``pipeline_llm`` leaves it.
@@ -47,7 +47,7 @@ class LlamaModel(ModelProtocol):
         """Draw the initial weights and fill the rotary table.
 
         Args:
-            buffer_device: Where the table goes; by default where it is now.
+            buffer_device: Device of the table; by default its current device.
         """
         with torch.device(buffer_device or self.freqs_cis.device):
             self.freqs_cis = self._build_freqs_cis()
@@ -88,9 +88,9 @@ class LlamaModel(ModelProtocol):
     def flops_per_token(self, seq_len: int) -> int:
         """FLOPs of the matrix products per token, forward and backward: those of MFU.
 
-        A product with a weight or with the keys or values costs 2 FLOPs an entry, and backward
+        A product with a weight or with the keys or values costs 2 FLOPs per entry, and backward
         repeats it for the gradient of each operand. Causal attention counts in full: each token
-        meets the keys and the values of all ``seq_len`` tokens, in every head.
+        uses the keys and values of all ``seq_len`` tokens, in every head.
         """
         products = sum(
             module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear)
@@ -103,7 +103,7 @@ class LlamaModel(ModelProtocol):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LlamaModel":
         # A cast would round the rotary table (or drop its imaginary part), and materializing a
-        # meta model would leave it unfilled: so it is not converted but built anew.
+        # meta model would leave it unfilled: so the table is rebuilt, not converted.
         device = fn(torch.empty(0, device=self.freqs_cis.device)).device
         self.freqs_cis = None  # type: ignore[assignment]
         super()._apply(fn, recurse)
