@@ -176,7 +176,7 @@ def _as_text(report: dict[str, object]) -> str:
         for name, row in rows.items()
     ]
     head = ["loader", "tokens/s", "range", "tokens/CPU-s", "wait, ms", "longest"]
-    what = f"{report['tokens_per_step']} tokens a step of {report['step_ms']} ms"
+    what = f"{report['tokens_per_step']} tokens per step of {report['step_ms']} ms"
     where = f"{report['cores']} cores, load {report['load']:.1f}"
     return f"{text_table(head, lines)}\n{what}; {where}"
 

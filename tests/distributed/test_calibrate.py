@@ -3,15 +3,12 @@
 
 import torch
 
-from tests.scripts import load_script
+from torchtitan_lr.tools.calibration import Bench, time_links
 from torchtitan_lr.tools.rank_pool import RankPool
 
 
 def measured_links() -> tuple[float, float]:
-    script = load_script("check/calibrate")
-    return script.time_links(
-        script.Bench(torch.device("cpu"), torch.float32, repeats=5, megabytes=16.0)
-    )
+    return time_links(Bench(torch.device("cpu"), torch.float32, repeats=5, megabytes=16.0))
 
 
 def test_links_are_timed(four_ranks: RankPool) -> None:

@@ -157,7 +157,7 @@ def _stub_what_reads(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace what reads by design; without values it fails, as it must."""
 
     class NoCopy:
-        """A copy of what has no values; nobody reads it, since no step follows."""
+        """A copy of a tensor without values. It is never read, because no step follows."""
 
         def __init__(self, tensor: Tensor) -> None:
             assert tensor.is_meta

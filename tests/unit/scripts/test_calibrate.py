@@ -10,6 +10,7 @@ from scripts.check import calibrate
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.hardware import load_hardware
 from torchtitan_lr.estimate.kernels import Product
+from torchtitan_lr.tools.calibration import fit_speed
 
 TINY = ["--repeats=1", "--megabytes=0.1", "--length=16", "--steps=1", "--cases=1"]
 SHAPES = ["--shapes", "64x256x256", "64x64x256", "128x256x64"]
@@ -37,11 +38,11 @@ def timed(speed, memory, launch):
 
 def test_the_fit_finds_the_speed():
     times = timed(1e11, 1e10, 1e-6)
-    assert calibrate.fit_speed(times, 1e10, 1e-6) == pytest.approx(1e11)
+    assert fit_speed(times, 1e10, 1e-6) == pytest.approx(1e11)
     # The control: without the bytes the same times are those of a slower machine.
-    assert calibrate.fit_speed(times, math.inf, 1e-6) < 0.9e11
+    assert fit_speed(times, math.inf, 1e-6) < 0.9e11
     with pytest.raises(ConfigError, match=r"--shapes: got '512x512x512 .*expected larger"):
-        calibrate.fit_speed(times, 1e6, 1.0)
+        fit_speed(times, 1e6, 1.0)
 
 
 @pytest.mark.parametrize(

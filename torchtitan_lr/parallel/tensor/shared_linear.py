@@ -85,8 +85,7 @@ class _SharedLinear(torch.autograd.Function):
             dw = gradient.flatten(0, 1).T @ whole.flatten(0, 1)  # during the reduction
             sizes = [weight.shape[0] for weight in weights]
             return (wait(summed), None, *dw.split(sizes))
-        runs = [run for _, run in _parts(whole, weights)]
-        terms = [_input_gradient(g, run) for g, run in zip(gradients, runs, strict=True)]
+        terms = [_input_gradient(g, run) for g, run in zip(gradients, _runs(weights), strict=True)]
         summed = shared.start_sum(torch.cat(terms, -1).view_as(whole))
         dweights: list[Tensor] = []
         for gradient, (part, run) in zip(gradients, _parts(whole, weights), strict=True):
