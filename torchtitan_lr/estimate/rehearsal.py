@@ -157,13 +157,27 @@ class _Count:
     repeated: Repeats
 
 
+def build_prepared(
+    workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None
+) -> LlamaModel:
+    """Build a workload's model, split it over the mesh and wrap it; call it under fake tensors.
+
+    Args:
+        workload: The model and its batch.
+        mesh: The tensor-parallel mesh, None for one rank.
+        prepare: Wraps the model for activation checkpointing, if given.
+    """
+    model = build_model(replace(workload.args, max_seq_len=workload.seq_len), workload.dtype)
+    if mesh is not None:
+        apply_tensor_parallel(model, mesh, workload.settings)
+    if prepare is not None:
+        prepare(model)
+    return model
+
+
 def _run(workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None) -> _Count:
     with FakeTensorMode():
-        model = build_model(replace(workload.args, max_seq_len=workload.seq_len), workload.dtype)
-        if mesh is not None:
-            apply_tensor_parallel(model, mesh, workload.settings)
-        if prepare is not None:
-            prepare(model)
+        model = build_prepared(workload, mesh, prepare)
         for parameter in model.parameters():
             # Whole gradients are counted elsewhere, by unit.
             parameter.register_post_accumulate_grad_hook(_drop_gradient)

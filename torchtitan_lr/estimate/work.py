@@ -13,11 +13,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torchtitan_lr.compat.fake import FakeTensorMode
 from torchtitan_lr.estimate.kernels import KernelRecorder, Work, norm_in_one_kernel
 from torchtitan_lr.estimate.memory import checkpointing_of, workload_of
-from torchtitan_lr.estimate.rehearsal import Prepare, Workload, build_model, fake_ranks
+from torchtitan_lr.estimate.rehearsal import Prepare, Workload, build_prepared, fake_ranks
 from torchtitan_lr.estimate.run import Run
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
-from torchtitan_lr.parallel.tensor.tensor_parallel import apply_tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -109,11 +108,7 @@ def _record(
     workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None, one_kernel_norm: bool
 ) -> KernelRecorder:
     with FakeTensorMode():
-        model = build_model(replace(workload.args, max_seq_len=workload.seq_len), workload.dtype)
-        if mesh is not None:
-            apply_tensor_parallel(model, mesh, workload.settings)
-        if prepare is not None:
-            prepare(model)
+        model = build_prepared(workload, mesh, prepare)
         tokens = torch.zeros(workload.batch, workload.seq_len, dtype=torch.long)
         recorder = KernelRecorder()
         norm = norm_in_one_kernel(recorder) if one_kernel_norm else nullcontext()
