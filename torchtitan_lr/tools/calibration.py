@@ -31,6 +31,7 @@ from torchtitan_lr.estimate.timing import ADAMW_PASSES
 from torchtitan_lr.estimate.work import rehearse_work
 from torchtitan_lr.formulas.parameters import count_parameters
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.tensor.plans import TPSettings
@@ -251,7 +252,8 @@ class SmallStep:
         return f"{self.family}, width {self.dim}, {self.layers} layers, {tokens}"
 
     def __post_init__(self) -> None:
-        ranks = 0 if self.family == "full" else self.dim // 4
+        family = FAMILIES[self.family]
+        rank = self.dim // 4 if family.low_rank else 0
         self.args = LlamaArgs(
             dim=self.dim,
             n_layers=self.layers,
@@ -261,9 +263,9 @@ class SmallStep:
             vocab_size=2048,
             max_seq_len=self.seq_len,
             family=self.family,
-            activation="lowrank" if self.family == "cola" else "fullrank",
-            rank_attention=ranks,
-            rank_ffn=ranks,
+            activation=family.defaults("350M")["activation"],
+            rank_attention=rank,
+            rank_ffn=rank,
         )
         self._work: Work | None = None
 
