@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
 
 if TYPE_CHECKING:
-    from torchtitan_lr.data.dataloader import LaneDataLoader
+    from torchtitan_lr.data.dataloader import StripeDataLoader
 
 CASES = ("no cache", "empty cache", "full cache")
 ENCODE = "encode, one document at a time"
@@ -86,7 +86,7 @@ def _fill(options: argparse.Namespace, cache: str) -> None:
     loader.close()
 
 
-def _loader(options: argparse.Namespace, cache: str, ahead: int) -> LaneDataLoader:
+def _loader(options: argparse.Namespace, cache: str, ahead: int) -> StripeDataLoader:
     from torchtitan_lr.data.dataloader import build_dataloader
 
     arguments = [
@@ -129,7 +129,7 @@ def _bench(options: argparse.Namespace, cache: str, ahead: int, waits: int) -> R
     }
 
 
-def _waits(loader: LaneDataLoader, step: float, count: int) -> list[float]:
+def _waits(loader: StripeDataLoader, step: float, count: int) -> list[float]:
     waited = [0.0] if not count else []
     batches = iter(loader)
     for _ in range(count):

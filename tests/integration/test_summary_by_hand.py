@@ -13,7 +13,7 @@ import torch
 from tests.integration import runs
 from tests.reference.validation_loss import sequence_losses, windows
 from torchtitan_lr.data.corpora import PythonStdlib
-from torchtitan_lr.data.dataloader import LaneDataLoader
+from torchtitan_lr.data.dataloader import StripeDataLoader
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.tools.loading import build_model_args, load_model, read_run_config
 
@@ -113,7 +113,7 @@ def test_unigram_entropy(folder, held_out):
 def test_training_loss(logged, tokenizer, losses_by_hand):
     """The loss of step 5 is that of step 4's weights on the fifth batch, which one rank reads."""
     corpus = PythonStdlib("train", "training.dataset")
-    loader = LaneDataLoader(
+    loader = StripeDataLoader(
         corpus,
         tokenizer,
         seq_len=SEQ_LEN,

@@ -13,13 +13,13 @@ import torch
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_lr.data.corpora import BlockCorpus, Corpus
-from torchtitan_lr.data.lanes import Lane, fill
+from torchtitan_lr.data.stripes import Stripe, fill
 from torchtitan_lr.errors import ConfigError
 
 MicroBatch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 READ_TOKENS = 1 << 16
-"""Tokens that all lanes of a rank together hold after a fill, if one micro-batch is not more."""
+"""Tokens that all stripes of a rank together hold after a fill, if one micro-batch is not more."""
 
 
 @dataclass(frozen=True)
@@ -31,24 +31,24 @@ class Rows:
         total: ``B``, rows per step over all ranks.
         ranks: ``D``, number of data-parallel ranks.
         rank: ``r``, this rank.
-        lanes: Number of lanes of all rows; each lane has ``B / lanes`` consecutive rows.
+        stripes: Number of stripes of all rows; each stripe has ``B / stripes`` consecutive rows.
 
     Raises:
-        ConfigError: The batch sizes do not divide, or the rows of a lane are on several ranks.
+        ConfigError: The batch sizes do not divide, or the rows of a stripe are on several ranks.
     """
 
     local: int
     total: int
     ranks: int
     rank: int
-    lanes: int
+    stripes: int
 
     @staticmethod
     def of(corpus: Corpus, local: int, total: int, ranks: int, rank: int) -> Rows:
         """Split a batch; see the attributes.
 
         Args:
-            corpus: The corpus, which determines the number of lanes.
+            corpus: The corpus, which determines the number of stripes.
             local: Rows per micro-batch.
             total: Rows per step over all ranks.
             ranks: Number of data-parallel ranks.
@@ -61,23 +61,23 @@ class Rows:
                 f"a multiple of {local * ranks} (local_batch_size {local} * data-parallel size "
                 f"{ranks})",
             )
-        rows = Rows(local, total, ranks, rank, corpus.num_lanes(total))
-        shared = rows.per_lane
+        rows = Rows(local, total, ranks, rank, corpus.num_stripes(total))
+        shared = rows.per_stripe
         if local % shared:
             below, above = local // shared * shared, -(-local // shared) * shared
             nearest = f"{below} or {above}" if below else str(above)
             raise ConfigError(
                 "training.local_batch_size",
                 local,
-                f"{nearest}: {corpus.name} splits into {rows.lanes} streams, so {shared} rows of "
+                f"{nearest}: {corpus.name} splits into {rows.stripes} streams, so {shared} rows of "
                 f"the global batch of {total} share a stream and must be on one rank",
             )
         return rows
 
     @property
-    def per_lane(self) -> int:
-        """Rows that share a lane; they are in one micro-batch."""
-        return self.total // self.lanes
+    def per_stripe(self) -> int:
+        """Rows that share a stripe; they are in one micro-batch."""
+        return self.total // self.stripes
 
     @property
     def stride(self) -> int:
@@ -89,10 +89,10 @@ class Rows:
         """Micro-batches per step."""
         return self.total // self.stride
 
-    def lanes_at(self, sample_index: int) -> list[int]:
-        """Return the lanes of this rank's micro-batch that begins at a position of the run."""
+    def stripes_at(self, sample_index: int) -> list[int]:
+        """Return the stripes of this rank's micro-batch that begins at a position of the run."""
         start = sample_index % self.total + self.rank * self.local
-        return [row // self.per_lane for row in range(start, start + self.local, self.per_lane)]
+        return [row // self.per_stripe for row in range(start, start + self.local, self.per_stripe)]
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Prepared:
     Attributes:
         batch: ``({"input": (b, s)}, labels (b, s))``; None at the end and with an error.
         sample_index: Samples consumed by all ranks together, this micro-batch included.
-        positions: Positions of the lanes that it read.
+        positions: Positions of the stripes that it read.
         skipped: Locations of the records that were skipped for it.
         error: Why it cannot be read; None at the end.
     """
@@ -140,32 +140,36 @@ class BatchReader:
         self._device = torch.cuda.current_device() if pin_memory else None
         self._sample_index = 0
         owned = sorted(
-            {lane for m in range(rows.microbatches) for lane in rows.lanes_at(m * rows.stride)}
+            {
+                stripe
+                for m in range(rows.microbatches)
+                for stripe in rows.stripes_at(m * rows.stride)
+            }
         )
-        self._lanes = {
-            lane: Lane(corpus.stream(lane, rows.lanes, infinite), tokenizer, seq_len)
-            for lane in owned
+        self._stripes = {
+            stripe: Stripe(corpus.stream(stripe, rows.stripes, infinite), tokenizer, seq_len)
+            for stripe in owned
         }
-        self._most_visits = max(1, READ_TOKENS // (len(owned) * rows.per_lane * (seq_len + 1)))
+        self._most_visits = max(1, READ_TOKENS // (len(owned) * rows.per_stripe * (seq_len + 1)))
         self._visits = 1
 
     def positions(self) -> dict[int, dict[str, Any]]:
-        """Return the position of every lane of this rank."""
-        return {lane: reader.state() for lane, reader in self._lanes.items()}
+        """Return the position of every stripe of this rank."""
+        return {stripe: reader.state() for stripe, reader in self._stripes.items()}
 
     def seek(self, sample_index: int, positions: dict[int, Any], changed: bool) -> None:
         """Move to a position.
 
         Args:
             sample_index: Samples consumed by all ranks together.
-            positions: Position of every lane of this rank.
+            positions: Position of every stripe of this rank.
             changed: Whether the corpus may have changed since.
 
         Raises:
-            ConfigError: As for :meth:`Lane.load_state`.
+            ConfigError: As for :meth:`Stripe.load_state`.
         """
-        for lane, reader in self._lanes.items():
-            reader.load_state(positions[lane], changed)
+        for stripe, reader in self._stripes.items():
+            reader.load_state(positions[stripe], changed)
         self._sample_index = sample_index
 
     def read(self) -> Iterator[Prepared]:
@@ -175,9 +179,9 @@ class BatchReader:
         known = set(self._skipped)
         while True:
             windows, error = None, None
-            lanes = self._rows.lanes_at(self._sample_index)
+            stripes = self._rows.stripes_at(self._sample_index)
             try:
-                windows = self._windows(lanes)
+                windows = self._windows(stripes)
             except ConfigError as found:
                 error = found
             skipped = self._skipped - known
@@ -186,23 +190,23 @@ class BatchReader:
                 yield Prepared(None, self._sample_index, {}, skipped, error)
                 return
             self._sample_index += self._rows.stride
-            positions = {lane: self._lanes[lane].state() for lane in lanes}
+            positions = {stripe: self._stripes[stripe].state() for stripe in stripes}
             yield Prepared(self._batch(windows), self._sample_index, positions, skipped)
 
     @property
     def _skipped(self) -> set[str]:
         return self._corpus.skipped if isinstance(self._corpus, BlockCorpus) else set()
 
-    def _windows(self, lanes: list[int]) -> npt.NDArray[np.int64] | None:
-        """Return the windows of one micro-batch, ``(b, s + 1)``; None at the end of a lane."""
-        visit = self._rows.per_lane
-        if any(self._lanes[lane].missing(visit) for lane in lanes):
-            fill(list(self._lanes.values()), visit * self._visits)
+    def _windows(self, stripes: list[int]) -> npt.NDArray[np.int64] | None:
+        """Return the windows of one micro-batch, ``(b, s + 1)``; None at the end of a stripe."""
+        visit = self._rows.per_stripe
+        if any(self._stripes[stripe].missing(visit) for stripe in stripes):
+            fill(list(self._stripes.values()), visit * self._visits)
             # A short run reads little ahead, a long one enough for all cores.
             self._visits = min(2 * self._visits, self._most_visits)
         found = []
-        for lane in lanes:
-            windows = self._lanes[lane].take(visit)
+        for stripe in stripes:
+            windows = self._stripes[stripe].take(visit)
             if windows is None:
                 return None
             found.append(windows)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torchtitan_lr.config.paths import user_path
-from torchtitan_lr.data.lanes import BlockStream, DocumentStream
+from torchtitan_lr.data.stripes import BlockStream, DocumentStream
 from torchtitan_lr.data.token_cache import TokenCache
 from torchtitan_lr.errors import ConfigError, DataError
 
@@ -38,7 +38,7 @@ Split = Literal["train", "validation", "all"]
 
 
 class Corpus(Protocol):
-    """A source of documents, read as parallel lanes or once from start to end."""
+    """A source of documents, read as parallel stripes or once from start to end."""
 
     name: str
 
@@ -46,12 +46,12 @@ class Corpus(Protocol):
         """Return a one-line identity of the corpus, computed without reading its contents."""
         ...
 
-    def num_lanes(self, rows: int) -> int:
-        """Return the number of lanes for a global batch of ``rows`` rows: a divisor of ``rows``."""
+    def num_stripes(self, rows: int) -> int:
+        """Return the number of stripes for a global batch of ``rows`` rows, a divisor of it."""
         ...
 
-    def stream(self, lane: int, num_lanes: int, infinite: bool) -> DocumentStream:
-        """Open one lane's documents."""
+    def stream(self, stripe: int, num_stripes: int, infinite: bool) -> DocumentStream:
+        """Open one stripe's documents."""
         ...
 
     def __iter__(self) -> Iterator[str]:
@@ -134,13 +134,13 @@ class BlockCorpus(ABC):
             f"{self.name} blocks={self.num_blocks} files={len(self._files)} bytes={size} {digest}"
         )
 
-    def num_lanes(self, rows: int) -> int:
-        """Return ``rows``: any number of lanes can share the blocks."""
+    def num_stripes(self, rows: int) -> int:
+        """Return ``rows``: any number of stripes can share the blocks."""
         return rows
 
-    def stream(self, lane: int, num_lanes: int, infinite: bool) -> DocumentStream:
-        """Open one lane's documents (:class:`BlockStream`)."""
-        return BlockStream(self, lane, num_lanes, infinite)
+    def stream(self, stripe: int, num_stripes: int, infinite: bool) -> DocumentStream:
+        """Open one stripe's documents (:class:`BlockStream`)."""
+        return BlockStream(self, stripe, num_stripes, infinite)
 
     def __iter__(self) -> Iterator[str]:
         """Yield every document once, block by block."""

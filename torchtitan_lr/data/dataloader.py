@@ -26,12 +26,12 @@ from torchtitan_lr.data.token_cache import TokenCache
 from torchtitan_lr.errors import ConfigError
 
 
-class LaneDataLoader(BaseDataLoader):
-    """Yields this rank's micro-batches; rows are read from :mod:`torchtitan_lr.data.lanes`.
+class StripeDataLoader(BaseDataLoader):
+    """Yields this rank's micro-batches; rows are read from :mod:`torchtitan_lr.data.stripes`.
 
     Micro-batch ``m`` of a step holds the global rows ``m * D * b + r * b + i`` with ``D`` ranks,
-    this rank ``r``, local batch ``b`` and ``0 <= i < b``. If the corpus has fewer lanes than the
-    batch has rows (c4 has 1024 shards), consecutive rows share a lane.
+    this rank ``r``, local batch ``b`` and ``0 <= i < b``. If the corpus has fewer stripes than the
+    batch has rows (c4 has 1024 shards), consecutive rows share a stripe.
 
     A new iterator continues at the loader's position. The position is that behind the last
     micro-batch that was yielded, whatever the thread has read ahead. Errors are raised, and
@@ -46,7 +46,7 @@ class LaneDataLoader(BaseDataLoader):
         dp_world_size: ``D``, number of data-parallel ranks.
         dp_rank: ``r``, this rank.
         infinite: Whether to start over at the end of the corpus. Otherwise a rank stops when the
-            first of its lanes has no full window left; ranks may stop at different steps.
+            first of its stripes has no full window left; ranks may stop at different steps.
         pin_memory: Whether to put the batches in pinned memory (only with CUDA).
         allow_changed: Whether a position in a changed corpus of the same kind may be loaded.
         steps_ahead: Steps whose micro-batches a thread prepares before they are used; 0 reads
@@ -135,17 +135,17 @@ class LaneDataLoader(BaseDataLoader):
         self._sample_index, self._positions = self._mark[0], dict(self._mark[1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, with one entry per lane so that any rank can load the lanes it owns.
+        """Return the position, with one entry per stripe, so that any rank can load its own.
 
         Returns:
             ``sample_index`` (samples consumed by all ranks together), ``global_batch_size``,
-            ``corpus`` (its fingerprint) and ``lane_<j>`` (JSON) for the lanes of this rank. The
-            first lane's entry also lists the records that this rank skipped.
+            ``corpus`` (its fingerprint) and ``lane_<j>`` (JSON) for the stripes of this rank. The
+            first stripe's entry also lists the records that this rank skipped.
         """
         state = self._identity()
         bad = {"bad_records": sorted(self.bad_records)} if self.bad_records else {}
-        for lane, position in self._positions.items():
-            state[f"lane_{lane}"] = json.dumps(position | bad)
+        for stripe, position in self._positions.items():
+            state[f"lane_{stripe}"] = json.dumps(position | bad)
             bad = {}
         return state
 
@@ -160,7 +160,7 @@ class LaneDataLoader(BaseDataLoader):
         """Move to a stored position.
 
         Args:
-            state_dict: Result of :meth:`state_dict`, with the entries of this rank's lanes.
+            state_dict: Result of :meth:`state_dict`, with the entries of this rank's stripes.
 
         Raises:
             ConfigError: The position belongs to another global batch size or another corpus.
@@ -178,7 +178,7 @@ class LaneDataLoader(BaseDataLoader):
             )
         changed = state_dict["corpus"] != self._corpus.fingerprint()
         self._stop()
-        positions = {lane: json.loads(state_dict[f"lane_{lane}"]) for lane in self._positions}
+        positions = {stripe: json.loads(state_dict[f"lane_{stripe}"]) for stripe in self._positions}
         for position in positions.values():
             self._bad_records.update(position.pop("bad_records", []))
         if isinstance(self._corpus, BlockCorpus):
@@ -190,8 +190,8 @@ class LaneDataLoader(BaseDataLoader):
     def check_checkpoint(self, checkpoint_id: str, metadata: Metadata | None = None) -> None:
         """Raise if a checkpoint has another batch size or corpus; call this before loading it.
 
-        DCP stops at the first missing key, and a larger batch has more lanes than were saved. This
-        check comes first, so that the error names the changed setting and not a missing key.
+        DCP stops at the first missing key, and a larger batch has more stripes than were saved.
+        This check comes first, so that the error names the changed setting and not a missing key.
 
         Args:
             checkpoint_id: A DCP folder in which this loader was saved as ``dataloader``.
@@ -232,7 +232,7 @@ def build_dataloader(
     tokenizer: BaseTokenizer,
     job_config: Any,
     infinite: bool = True,
-) -> LaneDataLoader:
+) -> StripeDataLoader:
     """Build the training loader of one data-parallel rank (a ``TrainSpec``'s hook).
 
     Args:
@@ -243,10 +243,10 @@ def build_dataloader(
         infinite: Whether to start over at the end of the corpus.
 
     Returns:
-        The loader. Building it lists files and opens the first block of each of the rank's lanes.
+        The loader. Building it lists files and opens the first block of each of the rank's stripes.
 
     Raises:
-        ConfigError: As for :class:`LaneDataLoader` and :func:`build_corpus`, or worker processes
+        ConfigError: As for :class:`StripeDataLoader` and :func:`build_corpus`, or worker processes
             are configured.
     """
     training = job_config.training
@@ -262,7 +262,7 @@ def build_dataloader(
             f"{corpus.name} has {corpus.num_blocks} blocks for {rows} rows of a batch: "
             "some rows will have the same text"
         )
-    return LaneDataLoader(
+    return StripeDataLoader(
         corpus,
         tokenizer,
         seq_len=training.seq_len,

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""torchtitan's Hugging Face streams (c4) as lanes.
+"""torchtitan's Hugging Face streams (c4) as stripes.
 
-A stream comes in shards (c4 has 1024) and cannot be split further. A lane reads whole shards, so
-the number of lanes is the largest divisor of the batch's rows that is no larger than the number of
-shards. A lane's position is the stream state of ``datasets``.
+A stream comes in shards (c4 has 1024) and cannot be split further. A stripe reads whole shards, so
+the number of stripes is the largest divisor of the batch's rows that is no larger than the number
+of shards. A stripe's position is the stream state of ``datasets``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
 from torchtitan_lr.data.encoding import Tokens
-from torchtitan_lr.data.lanes import DocumentStream
+from torchtitan_lr.data.stripes import DocumentStream
 from torchtitan_lr.errors import ConfigError, DataError
 
 
@@ -51,22 +51,22 @@ class HubCorpus:
         """Return the name, the last part of the path and the number of shards."""
         return f"{self.name} from={Path(self._path).name} shards={self.num_shards}"
 
-    def num_lanes(self, rows: int) -> int:
+    def num_stripes(self, rows: int) -> int:
         """Return the largest divisor of ``rows`` that is no larger than the number of shards."""
         return max(n for n in range(1, min(rows, self.num_shards) + 1) if rows % n == 0)
 
-    def stream(self, lane: int, num_lanes: int, infinite: bool) -> DocumentStream:
-        """Open one lane: a contiguous run of shards."""
-        return _HubStream(self, lane, num_lanes, infinite)
+    def stream(self, stripe: int, num_stripes: int, infinite: bool) -> DocumentStream:
+        """Open one stripe: a contiguous run of shards."""
+        return _HubStream(self, stripe, num_stripes, infinite)
 
     def __iter__(self) -> Iterator[str]:
         """Yield every document once, in the dataset's order."""
         for sample in self._dataset:
             yield self._text(sample)
 
-    def open_shards(self, lane: int, num_lanes: int) -> Any:
-        """Return a fresh ``IterableDataset`` over the shards of one lane."""
-        return self._dataset.shard(num_shards=num_lanes, index=lane)
+    def open_shards(self, stripe: int, num_stripes: int) -> Any:
+        """Return a fresh ``IterableDataset`` over the shards of one stripe."""
+        return self._dataset.shard(num_shards=num_stripes, index=stripe)
 
     def text_of(self, sample: dict[str, Any]) -> str:
         """Return a sample's text."""
@@ -74,15 +74,15 @@ class HubCorpus:
 
 
 class _HubStream:
-    """One lane's documents.
+    """One stripe's documents.
 
     A position (JSON) is the pass over the shards and the stream state before the document.
     """
 
-    def __init__(self, corpus: HubCorpus, lane: int, num_lanes: int, infinite: bool) -> None:
+    def __init__(self, corpus: HubCorpus, stripe: int, num_stripes: int, infinite: bool) -> None:
         self._corpus = corpus
-        self._lane = lane
-        self._num_lanes = num_lanes
+        self._stripe = stripe
+        self._num_stripes = num_stripes
         self._infinite = infinite
         self.seek(None)
 
@@ -94,7 +94,7 @@ class _HubStream:
 
     def _open(self) -> None:
         # Always open a new dataset: a resumed one starts its next pass at the resume point.
-        self._shards = self._corpus.open_shards(self._lane, self._num_lanes)
+        self._shards = self._corpus.open_shards(self._stripe, self._num_stripes)
         if self._state is not None:
             self._shards.load_state_dict(self._state)
         self._samples = iter(self._shards)

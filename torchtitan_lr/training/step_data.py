@@ -15,7 +15,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.tools.logging import logger
 
 from torchtitan_lr.data.batches import MicroBatch
-from torchtitan_lr.data.dataloader import LaneDataLoader
+from torchtitan_lr.data.dataloader import StripeDataLoader
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.training.guard import first_rank_with
 
@@ -53,7 +53,7 @@ class StepReader:
     def __init__(
         self, dataloader: Any, device: torch.device, copies: int, max_bad_records: int
     ) -> None:
-        self._loader = dataloader if isinstance(dataloader, LaneDataLoader) else None
+        self._loader = dataloader if isinstance(dataloader, StripeDataLoader) else None
         # The counts lie on the host, and so does their sum: on a device, reading it would wait for
         # the whole step before.
         self._host: dist.ProcessGroup | None = None

@@ -18,7 +18,7 @@ from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG
 from torchtitan_lr.compat.titan_trainer import trainer_parts
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
-from torchtitan_lr.data.dataloader import LaneDataLoader
+from torchtitan_lr.data.dataloader import StripeDataLoader
 from torchtitan_lr.ledger.ledger import CommLedger, ledger_for
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.optim.conditional import step_unless
@@ -109,7 +109,7 @@ class Trainer(titan_train.Trainer):
 
     def close(self) -> None:
         """End what runs beside training: reading ahead, saving, logging."""
-        if isinstance(self.dataloader, LaneDataLoader):
+        if isinstance(self.dataloader, StripeDataLoader):
             self.dataloader.close()
         super().close()
 

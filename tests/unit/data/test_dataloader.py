@@ -11,8 +11,8 @@ from torchtitan.config import JobConfig
 
 from torchtitan_lr.data import local_corpus
 from torchtitan_lr.data.dataloader import build_dataloader
-from torchtitan_lr.data.lanes import lane_block
 from torchtitan_lr.data.local_corpus import LocalCorpus
+from torchtitan_lr.data.stripes import stripe_block
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
 
@@ -96,14 +96,14 @@ def test_batches_do_depend_on_the_global_batch_size(tokenizer, text):
 
 
 def test_stdlib_rows_are_packed_as_torchtitan_packs(tokenizer, monkeypatch):
-    """Row j equals torchtitan's own dataset run over the files of lane j."""
+    """Row j equals torchtitan's own dataset run over the files of stripe j."""
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
     loader = build(tokenizer, 1, ROWS)[0]
     corpus = loader._corpus
     batches = steps([loader], ROWS, 20)
     for row in (0, 5):
-        blocks = (lane_block(row, ROWS, corpus.num_blocks, k) for k in itertools.count())
+        blocks = (stripe_block(row, ROWS, corpus.num_blocks, k) for k in itertools.count())
         documents = ({"text": t} for block in blocks for t in corpus.documents(block))
         theirs = object.__new__(HuggingFaceTextDataset)
         theirs.seq_len, theirs.infinite, theirs._tokenizer = SEQ, False, tokenizer
@@ -122,7 +122,7 @@ def test_labels_are_the_next_tokens_and_ids_fit(tokenizer):
 
 
 def test_every_document_comes_again_after_the_corpus_ends(tokenizer, text):
-    """Endless: far more tokens than the corpus has, and each lane meets all of it."""
+    """Endless: far more tokens than the corpus has, and each stripe meets all of it."""
     loaders = build(tokenizer, 1, ROWS, text)
     inputs, labels = steps(loaders, ROWS, 400)
     windows = torch.cat([inputs, labels[..., -1:]], -1)
@@ -149,7 +149,7 @@ def test_resume_at_any_split_through_a_real_checkpoint(
     saved = build(tokenizer, 4, 1, path)
     if done:
         steps(saved, 1, done)
-    # Each of four ranks writes its own lanes; here one process writes the union of their keys.
+    # Each of four ranks writes its own stripes; here one process writes the union of their keys.
     dcp.save({"dataloader": union(saved)}, checkpoint_id=str(tmp_path / "ckpt"))
     expected = steps(saved, 1, 30)
     for dp, local_batch in splits:
@@ -195,7 +195,7 @@ def test_resume_between_micro_batches(tokenizer, text):
     ids=["offset", "document"],
 )
 def test_a_tampered_position_gives_other_batches(tokenizer, tampered):
-    """Negative control: both parts of a lane's position are used on resume."""
+    """Negative control: both parts of a stripe's position are used on resume."""
     loader = build(tokenizer, 1, ROWS)[0]
     steps([loader], ROWS, 3)
     state = loader.state_dict()
@@ -211,10 +211,10 @@ def test_a_tampered_position_gives_other_batches(tokenizer, tampered):
     assert torch.equal(got[:, :, others], expected[:, :, others])
 
 
-def test_a_rank_stores_only_its_lanes(tokenizer):
+def test_a_rank_stores_only_its_stripes(tokenizer):
     for rank, loader in enumerate(build(tokenizer, 4, 1)):
-        lanes = {key for key in loader.state_dict() if key.startswith("lane_")}
-        assert lanes == {f"lane_{rank}", f"lane_{rank + 4}"}
+        stripes = {key for key in loader.state_dict() if key.startswith("lane_")}
+        assert stripes == {f"lane_{rank}", f"lane_{rank + 4}"}
 
 
 def test_one_pass_ends(tokenizer, text):

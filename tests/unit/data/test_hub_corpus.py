@@ -72,14 +72,14 @@ def steps(loaders, local_batch, rows, n):
     return torch.cat(labels).unflatten(0, (n, rows))
 
 
-def test_documents_and_lanes(c4):
+def test_documents_and_stripes(c4):
     corpus = HubCorpus("c4", c4, "training")
     everything = [document(s, i) for s in range(SHARDS) for i in range(DOCUMENTS)]
     assert list(corpus) == everything
-    assert [corpus.num_lanes(rows) for rows in (1, 4, 5, 6, 8, 12, 7)] == [1, 4, 5, 6, 4, 6, 1]
+    assert [corpus.num_stripes(rows) for rows in (1, 4, 5, 6, 8, 12, 7)] == [1, 4, 5, 6, 4, 6, 1]
     seen = []
-    for lane in range(4):  # six shards over four lanes: uneven, nothing lost
-        stream = corpus.stream(lane, 4, infinite=False)
+    for stripe in range(4):  # six shards over four stripes: uneven, nothing lost
+        stream = corpus.stream(stripe, 4, infinite=False)
         while (found := stream.next_document()) is not None:
             seen.append(found[1])
     assert seen == everything
@@ -125,7 +125,7 @@ def test_same_batches_at_any_split_and_after_resume(c4, tokenizer, rows):
         assert torch.equal(steps(resumed, local_batch, rows, 15), expected[45:])
 
 
-def test_a_split_that_tears_a_lane_apart_is_refused(c4, tokenizer):
+def test_a_split_that_tears_a_stripe_apart_is_refused(c4, tokenizer):
     with pytest.raises(ConfigError) as error:
         build(c4, tokenizer, 4, 3, 12)
     text = str(error.value)

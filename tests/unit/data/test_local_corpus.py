@@ -86,7 +86,7 @@ def test_kinds_mix_in_path_order(tmp_path):
     assert list(LocalCorpus(str(tmp_path / "a.txt"), KEY)) == ["one"]
 
 
-def test_each_lane_gets_four_blocks_where_there_is_text_enough(tmp_path):
+def test_each_stripe_gets_four_blocks_where_there_is_text_enough(tmp_path):
     (tmp_path / "a.txt").write_text("some words\n" * 30_000)
     assert LocalCorpus(str(tmp_path), KEY).num_blocks == 1
     assert LocalCorpus(str(tmp_path), KEY, rows=32).num_blocks >= 4 * 32

@@ -13,10 +13,10 @@ import torch
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from torchtitan_lr.data import local_corpus
-from torchtitan_lr.data.dataloader import LaneDataLoader
-from torchtitan_lr.data.lanes import lane_block
+from torchtitan_lr.data.dataloader import StripeDataLoader
 from torchtitan_lr.data.local_corpus import LocalCorpus
 from torchtitan_lr.data.read_ahead import ReadAhead
+from torchtitan_lr.data.stripes import stripe_block
 from torchtitan_lr.errors import DataError
 
 ROWS, SEQ = 4, 16
@@ -42,26 +42,26 @@ def path(tmp_path, monkeypatch):
 def build(path, tokenizer, ahead, bad_records=9, seq=SEQ, **options):
     corpus = LocalCorpus(path, "training.dataset_path", ROWS, "all", bad_records)
     sizes = {"local_batch_size": 2, "global_batch_size": ROWS, "dp_world_size": 1, "dp_rank": 0}
-    return LaneDataLoader(corpus, tokenizer, seq_len=seq, steps_ahead=ahead, **sizes, **options)
+    return StripeDataLoader(corpus, tokenizer, seq_len=seq, steps_ahead=ahead, **sizes, **options)
 
 
 def by_hand(path, tokenizer):
     """Yield the rows of each micro-batch, and the unreadable records met up to it.
 
-    Every lane reads its next document when it lacks tokens, and nothing before.
+    Every stripe reads its next document when it lacks tokens, and nothing before.
     """
     corpus = LocalCorpus(path, "training.dataset_path", ROWS)
     met = set()
 
-    def tokens(lane):
+    def tokens(stripe):
         for k in count():
-            for document in corpus.documents(lane_block(lane, ROWS, corpus.num_blocks, k)):
+            for document in corpus.documents(stripe_block(stripe, ROWS, corpus.num_blocks, k)):
                 if isinstance(document, DataError):
                     met.add(document.got)
                 else:
                     yield from tokenizer.encode(document, add_bos=True, add_eos=True)
 
-    streams = [tokens(lane) for lane in range(ROWS)]
+    streams = [tokens(stripe) for stripe in range(ROWS)]
     for m in count():
         rows = [list(islice(streams[m % 2 * 2 + i], SEQ + 1)) for i in range(2)]
         yield torch.tensor(rows), set(met)

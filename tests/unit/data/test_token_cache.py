@@ -12,7 +12,7 @@ import torch
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import JobConfig
 
-from torchtitan_lr.data import lanes, local_corpus, token_cache
+from torchtitan_lr.data import local_corpus, stripes, token_cache
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.token_cache import TokenCache
 
@@ -40,13 +40,13 @@ def corpus(tmp_path):
 def encoded(monkeypatch):
     """Counts the documents that the loaders encode."""
     count = SimpleNamespace(documents=0)
-    encode = lanes.encode_documents
+    encode = stripes.encode_documents
 
     def counted(tokenizer, texts):
         count.documents += len(texts)
         return encode(tokenizer, texts)
 
-    monkeypatch.setattr(lanes, "encode_documents", counted)
+    monkeypatch.setattr(stripes, "encode_documents", counted)
     return count
 
 

@@ -1,22 +1,21 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Data lanes: each row of the global batch reads its own stream, on whichever rank it is computed.
-
-These lanes are unrelated to the lanes of CAAT-Net (``[caat] lanes``), which split a model.
+"""Stripes: each row of the global batch reads its own stream, on whichever rank it is computed.
 
 A loader that splits the corpus over *ranks* yields different batches when the number of ranks
-changes. This one splits it over the rows of the **global** batch. Row ``j`` (of ``B``) is a
-*lane*: an endless stream over the blocks ``j, j + B, j + 2B, ...`` of the corpus. Its documents are
-tokenised, concatenated and cut into windows of ``seq_len + 1`` tokens exactly as in torchtitan's
-``HuggingFaceTextDataset`` (input ``x[:-1]``, labels ``x[1:]``; windows do not overlap). The content
-of row ``j`` does not depend on the rank or the micro-batch that computes it. Therefore:
+changes. This one splits it over the rows of the **global** batch. Row ``j`` (of ``B``) reads a
+*stripe*: an endless stream over the blocks ``j, j + B, j + 2B, ...`` of the corpus. Its documents
+are tokenised, concatenated and cut into windows of ``seq_len + 1`` tokens exactly as in
+torchtitan's ``HuggingFaceTextDataset`` (input ``x[:-1]``, labels ``x[1:]``; windows do not
+overlap). The content of row ``j`` does not depend on the rank or the micro-batch that computes
+it. Therefore:
 
 * the batches are the same for any data-parallel size and any split between ranks and gradient
   accumulation, as long as ``B`` is unchanged;
 * a rank tokenises only its own rows, so no work is repeated.
 
-A lane's position is three integers: block counter, document in the block, token offset in the
-document. No token buffer is stored: on resume the lane tokenises the current document again and
-drops ``offset`` tokens. Sample ``n = step * B + j`` of the run is the ``step``-th window of lane
+A stripe's position is three integers: block counter, document in the block, token offset in the
+document. No token buffer is stored: on resume the stripe tokenises the current document again and
+drops ``offset`` tokens. Sample ``n = step * B + j`` of the run is the ``step``-th window of stripe
 ``j``, so the number of consumed samples is the position of the whole run.
 """
 
@@ -75,43 +74,43 @@ class DocumentStream(Protocol):
         ...
 
 
-def lane_block(lane: int, num_lanes: int, num_blocks: int, k: int) -> int:
-    """Return the index of the ``k``-th block that a lane reads.
+def stripe_block(stripe: int, num_stripes: int, num_blocks: int, k: int) -> int:
+    """Return the index of the ``k``-th block that a stripe reads.
 
-    The plain rule ``(lane + k * num_lanes) mod num_blocks`` would keep a lane on the same few
-    blocks forever if the two numbers share a factor. Therefore every lane moves on by one block
-    after each full turn through them. Over its first ``num_blocks`` blocks a lane reads each block
-    of the corpus exactly once, and at any time the lanes together cover the corpus evenly.
+    The plain rule ``(stripe + k * num_stripes) mod num_blocks`` would keep a stripe on the same few
+    blocks forever if the two numbers share a factor. Therefore every stripe moves on by one block
+    after each full turn through them. Over its first ``num_blocks`` blocks a stripe reads each
+    block of the corpus exactly once, and at any time the stripes together cover the corpus evenly.
 
     Args:
-        lane: The lane, ``0 <= lane < num_lanes``.
-        num_lanes: Number of lanes that share the corpus.
+        stripe: The stripe, ``0 <= stripe < num_stripes``.
+        num_stripes: Number of stripes that share the corpus.
         num_blocks: Number of blocks in the corpus.
-        k: Number of blocks that the lane has read before.
+        k: Number of blocks that the stripe has read before.
 
     Returns:
         A block index in ``[0, num_blocks)``.
     """
-    turn = num_blocks // gcd(num_blocks, num_lanes)
-    return (lane + k * num_lanes + k // turn) % num_blocks
+    turn = num_blocks // gcd(num_blocks, num_stripes)
+    return (stripe + k * num_stripes + k // turn) % num_blocks
 
 
 class BlockStream:
-    """The documents of one lane of a :class:`BlockCorpus`.
+    """The documents of one stripe of a :class:`BlockCorpus`.
 
-    Positions are ``[k, d]``: document ``d`` of the lane's ``k``-th block.
+    Positions are ``[k, d]``: document ``d`` of the stripe's ``k``-th block.
 
     Args:
         corpus: The corpus.
-        lane: Index of this lane.
-        num_lanes: Number of lanes that share the corpus.
-        infinite: Whether to start over at the end; otherwise the lane ends after one pass.
+        stripe: Index of this stripe.
+        num_stripes: Number of stripes that share the corpus.
+        infinite: Whether to start over at the end; otherwise the stripe ends after one pass.
     """
 
-    def __init__(self, corpus: BlockCorpus, lane: int, num_lanes: int, infinite: bool) -> None:
+    def __init__(self, corpus: BlockCorpus, stripe: int, num_stripes: int, infinite: bool) -> None:
         self._corpus = corpus
-        self._lane = lane
-        self._num_lanes = num_lanes
+        self._stripe = stripe
+        self._num_stripes = num_stripes
         self._infinite = infinite
         self.seek(None)
 
@@ -142,7 +141,7 @@ class BlockStream:
                 return None
             self._k, self._d = self._k + 1, 0
             self._documents = self._open(self._k)
-        # The last num_blocks blocks were all blocks of the corpus (see lane_block).
+        # The last num_blocks blocks were all blocks of the corpus (see stripe_block).
         raise ConfigError(self._corpus.key, self._corpus.name, "a corpus with some text in it")
 
     def skip(self, error: DataError) -> None:
@@ -158,7 +157,7 @@ class BlockStream:
     def _recorded(self, k: int, block: int) -> Iterator[str | DataError]:
         """Yield a block's documents; its recorder is finished before the last is returned.
 
-        Otherwise a block that is one long document would not be written until the lane is past it.
+        Otherwise a block of one long document would not be written until the stripe is past it.
         """
         documents = self._corpus.documents(block)
         count, document = 0, next(documents, None)
@@ -173,12 +172,12 @@ class BlockStream:
             document = following
 
     def _last_of_pass(self, k: int) -> bool:
-        return self._lane + (k + 1) * self._num_lanes >= self._corpus.num_blocks
+        return self._stripe + (k + 1) * self._num_stripes >= self._corpus.num_blocks
 
     def _open(self, k: int) -> Iterator[str | Tokens | DataError]:
-        if not self._infinite and self._lane + k * self._num_lanes >= self._corpus.num_blocks:
+        if not self._infinite and self._stripe + k * self._num_stripes >= self._corpus.num_blocks:
             return iter(())
-        block = lane_block(self._lane, self._num_lanes, self._corpus.num_blocks, k)
+        block = stripe_block(self._stripe, self._num_stripes, self._corpus.num_blocks, k)
         cache = self._corpus.cache
         stamp = None if cache is None else self._corpus.stamp(block)
         if cache is None or stamp is None:
@@ -192,7 +191,7 @@ class BlockStream:
 
 @dataclass
 class _Document:
-    """A document that a lane has read, with the unreadable records before it."""
+    """A document that a stripe has read, with the unreadable records before it."""
 
     position: Any
     text: str
@@ -200,14 +199,14 @@ class _Document:
     errors: list[DataError]
 
 
-class Lane:
+class Stripe:
     """One stream of windows, cut from tokenised and concatenated documents.
 
     :func:`fill` reads documents ahead of the position; :meth:`take` moves the position. Unreadable
     records are counted, and errors raised, when the position reaches them.
 
     Args:
-        stream: The lane's documents.
+        stream: The stripe's documents.
         tokenizer: Encodes the documents; begin and end tokens are added.
         seq_len: Tokens of an input; a window has one more.
     """
@@ -335,29 +334,29 @@ class Lane:
         return True
 
 
-def fill(lanes: Sequence[Lane], windows: int) -> None:
-    """Read and tokenise documents until each lane holds some windows, or its stream has ended.
+def fill(stripes: Sequence[Stripe], windows: int) -> None:
+    """Read and tokenise documents until each stripe holds some windows, or its stream has ended.
 
-    The documents of all lanes are encoded together, so that the tokenizer can use all cores.
+    The documents of all stripes are encoded together, so that the tokenizer can use all cores.
 
     Args:
-        lanes: Lanes with the same tokenizer.
-        windows: Windows that each lane shall hold.
+        stripes: Stripes with the same tokenizer.
+        windows: Windows that each stripe shall hold.
     """
-    while any(missing := [lane.missing(windows) for lane in lanes]):
-        _encode(lanes, missing)
+    while any(missing := [stripe.missing(windows) for stripe in stripes]):
+        _encode(stripes, missing)
 
 
-def _encode(lanes: Sequence[Lane], missing: Sequence[int]) -> None:
+def _encode(stripes: Sequence[Stripe], missing: Sequence[int]) -> None:
     new = [
-        (lane, document)
-        for lane, tokens in zip(lanes, missing, strict=True)
-        for document in lane.pull(tokens)
+        (stripe, document)
+        for stripe, tokens in zip(stripes, missing, strict=True)
+        for document in stripe.pull(tokens)
     ]
     if not new:
         return
     texts = [document.text for _, document in new]
-    for (lane, document), tokens in zip(
-        new, encode_documents(lanes[0].tokenizer, texts), strict=True
+    for (stripe, document), tokens in zip(
+        new, encode_documents(stripes[0].tokenizer, texts), strict=True
     ):
-        lane.put(document, tokens)
+        stripe.put(document, tokens)

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Lanes: which blocks they read, how they cut windows, how they resume."""
+"""Stripes: which blocks they read, how they cut windows, how they resume."""
 
 import json
 from math import gcd
@@ -8,7 +8,7 @@ import pytest
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_lr.data.corpora import BlockCorpus
-from torchtitan_lr.data.lanes import BlockStream, Lane, lane_block
+from torchtitan_lr.data.stripes import BlockStream, Stripe, stripe_block
 from torchtitan_lr.errors import ConfigError
 
 
@@ -50,34 +50,34 @@ def take(stream, n):
     return [stream.next_document()[1] for _ in range(n)]
 
 
-@pytest.mark.parametrize(("lanes", "blocks"), [(1, 1), (4, 6), (6, 4), (8, 8), (3, 7), (16, 4)])
-def test_a_lane_reads_every_block_once_in_num_blocks(lanes, blocks):
-    for lane in range(lanes):
-        read = [lane_block(lane, lanes, blocks, k) for k in range(2 * blocks)]
+@pytest.mark.parametrize(("stripes", "blocks"), [(1, 1), (4, 6), (6, 4), (8, 8), (3, 7), (16, 4)])
+def test_a_stripe_reads_every_block_once_in_num_blocks(stripes, blocks):
+    for stripe in range(stripes):
+        read = [stripe_block(stripe, stripes, blocks, k) for k in range(2 * blocks)]
         assert sorted(read[:blocks]) == list(range(blocks))
-        assert read[0] == lane % blocks
-        # The plain rule, as long as the lane has not been through all it reaches.
-        turn = blocks // gcd(blocks, lanes)
-        assert read[:turn] == [(lane + k * lanes) % blocks for k in range(turn)]
+        assert read[0] == stripe % blocks
+        # The plain rule, as long as the stripe has not been through all it reaches.
+        turn = blocks // gcd(blocks, stripes)
+        assert read[:turn] == [(stripe + k * stripes) % blocks for k in range(turn)]
 
 
-def test_lanes_together_read_the_corpus_evenly():
-    lanes, blocks = 4, 6
+def test_stripes_together_read_the_corpus_evenly():
+    stripes, blocks = 4, 6
     for turn in range(5):
         counts = [0] * blocks
-        for lane in range(lanes):
+        for stripe in range(stripes):
             for k in range(turn * 3, turn * 3 + 3):
-                counts[lane_block(lane, lanes, blocks, k)] += 1
+                counts[stripe_block(stripe, stripes, blocks, k)] += 1
         assert counts == [2] * blocks
 
 
 def test_windows_are_the_joined_documents_cut():
     source = corpus()
-    lane = Lane(BlockStream(source, 1, 2, infinite=True), Bytes(), seq_len=10)
-    windows = [lane.next_window() for _ in range(40)]
+    stripe = Stripe(BlockStream(source, 1, 2, infinite=True), Bytes(), seq_len=10)
+    windows = [stripe.next_window() for _ in range(40)]
     expected = []
     for k in range(60):
-        for document in source.blocks[lane_block(1, 2, 6, k)]:
+        for document in source.blocks[stripe_block(1, 2, 6, k)]:
             expected += [256, *document.encode(), 257]
     assert [t for window in windows for t in window] == expected[: 40 * 11]
 
@@ -85,8 +85,8 @@ def test_windows_are_the_joined_documents_cut():
 def test_one_pass_covers_each_document_once_and_ends():
     source = corpus(7)
     seen = []
-    for lane in range(10):  # more lanes than blocks: some have nothing
-        stream = BlockStream(source, lane, 10, infinite=False)
+    for stripe in range(10):  # more stripes than blocks: some have nothing
+        stream = BlockStream(source, stripe, 10, infinite=False)
         while (found := stream.next_document()) is not None:
             seen.append(found[1])
         assert stream.next_document() is None
@@ -94,29 +94,29 @@ def test_one_pass_covers_each_document_once_and_ends():
 
 
 def test_an_unfilled_last_window_is_dropped():
-    lane = Lane(BlockStream(Blocks([["abcdefg"]]), 0, 1, infinite=False), Bytes(), seq_len=3)
-    assert lane.next_window() == [256, *b"abc"]
-    assert lane.next_window() == [*b"defg"]
-    assert lane.next_window() is None
+    stripe = Stripe(BlockStream(Blocks([["abcdefg"]]), 0, 1, infinite=False), Bytes(), seq_len=3)
+    assert stripe.next_window() == [256, *b"abc"]
+    assert stripe.next_window() == [*b"defg"]
+    assert stripe.next_window() is None
 
 
 @pytest.mark.parametrize("stop", range(12))
 def test_resume_is_exact_wherever_it_stops(stop):
     def fresh():
-        return Lane(BlockStream(corpus(), 1, 4, infinite=True), Bytes(), seq_len=6)
+        return Stripe(BlockStream(corpus(), 1, 4, infinite=True), Bytes(), seq_len=6)
 
-    lane = fresh()
+    stripe = fresh()
     for _ in range(stop):
-        lane.next_window()
-    stored = json.dumps(lane.state())
-    expected = [lane.next_window() for _ in range(50)]
+        stripe.next_window()
+    stored = json.dumps(stripe.state())
+    expected = [stripe.next_window() for _ in range(50)]
 
     resumed = fresh()
     resumed.load_state(json.loads(stored))
     assert json.dumps(resumed.state()) == stored
     assert [resumed.next_window() for _ in range(50)] == expected
 
-    used = fresh()  # a lane that stood elsewhere
+    used = fresh()  # a stripe that stood elsewhere
     for _ in range(7):
         used.next_window()
     used.load_state(json.loads(stored))
@@ -127,13 +127,13 @@ def test_resume_without_the_offset_differs():
     """Negative control: the offset is what makes a resume in mid-document exact."""
 
     def fresh():
-        return Lane(BlockStream(corpus(), 3, 4, infinite=True), Bytes(), seq_len=4)
+        return Stripe(BlockStream(corpus(), 3, 4, infinite=True), Bytes(), seq_len=4)
 
-    lane = fresh()
-    lane.next_window()
-    state = lane.state()
+    stripe = fresh()
+    stripe.next_window()
+    state = stripe.state()
     assert state["offset"] > 0
-    expected = lane.next_window()
+    expected = stripe.next_window()
     resumed = fresh()
     resumed.load_state(state | {"offset": 0})
     assert resumed.next_window() != expected
@@ -149,14 +149,14 @@ def test_positions_point_at_the_document():
 
 
 def test_an_offset_beyond_the_document_is_refused():
-    lane = Lane(BlockStream(corpus(), 3, 4, infinite=True), Bytes(), seq_len=4)
-    lane.next_window()
+    stripe = Stripe(BlockStream(corpus(), 3, 4, infinite=True), Bytes(), seq_len=4)
+    stripe.next_window()
     with pytest.raises(ConfigError, match=r"model\.hf_assets_path") as error:
-        lane.load_state(lane.state() | {"offset": 10_000})
+        stripe.load_state(stripe.state() | {"offset": 10_000})
     assert "\n" not in str(error.value)
 
 
-def test_lanes_of_empty_blocks_move_on_and_an_empty_corpus_is_refused():
+def test_stripes_of_empty_blocks_move_on_and_an_empty_corpus_is_refused():
     some = BlockStream(Blocks([["a"], [], [], []]), 2, 4, infinite=True)
     assert take(some, 3) == ["a", "a", "a"]
     with pytest.raises(ConfigError, match=r"training\.dataset"):
