@@ -30,9 +30,12 @@ VANILLA = [Case("cola", TPSettings(plan), degree=2) for plan in ("vanilla", "van
 
 
 def gradients(case: Case, *changes: str) -> dict[str, torch.Tensor]:
-    """This rank's parts of all gradients."""
+    """This rank's parts of all gradients; with checkpointing, those of a pass that follows one."""
     model = build(case, *changes)
     run(model)
+    if changes:
+        model.zero_grad()
+        run(model)
     parts = {}
     for name, parameter in model.named_parameters():
         clean = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
@@ -61,6 +64,22 @@ def test_gradients_are_the_same(two_ranks: RankPool) -> None:
     cases = [*BTP_CASES, *VANILLA]
     for rank in two_ranks.run(differences, cases, FORMS):
         assert rank == [0.0] * (2 * len(cases))
+
+
+def follows(case: Case) -> list[bool]:
+    """Whether later passes of each block follow the recorded one."""
+    model = build(case, "low_rank")
+    run(model)
+    blocks = [m for m in model.modules() if hasattr(m, "checkpoint_fn")]
+    return [
+        p is not None for m in blocks for p in m.checkpoint_fn.keywords["programs"].found.values()
+    ]
+
+
+def test_only_passes_without_repeated_collectives_follow(two_ranks: RankPool) -> None:
+    for case, expected in ((BTP_CASES[0], True), (VANILLA[0], False)):
+        for found in two_ranks.run(follows, case):
+            assert found and set(found) == {expected}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torchtitan_lr.compat.autograd import (
 )
 from torchtitan_lr.compat.dispatch import tree_leaves
 from torchtitan_lr.compat.fsdp import wrap_unit_calls
-from torchtitan_lr.parallel.recompute.replay import is_recomputing
+from torchtitan_lr.parallel.recompute.tape import is_recomputing
 
 STEP = "step"
 """Scope of all calls outside the model and its loss: clipping, the optimizer, logging."""

@@ -10,7 +10,6 @@ the operators that matter; the function runs again, and every other operator is 
 empty tensor.
 """
 
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -32,6 +31,7 @@ from torchtitan_lr.compat.dispatch import (
 )
 from torchtitan_lr.compat.fake import FakeTensor
 from torchtitan_lr.models.marks import listen
+from torchtitan_lr.parallel.recompute.program import Outside, Program, Values, build_program
 from torchtitan_lr.parallel.recompute.tape import (
     OUTSIDE,
     Call,
@@ -40,18 +40,12 @@ from torchtitan_lr.parallel.recompute.tape import (
     alias,
     place_of,
     places,
+    recomputing,
     shares_storage,
 )
 
 _IGNORED = frozenset({torch.ops.aten.detach.default, torch.ops.prim.device.default})
 """Autograd's own and fake tensors' own, whose number differs between the two runs."""
-
-_state = threading.local()
-
-
-def is_recomputing() -> bool:
-    """Return whether this thread is inside a recomputation."""
-    return getattr(_state, "depth", 0) > 0
 
 
 class Recording:
@@ -62,6 +56,7 @@ class Recording:
         args: Its positional arguments; tensors among them are kept.
         kwargs: Its keyword arguments.
         kept_operators: Operators whose results are kept, besides the marked tensors.
+        outside: What the function reads, for `program`.
     """
 
     def __init__(
@@ -70,6 +65,7 @@ class Recording:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         kept_operators: frozenset[Any] = frozenset(),
+        outside: Outside | None = None,
     ) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
         self.kept_operators = kept_operators
@@ -81,9 +77,15 @@ class Recording:
         self._saved: list[Saved | None] = []
         self._recomputed: dict[int, Tensor] = {}
         self._autocast = _autocast_of(args)
+        self._outside = outside
+        self._marks: list[int | None] = []
+        self.values: Values | None = None
+        """The tensors of this pass, while it runs, if it is to become a program."""
 
     def forward(self) -> Any:
         """Run the function; tensors that autograd saves are kept only where they must be."""
+        if self._outside is not None:
+            self.values = Values(self._outside.tensors((self.args, self.kwargs)))
         with (
             torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
             listen(self.keep),
@@ -98,11 +100,25 @@ class Recording:
     def keep(self, x: Tensor) -> None:
         """Keep the storage of a tensor made in this forward pass."""
         storage = self._find(x)
+        self._marks.append(storage)
+        self._keep(storage, x)
+
+    def _keep(self, storage: int | None, x: Tensor) -> None:
         if storage is not None:
             self.kept.setdefault(storage, x.detach())
 
-    def record(self, func: Any, inputs: list[Any], result: Any) -> None:
+    def program(self) -> Program | None:
+        """Return what the next forward passes can follow; call it once, after `forward`."""
+        values, self.values = self.values, None
+        if self._outside is None or values is None:
+            return None
+        calls = [c for c, live in zip(self.calls, self.live_calls(), strict=True) if live]
+        kept = set(self.kept)
+        return build_program(self._outside, values, calls, self._saved, self._marks, kept)
+
+    def record(self, func: Any, arguments: Any, result: Any) -> None:
         """Note an operator that has just run."""
+        inputs = tree_leaves(arguments)
         reads = [self._find(x) for x in inputs if isinstance(x, Tensor)]
         leaves, spec = tree_flatten(result)
         outputs = [
@@ -112,10 +128,13 @@ class Recording:
         if changes_arguments(func) and any(o.storage in self.kept for o in places(outputs)):
             raise RuntimeError(f"{func} changes a tensor that low-rank checkpointing keeps")
         self.calls.append(call)
+        if self.values is not None:
+            call.arguments = self.values.refer(arguments)
+            call.slots = [self.values.add(x, at) for x, at in zip(leaves, outputs, strict=True)]
         if func in self.kept_operators:
             for leaf in leaves:
                 if isinstance(leaf, Tensor):
-                    self.keep(leaf)
+                    self._keep(self._find(leaf), leaf)
 
     def live_calls(self) -> list[bool]:
         """Return, operator by operator, whether backward needs its result made again."""
@@ -159,19 +178,16 @@ class Recording:
                 self._recomputed[count] = x.detach()
             count += 1
 
-        _state.depth = getattr(_state, "depth", 0) + 1
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(torch.enable_grad())
-                for autocast in self._autocast:
-                    stack.enter_context(autocast())
-                hooks = torch.autograd.graph.saved_tensors_hooks(collect, _never)
-                stack.enter_context(hooks)
-                stack.enter_context(listen(_ignore))
-                stack.enter_context(_Replayer(self))
-                self.function(*args, **kwargs)
-        finally:
-            _state.depth -= 1
+        with ExitStack() as stack:
+            stack.enter_context(recomputing())
+            stack.enter_context(torch.enable_grad())
+            for autocast in self._autocast:
+                stack.enter_context(autocast())
+            hooks = torch.autograd.graph.saved_tensors_hooks(collect, _never)
+            stack.enter_context(hooks)
+            stack.enter_context(listen(_ignore))
+            stack.enter_context(_Replayer(self))
+            self.function(*args, **kwargs)
 
     def _find(self, x: Tensor) -> int | None:
         if type(x) not in (Tensor, torch.nn.Parameter, FakeTensor):  # no wrapper, such as DTensor
@@ -207,7 +223,9 @@ class _Recorder(TorchDispatchMode):
             return NotImplemented  # it first: only local tensors matter here
         result = func(*args, **(kwargs or {}))
         if func not in _IGNORED:
-            self.recording.record(func, tree_leaves((args, kwargs)), result)
+            self.recording.record(func, (args, kwargs or {}), result)
+        elif self.recording.values is not None and isinstance(result, Tensor):
+            self.recording.values.add_alias(result, args[0])
         return result
 
 

@@ -1,13 +1,18 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The entries of a recording: which operators ran, and where their results lay."""
 
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchtitan_lr.compat.dispatch import TreeSpec, storage_address
+
+_state = threading.local()
 
 OUTSIDE = object()
 """Stands for a view of an argument, a parameter or a buffer: of something that stays."""
@@ -37,6 +42,9 @@ class Call:
     """An `Output` for a tensor, `OUTSIDE` for a view of an argument, a parameter or a buffer,
     anything else as it was."""
     spec: TreeSpec
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    """Its arguments with slots for tensors, and below the slots of its results, for a program."""
+    slots: list[Any] = field(default_factory=list)
 
     def storages(self) -> list[int]:
         """Return the storages of its results."""
@@ -68,6 +76,31 @@ def alias(kept: Tensor, place: Output) -> Tensor:
     return empty.set_(kept.untyped_storage(), place.offset, place.size, place.stride)
 
 
+def lies_at(x: Tensor, place: Output) -> bool:
+    """Return whether a tensor on a place's storage is the one that lay there."""
+    return (
+        x.dtype == place.dtype
+        and x.shape == place.size
+        and x.stride() == place.stride
+        and x.storage_offset() == place.offset
+    )
+
+
 def shares_storage(a: Tensor, b: Tensor) -> bool:
     """Return whether one is a view of the other, or both of a third."""
     return storage_address(a) == storage_address(b)
+
+
+def is_recomputing() -> bool:
+    """Return whether this thread is inside a recomputation."""
+    return getattr(_state, "depth", 0) > 0
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Make `is_recomputing` true in this thread."""
+    _state.depth = getattr(_state, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _state.depth -= 1
