@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.fx
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lr.compat.dispatch import (
     ATTENTION_OPERATORS,
@@ -27,6 +26,7 @@ from torchtitan_lr.compat.dispatch import (
     tree_leaves,
     tree_map,
 )
+from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.models.marks import listen
 from torchtitan_lr.parallel.recompute.tape import Call, Output, Saved, alias, lies_at, recomputing
 
@@ -36,6 +36,10 @@ class Slot:
     """Stands for a tensor in the arguments of a recorded operator."""
 
     index: int
+
+
+UNKNOWN = object()
+"""Stands for a tensor that is neither from outside nor a result."""
 
 
 class Outside:
@@ -55,14 +59,12 @@ class Outside:
         ]
 
     def tensors(self, arguments: Any) -> Iterator[Tensor]:
-        """Yield the tensors, always in the same order; local parts follow their DTensors."""
-        with torch.no_grad():
-            named = (getattr(module, name) for module, name in self._names)
-            for x in (*tree_leaves(arguments), *named):
-                if isinstance(x, Tensor):
-                    yield x
-                    if isinstance(x, DTensor):
-                        yield x.to_local()
+        """Yield the tensors, always in the same order; of DTensors the local part."""
+        for x in tree_leaves(arguments):
+            if isinstance(x, Tensor):
+                yield local_part(x)
+        for module, name in self._names:
+            yield local_part(getattr(module, name))
 
 
 class Values:
@@ -82,8 +84,6 @@ class Values:
             self._slots.setdefault(id(x), Slot(index))
         self.places: dict[int, Output] = {}
         """Where each result lies, by slot."""
-        self.complete = True
-        """Whether every argument of an operator has a number."""
 
     def add(self, x: Any, place: Any) -> Slot | None:
         """Return a result's slot, a new one unless it has one; None for what is no tensor."""
@@ -109,9 +109,7 @@ class Values:
     def _refer(self, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        slot = self._slots.get(id(x))
-        self.complete &= slot is not None
-        return slot
+        return self._slots.get(id(x), UNKNOWN)
 
 
 @dataclass
@@ -181,35 +179,15 @@ def build_program(
     """
     kept_here = {s.place.storage: s.index for s in reversed(saved) if s and s.place.storage in kept}
     by_number = {i: storage for storage, i in kept_here.items() if storage not in marks}
-    if not values.complete or kept - set(marks) - set(by_number.values()):
+    if kept - set(marks) - set(by_number.values()):
         return None
     if not all(_is_repeatable(call) for call in calls):
         return None
     again = [s for s in saved if s and s.place.storage not in kept]
-    graph, views = torch.fx.Graph(), []
-    nodes = [graph.placeholder(f"outside_{i}") for i in range(values.outside)]
-    named: dict[int, torch.fx.Node] = dict(enumerate(nodes))
-    # Placeholders come first: the parts of kept tensors that are read before they are made.
-    made: set[int] = set()
-    for call in calls:
-        for slot in slots_of(call.arguments) - made - named.keys():
-            place = values.places.get(slot)
-            if place is None or place.storage not in kept:
-                return None
-            named[slot] = graph.placeholder(f"kept_{slot}")
-            views.append(place)
-        made |= slots_of(call.slots)
-    results: dict[int, tuple[int, torch.fx.Node]] = {}
-    for call in calls:
-        args, kwargs = tree_map(lambda x: named[x.index] if type(x) is Slot else x, call.arguments)
-        node = graph.call_function(call.func, args, kwargs)
-        for i, (slot, place) in enumerate(zip(call.slots, call.outputs, strict=True)):
-            if slot is None:
-                continue
-            several = call.spec.num_children > 0
-            named[slot.index] = graph.call_function(getitem, (node, i)) if several else node
-            if isinstance(place, Output):
-                results[place.storage] = slot.index, named[slot.index]
+    views = _views_read(values, calls, kept)
+    if views is None:
+        return None
+    graph, results = _graph(values, calls, views)
     if any(s.place.storage not in results for s in again):
         return None
     graph.output(tuple(results[s.place.storage][1] for s in again))
@@ -219,7 +197,42 @@ def build_program(
         own = values.places.get(results[s.place.storage][0])
         made_again.append((s.index, None if own == s.place else s.place))
     repeat = torch.fx.GraphModule({}, graph).forward
-    return Program(outside, saved, marks, by_number, views, repeat, made_again)
+    return Program(outside, saved, marks, by_number, [*views.values()], repeat, made_again)
+
+
+def _views_read(values: Values, calls: list[Call], kept: set[int]) -> dict[int, Output] | None:
+    """Return the parts of kept tensors that are read before they are made, by slot."""
+    views: dict[int, Output] = {}
+    made = set(range(values.outside))
+    for call in calls:
+        for slot in slots_of(call.arguments) - made - views.keys():
+            place = values.places.get(slot)
+            if place is None or place.storage not in kept:
+                return None
+            views[slot] = place
+        made |= slots_of(call.slots)
+    return views
+
+
+def _graph(
+    values: Values, calls: list[Call], views: dict[int, Output]
+) -> tuple[torch.fx.Graph, dict[int, tuple[int, torch.fx.Node]]]:
+    """Return the operators as a graph, and the last slot and node on each storage they write."""
+    graph = torch.fx.Graph()
+    nodes = {i: graph.placeholder(f"outside_{i}") for i in range(values.outside)}
+    nodes |= {slot: graph.placeholder(f"kept_{slot}") for slot in views}
+    results: dict[int, tuple[int, torch.fx.Node]] = {}
+    for call in calls:
+        args, kwargs = tree_map(lambda x: nodes[x.index] if type(x) is Slot else x, call.arguments)
+        node = graph.call_function(call.func, args, kwargs)
+        several = call.spec.num_children > 0
+        for i, (slot, place) in enumerate(zip(call.slots, call.outputs, strict=True)):
+            if slot is None:
+                continue
+            nodes[slot.index] = graph.call_function(getitem, (node, i)) if several else node
+            if isinstance(place, Output):
+                results[place.storage] = slot.index, nodes[slot.index]
+    return graph, results
 
 
 def slots_of(arguments: Any) -> set[int]:
@@ -228,6 +241,8 @@ def slots_of(arguments: Any) -> set[int]:
 
 
 def _is_repeatable(call: Call) -> bool:
+    if UNKNOWN in tree_leaves(call.arguments):
+        return False
     if call.func in ATTENTION_OPERATORS:  # random with dropout only
         names = schema_of(call.func)[1]
         given = dict(zip(names, call.arguments[0], strict=False)) | call.arguments[1]
@@ -312,8 +327,8 @@ class Pass:
             raise Unexpected
         storage = self.program.marks[self._marks]
         self._marks += 1
-        if storage is not None:
-            self.kept.setdefault(storage, x.detach())
+        if storage is not None and storage not in self.kept:
+            self.kept[storage] = x.detach()
 
     def _pack(self, x: Tensor) -> Any:
         number = self._count
