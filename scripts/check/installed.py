@@ -29,10 +29,11 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools.cli import OneLineParser, RunFailedError, in_one_line
-
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # it runs where nothing is installed
+
+from torchtitan_lr.errors import ConfigError  # noqa: E402
+from torchtitan_lr.tools.cli import OneLineParser, RunFailedError, in_one_line  # noqa: E402
 
 SOURCES = ("torchtitan_lr", "scripts", "train_configs")
 FILES = ("LICENSE", "README.md", "pyproject.toml", "setup.py")
@@ -206,6 +207,10 @@ def main(argv: list[str] | None = None) -> int:
             raise RunFailedError(f"error: the sdist builds another wheel: {differ[:3]}")
         files = len(contents(wheel))
         print(f"{sdist.name}, {wheel.name}: {files} files, the same wheel from both", flush=True)
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
+            for file in (sdist, wheel):
+                shutil.copy(file, options.out)
         programs = install(wheel, work / "environment", options.torch, options.light)
         seconds = time.monotonic() - begin
         print(f"installed in {seconds:.0f} s, the build included", flush=True)
@@ -220,6 +225,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="folder to copy the sdist and the wheel to")
     parser.add_argument("--torch", default="", help="version of torch, such as 2.11")
     parser.add_argument("--light", action="store_true", help="the wheel alone, two steps")
     options = parser.parse_args(argv)

@@ -22,6 +22,12 @@ COMMAND_LINE, LAUNCHER = "command line", "launcher"
 _SHAPE = "model."
 """Prefix of the flavor's values that are no keys, such as ``model.dim``."""
 
+_CONFIGURED = (
+    *("family", "vocab_size", "max_seq_len", "rank_", "activation", "lax_gate", "init_seed"),
+    *("lanes", "sync_fraction", "backward_sum"),
+)
+"""Beginnings of a model's arguments that keys set."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -147,8 +153,6 @@ def _with_flavor(settings: list[Setting], config: Any) -> list[Setting]:
             shared = key.startswith("low_rank.rank_") and common.value
             by_key[key] = Setting(key, value, common.origin if shared else FLAVOR)
     shape = {_SHAPE + name: value for name, value in drop_marker(asdict(args)).items()}
-    configured = ("family", "vocab_size", "max_seq_len", "rank_", "activation", "lax_gate")
-    configured += ("init_seed", "lanes", "sync_fraction", "backward_sum")
     found: list[Setting] = []
     for setting in by_key.values():
         found.append(setting)
@@ -156,7 +160,7 @@ def _with_flavor(settings: list[Setting], config: Any) -> list[Setting]:
             found += [
                 Setting(key, value, FLAVOR, is_key=False)
                 for key, value in shape.items()
-                if not key.removeprefix(_SHAPE).startswith(configured)
+                if not key.removeprefix(_SHAPE).startswith(_CONFIGURED)
             ]
     return found
 
