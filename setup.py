@@ -2,9 +2,11 @@
 """The one step that pyproject.toml cannot say: which files beside the package a wheel contains.
 
 ``train_configs/`` and ``scripts/`` stay at the repository's top, where users type their paths. A
-wheel has them inside the package, where `torchtitan_lr.config.shipped` looks first. The mapping
-``package-dir`` of setuptools would do the same without this file, but editable installs would then
-need an import hook, which neither mypy nor a changed ``PYTHONPATH`` follows.
+wheel has them inside the package, where `torchtitan_lr.config.shipped` looks first.
+
+setuptools can map a package to another folder with ``package-dir``, but ``packages.find`` does not
+find a mapped package: all packages would have to be listed by hand. In an editable installation the
+mapping would also be fixed to one checkout, whichever checkout ``PYTHONPATH`` names.
 """
 
 from pathlib import Path

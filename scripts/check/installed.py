@@ -126,11 +126,11 @@ def install(wheel: Path, target: Path, torch: str = "", light: bool = False) -> 
     if light:
         options = ["--no-deps", "--no-index", "--no-compile", "--quiet"]
         call([sys.executable, "-m", "pip", "--python", python, "install", *options, wheel], target)
-        paths = sysconfig.get_paths("venv", vars={"base": str(target), "platbase": str(target)})
+        (packages,) = target.glob("lib/python*/site-packages")
         # A line of a .pth file adds a folder, but does not execute the .pth files there: an
         # editable installation of this repository stays invisible.
         seen = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
-        (Path(paths["purelib"]) / "below.pth").write_text("\n".join(seen) + "\n")
+        (packages / "below.pth").write_text("\n".join(seen) + "\n")
     else:
         versions = [f"torch=={torch}.*"] if torch else []
         call([python, "-m", "pip", "install", "--quiet", wheel, *versions], target)
