@@ -42,7 +42,7 @@ def test_the_wheel_has_all_files_and_the_sdist_builds_the_same(built):
     assert package <= set(files)
     assert configs == {name.rpartition("/")[2] for name in files if "/train_configs/" in name}
     for command in known().values():
-        assert f"torchtitan_lr/scripts/{command.script}.py" in files
+        assert f"torchtitan_lr/scripts/{command.path.name}" in files
     assert "torchtitan_lr/scripts/hardware/h100.toml" in files
     # Nothing else: no tests, no checks, no parts of the checkout's shell scripts.
     others = {name.split("/")[0] for name in files}

@@ -2,8 +2,8 @@
 """The console command ``torchtitan-lr``: every program of ``scripts/``, and the launcher.
 
 A subcommand is a file of ``scripts/``, which the wheel contains too: ``torchtitan-lr estimate`` and
-``python scripts/estimate.py`` execute the same file. `COMMANDS` has one row for each. Nothing here
-imports torch.
+``python scripts/estimate.py`` execute the same file. A new program is a new subcommand. Nothing
+here imports torch.
 """
 
 import ast
@@ -47,16 +47,11 @@ class Command:
 
     Args:
         name: As typed.
-        script: Name of the program in ``scripts/``, without the suffix.
+        path: The program's file.
     """
 
     name: str
-    script: str
-
-    @property
-    def path(self) -> Path:
-        """The program's file."""
-        return shipped_folder("scripts") / f"{self.script}.py"
+    path: Path
 
     def summary(self) -> str:
         """Return the first line of the program's docstring, without its full stop."""
@@ -65,7 +60,7 @@ class Command:
 
     def module(self) -> ModuleType:
         """Import the program, which runs nothing."""
-        spec = importlib.util.spec_from_file_location(f"{__name__}.{self.script}", self.path)
+        spec = importlib.util.spec_from_file_location(f"{__name__}.{self.path.stem}", self.path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -76,26 +71,29 @@ class Command:
         return declared_parser(self.module().main)
 
 
-COMMANDS = (
-    Command("estimate", "estimate"),
-    Command("compare", "compare"),
-    Command("sweep", "sweep"),
-    Command("export", "export"),
-    Command("import", "import_hf"),
-    Command("generate", "generate"),
-    Command("evaluate", "evaluate"),
-    Command("measure-comm", "measure_comm"),
-    Command("tokenizer", "train_tokenizer"),
-    Command("activation-rank", "activation_rank"),
-    Command("seed-checkpoint", "make_seed_checkpoint"),
-    Command("config", "config"),
-)
-"""The subcommands besides `TRAIN` and `COMPLETION`. `known` leaves out a row without its file."""
+FIRST = ("estimate", "compare", "sweep", "export", "import", "generate", "evaluate")
+"""The order of the subcommands; the others follow by name."""
+
+RENAMED = {
+    "import_hf": "import",
+    "make_seed_checkpoint": "seed-checkpoint",
+    "train_tokenizer": "tokenizer",
+}
+"""Subcommands that are not called as their program is."""
+
+PARTS = ("check_env", "check_smoke")
+"""Programs that are parts of the checkout's shell scripts, not commands."""
 
 
 def known() -> dict[str, Command]:
-    """Return the subcommands whose program exists, by name, in order."""
-    return {command.name: command for command in COMMANDS if command.path.is_file()}
+    """Return the subcommands besides `TRAIN` and `COMPLETION` by name: one for each program."""
+    found = {}
+    for path in sorted(shipped_folder("scripts").glob("*.py")):
+        if path.stem not in PARTS:
+            name = RENAMED.get(path.stem, path.stem.replace("_", "-"))
+            found[name] = Command(name, path)
+    first = [name for name in FIRST if name in found]
+    return {name: found[name] for name in [*first, *sorted(found.keys() - set(first))]}
 
 
 def summaries() -> dict[str, str]:
@@ -163,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def shown_names() -> dict[str, str]:
     """Return what the help of the subcommands shows instead of the names of the scripts."""
-    names = {f"python scripts/{c.script}.py": f"{PROGRAM} {c.name}" for c in known().values()}
+    names = {f"python scripts/{c.path.name}": f"{PROGRAM} {c.name}" for c in known().values()}
     return names | {"./run_llama_train.sh": f"{PROGRAM} {TRAIN}"}
 
 

@@ -13,13 +13,14 @@ from tests.unit.test_imports import HEAVY, python
 from torchtitan_lr.config.shipped import shipped_configs
 from torchtitan_lr.tools import cli, commands
 from torchtitan_lr.tools.cli import declared_parser
-from torchtitan_lr.tools.commands import COMMANDS, Command, known, main
+from torchtitan_lr.tools.commands import known, main
 from torchtitan_lr.tools.completion import script, whole_parser
 
 NAMES = ("train", "estimate", "compare", "sweep", "export", "generate", "evaluate", "config")
 NAMES += ("measure-comm", "tokenizer", "completion")
 WITH_OVERRIDES = {"train", "estimate", "compare", "sweep", "measure-comm", "config"}
 WITH_OVERRIDES |= {"seed-checkpoint"}
+WITHOUT = {"export", "tokenizer", "activation-rank"}
 
 ASK = f"""
 import contextlib, io, json, sys, time
@@ -76,20 +77,25 @@ def test_the_version(asked):
 
 
 def test_every_program_is_a_command():
-    """A new program for users has a row; ``import`` has its file as soon as there is one."""
     own = {"check_env", "check_smoke"}
     files = {path.stem for path in (ROOT / "scripts").glob("*.py")} - own
-    assert {command.script for command in known().values()} == files
-    assert {command.name for command in COMMANDS} - set(known()) <= {"import"}
+    assert {command.path.stem for command in known().values()} == files
     assert set(NAMES) - {"train", "completion"} <= set(known())
 
 
-def test_a_row_without_its_file_is_not_listed(monkeypatch, capsys, console):
-    monkeypatch.setattr(commands, "COMMANDS", (Command("lost", "lost"), Command("sweep", "sweep")))
-    assert list(known()) == ["sweep"]
-    assert main(["lost"]) == 2
+def test_a_new_program_is_a_new_command(monkeypatch, capsys, console, tmp_path):
+    """Under its name, or the one of `RENAMED`; what has no program is no command."""
+    monkeypatch.setattr(commands, "shipped_folder", {"scripts": tmp_path}.__getitem__)
+    for name in ("import_hf", "new_one", "check_env", "compare"):
+        (tmp_path / f"{name}.py").write_text(f'"""Do {name}."""\nprint("ran", __name__)\n')
+    assert list(known()) == ["compare", "import", "new-one"]
+    assert commands.summaries()["new-one"] == "Do new_one"
+    assert main(["new-one"]) == 0
+    assert capsys.readouterr().out == "ran __main__\n"
+    assert main(["estimate"]) == 2
     said = capsys.readouterr().err
-    assert said == "error: COMMAND: got 'lost', expected one of train, sweep, completion\n"
+    names = "train, compare, import, new-one, completion"
+    assert said == f"error: COMMAND: got 'estimate', expected one of {names}\n"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +161,7 @@ def test_the_whole_parser_has_all_options(whole):
         taken = {option for action in whole[name]._actions for option in action.option_strings}
         keys = {option for option in taken if "." in option}
         assert own <= taken and taken - keys == own
-        assert bool(keys) == (name in WITH_OVERRIDES), name
+        assert (name in WITH_OVERRIDES) <= bool(keys) <= (name not in WITHOUT), name
     train = whole["train"].format_help()
     for key in ("--training.steps ", "--caat.lanes ", "--checkpoint.no_enable"):
         assert key in train
