@@ -75,7 +75,17 @@ class ShownNames:
 
 
 SHOWN = ShownNames()
-"""The names of this process; ``torchtitan-lr`` sets its own."""
+"""The names of this process; `show_names` sets them."""
+
+
+def show_names(program: str, texts: dict[str, str]) -> None:
+    """Set the names that the help of a program shows, as ``torchtitan-lr`` does.
+
+    Args:
+        program: The program's name.
+        texts: Texts of descriptions, with what is shown in their place.
+    """
+    SHOWN.program, SHOWN.texts = program, texts
 
 
 class _DeclaredError(BaseException):
@@ -90,6 +100,10 @@ class OneLineParser(argparse.ArgumentParser):
 
     Args:
         **options: Options of `argparse.ArgumentParser`; a description keeps its line breaks.
+
+    Attributes:
+        arguments: The arguments that `add_argument` added, without those of groups.
+        takes_overrides: Whether `parse_with_overrides` parsed.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -100,6 +114,7 @@ class OneLineParser(argparse.ArgumentParser):
             if options.get("description"):
                 options["description"] = options["description"].replace(text, shown)
         self.takes_overrides = False
+        self.arguments: list[argparse.Action] = []
         self._first: list[str] = []
         super().__init__(**options)
 
@@ -118,7 +133,8 @@ class OneLineParser(argparse.ArgumentParser):
         if not empty and text is not argparse.SUPPRESS and "default" not in text:
             shown = " ".join(map(str, default)) if isinstance(default, list) else str(default)
             options["help"] = f"{text} (default: {shown.replace('%', '%%')})".lstrip()
-        return super().add_argument(*names, **options)
+        self.arguments.append(super().add_argument(*names, **options))
+        return self.arguments[-1]
 
     def add_first(self, name: str, old: str, **options: Any) -> None:
         """Add the first positional argument, which an old option may replace.

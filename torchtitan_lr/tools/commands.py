@@ -18,8 +18,7 @@ from types import ModuleType
 
 from torchtitan_lr.config.shipped import shipped_folder
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools import cli
-from torchtitan_lr.tools.cli import OneLineParser, declared_parser, in_one_line
+from torchtitan_lr.tools.cli import OneLineParser, declared_parser, in_one_line, show_names
 
 PROGRAM = "torchtitan-lr"
 
@@ -148,8 +147,8 @@ def main(argv: list[str] | None = None) -> int:
         near = difflib.get_close_matches(name, names, 1)
         hint = f": did you mean {near[0]}?" if near else ""
         raise ConfigError("COMMAND", name, f"one of {', '.join(names)}{hint}")
-    cli.SHOWN.program, cli.SHOWN.texts = f"{PROGRAM} {name}", shown_names()
-    sys.argv = [PROGRAM, *rest]
+    show_names(f"{PROGRAM} {name}", shown_names())
+    sys.argv[:] = [PROGRAM, *rest]
     if name == COMPLETION:
         return _complete()
     if name == TRAIN:

@@ -27,7 +27,7 @@ CONFIGS = ("config", "configs")
 FILES = ("checkpoint", "hardware", "in_dir", "out", "path", "prompts", "text", "work")
 """Arguments that are files or folders, by their attributes."""
 
-_FUNCTION = "_torchtitan_lr_configs"
+_FUNCTION = "torchtitan_lr_configs"
 
 
 def script(shell: str) -> str:
@@ -50,13 +50,13 @@ def whole_parser() -> OneLineParser:
     keys = list(_keys(config_class()))
     summary = summaries()
     for name, declared in _declared().items():
+        for action in declared.arguments:
+            _mark(action)
         added = commands.add_parser(
             name, parents=[declared], add_help=False, help=summary[name], prog=f"{PROGRAM} {name}"
         )
         if declared.takes_overrides:
             _add_keys(added, keys)
-        for action in added._actions:
-            _mark(action)
     return parser
 
 

@@ -8,7 +8,11 @@ from torchtitan_lr.config.schema import Model
 from torchtitan_lr.config.shipped import shipped_configs
 from torchtitan_lr.tools.cli import text_table
 
-_DEGREES = ("tensor_parallel", "pipeline_parallel", "data_parallel_replicate")
+_DEGREES = (
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+    "data_parallel_replicate_degree",
+)
 
 
 def list_configs() -> list[dict[str, Any]]:
@@ -24,7 +28,7 @@ def list_configs() -> list[dict[str, Any]]:
         model, layout = toml.get("model", {}), toml.get("parallelism", {})
         ranks = max(1, layout.get("data_parallel_shard_degree", 1))
         for degree in _DEGREES:
-            ranks *= layout.get(f"{degree}_degree", 1)
+            ranks *= layout.get(degree, 1)
         rows.append(
             {
                 "name": name,
