@@ -4,12 +4,17 @@
 # Without arguments: the main job, train_configs/debug_cola.toml on the GPUs of this machine, at most
 # 4, or on 4 CPU processes without GPUs. --help lists all settings.
 #   NGPU=8 CONFIG_FILE=train_configs/cola_60m.toml ./run_llama_train.sh --training.steps=100
+#   ./run_llama_train.sh cola_60m --training.steps=100    # a file of train_configs/ by its name
 #   COMM_MODE=fake_backend NGPU=64 ./run_llama_train.sh   # dry run of one step, no GPU
 set -euo pipefail
 
 # Resolve a relative CONFIG_FILE before changing the directory.
 if [ -n "${CONFIG_FILE:-}" ] && [ -f "$CONFIG_FILE" ]; then
     CONFIG_FILE=$(cd "$(dirname "$CONFIG_FILE")" && pwd)/$(basename "$CONFIG_FILE")
+fi
+# So too a file as the first argument.
+if [ -n "${1:-}" ] && [ -f "$1" ]; then
+    set -- "$(cd "$(dirname "$1")" && pwd)/$(basename "$1")" "${@:2}"
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")"
 

@@ -22,6 +22,7 @@ from torchtitan_lr.config.parse import (
 )
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.config.schema import AC_MODES, MODELS, TP_PLANS
+from torchtitan_lr.config.shipped import find_config
 from torchtitan_lr.errors import ConfigError
 
 CONFIG_MODULE = "torchtitan_lr.config.schema"
@@ -47,6 +48,7 @@ def build_job_config(argv: list[str]) -> Any:
     Args:
         argv: Arguments without the program's name, e.g.
             ``["--job.config_file", "train_configs/debug_cola.toml", "--training.steps=10"]``.
+            The name of a shipped file, ``debug_cola``, is as good as its path.
 
     Returns:
         torchtitan's JobConfig with the sections of ``torchtitan_lr.config.schema`` merged in.
@@ -54,7 +56,7 @@ def build_job_config(argv: list[str]) -> Any:
     Raises:
         ConfigError: The file is missing or not TOML, a key is unknown, a type is wrong.
     """
-    overrides = split_arguments(argv)
+    overrides = [_found(override) for override in split_arguments(argv)]
     paths = [override.value for override in overrides if override.key == CONFIG_FILE_KEY]
     if paths and paths[-1] == "":
         raise ConfigError(CONFIG_FILE_KEY, "", "a TOML file such as train_configs/debug_cola.toml")
@@ -84,6 +86,13 @@ def config_class() -> Any:
     from torchtitan_lr.config import schema as extension
 
     return merged_job_config(extension.JobConfig)
+
+
+def _found(override: Override) -> Override:
+    """Replace the name of a shipped TOML file by its path."""
+    if override.key != CONFIG_FILE_KEY or not override.value:
+        return override
+    return Override(override.key, find_config(override.value))
 
 
 def _import_unknown(raw: dict[str, Any], overrides: list[Override]) -> None:

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomli
 
+from torchtitan_lr.config.shipped import near_configs
 from torchtitan_lr.errors import ConfigError
 
 CONFIG_FILE_KEY = "job.config_file"
@@ -86,7 +87,9 @@ def load_toml(path: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(CONFIG_FILE_KEY, path, f"a UTF-8 text file ({error.reason})") from error
     except OSError as error:
-        want = f"a TOML file such as train_configs/debug_cola.toml ({error.strerror})"
+        near = near_configs(path)
+        hint = f"{error.strerror}; did you mean {near}?" if near else error.strerror
+        want = f"a TOML file such as train_configs/debug_cola.toml ({hint})"
         raise ConfigError(CONFIG_FILE_KEY, path, want) from error
     except RecursionError as error:
         raise ConfigError(CONFIG_FILE_KEY, path, "TOML that is nested less deeply") from error

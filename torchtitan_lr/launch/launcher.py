@@ -39,10 +39,12 @@ from torchtitan_lr.launch.report import (
 )
 
 USAGE = """\
-usage: [VARIABLE=value ...] ./run_llama_train.sh [--section.key=value ...]
+usage: [VARIABLE=value ...] ./run_llama_train.sh [CONFIG] [--section.key=value ...]
+       [VARIABLE=value ...] torchtitan-lr train [CONFIG] [--section.key=value ...]
 
-Trains the model of a TOML file; arguments override it, e.g. --training.steps=100.
-  CONFIG_FILE   the TOML file (default ./train_configs/debug_cola.toml)
+Trains the model of CONFIG, a TOML file or the name of a shipped one such as cola_60m; arguments
+override it, e.g. --training.steps=100.
+  CONFIG_FILE   CONFIG where none is given (default ./train_configs/debug_cola.toml)
   NGPU          ranks on this machine, one per GPU, or CPU processes without GPUs (default: its
                 GPUs, at most 4; without GPUs 4; CUDA_VISIBLE_DEVICES= trains on the CPU)
   LOG_RANK      ranks whose output is shown, e.g. 0,1 (default 0); the logs have all output
@@ -57,14 +59,22 @@ def train_arguments(argv: list[str], environment: Environment) -> list[str]:
     """Complete the command line with the configuration file and the settings of a dry run.
 
     Args:
-        argv: The launcher's arguments.
+        argv: The launcher's arguments; the first may be CONFIG, a TOML file or a shipped name.
         environment: Result of :func:`read_environment`.
 
     Returns:
         Arguments for :func:`build_job_config` and for every rank.
+
+    Raises:
+        ConfigError: Two configuration files, or an argument that is no override.
     """
     arguments = list(argv)
-    if all(override.key != CONFIG_FILE_KEY for override in split_arguments(argv)):
+    # A first word is CONFIG; one with "=" is an override without its dashes, refused below.
+    if argv and not argv[0].startswith("-") and "=" not in argv[0]:
+        arguments[0] = f"--{CONFIG_FILE_KEY}={argv[0]}"
+        if any(override.key == CONFIG_FILE_KEY for override in split_arguments(argv[1:])):
+            raise ConfigError("CONFIG", argv[0], f"no CONFIG beside --{CONFIG_FILE_KEY}")
+    elif all(override.key != CONFIG_FILE_KEY for override in split_arguments(argv)):
         config_file = os.environ.get("CONFIG_FILE") or DEFAULT_CONFIG_FILE
         arguments = [f"--job.config_file={config_file}", *arguments]
     if environment.comm_mode:

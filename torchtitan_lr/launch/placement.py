@@ -14,6 +14,7 @@ from typing import Any
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import split_arguments
+from torchtitan_lr.config.shipped import find_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import DEFAULT_RANKS, Environment, check_log_ranks
 
@@ -138,7 +139,8 @@ def _fit(config: Any, arguments: list[str], ranks: int, chosen: bool) -> list[st
 
 
 def _is_main_job(config: Any) -> bool:
-    return os.path.realpath(config.job.config_file or "") == os.path.realpath(DEFAULT_CONFIG_FILE)
+    main = (DEFAULT_CONFIG_FILE, find_config(DEFAULT_CONFIG_FILE))
+    return os.path.realpath(config.job.config_file or "") in map(os.path.realpath, main)
 
 
 def _degree(config: Any) -> int:

@@ -10,9 +10,11 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torchtitan_lr.config.shipped import find_config, near_configs
 from torchtitan_lr.errors import ConfigError
 
 
@@ -59,15 +61,60 @@ def last_error(output: str, status: int) -> str:
     return (errors or lines or [f"it ended with status {status}"])[-1]
 
 
+@dataclass
+class ShownNames:
+    """The names that the help of a program shows.
+
+    Args:
+        program: The program's name; empty for that of its file.
+        texts: Texts of descriptions, with what is shown in their place.
+    """
+
+    program: str = ""
+    texts: dict[str, str] = field(default_factory=dict)
+
+
+SHOWN = ShownNames()
+"""The names of this process; `show_names` sets them."""
+
+
+def show_names(program: str, texts: dict[str, str]) -> None:
+    """Set the names that the help of a program shows, as ``torchtitan-lr`` does.
+
+    Args:
+        program: The program's name.
+        texts: Texts of descriptions, with what is shown in their place.
+    """
+    SHOWN.program, SHOWN.texts = program, texts
+
+
+class _DeclaredError(BaseException):
+    """A parser has all its arguments; `declared_parser` catches it."""
+
+    def __init__(self, parser: "OneLineParser") -> None:
+        self.parser = parser
+
+
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose help shows every default and whose errors are one line with status 2.
 
     Args:
         **options: Options of `argparse.ArgumentParser`; a description keeps its line breaks.
+
+    Attributes:
+        arguments: The arguments that `add_argument` added, without those of groups.
+        takes_overrides: Whether `parse_with_overrides` parsed.
     """
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        if SHOWN.program:
+            options.setdefault("prog", SHOWN.program)
+        for text, shown in SHOWN.texts.items():
+            if options.get("description"):
+                options["description"] = options["description"].replace(text, shown)
+        self.takes_overrides = False
+        self.arguments: list[argparse.Action] = []
         self._first: list[str] = []
         super().__init__(**options)
 
@@ -86,7 +133,8 @@ class OneLineParser(argparse.ArgumentParser):
         if not empty and text is not argparse.SUPPRESS and "default" not in text:
             shown = " ".join(map(str, default)) if isinstance(default, list) else str(default)
             options["help"] = f"{text} (default: {shown.replace('%', '%%')})".lstrip()
-        return super().add_argument(*names, **options)
+        self.arguments.append(super().add_argument(*names, **options))
+        return self.arguments[-1]
 
     def add_first(self, name: str, old: str, **options: Any) -> None:
         """Add the first positional argument, which an old option may replace.
@@ -112,6 +160,8 @@ class OneLineParser(argparse.ArgumentParser):
         Returns:
             The attributes, and the unknown arguments.
         """
+        if _declaring:
+            raise _DeclaredError(self)
         options, rest = super().parse_known_args(args, namespace)
         for name in self._first:
             given = vars(options).pop(f"old_{name}")
@@ -130,6 +180,7 @@ class OneLineParser(argparse.ArgumentParser):
         Returns:
             The attributes, with the overrides as ``overrides``.
         """
+        self.takes_overrides = True
         options, overrides = self.parse_known_args(argv)
         self.check_overrides(overrides)
         options.overrides = overrides
@@ -159,11 +210,13 @@ class OneLineParser(argparse.ArgumentParser):
         """Exit with an error if a configuration file does not exist.
 
         Args:
-            path: The file.
+            path: The file, or the name of a shipped one.
             name: Name of the argument in the message.
         """
-        if not Path(path).is_file():
-            self.error(f"{name}: got {path!r}, expected a TOML file")
+        if not Path(find_config(path)).is_file():
+            near = near_configs(path)
+            hint = f": did you mean {near}?" if near else ""
+            self.error(f"{name}: got {path!r}, expected a TOML file{hint}")
 
     def check_overrides(self, arguments: Sequence[str]) -> None:
         """Exit with an error for unknown arguments that are not overrides of the TOML.
@@ -174,6 +227,28 @@ class OneLineParser(argparse.ArgumentParser):
         for argument in arguments:
             if not (argument.startswith("--") and "." in argument.partition("=")[0]):
                 self.error(f"got {argument!r}, expected --section.key=value or an option of --help")
+
+
+_declaring: list[Callable[..., int]] = []
+
+
+def declared_parser(main: Callable[[list[str] | None], int]) -> OneLineParser:
+    """Return the parser that a command's main function declares, without running the command.
+
+    Args:
+        main: The main function, which parses its arguments before it does anything else.
+
+    Raises:
+        ValueError: The function parses nothing with a `OneLineParser`.
+    """
+    _declaring.append(main)
+    try:
+        main([])
+    except _DeclaredError as declared:
+        return declared.parser
+    finally:
+        _declaring.pop()
+    raise ValueError(f"{main} has no OneLineParser")
 
 
 def overrides_of(items: Sequence[str]) -> list[str]:

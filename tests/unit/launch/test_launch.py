@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.scripts import ROOT
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch import launcher as launch
 
 
@@ -89,6 +90,30 @@ def test_arguments(variables):
         "--training.steps=1",
         "--checkpoint.no_enable",
     ]
+
+
+def test_the_configuration_may_be_the_first_word(variables):
+    real = launch.Environment(4, 1, "0", "", "torchtitan_lr.train")
+    named = ["--job.config_file=cola_60m", "--a.b=1"]
+    assert launch.train_arguments(["cola_60m", "--a.b=1"], real) == named
+    variables.setenv("CONFIG_FILE", "y.toml")
+    assert launch.train_arguments(["cola_60m", "--a.b=1"], real) == named
+    with pytest.raises(ConfigError, match="CONFIG: got 'cola_60m', expected no CONFIG beside"):
+        launch.train_arguments(["cola_60m", "--job.config-file=x"], real)
+
+
+@pytest.mark.parametrize(
+    ("word", "refused"),
+    [
+        ("debug_cole", "job.config_file: got 'debug_cole', expected a TOML file such as "),
+        ("training.steps=3", "command line: got 'training.steps=3', expected --section.key=value"),
+    ],
+)
+def test_a_first_word_that_names_nothing_is_refused(variables, capsys, word, refused):
+    assert launch.main([word]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {refused}") and said.count("\n") == 1
+    assert ("did you mean debug_cola" in said) == (word == "debug_cole")
 
 
 def test_several_machines(variables, tmp_path):

@@ -1,0 +1,80 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The wheel alone, installed in an environment outside the repository, trains.
+
+The environment sees this interpreter's packages, but no checkout. ``scripts/check/installed.py``
+without ``--light`` does the same in a clean environment; a job of the nightly runs it.
+"""
+
+import json
+import shutil
+import tarfile
+
+import pytest
+
+from tests.scripts import ROOT, load_script
+from torchtitan_lr.tools.cli import RunFailedError
+from torchtitan_lr.tools.commands import known
+
+installed = load_script("check/installed")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    return tmp_path_factory.mktemp("installed")
+
+
+@pytest.fixture(scope="module")
+def built(work):
+    return installed.build(work)
+
+
+@pytest.fixture(scope="module")
+def programs(built, work):
+    return installed.install(built[1], work / "environment", light=True)
+
+
+def test_the_wheel_has_all_files_and_the_sdist_builds_the_same(built):
+    sdist, wheel, again = built
+    files = installed.contents(wheel)
+    assert files == installed.contents(again)
+    package = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("torchtitan_lr/**/*.py")}
+    configs = {path.name for path in ROOT.glob("train_configs/*.toml")}
+    assert package <= set(files)
+    assert configs == {name.rpartition("/")[2] for name in files if "/train_configs/" in name}
+    for command in known().values():
+        assert f"torchtitan_lr/scripts/{command.path.name}" in files
+    assert "torchtitan_lr/scripts/hardware/h100.toml" in files
+    # Nothing else: no tests, no checks, no parts of the checkout's shell scripts.
+    others = {name.split("/")[0] for name in files}
+    assert others == {"torchtitan_lr", f"{wheel.name.rpartition('-py3')[0]}.dist-info"}
+    assert not {name for name in files if "check_env" in name or "/scripts/check/" in name}
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"setup.py", "README.md", "train_configs/debug_cola.toml"} <= inside
+
+
+def test_it_trains_from_the_wheel(programs, work):
+    folder = work / "elsewhere"
+    folder.mkdir()
+    said = installed.train(programs, folder, ["debug_cola", *installed.TWO_STEPS], ranks="1")
+    assert "\nsteps                  2\n" in said
+    summary = json.loads((folder / "outputs/debug_cola/summary.json").read_text())
+    assert summary["steps"] == 2 and 5 < summary["train_loss"] < 9
+    assert installed.check_origin(programs, folder, "debug_cola").startswith("2.")
+    # The control: a run that read a file of the checkout is noticed.
+    record = folder / "outputs/debug_cola/job_config.json"
+    record.write_text(json.dumps({"job": {"config_file": f"{ROOT}/train_configs/debug_cola.toml"}}))
+    with pytest.raises(RunFailedError, match="is not in"):
+        installed.check_origin(programs, folder, "debug_cola")
+
+
+def test_without_the_shipped_files_it_does_not(programs, work):
+    """The control: the checkout's files are not found from an environment that lacks its own."""
+    (package,) = (work / "environment").glob("lib/*/site-packages/torchtitan_lr")
+    shutil.move(package / "train_configs", work / "aside")
+    with pytest.raises(RunFailedError) as info:
+        installed.train(programs, work, ["debug_cola"])
+    shutil.move(work / "aside", package / "train_configs")
+    refused = "job.config_file: got 'debug_cola', expected a TOML file"
+    assert f": error: {refused}" in str(info.value)
+    assert len(str(info.value).splitlines()) == 1

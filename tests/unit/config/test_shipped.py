@@ -1,0 +1,73 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Shipped files are found by name from any folder; a user's own file comes first."""
+
+import pytest
+
+from tests.scripts import ROOT
+from torchtitan_lr.config import shipped
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.parse import load_toml
+from torchtitan_lr.config.shipped import find_config, near_configs, shipped_configs, shipped_folder
+from torchtitan_lr.errors import ConfigError
+
+SHIPPED = str(ROOT / "train_configs" / "debug_cola.toml")
+
+
+@pytest.fixture
+def elsewhere(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("debug_cola", "debug_cola.toml", "./debug_cola"),
+        *("train_configs/debug_cola.toml", "./train_configs/debug_cola.toml"),
+    ],
+)
+def test_a_name_is_found_from_any_folder(elsewhere, text):
+    assert find_config(text) == SHIPPED
+
+
+@pytest.mark.parametrize("text", ["other/debug_cola.toml", "/debug_cola", "debug", "", "a" * 5000])
+def test_other_paths_stay(elsewhere, text):
+    assert find_config(text) == text
+
+
+def test_the_own_file_comes_first(elsewhere):
+    for name in ("debug_cola.toml", "debug_full"):
+        (elsewhere / name).write_text("[training]\nsteps = 7\n")
+        assert find_config(name) == name
+    assert build_job_config(["--job.config_file=debug_full"]).training.steps == 7
+    assert find_config("debug_cola") == SHIPPED
+
+
+def test_a_name_configures_as_the_path_does(elsewhere):
+    by_name = build_job_config(["--job.config_file", "debug_cola", "--training.steps=3"])
+    assert by_name == build_job_config([f"--job.config_file={SHIPPED}", "--training.steps=3"])
+    assert (by_name.job.config_file, by_name.training.local_batch_size) == (SHIPPED, 8)
+
+
+def test_a_wrong_name_is_refused_with_near_ones(elsewhere):
+    with pytest.raises(ConfigError) as info:
+        build_job_config(["--job.config_file=cola_6m"])
+    text = str(info.value)
+    assert text.startswith("job.config_file: got 'cola_6m', expected a TOML file such as ")
+    assert "did you mean cola_60m" in text and "\n" not in text
+    with pytest.raises(ConfigError) as info:
+        load_toml("zzzz")
+    assert "did you mean" not in str(info.value) and near_configs("zzzz") == ""
+
+
+def test_every_shipped_file_has_a_name():
+    files = sorted((ROOT / "train_configs").glob("*.toml"))
+    assert list(shipped_configs().values()) == files and len(files) > 20
+
+
+def test_an_installed_package_has_its_own_folder(monkeypatch, tmp_path):
+    package = tmp_path / "site" / "torchtitan_lr"
+    monkeypatch.setattr(shipped, "_PACKAGE", package)
+    assert shipped_folder("scripts") == tmp_path / "site" / "scripts"
+    (package / "scripts").mkdir(parents=True)
+    assert shipped_folder("scripts") == package / "scripts"

@@ -1,0 +1,176 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What a run would use: every key of its configuration with its value and its origin."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torchtitan_lr.checks.values import check_model
+from torchtitan_lr.compat.titan import drop_marker
+from torchtitan_lr.config.build import build_job_config, config_class
+from torchtitan_lr.config.parse import CONFIG_FILE_KEY, apply_overrides, load_toml, split_arguments
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch.environment import read_environment
+from torchtitan_lr.launch.placement import place
+from torchtitan_lr.models.configured import llama_args
+
+DEFAULT, FLAVOR, TOML = "default", "flavor", "TOML"
+COMMAND_LINE, LAUNCHER = "command line", "launcher"
+
+_SHAPE = "model."
+"""Prefix of the flavor's values that are no keys, such as ``model.dim``."""
+
+_CONFIGURED = (
+    *("family", "vocab_size", "max_seq_len", "rank_", "activation", "lax_gate", "init_seed"),
+    *("lanes", "sync_fraction", "backward_sum"),
+)
+"""Beginnings of a model's arguments that keys set."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value of a run.
+
+    Args:
+        key: The dotted key.
+        value: What the run uses; for a key that leaves its value to the flavor, the flavor's.
+        origin: `DEFAULT`, `FLAVOR`, `TOML`, `COMMAND_LINE` or `LAUNCHER`.
+        is_key: Whether a TOML file can set it; False for a value that only the flavor has.
+    """
+
+    key: str
+    value: Any
+    origin: str
+    is_key: bool = True
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name, for JSON."""
+        return asdict(self)
+
+
+def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], str]:
+    """Read a configuration as a run on this machine would.
+
+    Args:
+        config: A TOML file, or the name of a shipped one.
+        overrides: Overrides, ``--section.key=value``.
+
+    Returns:
+        Every key in the order of its section, and a line about the launcher's choices or about why
+        the configuration cannot run here; empty if there is nothing to say.
+
+    Raises:
+        ConfigError: The configuration cannot be read, or there is no such model.
+    """
+    arguments = [f"--{CONFIG_FILE_KEY}={config}", *overrides]
+    built = build_job_config(arguments)
+    origins = dict.fromkeys(_leaves(load_toml(built.job.config_file)), TOML)
+    origins |= dict.fromkeys(_set_by(arguments), COMMAND_LINE)
+    try:
+        placed = place(read_environment(), arguments)
+    except ConfigError as error:
+        note = f"note: it does not run here: {error}"
+    else:
+        built, note = placed.config, placed.note and f"note: {placed.note}"
+        origins |= dict.fromkeys(_set_by(placed.arguments[len(arguments) :]), LAUNCHER)
+    check_model(built, 1, "cpu")
+    found = [Setting(key, value, origins.get(key, DEFAULT)) for key, value in _values(built)]
+    return _with_flavor(found, built), note
+
+
+def as_toml(settings: Sequence[Setting]) -> str:
+    """Format settings as a TOML file; behind each key is its origin.
+
+    A value that TOML cannot express (None), and a value that is no key, is a comment.
+
+    Args:
+        settings: Settings; those of a section are neighbours.
+    """
+    lines: list[str] = []
+    section = ""
+    for setting in settings:
+        table, _, name = setting.key.rpartition(".")
+        if table != section:
+            lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
+            section = table
+        comment = "" if setting.is_key and setting.value is not None else "# "
+        lines.append(f"{f'{comment}{name} = {_text(setting.value)}':<55} # {setting.origin}")
+    return "\n".join(lines)
+
+
+def _leaves(table: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of nested tables."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _set_by(arguments: Sequence[str]) -> list[str]:
+    """Return the keys that overrides set; ``--a.no_b`` sets ``a.b``."""
+    return list(_leaves(apply_overrides({}, split_arguments(list(arguments)), config_class())))
+
+
+def _values(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a configuration with their values; sub-sections follow a section's keys."""
+    inner = []
+    for option in dataclasses.fields(section):
+        value = getattr(section, option.name)
+        if dataclasses.is_dataclass(value):
+            inner.append((value, f"{prefix}{option.name}."))
+        else:
+            yield prefix + option.name, value
+    for value, name in inner:
+        yield from _values(value, name)
+
+
+def _with_flavor(settings: list[Setting], config: Any) -> list[Setting]:
+    """Put the flavor's values in the place of the settings that leave them to it.
+
+    Args:
+        settings: Settings of all keys.
+        config: The configuration.
+
+    Returns:
+        The settings, and behind ``[model]`` the flavor's values that no key can change. A model of
+        another package has none of them.
+    """
+    args = llama_args(config)
+    if args is None:
+        return settings
+    by_key = {setting.key: setting for setting in settings}
+    taken = {"model.vocab_size": args.vocab_size, "low_rank.activation": args.activation}
+    if not args.low_rank:
+        del taken["low_rank.activation"]
+    for group in ("attention", "ffn") if args.low_rank else ():
+        taken[f"low_rank.rank_{group}"] = getattr(args, f"rank_{group}")
+    common = by_key["low_rank.rank"]
+    for key, value in taken.items():
+        if by_key[key].value in (0, "flavor"):
+            shared = key.startswith("low_rank.rank_") and common.value
+            by_key[key] = Setting(key, value, common.origin if shared else FLAVOR)
+    shape = {_SHAPE + name: value for name, value in drop_marker(asdict(args)).items()}
+    found: list[Setting] = []
+    for setting in by_key.values():
+        found.append(setting)
+        if setting.key == [key for key in by_key if key.startswith(_SHAPE)][-1]:
+            found += [
+                Setting(key, value, FLAVOR, is_key=False)
+                for key, value in shape.items()
+                if not key.removeprefix(_SHAPE).startswith(_CONFIGURED)
+            ]
+    return found
+
+
+def _text(value: Any) -> str:
+    """Return a value as TOML; a dictionary or None, which are shown in comments only, as JSON."""
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_text(item) for item in value)}]"
+    return json.dumps(value, ensure_ascii=False)
