@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.run import main as torchrun
 
 from torchtitan_lr.compat.elastic import SubprocessContext, close_ranks, ranks_started_with
+from torchtitan_lr.console.terminal import ColoredStream, wants_color
 from torchtitan_lr.launch.processes import end_with
 from torchtitan_lr.launch.report import DID_NOT_END
 
@@ -112,6 +113,8 @@ def _close_soon(context: SubprocessContext, death_sig: signal.Signals, timeout: 
 def main() -> None:
     """Run torchrun with this process's arguments and patched start and end of the ranks."""
     rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
+    if wants_color(sys.stdout):
+        sys.stdout = ColoredStream(sys.stdout)  # type: ignore[assignment]
     bound = functools.partial(subprocess.Popen, preexec_fn=functools.partial(end_with, os.getpid()))
     with ranks_started_with(bound, _close_soon):
         torchrun()

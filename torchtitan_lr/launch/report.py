@@ -22,6 +22,7 @@ _FRAME = re.compile(r'File "([^"]+)", line \d+, in (\w+)')
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 DID_NOT_END = "did not end on SIGTERM, and was killed"
 """End of the ``launcher.log`` line ``rank process PID ...`` of a rank that torchrun killed."""
+_UNKNOWN_CAUSE = "the ranks ended with status"
 _TAIL_BYTES = 1 << 16
 _LITTLE_SPACE = 1 << 20  # bytes; a disk with less free space counts as full
 
@@ -112,7 +113,12 @@ def describe_failure(log_folder: Path, status: int) -> str:
     if status < 0:
         name = signal.Signals(-status).name
         return f"torchrun was ended by {name}, and its ranks with it; their output: {log_folder}"
-    return f"the ranks ended with status {status}; their output: {log_folder}"
+    return f"{_UNKNOWN_CAUSE} {status}; their output: {log_folder}"
+
+
+def cause_is_known(failure: str) -> bool:
+    """Return whether `describe_failure` found more than the ranks' exit status."""
+    return not failure.startswith(_UNKNOWN_CAUSE)
 
 
 def full_disk(folder: Path, failure: str) -> str:
