@@ -110,8 +110,17 @@ def _bar(items: Iterable[T], terminal: TextIO, **options: Any) -> Iterator[T]:
         monitor_interval = 0  # no thread beside training
 
     yield from Bar(
-        items, file=terminal, leave=False, delay=BAR_DELAY, dynamic_ncols=True, **options
+        items, file=terminal, leave=False, delay=BAR_DELAY, ncols=_columns(terminal), **options
     )
+
+
+def _columns(terminal: TextIO) -> int:
+    """Return the width of a bar; a terminal without a size has 80 columns."""
+    try:
+        columns = os.get_terminal_size(terminal.fileno()).columns
+    except (OSError, ValueError):
+        columns = 0
+    return min(columns or 80, 100)
 
 
 def _terminal(stack: ExitStack) -> TextIO | None:

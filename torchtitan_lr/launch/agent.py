@@ -13,7 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -113,10 +115,10 @@ def _close_soon(context: SubprocessContext, death_sig: signal.Signals, timeout: 
 def main() -> None:
     """Run torchrun with this process's arguments and patched start and end of the ranks."""
     rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
-    if wants_color(sys.stdout):
-        sys.stdout = ColoredStream(sys.stdout)  # type: ignore[assignment]
+    output: Any = ColoredStream(sys.stdout) if wants_color(sys.stdout) else sys.stdout
     bound = functools.partial(subprocess.Popen, preexec_fn=functools.partial(end_with, os.getpid()))
-    with ranks_started_with(bound, _close_soon):
+    # torchrun copies the ranks' lines to `sys.stdout`.
+    with redirect_stdout(output), ranks_started_with(bound, _close_soon):
         torchrun()
 
 

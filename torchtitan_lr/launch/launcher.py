@@ -31,15 +31,15 @@ from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, locked
 from torchtitan_lr.launch.placement import DEFAULT_CONFIG_FILE, place
 from torchtitan_lr.launch.processes import RankGroup
 from torchtitan_lr.launch.report import (
-    cause_is_known,
     describe_failure,
     full_disk,
     hidden_errors,
     killed_rank,
     read_summary,
+    recorded_by_rank_0,
     summary_lines,
 )
-from torchtitan_lr.launch.run_state import FAILED, RUNNING, read_state, write_state
+from torchtitan_lr.launch.run_state import FAILED, read_state, write_state
 
 USAGE = """\
 usage: [VARIABLE=value ...] ./run_llama_train.sh [--section.key=value ...]
@@ -176,9 +176,7 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
             hint = full_disk(dump_folder, failure)
             hint += how_to_resume(config) if hint or killed_rank(log_folder) else ""
             print(f"error: {failure}{hint}", file=sys.stderr)
-            record = read_state(dump_folder)
-            # A rank that could report its error has recorded it.
-            if cause_is_known(failure) or (record is not None and record["state"] == RUNNING):
+            if not recorded_by_rank_0(failure, read_state(dump_folder)):
                 write_state(dump_folder, FAILED, failure)
         return status if 0 < status < 126 else 1
     if not expected:

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.launch.run_state import RUNNING
 from torchtitan_lr.training.summary import SUMMARY_FILE
 
 # Lines that must reach the console: error messages, and how to resume (printed by rank 0 only).
@@ -116,9 +117,16 @@ def describe_failure(log_folder: Path, status: int) -> str:
     return f"{_UNKNOWN_CAUSE} {status}; their output: {log_folder}"
 
 
-def cause_is_known(failure: str) -> bool:
-    """Return whether `describe_failure` found more than the ranks' exit status."""
-    return not failure.startswith(_UNKNOWN_CAUSE)
+def recorded_by_rank_0(failure: str, record: dict[str, Any] | None) -> bool:
+    """Return whether rank 0 failed first and has recorded why, more briefly than the launcher can.
+
+    Args:
+        failure: Result of `describe_failure`.
+        record: Result of `read_state`: of this run, or of an earlier one if this one was refused.
+    """
+    if record is None or record["state"] == RUNNING:
+        return False
+    return failure.startswith((_UNKNOWN_CAUSE, "rank 0 failed: "))
 
 
 def full_disk(folder: Path, failure: str) -> str:

@@ -153,12 +153,14 @@ class WandbLogger(RunLogger):
             # Offline, wandb ignores `resume`; the equal id joins the parts when they are synced.
             resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",
             dir=str(dump_folder),
-            settings=wandb.Settings(silent=True),
         )
         # A resumed run may have another configuration, such as more steps.
         self._run.config.update(config, allow_val_change=True)
         kept.write_text(run_id + "\n")
-        where = self._run.url or f"offline, `wandb sync {Path(self._run.dir).parent}` uploads it"
+        if self._run.offline:
+            where = f"offline; `wandb sync {Path(self._run.dir).parent}` uploads it"
+        else:
+            where = str(self._run.url)
         console.info("wandb run %s: %s", run_id, where)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
@@ -223,6 +225,8 @@ def set_wandb_environment(job_config: JobConfig) -> None:
     if mode == "auto":
         mode = "online" if _has_wandb_credentials() else "offline"
     os.environ.setdefault("WANDB_MODE", mode)
+    # Its own lines and warnings; the run's address is on the console (`WandbLogger`).
+    os.environ.setdefault("WANDB_SILENT", "true")
 
 
 def _has_wandb_credentials() -> bool:
