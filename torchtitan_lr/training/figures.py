@@ -67,11 +67,11 @@ def draw_curve(history: list[dict[str, Any]], path: Path, title: str = "") -> An
         (line,) = right.plot(*rates, color=_RATE, linewidth=0.8, alpha=0.7)
         right.set_ylabel("learning rate", color=_RATE)
         right.set_ylim(bottom=0)
-        right.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
+        right.yaxis.set_major_formatter("{x:g}")
         lines, labels = [*lines, line], [*labels, "learning rate"]
     axes.legend(lines, labels, fontsize=8)
     axes.set_title(title, fontsize=10)
-    figure.tight_layout()
+    figure.set_layout_engine("constrained")  # leaves room for the upper axis and the title
     figure.savefig(path)
     return figure
 
@@ -101,7 +101,7 @@ def draw_runs(runs: dict[str, list[dict[str, Any]]], path: Path) -> Any:
     longest = max(runs.values(), key=lambda history: max(series(history, TRAIN_LOSS)[0], default=0))
     _finish_axes(axes, longest if len(tokens) == 1 else [])
     axes.legend(fontsize=8)
-    figure.tight_layout()
+    figure.set_layout_engine("constrained")  # leaves room for the upper axis and the title
     figure.savefig(path)
     return figure
 
@@ -135,6 +135,7 @@ def tokens_per_step(history: list[dict[str, Any]]) -> float:
 def _finish_axes(axes: Any, history: list[dict[str, Any]]) -> None:
     """Label the axis of steps, and add one of tokens above if their number is known."""
     axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     rate = tokens_per_step(history)
     if not rate:
