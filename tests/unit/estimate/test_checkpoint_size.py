@@ -32,7 +32,9 @@ def test_against_a_checkpoint(tmp_path):
             counters += STEP_BYTES * name.endswith(".step")
             found[part] += 0 if name.endswith(".step") else size
     assert found["weights"] == estimate["weights"]
-    assert counters > 0 and found["optimizer"] + counters == estimate["optimizer"]
+    # `tiny_trainer` turns the parameters into fp64 before the optimizer makes its moments, and
+    # after the checkpoint manager took the fp32 ones.
+    assert counters > 0 and found["optimizer"] == 2 * (estimate["optimizer"] - counters)
     stored = sum(path.stat().st_size for path in folder.glob("*.distcp"))
     assert sum(found.values()) < stored < 1.1 * sum(found.values())
 
