@@ -36,7 +36,7 @@ def test_against_a_checkpoint(tmp_path):
     # after the checkpoint manager took the fp32 ones.
     assert counters > 0 and found["optimizer"] == 2 * (estimate["optimizer"] - counters)
     stored = sum(path.stat().st_size for path in folder.glob("*.distcp"))
-    assert sum(found.values()) < stored < 1.1 * sum(found.values())
+    assert 0 < stored - sum(found.values()) < 2**20  # a table per file, the position in the data
 
 
 def test_residuals_of_all_ranks(capsys):
