@@ -53,7 +53,7 @@ class _ConsoleFormatter(logging.Formatter):
         return text
 
 
-class _Lines(logging.StreamHandler):  # type: ignore[type-arg]
+class _Lines(logging.StreamHandler):
     """A rank's handler for the console."""
 
 

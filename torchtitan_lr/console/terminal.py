@@ -56,7 +56,7 @@ def shared_terminal() -> str:
 def colored(line: str) -> str:
     """Return a line of the console with the colours of its parts."""
     for pattern, color in _COLORS:
-        line = pattern.sub(lambda found, color=color: f"{color}{found[0]}{_RESET}", line)
+        line = pattern.sub(rf"{color}\g<0>{_RESET}", line)
     return line
 
 
