@@ -20,7 +20,8 @@ The plans use the same mode of activation checkpointing: the configured one, or 
 Weights, gradients, optimizer state and bytes are exact. Activations are counted by running blocks
 on tensors without data ("working" is the additional memory of backward); "buffers" include FSDP's
 unsharded weights. Memory counts blocks as uncompiled. The step time is a model, compared with
-published times in docs/estimator.md; "compute" is products and attention.
+published times in docs/estimator.md; "compute" is products and attention. A checkpoint holds every
+weight and optimizer state once, and TAGC's residuals; --storage 2.5 adds its seconds at 2.5 GB/s.
 With a pipeline every rank is listed; the table shows the ranks with most memory and most bytes.
 
 Exit status: 0, or 2 for an invalid configuration, number of ranks or hardware.
@@ -29,6 +30,7 @@ Exit status: 0, or 2 for an invalid configuration, number of ranks or hardware.
 import argparse
 import json
 import sys
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,9 @@ def main(argv: list[str] | None = None) -> int:
     report = _estimate(config, world, hardware, plans, options.checkpointing)
     from torchtitan_lr.tools.estimate_report import as_text
 
-    print(json.dumps(report, indent=2) if options.json else as_text(report, hardware))
+    print(
+        json.dumps(report, indent=2) if options.json else as_text(report, hardware, options.storage)
+    )
     return 0
 
 
@@ -73,8 +77,17 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="COLUMN=MODE,...",
         help="modes of activation checkpointing of single --plans (default: one for all)",
     )
+    parser.add_argument(
+        "--storage",
+        type=float,
+        default=0.0,
+        metavar="GB/s",
+        help="bandwidth of the storage for all ranks together: adds the seconds of a checkpoint",
+    )
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
     options = parser.parse_with_overrides(argv)
+    if not (options.storage >= 0 and isfinite(options.storage)):
+        parser.error(f"--storage: got {options.storage}, expected GB/s such as 2.5")
     if options.world is not None and options.world < 1:
         parser.error(f"argument --world: must be at least 1, got {options.world}")
     return options

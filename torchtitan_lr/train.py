@@ -7,7 +7,9 @@ Start it with ``python -m torchtitan_lr.launch`` or with ``torchrun -m torchtita
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 from torchtitan_lr.compat.interpreter import collector_off
 from torchtitan_lr.launch.processes import end_with_torchrun, exit_without_teardown
@@ -17,15 +19,16 @@ with collector_off():
     end_with_torchrun()
 
     import torch
-    from torchtitan.tools.logging import init_logger
 
     from torchtitan_lr.training.trainer import Trainer
 
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.console.log import init_console
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import launched_ranks
 from torchtitan_lr.launch.folder_lock import locked_by_rank
+from torchtitan_lr.launch.run_state import FAILED, FINISHED, RUNNING, STOPPED, write_state
 from torchtitan_lr.training.device import bind_device
 from torchtitan_lr.training.guard import BadDataError, NonFiniteError
 
@@ -41,30 +44,56 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         The exit status: 0 if training finished or was stopped and saved, 1 for a non-finite loss
         or bad data, 2 for an invalid configuration.
     """
-    init_logger()
+    init_console()
     device_type = bind_device()
     trainer: Trainer | None = None
     lock = ExitStack()
+    status = 1
+    record: Callable[..., None] = _no_record
     try:
         config = build_job_config(sys.argv[1:] if argv is None else argv)
+        init_console(config.metrics.verbose)
         check_job_config(config, launched_ranks(config.comm.mode), device_type)
         lock.enter_context(locked_by_rank(config.job.dump_folder, os.environ))
+        record = partial(_record, config.job.dump_folder)
+        record(RUNNING)
         trainer = trainer_class(config)
         if config.checkpoint.create_seed_checkpoint:
             trainer.write_record()
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
             trainer.train()
+        status = 0
+        if trainer.interrupted:
+            record(STOPPED, f"{trainer.stopped_by} after step {trainer.step}")
+        else:
+            record(FINISHED)
     except (ConfigError, NonFiniteError, BadDataError) as error:
+        record(FAILED, str(error))
         # Print on every rank: torchrun kills the other ranks as soon as any rank fails.
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, ConfigError) else 1
+        status = 2 if isinstance(error, ConfigError) else 1
+    except Exception as error:
+        record(FAILED, f"{type(error).__name__}: {error}".partition("\n")[0])
+        raise
     finally:
         if trainer is not None:
+            trainer.metrics_processor.exit_status = status
             trainer.close()
         lock.close()
-    torch.distributed.destroy_process_group()
-    return 0
+    if status == 0:
+        torch.distributed.destroy_process_group()
+    return status
+
+
+def _record(dump_folder: str, state: str, why: str = "") -> None:
+    """Record the run's state, on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        write_state(dump_folder, state, why)
+
+
+def _no_record(*_: str) -> None:
+    """Record nothing: the folder belongs to another job, or is unknown."""
 
 
 if __name__ == "__main__":

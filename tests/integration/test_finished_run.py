@@ -3,13 +3,16 @@
 
 import json
 import math
+import re
 import struct
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto import wandb_internal_pb2
 
 from tests.integration import runs
+from tests.wandb_file import parts, values_of
+from torchtitan_lr.launch.run_state import read_state
+from torchtitan_lr.tools.runs import describe
 
 LOSS = "loss_metrics/global_avg_loss"
 VAL_LOSS = "validation_metrics/loss"
@@ -21,7 +24,8 @@ SUMMARY_KEYS = [
 
 TRAIN_SCALARS = {
     *(LOSS, "loss_metrics/global_max_loss", "grad_norm", "lr", "n_tokens_seen", "skipped_steps"),
-    *("throughput(tps)", "throughput/tokens_per_s", "tflops", "memory/max_reserved(GiB)"),
+    *("throughput/tokens_per_s_per_device", "throughput/tokens_per_s", "tflops"),
+    "memory/max_reserved(GiB)",
 }
 VALIDATION_SCALARS = {
     f"validation_metrics/{name}" for name in ("loss", "perplexity", "tokens", "unigram_entropy")
@@ -95,9 +99,40 @@ def test_metrics_file(records):
 
 
 def test_validation_runs_after_the_last_step(records):
-    # freq = 4 alone would stop at step 4.
+    # freq = 4 alone would stop at step 4; step 1 is left out unless validation.first_step.
     steps = [record["step"] for record in records if VAL_LOSS in record]
-    assert steps == [1, 4, 6]
+    assert steps == [4, 6]
+    assert all(r["validation_metrics/seconds"] > 0 for r in records if VAL_LOSS in r)
+
+
+def test_console_has_a_line_per_step_and_nothing_else(finished, records):
+    """Rank 0's lines in order; torchtitan's own are in details.log."""
+    said = [line for line in finished.done.out.splitlines() if line.startswith("[rank0]:")]
+    said = [re.sub(r"^\[rank0\]:[\d-]+ [\d:]+ ", "", line) for line in said]
+    words = [" ".join(line.split()[:2]) for line in said]
+    save, validate = f"checkpoint {finished.folder}/checkpoint/step-", "validation after"
+    steps = [f"step {k}/6" for k in range(1, 7)]
+    assert words == [
+        *("wandb run", "llama_cola debug:", "Training starts"),
+        *(*steps[:4], f"{save}4", validate, *steps[4:], f"{save}6", validate),
+    ]
+    assert finished.done.err == ""
+    for line, record in zip(
+        (line for line in said if line.startswith("step ")),
+        (record for record in records if LOSS in record),
+        strict=True,
+    ):
+        assert f"  loss {record[LOSS]:.5f}  grad norm {record['grad_norm']:.4f}  " in line
+        assert f"  {record['throughput/tokens_per_s']:,.0f} tokens/s  " in line
+        assert "\x1b" not in line and "MFU" not in line  # no terminal, no known peak
+    (details,) = finished.folder.glob("logs/*/*/attempt_0/0/details.log")
+    assert "[GC]" in details.read_text() and "step 6/6" in details.read_text()
+
+
+def test_state_of_the_run(finished):
+    assert read_state(finished.folder)["state"] == "finished"
+    run = describe(finished.folder)
+    assert (run.state, run.step, run.steps, run.why) == ("finished", 6, 6, "")
 
 
 def test_tensorboard(finished, records):
@@ -114,38 +149,29 @@ def test_tensorboard(finished, records):
         assert [v for _, v in shown] == pytest.approx([v for _, v in expected], rel=1e-6)
 
 
-def wandb_records(path):
-    """Reads wandb's transaction log: LevelDB's log format behind a header of seven bytes."""
-    data, position, record = path.read_bytes(), 7, b""
-    assert data[:4] == b":W&B"
-    while position + 7 <= len(data):
-        room = 32768 - position % 32768
-        if room < 7:
-            position += room
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, position)
-        record += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            yield record
-            record = b""
-
-
 def test_wandb_writes_offline_what_the_toml_asks_for(finished, records):
     (path,) = finished.folder.glob("**/offline-run-*/run-*.wandb")
-    entries = [wandb_internal_pb2.Record.FromString(data) for data in wandb_records(path)]
-    (run,) = (entry.run for entry in entries if entry.HasField("run"))
+    found = parts(path)
+    (run,) = found["run"]
     assert run.project == "low-rank tests"
     assert run.display_name == "tiny"
     assert run.run_group == "integration"
     assert list(run.tags) == ["cola", "four ranks"]
-    rows = [
-        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row.item}
-        for row in (entry.history for entry in entries if entry.HasField("history"))
-    ]
+    rows = [values_of(row.item) for row in found["history"]]
     assert [row[LOSS] for row in rows if LOSS in row] == [r[LOSS] for r in records if LOSS in r]
     val_losses = [row[VAL_LOSS] for row in rows if VAL_LOSS in row]
     assert val_losses == [record[VAL_LOSS] for record in records if VAL_LOSS in record]
+    # The resolved configuration, the pictures and the summary, and a run that ended well.
+    config = {}
+    for change in [run.config, *found["config"]]:
+        config |= values_of(change.update)
+    assert config["parallelism"]["data_parallel_shard_degree"] == 4  # -1 in the TOML
+    assert config["training"]["global_batch_size"] == 8
+    assert config["model_args"]["family"] == "cola" and config["environment"]["ranks"] == 4
+    for name in ("curve.png", "summary.json"):
+        uploaded = path.parent / "files" / name
+        assert uploaded.read_bytes() == (finished.folder / name).read_bytes()
+    assert [end.exit_code for end in found["exit"]] == [0]
 
 
 def test_wandb_stays_off_unless_asked_for(undisturbed):

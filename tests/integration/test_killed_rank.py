@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.integration import runs
+from torchtitan_lr.launch.run_state import read_state
 
 STEPS = 8
 PIPELINE = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"]
@@ -31,6 +32,7 @@ def story(tmp_path_factory):
     runs.send_all(ranks[:1], signal.SIGCONT)
     killed = process.finish()
     last = runs.last_step(base / "killed")
+    state = read_state(base / "killed")
     steps = runs.complete_steps(base / "killed")
     resumed = runs.launch(jobs["killed"], *PIPELINE).finish()
     alone = runs.launch(jobs["alone"], *PIPELINE).finish()
@@ -40,6 +42,8 @@ def story(tmp_path_factory):
 def test_the_others_end_with_one_clear_line(story):
     assert story.killed.status not in (0, 2), story.killed.everything
     assert (story.last, story.steps) == (5, {4})
+    assert story.state["state"] == "failed"
+    assert story.state["why"].startswith("rank 1 was ended by SIGKILL")
     runs.wait_until_gone(story.ranks)
     (line,) = story.killed.own_lines()
     assert line.startswith("error: rank 1 was ended by SIGKILL")

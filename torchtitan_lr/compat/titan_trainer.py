@@ -101,17 +101,6 @@ def without_loggers() -> AbstractContextManager[Any]:
     return patch.object(titan_metrics, "_build_metric_logger", lambda *_: BaseLogger())
 
 
-def build_loggers(job_config: Any, parallel_dims: Any, tag: str | None) -> BaseLogger:
-    """Open TensorBoard and wandb on rank 0, according to ``[metrics]``.
-
-    Upstream chooses a rank of the last pipeline stage, the only one with the loss; here every rank
-    has it. Replaces ``_get_metrics_rank`` and calls ``_build_metric_logger``; if upstream renames
-    one, this raises an AttributeError.
-    """
-    with patch.object(titan_metrics, "_get_metrics_rank", lambda *_: 0):
-        return titan_metrics._build_metric_logger(job_config, parallel_dims, tag)
-
-
 class OpenCheckpointManager(CheckpointManager):
     """torchtitan's checkpoint manager with public names for its private methods.
 

@@ -184,7 +184,10 @@ class ActivationCheckpoint:
 
 @dataclass
 class Validation:
-    """Changed defaults of torchtitan's ``[validation]``."""
+    """Changed defaults of torchtitan's ``[validation]``, and an additional key."""
+
+    first_step: bool = False
+    """Also validate after step 1, where the loss is that of an untrained model."""
 
     dataset: str = "training"
     """
@@ -220,6 +223,12 @@ class Checkpoint:
 @dataclass
 class Metrics:
     """Additions to torchtitan's ``[metrics]``."""
+
+    verbose: bool = False
+    """
+    Show everything that is logged on the console, and not only in each rank's details.log: what
+    torchtitan, torch and other libraries report.
+    """
 
     wandb_project: str = "torchtitan_lr"
     """Weights & Biases project."""

@@ -10,6 +10,7 @@ and the token-weighted mean is exact for any ``D``.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
 
+from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.checks import check_workers
 from torchtitan_lr.data.corpora import Corpus, validation_source
 from torchtitan_lr.errors import ConfigError
@@ -100,7 +102,9 @@ def build_validation_set(
     kept: list[torch.Tensor] = []
     counts = torch.zeros(0, dtype=torch.int64)
     num_sequences = 0
-    for window in _windows(corpus, tokenizer, section.seq_len, limit):
+    windows = _windows(corpus, tokenizer, section.seq_len, limit)
+    first = dp_rank == 0 and int(os.environ.get("RANK", "0")) == 0
+    for window in progress(windows, "tokenizing validation", limit, "sequences", first):
         counts = _add_counts(counts, window[1:])
         if num_sequences % dp_world_size == dp_rank:
             kept.append(window)

@@ -201,15 +201,40 @@ def buffer_bytes(run: Run, pp_rank: int) -> int:
     return total
 
 
+def checkpoint_bytes(run: Run) -> dict[str, int]:
+    """Return the bytes of a checkpoint of all ranks together; every tensor is written once.
+
+    The position in the data, the schedule and the table of contents are left out (kilobytes).
+
+    Args:
+        run: The run.
+
+    Returns:
+        Bytes by part: weights, optimizer state, and TAGC's residuals, of which every rank has its
+        own.
+    """
+    plans = None if run.tsr is None else run.tsr_plans
+    static = static_memory([run.global_shapes], 1, run.precision, plans)
+    parts = {"weights": static.weights, "optimizer": static.optimizer}
+    if run.compresses:
+        # Each pipeline rank has the residuals of its own stages.
+        parts["residuals"] = _residual_bytes(run) * (run.world // run.pp)
+    return parts
+
+
 def _owed_bytes(run: Run) -> int:
     """Return the bytes of residuals: one number per compressed entry that a rank contributes to.
 
     Twice if a step may be skipped: the residuals after and before the step.
     """
     settings = compression_settings(run.config, run.replicas if run.replicas > 1 else run.shard)
+    return _residual_bytes(run) * (2 if settings.revocable else 1)
+
+
+def _residual_bytes(run: Run) -> int:
+    settings = compression_settings(run.config, run.replicas if run.replicas > 1 else run.shard)
     owing = [unit for _, unit, codec in exchanged_units(run) if leaves_residual(codec)]
-    entries = sum(unit.ranks * unit.compressed for unit in owing)
-    return settings.residual_dtype.itemsize * entries * (2 if settings.revocable else 1)
+    return settings.residual_dtype.itemsize * sum(unit.ranks * unit.compressed for unit in owing)
 
 
 def _received_bytes(run: Run, stages: list[int]) -> int:

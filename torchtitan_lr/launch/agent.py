@@ -13,7 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -26,6 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.run import main as torchrun
 
 from torchtitan_lr.compat.elastic import SubprocessContext, close_ranks, ranks_started_with
+from torchtitan_lr.console.terminal import ColoredStream, wants_color
 from torchtitan_lr.launch.processes import end_with
 from torchtitan_lr.launch.report import DID_NOT_END
 
@@ -112,8 +115,10 @@ def _close_soon(context: SubprocessContext, death_sig: signal.Signals, timeout: 
 def main() -> None:
     """Run torchrun with this process's arguments and patched start and end of the ranks."""
     rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
+    output: Any = ColoredStream(sys.stdout) if wants_color(sys.stdout) else sys.stdout
     bound = functools.partial(subprocess.Popen, preexec_fn=functools.partial(end_with, os.getpid()))
-    with ranks_started_with(bound, _close_soon):
+    # torchrun copies the ranks' lines to `sys.stdout`.
+    with redirect_stdout(output), ranks_started_with(bound, _close_soon):
         torchrun()
 
 

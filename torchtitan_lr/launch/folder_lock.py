@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
@@ -41,7 +42,12 @@ def locked(dump_folder: str) -> Iterator[None]:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open_file.enter_context(path.open("ab", buffering=0))
-            lock_file(file, path)
+            try:
+                lock_file(file, path)
+            except BlockingIOError:
+                # Listing runs holds each lock for an instant (`run_state.is_held`).
+                time.sleep(0.05)
+                lock_file(file, path)
             _sign(file)
         except BlockingIOError:
             want = f"a folder that no other job uses; {_holder(path)}"

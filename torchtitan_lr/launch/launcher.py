@@ -20,6 +20,7 @@ from torchtitan_lr.checkpoints.layout import complete_steps, step_folder
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, split_arguments
+from torchtitan_lr.console.terminal import TERMINAL_VARIABLE, shared_terminal
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import (
     Environment,
@@ -35,8 +36,10 @@ from torchtitan_lr.launch.report import (
     hidden_errors,
     killed_rank,
     read_summary,
+    recorded_by_rank_0,
     summary_lines,
 )
+from torchtitan_lr.launch.run_state import FAILED, read_state, write_state
 
 USAGE = """\
 usage: [VARIABLE=value ...] ./run_llama_train.sh [CONFIG] [--section.key=value ...]
@@ -161,6 +164,9 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     command, variables = build_command(environment, arguments, log_folder)
     if environment.nodes == 1:
         variables[HELD_VARIABLE] = os.path.realpath(dump_folder)
+    variables[TERMINAL_VARIABLE] = shared_terminal()
+    if config.metrics.disable_color_printing:
+        variables["NO_COLOR"] = "1"
     begin = time.time()
     # A dry run is one process without torchrun; its output goes to the console.
     expected = 0 if environment.comm_mode else environment.ranks
@@ -169,6 +175,7 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     if group.killed:
         what = "killed" if group.was_ready else "stopped before training began"
         print(f"error: {what} by {group.signal_name}; logs: {log_folder}", file=sys.stderr)
+        write_state(dump_folder, FAILED, f"{what} by {group.signal_name}")
         return 128 + group.signal_number
     if expected:
         for line in hidden_errors(log_folder, set(map(int, environment.log_ranks.split(",")))):
@@ -179,6 +186,8 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
             hint = full_disk(dump_folder, failure)
             hint += how_to_resume(config) if hint or killed_rank(log_folder) else ""
             print(f"error: {failure}{hint}", file=sys.stderr)
+            if not recorded_by_rank_0(failure, read_state(dump_folder)):
+                write_state(dump_folder, FAILED, failure)
         return status if 0 < status < 126 else 1
     if not expected:
         print(f"dry run passed: one step as rank 0 of {environment.world_size}")

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.launch.run_state import RUNNING
 from torchtitan_lr.training.summary import SUMMARY_FILE
 
 # Lines that must reach the console: error messages, and how to resume (printed by rank 0 only).
@@ -22,6 +23,7 @@ _FRAME = re.compile(r'File "([^"]+)", line \d+, in (\w+)')
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 DID_NOT_END = "did not end on SIGTERM, and was killed"
 """End of the ``launcher.log`` line ``rank process PID ...`` of a rank that torchrun killed."""
+_UNKNOWN_CAUSE = "the ranks ended with status"
 _TAIL_BYTES = 1 << 16
 _LITTLE_SPACE = 1 << 20  # bytes; a disk with less free space counts as full
 
@@ -112,7 +114,19 @@ def describe_failure(log_folder: Path, status: int) -> str:
     if status < 0:
         name = signal.Signals(-status).name
         return f"torchrun was ended by {name}, and its ranks with it; their output: {log_folder}"
-    return f"the ranks ended with status {status}; their output: {log_folder}"
+    return f"{_UNKNOWN_CAUSE} {status}; their output: {log_folder}"
+
+
+def recorded_by_rank_0(failure: str, record: dict[str, Any] | None) -> bool:
+    """Return whether rank 0 failed first and has recorded why, more briefly than the launcher can.
+
+    Args:
+        failure: Result of `describe_failure`.
+        record: Result of `read_state`: of this run, or of an earlier one if this one was refused.
+    """
+    if record is None or record["state"] == RUNNING:
+        return False
+    return failure.startswith((_UNKNOWN_CAUSE, "rank 0 failed: "))
 
 
 def full_disk(folder: Path, failure: str) -> str:

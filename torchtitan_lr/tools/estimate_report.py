@@ -8,7 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.estimate.memory import activation_bytes, in_flight, rank_memory, rehearse_run
+from torchtitan_lr.estimate.memory import (
+    activation_bytes,
+    checkpoint_bytes,
+    in_flight,
+    rank_memory,
+    rehearse_run,
+)
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import Run
 from torchtitan_lr.estimate.step_time import Hardware
@@ -46,9 +52,11 @@ def estimate(
     Returns:
         ``checkpointing`` (the mode), ``parameters``, ``flops_per_token``, ``memory_bytes`` (of the
         rank that needs most), ``activations_by_mode``, ``comm_bytes`` (of the pipeline rank that
-        sends most, by mesh dimension and operation), ``step_time`` and ``pipeline_ranks``; with
+        sends most, by mesh dimension and operation), ``checkpoint_bytes`` (of all ranks together,
+        by part), ``step_time`` and ``pipeline_ranks``; with
         TSR-Adam also ``tsr_comm_bytes`` (then ``comm_bytes`` are for a step without refresh and the
         time for an average step); and the same keys for every plan in ``alternatives``.
+        ``tokens_per_s`` in ``step_time`` counts all ranks together.
 
     Raises:
         ConfigError: ``checkpointing`` has an unknown or unsupported entry.
@@ -85,6 +93,7 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
         "flops_per_token": flops_per_token(run.args, run.seq_len),
         "memory_bytes": heaviest["memory_bytes"],
         "comm_bytes": busiest["comm_bytes"],
+        "checkpoint_bytes": checkpoint_bytes(run),
         "step_time": asdict(time) | {"total": time.total, "tokens_per_s": tokens / time.total},
     }
     if run.tsr is not None:
@@ -150,15 +159,21 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def as_text(report: dict[str, Any], hardware: Hardware) -> str:
-    """Format the report as a table with one column per plan."""
+def as_text(report: dict[str, Any], hardware: Hardware, storage: float = 0.0) -> str:
+    """Format the report as a table with one column per plan.
+
+    Args:
+        report: Result of `estimate`.
+        hardware: The machine.
+        storage: Bandwidth of the storage for all ranks together, GB/s; 0 if unknown.
+    """
     refused = {n: c["refused"] for n, c in report["alternatives"].items() if "refused" in c}
     columns = {"as configured": report}
     columns |= {n: c for n, c in report["alternatives"].items() if n not in refused}
     head = f"{report['world']} ranks, {report['hardware']}"
     width = max(16, 2 + max(map(len, columns)))
     lines = [f"{head:44}" + "".join(f"{name:>{width}}" for name in columns)]
-    for name, cells in _rows(list(columns.values())):
+    for name, cells in _rows(list(columns.values()), storage):
         lines.append(f"{name:44}" + "".join(f"{cell:>{width}}" for cell in cells))
     lines += ["", "activations by checkpointing mode: kept + at work in backward (GiB)"]
     for mode, sizes in report["activations_by_mode"].items():
@@ -173,7 +188,7 @@ def as_text(report: dict[str, Any], hardware: Hardware) -> str:
     return "\n".join(lines)
 
 
-def _rows(columns: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+def _rows(columns: list[dict[str, Any]], storage: float) -> Iterator[tuple[str, list[str]]]:
     yield "activation checkpointing", [c["checkpointing"] for c in columns]
     yield "parameters (M)", [f"{c['parameters'] / 1e6:,.1f}" for c in columns]
     yield "GFLOP per token", [f"{c['flops_per_token'] / 1e9:,.3f}" for c in columns]
@@ -184,9 +199,15 @@ def _rows(columns: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     ):
         sizes = [c["comm_bytes"].get(dim, {}).get(op, 0) for c in columns]
         yield f"{dim} {op} (GiB per step)", [_number(size / GIB) for size in sizes]
+    sizes = [sum(c["checkpoint_bytes"].values()) for c in columns]
+    yield "checkpoint (GiB, all ranks)", [_number(size / GIB) for size in sizes]
+    if storage:
+        seconds = [_number(size / storage / 1e9) for size in sizes]
+        yield f"checkpoint at {storage:g} GB/s (s)", seconds
     for part in columns[0]["step_time"]:
-        unit = "modelled" if part == "tokens_per_s" else "s, modelled"
-        yield f"{part} ({unit})", [_number(c["step_time"][part]) for c in columns]
+        speed = part == "tokens_per_s"
+        name = "tokens/s (all ranks, modelled)" if speed else f"{part} (s, modelled)"
+        yield name, [_number(c["step_time"][part]) for c in columns]
 
 
 def _number(x: float) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG
+from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.corpora import Source, Split, validation_source
 from torchtitan_lr.data.evaluation import EvaluationSet
 from torchtitan_lr.data.validation import ValidationSet, build_validation_set
@@ -83,7 +84,8 @@ def total_loss(model: LlamaModel, batches: EvaluationSet | ValidationSet) -> tup
     def batch_loss(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return cross_entropy_sum(model(tokens.to(device)), labels.to(device)).double()
 
-    loss_sum, num_tokens = sum_losses(batches, batch_loss, device)
+    total = len(batches) if isinstance(batches, ValidationSet) else None
+    loss_sum, num_tokens = sum_losses(progress(batches, "evaluation", total), batch_loss, device)
     return float(loss_sum), int(num_tokens)
 
 

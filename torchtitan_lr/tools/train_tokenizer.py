@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.corpora import Corpus
 from torchtitan_lr.data.llama3 import BOS, EOS, HF_FILE, LLAMA3_SPLIT, TIKTOKEN_FILE
 from torchtitan_lr.errors import ConfigError
@@ -51,7 +52,8 @@ def train_bpe(corpus: Corpus, vocab_size: int, specials: list[str]) -> Tokenizer
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(iter(corpus), trainer)
+    documents = progress(corpus, "reading the corpus", unit="documents")
+    tokenizer.train_from_iterator(documents, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise ConfigError(
             "--vocab_size", vocab_size, f"at most {tokenizer.get_vocab_size()} with so little text"

@@ -14,6 +14,7 @@ import itertools
 import os
 import shutil
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ from torchtitan_lr.checkpoints.safe_metadata import (
 )
 from torchtitan_lr.compat.titan_trainer import OpenCheckpointManager
 from torchtitan_lr.compression.residuals import warn_of_dropped_residuals
+from torchtitan_lr.console.log import console
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.finite import finite_weights
 from torchtitan_lr.training.fingerprint import check_fingerprint
@@ -95,7 +97,17 @@ class CheckpointManager(OpenCheckpointManager):
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Save if the step is due, and purge after the last step too, which upstream does not."""
+        started = time.perf_counter()
+        due = self.is_due(curr_step, last_step)
         super().save(curr_step, last_step)
+        if due:
+            in_background = self.async_mode != AsyncMode.DISABLED and not last_step
+            console.info(
+                "checkpoint %s %s in %.1f s",
+                self.checkpoint_folder(curr_step),
+                "copied, to be written in the background," if in_background else "saved",
+                time.perf_counter() - started,
+            )
         if last_step and self.enable and not self.load_only:
             self._purge_stale_checkpoints()
 
@@ -228,6 +240,9 @@ class CheckpointManager(OpenCheckpointManager):
                 loaded = super().load(step)
         else:
             loaded = super().load(step)
+        if loaded:
+            source = self.initial_load_path if step == -1 else self.checkpoint_folder(step)
+            console.info("Loaded %s.", source)
         if not self.load_only and _is_first_rank():
             self._tidy(step)
         _barrier()

@@ -1,9 +1,19 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Matplotlib figures for a run's curve and for the tools' pictures."""
+"""Matplotlib figures: a run's curve, several runs in one picture, and the tools' pictures."""
 
+from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.training.history import TRAIN_LOSS, UNIGRAM_ENTROPY, VALIDATION_LOSS
+
 DPI = 130
+
+SMOOTHED_POINTS = 20
+"""A smoothed curve averages over 1/20 of its points, at least over three."""
+
+_RAW, _SMOOTH, _VALIDATION, _RATE = "tab:blue", "tab:blue", "tab:orange", "tab:green"
+
+Series = tuple[list[float], list[float]]
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -23,3 +33,115 @@ def new_figure(width: float, height: float) -> Any:
     figure = Figure(figsize=(width, height), dpi=DPI)
     FigureCanvasAgg(figure)
     return figure
+
+
+def draw_curve(history: list[dict[str, Any]], path: Path, title: str = "") -> Any:
+    """Draw a run: losses, unigram entropy and learning rate over steps and tokens.
+
+    Args:
+        history: Records of ``metrics.jsonl``.
+        path: The PNG to write.
+        title: The picture's title.
+
+    Returns:
+        The figure.
+    """
+    figure = new_figure(7.5, 4.8)
+    axes = figure.add_subplot()
+    train, validation = series(history, TRAIN_LOSS), series(history, VALIDATION_LOSS)
+    axes.plot(*train, color=_RAW, linewidth=0.8, alpha=0.4, label="training loss")
+    smooth = smoothed(train[1])
+    axes.plot(train[0], smooth, color=_SMOOTH, linewidth=1.6, label="training loss, smoothed")
+    if validation[0]:
+        style = {"color": _VALIDATION, "marker": "o", "markersize": 4}
+        axes.plot(*validation, label="validation loss", **style)
+    if entropies := series(history, UNIGRAM_ENTROPY)[1]:
+        label = f"unigram entropy {entropies[-1]:.2f} nats"
+        axes.axhline(entropies[-1], color="grey", linestyle="--", label=label)
+    axes.set_ylabel("loss (nats per token)")
+    _finish_axes(axes, history)
+    lines, labels = axes.get_legend_handles_labels()
+    rates = series(history, "lr")
+    if rates[0]:
+        right = axes.twinx()
+        (line,) = right.plot(*rates, color=_RATE, linewidth=0.8, alpha=0.7)
+        right.set_ylabel("learning rate", color=_RATE)
+        right.set_ylim(bottom=0)
+        right.yaxis.set_major_formatter("{x:g}")
+        lines, labels = [*lines, line], [*labels, "learning rate"]
+    axes.legend(lines, labels, fontsize=8)
+    axes.set_title(title, fontsize=10)
+    figure.set_layout_engine("constrained")  # leaves room for the upper axis and the title
+    figure.savefig(path)
+    return figure
+
+
+def draw_runs(runs: dict[str, list[dict[str, Any]]], path: Path) -> Any:
+    """Draw the losses of several runs in one picture, over steps and tokens of the longest one.
+
+    Args:
+        runs: Records of ``metrics.jsonl`` by name.
+        path: The PNG to write.
+
+    Returns:
+        The figure.
+    """
+    figure = new_figure(8, 5)
+    axes = figure.add_subplot()
+    for name, history in runs.items():
+        train = series(history, TRAIN_LOSS)
+        (line,) = axes.plot(train[0], smoothed(train[1]), linewidth=1.6, label=name)
+        axes.plot(*train, color=line.get_color(), linewidth=0.6, alpha=0.3)
+        validation = series(history, VALIDATION_LOSS)
+        style = {"color": line.get_color(), "marker": "o", "markersize": 4}
+        axes.plot(*validation, linestyle="none", **style)
+    axes.set_ylabel("loss (nats per token); dots: validation")
+    tokens = {tokens_per_step(history) for history in runs.values()}
+    # With different batches there is no common axis of tokens.
+    longest = max(runs.values(), key=lambda history: max(series(history, TRAIN_LOSS)[0], default=0))
+    _finish_axes(axes, longest if len(tokens) == 1 else [])
+    axes.legend(fontsize=8)
+    figure.set_layout_engine("constrained")  # leaves room for the upper axis and the title
+    figure.savefig(path)
+    return figure
+
+
+def series(history: list[dict[str, Any]], key: str) -> Series:
+    """Return the steps that have a value, and their values."""
+    points = [(r["step"], r[key]) for r in history if r.get(key) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """Return the mean of each value and its neighbours; the ends have fewer neighbours.
+
+    The window is centred, so the curve is not late, and is cut evenly at the ends.
+    """
+    reach = max(1, len(values) // SMOOTHED_POINTS // 2)
+    smooth = []
+    for index in range(len(values)):
+        side = min(reach, index, len(values) - 1 - index)
+        window = values[index - side : index + side + 1]
+        smooth.append(sum(window) / len(window))
+    return smooth
+
+
+def tokens_per_step(history: list[dict[str, Any]]) -> float:
+    """Return the mean tokens per step of all ranks, 0 if they are not in the history."""
+    steps, tokens = series(history, "n_tokens_seen")
+    return tokens[-1] / steps[-1] if steps else 0.0
+
+
+def _finish_axes(axes: Any, history: list[dict[str, Any]]) -> None:
+    """Label the axis of steps, and add one of tokens above if their number is known."""
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+    rate = tokens_per_step(history)
+    if not rate:
+        return
+    from matplotlib.ticker import EngFormatter
+
+    above = axes.secondary_xaxis("top", functions=(lambda x: x * rate, lambda x: x / rate))
+    above.xaxis.set_major_formatter(EngFormatter(sep=""))
+    above.set_xlabel("tokens")

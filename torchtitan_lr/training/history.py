@@ -8,6 +8,15 @@ from typing import Any
 
 HISTORY_FILE = "metrics.jsonl"
 
+TRAIN_LOSS = "loss_metrics/global_avg_loss"
+"""Key of a logged step: training loss, nats per token."""
+
+VALIDATION_LOSS = "validation_metrics/loss"
+"""Key of a validation: its loss, nats per token."""
+
+UNIGRAM_ENTROPY = "validation_metrics/unigram_entropy"
+"""Key of a validation: the entropy of its tokens, nats per token."""
+
 
 def read_history(path: Path) -> list[dict[str, Any]]:
     """Return the records of a ``metrics.jsonl``, oldest first; a line cut by a kill is skipped."""

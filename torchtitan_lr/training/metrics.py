@@ -2,13 +2,12 @@
 """Metrics on the console, in TensorBoard, in wandb and in ``metrics.jsonl``.
 
 Differences from torchtitan's processor: MFU is computed from the model's own FLOPs and left out if
-the device's peak is unknown; throughput excludes validation and checkpoints; the TOML configures
-wandb; ``metrics.jsonl`` in the dump folder has every printed number in full precision.
+the device's peak is unknown; throughput excludes validation and checkpoints, and tokens/s count all
+ranks; the TOML configures wandb; ``metrics.jsonl`` in the dump folder has every printed number in
+full precision.
 """
 
-import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -22,44 +21,19 @@ from torchtitan.components.metrics import (
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import BaseModelArgs
-from torchtitan.tools.logging import logger
 
-from torchtitan_lr.compat.titan_trainer import build_loggers, without_loggers
+from torchtitan_lr.compat.titan_trainer import without_loggers
+from torchtitan_lr.console.lines import Pace, step_line, validation_line
+from torchtitan_lr.console.log import console
 from torchtitan_lr.models.loss import perplexity
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
-
-_WANDB_VARIABLES = {
-    "WANDB_PROJECT": "wandb_project",
-    "WANDB_RUN_NAME": "wandb_run_name",
-    "WANDB_RUN_GROUP": "wandb_group",
-}
-
-
-class HistoryLogger(BaseLogger):
-    """Appends each record to a JSON-lines file, so that curves survive an interruption.
-
-    Args:
-        path: The file; its folder is created if needed.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Append one record; NaN and infinity become null, since JSON has neither."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"step": step} | {key: _finite_or_none(v) for key, v in metrics.items()}
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-
-    def rewind(self, step: int) -> None:
-        """Drop the records after ``step``; a run resumed from ``step`` writes them again."""
-        if not self.path.is_file():
-            return
-        kept = [record for record in read_history(self.path) if record["step"] <= step]
-        scratch = self.path.with_suffix(".tmp")
-        scratch.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        scratch.replace(self.path)
+from torchtitan_lr.training.loggers import (
+    HistoryLogger,
+    RunLogger,
+    open_loggers,
+    set_wandb_environment,
+)
+from torchtitan_lr.training.resolved import resolved_config
 
 
 class LowRankMetricsProcessor(MetricsProcessor):
@@ -69,18 +43,30 @@ class LowRankMetricsProcessor(MetricsProcessor):
         job_config: ``[metrics]`` selects the loggers.
         parallel_dims: Parallel degrees.
         tag: A prefix for TensorBoard and wandb keys.
+        model_args: The model's arguments, for the record of the configuration.
+
+    Attributes:
+        exit_status: The run's; wandb shows a run with another status than 0 as failed.
     """
 
     logger: BaseLogger
 
     def __init__(
-        self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None
+        self,
+        job_config: JobConfig,
+        parallel_dims: ParallelDims,
+        tag: str | None = None,
+        model_args: BaseModelArgs | None = None,
     ) -> None:
         set_wandb_environment(job_config)
         # `start_after` opens the loggers, once the checkpoint has been loaded without an error.
         with without_loggers():
             super().__init__(job_config, parallel_dims, tag)
         self._tag = tag
+        self._model_args = model_args
+        self.exit_status = 0
+        self._pace = Pace(job_config.training.steps)
+        self._opened: list[RunLogger] = []
         self.history: HistoryLogger | None = None
         if torch.distributed.get_rank() == 0:
             self.history = HistoryLogger(Path(job_config.job.dump_folder) / HISTORY_FILE)
@@ -97,12 +83,27 @@ class LowRankMetricsProcessor(MetricsProcessor):
         """Open the loggers for a run that starts after ``step``, the loaded checkpoint's step."""
         self._last_logged_step = step
         container = LoggerContainer()
-        container.add_logger(build_loggers(self.job_config, self.parallel_dims, self._tag))
+        config = resolved_config(self.job_config, self.parallel_dims, self._model_args)
+        rank = torch.distributed.get_rank()
+        self._opened = open_loggers(self.job_config, step, config, rank, self._tag)
+        for opened in self._opened:
+            container.add_logger(opened)
         if self.history is not None:
             container.add_logger(self.history)
         self.logger = container
         if self.history is not None:
             self.history.rewind(step)
+
+    def publish(self, summary: dict[str, Any], curve: Path) -> None:
+        """Add the summary and the curve of a finished run to TensorBoard and wandb."""
+        for opened in self._opened:
+            opened.publish(summary, curve)
+
+    def close(self) -> None:
+        """Close the loggers; those that know failed runs get ``exit_status``."""
+        for opened in self._opened:
+            opened.end(self.exit_status)
+        self._opened = []
 
     def has_validation(self, step: int) -> bool:
         """Return, on every rank, whether the history holds the validation of a step."""
@@ -152,8 +153,8 @@ class LowRankMetricsProcessor(MetricsProcessor):
             "loss_metrics/global_avg_loss": global_avg_loss,
             "loss_metrics/global_max_loss": global_max_loss,
             "grad_norm": grad_norm,
-            "throughput(tps)": tps,
             "throughput/tokens_per_s": tps * self.parallel_dims.world_size,
+            "throughput/tokens_per_s_per_device": tps,
             "tflops": self.num_flops_per_token * tps / 1e12,
             "time_metrics/end_to_end(s)": seconds / max(steps, 1),
             "time_metrics/data_loading(%)": 100 * sum(self.data_loading_times) / seconds,
@@ -165,14 +166,19 @@ class LowRankMetricsProcessor(MetricsProcessor):
             **(extra_metrics or {}),
         }
         self.logger.log(metrics, step)
-        color = self.color
-        logger.info(
-            f"{color.red}step: {step:2}  {color.green}loss: {global_avg_loss:8.5f}  "
-            f"{color.orange}grad_norm: {grad_norm:7.4f}  "
-            f"{color.turquoise}memory: {memory.max_reserved_gib:5.2f}GiB  "
-            f"{color.blue}tps: {round(tps):,}  "
-            f"{color.magenta}mfu: {'unknown peak' if math.isnan(mfu) else f'{mfu:.2f}%'}"
-            f"{color.reset}"
+        console.info(
+            step_line(
+                step,
+                self.job_config.training.steps,
+                self._pace.left(step, time.perf_counter()),
+                loss=global_avg_loss,
+                grad_norm=grad_norm,
+                lr=metrics.get("lr"),
+                tokens=metrics.get("n_tokens_seen"),
+                tokens_per_s=metrics["throughput/tokens_per_s"],
+                mfu=metrics.get("mfu(%)"),
+                memory_gib=memory.max_reserved_gib,
+            )
         )
         self._last_logged_step = step
         self._start_window()
@@ -194,11 +200,8 @@ class LowRankMetricsProcessor(MetricsProcessor):
             **(extra_metrics or {}),
         }
         self.logger.log(metrics, step)
-        color = self.color
-        logger.info(
-            f"{color.yellow}validate step: {step:2}  {color.green}loss: {loss:8.5f}  "
-            f"{color.blue}perplexity: {perplexity(loss):,.3f}{color.reset}"
-        )
+        seconds = metrics.get("validation_metrics/seconds")
+        console.info(validation_line(step, loss, perplexity(loss), seconds))
 
     def _start_window(self) -> None:
         self.ntokens_since_last_log = 0
@@ -213,37 +216,4 @@ def build_metrics_processor(
     tag: str | None = None,
 ) -> LowRankMetricsProcessor:
     """Build the processor; torchtitan's TrainSpec prescribes these arguments."""
-    del model_args
-    return LowRankMetricsProcessor(job_config, parallel_dims, tag)
-
-
-def set_wandb_environment(job_config: JobConfig) -> None:
-    """Set wandb's environment variables from ``[metrics] wandb_*``; upstream reads only these.
-
-    Variables that are already set take precedence. Mode ``auto`` is offline if no credentials are
-    found, so that a run never waits for a log-in.
-    """
-    metrics = job_config.metrics
-    if not metrics.enable_wandb:
-        return
-    for variable, field in _WANDB_VARIABLES.items():
-        if value := getattr(metrics, field):
-            os.environ.setdefault(variable, value)
-    if metrics.wandb_tags:
-        # torchtitan passes WANDB_RUN_TAGS to wandb as one string, which wandb splits into letters.
-        os.environ.setdefault("WANDB_TAGS", ",".join(metrics.wandb_tags))
-    mode = metrics.wandb_mode
-    if mode == "auto":
-        mode = "online" if _has_wandb_credentials() else "offline"
-    os.environ.setdefault("WANDB_MODE", mode)
-
-
-def _has_wandb_credentials() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    return netrc.is_file() and "wandb" in netrc.read_text()
-
-
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return LowRankMetricsProcessor(job_config, parallel_dims, tag, model_args)

@@ -7,18 +7,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from torchtitan_lr.training.figures import new_figure
+from torchtitan_lr.training.figures import draw_curve
+from torchtitan_lr.training.history import TRAIN_LOSS, UNIGRAM_ENTROPY, VALIDATION_LOSS
 
 SUMMARY_FILE = "summary.json"
 CURVE_FILE = "curve.png"
 
-TRAIN_LOSS = "loss_metrics/global_avg_loss"
-"""Key in ``metrics.jsonl``: training loss, nats per token."""
-
-VALIDATION_LOSS = "validation_metrics/loss"
-"""Key in ``metrics.jsonl``: validation loss, nats per token."""
-
-_ENTROPY = "validation_metrics/unigram_entropy"
+__all__ = [
+    *("CURVE_FILE", "SUMMARY_FILE", "TRAIN_LOSS", "VALIDATION_LOSS"),
+    *("build_summary", "draw_curve", "write_summary"),
+]
 
 
 def build_summary(
@@ -50,7 +48,7 @@ def build_summary(
         "train_loss": train[-1][TRAIN_LOSS] if train else None,
         "val_loss": val_loss,
         "val_ppl": None if val_loss is None else _finite(perplexity(val_loss)),
-        "unigram_entropy": val[-1][_ENTROPY] if val else None,
+        "unigram_entropy": val[-1][UNIGRAM_ENTROPY] if val else None,
         "tokens_per_s": _median(windows, "throughput/tokens_per_s"),
         "mfu": _median(windows, "mfu(%)"),
         "peak_memory_gib": peak_memory_gib,
@@ -60,47 +58,23 @@ def build_summary(
 
 
 def write_summary(
-    summary: dict[str, Any], history: list[dict[str, Any]], dump_folder: Path
+    summary: dict[str, Any], history: list[dict[str, Any]], dump_folder: Path, title: str = ""
 ) -> Path:
-    """Write ``summary.json`` and ``curve.png`` into the dump folder; return the former."""
+    """Write ``summary.json`` and ``curve.png`` into the dump folder; return the former.
+
+    Args:
+        summary: Result of `build_summary`.
+        history: Records of ``metrics.jsonl``.
+        dump_folder: ``job.dump_folder``.
+        title: The curve's title.
+    """
     curve = dump_folder / CURVE_FILE
-    draw_curve(history, curve)
+    draw_curve(history, curve, title)
     path = dump_folder / SUMMARY_FILE
     scratch = path.with_suffix(".tmp")
     scratch.write_text(json.dumps(summary | {"curve": str(curve)}, indent=2) + "\n")
     scratch.replace(path)
     return path
-
-
-def draw_curve(history: list[dict[str, Any]], path: Path) -> None:
-    """Draw training loss, validation loss and the unigram entropy over steps.
-
-    Args:
-        history: Records of ``metrics.jsonl``.
-        path: The PNG to write.
-    """
-    figure = new_figure(7, 4.2)
-    axes = figure.add_subplot()
-    train = _series(history, TRAIN_LOSS)
-    val = _series(history, VALIDATION_LOSS)
-    axes.plot(*train, color="tab:blue", linewidth=1.2, label="training loss")
-    if val[0]:
-        axes.plot(*val, color="tab:orange", marker="o", markersize=4, label="validation loss")
-        entropy = _series(history, _ENTROPY)[1][-1]
-        axes.axhline(
-            entropy, color="grey", linestyle="--", label=f"unigram entropy {entropy:.2f} nats"
-        )
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-
-
-def _series(history: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    points = [(r["step"], r[key]) for r in history if r.get(key) is not None]
-    return [step for step, _ in points], [value for _, value in points]
 
 
 def _finite(value: float) -> float | None:

@@ -18,6 +18,7 @@ from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG
 from torchtitan_lr.compat.titan_trainer import trainer_parts
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
+from torchtitan_lr.console.log import console
 from torchtitan_lr.data.dataloader import StripeDataLoader
 from torchtitan_lr.ledger.ledger import CommLedger, ledger_for
 from torchtitan_lr.models.args import LlamaArgs
@@ -40,8 +41,9 @@ from torchtitan_lr.training.guard import (
 )
 from torchtitan_lr.training.history import read_history
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
+from torchtitan_lr.training.resolved import report_start, title_of
 from torchtitan_lr.training.step_data import MicroBatch, StepReader
-from torchtitan_lr.training.summary import build_summary, write_summary
+from torchtitan_lr.training.summary import CURVE_FILE, build_summary, write_summary
 from torchtitan_lr.training.validate import Validator
 
 
@@ -120,6 +122,7 @@ class Trainer(titan_train.Trainer):
             self.write_record()
             self._first_step = self.step
             self.metrics_processor.start_after(self.step)
+            report_start(self.job_config, self.parallel_dims, self.model_parts, self.step)
             self._make_up_for_validation()
         self._settle()
         if self.interrupted:
@@ -216,6 +219,11 @@ class Trainer(titan_train.Trainer):
         if self.parallel_dims.pp_enabled and not self.pp_has_last_stage:
             return torch.zeros_like(whole)
         return loss
+
+    @property
+    def stopped_by(self) -> str:
+        """Name of the signal that ended the run early."""
+        return self._stop.name or "a signal on another rank"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the train state; tokens are summed over ranks, so any dp size can resume."""
@@ -367,9 +375,9 @@ class Trainer(titan_train.Trainer):
             how = "run the same command again to resume" if saved else "checkpointing is off"
             if saved and self.job_config.checkpoint.load_step != -1:
                 how = "run the command again without checkpoint.load_step to resume"
-            logger.info(
+            console.info(
                 "Stopped by %s after step %d of %d, checkpoint %s: %s",
-                self._stop.name or "a signal on another rank",
+                self.stopped_by,
                 self.step,
                 self.job_config.training.steps,
                 saved,
@@ -385,5 +393,8 @@ class Trainer(titan_train.Trainer):
         if self.metrics_processor.history is not None:
             history = read_history(self.metrics_processor.history.path)
             summary = build_summary(history, self.step, peak.item(), self.checkpointer.newest())
-            path = write_summary(summary, history, Path(self.job_config.job.dump_folder))
+            folder = Path(self.job_config.job.dump_folder)
+            title = title_of(self.job_config, self.parallel_dims)
+            path = write_summary(summary, history, folder, title)
             logger.info("Summary written to %s", path)
+            self.metrics_processor.publish(summary, folder / CURVE_FILE)

@@ -22,6 +22,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils
 
+from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.validation import build_validation_set
 from torchtitan_lr.models.loss import perplexity
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
@@ -92,12 +93,17 @@ class Validator(BaseValidator):
         self.metrics_processor = metrics_processor
         self.pipeline = pipeline
         self.validation_set = build_validation_set(job_config, dp_world_size, dp_rank, tokenizer)
+        # torchtitan's own section has no such key.
+        self._first_step = getattr(job_config.validation, "first_step", False)
         self.last_loss: float | None = None
         self.suspended = False
 
     def should_validate(self, step: int) -> bool:
-        """Validate after the first step, every ``validation.freq`` steps and after the last."""
+        """Validate every ``validation.freq`` steps and after the last; see ``first_step``."""
         due = super().should_validate(step) or step == self.job_config.training.steps
+        if step == 1 and not self._first_step:
+            # Upstream always validates there; the loss is that of an untrained model.
+            due = 1 in (self.job_config.validation.freq, self.job_config.training.steps)
         return due and not self.suspended
 
     @torch.no_grad()
@@ -112,7 +118,9 @@ class Validator(BaseValidator):
         for model in model_parts:
             model.eval()
         loss_of = partial(self._batch_loss, model_parts[0])
-        loss_sum, num_tokens = sum_losses(self.validation_set, loss_of, utils.device_type)
+        first = torch.distributed.get_rank() == 0
+        batches = progress(self.validation_set, "validation", len(self.validation_set), shown=first)
+        loss_sum, num_tokens = sum_losses(batches, loss_of, utils.device_type)
         mesh = self.parallel_dims.get_optional_mesh("loss")
         pipeline = self.parallel_dims.get_optional_mesh("pp")
         if pipeline is not None:  # only the last stage has a loss; every stage has the labels

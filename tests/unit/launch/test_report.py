@@ -14,6 +14,7 @@ from torchtitan_lr.launch.report import (
     hidden_errors,
     killed_rank,
     read_summary,
+    recorded_by_rank_0,
     summary_lines,
 )
 
@@ -184,3 +185,20 @@ def test_last_words_are_those_the_console_lacks(tmp_path, words, shown, told):
         (folder / "stdout.log").write_text("another line\n")
     found = hidden_errors(tmp_path, shown)
     assert [line[: len(start)] for line, start in zip(found, told, strict=True)] == told
+
+
+@pytest.mark.parametrize(
+    ("failure", "record", "expected"),
+    [
+        ("rank 0 failed: NonFiniteError: step 2", {"state": "failed"}, True),
+        ("the ranks ended with status 2; their output: x", {"state": "failed"}, True),
+        ("the ranks ended with status 2; their output: x", {"state": "finished"}, True),
+        # Rank 0 could not record anything, or only what another one's end did to it.
+        ("rank 0 failed: NonFiniteError: step 2", {"state": "running"}, False),
+        ("rank 0 failed: NonFiniteError: step 2", None, False),
+        ("rank 1 failed: RuntimeError: out of memory", {"state": "failed"}, False),
+        ("rank 0 was ended by SIGKILL", {"state": "running"}, False),
+    ],
+)
+def test_who_records_a_failure(failure, record, expected):
+    assert recorded_by_rank_0(failure, record) is expected

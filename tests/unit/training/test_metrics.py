@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lr.training.metrics import HistoryLogger, read_history, set_wandb_environment
+from torchtitan_lr.training.history import read_history
+from torchtitan_lr.training.loggers import HistoryLogger, set_wandb_environment
 
 VARIABLES = ("WANDB_PROJECT", "WANDB_RUN_NAME", "WANDB_RUN_GROUP", "WANDB_TAGS", "WANDB_MODE")
+QUIET = "WANDB_SILENT"
 
 
 def wandb_config(**overrides: Any) -> Any:
@@ -27,7 +29,7 @@ def wandb_config(**overrides: Any) -> Any:
 
 @pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for variable in (*VARIABLES, "WANDB_API_KEY"):
+    for variable in (*VARIABLES, QUIET, "WANDB_API_KEY"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
@@ -63,6 +65,7 @@ def test_a_missing_history_is_empty(tmp_path: Path) -> None:
 def test_wandb_gets_the_tomls_values_and_stays_offline_without_credentials() -> None:
     set_wandb_environment(wandb_config())
     assert [os.environ[v] for v in VARIABLES] == ["low-rank", "run 7", "ranks", "a,b", "offline"]
+    assert os.environ[QUIET] == "true"
 
 
 @pytest.mark.usefixtures("clean_environment")
@@ -77,4 +80,4 @@ def test_the_environment_wins_and_credentials_mean_online(monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("clean_environment")
 def test_nothing_is_set_while_wandb_is_off() -> None:
     set_wandb_environment(wandb_config(enable_wandb=False))
-    assert not any(variable in os.environ for variable in VARIABLES)
+    assert not any(variable in os.environ for variable in (*VARIABLES, QUIET))

@@ -25,7 +25,7 @@ GIB = 2**30
 # Ratios of a few fp64 numbers.
 EXACT = 1e-12
 
-SPEED = "throughput(tps)"
+SPEED = "throughput/tokens_per_s_per_device"
 ALL_RANKS = "throughput/tokens_per_s"
 SECONDS = "time_metrics/end_to_end(s)"
 LOADING = "time_metrics/data_loading(%)"

@@ -220,7 +220,7 @@ def test_what_lies_between_steps_is_not_training_time(trainer, monkeypatch):
     # loaded in 2 s and computed in 1 s.
     for record in history(trainer)[1:]:
         assert record["time_metrics/end_to_end(s)"] == 9
-        assert record["throughput(tps)"] == pytest.approx(48 / 9, rel=EXACT)
+        assert record["throughput/tokens_per_s_per_device"] == pytest.approx(48 / 9, rel=EXACT)
         assert record["time_metrics/data_loading(%)"] == pytest.approx(200 / 3, rel=EXACT)
 
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.training.device import bind_device
 from torchtitan_lr.training.metrics import build_metrics_processor
@@ -96,14 +96,14 @@ def validator_of(tmp_path):
         "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS)
     )
 
-    def build(rank=0, ranks=1, steps=-1, batch=2):
-        job = JobConfig()
+    def build(rank=0, ranks=1, steps=-1, batch=2, first_step=False, freq=4):
+        job = build_job_config([])
         job.job.dump_folder = str(tmp_path)
         job.training.steps = 7
         section = job.validation
         section.dataset, section.dataset_path = "local", str(tmp_path / "corpus.jsonl")
         section.seq_len, section.local_batch_size, section.steps = 3, batch, steps
-        section.freq = 4
+        section.freq, section.first_step = freq, first_step
         dims = ParallelDims(1, 1, 1, 1, 1, 1, 1, world_size=1)
         return build_validator(
             job, ranks, rank, Letters(), dims, cross_entropy_sum, nullcontext, nullcontext(),
@@ -132,6 +132,7 @@ def test_loss_by_hand(validator_of):
     assert logged["validation_metrics/loss"] == validator.last_loss
     assert logged["validation_metrics/perplexity"] == pytest.approx(math.e**expected, rel=EXACT)
     assert logged["validation_metrics/tokens"] == 15
+    assert logged["validation_metrics/seconds"] > 0
     assert logged["validation_metrics/unigram_entropy"] == pytest.approx(
         -sum(share * math.log(share) for share in shares), rel=EXACT
     )
@@ -171,6 +172,9 @@ def test_a_limited_set_by_hand(validator_of):
 
 def test_when_it_is_due(validator_of):
     validator = validator_of()
-    assert [step for step in range(1, 9) if validator.should_validate(step)] == [1, 4, 7, 8]
+    assert [step for step in range(1, 9) if validator.should_validate(step)] == [4, 7, 8]
+    first = validator_of(first_step=True)
+    assert [step for step in range(1, 9) if first.should_validate(step)] == [1, 4, 7, 8]
+    assert validator_of(freq=1).should_validate(1)  # every step, the first too
     validator.suspended = True
     assert not any(validator.should_validate(step) for step in range(1, 9))

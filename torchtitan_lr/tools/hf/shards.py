@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchtitan_lr.checkpoints.layout import HF_INDEX
+from torchtitan_lr.console.progress import progress
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 
@@ -100,10 +101,13 @@ def write_shards(
     shards = list(_plan(source, pieces, dtype, max_bytes))
     single = len(shards) == 1
     places: dict[str, str] = {}
+    count = sum(len(pieces) for pieces, _ in shards)
+    done = progress(range(count), "export", count, "tensors")
     for number, (shard, names) in enumerate(shards, start=1):
         file = WEIGHTS if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         places |= dict.fromkeys(names, file)
-        _save(_convert(source, shard, dtype), out_dir / file)
+        _save(_convert(source, shard, dtype, done), out_dir / file)
+    next(done, None)  # the last one is done
     total = sum(size for _, sizes in shards for size in sizes.values())
     if not single:
         index = {"metadata": {"total_size": total}, "weight_map": places}
@@ -133,10 +137,13 @@ def _plan(
     yield shard, sizes
 
 
-def _convert(source: WeightSource, shard: list[Piece], dtype: torch.dtype) -> Tensors:
+def _convert(
+    source: WeightSource, shard: list[Piece], dtype: torch.dtype, done: Iterator[int]
+) -> Tensors:
     stored = source.read([name for piece in shard for name in piece.sources])
     tensors: Tensors = {}
     for piece in shard:
+        next(done, None)
         # Taken out one by one, so that stored and written tensors are not all there at once.
         written = piece.convert({name: stored.pop(name) for name in piece.sources})
         tensors |= {name: value.to(dtype).contiguous() for name, value in written.items()}

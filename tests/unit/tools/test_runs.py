@@ -1,0 +1,138 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The list of runs, from folders as runs leave them."""
+
+import json
+
+import pytest
+
+from tests.scripts import load_script
+from torchtitan_lr.launch.folder_lock import LOCK_FILE, locked
+from torchtitan_lr.launch.run_state import (
+    FAILED,
+    FINISHED,
+    RUNNING,
+    STOPPED,
+    is_held,
+    read_state,
+    write_state,
+)
+
+runs = load_script("runs")
+
+
+def leave(folder, step, steps=10, state=None, why="", config="a.toml"):
+    """What a run leaves in its folder."""
+    folder.mkdir(parents=True)
+    record = {"job": {"config_file": config}, "training": {"steps": steps}}
+    record["model"] = {"name": "llama_cola", "flavor": "debug"}
+    (folder / "job_config.json").write_text(json.dumps(record))
+    rows = [
+        {"step": k, "loss_metrics/global_avg_loss": 9.0 - k, "n_tokens_seen": 64 * k}
+        for k in range(1, step + 1)
+    ]
+    rows.append({"step": step, "validation_metrics/loss": 5.5})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / LOCK_FILE).write_text("{}")
+    if state:
+        write_state(folder, state, why)
+
+
+@pytest.fixture
+def outputs(tmp_path):
+    leave(tmp_path / "done", 10, state=FINISHED)
+    leave(tmp_path / "sweep" / "bad", 4, state=FAILED, why="step 5: loss of rank 0 is not finite")
+    leave(tmp_path / "paused", 3, state=STOPPED, why="SIGTERM after step 3")
+    leave(tmp_path / "killed", 2, state=RUNNING)
+    leave(tmp_path / "busy", 1, state=RUNNING, config=None)
+    leave(tmp_path / "old", 6)
+    leave(tmp_path / "older", 10)
+    (tmp_path / "older" / "summary.json").write_text('{"steps": 10}')
+    (tmp_path / "done" / "logs" / "x").mkdir(parents=True)
+    (tmp_path / "done" / "logs" / "x" / "metrics.jsonl").write_text("")  # is no run
+    return tmp_path
+
+
+def test_states_and_losses(outputs, capsys):
+    with locked(str(outputs / "busy")):
+        assert runs.main([str(outputs), "--json"]) == 0
+    found = {
+        run["folder"].removeprefix(f"{outputs}/"): run
+        for run in json.loads(capsys.readouterr().out)
+    }
+    assert {name: run["state"] for name, run in found.items()} == {
+        "busy": RUNNING,
+        "done": FINISHED,
+        "killed": FAILED,
+        "old": STOPPED,
+        "older": FINISHED,
+        "paused": STOPPED,
+        "sweep/bad": FAILED,
+    }
+    why = {name: run["why"] for name, run in found.items()}
+    assert why["sweep/bad"] == "step 5: loss of rank 0 is not finite"
+    assert why["paused"] == "SIGTERM after step 3"
+    assert why["killed"].startswith("killed") and why["done"] == why["busy"] == ""
+    assert found["busy"]["config"] == "llama_cola debug" and found["done"]["config"] == "a.toml"
+    bad = found["sweep/bad"]
+    assert (bad["step"], bad["steps"], bad["loss"], bad["val_loss"]) == (4, 10, 5.0, 5.5)
+    # The lock tells the two apart: without it the busy run is a killed one.
+    runs.main([str(outputs / "busy"), "--json"])
+    assert json.loads(capsys.readouterr().out)[0]["state"] == FAILED
+
+
+def test_the_table(outputs, capsys):
+    assert runs.main([str(outputs / "sweep"), str(outputs / "done")]) == 0
+    header, done, bad = capsys.readouterr().out.splitlines()
+    assert header.split() == ["run", "config", "step", "loss", "validation", "state"]
+    assert done.split()[1:] == ["a.toml", "10/10", "-1.0000", "5.5000", "finished"]
+    assert bad.endswith(" 4/10   5.0000      5.5000  failed: step 5: loss of rank 0 is not finite")
+    assert header.index("state") == done.index("finished") == bad.index("failed")
+
+
+def test_a_picture_of_several(outputs, capsys):
+    picture = outputs / "new" / "curves.png"
+    assert runs.main([str(outputs), "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        (["{}/nothing"], 2, "error: PATH: got '{}/nothing', expected a folder with runs"),
+        (["{}/empty"], 1, "error: there is no run below {}/empty"),
+        (
+            ["{}", "--plot=a.pdf"],
+            2,
+            "error: --plot: got 'a.pdf', expected a name that ends in .png",
+        ),
+        (["{}/blank", "--plot={}/a.png"], 2, "error: --plot: got '{}/a.png', expected runs with"),
+    ],
+)
+def test_refusals(tmp_path, capsys, arguments, status, told):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "blank").mkdir()
+    (tmp_path / "blank" / "metrics.jsonl").write_text("")
+    assert runs.main([argument.format(tmp_path) for argument in arguments]) == status
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith(told.format(tmp_path))
+    assert len(said.err.splitlines()) == 1
+
+
+def test_looking_keeps_no_lock(tmp_path):
+    assert not is_held(tmp_path / "none")
+    (tmp_path / LOCK_FILE).write_text("")
+    assert not is_held(tmp_path)
+    with locked(str(tmp_path)):
+        assert is_held(tmp_path)
+    assert not is_held(tmp_path)
+
+
+def test_a_record_that_cannot_be_read_or_written(tmp_path):
+    write_state(tmp_path / "none", FINISHED)  # no folder: nothing is created
+    assert not (tmp_path / "none").exists() and read_state(tmp_path / "none") is None
+    for text in ("{", "[]", '{"why": ""}'):
+        (tmp_path / "run_state.json").write_text(text)
+        assert read_state(tmp_path) is None
+    write_state(tmp_path, STOPPED, "SIGTERM after step 3")
+    assert read_state(tmp_path)["why"] == "SIGTERM after step 3"
+    assert [path.name for path in tmp_path.iterdir()] == ["run_state.json"]

@@ -1,0 +1,185 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""TensorBoard and wandb of a run and of its resumption, read back from what they write offline."""
+
+import json
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torchtitan.distributed import ParallelDims
+
+from tests.unit.tiny import tiny_args
+from tests.wandb_file import parts, values_of
+from torchtitan_lr import train
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch.run_state import read_state
+from torchtitan_lr.training.figures import new_figure
+from torchtitan_lr.training.guard import NonFiniteError
+from torchtitan_lr.training.loggers import (
+    WANDB_ID_FILE,
+    TensorBoardLogger,
+    WandbLogger,
+    open_loggers,
+)
+from torchtitan_lr.training.resolved import layout, resolved_config
+
+SUMMARY = {"steps": 4, "train_loss": 4.5}
+
+
+@pytest.fixture
+def curve(tmp_path):
+    figure = new_figure(2, 1)
+    figure.savefig(tmp_path / "curve.png")
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
+    return tmp_path / "curve.png"
+
+
+def run_of(folder):
+    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    return path
+
+
+def written(folder):
+    """The parts of a run that has ended; wandb's own process writes them a moment later."""
+    until = time.monotonic() + 30
+    while "exit" not in parts(run_of(folder)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return parts(run_of(folder))
+
+
+def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, monkeypatch, curve):
+    for variable in ("WANDB_RUN_ID", "WANDB_PROJECT", "WANDB_TAGS"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    (tmp_path / WANDB_ID_FILE).write_text("of-before\n")
+    first = WandbLogger(tmp_path, 0, {"training": {"steps": 3}})
+    first.log({"loss": 5.0}, 3)
+    first.publish(SUMMARY, curve)
+    first.end(0)
+    found = written(tmp_path)
+    kept = (tmp_path / WANDB_ID_FILE).read_text().strip()
+    assert [run.run_id for run in found["run"]] == [kept]
+    assert kept != "of-before"  # the control: this run starts anew
+    assert [end.exit_code for end in found["exit"]] == [0]
+    summary = {}
+    for change in found["summary"]:
+        summary |= values_of(change.update)
+    assert summary["train_loss"] == 4.5
+    assert summary["curve/_type"] == "image-file"
+    # A resumption from step 3, which fails: the same run in a file of its own.
+    run_of(tmp_path).parent.rename(tmp_path / "first")
+    second = WandbLogger(tmp_path, 3, {"training": {"steps": 9}})
+    second.log({"loss": 4.0}, 4)
+    second.end(1)
+    found = written(tmp_path)
+    assert [run.run_id for run in found["run"]] == [kept]
+    assert [end.exit_code for end in found["exit"]] == [1]
+    config = {}
+    for change in [found["run"][0].config, *found.get("config", [])]:
+        config |= values_of(change.update)
+    assert config["training"] == {"steps": 9}
+
+
+def board_of(folder):
+    (place,) = (path for path in folder.iterdir())
+    board = EventAccumulator(str(place))
+    board.Reload()
+    return board
+
+
+def test_tensorboard_continues_its_folder(tmp_path, curve):
+    folder = tmp_path / "tb"
+    first = TensorBoardLogger(folder, 0, {"training": {"steps": 9}})
+    for step in range(1, 6):
+        first.log({"loss": 10.0 - step}, step)
+    first.end(1)
+    second = TensorBoardLogger(folder, 3, {"training": {"steps": 9}})
+    second.log({"loss": 1.0}, 4)
+    second.publish(SUMMARY, curve)
+    second.end(0)
+    board = board_of(folder)
+    shown = [(event.step, event.value) for event in board.Scalars("loss")]
+    assert shown == [(1, 9.0), (2, 8.0), (3, 7.0), (4, 1.0)]  # 4 and 5 of the first are gone
+    assert "curve" in board.Tags()["images"]
+    assert {"summary/text_summary", "config/text_summary"} <= set(board.Tags()["tensors"])
+    text = board.Tensors("summary/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert '"train_loss": 4.5' in text
+    # The control: a new run gets a folder of its own.
+    next(folder.iterdir()).rename(folder / "20200101-000000")
+    TensorBoardLogger(folder, 0, {}).end(0)
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_training_goes_on_without_wandb(tmp_path, monkeypatch, caplog):
+    def fail(**_):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr("wandb.init", fail)
+    metrics = SimpleNamespace(enable_wandb=True, enable_tensorboard=False)
+    job = SimpleNamespace(metrics=metrics, job=SimpleNamespace(dump_folder=str(tmp_path)))
+    assert open_loggers(job, 0, {}, rank=0, tag=None) == []
+    assert "training goes on without it" in caplog.text
+    caplog.clear()
+    assert open_loggers(job, 0, {}, rank=1, tag=None) == [] and not caplog.text
+
+
+def test_the_resolved_configuration():
+    job = build_job_config(["--model.name=llama_cola", "--training.local_batch_size=8"])
+    job.parallelism.tensor_parallel_degree = 2
+    dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=2, pp=1, ep=1, etp=1, world_size=4)
+    assert job.parallelism.data_parallel_shard_degree == -1  # the control
+    config = resolved_config(job, dims, tiny_args("cola"))
+    assert config["parallelism"]["data_parallel_shard_degree"] == 2
+    assert config["parallelism"]["tp_plan"] == "btp"
+    assert config["training"]["global_batch_size"] == 16
+    assert config["model_args"]["dim"] == tiny_args("cola").dim
+    assert config["environment"]["ranks"] == 4
+    assert json.loads(json.dumps(config)) == config
+    assert layout(dims) == "4 ranks (dp_shard 2, tp 2)"
+    assert job.training.global_batch_size == -1  # the run's own is left alone
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "why"),
+    [
+        (None, 0, ""),
+        (ConfigError("a.b", 1, "2"), 2, "a.b: got 1, expected 2"),
+        (NonFiniteError("step 3: loss"), 1, "step 3: loss"),
+        (RuntimeError("connection closed\nat"), None, "RuntimeError: connection closed"),
+    ],
+)
+def test_the_loggers_get_to_know_how_the_run_ended(tmp_path, monkeypatch, error, status, why):
+    closed = []
+
+    class FakeTrainer:
+        interrupted = False
+
+        def __init__(self, config):
+            self.metrics_processor = SimpleNamespace(exit_status=0)
+
+        def train(self):
+            if error is not None:
+                raise error
+
+        def close(self):
+            closed.append(self.metrics_processor.exit_status)
+
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in (rank | {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(train, "init_console", lambda *_: None)
+    monkeypatch.setattr(train.torch.distributed, "destroy_process_group", lambda: None)
+    arguments = [f"--job.dump_folder={tmp_path}/dump", "--training.seq_len=8"]
+    if status is None:
+        with pytest.raises(RuntimeError):
+            train.main(arguments, FakeTrainer)
+    else:
+        assert train.main(arguments, FakeTrainer) == status
+    assert closed == [1 if status is None else status]
+    record = read_state(tmp_path / "dump")
+    assert (record["state"], record["why"]) == ("failed" if error else "finished", why)
+    assert os.path.exists(tmp_path / "dump" / "run.lock")

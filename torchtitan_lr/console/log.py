@@ -1,0 +1,114 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The lines of a rank.
+
+The console has few: the start, the logged steps, validations, checkpoints, the end, and warnings
+about which a user can do something. All other records of this package, torchtitan, torch and other
+libraries are written to ``details.log`` beside the rank's output. ``metrics.verbose`` shows them.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+from pathlib import Path
+
+console = logging.getLogger("torchtitan_lr.console")
+"""Logger of the lines that the console always shows."""
+
+DETAILS_FILE = "details.log"
+
+_PYTHON_WARNINGS = "py.warnings"  # where `logging.captureWarnings` sends them
+_DETAILS_FORMAT = "%(asctime)s %(levelname)s %(name)s %(module)s:%(lineno)d %(message)s"
+_TIME = "%Y-%m-%d %H:%M:%S"
+
+# Warnings of torchtitan 0.2.2 about which a user can do nothing.
+_NOT_ACTIONABLE = (
+    "ENV[",  # variables that torchrun or torch has set, replaced as configured
+    "Error running lspci",  # the device's name is known without it
+    "Detected that the pytorch",
+    "DataLoader state is empty",  # a checkpoint of another number of ranks, which can be resumed
+    "Setting validation steps to -1",  # this package's validation sets have equal lengths
+)
+
+
+class _OfTheConsole(logging.Filter):
+    """Passes the console's own records, and warnings about which a user can do something."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name == console.name:
+            return True
+        if record.levelno < logging.WARNING or record.name == _PYTHON_WARNINGS:
+            return False
+        return not record.getMessage().startswith(_NOT_ACTIONABLE)
+
+
+class _ConsoleFormatter(logging.Formatter):
+    """Writes ``time message``, with the level before warnings and errors."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        text = f"{self.formatTime(record, _TIME)} {level}{record.getMessage()}"
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        return text
+
+
+class _Lines(logging.StreamHandler):
+    """A rank's handler for the console."""
+
+
+class _DetailsHandler(logging.FileHandler):
+    """Ignores errors: a full disk must not add lines to the console, or end a run."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record if possible."""
+        with contextlib.suppress(OSError):  # of opening the file
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Do nothing."""
+
+
+def init_console(verbose: bool = False) -> None:
+    """Set up the log of this process; a second call replaces the first.
+
+    Args:
+        verbose: ``metrics.verbose``: the console shows the records of details.log too.
+    """
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    console.setLevel(logging.INFO)
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+        if isinstance(handler, _DetailsHandler):
+            handler.close()
+    lines = _Lines(sys.stdout)
+    if verbose:
+        lines.setFormatter(logging.Formatter(_DETAILS_FORMAT, _TIME))
+    else:
+        lines.setFormatter(_ConsoleFormatter())
+        lines.addFilter(_OfTheConsole())
+    root.addHandler(lines)
+    if (details := details_path()) is not None:
+        file = _DetailsHandler(details, delay=True)
+        file.setFormatter(logging.Formatter(_DETAILS_FORMAT, _TIME))
+        root.addHandler(file)
+    logging.captureWarnings(True)
+    # torch's profiler prints its own lines otherwise.
+    os.environ["KINETO_LOG_LEVEL"] = "5"
+
+
+def details_path() -> Path | None:
+    """Return the path of this rank's ``details.log``, None without torchrun's folder for it."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file or not Path(error_file).parent.is_dir():
+        return None
+    return Path(error_file).with_name(DETAILS_FILE)
+
+
+def say(message: str) -> None:
+    """Print a line: in a rank to its log, in a command to stderr."""
+    if any(isinstance(handler, _Lines) for handler in logging.getLogger().handlers):
+        console.info(message)
+    else:
+        print(message, file=sys.stderr, flush=True)

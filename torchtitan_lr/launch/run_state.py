@@ -1,0 +1,59 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""``run_state.json`` in the dump folder: how a run ended, and why. Needs no torch.
+
+Rank 0 writes it when training starts and ends; the launcher writes it where a rank could not, with
+the cause that it found. A run whose file says ``running`` while nothing holds its folder was killed
+without any chance to write.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lr.launch.folder_lock import LOCK_FILE
+
+STATE_FILE = "run_state.json"
+
+RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
+
+
+def write_state(dump_folder: str | Path, state: str, why: str = "") -> None:
+    """Record a run's state; a disk without space or the right to write leaves the old record.
+
+    Args:
+        dump_folder: ``job.dump_folder``; nothing is written if it does not exist.
+        state: One of the states above.
+        why: The cause, in one line.
+    """
+    path = Path(dump_folder) / STATE_FILE
+    record = {"state": state, "why": why, "since": f"{datetime.now().astimezone():%F %T %z}"}
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):
+        scratch.write_text(json.dumps(record) + "\n")
+        scratch.replace(path)
+
+
+def read_state(dump_folder: str | Path) -> dict[str, Any] | None:
+    """Return what `write_state` recorded, None without a readable record."""
+    try:
+        record = json.loads((Path(dump_folder) / STATE_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and "state" in record else None
+
+
+def is_held(dump_folder: str | Path) -> bool:
+    """Return whether a process holds the folder's ``run.lock``."""
+    try:
+        with (Path(dump_folder) / LOCK_FILE).open("rb") as file:
+            # Released at the end of the block. A run that starts in this moment tries twice.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,245 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Where a run's numbers go: ``metrics.jsonl``, TensorBoard and Weights & Biases.
+
+A resumed run continues its TensorBoard folder and its wandb run. Both get the resolved
+configuration at the start, and the summary and the curve at the end.
+"""
+
+import json
+import math
+import os
+import secrets
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from torchtitan.components.metrics import BaseLogger
+from torchtitan.config import JobConfig
+from torchtitan.tools.logging import logger
+
+from torchtitan_lr.console.log import console
+from torchtitan_lr.training.history import read_history
+
+WANDB_ID_FILE = "wandb_run_id"
+"""In the dump folder: the id of the run's wandb run."""
+
+_WANDB_VARIABLES = {
+    "WANDB_PROJECT": "wandb_project",
+    "WANDB_RUN_NAME": "wandb_run_name",
+    "WANDB_RUN_GROUP": "wandb_group",
+}
+
+
+class RunLogger(BaseLogger):
+    """A place for the numbers of a run."""
+
+    def publish(self, summary: dict[str, Any], curve: Path) -> None:
+        """Add the summary and the picture of a finished run.
+
+        Args:
+            summary: The keys of ``summary.json``.
+            curve: The PNG.
+        """
+
+    def end(self, status: int) -> None:
+        """Close the logger.
+
+        Args:
+            status: The run's exit status, not 0 if it failed.
+        """
+        self.close()
+
+
+class HistoryLogger(RunLogger):
+    """Appends each record to a JSON-lines file, so that curves survive an interruption.
+
+    Args:
+        path: The file; its folder is created if needed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Append one record; NaN and infinity become null, since JSON has neither."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        record = {"step": step} | {key: _finite_or_none(v) for key, v in metrics.items()}
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def rewind(self, step: int) -> None:
+        """Drop the records after ``step``; a run resumed from ``step`` writes them again."""
+        if not self.path.is_file():
+            return
+        kept = [record for record in read_history(self.path) if record["step"] <= step]
+        scratch = self.path.with_suffix(".tmp")
+        scratch.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        scratch.replace(self.path)
+
+
+class TensorBoardLogger(RunLogger):
+    """Writes event files.
+
+    Args:
+        folder: The folder of all starts of this run, e.g. ``tb``; each new run gets a folder in it.
+        after: The step that was loaded; a run that starts after step 0 continues the newest
+            folder, and TensorBoard drops the later steps there.
+        config: The resolved configuration.
+        tag: A prefix of the keys.
+    """
+
+    def __init__(
+        self, folder: Path, after: int, config: dict[str, Any], tag: str | None = None
+    ) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        earlier = sorted(path for path in folder.glob("*") if path.is_dir())
+        goes_on = after > 0 and bool(earlier)
+        place = earlier[-1] if goes_on else folder / f"{datetime.now():%Y%m%d-%H%M%S}"
+        self._tag = f"{tag}/" if tag else ""
+        self._step = after
+        self._writer = SummaryWriter(
+            str(place), max_queue=1000, purge_step=after + 1 if goes_on else None
+        )
+        self._writer.add_text("config", _code(config), after)
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Write one record."""
+        self._step = step
+        for key, value in metrics.items():
+            self._writer.add_scalar(self._tag + key, value, step)
+
+    def publish(self, summary: dict[str, Any], curve: Path) -> None:
+        """Add the summary as text and the curve as an image."""
+        from matplotlib.image import imread
+
+        self._writer.add_text("summary", _code(summary), self._step)
+        picture = imread(curve)
+        self._writer.add_image("curve", picture[..., :3], self._step, dataformats="HWC")
+
+    def close(self) -> None:
+        """Write what is queued."""
+        self._writer.close()
+
+
+class WandbLogger(RunLogger):
+    """Logs to Weights & Biases, online or into files (``metrics.wandb_mode``).
+
+    Args:
+        dump_folder: ``job.dump_folder``; keeps the run's id.
+        after: The step that was loaded; a run that starts after step 0 continues its wandb run.
+        config: The resolved configuration.
+        tag: A prefix of the keys.
+    """
+
+    def __init__(
+        self, dump_folder: Path, after: int, config: dict[str, Any], tag: str | None = None
+    ) -> None:
+        import wandb  # imported late: few runs use it
+
+        self._tag = f"{tag}/" if tag else ""
+        self._wandb = wandb
+        kept = dump_folder / WANDB_ID_FILE
+        stored = kept.read_text().strip() if after > 0 and kept.is_file() else ""
+        run_id = os.environ.get("WANDB_RUN_ID") or stored or secrets.token_hex(4)
+        self._run = wandb.init(
+            entity=os.environ.get("WANDB_TEAM"),
+            project=os.environ.get("WANDB_PROJECT"),
+            name=os.environ.get("WANDB_RUN_NAME"),
+            group=os.environ.get("WANDB_RUN_GROUP"),
+            notes=os.environ.get("WANDB_RUN_NOTES"),
+            job_type=os.environ.get("WANDB_RUN_JOB_TYPE"),
+            id=run_id,
+            # Offline, wandb ignores `resume`; the equal id joins the parts when they are synced.
+            resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",
+            dir=str(dump_folder),
+        )
+        # A resumed run may have another configuration, such as more steps.
+        self._run.config.update(config, allow_val_change=True)
+        kept.write_text(run_id + "\n")
+        if self._run.offline:
+            where = f"offline; `wandb sync {Path(self._run.dir).parent}` uploads it"
+        else:
+            where = str(self._run.url)
+        console.info("wandb run %s: %s", run_id, where)
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Send one record."""
+        self._run.log({self._tag + key: value for key, value in metrics.items()}, step=step)
+
+    def publish(self, summary: dict[str, Any], curve: Path) -> None:
+        """Upload the summary's values and file, and the curve."""
+        self._run.summary.update(summary)
+        self._run.log({"curve": self._wandb.Image(str(curve))})
+        for path in (curve, curve.with_name("summary.json")):
+            self._run.save(str(path), base_path=str(path.parent), policy="now")
+
+    def end(self, status: int) -> None:
+        """End the wandb run, as failed if the status is not 0."""
+        self._run.finish(exit_code=status)
+
+
+def open_loggers(
+    job_config: JobConfig, after: int, config: dict[str, Any], rank: int, tag: str | None
+) -> list[RunLogger]:
+    """Open TensorBoard and wandb according to ``[metrics]``.
+
+    Args:
+        job_config: The run's configuration.
+        after: The step that was loaded, 0 for a new run.
+        config: The resolved configuration.
+        rank: This rank. wandb is written by rank 0, TensorBoard by the others too if
+            ``metrics.save_for_all_ranks``.
+        tag: A prefix of the keys.
+    """
+    metrics, dump_folder = job_config.metrics, Path(job_config.job.dump_folder)
+    opened: list[RunLogger] = []
+    if metrics.enable_wandb and rank == 0:
+        try:
+            opened.append(WandbLogger(dump_folder, after, config, tag))
+        except Exception as error:  # of the network, the account or the disk
+            logger.warning("wandb cannot be used, training goes on without it: %s", error)
+    if metrics.enable_tensorboard and (rank == 0 or metrics.save_for_all_ranks):
+        folder = dump_folder / metrics.save_tb_folder
+        if metrics.save_for_all_ranks:
+            folder /= f"rank_{rank}"
+        opened.append(TensorBoardLogger(folder, after, config, tag))
+    return opened
+
+
+def set_wandb_environment(job_config: JobConfig) -> None:
+    """Set wandb's environment variables from ``[metrics] wandb_*``.
+
+    Variables that are already set take precedence. Mode ``auto`` is offline if no credentials are
+    found, so that a run never waits for a log-in.
+    """
+    metrics = job_config.metrics
+    if not metrics.enable_wandb:
+        return
+    for variable, field in _WANDB_VARIABLES.items():
+        if value := getattr(metrics, field):
+            os.environ.setdefault(variable, value)
+    if metrics.wandb_tags:
+        os.environ.setdefault("WANDB_TAGS", ",".join(metrics.wandb_tags))
+    mode = metrics.wandb_mode
+    if mode == "auto":
+        mode = "online" if _has_wandb_credentials() else "offline"
+    os.environ.setdefault("WANDB_MODE", mode)
+    # Its own lines and warnings; the run's address is on the console (`WandbLogger`).
+    os.environ.setdefault("WANDB_SILENT", "true")
+
+
+def _has_wandb_credentials() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    return netrc.is_file() and "wandb" in netrc.read_text()
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _code(values: dict[str, Any]) -> str:
+    """Return values as a block of code in Markdown."""
+    return "\n".join(f"    {line}" for line in json.dumps(values, indent=1).splitlines())
