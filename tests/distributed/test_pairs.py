@@ -84,9 +84,8 @@ def test_ranks_equal_one_process(
 ) -> None:
     runs = four_ranks.run(train_on, corpus, CASES[case])
     counts = [run["seen"] for run in runs]
-    assert all(
-        total == alone for run in counts for (_, total), (_, alone) in zip(run, reference["seen"])
-    )
+    totals = [total for _, total in reference["seen"]]
+    assert all([total for _, total in run] == totals for run in counts)
     if "4" in case:
         assert any(own == 0 < total for run in counts for own, total in run)
     assert largest_difference(runs[0], reference) < EXACT

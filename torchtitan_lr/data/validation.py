@@ -107,8 +107,7 @@ def build_validation_set(
     counts = torch.zeros(0, dtype=torch.int64)
     num_sequences = 0
     for window in _windows(corpus, tokenizer, section.seq_len, limit):
-        labels = window[1:]
-        counts = _add_counts(counts, labels[labels >= 0])
+        counts = _add_counts(counts, window[1:])
         if num_sequences % dp_world_size == dp_rank:
             kept.append(window)
         num_sequences += 1
@@ -166,6 +165,7 @@ def _windows(
 
 
 def _add_counts(counts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    more = torch.bincount(tokens, minlength=len(counts))
+    labels = tokens[tokens >= 0]  # prompts and padding are complements
+    more = torch.bincount(labels, minlength=len(counts))
     more[: len(counts)] += counts
     return more
