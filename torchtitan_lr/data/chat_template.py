@@ -174,9 +174,10 @@ class ChatTemplate:
 
 def _plain(messages: Sequence[dict[str, str]]) -> list[Segment]:
     """Return the plain form: a heading and the text of each message; EOS ends each answer."""
-    parts, context = [], ""
+    parts: list[Segment] = []
+    context = ""
     for message in messages:
-        context += "" if not parts and not context else "\n\n"
+        context += "\n\n" if parts or context else ""
         context += f"### {message['role'].capitalize()}:\n"
         if message["role"] == "assistant":
             parts += [Segment(context, False), Segment(message["content"], True, ends=True)]

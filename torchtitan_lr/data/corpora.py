@@ -35,8 +35,8 @@ from torchtitan_lr.data.stripes import BlockStream, DocumentStream
 from torchtitan_lr.data.token_cache import TokenCache
 from torchtitan_lr.errors import ConfigError, DataError
 
-TRAINING_CORPORA = ("python_stdlib", "python_stdlib_docs", "local", "c4", "c4_validation")
-VALIDATION_CORPORA = ("training", "python_stdlib", "python_stdlib_docs", "local", "c4_validation")
+TRAINING_CORPORA = ("python_stdlib", "local", "c4", "c4_validation", "python_stdlib_docs")
+VALIDATION_CORPORA = ("training", "python_stdlib", "local", "c4_validation", "python_stdlib_docs")
 
 Split = Literal["train", "validation", "all"]
 

@@ -74,7 +74,7 @@ def parse_pair(record: Any) -> str:
 def _parse_messages(messages: Any) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'a list of messages in "{MESSAGES}"')
-    found = []
+    found: list[dict[str, str]] = []
     for index, message in enumerate(messages):
         place = f"in message {index + 1}"
         parts = message if isinstance(message, dict) else {}
