@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+"""Tokens whose texts a template may use."""
+
 _KEY = "model.hf_assets_path"
 
 
@@ -91,8 +94,7 @@ class ChatTemplate:
             return ChatTemplate()
         if not isinstance(source, str) or not source.strip():
             raise ConfigError(_KEY, str(path), "a chat template, or none at all")
-        names = [name for name in config if name.endswith("_token")]
-        special = {name: _text(config[name]) for name in names}
+        special = {name: _text(config.get(name)) for name in SPECIAL_TOKENS}
         return ChatTemplate(source, str(path), {k: v for k, v in special.items() if v})
 
     def segments(self, messages: Sequence[dict[str, str]]) -> list[Segment]:

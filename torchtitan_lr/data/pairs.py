@@ -185,7 +185,7 @@ class PairEncoder:
             return parts, True
         bos, first = self.template.bos, parts[0].text
         if bos and first.startswith(bos):
-            return [parts[0]._replace(text=first[len(bos) :]), *parts[1:]], True
+            return [Segment(first[len(bos) :], answer=False), *parts[1:]], True
         return parts, False
 
     def _encode(self, segments: Sequence[Segment], bos: bool) -> Tokens:
