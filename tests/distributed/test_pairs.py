@@ -16,6 +16,7 @@ from torchtitan_lr.data.pairs import unmask_
 from torchtitan_lr.tools.parity_runs import EXACT, LAYOUTS, degrees, largest_difference, model
 from torchtitan_lr.tools.rank_pool import RankPool
 from torchtitan_lr.training import step_data
+from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
 REPLICATE4 = ["--parallelism.data_parallel_replicate_degree=4", "--training.local_batch_size=2"]
 REPLICATE4_BY_ONE = [*REPLICATE4[:1], "--training.local_batch_size=1"]
@@ -86,6 +87,8 @@ def test_ranks_equal_one_process(
     counts = [run["seen"] for run in runs]
     totals = [total for _, total in reference["seen"]]
     assert all([total for _, total in run] == totals for run in counts)
+    records = read_history(Path(runs[0]["dump_folder"]) / HISTORY_FILE)
+    assert [record["label_tokens"] for record in records] == totals
     if "4" in case:
         assert any(own == 0 < total for run in counts for own, total in run)
     assert largest_difference(runs[0], reference) < EXACT
