@@ -130,7 +130,7 @@ def _page(options: argparse.Namespace, config: Any, results: dict[str, Any]) -> 
         f"of Python {version}. The scores are of greedy answers to the {tsr['pairs']} held-out "
         f"pairs that fit {config.validation.seq_len} tokens: the same words but for case and "
         "punctuation, and the F1 of the words. Bytes are those of a rank between the replicas, as "
-        "the ledger counts them.",
+        "the ledger counts them. One seed.",
         f"TSR-Adam sends {adamw['bytes'] / tsr['bytes']:.1f} times fewer bytes, refreshes "
         f"included; {adamw['peak_bytes'] / tsr['peak_bytes']:.1f} times fewer in its most "
         "expensive step.",
