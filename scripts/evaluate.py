@@ -35,7 +35,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a step's folder")
     parser.add_argument(
         "--corpus",
-        choices=["python_stdlib", "local", "c4_validation"],
+        choices=["python_stdlib", "python_stdlib_docs", "local", "c4_validation"],
         help="the text; local: all documents, python_stdlib: the held-out part; "
         "default: the run's validation corpus",
     )

@@ -76,7 +76,11 @@ class Training:
     """
     The training corpus:
     - 'python_stdlib': the source files of the running interpreter's standard library
-    - 'local': the .txt, .jsonl or .parquet files that ``dataset_path`` names (a path or a glob)
+    - 'python_stdlib_docs': pairs for fine-tuning: each function of these files, and the first line
+      of its docstring
+    - 'local': the .txt, .jsonl or .parquet files that ``dataset_path`` names (a path or a glob);
+      .jsonl files may hold pairs (``prompt``, ``completion``) or chats (``messages``), one per row
+      of the batch, with loss on the answers alone
     - 'c4', 'c4_validation': streamed from the Hugging Face hub
     """
 
@@ -193,8 +197,9 @@ class Validation:
     """
     The validation corpus:
     - 'training': the held-out part of the training corpus: one file in 20 of 'python_stdlib', one
-      document in 200 of 'local' (chosen by hash, never trained on), the validation split of 'c4'
-    - 'python_stdlib': its held-out files
+      document or pair in 200 of 'local' (chosen by hash, never trained on), the validation split of
+      'c4'
+    - 'python_stdlib', 'python_stdlib_docs': their held-out files
     - 'local': all files that ``dataset_path`` names; none of them may be a training file
     - 'c4_validation': streamed from the Hugging Face hub
     """

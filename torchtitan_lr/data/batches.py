@@ -13,6 +13,7 @@ import torch
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_lr.data.corpora import BlockCorpus, Corpus
+from torchtitan_lr.data.pairs import PairStripe, unmask_
 from torchtitan_lr.data.stripes import Stripe, fill
 from torchtitan_lr.errors import ConfigError
 
@@ -146,8 +147,9 @@ class BatchReader:
                 for stripe in rows.stripes_at(m * rows.stride)
             }
         )
+        kind = PairStripe if getattr(corpus, "pairs", False) else Stripe
         self._stripes = {
-            stripe: Stripe(corpus.stream(stripe, rows.stripes, infinite), tokenizer, seq_len)
+            stripe: kind(corpus.stream(stripe, rows.stripes, infinite), tokenizer, seq_len)
             for stripe in owned
         }
         self._most_visits = max(1, READ_TOKENS // (len(owned) * rows.per_stripe * (seq_len + 1)))
@@ -218,4 +220,7 @@ class BatchReader:
         shape = (tokens.shape[0], tokens.shape[1] - 1)
         pinned = self._device is not None
         inputs, labels = (torch.empty(shape, dtype=torch.int64, pin_memory=pinned) for _ in "io")
-        return {"input": inputs.copy_(tokens[:, :-1])}, labels.copy_(tokens[:, 1:])
+        inputs.copy_(tokens[:, :-1])
+        labels.copy_(tokens[:, 1:])
+        unmask_(inputs, labels)
+        return {"input": inputs}, labels

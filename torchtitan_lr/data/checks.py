@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_lr.data.chat_template import TEMPLATE_FILE, ChatTemplate
 from torchtitan_lr.data.corpora import (
     Corpus,
     Source,
@@ -13,7 +15,13 @@ from torchtitan_lr.data.corpora import (
     validation_source,
 )
 from torchtitan_lr.data.local_corpus import LocalCorpus
+from torchtitan_lr.data.pair_corpora import PairCorpus
+from torchtitan_lr.data.pairs import PairEncoder, has_labels, no_room
+from torchtitan_lr.data.tokenizer import resolve_assets_path
 from torchtitan_lr.errors import ConfigError
+
+PAIRS_CHECKED = 200
+"""Pairs of a corpus that are encoded before a run, to say how many are cut."""
 
 if TYPE_CHECKING:
     from torchtitan.components.tokenizer import BaseTokenizer
@@ -48,14 +56,16 @@ def check_corpus(job_config: Any) -> None:
 def check_sequences(job_config: Any, tokenizer: BaseTokenizer) -> None:
     """Check that each corpus fills one sequence; call it after :func:`check_corpus`.
 
-    Only enough text for one sequence is tokenised. Hub streams are assumed to be long enough.
+    Only enough text for one sequence is tokenised. Hub streams are assumed to be long enough. Of
+    pairs, some are encoded, and a warning says how many are cut or have no room for an answer.
 
     Args:
         job_config: The run's ``JobConfig``.
         tokenizer: The run's tokenizer.
 
     Raises:
-        ConfigError: A corpus has fewer tokens than one sequence.
+        ConfigError: A corpus has fewer tokens than one sequence, or pairs without room for an
+            answer; or a chat template cannot be used.
         DataError: One of the records read for the check is unreadable.
     """
     sections = [("training", job_config.training, training_source(job_config))]
@@ -66,7 +76,11 @@ def check_sequences(job_config: Any, tokenizer: BaseTokenizer) -> None:
         if source.name.startswith("c4"):
             continue
         wanted, found = section.seq_len + 1, 0
-        for text in source.open():
+        corpus = source.open()
+        if isinstance(corpus, PairCorpus):
+            _check_pairs(corpus, tokenizer, section.seq_len, key, job_config.model.hf_assets_path)
+            continue
+        for text in corpus:
             found += _count_tokens(text, tokenizer, wanted - found)
             if found >= wanted:
                 break
@@ -74,6 +88,33 @@ def check_sequences(job_config: Any, tokenizer: BaseTokenizer) -> None:
             part = "held-out part of the" if source.split == "validation" else "whole"
             want = f"at most {found - 1}: the {part} corpus {source.name!r} has {found} tokens"
             raise ConfigError(f"{key}.seq_len", section.seq_len, want)
+
+
+def _check_pairs(
+    corpus: PairCorpus, tokenizer: BaseTokenizer, seq_len: int, key: str, assets: str
+) -> None:
+    """Encode the first pairs; raise if no answer has room, log how many are cut or left out."""
+    template = ChatTemplate.of(tokenizer)
+    if not template.digest and getattr(tokenizer, "tokenizer_path", None) is None:
+        path = resolve_assets_path(assets) / TEMPLATE_FILE
+        if path.is_file():
+            want = "a tokenizer.json beside it: a rank file has no special tokens in its text"
+            raise ConfigError("model.hf_assets_path", str(path), want)
+    encoder = PairEncoder(tokenizer)
+    rows = [encoder.encode(record) for record in islice(corpus.records(), PAIRS_CHECKED)]
+    usable = sum(has_labels(row[: seq_len + 1]) for row in rows)
+    checked = f"the first {len(rows)} pairs of {corpus.name!r}"
+    if not usable:
+        raise no_room(seq_len, key, checked)
+    long = sum(len(row) > seq_len + 1 for row in rows)
+    if long:
+        from torchtitan.tools.logging import logger  # imported late: the checks start without torch
+
+        logger.warning(
+            "%s.seq_len = %d: of %s, %d are longer and are cut; %d of them have no room for an "
+            "answer and are left out",
+            *(key, seq_len, checked, long, len(rows) - usable),
+        )
 
 
 def _count_tokens(text: str, tokenizer: BaseTokenizer, wanted: int) -> int:

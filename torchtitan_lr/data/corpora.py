@@ -3,12 +3,16 @@
 
 ``python_stdlib``
     The source files of the running interpreter's standard library: real text on every machine.
+``python_stdlib_docs``
+    Pairs of a function's source and its summary, of the same files
+    (:mod:`torchtitan_lr.data.pair_corpora`).
 ``local``
-    The user's files: .txt, .jsonl or .parquet (:mod:`torchtitan_lr.data.local_corpus`).
+    The user's files: .txt, .jsonl or .parquet (:mod:`torchtitan_lr.data.local_corpus`), or pairs
+    and chats in .jsonl (:mod:`torchtitan_lr.data.pairs`).
 ``c4``, ``c4_validation``
     torchtitan's Hugging Face streams (:mod:`torchtitan_lr.data.hub_corpus`).
 
-Each corpus has a held-out part that is never trained on: ``python_stdlib`` one file in twenty,
+Each corpus has a held-out part that is never trained on: ``python_stdlib(_docs)`` one file in 20,
 ``local`` one document in two hundred (:mod:`torchtitan_lr.data.held_out`), ``c4`` its own
 validation split. ``validation.dataset = "training"`` (the default) selects the held-out part of
 the training corpus.
@@ -31,8 +35,8 @@ from torchtitan_lr.data.stripes import BlockStream, DocumentStream
 from torchtitan_lr.data.token_cache import TokenCache
 from torchtitan_lr.errors import ConfigError, DataError
 
-TRAINING_CORPORA = ("python_stdlib", "local", "c4", "c4_validation")
-VALIDATION_CORPORA = ("training", "python_stdlib", "local", "c4_validation")
+TRAINING_CORPORA = ("python_stdlib", "local", "c4", "c4_validation", "python_stdlib_docs")
+VALIDATION_CORPORA = ("training", "python_stdlib", "local", "c4_validation", "python_stdlib_docs")
 
 Split = Literal["train", "validation", "all"]
 
@@ -71,9 +75,11 @@ class BlockCorpus(ABC):
     Attributes:
         skipped: Locations of the skipped records, without duplicates.
         cache: The tokens of its blocks, None without a cache.
+        pairs: Whether the documents are records of pairs (:mod:`torchtitan_lr.data.pairs`).
     """
 
     cache: TokenCache | None = None
+    pairs = False
 
     def __init__(
         self, name: str, key: str, files: Iterable[tuple[str, int]], max_bad_records: int = 0
@@ -253,7 +259,7 @@ def build_corpus(
     Args:
         name: The corpus (see the module's docstring).
         path: ``dataset_path`` of the same TOML section.
-        split: The split of ``python_stdlib`` or ``local``; ``python_stdlib`` has no ``all``.
+        split: The split; only ``local`` has ``all``.
         key: The TOML section, ``training`` or ``validation``, to name in errors.
         rows: Rows of the global batch; ``local`` derives its block size from them.
         max_bad_records: Number of unreadable ``local`` records that may be skipped.
@@ -268,10 +274,17 @@ def build_corpus(
     check_name(name, path, key)
     if name == "python_stdlib":
         return PythonStdlib(split, f"{key}.dataset")
+    if name == "python_stdlib_docs":
+        from torchtitan_lr.data.pair_corpora import PythonStdlibDocs
+
+        return PythonStdlibDocs(split, f"{key}.dataset")
     if name == "local":
         from torchtitan_lr.data.local_corpus import LocalCorpus
+        from torchtitan_lr.data.pair_corpora import LocalPairs, holds_pairs
 
-        return LocalCorpus(path or "", f"{key}.dataset_path", rows, split, max_bad_records)
+        files, path_key = path or "", f"{key}.dataset_path"
+        kind = LocalPairs if holds_pairs(files, path_key) else LocalCorpus
+        return kind(files, path_key, rows, split, max_bad_records)
     from torchtitan_lr.data.hub_corpus import HubCorpus
 
     if path and _is_local(path):
@@ -356,7 +369,7 @@ def check_name(name: str, path: str | None, key: str) -> None:
     names = VALIDATION_CORPORA if key == "validation" else TRAINING_CORPORA
     if name not in names:
         raise ConfigError(f"{key}.dataset", name, "one of " + ", ".join(names))
-    if name == "python_stdlib" and path:
+    if name.startswith("python_stdlib") and path:
         raise ConfigError(f"{key}.dataset_path", path, f"no path, or {key}.dataset = 'local'")
     if name == "local" and not path:
         raise ConfigError(

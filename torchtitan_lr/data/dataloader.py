@@ -18,6 +18,7 @@ from torchtitan_lr.checkpoints.safe_metadata import load
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.config.schema import STEPS_AHEAD
 from torchtitan_lr.data.batches import BatchReader, MicroBatch, Prepared, Rows
+from torchtitan_lr.data.chat_template import ChatTemplate
 from torchtitan_lr.data.checks import check_workers
 from torchtitan_lr.data.corpora import BlockCorpus, Corpus, training_source
 from torchtitan_lr.data.encoding import tokenizer_identity
@@ -76,6 +77,7 @@ class StripeDataLoader(BaseDataLoader):
         self._rows = Rows.of(corpus, local_batch_size, global_batch_size, dp_world_size, dp_rank)
         pin_memory = pin_memory and torch.cuda.is_available()
         self._reader = BatchReader(corpus, tokenizer, self._rows, seq_len, infinite, pin_memory)
+        self._fingerprint = _fingerprint(corpus, tokenizer)
         self._depth = steps_ahead * self._rows.microbatches
         self._batches: Iterator[Prepared] | None = None
         self._end: Prepared | None = None
@@ -121,6 +123,11 @@ class StripeDataLoader(BaseDataLoader):
         """Locations of the records that this rank skipped."""
         return self._bad_records
 
+    @property
+    def pairs(self) -> bool:
+        """Whether the rows are pairs, whose answers alone are labels."""
+        return getattr(self._corpus, "pairs", False)
+
     def mark(self) -> None:
         """Store the position, so that a step with unreadable data can be undone."""
         self._mark = (self._sample_index, dict(self._positions))
@@ -153,7 +160,7 @@ class StripeDataLoader(BaseDataLoader):
         return {
             "sample_index": self._sample_index,
             "global_batch_size": self._rows.total,
-            "corpus": self._corpus.fingerprint(),
+            "corpus": self._fingerprint,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -176,7 +183,7 @@ class StripeDataLoader(BaseDataLoader):
                 self._rows.local,
                 f"a split that has a micro-batch border at row {row}",
             )
-        changed = state_dict["corpus"] != self._corpus.fingerprint()
+        changed = state_dict["corpus"] != self._fingerprint
         self._stop()
         positions = {stripe: json.loads(state_dict[f"lane_{stripe}"]) for stripe in self._positions}
         for position in positions.values():
@@ -255,7 +262,7 @@ def build_dataloader(
     if rows < 0:
         rows = training.local_batch_size * dp_world_size
     corpus = training_source(job_config).open(rows)
-    if isinstance(corpus, BlockCorpus):
+    if isinstance(corpus, BlockCorpus) and not corpus.pairs:
         corpus.cache = _token_cache(job_config, corpus, tokenizer)
     if isinstance(corpus, BlockCorpus) and corpus.num_blocks < rows and dp_rank == 0:
         logger.warning(
@@ -287,6 +294,14 @@ def _token_cache(
         return None
     place = Path(job_config.job.dump_folder) / user_path(folder, "training.token_cache")
     return TokenCache(place, f"{corpus.origin()} {corpus.fingerprint()}", identity)
+
+
+def _fingerprint(corpus: Corpus, tokenizer: BaseTokenizer) -> str:
+    """Return the corpus' fingerprint; that of chats includes their template."""
+    line = corpus.fingerprint()
+    if getattr(corpus, "pairs", False) and (digest := ChatTemplate.of(tokenizer).digest):
+        line += f" template={digest}"
+    return line
 
 
 def _same_kind(fingerprint: str, other: str) -> bool:

@@ -5,6 +5,8 @@ Validation during training cuts windows of ``seq_len + 1`` tokens that share not
 token of each is no label, and an unfilled last window is dropped. Here a window begins with the
 last token of the one before, and the last window is filled up with ignored labels. The loss then
 covers whole documents, so that bits per byte of their text are exact.
+
+A pair is a window of its own, as in training; its bytes are those of the answers that are labels.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_lr.data.corpora import Corpus
+from torchtitan_lr.data.pair_corpora import PairCorpus
+from torchtitan_lr.data.pairs import pair_windows, unmask_
 
 
 class EvaluationSet:
@@ -24,7 +28,7 @@ class EvaluationSet:
 
     Args:
         corpus: The documents. Each is encoded with BOS and EOS, as in training; the first token
-            of all is no label.
+            of all is no label. Or pairs, whose answers alone are labels.
         tokenizer: Encodes the documents.
         seq_len: Tokens per window, the longest context of a label.
         batch_size: Windows per batch; the last batch may have fewer.
@@ -54,14 +58,26 @@ class EvaluationSet:
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """Yield ``({"input": (b, s)}, labels (b, s))``, int64, on the CPU."""
         self.num_documents = self.num_bytes = 0
-        windows = _shared_windows(self._encoded(), self._seq_len)
+        windows = self._windows()
         while rows := list(islice(windows, self._batch_size)):
             inputs = torch.zeros(len(rows), self._seq_len, dtype=torch.int64)
             labels = torch.full((len(rows), self._seq_len), IGNORE_INDEX)
             for index, row in enumerate(rows):
                 inputs[index, : len(row) - 1] = torch.tensor(row[:-1])
                 labels[index, : len(row) - 1] = torch.tensor(row[1:])
+            unmask_(inputs, labels)
             yield {"input": inputs}, labels
+
+    def _windows(self) -> Iterator[list[int]]:
+        if not isinstance(self._corpus, PairCorpus):
+            yield from _shared_windows(self._encoded(), self._seq_len)
+            return
+        records, size = self._corpus.records(), self._seq_len + 1
+        for row in pair_windows(records, self._tokenizer, size, self._documents):
+            self.num_documents += 1
+            answers = [token for token in row[1:].tolist() if token >= 0]
+            self.num_bytes += len(self._tokenizer.decode(answers).encode())
+            yield row.tolist()
 
     def _encoded(self) -> Iterator[list[int]]:
         for text in islice(self._corpus, self._documents):

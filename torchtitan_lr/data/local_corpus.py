@@ -5,6 +5,7 @@ Each file is cut into blocks by its size alone, so opening a corpus costs one ``
 
 * .txt and .jsonl: byte ranges. A block holds the lines that *start* in its range; a line that
   crosses the end is read to its end, and the next block skips it.
+  Those of pairs and chats are a :class:`~torchtitan_lr.data.pair_corpora.LocalPairs`.
 * .parquet: slices of rows. The reader decodes only the ``text`` column of the row groups that
   overlap the slice, each from its start. Row groups of about the size of a block are read fastest.
 
@@ -84,7 +85,7 @@ class LocalCorpus(BlockCorpus):
         split: Split = "all",
         max_bad_records: int = 0,
     ) -> None:
-        found = _find(path, key)
+        found = find_files(path, key)
         root = Path(os.path.commonpath([file.parent for file in found]))
         self._paths = found
         sizes = [file.stat().st_size for file in found]
@@ -159,8 +160,27 @@ class LocalCorpus(BlockCorpus):
             yield from self._texts(index, part, count)
             return
         for record in self._records(path, index, part, count):
-            if isinstance(record, DataError) or self._wanted(document_hash(record)):
+            if isinstance(record, DataError) or self._wanted(self.hash_of(record)):
                 yield record
+
+    def parse_line(self, line: bytes) -> str:
+        """Return the document of a .jsonl line, "" for none.
+
+        Raises:
+            ValueError: The line is not valid; the message is what was expected.
+        """
+        try:
+            text = json.loads(line)[TEXT]
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+            text = None
+        if not isinstance(text, str):
+            raise ValueError(f'a JSON object with a string "{TEXT}"')
+        # JSON can encode a lone surrogate, which tokenizers reject.
+        return text.encode("utf-8", errors="replace").decode("utf-8")
+
+    def hash_of(self, document: str) -> int:
+        """Return the hash by which a document of a .jsonl or .parquet file is held out."""
+        return document_hash(document)
 
     def _place(self, block: int) -> tuple[int, int, int]:
         """Return the index of a block's file, the block's index in it, and the file's blocks."""
@@ -184,7 +204,7 @@ class LocalCorpus(BlockCorpus):
                 if isinstance(record, DataError):
                     self.skip(record)
                 else:
-                    yield document_hash(record), len(record.encode())
+                    yield self.hash_of(record), len(record.encode())
 
     def _lines_of(self, index: int, part: int, count: int) -> Iterator[Line]:
         size = self._files[index][1]
@@ -226,16 +246,13 @@ class LocalCorpus(BlockCorpus):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
-                text = record[TEXT]
-            except (ValueError, KeyError, TypeError, IndexError, RecursionError):
-                text = None
-            if not isinstance(text, str):
+                text = self.parse_line(line)
+            except ValueError as error:
                 where = f"{path}:{_line_number(path, start)}"
-                yield DataError(self.key, where, f'a JSON object with a string "{TEXT}"')
-            elif text:
-                # JSON can encode a lone surrogate, which tokenizers reject.
-                yield text.encode("utf-8", errors="replace").decode("utf-8")
+                yield DataError(self.key, where, str(error))
+            else:
+                if text:
+                    yield text
 
     def _parquet(self, path: Path, part: int, count: int) -> Iterator[str | DataError]:
         # Imported late: text files do not need pyarrow.
@@ -256,8 +273,16 @@ class LocalCorpus(BlockCorpus):
             yield DataError(self.key, str(path), want)
 
 
-def _find(path: str, key: str) -> list[Path]:
-    """Return the non-empty files with a supported suffix, sorted by path."""
+def find_files(path: str, key: str) -> list[Path]:
+    """Return the non-empty files with a supported suffix, sorted by path.
+
+    Args:
+        path: File, folder or glob pattern.
+        key: The TOML key to name in errors.
+
+    Raises:
+        ConfigError: There is none.
+    """
     target = user_path(path, key)
     if target.is_file():
         found = [target]

@@ -2,9 +2,9 @@
 """The validation set: fixed sequences, each on one rank, with equally many batches on all ranks.
 
 The held-out documents are tokenised once, in order, and packed into windows of ``seq_len + 1``
-tokens as in training. Sequence ``i`` belongs to data-parallel rank ``i mod D``. Ranks with fewer
-sequences are padded with rows whose labels are all ignored. Therefore no rank waits for another,
-and the token-weighted mean is exact for any ``D``.
+tokens as in training; a pair is a sequence of its own. Sequence ``i`` belongs to data-parallel rank
+``i mod D``. Ranks with fewer sequences are padded with rows whose labels are all ignored. Therefore
+no rank waits for another, and the token-weighted mean is exact for any ``D``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.checks import check_workers
 from torchtitan_lr.data.corpora import Corpus, validation_source
+from torchtitan_lr.data.pair_corpora import PairCorpus
+from torchtitan_lr.data.pairs import no_room, pair_windows, unmask_
 from torchtitan_lr.errors import ConfigError
 
 
@@ -33,12 +35,13 @@ class ValidationSet:
         batch_size: Rows per batch, ``b``.
         dp_world_size: Data-parallel ranks, ``D``.
         unigram_entropy: See below.
+        num_tokens: See below; by default every label counts.
 
     Attributes:
         unigram_entropy: Entropy in nats of the label tokens of all ranks together: the loss of
             the best model without context. A trained model must be below it.
         num_sequences: Sequences of all ranks together.
-        num_tokens: Label tokens of all ranks together, without padding.
+        num_tokens: Label tokens of all ranks together, without padding and prompts.
     """
 
     def __init__(
@@ -48,13 +51,15 @@ class ValidationSet:
         batch_size: int,
         dp_world_size: int,
         unigram_entropy: float,
+        num_tokens: int | None = None,
     ) -> None:
         self._windows = windows
         self._batch_size = batch_size
         self._num_batches = math.ceil(math.ceil(num_sequences / dp_world_size) / batch_size)
         self.unigram_entropy = unigram_entropy
         self.num_sequences = num_sequences
-        self.num_tokens = num_sequences * (windows.shape[1] - 1)
+        every = num_sequences * (windows.shape[1] - 1)
+        self.num_tokens = every if num_tokens is None else num_tokens
 
     def __len__(self) -> int:
         """Return the number of batches, the same on every rank."""
@@ -69,6 +74,7 @@ class ValidationSet:
             labels = torch.full_like(inputs, IGNORE_INDEX)
             inputs[: len(rows)] = rows[:, :-1]
             labels[: len(rows)] = rows[:, 1:]
+            unmask_(inputs, labels)
             yield {"input": inputs}, labels
 
 
@@ -110,6 +116,8 @@ def build_validation_set(
             kept.append(window)
         num_sequences += 1
     if num_sequences == 0:
+        if isinstance(corpus, PairCorpus):
+            raise no_room(section.seq_len, "validation", f"all pairs of {corpus.name!r}")
         raise ConfigError(
             "validation.seq_len",
             section.seq_len,
@@ -122,6 +130,7 @@ def build_validation_set(
         section.local_batch_size,
         dp_world_size,
         entropy(counts),
+        int(counts.sum()),
     )
 
 
@@ -143,6 +152,10 @@ def _windows(
 ) -> Iterator[torch.Tensor]:
     """Yield the first ``limit`` full windows, int32 ``(seq_len + 1,)``."""
     size, found = seq_len + 1, 0
+    if isinstance(corpus, PairCorpus):
+        for row in pair_windows(corpus.records(), tokenizer, size, limit):
+            yield torch.from_numpy(row)
+        return
     buffer: list[int] = []
     for text in corpus:
         buffer += tokenizer.encode(text, add_bos=True, add_eos=True)
@@ -156,6 +169,7 @@ def _windows(
 
 
 def _add_counts(counts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    more = torch.bincount(tokens, minlength=len(counts))
+    labels = tokens[tokens >= 0]  # prompts and padding are complements
+    more = torch.bincount(labels, minlength=len(counts))
     more[: len(counts)] += counts
     return more

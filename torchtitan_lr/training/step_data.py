@@ -61,6 +61,7 @@ class StepReader:
             self._host = dist.new_group(backend="gloo")
         self._copies = copies
         self._max_bad_records = max_bad_records
+        self._labels = 0  # of all ranks in the last step
         self.bad_records: set[str] = set()
 
     def read(self, data_iterator: Iterator[MicroBatch], count: int, step: int) -> StepData:
@@ -83,6 +84,7 @@ class StepReader:
         skipped = self._loader.bad_records - self.bad_records if self._loader else set()
         counts = self.sum_over_ranks(tokens, len(skipped), int(problem is not None))
         global_tokens, any_skipped, any_failed = counts
+        self._labels = global_tokens // self._copies
         if any_skipped:
             problem = self._count_skipped(skipped, step) or problem
         if any_failed or problem is not None:
@@ -95,8 +97,11 @@ class StepReader:
             self._loader.return_to_mark()
 
     def metrics(self) -> dict[str, int]:
-        """Return the number of skipped records, if skipping is allowed."""
-        return {"bad_records": len(self.bad_records)} if self._max_bad_records else {}
+        """Return the number of skipped records, if skipping is allowed, and of labels in pairs."""
+        found = {"bad_records": len(self.bad_records)} if self._max_bad_records else {}
+        if self._loader is not None and self._loader.pairs:
+            found["label_tokens"] = self._labels
+        return found
 
     def sum_over_ranks(self, *counts: int) -> list[int]:
         """Return each count summed over all ranks."""

@@ -1,0 +1,117 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Pairs on several ranks train like one process, also where a rank has no label (fp64)."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.distributed.training import train
+from torchtitan_lr.data import batches
+from torchtitan_lr.data.pairs import unmask_
+from torchtitan_lr.tools.parity_runs import EXACT, LAYOUTS, degrees, largest_difference, model
+from torchtitan_lr.tools.rank_pool import RankPool
+from torchtitan_lr.training import step_data
+from torchtitan_lr.training.history import HISTORY_FILE, read_history
+
+REPLICATE4 = ["--parallelism.data_parallel_replicate_degree=4", "--training.local_batch_size=2"]
+REPLICATE4_BY_ONE = [*REPLICATE4[:1], "--training.local_batch_size=1"]
+CASES = {
+    "fsdp4": degrees(local_batch=2),
+    "replicate4_accumulate2": REPLICATE4_BY_ONE,
+    "fsdp2_tp2": LAYOUTS["fsdp2_tp2"][1],
+    "fsdp2_pp2": LAYOUTS["fsdp2_pp2"][1],
+}
+OPTIONS = ["--training.dataset=local", "--training.steps=3", *model("cola")]
+# Bases are recomputed in the second step; no gradient of a matrix is sent.
+CORES = ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=8", "--optimizer.tsr_embedding_rank=8"]
+CORES += ["--optimizer.tsr_compress_head", "--optimizer.tsr_refresh_interval=2"]
+
+
+def without_some_labels(inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    """Drop all labels of about two rows in three, by the row's own tokens."""
+    unmask_(inputs, labels)
+    labels[inputs.sum(-1) % 3 > 0] = -100
+
+
+def train_on(corpus: str, arguments: list[str], average: bool = False) -> dict[str, Any]:
+    """Train; return the labels of this rank in every step too.
+
+    Args:
+        corpus: The file of pairs.
+        arguments: As on the command line.
+        average: Whether every rank divides by its own labels, which is wrong.
+    """
+    seen: list[tuple[int, int]] = []
+
+    class Reader(step_data.StepReader):
+        def read(self, *args: Any) -> step_data.StepData:
+            data = super().read(*args)
+            seen.append((data.tokens, int(data.global_tokens)))
+            if average:
+                tokens = max(1, data.tokens) * torch.distributed.get_world_size()
+                return step_data.StepData(data.microbatches, data.tokens, tokens, data.problem)
+            return data
+
+    path = f"--training.dataset_path={corpus}"
+    with (
+        patch.object(batches, "unmask_", without_some_labels),
+        patch("torchtitan_lr.training.trainer.StepReader", Reader),
+    ):
+        return train([*OPTIONS, path, *arguments], everywhere=True) | {"seen": seen}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("pairs") / "a.jsonl"
+    records = [{"prompt": f"{i}:", "completion": f" {'yes ' * (i % 11)}{i}"} for i in range(200)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def reference(one_rank: RankPool, corpus: str) -> dict[str, Any]:
+    alone: dict[str, Any] = one_rank.run(train_on, corpus, [])[0]
+    return alone
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_equal_one_process(
+    case: str, four_ranks: RankPool, corpus: str, reference: dict[str, Any]
+) -> None:
+    runs = four_ranks.run(train_on, corpus, CASES[case])
+    counts = [run["seen"] for run in runs]
+    totals = [total for _, total in reference["seen"]]
+    assert all([total for _, total in run] == totals for run in counts)
+    records = read_history(Path(runs[0]["dump_folder"]) / HISTORY_FILE)
+    assert [record["label_tokens"] for record in records] == totals
+    if "4" in case:
+        assert any(own == 0 < total for run in counts for own, total in run)
+    assert largest_difference(runs[0], reference) < EXACT
+
+
+def test_a_mean_of_the_ranks_means_would_be_noticed(
+    four_ranks: RankPool, corpus: str, reference: dict[str, Any]
+) -> None:
+    run = four_ranks.run(train_on, corpus, CASES["fsdp4"], True)[0]
+    assert largest_difference(run, reference) > 1e-3
+
+
+def test_cores_of_ranks_without_labels(
+    four_ranks: RankPool, one_rank: RankPool, corpus: str
+) -> None:
+    alone = one_rank.run(train_on, corpus, CORES)[0]
+    runs = four_ranks.run(train_on, corpus, [*CORES, *REPLICATE4])
+    assert any(own == 0 < total for run in runs for own, total in run["seen"])
+    assert largest_difference(runs[0], alone) < EXACT
+
+
+def test_compressed_gradients_of_ranks_without_labels(four_ranks: RankPool, corpus: str) -> None:
+    options = ["--grad_compression.codec=sketch", "--grad_compression.layers=all"]
+    runs = four_ranks.run(train_on, corpus, [*CASES["fsdp4"], *options, "--training.steps=6"])
+    assert any(own == 0 < total for run in runs for own, total in run["seen"])
+    assert all(map(math.isfinite, runs[0]["losses"])) and Path(runs[0]["dump_folder"]).exists()

@@ -1,0 +1,329 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Pairs and chats for fine-tuning: one per row, with loss on the answers alone.
+
+A record is ``{"prompt": ..., "completion": ...}`` or ``{"messages": [...]}``. It passes through
+the loader as its canonical JSON, is encoded when it is read, and fills a row: it is cut at
+``seq_len + 1`` tokens, and padded behind its end. Attention is causal and the padding has no
+labels, so it changes nothing.
+
+A token that is no label (the prompt's and the padding's) is stored as its complement ``~t``, which
+is negative. One array therefore holds a row's tokens and its labels, and everything between the
+corpus and the batch handles it as a window of text. :func:`unmask_` parts the two again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchtitan_lr.data.chat_template import ChatTemplate, Segment
+from torchtitan_lr.data.encoding import Tokens
+from torchtitan_lr.data.stripes import DocumentStream, Stripe
+from torchtitan_lr.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import torch
+    from torchtitan.components.tokenizer import BaseTokenizer
+
+PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
+ROLES = ("system", "user", "assistant")
+
+MOST_UNUSABLE = 100_000
+"""Pairs in a row without room for an answer, after which a run stops instead of searching on."""
+
+_PADDING = ~0
+_EXPECTED = f'a JSON object with strings "{PROMPT}" and "{COMPLETION}", or with "{MESSAGES}"'
+
+
+def is_pair(record: Any) -> bool:
+    """Return whether a JSON value is meant as a pair or a chat, valid or not."""
+    named = isinstance(record, dict) and "text" not in record
+    return named and (PROMPT in record or MESSAGES in record)
+
+
+def parse_pair(record: Any) -> str:
+    """Check a record.
+
+    Args:
+        record: A JSON value.
+
+    Returns:
+        The record in canonical form, without other keys.
+
+    Raises:
+        ValueError: It is not a pair or a chat; the message is what was expected.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(_EXPECTED)
+    if MESSAGES in record:
+        found: dict[str, Any] = {MESSAGES: _parse_messages(record[MESSAGES])}
+    else:
+        found = {name: record.get(name) for name in (PROMPT, COMPLETION)}
+        if not all(isinstance(text, str) for text in found.values()):
+            raise ValueError(_EXPECTED)
+        if not found[COMPLETION].strip():
+            raise ValueError(f'a "{COMPLETION}" that is not empty')
+    text = json.dumps(found, ensure_ascii=False, sort_keys=True)
+    # JSON can encode a lone surrogate, which tokenizers reject.
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def _parse_messages(messages: Any) -> list[dict[str, str]]:
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f'a list of messages in "{MESSAGES}"')
+    found: list[dict[str, str]] = []
+    for index, message in enumerate(messages):
+        place = f"in message {index + 1}"
+        parts = message if isinstance(message, dict) else {}
+        role, content = parts.get("role"), parts.get("content")
+        if not isinstance(content, str) or not content.strip():
+            raise ValueError(f'a "content" that is not empty {place}')
+        if role not in ROLES:
+            raise ValueError(f"a role of {', '.join(ROLES)} {place}, not {role!r}")
+        before = found[-1]["role"] if found else None
+        if role not in _FOLLOWS[before]:
+            raise ValueError(f"{' or '.join(_FOLLOWS[before])} {place}, not {role}")
+        found.append({"role": role, "content": content})
+    if found[-1]["role"] != "assistant":
+        raise ValueError("an answer of the assistant as the last message")
+    return found
+
+
+_FOLLOWS: dict[str | None, tuple[str, ...]] = {
+    None: ("system", "user"),
+    "system": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user",),
+}
+"""The roles that may follow a role."""
+
+
+def question_of(document: str) -> str:
+    """Return what stands before the first answer; pairs with the same question share a split."""
+    record = json.loads(document)
+    if MESSAGES not in record:
+        return str(record[PROMPT])
+    roles = [message["role"] for message in record[MESSAGES]]
+    return json.dumps(record[MESSAGES][: roles.index("assistant")])
+
+
+def text_of(document: str) -> str:
+    """Return a pair as plain text, for what reads a corpus without its labels."""
+    record = json.loads(document)
+    if MESSAGES not in record:
+        return str(record[PROMPT] + record[COMPLETION])
+    return "".join(segment.text for segment in ChatTemplate().segments(record[MESSAGES]))
+
+
+class PairEncoder:
+    """Pairs to tokens.
+
+    The tokens of a prompt are those of the prompt alone, as generation gives them to the model. The
+    tokens of an answer are what the tokenizer appends to them for the whole text. Where it would
+    merge tokens across the border, the answer is encoded alone.
+
+    Args:
+        tokenizer: The run's tokenizer; its folder may have a chat template.
+
+    Attributes:
+        template: Renders chats. Texts of ``prompt`` and ``completion`` are taken as they are.
+
+    Raises:
+        ConfigError: The chat template is unreadable.
+    """
+
+    def __init__(self, tokenizer: BaseTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.template = ChatTemplate.of(tokenizer)
+
+    def encode(self, document: str) -> Tokens:
+        """Encode a pair.
+
+        Args:
+            document: Result of :func:`parse_pair`.
+
+        Returns:
+            Its tokens ``(n,)``, int32; those that are no labels as complements. A text begins
+            with BOS (a chat if its template does), an answer without a template ends with EOS.
+        """
+        return self._encode(*self._segments(json.loads(document)))
+
+    def prompt(self, document: str) -> tuple[list[int], str]:
+        """Return the tokens before a pair's last answer, and the text of that answer."""
+        record = json.loads(document)
+        segments, bos = self._segments(record)
+        answer = record[MESSAGES][-1]["content"] if MESSAGES in record else record[COMPLETION]
+        tokens = self._encode(segments[:-1], bos)
+        return [token if token >= 0 else ~token for token in tokens.tolist()], answer
+
+    def row(self, document: str, size: int) -> Tokens | None:
+        """Encode a pair as a window.
+
+        Args:
+            document: Result of :func:`parse_pair`.
+            size: Tokens of a window, ``seq_len + 1``.
+
+        Returns:
+            The tokens ``(size,)``, cut or padded; None if no token of an answer has room.
+        """
+        tokens = self.encode(document)[:size]
+        if not has_labels(tokens):
+            return None
+        row = np.full(size, _PADDING, dtype=np.int32)
+        row[: len(tokens)] = tokens
+        return row
+
+    def _segments(self, record: dict[str, Any]) -> tuple[list[Segment], bool]:
+        """Return the parts of a record, and whether BOS goes before them."""
+        if MESSAGES not in record:
+            return [Segment(record[PROMPT], False), Segment(record[COMPLETION], True, True)], True
+        parts = self.template.segments(record[MESSAGES])
+        if not self.template.digest:
+            return parts, True
+        bos, first = self.template.bos, parts[0].text
+        if bos and first.startswith(bos):
+            return [Segment(first[len(bos) :], answer=False), *parts[1:]], True
+        return parts, False
+
+    def _encode(self, segments: Sequence[Segment], bos: bool) -> Tokens:
+        found: list[int] = []
+        text, known = "", self._ids("", bos)  # since the beginning or the last EOS
+        found += [~token for token in known]
+        for segment in segments:
+            text += segment.text
+            whole = self._ids(text, bos)
+            border = len(known)
+            if whole[:border] == known:
+                new, known = whole[border:], whole
+            else:
+                new = self._ids(segment.text, False)
+                known = known + new
+            if segment.ends and self._tokenizer.eos_id is not None:
+                new = [*new, self._tokenizer.eos_id]
+                text, known, bos = "", [], False
+            found += new if segment.answer else [~token for token in new]
+        return np.array(found, dtype=np.int32)
+
+    def _ids(self, text: str, bos: bool) -> list[int]:
+        """Encode a text, with BOS or without; a tokenizer that adds its own is corrected."""
+        ids = self._tokenizer.encode(text, add_bos=bos, add_eos=False)
+        if getattr(self._tokenizer, "hf_adds_eos", False):
+            ids = ids[:-1]
+        if not bos and getattr(self._tokenizer, "hf_adds_bos", False):
+            ids = ids[1:]
+        return ids
+
+
+def has_labels(window: Tokens) -> bool:
+    """Return whether a window has a label; its first token is never one."""
+    return bool((window[1:] >= 0).any())
+
+
+def unmask_(inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    """Turn complements into tokens and ignored labels, in place; text has none.
+
+    Args:
+        inputs: Tokens (b, s), int64.
+        labels: Tokens (b, s), int64.
+    """
+    # Imported late: a corpus is opened without torch.
+    from torchtitan.components.loss import IGNORE_INDEX
+
+    inputs.bitwise_xor_(inputs >> 63)  # ~t for negative t, t for all others
+    labels.masked_fill_(labels < 0, IGNORE_INDEX)
+
+
+class PairStream:
+    """The pairs of a stream as windows; those without room for an answer are left out.
+
+    Args:
+        stream: The stream of canonical records.
+        encoder: Encodes them.
+        size: Tokens of a window.
+    """
+
+    def __init__(self, stream: DocumentStream, encoder: PairEncoder, size: int) -> None:
+        self._stream = stream
+        self._encoder = encoder
+        self._size = size
+
+    def seek(self, position: Any) -> None:
+        """Make the pair at ``position`` the next one."""
+        self._stream.seek(position)
+
+    def next_document(
+        self, unreadable: Callable[[DataError], None] | None = None
+    ) -> tuple[Any, Tokens] | None:
+        """Return the next pair's position and window, or None after the last one.
+
+        Raises:
+            ConfigError: Very many pairs in a row have no room for an answer.
+        """
+        for _ in range(MOST_UNUSABLE):
+            found = self._stream.next_document(unreadable)
+            if found is None:
+                return None
+            row = self._encoder.row(str(found[1]), self._size)
+            if row is not None:
+                return found[0], row
+        raise no_room(self._size - 1, "training", f"{MOST_UNUSABLE} pairs in a row")
+
+    def skip(self, error: DataError) -> None:
+        """Count an unreadable record as skipped, or raise its error."""
+        self._stream.skip(error)
+
+    def encoded(self, position: Any, tokens: Tokens) -> None:
+        """Do nothing: windows of pairs are not cached."""
+
+
+class PairStripe(Stripe):
+    """A stripe whose windows are one pair each.
+
+    Args:
+        stream: The stripe's canonical records.
+        tokenizer: Encodes them.
+        seq_len: Tokens of an input; a window has one more.
+    """
+
+    def __init__(self, stream: DocumentStream, tokenizer: BaseTokenizer, seq_len: int) -> None:
+        pairs = PairStream(stream, PairEncoder(tokenizer), seq_len + 1)
+        super().__init__(pairs, tokenizer, seq_len)
+
+    def load_state(self, state: dict[str, Any], changed: bool = False) -> None:
+        """Go to a position: behind a whole pair, however long its window was or is."""
+        super().load_state(state | {"offset": 0}, changed)
+        if state["offset"]:
+            self._offset = len(self._tokens)
+
+
+def no_room(seq_len: int, key: str, what: str) -> ConfigError:
+    """Return the error for pairs whose prompts fill the whole window."""
+    want = f"more tokens: the prompts of {what} leave no room for an answer"
+    return ConfigError(f"{key}.seq_len", seq_len, want)
+
+
+def pair_windows(
+    records: Iterator[str], tokenizer: BaseTokenizer, size: int, limit: int | None = None
+) -> Iterator[Tokens]:
+    """Yield the windows of pairs, in order.
+
+    Args:
+        records: Canonical records.
+        tokenizer: Encodes them.
+        size: Tokens of a window.
+        limit: Number of windows at most.
+
+    Yields:
+        Tokens ``(size,)``; see :meth:`PairEncoder.row`.
+    """
+    encoder, found = PairEncoder(tokenizer), 0
+    for record in records:
+        if found == limit:
+            return
+        row = encoder.row(record, size)
+        if row is not None:
+            found += 1
+            yield row
