@@ -1,26 +1,38 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Evaluate a checkpoint on a corpus: loss, perplexity and bits per byte."""
+"""Evaluate a checkpoint or an export on a corpus: loss, perplexity and bits per byte."""
 
 import argparse
 import math
+import os
 import time
 from typing import Any
 
 import torch
 
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG
-from torchtitan_lr.data.corpora import Source, Split, validation_source
+from torchtitan_lr.data.corpora import Corpus, Source, Split, validation_source
 from torchtitan_lr.data.evaluation import EvaluationSet
 from torchtitan_lr.data.validation import ValidationSet, build_validation_set
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch.environment import launched_ranks
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.loss import cross_entropy_sum, perplexity
-from torchtitan_lr.tools.loading import load_for_inference, read_run_config
+from torchtitan_lr.tools.exported import is_export
+from torchtitan_lr.tools.loading import load_for_inference, load_tokenizer, read_run_config
+from torchtitan_lr.tools.ranks import (
+    build_config,
+    check_window,
+    data_share,
+    load_on_ranks,
+    start_group,
+    started_by_torchrun,
+)
+from torchtitan_lr.training.device import bind_device
 from torchtitan_lr.training.validate import sum_losses
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
-    """Load a checkpoint and evaluate it.
+    """Load a model and evaluate it; on the ranks of torchrun every rank calls this.
 
     Args:
         options: Result of ``parse_args`` of ``scripts/evaluate.py``.
@@ -28,13 +40,15 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     Returns:
         The results by name: ``loss`` in nats per token, ``perplexity``, ``bits_per_byte`` (None
         for the windows of validation, whose text is not whole), ``tokens``, ``documents``,
-        ``bytes``, and what was evaluated.
+        ``bytes``, ``ranks``, and what was evaluated. They are the same on every rank.
 
     Raises:
-        ConfigError: The checkpoint, corpus or device cannot be used, or there is no text.
+        ConfigError: The model, corpus, layout or device cannot be used, or there is no text.
     """
     try:
-        return _evaluate(options, None if options.as_validated else _source(options))
+        source = None if options.as_validated else _source(options)
+        run = _on_ranks if started_by_torchrun() else _alone
+        return run(options, source)
     except ConfigError as error:
         key = _OPTIONS.get(error.key) if options.corpus else None
         if key is None:
@@ -45,25 +59,78 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 _OPTIONS = {"validation.dataset": "--corpus", "validation.dataset_path": "--path"}
 """What sets a key of the TOML here."""
 
+Batches = EvaluationSet | ValidationSet
 
-def _evaluate(options: argparse.Namespace, source: Source | None) -> dict[str, Any]:
+
+def _alone(options: argparse.Namespace, source: Source | None) -> dict[str, Any]:
+    """Evaluate in this process, without a process group."""
+    if options.overrides:
+        key, _, value = options.overrides[0].removeprefix("--").partition("=")
+        raise ConfigError(key, value, "torchrun --nproc_per_node=RANKS before the command")
     model, tokenizer = load_for_inference(options.checkpoint, options.config, options.device)
-    batches: EvaluationSet | ValidationSet
     if source is None:
-        batches, corpus, seq_len = _validation_set(options, tokenizer)
+        config = read_run_config(options.checkpoint, options.config)
+        batches, seq_len = _validation_set(config, tokenizer), config.validation.seq_len
     else:
-        seq_len = _seq_len(model, options)
-        corpus, documents = f"{source.name} ({source.split})", options.documents or None
-        batches = EvaluationSet(source.open(), tokenizer, seq_len, options.batch_size, documents)
+        check_window(options.seq_len, model.model_args.max_seq_len)
+        seq_len = options.seq_len or model.model_args.max_seq_len
+        batches = _evaluation_set(options, source.open(), tokenizer, seq_len)
     started = time.perf_counter()
-    loss_sum, num_tokens = total_loss(model, batches)
+    total = total_loss(model, batches)
+    return _result(options, source, batches, seq_len, total, time.perf_counter() - started)
+
+
+def _on_ranks(options: argparse.Namespace, source: Source | None) -> dict[str, Any]:
+    """Evaluate on all ranks of torchrun; what can be refused is refused before they connect."""
+    device_type = bind_device()
+    if options.device not in ("", device_type):
+        want = f"{device_type} under torchrun, or nothing"
+        raise ConfigError("--device", options.device, want)
+    ranks = launched_ranks("default")
+    length = None if source is None else options.seq_len
+    model = options.checkpoint, options.config, options.overrides
+    config = build_config(*model, ranks, device_type, length)
+    corpus = None if source is None else source.open()
+    local = "" if device_type == "cpu" else f":{os.environ['LOCAL_RANK']}"
+    device = torch.device(f"{device_type}{local}")
+    if device_type != "cpu":
+        getattr(torch, device_type).set_device(device)
+
+    parallel_dims = start_group(config)
+    loaded = load_on_ranks(options.checkpoint, config, parallel_dims, device)
+    tokenizer = load_tokenizer(config, loaded.args)
+    seq_len, share = config.validation.seq_len, data_share(parallel_dims)
+    if corpus is None:
+        batches: Batches = _validation_set(config, tokenizer, share)
+    else:
+        batches = _evaluation_set(options, corpus, tokenizer, seq_len, share)
+    started = time.perf_counter()
+    total = loaded.total_loss(batches)
+    return _result(options, source, batches, seq_len, total, time.perf_counter() - started, ranks)
+
+
+def _result(
+    options: argparse.Namespace,
+    source: Source | None,
+    batches: Batches,
+    seq_len: int,
+    total: tuple[float, int],
+    seconds: float,
+    ranks: int = 1,
+) -> dict[str, Any]:
+    loss_sum, num_tokens = total
+    if source is None:
+        config = read_run_config(options.checkpoint, options.config)
+        corpus = f"{validation_source(config).name} (as validated)"
+    else:
+        corpus = f"{source.name} ({source.split})"
     if num_tokens == 0:
         raise ConfigError("--corpus", corpus, "a corpus with text")
     loss = loss_sum / num_tokens
     result = {"checkpoint": str(options.checkpoint), "corpus": corpus, "seq_len": seq_len}
     result |= {"documents": None, "bytes": None, "bits_per_byte": None}
     result |= {"tokens": num_tokens, "loss": loss, "perplexity": perplexity(loss)}
-    result["seconds"] = time.perf_counter() - started
+    result |= {"ranks": ranks, "seconds": seconds}
     if isinstance(batches, EvaluationSet):
         result |= {"documents": batches.num_documents, "bytes": batches.num_bytes}
         result["bits_per_byte"] = loss_sum / math.log(2) / batches.num_bytes
@@ -71,7 +138,7 @@ def _evaluate(options: argparse.Namespace, source: Source | None) -> dict[str, A
 
 
 @torch.inference_mode()
-def total_loss(model: LlamaModel, batches: EvaluationSet | ValidationSet) -> tuple[float, int]:
+def total_loss(model: LlamaModel, batches: Batches) -> tuple[float, int]:
     """Return the loss summed over all valid tokens, in nats, and their number.
 
     Args:
@@ -90,24 +157,34 @@ def total_loss(model: LlamaModel, batches: EvaluationSet | ValidationSet) -> tup
 def _source(options: argparse.Namespace) -> Source:
     """Return the corpus of the command line, by default the run's validation corpus."""
     if options.corpus is None:
+        if is_export(options.checkpoint) and options.config is None:
+            want = "a corpus: an export has no record of its data"
+            raise ConfigError("--corpus", options.corpus, want)
         config = read_run_config(options.checkpoint, options.config)
         try:
             return validation_source(config)
         except AttributeError as error:
             raise _incomplete(error) from error
     parts: dict[str, Split] = {"local": "all"}
-    return Source(
-        options.corpus, options.path, parts.get(options.corpus, "validation"), "validation"
-    )
+    name = {"c4": "c4_validation"}.get(options.corpus, options.corpus)
+    return Source(name, options.path, parts.get(name, "validation"), "validation")
 
 
-def _validation_set(options: argparse.Namespace, tokenizer: Any) -> tuple[ValidationSet, str, int]:
-    """Return the run's own validation set on one rank, its name and its sequence length."""
-    config = read_run_config(options.checkpoint, options.config)
+def _evaluation_set(
+    options: argparse.Namespace,
+    corpus: Corpus,
+    tokenizer: Any,
+    seq_len: int,
+    share: tuple[int, int] = (1, 0),
+) -> EvaluationSet:
+    documents = options.documents or None
+    return EvaluationSet(corpus, tokenizer, seq_len, options.batch_size, documents, *share)
+
+
+def _validation_set(config: Any, tokenizer: Any, share: tuple[int, int] = (1, 0)) -> ValidationSet:
+    """Return this rank's share of the run's own validation set."""
     try:
-        name = validation_source(config).name
-        batches = build_validation_set(config, 1, 0, tokenizer)
-        return batches, f"{name} (as validated)", config.validation.seq_len
+        return build_validation_set(config, *share, tokenizer)
     except AttributeError as error:
         raise _incomplete(error) from error
 
@@ -115,10 +192,3 @@ def _validation_set(options: argparse.Namespace, tokenizer: Any) -> tuple[Valida
 def _incomplete(error: AttributeError) -> ConfigError:
     want = "the complete record of a run, or --corpus"
     return ConfigError(RUN_CONFIG, str(error), want)
-
-
-def _seq_len(model: LlamaModel, options: argparse.Namespace) -> int:
-    longest = model.model_args.max_seq_len
-    if options.seq_len > longest:
-        raise ConfigError("--seq_len", options.seq_len, f"at most the trained window {longest}")
-    return int(options.seq_len or longest)
