@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Evaluate a checkpoint or an export: loss, perplexity and bits per byte of a text.
+"""Evaluate a checkpoint or an export: loss, perplexity and bits per byte of a text, or tasks.
 
 By default the text is the validation corpus of the run:
 
@@ -12,12 +12,17 @@ Several ranks share the text under torchrun, in the run's layout or another one:
     torchrun --nproc_per_node=4 scripts/evaluate.py outputs/checkpoint/step-100 \
         --parallelism.tensor_parallel_degree=2
 
+Tasks of EleutherAI's lm-evaluation-harness (pip install 'torchtitan_lr[eval]') give their metrics:
+
+    python scripts/evaluate.py outputs/checkpoint/step-100 --tasks python_stdlib_next
+
 Every token of the documents, BOS and EOS included, is predicted once, from at most --seq_len tokens
 before it. The loss is the mean over all of them. Bits per byte is the loss of all tokens, divided
 by the bytes of the text in UTF-8; it compares models with different tokenizers.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -51,7 +56,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--path",
         help="file, folder or pattern of .txt, .jsonl or .parquet; with c4 a local copy",
     )
-    parser.add_argument("--documents", type=int, default=0, help="at most; 0 reads all")
+    parser.add_argument(
+        "--documents", type=int, default=0, help="at most, or questions per task; 0 reads all"
+    )
     parser.add_argument("--seq_len", type=int, default=0, help="0 is the trained window")
     parser.add_argument(
         "--batch_size", type=int, default=8, help="windows per pass and data-parallel rank"
@@ -61,6 +68,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="use the windows of the run's own validation, to repeat its number",
     )
+    parser.add_argument(
+        "--tasks",
+        type=lambda text: [name for name in text.split(",") if name],
+        metavar="NAME[,NAME]",
+        help="tasks of the harness, instead of a text; python_stdlib_next is this package's",
+    )
+    parser.add_argument("--task_path", type=Path, metavar="DIR", help="folder of more task files")
+    parser.add_argument("--num_fewshot", type=int, help="examples per request; default: the task's")
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
     parser.add_argument("--out", type=Path, help="JSON file to write as well")
@@ -68,6 +83,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_with_overrides(argv)
     parser.check_at_least(options, documents=0, seq_len=0, batch_size=1)
     check_corpus(options)
+    check_tasks(options)
     return options
 
 
@@ -94,12 +110,54 @@ def check_corpus(options: argparse.Namespace) -> None:
         raise ConfigError("--out", str(out), "a file in a folder that exists")
 
 
+def check_tasks(options: argparse.Namespace) -> None:
+    """Raise for options that do not fit ``--tasks``.
+
+    Args:
+        options: The options.
+
+    Raises:
+        ConfigError: An option has an invalid value.
+    """
+    if options.tasks is None:
+        for name in ("task_path", "num_fewshot"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"--{name}", str(getattr(options, name)), "--tasks beside it")
+        return
+    if not options.tasks:
+        raise ConfigError("--tasks", "", "names such as python_stdlib_next")
+    for name in ("corpus", "path", "seq_len", "as_validated"):
+        if getattr(options, name):
+            raise ConfigError(f"--{name}", getattr(options, name), "no such option beside --tasks")
+    if options.task_path is not None and not options.task_path.is_dir():
+        raise ConfigError("--task_path", str(options.task_path), "a folder of task files")
+    if options.num_fewshot is not None and options.num_fewshot < 0:
+        raise ConfigError("--num_fewshot", options.num_fewshot, "0 or a positive integer")
+    if "RANK" in os.environ:
+        raise ConfigError("--tasks", ",".join(options.tasks), "one process, without torchrun")
+    if options.overrides:
+        raise ConfigError(
+            "--tasks", ",".join(options.tasks), f"no {options.overrides[0]} beside it"
+        )
+    if importlib.util.find_spec("lm_eval") is None:
+        want = "the extra eval: pip install 'torchtitan_lr[eval]'"
+        raise ConfigError("--tasks", ",".join(options.tasks), want)
+
+
 def as_text(result: dict[str, Any]) -> str:
     """Format the results, one per line.
 
     Args:
-        result: What `torchtitan_lr.tools.evaluate.evaluate` returned.
+        result: What `torchtitan_lr.tools.evaluate.evaluate` returned, or that of its tasks.
     """
+    if "tasks" in result:
+        lines = {
+            f"{task} {metric}": f"{value:.4f}"
+            for task, metrics in result["tasks"].items()
+            for metric, value in metrics.items()
+        }
+        width = max(map(len, lines), default=0) + 2
+        return "\n".join(f"{name:<{width}}{value}" for name, value in lines.items())
     lines = {"corpus": result["corpus"], "tokens": f"{result['tokens']:,}"}
     if result["bytes"] is not None:
         lines["documents"] = f"{result['documents']:,}, {result['bytes']:,} bytes"
@@ -117,7 +175,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit status."""
     options = parse_args(argv)
     # Imported late: torchtitan takes seconds, and --help and argument errors do not need it.
-    from torchtitan_lr.tools.evaluate import evaluate
+    if options.tasks:
+        from torchtitan_lr.tools.harness import evaluate_tasks as evaluate
+    else:
+        from torchtitan_lr.tools.evaluate import evaluate
 
     result = evaluate(options)
     if os.environ.get("RANK", "0") != "0":

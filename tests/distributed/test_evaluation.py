@@ -35,7 +35,7 @@ def degrees(**values: Any) -> list[str]:
 CASES: dict[str, tuple[str, list[str], str, dict[str, Any]]] = {
     "fsdp2_btp2": ("cola", degrees(tp=2, tp_comm="sequence"), "step", {}),
     "fsdp4_ragged": ("cola", [], "step", {"batch_size": 3, "seq_len": 17}),
-    "fsdp4_idle_ranks": ("cola", [], "step", {"documents": 1, "batch_size": 1}),
+    "fsdp4_idle_ranks": ("cola", [], "step", {"documents": 2, "batch_size": 1}),
     "vanilla4": ("svd", degrees(tp=4, plan="vanilla"), "step", {}),
     "replicas2_megatron2": ("full", degrees(tp=2, replicas=2), "step", {}),
     "caat2": ("lanes", degrees(tp=2, plan="caat"), "step", {}),
@@ -152,7 +152,7 @@ def test_the_windows_of_validation(
 REFUSED = [
     (degrees(tp=3), {}, "parallelism.tensor_parallel_degree: got 3, expected a divisor of the 4"),
     (degrees(tp=4, plan="megatron"), {}, "parallelism.tp_plan: got 'megatron'"),
-    (degrees(pp=4), {}, "parallelism.pipeline_parallel_degree: got 4"),
+    (degrees(pp=2, pipeline_parallel_schedule="zigzag"), {}, "parallelism.pipeline_parallel_sched"),
     (["--optimizer.lr=1"], {}, "optimizer.lr: got '1', expected --parallelism.key=value"),
     ([], {"seq_len": WINDOW + 1}, f"--seq_len: got {WINDOW + 1}, expected at most the trained"),
     ([], {"device": "abacus"}, "--device: got 'abacus', expected cpu"),

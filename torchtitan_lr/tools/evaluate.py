@@ -5,6 +5,7 @@ import argparse
 import math
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,12 @@ from torchtitan_lr.launch.environment import launched_ranks
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.loss import cross_entropy_sum, perplexity
 from torchtitan_lr.tools.exported import is_export
-from torchtitan_lr.tools.loading import load_for_inference, load_tokenizer, read_run_config
+from torchtitan_lr.tools.loading import (
+    build_model_args,
+    load_for_inference,
+    load_tokenizer,
+    read_run_config,
+)
 from torchtitan_lr.tools.ranks import (
     build_config,
     check_window,
@@ -68,16 +74,17 @@ def _alone(options: argparse.Namespace, source: Source | None) -> dict[str, Any]
         key, _, value = options.overrides[0].removeprefix("--").partition("=")
         raise ConfigError(key, value, "torchrun --nproc_per_node=RANKS before the command")
     model, tokenizer = load_for_inference(options.checkpoint, options.config, options.device)
+    batches: Batches
     if source is None:
         config = read_run_config(options.checkpoint, options.config)
-        batches, seq_len = _validation_set(config, tokenizer), config.validation.seq_len
+        batches, corpus = _validation_set(config, tokenizer)
+        seq_len = config.validation.seq_len
     else:
         check_window(options.seq_len, model.model_args.max_seq_len)
         seq_len = options.seq_len or model.model_args.max_seq_len
-        batches = _evaluation_set(options, source.open(), tokenizer, seq_len)
-    started = time.perf_counter()
-    total = total_loss(model, batches)
-    return _result(options, source, batches, seq_len, total, time.perf_counter() - started)
+        batches, corpus = _evaluation_set(options, source.open(), tokenizer, seq_len), _name(source)
+    about = {"checkpoint": str(options.checkpoint), "corpus": corpus, "seq_len": seq_len}
+    return about | _result(batches, corpus, lambda: total_loss(model, batches)) | {"ranks": 1}
 
 
 def _on_ranks(options: argparse.Namespace, source: Source | None) -> dict[str, Any]:
@@ -90,6 +97,7 @@ def _on_ranks(options: argparse.Namespace, source: Source | None) -> dict[str, A
     length = None if source is None else options.seq_len
     model = options.checkpoint, options.config, options.overrides
     config = build_config(*model, ranks, device_type, length)
+    tokenizer = load_tokenizer(config, build_model_args(config))
     corpus = None if source is None else source.open()
     local = "" if device_type == "cpu" else f":{os.environ['LOCAL_RANK']}"
     device = torch.device(f"{device_type}{local}")
@@ -98,39 +106,28 @@ def _on_ranks(options: argparse.Namespace, source: Source | None) -> dict[str, A
 
     parallel_dims = start_group(config)
     loaded = load_on_ranks(options.checkpoint, config, parallel_dims, device)
-    tokenizer = load_tokenizer(config, loaded.args)
     seq_len, share = config.validation.seq_len, data_share(parallel_dims)
-    if corpus is None:
-        batches: Batches = _validation_set(config, tokenizer, share)
+    batches: Batches
+    if source is None or corpus is None:
+        batches, name = _validation_set(config, tokenizer, share)
     else:
-        batches = _evaluation_set(options, corpus, tokenizer, seq_len, share)
-    started = time.perf_counter()
-    total = loaded.total_loss(batches)
-    return _result(options, source, batches, seq_len, total, time.perf_counter() - started, ranks)
+        batches, name = _evaluation_set(options, corpus, tokenizer, seq_len, share), _name(source)
+    about = {"checkpoint": str(options.checkpoint), "corpus": name, "seq_len": seq_len}
+    result = _result(batches, name, lambda: loaded.total_loss(batches))
+    return about | result | {"ranks": ranks}
 
 
 def _result(
-    options: argparse.Namespace,
-    source: Source | None,
-    batches: Batches,
-    seq_len: int,
-    total: tuple[float, int],
-    seconds: float,
-    ranks: int = 1,
+    batches: Batches, corpus: str, total_loss: Callable[[], tuple[float, int]]
 ) -> dict[str, Any]:
-    loss_sum, num_tokens = total
-    if source is None:
-        config = read_run_config(options.checkpoint, options.config)
-        corpus = f"{validation_source(config).name} (as validated)"
-    else:
-        corpus = f"{source.name} ({source.split})"
+    started = time.perf_counter()
+    loss_sum, num_tokens = total_loss()
     if num_tokens == 0:
         raise ConfigError("--corpus", corpus, "a corpus with text")
     loss = loss_sum / num_tokens
-    result = {"checkpoint": str(options.checkpoint), "corpus": corpus, "seq_len": seq_len}
-    result |= {"documents": None, "bytes": None, "bits_per_byte": None}
+    result: dict[str, Any] = {"documents": None, "bytes": None, "bits_per_byte": None}
     result |= {"tokens": num_tokens, "loss": loss, "perplexity": perplexity(loss)}
-    result |= {"ranks": ranks, "seconds": seconds}
+    result["seconds"] = time.perf_counter() - started
     if isinstance(batches, EvaluationSet):
         result |= {"documents": batches.num_documents, "bytes": batches.num_bytes}
         result["bits_per_byte"] = loss_sum / math.log(2) / batches.num_bytes
@@ -170,6 +167,10 @@ def _source(options: argparse.Namespace) -> Source:
     return Source(name, options.path, parts.get(name, "validation"), "validation")
 
 
+def _name(source: Source) -> str:
+    return f"{source.name} ({source.split})"
+
+
 def _evaluation_set(
     options: argparse.Namespace,
     corpus: Corpus,
@@ -177,14 +178,18 @@ def _evaluation_set(
     seq_len: int,
     share: tuple[int, int] = (1, 0),
 ) -> EvaluationSet:
+    assert corpus is not None
     documents = options.documents or None
     return EvaluationSet(corpus, tokenizer, seq_len, options.batch_size, documents, *share)
 
 
-def _validation_set(config: Any, tokenizer: Any, share: tuple[int, int] = (1, 0)) -> ValidationSet:
-    """Return this rank's share of the run's own validation set."""
+def _validation_set(
+    config: Any, tokenizer: Any, share: tuple[int, int] = (1, 0)
+) -> tuple[ValidationSet, str]:
+    """Return this rank's share of the run's own validation set, and its name."""
     try:
-        return build_validation_set(config, *share, tokenizer)
+        name = f"{validation_source(config).name} (as validated)"
+        return build_validation_set(config, *share, tokenizer), name
     except AttributeError as error:
         raise _incomplete(error) from error
 

@@ -20,7 +20,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import set_default_dtype
 
-from torchtitan_lr.checkpoints.layout import RUN_CONFIG
+from torchtitan_lr.checkpoints.layout import RUN_CONFIG, is_dcp
 from torchtitan_lr.checkpoints.manifest import damage_of
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config, config_of_record
@@ -36,6 +36,7 @@ from torchtitan_lr.tools.exported import (
     read_export_args,
 )
 from torchtitan_lr.tools.loading import build_model_args, open_weights, read_run_config
+from torchtitan_lr.tools.weights import no_checkpoint
 from torchtitan_lr.training.register import register_train_specs
 from torchtitan_lr.training.validate import batch_loss, sum_over_ranks
 
@@ -136,8 +137,10 @@ def build_config(
     elif config_file is not None:
         record = build_job_config([f"--job.config_file={config_file}"]).to_dict()
     else:
-        read_run_config(checkpoint)  # explains what is missing
+        read_run_config(checkpoint)  # raises for what cannot be read
         record = json.loads((checkpoint.resolve().parent.parent / RUN_CONFIG).read_text())
+    if not (is_export(checkpoint) or is_dcp(checkpoint)):
+        raise no_checkpoint(checkpoint, "no table of contents")
     kept = {name: record[name] for name in _SECTIONS if name in record}
     config = config_of_record(kept, overrides)
     if config.experimental.custom_import:
