@@ -36,7 +36,7 @@ MAX_NEW_TOKENS = 256
 """Tokens that a task without a limit of its own generates, as in the harness' own models."""
 
 
-class HarnessModel(TemplateLM):  # type: ignore[misc]  # untyped
+class HarnessModel(TemplateLM):
     """This package's models as the harness calls them.
 
     Every text begins with BOS, as every document of training does. What is longer than the trained
