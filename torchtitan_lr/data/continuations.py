@@ -17,12 +17,14 @@ from torchtitan_lr.data.corpora import PythonStdlib
 QUESTIONS = 200
 CHOICES = 4
 CONTEXT_CHARACTERS = 180
-"""A context has whole lines of at least as many; it fits in a window of 128 tokens."""
+"""A context has whole lines of at least as many."""
 
-CONTINUATION_CHARACTERS = 60
+CONTINUATION_CHARACTERS = 48
 """A continuation has whole lines of at least as many."""
 
-_LONGEST_LINE = 100
+_LONGEST_LINE = 72
+"""Then a continuation has at most 119 bytes: so many tokens fit in every trained window."""
+
 _TRIES = 50
 
 
@@ -63,7 +65,8 @@ def _piece(text: str, source: random.Random) -> tuple[str, str] | None:
         end = _end(lines, middle, CONTINUATION_CHARACTERS)
         chosen = lines[start:end]
         right = "".join(lines[middle:end])
-        if end <= len(lines) and right.strip() and max(map(len, chosen)) <= _LONGEST_LINE:
+        short = max(map(len, chosen), default=0) <= _LONGEST_LINE
+        if end <= len(lines) and short and right.strip() and right.isascii():
             return "".join(lines[start:middle]), right
     return None
 

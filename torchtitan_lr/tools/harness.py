@@ -5,8 +5,10 @@ The harness is the extra ``eval``; this module is imported for ``--tasks`` only.
 """
 
 import argparse
+import contextlib
 import logging
 import os
+import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -34,6 +36,10 @@ OWN_TASKS = Path(torchtitan_lr.data.__path__[0]) / "assets" / "tasks"
 
 MAX_NEW_TOKENS = 256
 """Tokens that a task without a limit of its own generates, as in the harness' own models."""
+
+
+BOOTSTRAPS = 1000
+"""Samples of the standard errors that have no formula."""
 
 
 class HarnessModel(TemplateLM):
@@ -229,14 +235,16 @@ def evaluate_tasks(options: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("--tasks", ",".join(names), want) from error
     model, tokenizer = load_for_inference(options.checkpoint, options.config, options.device)
     started = time.perf_counter()
-    results = lm_eval.simple_evaluate(
-        model=HarnessModel(model, tokenizer, options.batch_size),
-        tasks=loaded,
-        task_manager=manager,
-        num_fewshot=options.num_fewshot,
-        limit=options.documents or None,
-        log_samples=False,
-    )
+    with contextlib.redirect_stdout(sys.stderr):  # the harness' remarks
+        results = lm_eval.simple_evaluate(
+            model=HarnessModel(model, tokenizer, options.batch_size),
+            tasks=loaded,
+            task_manager=manager,
+            num_fewshot=options.num_fewshot,
+            limit=options.documents or None,
+            bootstrap_iters=BOOTSTRAPS,
+            log_samples=False,
+        )
     return {
         "checkpoint": str(options.checkpoint),
         "tasks": {name: _metrics(values) for name, values in results["results"].items()},
