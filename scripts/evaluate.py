@@ -25,6 +25,7 @@ import argparse
 import importlib.util
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -191,4 +192,7 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     end_with_torchrun()
-    exit_without_teardown(main())
+    ended = main()
+    if "RANK" in os.environ:
+        exit_without_teardown(ended)
+    sys.exit(ended)

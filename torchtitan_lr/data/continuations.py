@@ -19,13 +19,12 @@ CHOICES = 4
 CONTEXT_CHARACTERS = 180
 """A context has whole lines of at least as many."""
 
-CONTINUATION_CHARACTERS = 48
-"""A continuation has whole lines of at least as many."""
-
-_LONGEST_LINE = 72
-"""Then a continuation has at most 119 bytes: so many tokens fit in every trained window."""
+CONTINUATION_CHARACTERS = range(80, 120)
+"""A continuation has whole lines of so many ASCII characters: in a window of 128 tokens
+even single bytes would fit."""
 
 _TRIES = 50
+"""Draws from a file before it is left out."""
 
 
 def build_questions(
@@ -34,19 +33,23 @@ def build_questions(
     """Build questions with one right continuation each.
 
     Args:
-        files: Texts, at least `CHOICES` of them with enough lines; question i is from file i mod n.
-        number: Number of questions.
+        files: Texts, at least `CHOICES` of them with enough lines. They take turns.
+        number: Number of questions, if any file has enough lines.
         seed: Seed of all draws.
 
     Returns:
         ``context``, ``choices`` and ``label``, the index of the right choice, by question.
     """
     source = random.Random(seed)
-    pieces = []
-    for index in range(number):
-        piece = _piece(files[index % len(files)], source)
-        if piece is not None:
-            pieces.append((index % len(files), *piece))
+    pieces: list[tuple[int, str, str]] = []
+    left = list(range(len(files)))
+    while left and len(pieces) < number:
+        for file in left[: number - len(pieces)]:
+            piece = _piece(files[file], source)
+            if piece is None:
+                left.remove(file)
+            else:
+                pieces.append((file, *piece))
     questions = []
     for file, context, right in pieces:
         others = [text for other, _, text in pieces if other != file and text != right]
@@ -62,11 +65,10 @@ def _piece(text: str, source: random.Random) -> tuple[str, str] | None:
     for _ in range(_TRIES):
         start = source.randrange(max(1, len(lines)))
         middle = _end(lines, start, CONTEXT_CHARACTERS)
-        end = _end(lines, middle, CONTINUATION_CHARACTERS)
-        chosen = lines[start:end]
+        end = _end(lines, middle, CONTINUATION_CHARACTERS.start)
         right = "".join(lines[middle:end])
-        short = max(map(len, chosen), default=0) <= _LONGEST_LINE
-        if end <= len(lines) and short and right.strip() and right.isascii():
+        fits = end <= len(lines) and len(right) in CONTINUATION_CHARACTERS
+        if fits and right.strip() and right.isascii():
             return "".join(lines[start:middle]), right
     return None
 

@@ -51,10 +51,13 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: The model, corpus, layout or device cannot be used, or there is no text.
     """
+    ranks = started_by_torchrun()
+    if options.overrides and not ranks:
+        key, _, value = options.overrides[0].removeprefix("--").partition("=")
+        raise ConfigError(key, value, "torchrun --nproc_per_node=RANKS before the command")
     try:
         source = None if options.as_validated else _source(options)
-        run = _on_ranks if started_by_torchrun() else _alone
-        return run(options, source)
+        return (_on_ranks if ranks else _alone)(options, source)
     except ConfigError as error:
         key = _OPTIONS.get(error.key) if options.corpus else None
         if key is None:
@@ -70,9 +73,6 @@ Batches = EvaluationSet | ValidationSet
 
 def _alone(options: argparse.Namespace, source: Source | None) -> dict[str, Any]:
     """Evaluate in this process, without a process group."""
-    if options.overrides:
-        key, _, value = options.overrides[0].removeprefix("--").partition("=")
-        raise ConfigError(key, value, "torchrun --nproc_per_node=RANKS before the command")
     model, tokenizer = load_for_inference(options.checkpoint, options.config, options.device)
     batches: Batches
     if source is None:

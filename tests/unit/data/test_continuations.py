@@ -38,9 +38,12 @@ def test_a_seed_determines_them():
     assert build_questions(texts) != build_questions(texts, seed=1)
 
 
-def test_files_that_are_too_short_give_none():
+def test_files_that_are_too_short_are_left_out():
     texts = [*files(5), "x = 1\n", "\n" * 500]
-    assert len(build_questions(texts, 14)) == 10
+    questions = build_questions(texts, 14)
+    assert len(questions) == 14
+    assert all("file" in question["context"] for question in questions)
+    assert build_questions(["x = 1\n"] * 5, 3) == []
 
 
 def test_they_are_of_the_held_out_part(small_library):
