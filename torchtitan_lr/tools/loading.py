@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.tools.logging import logger
@@ -144,7 +145,7 @@ def open_weights(
     if manifest is not None:
         tokenizer = {TOKENIZER: tokenizer_digest(assets_path)} if assets_path else {}
         check_fingerprint(manifest.model, model_fingerprint(args) | tokenizer, step_dir)
-    else:
+    elif not dist.is_initialized() or dist.get_rank() == 0:
         logger.warning("%s has no manifest: loading it without checksums", step_dir)
     check_lanes(step_dir, (args.lanes, args.sync_fraction), metadata)
     return StoredWeights(args, step_dir, metadata, parameter_shapes(model), dtype)

@@ -16,8 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 TEXTS = ["import os\n\n\ndef café(x):\n    return x + 1\n" * 7, "x = 1\n", "class A:\n" * 40]
 SEQ_LEN = 48
-CASES = [("full", "hf"), ("svd", "hf"), ("cola", "hf"), ("lax", "hf"), ("svd", "factored")]
-CASES += [("cola", "factored"), ("lax", "factored")]
+CASES = [("full", "hf"), ("svd", "hf"), ("lax", "hf"), ("cola", "hf"), ("lax", "factored")]
 
 
 @pytest.fixture
