@@ -1,11 +1,20 @@
 #!/usr/bin/env python3
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Evaluate a training checkpoint: loss, perplexity and bits per byte of a text.
+"""Evaluate a checkpoint or an export: loss, perplexity and bits per byte of a text, or tasks.
 
 By default the text is the validation corpus of the run:
 
     python scripts/evaluate.py outputs/checkpoint/step-100
     python scripts/evaluate.py outputs/checkpoint/step-100 --corpus local --path 'books/*.txt'
+
+Several ranks share the text under torchrun, in the run's layout or another one:
+
+    torchrun --nproc_per_node=4 scripts/evaluate.py outputs/checkpoint/step-100 \
+        --parallelism.tensor_parallel_degree=2
+
+Tasks of EleutherAI's lm-evaluation-harness (pip install 'torchtitan_lr[eval]') give their metrics:
+
+    python scripts/evaluate.py outputs/checkpoint/step-100 --tasks python_stdlib_next
 
 Every token of the documents, BOS and EOS included, is predicted once, from at most --seq_len tokens
 before it. The loss is the mean over all of them. Bits per byte is the loss of all tokens, divided
@@ -13,12 +22,15 @@ by the bytes of the text in UTF-8; it compares models with different tokenizers.
 """
 
 import argparse
+import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch.processes import end_with_torchrun, exit_without_teardown
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line
 
 
@@ -32,29 +44,47 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         The options by name.
     """
     parser = OneLineParser(description=__doc__)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a step's folder")
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", type=Path, help="a step's folder, or an export's"
+    )
     parser.add_argument(
         "--corpus",
-        choices=["python_stdlib", "python_stdlib_docs", "local", "c4_validation"],
-        help="the text; local: all documents, python_stdlib: the held-out part; "
-        "default: the run's validation corpus",
+        choices=["python_stdlib", "python_stdlib_docs", "local", "c4", "c4_validation"],
+        help="the text; local: all documents, python_stdlib: the held-out part, c4: the validation "
+        "split, streamed; default: the run's validation corpus",
     )
-    parser.add_argument("--path", help="file, folder or pattern of .txt, .jsonl or .parquet")
-    parser.add_argument("--documents", type=int, default=0, help="at most; 0 reads all")
+    parser.add_argument(
+        "--path",
+        help="file, folder or pattern of .txt, .jsonl or .parquet; with c4 a local copy",
+    )
+    parser.add_argument(
+        "--documents", type=int, default=0, help="at most, or questions per task; 0 reads all"
+    )
     parser.add_argument("--seq_len", type=int, default=0, help="0 is the trained window")
-    parser.add_argument("--batch_size", type=int, default=8, help="windows that are read together")
+    parser.add_argument(
+        "--batch_size", type=int, default=8, help="windows per pass and data-parallel rank"
+    )
     parser.add_argument(
         "--as_validated",
         action="store_true",
         help="use the windows of the run's own validation, to repeat its number",
     )
+    parser.add_argument(
+        "--tasks",
+        type=lambda text: [name for name in text.split(",") if name],
+        metavar="NAME[,NAME]",
+        help="tasks of the harness, instead of a text; python_stdlib_next is this package's",
+    )
+    parser.add_argument("--task_path", type=Path, metavar="DIR", help="folder of more task files")
+    parser.add_argument("--num_fewshot", type=int, help="examples per request; default: the task's")
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
     parser.add_argument("--out", type=Path, help="JSON file to write as well")
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
-    options = parser.parse_args(argv)
+    options = parser.parse_with_overrides(argv)
     parser.check_at_least(options, documents=0, seq_len=0, batch_size=1)
     check_corpus(options)
+    check_tasks(options)
     return options
 
 
@@ -70,7 +100,7 @@ def check_corpus(options: argparse.Namespace) -> None:
     if options.corpus == "local" and not options.path:
         want = "a file, folder or pattern of .txt, .jsonl or .parquet"
         raise ConfigError("--path", options.path, want)
-    if options.corpus != "local" and options.path:
+    if options.corpus not in ("local", "c4", "c4_validation") and options.path:
         raise ConfigError("--path", options.path, "no path, or --corpus local")
     for name in ("corpus", "documents", "seq_len"):
         if options.as_validated and getattr(options, name):
@@ -81,12 +111,54 @@ def check_corpus(options: argparse.Namespace) -> None:
         raise ConfigError("--out", str(out), "a file in a folder that exists")
 
 
+def check_tasks(options: argparse.Namespace) -> None:
+    """Raise for options that do not fit ``--tasks``.
+
+    Args:
+        options: The options.
+
+    Raises:
+        ConfigError: An option has an invalid value.
+    """
+    if options.tasks is None:
+        for name in ("task_path", "num_fewshot"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"--{name}", str(getattr(options, name)), "--tasks beside it")
+        return
+    if not options.tasks:
+        raise ConfigError("--tasks", "", "names such as python_stdlib_next")
+    for name in ("corpus", "path", "seq_len", "as_validated"):
+        if getattr(options, name):
+            raise ConfigError(f"--{name}", getattr(options, name), "no such option beside --tasks")
+    if options.task_path is not None and not options.task_path.is_dir():
+        raise ConfigError("--task_path", str(options.task_path), "a folder of task files")
+    if options.num_fewshot is not None and options.num_fewshot < 0:
+        raise ConfigError("--num_fewshot", options.num_fewshot, "0 or a positive integer")
+    if "RANK" in os.environ:
+        raise ConfigError("--tasks", ",".join(options.tasks), "one process, without torchrun")
+    if options.overrides:
+        raise ConfigError(
+            "--tasks", ",".join(options.tasks), f"no {options.overrides[0]} beside it"
+        )
+    if importlib.util.find_spec("lm_eval") is None:
+        want = "the extra eval: pip install 'torchtitan_lr[eval]'"
+        raise ConfigError("--tasks", ",".join(options.tasks), want)
+
+
 def as_text(result: dict[str, Any]) -> str:
     """Format the results, one per line.
 
     Args:
-        result: What `torchtitan_lr.tools.evaluate.evaluate` returned.
+        result: What `torchtitan_lr.tools.evaluate.evaluate` returned, or that of its tasks.
     """
+    if "tasks" in result:
+        lines = {
+            f"{task} {metric}": f"{value:.4f}"
+            for task, metrics in result["tasks"].items()
+            for metric, value in metrics.items()
+        }
+        width = max(map(len, lines), default=0) + 2
+        return "\n".join(f"{name:<{width}}{value}" for name, value in lines.items())
     lines = {"corpus": result["corpus"], "tokens": f"{result['tokens']:,}"}
     if result["bytes"] is not None:
         lines["documents"] = f"{result['documents']:,}, {result['bytes']:,} bytes"
@@ -94,7 +166,8 @@ def as_text(result: dict[str, Any]) -> str:
     lines["perplexity"] = f"{result['perplexity']:.2f}"
     if result["bits_per_byte"] is not None:
         lines["bits per byte"] = f"{result['bits_per_byte']:.4f}"
-    lines["tokens/s"] = f"{result['tokens'] / result['seconds']:,.0f}"
+    ranks = f" ({result['ranks']} ranks)" if result["ranks"] > 1 else ""
+    lines["tokens/s"] = f"{result['tokens'] / result['seconds']:,.0f}{ranks}"
     return "\n".join(f"{name:<15}{value}" for name, value in lines.items())
 
 
@@ -103,9 +176,14 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit status."""
     options = parse_args(argv)
     # Imported late: torchtitan takes seconds, and --help and argument errors do not need it.
-    from torchtitan_lr.tools.evaluate import evaluate
+    if options.tasks:
+        from torchtitan_lr.tools.harness import evaluate_tasks as evaluate
+    else:
+        from torchtitan_lr.tools.evaluate import evaluate
 
     result = evaluate(options)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2) if options.json else as_text(result))
@@ -113,4 +191,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with_torchrun()
+    ended = main()
+    if "RANK" in os.environ:
+        exit_without_teardown(ended)
+    sys.exit(ended)

@@ -79,7 +79,7 @@ def export(args: argparse.Namespace) -> None:
     import torch
 
     from torchtitan_lr.tools.export import check_hf_exportable, export_factored
-    from torchtitan_lr.tools.hf.folder import export_folder, find_tokenizer
+    from torchtitan_lr.tools.hf.folder import add_tokenizer, export_folder, find_tokenizer
     from torchtitan_lr.tools.hf.shards import read_size
     from torchtitan_lr.tools.loading import build_model_args, open_weights, read_run_config
 
@@ -93,7 +93,7 @@ def export(args: argparse.Namespace) -> None:
         )
     if hf:
         check_hf_exportable(model_args, args.keep_factors)
-    assets = find_tokenizer(config, model_args) if hf else ""
+    assets = find_tokenizer(config, model_args)
     source = open_weights(args.checkpoint, model_args, assets)
     dtype = None if args.dtype == "checkpoint" else getattr(torch, args.dtype)
     try:
@@ -102,9 +102,11 @@ def export(args: argparse.Namespace) -> None:
             export_folder(source, config, args.out, dtype, max_bytes, args.keep_factors, assets)
         else:
             export_factored(source, args.out, dtype, max_bytes)
+            if assets:
+                add_tokenizer(config, args.out, model_args.max_seq_len)
     except OSError as error:
         raise ConfigError("OUT_DIR", str(args.out), f"a writable folder ({error})") from error
-    if hf and not assets:
+    if not assets:
         path = config.model.hf_assets_path
         print(f"no tokenizer in {path}: exported without one", file=sys.stderr)
 

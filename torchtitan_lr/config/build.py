@@ -6,6 +6,7 @@ This needs no process group: the launcher does it before any rank starts, and ev
 
 import importlib
 import importlib.util
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -68,6 +69,41 @@ def build_job_config(argv: list[str]) -> Any:
     with collector_off():
         import torchtitan.config  # noqa: F401
 
+    return _fill(raw, overrides)
+
+
+def config_of_record(record: dict[str, Any], argv: list[str]) -> Any:
+    """Build the configuration of a run again from its saved record and command-line overrides.
+
+    Args:
+        record: Sections of the record; keys that this version does not have are ignored.
+        argv: Overrides, as for :func:`build_job_config`.
+
+    Returns:
+        The same as :func:`build_job_config`; what the record lacks has its default.
+
+    Raises:
+        ConfigError: A value does not fit its key.
+    """
+    with collector_off():
+        import torchtitan.config  # noqa: F401
+    return _fill(_known(record, config_class()), split_arguments(argv))
+
+
+def _known(table: dict[str, Any], section: Any) -> dict[str, Any]:
+    """Return the part of a table whose keys the dataclass has."""
+    types = {option.name: option.type for option in fields(section)}
+    return {
+        name: _known(value, types[name])
+        if is_dataclass(types[name]) and isinstance(value, dict)
+        else value
+        for name, value in table.items()
+        if name in types
+    }
+
+
+def _fill(raw: dict[str, Any], overrides: list[Override]) -> Any:
+    """Check a table and its overrides, and return the configuration."""
     _import_unknown(raw, overrides)
     config_cls = config_class()
     values = apply_overrides(check_toml(raw, config_cls), overrides, config_cls)

@@ -7,6 +7,9 @@ last token of the one before, and the last window is filled up with ignored labe
 covers whole documents, so that bits per byte of their text are exact.
 
 A pair is a window of its own, as in training; its bytes are those of the answers that are labels.
+
+On several data-parallel ranks window ``i`` belongs to rank ``i mod D``. Every rank has the same
+number of rows in every batch: where windows are missing, rows of ignored labels take their place.
 """
 
 from __future__ import annotations
@@ -31,11 +34,13 @@ class EvaluationSet:
             of all is no label. Or pairs, whose answers alone are labels.
         tokenizer: Encodes the documents.
         seq_len: Tokens per window, the longest context of a label.
-        batch_size: Windows per batch; the last batch may have fewer.
+        batch_size: Windows per batch and rank; the last batch may have fewer.
         documents: Number of documents to read at most; None for all.
+        dp_world_size: Data-parallel ranks that share the windows, ``D``.
+        dp_rank: This rank.
 
     Attributes:
-        num_documents: Documents read so far.
+        num_documents: Documents read so far, the same on every rank.
         num_bytes: Bytes of their text in UTF-8.
     """
 
@@ -46,12 +51,15 @@ class EvaluationSet:
         seq_len: int,
         batch_size: int,
         documents: int | None = None,
+        dp_world_size: int = 1,
+        dp_rank: int = 0,
     ) -> None:
         self._corpus = corpus
         self._tokenizer = tokenizer
         self._seq_len = seq_len
         self._batch_size = batch_size
         self._documents = documents
+        self._ranks, self._rank = dp_world_size, dp_rank
         self.num_documents = 0
         self.num_bytes = 0
 
@@ -59,10 +67,11 @@ class EvaluationSet:
         """Yield ``({"input": (b, s)}, labels (b, s))``, int64, on the CPU."""
         self.num_documents = self.num_bytes = 0
         windows = self._windows()
-        while rows := list(islice(windows, self._batch_size)):
-            inputs = torch.zeros(len(rows), self._seq_len, dtype=torch.int64)
-            labels = torch.full((len(rows), self._seq_len), IGNORE_INDEX)
-            for index, row in enumerate(rows):
+        while rows := list(islice(windows, self._batch_size * self._ranks)):
+            height = -(-len(rows) // self._ranks)
+            inputs = torch.zeros(height, self._seq_len, dtype=torch.int64)
+            labels = torch.full((height, self._seq_len), IGNORE_INDEX)
+            for index, row in enumerate(rows[self._rank :: self._ranks]):
                 inputs[index, : len(row) - 1] = torch.tensor(row[:-1])
                 labels[index, : len(row) - 1] = torch.tensor(row[1:])
             unmask_(inputs, labels)

@@ -67,6 +67,10 @@ class FlavorTable(Mapping[str, LlamaArgs]):
     def __len__(self) -> int:
         return len(self._flavors)
 
+    def add(self, flavor: str, args: LlamaArgs) -> None:
+        """Add a shape, or replace the one of this name."""
+        self._flavors[flavor] = copy.deepcopy(args)
+
 
 def build_flavors(family: ModelFamily) -> FlavorTable:
     """Return every size of a family."""

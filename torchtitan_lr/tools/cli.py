@@ -8,7 +8,9 @@ default. An error is one line, ``error: ...``, with status 2.
 
 import argparse
 import functools
+import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +39,7 @@ def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
         try:
             return main(argv)
         except ConfigError as error:
+            _wait_for_first_rank()
             print(f"error: {error}", file=sys.stderr)
             return 2
         except RunFailedError as error:
@@ -44,6 +47,16 @@ def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
             return 1
 
     return wrapped
+
+
+FIRST_RANK_SECONDS = 5
+"""Time that the first rank of torchrun has to report an error that all ranks found."""
+
+
+def _wait_for_first_rank() -> None:
+    """On any other rank, wait: torchrun ends this process once the first rank has failed."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":
+        time.sleep(FIRST_RANK_SECONDS)
 
 
 def last_error(output: str, status: int) -> str:
@@ -192,6 +205,7 @@ class OneLineParser(argparse.ArgumentParser):
         Args:
             message: The error message.
         """
+        _wait_for_first_rank()
         self.exit(2, f"error: {message}\n")
 
     def check_at_least(self, options: argparse.Namespace, **minima: float) -> None:

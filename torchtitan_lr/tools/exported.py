@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import CheckpointException
+from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
 from torchtitan_lr.checkpoints.layout import HF_INDEX
@@ -37,12 +41,10 @@ def load_export(folder: Path) -> LlamaModel:
         ConfigError: A file is missing or damaged, or describes another model.
     """
     args = read_export_args(folder)
-    index = folder / HF_INDEX
     weights: dict[str, torch.Tensor] = {}
     try:
-        places = json.loads(index.read_text())["weight_map"] if index.is_file() else {"": WEIGHTS}
-        for name in sorted(set(places.values())):
-            weights |= load_file(folder / Path(name).name)
+        for file in _files(folder):
+            weights |= load_file(file)
         if _is_llama(folder):
             weights = LlamaStateDictAdapter(args, None).from_hf(weights)
         with torch.device("meta"):
@@ -51,9 +53,63 @@ def load_export(folder: Path) -> LlamaModel:
         model.load_state_dict(weights)
     # safetensors has an exception of its own, which is no OSError or ValueError.
     except Exception as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError("CHECKPOINT", str(folder), f"an undamaged export ({why})") from error
+        raise _damaged(folder, error) from error
     return model.eval()
+
+
+def export_dtype(folder: Path) -> torch.dtype:
+    """Return the precision of an export's weights, which is that of its final norm.
+
+    Args:
+        folder: The export.
+
+    Raises:
+        ConfigError: A file is missing or damaged.
+    """
+    name = "model.norm.weight" if _is_llama(folder) else "norm.weight"
+    try:
+        for file in _files(folder):
+            with safe_open(file, framework="pt") as weights:
+                if name in weights.keys():  # noqa: SIM118  (the file is no mapping)
+                    found: torch.dtype = weights.get_tensor(name).dtype
+                    return found
+        raise KeyError(name)
+    except Exception as error:
+        raise _damaged(folder, error) from error
+
+
+def fill_from_export(folder: Path, model: ModelWrapper) -> None:
+    """Read an export into a model that is split over ranks; every rank reads its own shards.
+
+    Args:
+        folder: The export.
+        model: This rank's parts; every rank of the process group calls this.
+
+    Raises:
+        ConfigError: A file is missing or damaged, or holds another model.
+    """
+    adapter = LlamaStateDictAdapter(read_export_args(folder), None)
+    renamed = _is_llama(folder)
+    state = model.state_dict()
+    stored = adapter.to_hf(state) if renamed else dict(state)
+    try:
+        dcp.load(stored, storage_reader=adapter.get_hf_storage_reader(str(folder)))
+    # CheckpointException derives from BaseException.
+    except (Exception, CheckpointException) as error:
+        raise _damaged(folder, error) from error
+    model.load_state_dict(adapter.from_hf(stored) if renamed else stored)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of the weights, in order."""
+    index = folder / HF_INDEX
+    places = json.loads(index.read_text())["weight_map"] if index.is_file() else {"": WEIGHTS}
+    return [folder / Path(name).name for name in sorted(set(places.values()))]
+
+
+def _damaged(folder: Path, error: BaseException) -> ConfigError:
+    why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ConfigError("CHECKPOINT", str(folder), f"an undamaged export ({why})")
 
 
 def read_export_args(folder: Path) -> LlamaArgs:

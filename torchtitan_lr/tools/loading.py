@@ -8,14 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.tools.logging import logger
 
 from torchtitan_lr.checkpoints.lane_record import check_lanes
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG, TRAINING_STATES
 from torchtitan_lr.checkpoints.manifest import (
-    Manifest,
     find_damage,
     newest_whole_before,
     read_manifest,
@@ -115,13 +115,19 @@ def read_model_args(path: Path) -> LlamaArgs:
         raise ConfigError(str(path), str(error), "what scripts/export.py wrote") from error
 
 
-def open_weights(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> StoredWeights:
+def open_weights(
+    step_dir: Path,
+    args: LlamaArgs,
+    assets_path: str = "",
+    damage_of: Callable[[Path], str | None] = find_damage,
+) -> StoredWeights:
     """Verify a checkpoint of any number of ranks, without loading its weights.
 
     Args:
         step_dir: Folder of a distributed checkpoint (DCP).
         args: The model's arguments.
         assets_path: Folder of the tokenizer to use with it, if any.
+        damage_of: Verifies the files; `manifest.damage_of` shares them among the ranks.
 
     Returns:
         The weights, which are read on demand.
@@ -129,7 +135,9 @@ def open_weights(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> Stor
     Raises:
         ConfigError: The folder is not a complete checkpoint, is damaged, or contains another model.
     """
-    manifest, metadata = _verify(step_dir)
+    if (damage := damage_of(step_dir)) is not None:
+        raise no_checkpoint(step_dir, damage, newest_whole_before(step_dir))
+    manifest, metadata = read_manifest(step_dir), read_metadata(step_dir)
     stored = metadata.state_dict_metadata
     with torch.device("meta"):
         model = LlamaModel(args)
@@ -137,7 +145,7 @@ def open_weights(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> Stor
     if manifest is not None:
         tokenizer = {TOKENIZER: tokenizer_digest(assets_path)} if assets_path else {}
         check_fingerprint(manifest.model, model_fingerprint(args) | tokenizer, step_dir)
-    else:
+    elif not dist.is_initialized() or dist.get_rank() == 0:
         logger.warning("%s has no manifest: loading it without checksums", step_dir)
     check_lanes(step_dir, (args.lanes, args.sync_fraction), metadata)
     return StoredWeights(args, step_dir, metadata, parameter_shapes(model), dtype)
@@ -197,10 +205,7 @@ def load_for_inference(
         args = build_model_args(config)
     if check is not None:
         check(args)
-    tokenizer = build_tokenizer(config)
-    if check_tokenizer(config) > args.vocab_size:
-        want = f"a tokenizer within the model's vocabulary of {args.vocab_size}"
-        raise ConfigError("model.hf_assets_path", config.model.hf_assets_path, want)
+    tokenizer = load_tokenizer(config, args)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if exported:
         model = load_export(step_dir)
@@ -212,12 +217,20 @@ def load_for_inference(
         raise ConfigError("--device", device, "a device of this machine, such as cpu") from error
 
 
-def _verify(step_dir: Path) -> tuple[Manifest | None, Metadata]:
-    """Read a whole checkpoint once and check its files against the manifest."""
-    damage = find_damage(step_dir)
-    if damage is not None:
-        raise no_checkpoint(step_dir, damage, newest_whole_before(step_dir))
-    return read_manifest(step_dir), read_metadata(step_dir)
+def load_tokenizer(config: Any, args: LlamaArgs) -> Any:
+    """Return the tokenizer of a run.
+
+    Args:
+        config: The job's sections as attributes.
+        args: The model's arguments.
+
+    Raises:
+        ConfigError: There is none, or it does not fit the model's vocabulary.
+    """
+    if check_tokenizer(config) > args.vocab_size:
+        want = f"a tokenizer within the model's vocabulary of {args.vocab_size}"
+        raise ConfigError("model.hf_assets_path", config.model.hf_assets_path, want)
+    return build_tokenizer(config)
 
 
 def _check_stored(step_dir: Path, stored: dict[str, Any], model: LlamaModel) -> torch.dtype:

@@ -47,10 +47,18 @@ class StoredWeights:
         self.fill(weights)
         return weights
 
-    def fill(self, weights: dict[str, Tensor]) -> None:
-        """Read into existing tensors; errors as for `read`."""
+    def fill(self, weights: dict[str, Tensor], no_dist: bool = True) -> None:
+        """Read into existing tensors.
+
+        Args:
+            weights: Tensors by name; of a DTensor only this rank's part is read.
+            no_dist: False if every rank of the process group calls this.
+
+        Raises:
+            ConfigError: A file is damaged.
+        """
         try:
-            load(weights, self.step_dir, no_dist=True, metadata=self.metadata)
+            load(weights, self.step_dir, no_dist=no_dist, metadata=self.metadata)
         # A damaged file can raise any exception; DCP wraps some of them in CheckpointException,
         # which derives from BaseException.
         except (Exception, CheckpointException) as error:

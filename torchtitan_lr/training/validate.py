@@ -52,6 +52,62 @@ def sum_losses(
     return loss_sum, num_tokens
 
 
+@torch.no_grad()
+def sum_over_ranks(
+    model_parts: list[nn.Module],
+    batches: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]],
+    batch_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    parallel_dims: ParallelDims,
+) -> tuple[float, float]:
+    """Sum the loss over all valid tokens of all ranks; every rank calls this.
+
+    Args:
+        model_parts: This rank's model, or its pipeline stages.
+        batches: This rank's share, with equally many batches on all ranks; see `sum_losses`.
+        batch_loss: Returns the summed loss of one batch, a scalar.
+        parallel_dims: Degrees and meshes.
+
+    Returns:
+        The sum in nats and the number of tokens, the same on every rank.
+    """
+    for model in model_parts:
+        model.eval()
+    loss_sum, num_tokens = sum_losses(batches, batch_loss, utils.device_type)
+    mesh = parallel_dims.get_optional_mesh("loss")
+    pipeline = parallel_dims.get_optional_mesh("pp")
+    if pipeline is not None:  # only the last stage has a loss; every stage has the labels
+        torch.distributed.all_reduce(loss_sum, group=pipeline.get_group())
+    total = dist_utils.dist_sum(num_tokens, mesh)
+    loss = dist_utils.dist_sum(loss_sum, mesh)
+    for model in model_parts:
+        model.train()
+    for module in fsdp_modules(model_parts):
+        module.reshard()  # a pipeline keeps weights unsharded until backward
+    return loss, total
+
+
+def batch_loss(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    pipeline: Pipeline | None,
+    tokens: torch.Tensor,
+    labels: torch.Tensor,
+) -> torch.Tensor:
+    """Return the summed loss of one batch on the device of the run, an fp64 scalar.
+
+    Args:
+        model: The model; not called with a pipeline.
+        loss_fn: Returns the sum over tokens.
+        pipeline: Runs the batch if the model is split into stages.
+        tokens: (b, s), on any device.
+        labels: (b, s), likewise.
+    """
+    tokens, labels = tokens.to(utils.device_type), labels.to(utils.device_type)
+    if pipeline is not None:
+        return pipeline.evaluate(tokens, labels).detach().double()
+    return loss_fn(model(tokens), labels).detach().double()
+
+
 class Validator(BaseValidator):
     """Runs the model over this rank's share of the validation set.
 
@@ -106,7 +162,6 @@ class Validator(BaseValidator):
             due = 1 in (self.job_config.validation.freq, self.job_config.training.steps)
         return due and not self.suspended
 
-    @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Compute and log the validation loss and perplexity.
 
@@ -115,22 +170,13 @@ class Validator(BaseValidator):
             step: The training step before it.
         """
         started = time.perf_counter()
-        for model in model_parts:
-            model.eval()
         loss_of = partial(self._batch_loss, model_parts[0])
         first = torch.distributed.get_rank() == 0
         batches = progress(self.validation_set, "validation", len(self.validation_set), shown=first)
-        loss_sum, num_tokens = sum_losses(batches, loss_of, utils.device_type)
-        mesh = self.parallel_dims.get_optional_mesh("loss")
-        pipeline = self.parallel_dims.get_optional_mesh("pp")
-        if pipeline is not None:  # only the last stage has a loss; every stage has the labels
-            torch.distributed.all_reduce(loss_sum, group=pipeline.get_group())
-        total = dist_utils.dist_sum(num_tokens, mesh)
-        self.last_loss = dist_utils.dist_sum(loss_sum, mesh) / total
-        for model in model_parts:
-            model.train()
-        for module in fsdp_modules(model_parts):
-            module.reshard()  # a pipeline keeps weights unsharded until backward
+        loss_sum, total = sum_over_ranks(
+            model_parts, batches, loss_of, self.parallel_dims
+        )
+        self.last_loss = loss_sum / total
         self.metrics_processor.log_validation(
             self.last_loss,
             step,
@@ -146,11 +192,8 @@ class Validator(BaseValidator):
         self, model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor
     ) -> torch.Tensor:
         """Return the summed loss of one batch, `tokens` and `labels` of shape `(b, s)`."""
-        tokens, labels = tokens.to(utils.device_type), labels.to(utils.device_type)
         with self.validation_context(), self.maybe_enable_amp:
-            if self.pipeline is not None:
-                return self.pipeline.evaluate(tokens, labels).detach().double()
-            return self.loss_fn(model(tokens), labels).detach().double()
+            return batch_loss(model, self.loss_fn, self.pipeline, tokens, labels)
 
 
 def build_validator(

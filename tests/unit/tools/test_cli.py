@@ -11,6 +11,7 @@ from tests.scripts import ROOT
 from tests.unit.test_imports import COMMANDS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.tools.cli import (
+    FIRST_RANK_SECONDS,
     OneLineParser,
     RunFailedError,
     in_one_line,
@@ -198,3 +199,20 @@ def test_nothing_imports_from_the_tests():
 def test_an_import_from_the_tests_would_be_noticed(text, found, tmp_path):
     (tmp_path / "a.py").write_text(text)
     assert imports_tests(tmp_path / "a.py") is found
+
+
+def test_only_the_first_rank_reports_what_all_ranks_found(monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr("time.sleep", waited.append)
+
+    @in_one_line
+    def fails(argv=None):
+        raise ConfigError("key", 1, "2")
+
+    for rank, run in (("0", "id"), ("1", "id"), ("1", None)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        if run is not None:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+        assert fails([]) == 2 and "error: key: got 1" in capsys.readouterr().err
+    assert waited == [FIRST_RANK_SECONDS]  # rank 1 of torchrun, which rank 0's end kills there

@@ -69,6 +69,23 @@ def test_every_token_is_a_label_once(seq_len, batch):
     assert (found.num_documents, found.num_bytes) == (4, 16)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 5, 16])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_ranks_share_the_windows(ranks, batch):
+    documents = ["abcdef", "g", "", "hijklmnopqrstuvw" * 2]
+    windows = torch.cat([labels for _, labels in EvaluationSet(documents, Words(), 4, 99)])
+    shares = [EvaluationSet(documents, Words(), 4, batch, None, ranks, r) for r in range(ranks)]
+    batches = [list(share) for share in shares]
+    shapes = [[labels.shape for _, labels in own] for own in batches]
+    assert shapes == [shapes[0]] * ranks  # every rank has the same batches
+    assert all(len(labels) <= batch for _, labels in batches[0])
+    for rank, own in enumerate(batches):
+        labels = torch.cat([labels for _, labels in own])
+        kept = labels[(labels != IGNORE_INDEX).any(1)]
+        assert torch.equal(kept, windows[rank::ranks])
+        assert (shares[rank].num_documents, shares[rank].num_bytes) == (4, 39)
+
+
 def encode(tokenizer, text):
     return tokenizer.encode(text, add_bos=True, add_eos=True)
 
@@ -137,11 +154,30 @@ def test_the_number_of_validation_is_repeated(small_library, tmp_path, capsys):
     assert whole["loss"] != pytest.approx(found["loss"], rel=1e-6)
 
 
+def test_the_validation_split_of_c4(step, tmp_path, capsys):
+    folder = tmp_path / "c4"
+    folder.mkdir()
+    parts = [("train", "train.json"), ("validation", "validation.json")]
+    files = "".join(f"  - split: {split}\n    path: {name}\n" for split, name in parts)
+    (folder / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: en\n  data_files:\n{files}---\n"
+    )
+    for (_, name), texts in zip(parts, (["never read"], TEXTS[:2]), strict=True):
+        (folder / name).write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    usual = (step, "--device", "cpu", "--json", "--corpus", "c4", "--path", folder)
+    found = json.loads(command(capsys, *usual)[1])
+    total, count = by_hand(step, TEXTS[:2], 64)
+    assert found["corpus"] == "c4_validation (validation)" and found["tokens"] == count
+    assert found["loss"] == pytest.approx(total / count, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
         (["--corpus", "local"], "--path: got None"),
         (["--path", "x"], "--path: got 'x', expected no path, or --corpus local"),
+        (["--corpus", "c4", "--path", "./nowhere"], "--path: got './nowhere', expected a local"),
+        (["--parallelism.tensor_parallel_degree=2"], "parallelism.tensor_parallel_degree: got '2'"),
         (["--corpus", "local", "--path", "nowhere"], "--path: got 'nowhere', expected an existing"),
         (["--corpus", "c5"], "argument --corpus: invalid choice: 'c5'"),
         (["--corpus", "python_stdlib", "--seq_len", "65"], "--seq_len: got 65, expected at most"),

@@ -47,6 +47,18 @@ def find_tokenizer(config: Any, args: LlamaArgs) -> str:
     return path
 
 
+def add_tokenizer(config: Any, out_dir: Path, length: int) -> None:
+    """Write a run's tokenizer into an export.
+
+    Args:
+        config: The run's record, sections as attributes.
+        out_dir: An existing folder.
+        length: Length of the sequences that the model was trained on.
+    """
+    folder = resolve_assets_path(config.model.hf_assets_path)
+    export_tokenizer(build_tokenizer(config), folder, out_dir, length)
+
+
 def export_folder(
     source: StoredWeights,
     config: Any,
@@ -73,8 +85,7 @@ def export_folder(
     args = source.args
     written = export_hf(source, out_dir, dtype, max_bytes, keep_factors)
     if assets:
-        folder = resolve_assets_path(assets)
-        export_tokenizer(build_tokenizer(config), folder, out_dir, args.max_seq_len)
+        add_tokenizer(config, out_dir, args.max_seq_len)
         ids = json.loads((out_dir / GENERATION_CONFIG).read_text())
         model = json.loads((out_dir / HF_CONFIG).read_text())
         write_json(out_dir / HF_CONFIG, model | {k: ids[k] for k in _MODEL_IDS if k in ids})
