@@ -104,6 +104,22 @@ class Training:
     removed. The run continues at about the same position, and may repeat or miss some text.
     """
 
+    shuffle: bool = True
+    """
+    Read the corpus in a seeded order: the blocks of 'local' and 'python_stdlib' are permuted anew
+    in each pass, and the sequences of every row among ``shuffle_tokens``. Checkpoints store the
+    order, and a resumed run continues in it.
+    """
+
+    shuffle_seed: int | None = None
+    """Seed of the reading order; None uses ``debug.seed``."""
+
+    shuffle_tokens: int = 32768
+    """
+    Tokens of each row of the global batch whose sequences change places. They are tokenised before
+    the first step, and again on resume. More tokens mix more documents.
+    """
+
     steps_ahead: int = STEPS_AHEAD
     """
     Steps whose batches a thread prepares while earlier steps compute. 0 prepares each batch when it

@@ -13,6 +13,8 @@ import torch
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_lr.data.corpora import BlockCorpus, Corpus
+from torchtitan_lr.data.order import Order
+from torchtitan_lr.data.shuffle import ShuffledStripe
 from torchtitan_lr.data.stripes import Stripe, fill
 from torchtitan_lr.errors import ConfigError
 
@@ -124,6 +126,10 @@ class BatchReader:
         seq_len: Tokens per input row.
         infinite: Whether to start over at the end of the corpus.
         pin_memory: Whether to put the batches in pinned memory.
+        order: The shuffled order; None for the fixed one.
+
+    Attributes:
+        order: The present order: that of the last :meth:`seek`, if there was one.
     """
 
     def __init__(
@@ -134,31 +140,38 @@ class BatchReader:
         seq_len: int,
         infinite: bool,
         pin_memory: bool,
+        order: Order | None = None,
     ) -> None:
         self._corpus = corpus
+        self._tokenizer = tokenizer
+        self._seq_len = seq_len
+        self._infinite = infinite
         self._rows = rows
+        self.order = order
         self._device = torch.cuda.current_device() if pin_memory else None
         self._sample_index = 0
-        owned = sorted(
-            {
-                stripe
-                for m in range(rows.microbatches)
-                for stripe in rows.stripes_at(m * rows.stride)
-            }
-        )
-        self._stripes = {
-            stripe: Stripe(corpus.stream(stripe, rows.stripes, infinite), tokenizer, seq_len)
-            for stripe in owned
-        }
-        self._most_visits = max(1, READ_TOKENS // (len(owned) * rows.per_stripe * (seq_len + 1)))
+        starts = range(0, rows.microbatches * rows.stride, rows.stride)
+        self._owned = sorted({stripe for start in starts for stripe in rows.stripes_at(start)})
+        self._stripes = self._open(order)
+        windows = len(self._owned) * rows.per_stripe
+        self._most_visits = max(1, READ_TOKENS // (windows * (seq_len + 1)))
         self._visits = 1
+
+    def _open(self, order: Order | None) -> dict[int, Stripe]:
+        def stripe(index: int) -> Stripe:
+            stream = self._corpus.stream(index, self._rows.stripes, self._infinite, order)
+            if order is None:
+                return Stripe(stream, self._tokenizer, self._seq_len)
+            return ShuffledStripe(stream, self._tokenizer, self._seq_len, order, index)
+
+        return {index: stripe(index) for index in self._owned}
 
     def positions(self) -> dict[int, dict[str, Any]]:
         """Return the position of every stripe of this rank."""
         return {stripe: reader.state() for stripe, reader in self._stripes.items()}
 
     def seek(self, sample_index: int, positions: dict[int, Any], changed: bool) -> None:
-        """Move to a position.
+        """Move to a position, and take over its order: it counts windows of that order.
 
         Args:
             sample_index: Samples consumed by all ranks together.
@@ -168,6 +181,10 @@ class BatchReader:
         Raises:
             ConfigError: As for :meth:`Stripe.load_state`.
         """
+        orders = {Order.of(position.get("order")) for position in positions.values()}
+        (order,) = orders  # all stripes of a run have the same one
+        if order != self.order:
+            self.order, self._stripes = order, self._open(order)
         for stripe, reader in self._stripes.items():
             reader.load_state(positions[stripe], changed)
         self._sample_index = sample_index

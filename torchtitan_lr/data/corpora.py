@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torchtitan_lr.config.paths import user_path
+from torchtitan_lr.data.order import Order
 from torchtitan_lr.data.stripes import BlockStream, DocumentStream
 from torchtitan_lr.data.token_cache import TokenCache
 from torchtitan_lr.errors import ConfigError, DataError
@@ -50,8 +51,10 @@ class Corpus(Protocol):
         """Return the number of stripes for a global batch of ``rows`` rows, a divisor of it."""
         ...
 
-    def stream(self, stripe: int, num_stripes: int, infinite: bool) -> DocumentStream:
-        """Open one stripe's documents."""
+    def stream(
+        self, stripe: int, num_stripes: int, infinite: bool, order: Order | None = None
+    ) -> DocumentStream:
+        """Open one stripe's documents, in the fixed order or in another."""
         ...
 
     def __iter__(self) -> Iterator[str]:
@@ -138,9 +141,11 @@ class BlockCorpus(ABC):
         """Return ``rows``: any number of stripes can share the blocks."""
         return rows
 
-    def stream(self, stripe: int, num_stripes: int, infinite: bool) -> DocumentStream:
+    def stream(
+        self, stripe: int, num_stripes: int, infinite: bool, order: Order | None = None
+    ) -> DocumentStream:
         """Open one stripe's documents (:class:`BlockStream`)."""
-        return BlockStream(self, stripe, num_stripes, infinite)
+        return BlockStream(self, stripe, num_stripes, infinite, order)
 
     def __iter__(self) -> Iterator[str]:
         """Yield every document once, block by block."""

@@ -21,6 +21,7 @@ from torchtitan_lr.data.batches import BatchReader, MicroBatch, Prepared, Rows
 from torchtitan_lr.data.checks import check_workers
 from torchtitan_lr.data.corpora import BlockCorpus, Corpus, training_source
 from torchtitan_lr.data.encoding import tokenizer_identity
+from torchtitan_lr.data.order import Order
 from torchtitan_lr.data.read_ahead import JOIN_SECONDS, ReadAhead
 from torchtitan_lr.data.token_cache import TokenCache
 from torchtitan_lr.errors import ConfigError
@@ -51,6 +52,8 @@ class StripeDataLoader(BaseDataLoader):
         allow_changed: Whether a position in a changed corpus of the same kind may be loaded.
         steps_ahead: Steps whose micro-batches a thread prepares before they are used; 0 reads
             each when it is used.
+        order: The shuffled order; None for the fixed one. A loaded position's own order replaces
+            it.
 
     Raises:
         ConfigError: The batch sizes do not divide, or the corpus cannot be split that way.
@@ -70,12 +73,15 @@ class StripeDataLoader(BaseDataLoader):
         pin_memory: bool = False,
         allow_changed: bool = False,
         steps_ahead: int = STEPS_AHEAD,
+        order: Order | None = None,
     ) -> None:
         self._corpus = corpus
         self._allow_changed = allow_changed
         self._rows = Rows.of(corpus, local_batch_size, global_batch_size, dp_world_size, dp_rank)
         pin_memory = pin_memory and torch.cuda.is_available()
-        self._reader = BatchReader(corpus, tokenizer, self._rows, seq_len, infinite, pin_memory)
+        self._reader = BatchReader(
+            corpus, tokenizer, self._rows, seq_len, infinite, pin_memory, order
+        )
         self._depth = steps_ahead * self._rows.microbatches
         self._batches: Iterator[Prepared] | None = None
         self._end: Prepared | None = None
@@ -183,7 +189,10 @@ class StripeDataLoader(BaseDataLoader):
             self._bad_records.update(position.pop("bad_records", []))
         if isinstance(self._corpus, BlockCorpus):
             self._corpus.skipped = set(self._bad_records)
+        wanted = self._reader.order
         self._reader.seek(sample_index, positions, changed)
+        if self._reader.order != wanted and self._rows.rank == 0:
+            logger.info(f"Data continue in the checkpoint's order: {_named(self._reader.order)}")
         self._positions = self._reader.positions()
         self._sample_index = sample_index
 
@@ -223,6 +232,12 @@ class StripeDataLoader(BaseDataLoader):
                 return
             want += ", or training.allow_changed_corpus = true to continue with the changed corpus"
         raise ConfigError("training.dataset", here["corpus"], want)
+
+
+def _named(order: Order | None) -> str:
+    if order is None:
+        return "training.shuffle = false"
+    return f"training.shuffle_seed = {order.seed}, training.shuffle_tokens = {order.tokens}"
 
 
 def build_dataloader(
@@ -274,7 +289,19 @@ def build_dataloader(
         pin_memory=training.dataloader.pin_memory,
         allow_changed=getattr(training, "allow_changed_corpus", False),
         steps_ahead=getattr(training, "steps_ahead", STEPS_AHEAD),
+        order=_order(job_config),
     )
+
+
+def _order(job_config: Any) -> Order | None:
+    """Return the order that a run's configuration sets; the record of an old run sets none."""
+    training = job_config.training
+    if not getattr(training, "shuffle", False):
+        return None
+    seed = training.shuffle_seed
+    if seed is None:
+        seed = job_config.debug.seed or 0
+    return Order(seed, training.shuffle_tokens)
 
 
 def _token_cache(

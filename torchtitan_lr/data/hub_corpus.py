@@ -15,6 +15,7 @@ from typing import Any
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
 from torchtitan_lr.data.encoding import Tokens
+from torchtitan_lr.data.order import Order
 from torchtitan_lr.data.stripes import DocumentStream
 from torchtitan_lr.errors import ConfigError, DataError
 
@@ -55,8 +56,10 @@ class HubCorpus:
         """Return the largest divisor of ``rows`` that is no larger than the number of shards."""
         return max(n for n in range(1, min(rows, self.num_shards) + 1) if rows % n == 0)
 
-    def stream(self, stripe: int, num_stripes: int, infinite: bool) -> DocumentStream:
-        """Open one stripe: a contiguous run of shards."""
+    def stream(
+        self, stripe: int, num_stripes: int, infinite: bool, order: Order | None = None
+    ) -> DocumentStream:
+        """Open one stripe: a contiguous run of shards, which no order changes."""
         return _HubStream(self, stripe, num_stripes, infinite)
 
     def __iter__(self) -> Iterator[str]:
