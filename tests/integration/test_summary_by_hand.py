@@ -122,7 +122,7 @@ def test_training_loss(logged, tokenizer, losses_by_hand):
         global_batch_size=BATCH,
         dp_world_size=1,
         dp_rank=0,
-        order=Order(seed=0, tokens=32768),  # training.shuffle
+        order=Order(seed=0, tokens=1024),  # training.shuffle
     )
     batches = [
         torch.cat([inputs["input"], labels[:, -1:]], dim=1).tolist()

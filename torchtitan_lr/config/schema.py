@@ -104,6 +104,12 @@ class Training:
     removed. The run continues at about the same position, and may repeat or miss some text.
     """
 
+    mask_documents: bool = False
+    """
+    Keep the documents of a sequence apart: a token attends to its own document only, positions
+    restart, and the token after a document's last is not predicted. Also in validation.
+    """
+
     shuffle: bool = True
     """
     Read the corpus in a seeded order: the blocks of 'local' and 'python_stdlib' are permuted anew

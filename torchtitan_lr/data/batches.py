@@ -13,6 +13,7 @@ import torch
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_lr.data.corpora import BlockCorpus, Corpus
+from torchtitan_lr.data.documents import DocumentBorders, separated
 from torchtitan_lr.data.order import Order
 from torchtitan_lr.data.shuffle import ShuffledStripe
 from torchtitan_lr.data.stripes import Stripe, fill
@@ -102,7 +103,8 @@ class Prepared:
     """A micro-batch, or why there is none, and the position behind it.
 
     Attributes:
-        batch: ``({"input": (b, s)}, labels (b, s))``; None at the end and with an error.
+        batch: ``({"input": (b, s)}, labels (b, s))``, with ``"documents"`` (b, s) where they are
+            kept apart; None at the end and with an error.
         sample_index: Samples consumed by all ranks together, this micro-batch included.
         positions: Positions of the stripes that it read.
         skipped: Locations of the records that were skipped for it.
@@ -127,6 +129,7 @@ class BatchReader:
         infinite: Whether to start over at the end of the corpus.
         pin_memory: Whether to put the batches in pinned memory.
         order: The shuffled order; None for the fixed one.
+        borders: Keeps the documents of a row apart; None to let them see each other.
 
     Attributes:
         order: The present order: that of the last :meth:`seek`, if there was one.
@@ -141,7 +144,9 @@ class BatchReader:
         infinite: bool,
         pin_memory: bool,
         order: Order | None = None,
+        borders: DocumentBorders | None = None,
     ) -> None:
+        self._borders = borders
         self._corpus = corpus
         self._tokenizer = tokenizer
         self._seq_len = seq_len
@@ -235,4 +240,7 @@ class BatchReader:
         shape = (tokens.shape[0], tokens.shape[1] - 1)
         pinned = self._device is not None
         inputs, labels = (torch.empty(shape, dtype=torch.int64, pin_memory=pinned) for _ in "io")
-        return {"input": inputs.copy_(tokens[:, :-1])}, labels.copy_(tokens[:, 1:])
+        batch = separated(self._borders, inputs.copy_(tokens[:, :-1]), labels.copy_(tokens[:, 1:]))
+        if pinned and self._borders is not None:
+            return {k: v.pin_memory() for k, v in batch[0].items()}, batch[1].pin_memory()
+        return batch

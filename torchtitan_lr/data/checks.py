@@ -12,6 +12,7 @@ from torchtitan_lr.data.corpora import (
     training_source,
     validation_source,
 )
+from torchtitan_lr.data.documents import DocumentBorders
 from torchtitan_lr.data.local_corpus import LocalCorpus
 from torchtitan_lr.errors import ConfigError
 
@@ -55,9 +56,11 @@ def check_sequences(job_config: Any, tokenizer: BaseTokenizer) -> None:
         tokenizer: The run's tokenizer.
 
     Raises:
-        ConfigError: A corpus has fewer tokens than one sequence.
+        ConfigError: A corpus has fewer tokens than one sequence, or the tokenizer cannot separate
+            documents.
         DataError: One of the records read for the check is unreadable.
     """
+    DocumentBorders.of(job_config, tokenizer)
     sections = [("training", job_config.training, training_source(job_config))]
     if job_config.validation.enable:
         source = validation_source(job_config)

@@ -20,6 +20,7 @@ from torchtitan_lr.config.schema import STEPS_AHEAD
 from torchtitan_lr.data.batches import BatchReader, MicroBatch, Prepared, Rows
 from torchtitan_lr.data.checks import check_workers
 from torchtitan_lr.data.corpora import BlockCorpus, Corpus, training_source
+from torchtitan_lr.data.documents import DocumentBorders
 from torchtitan_lr.data.encoding import tokenizer_identity
 from torchtitan_lr.data.order import Order
 from torchtitan_lr.data.read_ahead import JOIN_SECONDS, ReadAhead
@@ -54,6 +55,7 @@ class StripeDataLoader(BaseDataLoader):
             each when it is used.
         order: The shuffled order; None for the fixed one. A loaded position's own order replaces
             it.
+        borders: Keeps the documents of a row apart; None to let them see each other.
 
     Raises:
         ConfigError: The batch sizes do not divide, or the corpus cannot be split that way.
@@ -74,13 +76,14 @@ class StripeDataLoader(BaseDataLoader):
         allow_changed: bool = False,
         steps_ahead: int = STEPS_AHEAD,
         order: Order | None = None,
+        borders: DocumentBorders | None = None,
     ) -> None:
         self._corpus = corpus
         self._allow_changed = allow_changed
         self._rows = Rows.of(corpus, local_batch_size, global_batch_size, dp_world_size, dp_rank)
         pin_memory = pin_memory and torch.cuda.is_available()
         self._reader = BatchReader(
-            corpus, tokenizer, self._rows, seq_len, infinite, pin_memory, order
+            corpus, tokenizer, self._rows, seq_len, infinite, pin_memory, order, borders
         )
         self._depth = steps_ahead * self._rows.microbatches
         self._batches: Iterator[Prepared] | None = None
@@ -92,7 +95,10 @@ class StripeDataLoader(BaseDataLoader):
         self._mark: tuple[int, dict[int, Any]] | None = None
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """Yield ``({"input": (b, s)}, labels (b, s))``, int64, on the CPU."""
+        """Yield ``({"input": (b, s)}, labels (b, s))``, int64, on the CPU.
+
+        With ``borders`` the inputs have ``"documents"`` (b, s) as well.
+        """
         while True:
             prepared = self._end or next(self._read())
             # Advance before the yield: checkpoints are saved while the generator is suspended.
@@ -290,6 +296,7 @@ def build_dataloader(
         allow_changed=getattr(training, "allow_changed_corpus", False),
         steps_ahead=getattr(training, "steps_ahead", STEPS_AHEAD),
         order=_order(job_config),
+        borders=DocumentBorders.of(job_config, tokenizer),
     )
 
 

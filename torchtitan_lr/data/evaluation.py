@@ -17,6 +17,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_lr.data.corpora import Corpus
+from torchtitan_lr.data.documents import DocumentBorders, separated
 
 
 class EvaluationSet:
@@ -29,6 +30,7 @@ class EvaluationSet:
         seq_len: Tokens per window, the longest context of a label.
         batch_size: Windows per batch; the last batch may have fewer.
         documents: Number of documents to read at most; None for all.
+        borders: Keeps the documents of a row apart; None to let them see each other.
 
     Attributes:
         num_documents: Documents read so far.
@@ -42,7 +44,9 @@ class EvaluationSet:
         seq_len: int,
         batch_size: int,
         documents: int | None = None,
+        borders: DocumentBorders | None = None,
     ) -> None:
+        self._borders = borders
         self._corpus = corpus
         self._tokenizer = tokenizer
         self._seq_len = seq_len
@@ -61,7 +65,7 @@ class EvaluationSet:
             for index, row in enumerate(rows):
                 inputs[index, : len(row) - 1] = torch.tensor(row[:-1])
                 labels[index, : len(row) - 1] = torch.tensor(row[1:])
-            yield {"input": inputs}, labels
+            yield separated(self._borders, inputs, labels)
 
     def _encoded(self) -> Iterator[list[int]]:
         for text in islice(self._corpus, self._documents):

@@ -10,6 +10,7 @@ import torch
 
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG
 from torchtitan_lr.data.corpora import Source, Split, validation_source
+from torchtitan_lr.data.documents import DocumentBorders, model_arguments, moved
 from torchtitan_lr.data.evaluation import EvaluationSet
 from torchtitan_lr.data.validation import ValidationSet, build_validation_set
 from torchtitan_lr.errors import ConfigError
@@ -54,7 +55,10 @@ def _evaluate(options: argparse.Namespace, source: Source | None) -> dict[str, A
     else:
         seq_len = _seq_len(model, options)
         corpus, documents = f"{source.name} ({source.split})", options.documents or None
-        batches = EvaluationSet(source.open(), tokenizer, seq_len, options.batch_size, documents)
+        record = read_run_config(options.checkpoint, options.config)
+        borders = DocumentBorders.of(record, tokenizer)
+        texts = source.open()
+        batches = EvaluationSet(texts, tokenizer, seq_len, options.batch_size, documents, borders)
     started = time.perf_counter()
     loss_sum, num_tokens = total_loss(model, batches)
     if num_tokens == 0:
@@ -80,8 +84,10 @@ def total_loss(model: LlamaModel, batches: EvaluationSet | ValidationSet) -> tup
     """
     device = model.freqs_cis.device
 
-    def batch_loss(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return cross_entropy_sum(model(tokens.to(device)), labels.to(device)).double()
+    def batch_loss(inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+        inputs, labels = moved((inputs, labels), device)
+        logits = model(inputs["input"], **model_arguments(inputs))
+        return cross_entropy_sum(logits, labels).double()
 
     loss_sum, num_tokens = sum_losses(batches, batch_loss, device)
     return float(loss_sum), int(num_tokens)

@@ -22,6 +22,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils
 
+from torchtitan_lr.data.documents import model_arguments, moved
 from torchtitan_lr.data.validation import build_validation_set
 from torchtitan_lr.models.loss import perplexity
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
@@ -30,7 +31,7 @@ from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
 
 def sum_losses(
     batches: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]],
-    batch_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    batch_loss: Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor],
     device: torch.device | str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum the loss over all valid tokens of this rank.
@@ -46,7 +47,7 @@ def sum_losses(
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     num_tokens = torch.zeros((), dtype=torch.float64, device=device)
     for input_dict, labels in batches:
-        loss_sum += batch_loss(input_dict["input"], labels)
+        loss_sum += batch_loss(input_dict, labels)
         num_tokens += (labels != IGNORE_INDEX).sum().item()
     return loss_sum, num_tokens
 
@@ -135,14 +136,15 @@ class Validator(BaseValidator):
         )
 
     def _batch_loss(
-        self, model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor
+        self, model: nn.Module, inputs: dict[str, torch.Tensor], labels: torch.Tensor
     ) -> torch.Tensor:
-        """Return the summed loss of one batch, `tokens` and `labels` of shape `(b, s)`."""
-        tokens, labels = tokens.to(utils.device_type), labels.to(utils.device_type)
+        """Return the summed loss of one batch; all its tensors have the shape `(b, s)`."""
+        inputs, labels = moved((inputs, labels), utils.device_type)
+        tokens, arguments = inputs["input"], model_arguments(inputs)
         with self.validation_context(), self.maybe_enable_amp:
             if self.pipeline is not None:
-                return self.pipeline.evaluate(tokens, labels).detach().double()
-            return self.loss_fn(model(tokens), labels).detach().double()
+                return self.pipeline.evaluate(tokens, labels, **arguments).detach().double()
+            return self.loss_fn(model(tokens, **arguments), labels).detach().double()
 
 
 def build_validator(
