@@ -80,6 +80,13 @@ class Training:
     - 'c4', 'c4_validation': streamed from the Hugging Face hub
     """
 
+    mixture: list[dict[str, str | float]] = field(default_factory=list)
+    """
+    Several corpora instead of ``dataset``: a table ``[[training.mixture]]`` for each, with the keys
+    ``dataset``, ``path``, ``weight`` (its share over the sum of all; 1 by default) and ``name``
+    (in the log; by default the dataset).
+    """
+
     dataloader: DataLoader = field(default_factory=DataLoader)
 
     max_norm: float | int = 0.5

@@ -14,6 +14,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_lr.data.corpora import BlockCorpus, Corpus
 from torchtitan_lr.data.documents import DocumentBorders, separated
+from torchtitan_lr.data.mixture import MixedStripe, Mixture
 from torchtitan_lr.data.order import Order
 from torchtitan_lr.data.shuffle import ShuffledStripe
 from torchtitan_lr.data.stripes import Stripe, fill
@@ -162,14 +163,23 @@ class BatchReader:
         self._most_visits = max(1, READ_TOKENS // (windows * (seq_len + 1)))
         self._visits = 1
 
-    def _open(self, order: Order | None) -> dict[int, Stripe]:
-        def stripe(index: int) -> Stripe:
-            stream = self._corpus.stream(index, self._rows.stripes, self._infinite, order)
+    def _open(self, order: Order | None) -> dict[int, Stripe | MixedStripe]:
+        def stripe(corpus: Corpus, index: int) -> Stripe:
+            stream = corpus.stream(index, self._rows.stripes, self._infinite, order)
             if order is None:
                 return Stripe(stream, self._tokenizer, self._seq_len)
             return ShuffledStripe(stream, self._tokenizer, self._seq_len, order, index)
 
-        return {index: stripe(index) for index in self._owned}
+        def mixed(mixture: Mixture, index: int) -> MixedStripe:
+            each = self._rows.per_stripe
+            rows = range(index * each, (index + 1) * each)
+            parts = [stripe(corpus, index) for corpus in mixture.corpora]
+            return MixedStripe(mixture, parts, rows, order.seed if order else 0)
+
+        corpus = self._corpus
+        if isinstance(corpus, Mixture):
+            return {index: mixed(corpus, index) for index in self._owned}
+        return {index: stripe(corpus, index) for index in self._owned}
 
     def positions(self) -> dict[int, dict[str, Any]]:
         """Return the position of every stripe of this rank."""
@@ -217,13 +227,19 @@ class BatchReader:
 
     @property
     def _skipped(self) -> set[str]:
-        return self._corpus.skipped if isinstance(self._corpus, BlockCorpus) else set()
+        corpus = self._corpus
+        return corpus.skipped if isinstance(corpus, BlockCorpus | Mixture) else set()
 
     def _windows(self, stripes: list[int]) -> npt.NDArray[np.int64] | None:
         """Return the windows of one micro-batch, ``(b, s + 1)``; None at the end of a stripe."""
         visit = self._rows.per_stripe
-        if any(self._stripes[stripe].missing(visit) for stripe in stripes):
-            fill(list(self._stripes.values()), visit * self._visits)
+        if any(
+            part.missing(windows)
+            for stripe in stripes
+            for part, windows in self._stripes[stripe].demands(visit)
+        ):
+            count = visit * self._visits
+            fill([one for stripe in self._stripes.values() for one in stripe.demands(count)])
             # A short run reads little ahead, a long one enough for all cores.
             self._visits = min(2 * self._visits, self._most_visits)
         found = []

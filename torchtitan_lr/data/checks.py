@@ -14,6 +14,7 @@ from torchtitan_lr.data.corpora import (
 )
 from torchtitan_lr.data.documents import DocumentBorders
 from torchtitan_lr.data.local_corpus import LocalCorpus
+from torchtitan_lr.data.mixture import MixtureSource
 from torchtitan_lr.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,15 +35,23 @@ def check_corpus(job_config: Any) -> None:
     training, validation = job_config.training, job_config.validation
     check_workers(training.dataloader, "training")
     source = training_source(job_config)
-    check_name(source.name, source.path, "training")
-    trained = _check_text(source, training.dataset)
+    parts = source.parts if isinstance(source, MixtureSource) else (source,)
+    opened = []
+    for part in parts:
+        check_name(part.name, part.path, "training")
+        opened.append(_check_text(part, part.name))
     if not validation.enable:
         return
     check_workers(validation.dataloader, "validation")
     check_name(validation.dataset, validation.dataset_path, "validation")
     source = validation_source(job_config)
+    if isinstance(source, MixtureSource):
+        for part in source.parts:
+            _check_text(part, validation.dataset)
+        return
     if source.key == "validation":
-        _check_other_text(source, trained, training)
+        for part, trained in zip(parts, opened, strict=True):
+            _check_other_text(source, trained, part.name)
     _check_text(source, validation.dataset)
 
 
@@ -66,7 +75,7 @@ def check_sequences(job_config: Any, tokenizer: BaseTokenizer) -> None:
         source = validation_source(job_config)
         sections.append(("validation", job_config.validation, source))
     for key, section, source in sections:
-        if source.name.startswith("c4"):
+        if any(name.startswith("c4") for name in _names(source)):
             continue
         wanted, found = section.seq_len + 1, 0
         for text in source.open():
@@ -77,6 +86,10 @@ def check_sequences(job_config: Any, tokenizer: BaseTokenizer) -> None:
             part = "held-out part of the" if source.split == "validation" else "whole"
             want = f"at most {found - 1}: the {part} corpus {source.name!r} has {found} tokens"
             raise ConfigError(f"{key}.seq_len", section.seq_len, want)
+
+
+def _names(source: Source | MixtureSource) -> list[str]:
+    return [part.name for part in getattr(source, "parts", (source,))]
 
 
 def _count_tokens(text: str, tokenizer: BaseTokenizer, wanted: int) -> int:
@@ -104,7 +117,7 @@ def _check_text(source: Source, named: str) -> Corpus | None:
     return corpus
 
 
-def _check_other_text(source: Source, trained: Corpus | None, training: Any) -> None:
+def _check_other_text(source: Source, trained: Corpus | None, training: str) -> None:
     """Raise if the named validation corpus contains training files."""
     advice = "validation.dataset = 'training' takes what is held out from it"
     if source.name == "local" and isinstance(trained, LocalCorpus):
@@ -115,7 +128,7 @@ def _check_other_text(source: Source, trained: Corpus | None, training: Any) -> 
         if shared:
             want = f"files that are not trained on ({shared[0]} is); {advice}"
             raise ConfigError("validation.dataset_path", source.path, want)
-    if source.name == training.dataset == "c4_validation":
+    if source.name == training == "c4_validation":
         want = "another corpus than training.dataset"
         raise ConfigError("validation.dataset", source.name, want)
 

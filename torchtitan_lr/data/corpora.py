@@ -19,142 +19,38 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.config.paths import user_path
-from torchtitan_lr.data.order import Order
-from torchtitan_lr.data.stripes import BlockStream, DocumentStream
-from torchtitan_lr.data.token_cache import TokenCache
+from torchtitan_lr.data.blocks import BlockCorpus, Corpus, Split, file_stamp
 from torchtitan_lr.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from torchtitan_lr.data.mixture import MixtureSource
 
 TRAINING_CORPORA = ("python_stdlib", "local", "c4", "c4_validation")
 VALIDATION_CORPORA = ("training", "python_stdlib", "local", "c4_validation")
 
-Split = Literal["train", "validation", "all"]
-
-
-class Corpus(Protocol):
-    """A source of documents, read as parallel stripes or once from start to end."""
-
-    name: str
-
-    def fingerprint(self) -> str:
-        """Return a one-line identity of the corpus, computed without reading its contents."""
-        ...
-
-    def num_stripes(self, rows: int) -> int:
-        """Return the number of stripes for a global batch of ``rows`` rows, a divisor of it."""
-        ...
-
-    def stream(
-        self, stripe: int, num_stripes: int, infinite: bool, order: Order | None = None
-    ) -> DocumentStream:
-        """Open one stripe's documents, in the fixed order or in another."""
-        ...
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield every document once, in a fixed order."""
-        ...
-
-
-class BlockCorpus(ABC):
-    """A corpus of independently readable blocks.
-
-    Args:
-        name: The corpus's name in the TOML.
-        key: The TOML key to name in errors.
-        files: ``(name, bytes)`` of each file, in order; input of the fingerprint.
-        max_bad_records: Number of unreadable records that may be skipped.
-
-    Attributes:
-        skipped: Locations of the skipped records, without duplicates.
-        cache: The tokens of its blocks, None without a cache.
-    """
-
-    cache: TokenCache | None = None
-
-    def __init__(
-        self, name: str, key: str, files: Iterable[tuple[str, int]], max_bad_records: int = 0
-    ) -> None:
-        self.name = name
-        self.key = key
-        self._files = list(files)
-        self._max_bad_records = max_bad_records
-        self.skipped: set[str] = set()
-
-    @property
-    @abstractmethod
-    def num_blocks(self) -> int:
-        """The number of blocks."""
-
-    @abstractmethod
-    def documents(self, block: int) -> Iterator[str | DataError]:
-        """Yield one block's non-empty documents in order, and a DataError per unreadable record."""
-
-    def origin(self) -> str:
-        """Return where the files are, which the fingerprint does not contain."""
-        return ""
-
-    def stamp(self, block: int) -> str | None:
-        """Return what determines a block's documents: its file's size and times, and its part.
-
-        Args:
-            block: The block's index.
-
-        Returns:
-            The stamp; None if the file is gone, or if the corpus is not made of files.
-        """
-        del block
-        return None
-
-    def skip(self, error: DataError) -> None:
-        """Record an unreadable record as skipped.
-
-        Args:
-            error: The record's location and defect.
-
-        Raises:
-            DataError: ``max_bad_records`` records are skipped already.
-        """
-        most = self._max_bad_records
-        if str(error.got) in self.skipped:
-            return
-        if len(self.skipped) >= most:
-            more = f" (training.max_bad_records = {most} are skipped already)" if most else ""
-            raise DataError(error.key, error.got, error.want + more)
-        self.skipped.add(str(error.got))
-
-    def fingerprint(self) -> str:
-        """Return the name, the counts of blocks, files and bytes, and a hash of names and sizes."""
-        digest = hashlib.sha256(repr(self._files).encode()).hexdigest()[:16]
-        size = sum(size for _, size in self._files)
-        return (
-            f"{self.name} blocks={self.num_blocks} files={len(self._files)} bytes={size} {digest}"
-        )
-
-    def num_stripes(self, rows: int) -> int:
-        """Return ``rows``: any number of stripes can share the blocks."""
-        return rows
-
-    def stream(
-        self, stripe: int, num_stripes: int, infinite: bool, order: Order | None = None
-    ) -> DocumentStream:
-        """Open one stripe's documents (:class:`BlockStream`)."""
-        return BlockStream(self, stripe, num_stripes, infinite, order)
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield every document once, block by block."""
-        for block in range(self.num_blocks):
-            for document in self.documents(block):
-                if isinstance(document, DataError):
-                    self.skip(document)
-                else:
-                    yield document
+__all__ = [
+    "TRAINING_CORPORA",
+    "VALIDATION_CORPORA",
+    "BlockCorpus",
+    "Corpus",
+    "PythonStdlib",
+    "Source",
+    "Split",
+    "build_corpus",
+    "check_name",
+    "file_stamp",
+    "held_out_source",
+    "training_source",
+    "validation_source",
+]
+"""Those of :mod:`torchtitan_lr.data.blocks` are here too."""
 
 
 class PythonStdlib(BlockCorpus):
@@ -231,15 +127,6 @@ class PythonStdlib(BlockCorpus):
             yield DataError(self.key, str(path), want)
 
 
-def file_stamp(path: Path) -> str | None:
-    """Return a file's path, size and times; None if there is no such file."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return f"{path} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
-
-
 @cache  # a run opens the corpus three times: for the checks, for training and for validation
 def _path_hash(relative_path: str) -> int:
     return int(hashlib.sha256(relative_path.encode()).hexdigest(), 16)
@@ -308,18 +195,22 @@ class Source:
         return build_corpus(*corpus, rows, self.max_bad_records)
 
 
-def training_source(job_config: Any) -> Source:
-    """Return the training corpus of a run.
+def training_source(job_config: Any) -> Source | MixtureSource:
+    """Return the training corpus of a run, or the mixture of several.
 
     Args:
         job_config: The run's ``JobConfig``, or its saved record; section ``training`` is read.
     """
+    from torchtitan_lr.data.mixture import mixture_source
+
     section = job_config.training
+    if (mixture := mixture_source(section)) is not None:
+        return mixture
     most = getattr(section, "max_bad_records", 0)
     return Source(section.dataset, section.dataset_path, "train", "training", most)
 
 
-def validation_source(job_config: Any) -> Source:
+def validation_source(job_config: Any) -> Source | MixtureSource:
     """Return the validation corpus of a run, by default the held-out part of the training corpus.
 
     Args:
@@ -336,14 +227,28 @@ def validation_source(job_config: Any) -> Source:
     if section.dataset != "training":
         part: Split = "all" if section.dataset == "local" else "validation"
         named = (section.dataset, section.dataset_path, part, "validation")
-        return Source(*named, training.max_bad_records)
+        return Source(*named, getattr(job_config.training, "max_bad_records", 0))
     if section.dataset_path:
         want = "no path, or validation.dataset = 'local' with it"
         raise ConfigError("validation.dataset_path", section.dataset_path, want)
+    if not isinstance(training, Source):
+        return training.held_out()
+    return held_out_source(training)
+
+
+def held_out_source(training: Source) -> Source:
+    """Return the held-out part of a training corpus.
+
+    Args:
+        training: The training corpus.
+
+    Raises:
+        ConfigError: It has none.
+    """
     name = {"c4": "c4_validation"}.get(training.name, training.name)
     if name == training.name and name == "c4_validation":
         want = "a corpus other than training.dataset = 'c4_validation' (no held-out part)"
-        raise ConfigError("validation.dataset", section.dataset, want)
+        raise ConfigError("validation.dataset", "training", want)
     return replace(training, name=name, split="validation")
 
 

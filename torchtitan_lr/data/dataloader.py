@@ -22,6 +22,7 @@ from torchtitan_lr.data.checks import check_workers
 from torchtitan_lr.data.corpora import BlockCorpus, Corpus, training_source
 from torchtitan_lr.data.documents import DocumentBorders
 from torchtitan_lr.data.encoding import tokenizer_identity
+from torchtitan_lr.data.mixture import Mixture, SharesSeen
 from torchtitan_lr.data.order import Order
 from torchtitan_lr.data.read_ahead import JOIN_SECONDS, ReadAhead
 from torchtitan_lr.data.token_cache import TokenCache
@@ -91,8 +92,10 @@ class StripeDataLoader(BaseDataLoader):
         # The position behind the last micro-batch that was yielded; the reader is ahead of it.
         self._sample_index = 0
         self._positions = self._reader.positions()
-        self._bad_records = set(corpus.skipped) if isinstance(corpus, BlockCorpus) else set()
-        self._mark: tuple[int, dict[int, Any]] | None = None
+        counts = isinstance(corpus, BlockCorpus | Mixture)
+        self._bad_records = set(corpus.skipped) if counts else set()
+        self._seen = SharesSeen(corpus, global_batch_size) if isinstance(corpus, Mixture) else None
+        self._mark: tuple[int, dict[int, Any], list[int]] | None = None
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Yield ``({"input": (b, s)}, labels (b, s))``, int64, on the CPU.
@@ -102,6 +105,9 @@ class StripeDataLoader(BaseDataLoader):
         while True:
             prepared = self._end or next(self._read())
             # Advance before the yield: checkpoints are saved while the generator is suspended.
+            if self._seen is not None and prepared.batch is not None:
+                seed = 0 if self._reader.order is None else self._reader.order.seed
+                self._seen.add(self._sample_index, prepared.sample_index, seed)
             self._sample_index = prepared.sample_index
             self._positions |= prepared.positions
             self._bad_records |= prepared.skipped
@@ -133,9 +139,14 @@ class StripeDataLoader(BaseDataLoader):
         """Locations of the records that this rank skipped."""
         return self._bad_records
 
+    def shares(self) -> dict[str, float]:
+        """Return the share of each corpus of a mixture in what all ranks have read; else empty."""
+        return {} if self._seen is None else self._seen.shares()
+
     def mark(self) -> None:
         """Store the position, so that a step with unreadable data can be undone."""
-        self._mark = (self._sample_index, dict(self._positions))
+        seen = [] if self._seen is None else self._seen.counts
+        self._mark = (self._sample_index, dict(self._positions), seen)
 
     def return_to_mark(self) -> None:
         """Make :meth:`state_dict` return the position of the last :meth:`mark`, for the checkpoint.
@@ -145,6 +156,8 @@ class StripeDataLoader(BaseDataLoader):
         if self._mark is None:
             raise RuntimeError("there is no mark to return to")
         self._sample_index, self._positions = self._mark[0], dict(self._mark[1])
+        if self._seen is not None:
+            self._seen.counts = self._mark[2]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, with one entry per stripe, so that any rank can load its own.
@@ -156,8 +169,9 @@ class StripeDataLoader(BaseDataLoader):
         """
         state = self._identity()
         bad = {"bad_records": sorted(self.bad_records)} if self.bad_records else {}
+        seen = {} if self._seen is None else {"seen": self._seen.counts}
         for stripe, position in self._positions.items():
-            state[f"lane_{stripe}"] = json.dumps(position | bad)
+            state[f"lane_{stripe}"] = json.dumps(position | bad | seen)
             bad = {}
         return state
 
@@ -193,7 +207,9 @@ class StripeDataLoader(BaseDataLoader):
         positions = {stripe: json.loads(state_dict[f"lane_{stripe}"]) for stripe in self._positions}
         for position in positions.values():
             self._bad_records.update(position.pop("bad_records", []))
-        if isinstance(self._corpus, BlockCorpus):
+            if (seen := position.pop("seen", None)) and self._seen is not None:
+                self._seen.counts = seen
+        if isinstance(self._corpus, BlockCorpus | Mixture):
             self._corpus.skipped = set(self._bad_records)
         wanted = self._reader.order
         self._reader.seek(sample_index, positions, changed)
@@ -276,13 +292,15 @@ def build_dataloader(
     if rows < 0:
         rows = training.local_batch_size * dp_world_size
     corpus = training_source(job_config).open(rows)
-    if isinstance(corpus, BlockCorpus):
-        corpus.cache = _token_cache(job_config, corpus, tokenizer)
-    if isinstance(corpus, BlockCorpus) and corpus.num_blocks < rows and dp_rank == 0:
-        logger.warning(
-            f"{corpus.name} has {corpus.num_blocks} blocks for {rows} rows of a batch: "
-            "some rows will have the same text"
-        )
+    for part in corpus.corpora if isinstance(corpus, Mixture) else [corpus]:
+        if not isinstance(part, BlockCorpus):
+            continue
+        part.cache = _token_cache(job_config, part, tokenizer)
+        if part.num_blocks < rows and dp_rank == 0:
+            logger.warning(
+                f"{part.name} has {part.num_blocks} blocks for {rows} rows of a batch: "
+                "some rows will have the same text"
+            )
     return StripeDataLoader(
         corpus,
         tokenizer,
@@ -331,6 +349,6 @@ def _same_kind(fingerprint: str, other: str) -> bool:
 
     def kind(text: str) -> list[str]:
         name, *rest = text.split()
-        return [name, *(word for word in rest if word.startswith("shards="))]
+        return [name, *(word for word in rest if word.startswith(("shards=", "parts=")))]
 
     return kind(fingerprint) == kind(other)

@@ -74,12 +74,22 @@ def permutation(count: int, *key: int) -> npt.NDArray[np.int64]:
     Returns:
         The permutation, ``(count,)``.
     """
-    seed = _STEP
-    for part in key:
-        seed = _mix(seed ^ _mix((part + _STEP) & _WORD))
+    seed = _seed_of(key)
     # Different inputs of `_mix` have different outputs, so no two keys are equal.
     keys = _mix(np.arange(count, dtype=np.uint64) * np.uint64(_STEP) + np.uint64(seed))
     return np.argsort(keys, kind="stable")
+
+
+def unit_number(*key: int) -> float:
+    """Return a pseudo-random number in [0, 1) that depends on the key alone."""
+    return float(_seed_of(key) >> 11) / 2.0**53
+
+
+def _seed_of(key: tuple[int, ...]) -> int:
+    seed = _STEP
+    for part in key:
+        seed = _mix(seed ^ _mix((part + _STEP) & _WORD))
+    return seed
 
 
 @lru_cache(maxsize=4)  # stripes of one rank are in neighbouring passes

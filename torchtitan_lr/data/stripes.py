@@ -39,7 +39,7 @@ from torchtitan_lr.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from torchtitan.components.tokenizer import BaseTokenizer
 
-    from torchtitan_lr.data.corpora import BlockCorpus
+    from torchtitan_lr.data.blocks import BlockCorpus
 
 
 CHARACTERS_PER_TOKEN = 4
@@ -245,6 +245,10 @@ class Stripe:
         self._ended = False
         self._failure: ConfigError | None = None
 
+    def demands(self, windows: int) -> list[tuple[Stripe, int]]:
+        """Return the stripes that must hold some windows: itself."""
+        return [(self, windows)]
+
     def missing(self, windows: int) -> int:
         """Return how many tokens must still be read for some windows; 0 at the stream's end."""
         if self._ended:
@@ -302,7 +306,7 @@ class Stripe:
 
     def next_window(self) -> list[int] | None:
         """Return the next ``seq_len + 1`` tokens, or None when the stream has ended."""
-        fill([self], 1)
+        fill([(self, 1)])
         window = self.take(1)
         return None if window is None else window[0].tolist()
 
@@ -352,17 +356,16 @@ class Stripe:
         return True
 
 
-def fill(stripes: Sequence[Stripe], windows: int) -> None:
-    """Read and tokenise documents until each stripe holds some windows, or its stream has ended.
+def fill(demands: Sequence[tuple[Stripe, int]]) -> None:
+    """Read and tokenise documents until each stripe holds its windows, or its stream has ended.
 
     The documents of all stripes are encoded together, so that the tokenizer can use all cores.
 
     Args:
-        stripes: Stripes with the same tokenizer.
-        windows: Windows that each stripe shall hold.
+        demands: Stripes with the same tokenizer, and the windows that each shall hold.
     """
-    while any(missing := [stripe.missing(windows) for stripe in stripes]):
-        _encode(stripes, missing)
+    while any(missing := [stripe.missing(windows) for stripe, windows in demands]):
+        _encode([stripe for stripe, _ in demands], missing)
 
 
 def _encode(stripes: Sequence[Stripe], missing: Sequence[int]) -> None:

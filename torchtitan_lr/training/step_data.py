@@ -94,9 +94,10 @@ class StepReader:
         if self._loader is not None:
             self._loader.return_to_mark()
 
-    def metrics(self) -> dict[str, int]:
-        """Return the number of skipped records, if skipping is allowed."""
-        return {"bad_records": len(self.bad_records)} if self._max_bad_records else {}
+    def metrics(self) -> dict[str, float]:
+        """Return the number of skipped records, if skipping is allowed, and a mixture's shares."""
+        bad = {"bad_records": len(self.bad_records)} if self._max_bad_records else {}
+        return bad | (self._loader.shares() if self._loader else {})
 
     def sum_over_ranks(self, *counts: int) -> list[int]:
         """Return each count summed over all ranks."""

@@ -18,6 +18,8 @@ TRAIN_LOSS = "loss_metrics/global_avg_loss"
 VALIDATION_LOSS = "validation_metrics/loss"
 """Key in ``metrics.jsonl``: validation loss, nats per token."""
 
+_SHARE = "data_share/"
+
 _ENTROPY = "validation_metrics/unigram_entropy"
 
 
@@ -36,7 +38,8 @@ def build_summary(
         ``steps, train_loss, val_loss, val_ppl, unigram_entropy`` (losses in nats per token),
         ``tokens_per_s`` (all ranks together, the median over logged windows without the first),
         ``mfu`` (percent; None if the device's peak is unknown), ``peak_memory_gib,
-        checkpoint`` and ``curve`` (filled in by `write_summary`).
+        checkpoint`` and ``curve`` (filled in by `write_summary`); of a mixture also
+        ``data_share/<name>``, the share of each corpus in what was read.
     """
     # Imported late: the launcher reads a summary without torch.
     from torchtitan_lr.models.loss import perplexity
@@ -56,7 +59,7 @@ def build_summary(
         "peak_memory_gib": peak_memory_gib,
         "checkpoint": checkpoint,
         "curve": None,
-    }
+    } | {name: share for name, share in (train[-1:] or [{}])[0].items() if _SHARE in name}
 
 
 def write_summary(
