@@ -76,15 +76,35 @@ class Training:
     """
     The training corpus:
     - 'python_stdlib': the source files of the running interpreter's standard library
-    - 'local': the .txt, .jsonl or .parquet files that ``dataset_path`` names (a path or a glob)
+    - 'local': the .txt, .jsonl or .parquet files that ``dataset_path`` names (a path or a glob);
+      .txt and .jsonl may be compressed (.gz, .zst)
+    - 'hf': the Hugging Face dataset that ``dataset_path`` names, on the Hub or in a folder
     - 'c4', 'c4_validation': streamed from the Hugging Face hub
+    """
+
+    text_column: str = "text"
+    """Name of the text in the records of 'hf' and 'local'."""
+
+    hf_name: str | None = None
+    """'hf': the dataset's configuration, such as 'en'."""
+
+    hf_split: str = "train"
+    """'hf': the split to train on."""
+
+    hf_held_out: str = ""
+    """'hf': the split to validate on; empty holds out one document in 200 of ``hf_split``."""
+
+    hf_streaming: bool = True
+    """
+    'hf': stream the dataset, with the buffer as the whole shuffle. False downloads and prepares it
+    on disk first, and permutes its rows in blocks like 'local'.
     """
 
     mixture: list[dict[str, str | float]] = field(default_factory=list)
     """
     Several corpora instead of ``dataset``: a table ``[[training.mixture]]`` for each, with the keys
-    ``dataset``, ``path``, ``weight`` (its share over the sum of all; 1 by default) and ``name``
-    (in the log; by default the dataset).
+    ``dataset``, ``path``, ``weight`` (its share over the sum of all; 1 by default), ``name`` (in
+    the log; by default the dataset), ``text_column``, ``hf_name`` and ``hf_split``.
     """
 
     dataloader: DataLoader = field(default_factory=DataLoader)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -15,6 +16,25 @@ from torchtitan_lr.data.token_cache import TokenCache
 from torchtitan_lr.errors import DataError
 
 Split = Literal["train", "validation", "all"]
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Which text of a dataset is read; for ``hf``, and the column for ``local`` too.
+
+    Attributes:
+        column: Name of the text in a record.
+        hf_name: The dataset's configuration, such as ``en``; None for its only one.
+        hf_split: The split to train on.
+        hf_held_out: The split to validate on; empty to hold out one document in 200.
+        hf_streaming: Whether to stream the dataset, and not to prepare it on disk first.
+    """
+
+    column: str = "text"
+    hf_name: str | None = None
+    hf_split: str = "train"
+    hf_held_out: str = ""
+    hf_streaming: bool = True
 
 
 class Corpus(Protocol):

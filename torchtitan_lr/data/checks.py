@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.data.corpora import (
     Corpus,
     Source,
     check_name,
+    is_hub,
     training_source,
     validation_source,
 )
@@ -43,6 +45,7 @@ def check_corpus(job_config: Any) -> None:
     if not validation.enable:
         return
     check_workers(validation.dataloader, "validation")
+    _check_streamed_validation(parts, validation)
     check_name(validation.dataset, validation.dataset_path, "validation")
     source = validation_source(job_config)
     if isinstance(source, MixtureSource):
@@ -75,7 +78,7 @@ def check_sequences(job_config: Any, tokenizer: BaseTokenizer) -> None:
         source = validation_source(job_config)
         sections.append(("validation", job_config.validation, source))
     for key, section, source in sections:
-        if any(name.startswith("c4") for name in _names(source)):
+        if any(map(is_hub, _names(source))):
             continue
         wanted, found = section.seq_len + 1, 0
         for text in source.open():
@@ -102,8 +105,9 @@ def _count_tokens(text: str, tokenizer: BaseTokenizer, wanted: int) -> int:
 
 
 def _check_text(source: Source, named: str) -> Corpus | None:
-    """Check that a corpus has text, and return it; Hub corpora are not opened (None)."""
-    if source.name.startswith("c4"):
+    """Check that a corpus has text, and return it; what may need a network is not opened (None)."""
+    folder = source.name == "hf" and source.path and Path(source.path).exists()
+    if is_hub(source.name) and not folder:
         return None
     corpus = source.open()
     if isinstance(corpus, LocalCorpus):
@@ -115,6 +119,16 @@ def _check_text(source: Source, named: str) -> Corpus | None:
             key = "validation.dataset"
         raise ConfigError(key, named, want)
     return corpus
+
+
+def _check_streamed_validation(parts: tuple[Source, ...], validation: Any) -> None:
+    """Raise if validation would read a whole stream for its held-out documents."""
+    if validation.dataset != "training" or validation.steps != -1:
+        return
+    for part in parts:
+        if part.name == "hf" and part.options.hf_streaming and not part.options.hf_held_out:
+            want = "a number of batches: held-out documents are spread over the whole stream"
+            raise ConfigError("validation.steps", -1, f"{want} (or training.hf_held_out)")
 
 
 def _check_other_text(source: Source, trained: Corpus | None, training: str) -> None:

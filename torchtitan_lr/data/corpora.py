@@ -5,8 +5,10 @@
     The source files of the running interpreter's standard library: real text on every machine.
 ``local``
     The user's files: .txt, .jsonl or .parquet (:mod:`torchtitan_lr.data.local_corpus`).
+``hf``
+    Any Hugging Face dataset, of the Hub or of a folder (:mod:`torchtitan_lr.data.hub_corpus`).
 ``c4``, ``c4_validation``
-    torchtitan's Hugging Face streams (:mod:`torchtitan_lr.data.hub_corpus`).
+    Two cases of it: the English part of C4.
 
 Each corpus has a held-out part that is never trained on: ``python_stdlib`` one file in twenty,
 ``local`` one document in two hundred (:mod:`torchtitan_lr.data.held_out`), ``c4`` its own
@@ -20,19 +22,19 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.config.paths import user_path
-from torchtitan_lr.data.blocks import BlockCorpus, Corpus, Split, file_stamp
+from torchtitan_lr.data.blocks import BlockCorpus, Corpus, Split, TextOptions, file_stamp
 from torchtitan_lr.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from torchtitan_lr.data.mixture import MixtureSource
 
-TRAINING_CORPORA = ("python_stdlib", "local", "c4", "c4_validation")
+TRAINING_CORPORA = ("python_stdlib", "local", "c4", "c4_validation", "hf")
 VALIDATION_CORPORA = ("training", "python_stdlib", "local", "c4_validation")
 
 __all__ = [
@@ -43,10 +45,13 @@ __all__ = [
     "PythonStdlib",
     "Source",
     "Split",
+    "TextOptions",
     "build_corpus",
     "check_name",
     "file_stamp",
     "held_out_source",
+    "is_hub",
+    "text_options",
     "training_source",
     "validation_source",
 ]
@@ -139,6 +144,7 @@ def build_corpus(
     key: str,
     rows: int | None = None,
     max_bad_records: int = 0,
+    options: TextOptions | None = None,
 ) -> Corpus:
     """Open a corpus by name.
 
@@ -149,6 +155,7 @@ def build_corpus(
         key: The TOML section, ``training`` or ``validation``, to name in errors.
         rows: Rows of the global batch; ``local`` derives its block size from them.
         max_bad_records: Number of unreadable ``local`` records that may be skipped.
+        options: The text of ``local`` and ``hf``.
 
     Returns:
         The corpus.
@@ -163,12 +170,15 @@ def build_corpus(
     if name == "local":
         from torchtitan_lr.data.local_corpus import LocalCorpus
 
-        return LocalCorpus(path or "", f"{key}.dataset_path", rows, split, max_bad_records)
-    from torchtitan_lr.data.hub_corpus import HubCorpus
+        column = (options or TextOptions()).column
+        return LocalCorpus(path or "", f"{key}.dataset_path", rows, split, max_bad_records, column)
+    from torchtitan_lr.data import hub_corpus
 
     if path and _is_local(path):
         path = str(user_path(path, f"{key}.dataset_path"))
-    return HubCorpus(name, path, key)
+    if name == "hf":
+        return hub_corpus.open_hub(path or "", key, options or TextOptions(), split, rows)
+    return hub_corpus.HubCorpus(name, path, key)
 
 
 @dataclass(frozen=True)
@@ -181,6 +191,7 @@ class Source:
         split: The split to read.
         key: The TOML section to name in errors.
         max_bad_records: Number of unreadable records that may be skipped.
+        options: The text of ``local`` and ``hf``.
     """
 
     name: str
@@ -188,11 +199,12 @@ class Source:
     split: Split
     key: str
     max_bad_records: int = 0
+    options: TextOptions = field(default_factory=TextOptions)
 
     def open(self, rows: int | None = None) -> Corpus:
         """Open the corpus; ``rows`` and errors as for :func:`build_corpus`."""
         corpus = (self.name, self.path, self.split, self.key)
-        return build_corpus(*corpus, rows, self.max_bad_records)
+        return build_corpus(*corpus, rows, self.max_bad_records, self.options)
 
 
 def training_source(job_config: Any) -> Source | MixtureSource:
@@ -207,7 +219,19 @@ def training_source(job_config: Any) -> Source | MixtureSource:
     if (mixture := mixture_source(section)) is not None:
         return mixture
     most = getattr(section, "max_bad_records", 0)
-    return Source(section.dataset, section.dataset_path, "train", "training", most)
+    options = text_options(section)
+    return Source(section.dataset, section.dataset_path, "train", "training", most, options)
+
+
+def text_options(training: Any, **changes: Any) -> TextOptions:
+    """Return the options of ``[training]``, with some of them changed; old records have none."""
+    values = {option.name: option.default for option in fields(TextOptions)}
+    values |= {name: getattr(training, _key_of(name), value) for name, value in values.items()}
+    return TextOptions(**values | changes)
+
+
+def _key_of(option: str) -> str:
+    return "text_column" if option == "column" else option
 
 
 def validation_source(job_config: Any) -> Source | MixtureSource:
@@ -227,7 +251,8 @@ def validation_source(job_config: Any) -> Source | MixtureSource:
     if section.dataset != "training":
         part: Split = "all" if section.dataset == "local" else "validation"
         named = (section.dataset, section.dataset_path, part, "validation")
-        return Source(*named, getattr(job_config.training, "max_bad_records", 0))
+        most = getattr(job_config.training, "max_bad_records", 0)
+        return Source(*named, most, text_options(job_config.training))
     if section.dataset_path:
         want = "no path, or validation.dataset = 'local' with it"
         raise ConfigError("validation.dataset_path", section.dataset_path, want)
@@ -249,7 +274,10 @@ def held_out_source(training: Source) -> Source:
     if name == training.name and name == "c4_validation":
         want = "a corpus other than training.dataset = 'c4_validation' (no held-out part)"
         raise ConfigError("validation.dataset", "training", want)
-    return replace(training, name=name, split="validation")
+    options = training.options
+    if name == "hf" and options.hf_held_out:
+        options = replace(options, hf_split=options.hf_held_out)
+    return replace(training, name=name, split="validation", options=options)
 
 
 def check_name(name: str, path: str | None, key: str) -> None:
@@ -272,10 +300,18 @@ def check_name(name: str, path: str | None, key: str) -> None:
         raise ConfigError(
             f"{key}.dataset_path", path, "a file, folder or pattern of .txt, .jsonl or .parquet"
         )
-    if name.startswith("c4") and path and _is_local(path):
+    if name == "hf" and not path:
+        want = "a dataset of the Hub such as 'owner/name', or a folder of one"
+        raise ConfigError(f"{key}.dataset_path", path, want)
+    if is_hub(name) and path and _is_local(path):
         folder = user_path(path, f"{key}.dataset_path")
         if not folder.exists():
-            raise ConfigError(f"{key}.dataset_path", path, "a local copy of c4 that exists")
+            raise ConfigError(f"{key}.dataset_path", path, f"a local copy of {name} that exists")
+
+
+def is_hub(name: str) -> bool:
+    """Return whether a corpus may be on the Hugging Face Hub, so that checks do not open it."""
+    return name == "hf" or name.startswith("c4")
 
 
 def _is_local(path: str) -> bool:

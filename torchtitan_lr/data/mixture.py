@@ -18,12 +18,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_lr.data.corpora import BlockCorpus, Corpus, Source, Split, held_out_source
+from torchtitan_lr.data.corpora import (
+    BlockCorpus,
+    Corpus,
+    Source,
+    Split,
+    held_out_source,
+    text_options,
+)
 from torchtitan_lr.data.order import Order, unit_number
 from torchtitan_lr.data.stripes import DocumentStream, Stripe
 from torchtitan_lr.errors import ConfigError
 
-KEYS = {"dataset": str, "path": str, "weight": (int, float), "name": str}
+OPTIONS = {"text_column": "column", "hf_name": "hf_name", "hf_split": "hf_split"}
+"""Keys of an entry that replace the run's, and the options that they set."""
+
+KEYS: dict[str, Any] = {"dataset": str, "path": str, "weight": (int, float), "name": str}
+KEYS |= dict.fromkeys(OPTIONS, str)
 """Keys of an entry of ``training.mixture``; ``weight`` is 1 by default."""
 
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -239,7 +250,9 @@ def mixture_source(training: Any) -> MixtureSource | None:
     for index, entry in enumerate(entries):
         _check(entry, f"training.mixture[{index}]")
         path = entry.get("path")
-        parts.append(Source(entry["dataset"], path, "train", "training", most))
+        own = {option: entry[name] for name, option in OPTIONS.items() if name in entry}
+        options = text_options(training, **own)
+        parts.append(Source(entry["dataset"], path, "train", "training", most, options))
         names.append(entry.get("name") or entry["dataset"])
         weights.append(float(entry.get("weight", 1)))
     if len(set(names)) < len(names):
