@@ -22,7 +22,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -225,8 +225,8 @@ def training_source(job_config: Any) -> Source | MixtureSource:
 
 def text_options(training: Any, **changes: Any) -> TextOptions:
     """Return the options of ``[training]``, with some of them changed; old records have none."""
-    values = {option.name: option.default for option in fields(TextOptions)}
-    values |= {name: getattr(training, _key_of(name), value) for name, value in values.items()}
+    values: dict[str, Any] = asdict(TextOptions())
+    values = {name: getattr(training, _key_of(name), value) for name, value in values.items()}
     return TextOptions(**values | changes)
 
 

@@ -92,8 +92,9 @@ class StripeDataLoader(BaseDataLoader):
         # The position behind the last micro-batch that was yielded; the reader is ahead of it.
         self._sample_index = 0
         self._positions = self._reader.positions()
-        counts = isinstance(corpus, BlockCorpus | Mixture)
-        self._bad_records = set(corpus.skipped) if counts else set()
+        self._bad_records: set[str] = set()
+        if isinstance(corpus, BlockCorpus | Mixture):
+            self._bad_records |= corpus.skipped
         self._seen = SharesSeen(corpus, global_batch_size) if isinstance(corpus, Mixture) else None
         self._mark: tuple[int, dict[int, Any], list[int]] | None = None
 

@@ -126,7 +126,7 @@ def _count_parts(
     source: Source | MixtureSource, tokenizer: BaseTokenizer, documents: int
 ) -> list[dict[str, Any]]:
     names: tuple[str, ...] = getattr(source, "names", (source.name,))
-    parts: tuple[Source, ...] = getattr(source, "parts", (source,))
+    parts: tuple[Any, ...] = getattr(source, "parts", (source,))
     rows = []
     for name, part in zip(names, parts, strict=True):
         texts = iter(part.open())

@@ -12,6 +12,7 @@ from torchtitan_lr.checkpoints.layout import RUN_CONFIG
 from torchtitan_lr.data.corpora import Source, Split, validation_source
 from torchtitan_lr.data.documents import DocumentBorders, model_arguments, moved
 from torchtitan_lr.data.evaluation import EvaluationSet
+from torchtitan_lr.data.mixture import MixtureSource
 from torchtitan_lr.data.validation import ValidationSet, build_validation_set
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.llama import LlamaModel
@@ -47,7 +48,7 @@ _OPTIONS = {"validation.dataset": "--corpus", "validation.dataset_path": "--path
 """What sets a key of the TOML here."""
 
 
-def _evaluate(options: argparse.Namespace, source: Source | None) -> dict[str, Any]:
+def _evaluate(options: argparse.Namespace, source: Source | MixtureSource | None) -> dict[str, Any]:
     model, tokenizer = load_for_inference(options.checkpoint, options.config, options.device)
     batches: EvaluationSet | ValidationSet
     if source is None:
@@ -93,7 +94,7 @@ def total_loss(model: LlamaModel, batches: EvaluationSet | ValidationSet) -> tup
     return float(loss_sum), int(num_tokens)
 
 
-def _source(options: argparse.Namespace) -> Source:
+def _source(options: argparse.Namespace) -> Source | MixtureSource:
     """Return the corpus of the command line, by default the run's validation corpus."""
     if options.corpus is None:
         config = read_run_config(options.checkpoint, options.config)
