@@ -14,7 +14,6 @@ from tests.integration import runs
 from tests.reference.validation_loss import sequence_losses, windows
 from torchtitan_lr.data.corpora import PythonStdlib
 from torchtitan_lr.data.dataloader import StripeDataLoader
-from torchtitan_lr.data.order import Order
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.tools.loading import build_model_args, load_model, read_run_config
 
@@ -122,7 +121,6 @@ def test_training_loss(logged, tokenizer, losses_by_hand):
         global_batch_size=BATCH,
         dp_world_size=1,
         dp_rank=0,
-        order=Order(seed=0, tokens=1024),  # training.shuffle
     )
     batches = [
         torch.cat([inputs["input"], labels[:, -1:]], dim=1).tolist()
