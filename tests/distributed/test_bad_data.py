@@ -21,6 +21,7 @@ TP2_DP2 = [
     "--training.global_batch_size=4",
     f"--training.steps={STEPS}",
     "--training.seq_len=256",
+    "--training.shuffle=false",  # the broken line is reached after some steps
     "--checkpoint.enable",
     "--checkpoint.interval=100",
 ]

@@ -44,6 +44,7 @@ hf_assets_path = "torchtitan_lr/data/assets/bpe4k"
 dataset = "python_stdlib"
 local_batch_size = 2
 seq_len = 32
+shuffle = false  # neighbouring batches differ more, which controls of losses by hand need
 steps = {steps}
 
 [optimizer]

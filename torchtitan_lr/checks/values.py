@@ -60,6 +60,8 @@ def check_training(config: Any, world_size: int, device_type: str) -> None:
     _require(bad >= 0, "training.max_bad_records", bad, "0 or a positive integer")
     ahead = config.training.steps_ahead
     _require(ahead >= 0, "training.steps_ahead", ahead, "0 or a positive integer such as 2")
+    mixed = config.training.shuffle_tokens
+    _require(mixed > 0, "training.shuffle_tokens", mixed, "a positive integer such as 32768")
     degree = data_parallel_degree(config, world_size)
     unit = config.training.local_batch_size * degree
     batch = config.training.global_batch_size

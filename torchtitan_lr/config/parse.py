@@ -278,6 +278,9 @@ def _match(value: Any, annotation: Any) -> Any:
                 items = [_match(item, get_args(kind)[0]) for item in value]
                 if not any(item is MISSING for item in items):
                     return items
+        elif get_origin(kind) is dict:  # its keys are checked by what reads it
+            if isinstance(value, dict):
+                return value
         # type() rather than isinstance(): true is not an integer.
         elif kind is float and type(value) in (int, float):
             with suppress(OverflowError):
@@ -321,6 +324,8 @@ def _describe_kind(kind: Any, default: Any) -> str:
         return "one of " + ", ".join(repr(choice) for choice in get_args(kind))
     if kind == list[str]:
         return 'a list of strings such as ["a", "b"], or a,b on the command line'
+    if get_origin(kind) is list and get_origin(get_args(kind)[0]) is dict:
+        return "a list of tables [[...]], in the TOML file"
     if get_origin(kind) is list:
         return "a list of lists of strings, in the TOML file"
     if kind is bool:

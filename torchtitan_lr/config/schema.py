@@ -79,9 +79,36 @@ class Training:
     - 'python_stdlib_docs': pairs for fine-tuning: each function of these files, and the first line
       of its docstring
     - 'local': the .txt, .jsonl or .parquet files that ``dataset_path`` names (a path or a glob);
-      .jsonl files may hold pairs (``prompt``, ``completion``) or chats (``messages``), one per row
-      of the batch, with loss on the answers alone
+      .txt and .jsonl may be compressed (.gz, .zst), and .jsonl files may hold pairs (``prompt``,
+      ``completion``) or chats (``messages``), one per row of the batch, with loss on the answers
+      alone
+    - 'hf': the Hugging Face dataset that ``dataset_path`` names, on the Hub or in a folder
     - 'c4', 'c4_validation': streamed from the Hugging Face hub
+    """
+
+    text_column: str = "text"
+    """Name of the text in the records of 'hf' and 'local'."""
+
+    hf_name: str | None = None
+    """'hf': the dataset's configuration, such as 'en'."""
+
+    hf_split: str = "train"
+    """'hf': the split to train on."""
+
+    hf_held_out: str = ""
+    """'hf': the split to validate on; empty holds out one document in 200 of ``hf_split``."""
+
+    hf_streaming: bool = True
+    """
+    'hf': stream the dataset, with the buffer as the whole shuffle. False downloads and prepares it
+    on disk first, and permutes its rows in blocks like 'local'.
+    """
+
+    mixture: list[dict[str, str | float]] = field(default_factory=list)
+    """
+    Several corpora instead of ``dataset``: a table ``[[training.mixture]]`` for each, with the keys
+    ``dataset``, ``path``, ``weight`` (its share over the sum of all; 1 by default), ``name`` (in
+    the log; by default the dataset), ``text_column``, ``hf_name`` and ``hf_split``.
     """
 
     dataloader: DataLoader = field(default_factory=DataLoader)
@@ -106,6 +133,28 @@ class Training:
     """
     Resume although the corpus has changed since the checkpoint: a file was repaired, added or
     removed. The run continues at about the same position, and may repeat or miss some text.
+    """
+
+    mask_documents: bool = False
+    """
+    Keep the documents of a sequence apart: a token attends to its own document only, positions
+    restart, and the token after a document's last is not predicted. Also in validation.
+    """
+
+    shuffle: bool = True
+    """
+    Read the corpus in a seeded order: the blocks of 'local' and 'python_stdlib' are permuted anew
+    in each pass, and the sequences of every row among ``shuffle_tokens``. Checkpoints store the
+    order, and a resumed run continues in it.
+    """
+
+    shuffle_seed: int | None = None
+    """Seed of the reading order; None uses ``debug.seed``."""
+
+    shuffle_tokens: int = 32768
+    """
+    Tokens of each row of the global batch whose sequences change places. They are tokenised before
+    the first step, and again on resume. More tokens mix more documents.
     """
 
     steps_ahead: int = STEPS_AHEAD

@@ -13,7 +13,11 @@ import torch
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_lr.data.corpora import BlockCorpus, Corpus
-from torchtitan_lr.data.pairs import PairStripe, unmask_
+from torchtitan_lr.data.documents import DocumentBorders, separated
+from torchtitan_lr.data.mixture import MixedStripe, Mixture
+from torchtitan_lr.data.order import Order
+from torchtitan_lr.data.pairs import PairStripe, ShuffledPairStripe, unmask_
+from torchtitan_lr.data.shuffle import ShuffledStripe
 from torchtitan_lr.data.stripes import Stripe, fill
 from torchtitan_lr.errors import ConfigError
 
@@ -101,7 +105,8 @@ class Prepared:
     """A micro-batch, or why there is none, and the position behind it.
 
     Attributes:
-        batch: ``({"input": (b, s)}, labels (b, s))``; None at the end and with an error.
+        batch: ``({"input": (b, s)}, labels (b, s))``, with ``"documents"`` (b, s) where they are
+            kept apart; None at the end and with an error.
         sample_index: Samples consumed by all ranks together, this micro-batch included.
         positions: Positions of the stripes that it read.
         skipped: Locations of the records that were skipped for it.
@@ -125,6 +130,11 @@ class BatchReader:
         seq_len: Tokens per input row.
         infinite: Whether to start over at the end of the corpus.
         pin_memory: Whether to put the batches in pinned memory.
+        order: The shuffled order; None for the fixed one.
+        borders: Keeps the documents of a row apart; None to let them see each other.
+
+    Attributes:
+        order: The present order: that of the last :meth:`seek`, if there was one.
     """
 
     def __init__(
@@ -135,32 +145,50 @@ class BatchReader:
         seq_len: int,
         infinite: bool,
         pin_memory: bool,
+        order: Order | None = None,
+        borders: DocumentBorders | None = None,
     ) -> None:
+        self._borders = borders
         self._corpus = corpus
+        self._tokenizer = tokenizer
+        self._seq_len = seq_len
+        self._infinite = infinite
         self._rows = rows
+        self.order = order
         self._device = torch.cuda.current_device() if pin_memory else None
         self._sample_index = 0
-        owned = sorted(
-            {
-                stripe
-                for m in range(rows.microbatches)
-                for stripe in rows.stripes_at(m * rows.stride)
-            }
-        )
-        kind = PairStripe if getattr(corpus, "pairs", False) else Stripe
-        self._stripes = {
-            stripe: kind(corpus.stream(stripe, rows.stripes, infinite), tokenizer, seq_len)
-            for stripe in owned
-        }
-        self._most_visits = max(1, READ_TOKENS // (len(owned) * rows.per_stripe * (seq_len + 1)))
+        starts = range(0, rows.microbatches * rows.stride, rows.stride)
+        self._owned = sorted({stripe for start in starts for stripe in rows.stripes_at(start)})
+        self._stripes = self._open(order)
+        windows = len(self._owned) * rows.per_stripe
+        self._most_visits = max(1, READ_TOKENS // (windows * (seq_len + 1)))
         self._visits = 1
+
+    def _open(self, order: Order | None) -> dict[int, Stripe | MixedStripe]:
+        def stripe(corpus: Corpus, index: int) -> Stripe:
+            stream = corpus.stream(index, self._rows.stripes, self._infinite, order)
+            pairs, reads = getattr(corpus, "pairs", False), (stream, self._tokenizer, self._seq_len)
+            if order is None:
+                return (PairStripe if pairs else Stripe)(*reads)
+            return (ShuffledPairStripe if pairs else ShuffledStripe)(*reads, order, index)
+
+        def mixed(mixture: Mixture, index: int) -> MixedStripe:
+            each = self._rows.per_stripe
+            rows = range(index * each, (index + 1) * each)
+            parts = [stripe(corpus, index) for corpus in mixture.corpora]
+            return MixedStripe(mixture, parts, rows, order.seed if order else 0)
+
+        corpus = self._corpus
+        if isinstance(corpus, Mixture):
+            return {index: mixed(corpus, index) for index in self._owned}
+        return {index: stripe(corpus, index) for index in self._owned}
 
     def positions(self) -> dict[int, dict[str, Any]]:
         """Return the position of every stripe of this rank."""
         return {stripe: reader.state() for stripe, reader in self._stripes.items()}
 
     def seek(self, sample_index: int, positions: dict[int, Any], changed: bool) -> None:
-        """Move to a position.
+        """Move to a position, and take over its order: it counts windows of that order.
 
         Args:
             sample_index: Samples consumed by all ranks together.
@@ -170,6 +198,10 @@ class BatchReader:
         Raises:
             ConfigError: As for :meth:`Stripe.load_state`.
         """
+        orders = {Order.of(position.get("order")) for position in positions.values()}
+        (order,) = orders  # all stripes of a run have the same one
+        if order != self.order:
+            self.order, self._stripes = order, self._open(order)
         for stripe, reader in self._stripes.items():
             reader.load_state(positions[stripe], changed)
         self._sample_index = sample_index
@@ -197,13 +229,19 @@ class BatchReader:
 
     @property
     def _skipped(self) -> set[str]:
-        return self._corpus.skipped if isinstance(self._corpus, BlockCorpus) else set()
+        corpus = self._corpus
+        return corpus.skipped if isinstance(corpus, BlockCorpus | Mixture) else set()
 
     def _windows(self, stripes: list[int]) -> npt.NDArray[np.int64] | None:
         """Return the windows of one micro-batch, ``(b, s + 1)``; None at the end of a stripe."""
         visit = self._rows.per_stripe
-        if any(self._stripes[stripe].missing(visit) for stripe in stripes):
-            fill(list(self._stripes.values()), visit * self._visits)
+        if any(
+            part.missing(windows)
+            for stripe in stripes
+            for part, windows in self._stripes[stripe].demands(visit)
+        ):
+            count = visit * self._visits
+            fill([one for stripe in self._stripes.values() for one in stripe.demands(count)])
             # A short run reads little ahead, a long one enough for all cores.
             self._visits = min(2 * self._visits, self._most_visits)
         found = []
@@ -223,4 +261,7 @@ class BatchReader:
         inputs.copy_(tokens[:, :-1])
         labels.copy_(tokens[:, 1:])
         unmask_(inputs, labels)
-        return {"input": inputs}, labels
+        batch = separated(self._borders, inputs, labels)
+        if pinned and self._borders is not None:
+            return {k: v.pin_memory() for k, v in batch[0].items()}, batch[1].pin_memory()
+        return batch

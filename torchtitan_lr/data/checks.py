@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.data.chat_template import TEMPLATE_FILE, ChatTemplate
@@ -11,10 +12,13 @@ from torchtitan_lr.data.corpora import (
     Corpus,
     Source,
     check_name,
+    is_hub,
     training_source,
     validation_source,
 )
+from torchtitan_lr.data.documents import DocumentBorders
 from torchtitan_lr.data.local_corpus import LocalCorpus
+from torchtitan_lr.data.mixture import MixtureSource
 from torchtitan_lr.data.pair_corpora import PairCorpus
 from torchtitan_lr.data.pairs import PairEncoder, has_labels, no_room
 from torchtitan_lr.data.tokenizer import resolve_assets_path
@@ -41,15 +45,24 @@ def check_corpus(job_config: Any) -> None:
     training, validation = job_config.training, job_config.validation
     check_workers(training.dataloader, "training")
     source = training_source(job_config)
-    check_name(source.name, source.path, "training")
-    trained = _check_text(source, training.dataset)
+    parts = source.parts if isinstance(source, MixtureSource) else (source,)
+    opened = []
+    for part in parts:
+        check_name(part.name, part.path, "training")
+        opened.append(_check_text(part, part.name))
     if not validation.enable:
         return
     check_workers(validation.dataloader, "validation")
+    _check_streamed_validation(parts, validation)
     check_name(validation.dataset, validation.dataset_path, "validation")
     source = validation_source(job_config)
+    if isinstance(source, MixtureSource):
+        for part in source.parts:
+            _check_text(part, validation.dataset)
+        return
     if source.key == "validation":
-        _check_other_text(source, trained, training)
+        for part, trained in zip(parts, opened, strict=True):
+            _check_other_text(source, trained, part.name)
     _check_text(source, validation.dataset)
 
 
@@ -65,19 +78,23 @@ def check_sequences(job_config: Any, tokenizer: BaseTokenizer) -> None:
 
     Raises:
         ConfigError: A corpus has fewer tokens than one sequence, or pairs without room for an
-            answer; or a chat template cannot be used.
+            answer; the tokenizer cannot separate documents; or a chat template cannot be used.
         DataError: One of the records read for the check is unreadable.
     """
+    DocumentBorders.of(job_config, tokenizer)
     sections = [("training", job_config.training, training_source(job_config))]
     if job_config.validation.enable:
         source = validation_source(job_config)
         sections.append(("validation", job_config.validation, source))
     for key, section, source in sections:
-        if source.name.startswith("c4"):
+        if any(map(is_hub, _names(source))):
             continue
         wanted, found = section.seq_len + 1, 0
         corpus = source.open()
         if isinstance(corpus, PairCorpus):
+            if job_config.training.mask_documents:
+                want = "false for a corpus of pairs, each of which has a row of its own"
+                raise ConfigError("training.mask_documents", True, want)
             _check_pairs(corpus, tokenizer, section.seq_len, key, job_config.model.hf_assets_path)
             continue
         for text in corpus:
@@ -117,6 +134,10 @@ def _check_pairs(
         )
 
 
+def _names(source: Source | MixtureSource) -> list[str]:
+    return [part.name for part in getattr(source, "parts", (source,))]
+
+
 def _count_tokens(text: str, tokenizer: BaseTokenizer, wanted: int) -> int:
     """Count a document's tokens; for a long document the count may stop once it has ``wanted``."""
     beginning = text[: 16 * wanted]
@@ -127,8 +148,9 @@ def _count_tokens(text: str, tokenizer: BaseTokenizer, wanted: int) -> int:
 
 
 def _check_text(source: Source, named: str) -> Corpus | None:
-    """Check that a corpus has text, and return it; Hub corpora are not opened (None)."""
-    if source.name.startswith("c4"):
+    """Check that a corpus has text, and return it; what may need a network is not opened (None)."""
+    folder = source.name == "hf" and source.path and Path(source.path).exists()
+    if is_hub(source.name) and not folder:
         return None
     corpus = source.open()
     if isinstance(corpus, LocalCorpus):
@@ -142,7 +164,17 @@ def _check_text(source: Source, named: str) -> Corpus | None:
     return corpus
 
 
-def _check_other_text(source: Source, trained: Corpus | None, training: Any) -> None:
+def _check_streamed_validation(parts: tuple[Source, ...], validation: Any) -> None:
+    """Raise if validation would read a whole stream for its held-out documents."""
+    if validation.dataset != "training" or validation.steps != -1:
+        return
+    for part in parts:
+        if part.name == "hf" and part.options.hf_streaming and not part.options.hf_held_out:
+            want = "a number of batches: held-out documents are spread over the whole stream"
+            raise ConfigError("validation.steps", -1, f"{want} (or training.hf_held_out)")
+
+
+def _check_other_text(source: Source, trained: Corpus | None, training: str) -> None:
     """Raise if the named validation corpus contains training files."""
     advice = "validation.dataset = 'training' takes what is held out from it"
     if source.name == "local" and isinstance(trained, LocalCorpus):
@@ -153,7 +185,7 @@ def _check_other_text(source: Source, trained: Corpus | None, training: Any) -> 
         if shared:
             want = f"files that are not trained on ({shared[0]} is); {advice}"
             raise ConfigError("validation.dataset_path", source.path, want)
-    if source.name == training.dataset == "c4_validation":
+    if source.name == training == "c4_validation":
         want = "another corpus than training.dataset"
         raise ConfigError("validation.dataset", source.name, want)
 

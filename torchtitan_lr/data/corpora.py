@@ -9,8 +9,10 @@
 ``local``
     The user's files: .txt, .jsonl or .parquet (:mod:`torchtitan_lr.data.local_corpus`), or pairs
     and chats in .jsonl (:mod:`torchtitan_lr.data.pairs`).
+``hf``
+    Any Hugging Face dataset, of the Hub or of a folder (:mod:`torchtitan_lr.data.hub_corpus`).
 ``c4``, ``c4_validation``
-    torchtitan's Hugging Face streams (:mod:`torchtitan_lr.data.hub_corpus`).
+    Two cases of it: the English part of C4.
 
 Each corpus has a held-out part that is never trained on: ``python_stdlib(_docs)`` one file in 20,
 ``local`` one document in two hundred (:mod:`torchtitan_lr.data.held_out`), ``c4`` its own
@@ -23,139 +25,41 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.config.paths import user_path
-from torchtitan_lr.data.stripes import BlockStream, DocumentStream
-from torchtitan_lr.data.token_cache import TokenCache
+from torchtitan_lr.data.blocks import BlockCorpus, Corpus, Split, TextOptions, file_stamp
 from torchtitan_lr.errors import ConfigError, DataError
 
-TRAINING_CORPORA = ("python_stdlib", "local", "c4", "c4_validation", "python_stdlib_docs")
+if TYPE_CHECKING:
+    from torchtitan_lr.data.mixture import MixtureSource
+
+TRAINING_CORPORA = ("python_stdlib", "local", "c4", "c4_validation", "hf", "python_stdlib_docs")
 VALIDATION_CORPORA = ("training", "python_stdlib", "local", "c4_validation", "python_stdlib_docs")
 
-Split = Literal["train", "validation", "all"]
-
-
-class Corpus(Protocol):
-    """A source of documents, read as parallel stripes or once from start to end."""
-
-    name: str
-
-    def fingerprint(self) -> str:
-        """Return a one-line identity of the corpus, computed without reading its contents."""
-        ...
-
-    def num_stripes(self, rows: int) -> int:
-        """Return the number of stripes for a global batch of ``rows`` rows, a divisor of it."""
-        ...
-
-    def stream(self, stripe: int, num_stripes: int, infinite: bool) -> DocumentStream:
-        """Open one stripe's documents."""
-        ...
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield every document once, in a fixed order."""
-        ...
-
-
-class BlockCorpus(ABC):
-    """A corpus of independently readable blocks.
-
-    Args:
-        name: The corpus's name in the TOML.
-        key: The TOML key to name in errors.
-        files: ``(name, bytes)`` of each file, in order; input of the fingerprint.
-        max_bad_records: Number of unreadable records that may be skipped.
-
-    Attributes:
-        skipped: Locations of the skipped records, without duplicates.
-        cache: The tokens of its blocks, None without a cache.
-        pairs: Whether the documents are records of pairs (:mod:`torchtitan_lr.data.pairs`).
-    """
-
-    cache: TokenCache | None = None
-    pairs = False
-
-    def __init__(
-        self, name: str, key: str, files: Iterable[tuple[str, int]], max_bad_records: int = 0
-    ) -> None:
-        self.name = name
-        self.key = key
-        self._files = list(files)
-        self._max_bad_records = max_bad_records
-        self.skipped: set[str] = set()
-
-    @property
-    @abstractmethod
-    def num_blocks(self) -> int:
-        """The number of blocks."""
-
-    @abstractmethod
-    def documents(self, block: int) -> Iterator[str | DataError]:
-        """Yield one block's non-empty documents in order, and a DataError per unreadable record."""
-
-    def origin(self) -> str:
-        """Return where the files are, which the fingerprint does not contain."""
-        return ""
-
-    def stamp(self, block: int) -> str | None:
-        """Return what determines a block's documents: its file's size and times, and its part.
-
-        Args:
-            block: The block's index.
-
-        Returns:
-            The stamp; None if the file is gone, or if the corpus is not made of files.
-        """
-        del block
-        return None
-
-    def skip(self, error: DataError) -> None:
-        """Record an unreadable record as skipped.
-
-        Args:
-            error: The record's location and defect.
-
-        Raises:
-            DataError: ``max_bad_records`` records are skipped already.
-        """
-        most = self._max_bad_records
-        if str(error.got) in self.skipped:
-            return
-        if len(self.skipped) >= most:
-            more = f" (training.max_bad_records = {most} are skipped already)" if most else ""
-            raise DataError(error.key, error.got, error.want + more)
-        self.skipped.add(str(error.got))
-
-    def fingerprint(self) -> str:
-        """Return the name, the counts of blocks, files and bytes, and a hash of names and sizes."""
-        digest = hashlib.sha256(repr(self._files).encode()).hexdigest()[:16]
-        size = sum(size for _, size in self._files)
-        return (
-            f"{self.name} blocks={self.num_blocks} files={len(self._files)} bytes={size} {digest}"
-        )
-
-    def num_stripes(self, rows: int) -> int:
-        """Return ``rows``: any number of stripes can share the blocks."""
-        return rows
-
-    def stream(self, stripe: int, num_stripes: int, infinite: bool) -> DocumentStream:
-        """Open one stripe's documents (:class:`BlockStream`)."""
-        return BlockStream(self, stripe, num_stripes, infinite)
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield every document once, block by block."""
-        for block in range(self.num_blocks):
-            for document in self.documents(block):
-                if isinstance(document, DataError):
-                    self.skip(document)
-                else:
-                    yield document
+__all__ = [
+    "TRAINING_CORPORA",
+    "VALIDATION_CORPORA",
+    "BlockCorpus",
+    "Corpus",
+    "PythonStdlib",
+    "Source",
+    "Split",
+    "TextOptions",
+    "build_corpus",
+    "check_name",
+    "file_stamp",
+    "held_out_source",
+    "is_hub",
+    "text_options",
+    "training_source",
+    "validation_source",
+]
+"""Those of :mod:`torchtitan_lr.data.blocks` are here too."""
 
 
 class PythonStdlib(BlockCorpus):
@@ -232,15 +136,6 @@ class PythonStdlib(BlockCorpus):
             yield DataError(self.key, str(path), want)
 
 
-def file_stamp(path: Path) -> str | None:
-    """Return a file's path, size and times; None if there is no such file."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return f"{path} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
-
-
 @cache  # a run opens the corpus three times: for the checks, for training and for validation
 def _path_hash(relative_path: str) -> int:
     return int(hashlib.sha256(relative_path.encode()).hexdigest(), 16)
@@ -253,6 +148,7 @@ def build_corpus(
     key: str,
     rows: int | None = None,
     max_bad_records: int = 0,
+    options: TextOptions | None = None,
 ) -> Corpus:
     """Open a corpus by name.
 
@@ -263,6 +159,7 @@ def build_corpus(
         key: The TOML section, ``training`` or ``validation``, to name in errors.
         rows: Rows of the global batch; ``local`` derives its block size from them.
         max_bad_records: Number of unreadable ``local`` records that may be skipped.
+        options: The text of ``local`` and ``hf``.
 
     Returns:
         The corpus.
@@ -283,13 +180,17 @@ def build_corpus(
         from torchtitan_lr.data.pair_corpora import LocalPairs, holds_pairs
 
         files, path_key = path or "", f"{key}.dataset_path"
-        kind = LocalPairs if holds_pairs(files, path_key) else LocalCorpus
-        return kind(files, path_key, rows, split, max_bad_records)
-    from torchtitan_lr.data.hub_corpus import HubCorpus
+        if holds_pairs(files, path_key):
+            return LocalPairs(files, path_key, rows, split, max_bad_records)
+        column = (options or TextOptions()).column
+        return LocalCorpus(files, path_key, rows, split, max_bad_records, column)
+    from torchtitan_lr.data import hub_corpus
 
     if path and _is_local(path):
         path = str(user_path(path, f"{key}.dataset_path"))
-    return HubCorpus(name, path, key)
+    if name == "hf":
+        return hub_corpus.open_hub(path or "", key, options or TextOptions(), split, rows)
+    return hub_corpus.HubCorpus(name, path, key)
 
 
 @dataclass(frozen=True)
@@ -302,6 +203,7 @@ class Source:
         split: The split to read.
         key: The TOML section to name in errors.
         max_bad_records: Number of unreadable records that may be skipped.
+        options: The text of ``local`` and ``hf``.
     """
 
     name: str
@@ -309,25 +211,42 @@ class Source:
     split: Split
     key: str
     max_bad_records: int = 0
+    options: TextOptions = field(default_factory=TextOptions)
 
     def open(self, rows: int | None = None) -> Corpus:
         """Open the corpus; ``rows`` and errors as for :func:`build_corpus`."""
         corpus = (self.name, self.path, self.split, self.key)
-        return build_corpus(*corpus, rows, self.max_bad_records)
+        return build_corpus(*corpus, rows, self.max_bad_records, self.options)
 
 
-def training_source(job_config: Any) -> Source:
-    """Return the training corpus of a run.
+def training_source(job_config: Any) -> Source | MixtureSource:
+    """Return the training corpus of a run, or the mixture of several.
 
     Args:
         job_config: The run's ``JobConfig``, or its saved record; section ``training`` is read.
     """
+    from torchtitan_lr.data.mixture import mixture_source
+
     section = job_config.training
+    if (mixture := mixture_source(section)) is not None:
+        return mixture
     most = getattr(section, "max_bad_records", 0)
-    return Source(section.dataset, section.dataset_path, "train", "training", most)
+    options = text_options(section)
+    return Source(section.dataset, section.dataset_path, "train", "training", most, options)
 
 
-def validation_source(job_config: Any) -> Source:
+def text_options(training: Any, **changes: Any) -> TextOptions:
+    """Return the options of ``[training]``, with some of them changed; old records have none."""
+    values: dict[str, Any] = asdict(TextOptions())
+    values = {name: getattr(training, _key_of(name), value) for name, value in values.items()}
+    return TextOptions(**values | changes)
+
+
+def _key_of(option: str) -> str:
+    return "text_column" if option == "column" else option
+
+
+def validation_source(job_config: Any) -> Source | MixtureSource:
     """Return the validation corpus of a run, by default the held-out part of the training corpus.
 
     Args:
@@ -344,15 +263,33 @@ def validation_source(job_config: Any) -> Source:
     if section.dataset != "training":
         part: Split = "all" if section.dataset == "local" else "validation"
         named = (section.dataset, section.dataset_path, part, "validation")
-        return Source(*named, training.max_bad_records)
+        most = getattr(job_config.training, "max_bad_records", 0)
+        return Source(*named, most, text_options(job_config.training))
     if section.dataset_path:
         want = "no path, or validation.dataset = 'local' with it"
         raise ConfigError("validation.dataset_path", section.dataset_path, want)
+    if not isinstance(training, Source):
+        return training.held_out()
+    return held_out_source(training)
+
+
+def held_out_source(training: Source) -> Source:
+    """Return the held-out part of a training corpus.
+
+    Args:
+        training: The training corpus.
+
+    Raises:
+        ConfigError: It has none.
+    """
     name = {"c4": "c4_validation"}.get(training.name, training.name)
     if name == training.name and name == "c4_validation":
         want = "a corpus other than training.dataset = 'c4_validation' (no held-out part)"
-        raise ConfigError("validation.dataset", section.dataset, want)
-    return replace(training, name=name, split="validation")
+        raise ConfigError("validation.dataset", "training", want)
+    options = training.options
+    if name == "hf" and options.hf_held_out:
+        options = replace(options, hf_split=options.hf_held_out)
+    return replace(training, name=name, split="validation", options=options)
 
 
 def check_name(name: str, path: str | None, key: str) -> None:
@@ -375,10 +312,18 @@ def check_name(name: str, path: str | None, key: str) -> None:
         raise ConfigError(
             f"{key}.dataset_path", path, "a file, folder or pattern of .txt, .jsonl or .parquet"
         )
-    if name.startswith("c4") and path and _is_local(path):
+    if name == "hf" and not path:
+        want = "a dataset of the Hub such as 'owner/name', or a folder of one"
+        raise ConfigError(f"{key}.dataset_path", path, want)
+    if is_hub(name) and path and _is_local(path):
         folder = user_path(path, f"{key}.dataset_path")
         if not folder.exists():
-            raise ConfigError(f"{key}.dataset_path", path, "a local copy of c4 that exists")
+            raise ConfigError(f"{key}.dataset_path", path, f"a local copy of {name} that exists")
+
+
+def is_hub(name: str) -> bool:
+    """Return whether a corpus may be on the Hugging Face Hub, so that checks do not open it."""
+    return name == "hf" or name.startswith("c4")
 
 
 def _is_local(path: str) -> bool:

@@ -21,7 +21,10 @@ from torchtitan_lr.data.batches import BatchReader, MicroBatch, Prepared, Rows
 from torchtitan_lr.data.chat_template import ChatTemplate
 from torchtitan_lr.data.checks import check_workers
 from torchtitan_lr.data.corpora import BlockCorpus, Corpus, training_source
+from torchtitan_lr.data.documents import DocumentBorders
 from torchtitan_lr.data.encoding import tokenizer_identity
+from torchtitan_lr.data.mixture import Mixture, SharesSeen
+from torchtitan_lr.data.order import Order
 from torchtitan_lr.data.read_ahead import JOIN_SECONDS, ReadAhead
 from torchtitan_lr.data.token_cache import TokenCache
 from torchtitan_lr.errors import ConfigError
@@ -52,6 +55,9 @@ class StripeDataLoader(BaseDataLoader):
         allow_changed: Whether a position in a changed corpus of the same kind may be loaded.
         steps_ahead: Steps whose micro-batches a thread prepares before they are used; 0 reads
             each when it is used.
+        order: The shuffled order; None for the fixed one. A loaded position's own order replaces
+            it.
+        borders: Keeps the documents of a row apart; None to let them see each other.
 
     Raises:
         ConfigError: The batch sizes do not divide, or the corpus cannot be split that way.
@@ -71,27 +77,39 @@ class StripeDataLoader(BaseDataLoader):
         pin_memory: bool = False,
         allow_changed: bool = False,
         steps_ahead: int = STEPS_AHEAD,
+        order: Order | None = None,
+        borders: DocumentBorders | None = None,
     ) -> None:
         self._corpus = corpus
         self._allow_changed = allow_changed
         self._rows = Rows.of(corpus, local_batch_size, global_batch_size, dp_world_size, dp_rank)
         pin_memory = pin_memory and torch.cuda.is_available()
-        self._reader = BatchReader(corpus, tokenizer, self._rows, seq_len, infinite, pin_memory)
-        self._fingerprint = _fingerprint(corpus, tokenizer)
+        self._reader = BatchReader(
+            corpus, tokenizer, self._rows, seq_len, infinite, pin_memory, order, borders
+        )
         self._depth = steps_ahead * self._rows.microbatches
         self._batches: Iterator[Prepared] | None = None
         self._end: Prepared | None = None
         # The position behind the last micro-batch that was yielded; the reader is ahead of it.
         self._sample_index = 0
         self._positions = self._reader.positions()
-        self._bad_records = set(corpus.skipped) if isinstance(corpus, BlockCorpus) else set()
-        self._mark: tuple[int, dict[int, Any]] | None = None
+        self._bad_records: set[str] = set()
+        if isinstance(corpus, BlockCorpus | Mixture):
+            self._bad_records |= corpus.skipped
+        self._seen = SharesSeen(corpus, global_batch_size) if isinstance(corpus, Mixture) else None
+        self._mark: tuple[int, dict[int, Any], list[int]] | None = None
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """Yield ``({"input": (b, s)}, labels (b, s))``, int64, on the CPU."""
+        """Yield ``({"input": (b, s)}, labels (b, s))``, int64, on the CPU.
+
+        With ``borders`` the inputs have ``"documents"`` (b, s) as well.
+        """
         while True:
             prepared = self._end or next(self._read())
             # Advance before the yield: checkpoints are saved while the generator is suspended.
+            if self._seen is not None and prepared.batch is not None:
+                seed = 0 if self._reader.order is None else self._reader.order.seed
+                self._seen.add(self._sample_index, prepared.sample_index, seed)
             self._sample_index = prepared.sample_index
             self._positions |= prepared.positions
             self._bad_records |= prepared.skipped
@@ -128,9 +146,14 @@ class StripeDataLoader(BaseDataLoader):
         """Whether the rows are pairs, whose answers alone are labels."""
         return getattr(self._corpus, "pairs", False)
 
+    def shares(self) -> dict[str, float]:
+        """Return the share of each corpus of a mixture in what all ranks have read; else empty."""
+        return {} if self._seen is None else self._seen.shares()
+
     def mark(self) -> None:
         """Store the position, so that a step with unreadable data can be undone."""
-        self._mark = (self._sample_index, dict(self._positions))
+        seen = [] if self._seen is None else self._seen.counts
+        self._mark = (self._sample_index, dict(self._positions), seen)
 
     def return_to_mark(self) -> None:
         """Make :meth:`state_dict` return the position of the last :meth:`mark`, for the checkpoint.
@@ -140,6 +163,8 @@ class StripeDataLoader(BaseDataLoader):
         if self._mark is None:
             raise RuntimeError("there is no mark to return to")
         self._sample_index, self._positions = self._mark[0], dict(self._mark[1])
+        if self._seen is not None:
+            self._seen.counts = self._mark[2]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, with one entry per stripe, so that any rank can load its own.
@@ -151,8 +176,9 @@ class StripeDataLoader(BaseDataLoader):
         """
         state = self._identity()
         bad = {"bad_records": sorted(self.bad_records)} if self.bad_records else {}
+        seen = {} if self._seen is None else {"seen": self._seen.counts}
         for stripe, position in self._positions.items():
-            state[f"lane_{stripe}"] = json.dumps(position | bad)
+            state[f"lane_{stripe}"] = json.dumps(position | bad | seen)
             bad = {}
         return state
 
@@ -188,9 +214,14 @@ class StripeDataLoader(BaseDataLoader):
         positions = {stripe: json.loads(state_dict[f"lane_{stripe}"]) for stripe in self._positions}
         for position in positions.values():
             self._bad_records.update(position.pop("bad_records", []))
-        if isinstance(self._corpus, BlockCorpus):
+            if (seen := position.pop("seen", None)) and self._seen is not None:
+                self._seen.counts = seen
+        if isinstance(self._corpus, BlockCorpus | Mixture):
             self._corpus.skipped = set(self._bad_records)
+        wanted = self._reader.order
         self._reader.seek(sample_index, positions, changed)
+        if self._reader.order != wanted and self._rows.rank == 0:
+            logger.info(f"Data continue in the checkpoint's order: {_named(self._reader.order)}")
         self._positions = self._reader.positions()
         self._sample_index = sample_index
 
@@ -232,6 +263,12 @@ class StripeDataLoader(BaseDataLoader):
         raise ConfigError("training.dataset", here["corpus"], want)
 
 
+def _named(order: Order | None) -> str:
+    if order is None:
+        return "training.shuffle = false"
+    return f"training.shuffle_seed = {order.seed}, training.shuffle_tokens = {order.tokens}"
+
+
 def build_dataloader(
     *,
     dp_world_size: int,
@@ -262,13 +299,16 @@ def build_dataloader(
     if rows < 0:
         rows = training.local_batch_size * dp_world_size
     corpus = training_source(job_config).open(rows)
-    if isinstance(corpus, BlockCorpus) and not corpus.pairs:
-        corpus.cache = _token_cache(job_config, corpus, tokenizer)
-    if isinstance(corpus, BlockCorpus) and corpus.num_blocks < rows and dp_rank == 0:
-        logger.warning(
-            f"{corpus.name} has {corpus.num_blocks} blocks for {rows} rows of a batch: "
-            "some rows will have the same text"
-        )
+    for part in corpus.corpora if isinstance(corpus, Mixture) else [corpus]:
+        if not isinstance(part, BlockCorpus):
+            continue
+        if not part.pairs:
+            part.cache = _token_cache(job_config, part, tokenizer)
+        if part.num_blocks < rows and dp_rank == 0:
+            logger.warning(
+                f"{part.name} has {part.num_blocks} blocks for {rows} rows of a batch: "
+                "some rows will have the same text"
+            )
     return StripeDataLoader(
         corpus,
         tokenizer,
@@ -281,7 +321,20 @@ def build_dataloader(
         pin_memory=training.dataloader.pin_memory,
         allow_changed=getattr(training, "allow_changed_corpus", False),
         steps_ahead=getattr(training, "steps_ahead", STEPS_AHEAD),
+        order=_order(job_config),
+        borders=DocumentBorders.of(job_config, tokenizer),
     )
+
+
+def _order(job_config: Any) -> Order | None:
+    """Return the order that a run's configuration sets; the record of an old run sets none."""
+    training = job_config.training
+    if not getattr(training, "shuffle", False):
+        return None
+    seed = training.shuffle_seed
+    if seed is None:
+        seed = job_config.debug.seed or 0
+    return Order(seed, training.shuffle_tokens)
 
 
 def _token_cache(
@@ -312,6 +365,6 @@ def _same_kind(fingerprint: str, other: str) -> bool:
 
     def kind(text: str) -> list[str]:
         name, *rest = text.split()
-        return [name, *(word for word in rest if word.startswith("shards="))]
+        return [name, *(word for word in rest if word.startswith(("shards=", "parts=")))]
 
     return kind(fingerprint) == kind(other)

@@ -22,6 +22,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_lr.data.corpora import Corpus
+from torchtitan_lr.data.documents import DocumentBorders, separated
 from torchtitan_lr.data.pair_corpora import PairCorpus
 from torchtitan_lr.data.pairs import pair_windows, unmask_
 
@@ -38,6 +39,7 @@ class EvaluationSet:
         documents: Number of documents to read at most; None for all.
         dp_world_size: Data-parallel ranks that share the windows, ``D``.
         dp_rank: This rank.
+        borders: Keeps the documents of a row apart; None to let them see each other.
 
     Attributes:
         num_documents: Documents read so far, the same on every rank.
@@ -53,7 +55,9 @@ class EvaluationSet:
         documents: int | None = None,
         dp_world_size: int = 1,
         dp_rank: int = 0,
+        borders: DocumentBorders | None = None,
     ) -> None:
+        self._borders = borders
         self._corpus = corpus
         self._tokenizer = tokenizer
         self._seq_len = seq_len
@@ -75,7 +79,7 @@ class EvaluationSet:
                 inputs[index, : len(row) - 1] = torch.tensor(row[:-1])
                 labels[index, : len(row) - 1] = torch.tensor(row[1:])
             unmask_(inputs, labels)
-            yield {"input": inputs}, labels
+            yield separated(self._borders, inputs, labels)
 
     def _windows(self) -> Iterator[list[int]]:
         if not isinstance(self._corpus, PairCorpus):

@@ -6,11 +6,12 @@ Each file is cut into blocks by its size alone, so opening a corpus costs one ``
 * .txt and .jsonl: byte ranges. A block holds the lines that *start* in its range; a line that
   crosses the end is read to its end, and the next block skips it.
   Those of pairs and chats are a :class:`~torchtitan_lr.data.pair_corpora.LocalPairs`.
+* .gz and .zst of these: parts interleaved over the file (:mod:`torchtitan_lr.data.text_files`).
 * .parquet: slices of rows. The reader decodes only the ``text`` column of the row groups that
   overlap the slice, each from its start. Row groups of about the size of a block are read fastest.
 
-A document is a line's ``"text"`` (.jsonl), a row's ``text`` (.parquet), or all lines of a block
-(.txt: a file no larger than a block is one document).
+A document is a line's ``"text"`` (.jsonl), a row's ``text`` (.parquet; both names can be set), or
+all lines of a block (.txt: a file no larger than a block is one document; compressed, 16 KiB are).
 
 One document in 200 is held out (:mod:`torchtitan_lr.data.held_out`). The blocks of a .txt file
 depend on the batch, so its held-out units are pieces: the lines that start in the same 4 KiB.
@@ -38,12 +39,24 @@ from torchtitan_lr.data.held_out import (
     document_hash,
     small_limit,
 )
+from torchtitan_lr.data.text_files import (
+    MOST_PARTS,
+    Line,
+    is_compressed,
+    kind_of,
+    line_number,
+    lines_of,
+    open_text,
+    piece_of,
+    run_of,
+)
 from torchtitan_lr.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
+MORE = " (.txt and .jsonl also with .gz or .zst)"
 TEXT = "text"
 
 # Smaller blocks would cut .txt files into snippets; larger blocks would make resuming slow.
@@ -51,14 +64,8 @@ MIN_BLOCK_BYTES = 1 << 10
 MAX_BLOCK_BYTES = 1 << 20
 BLOCKS_PER_LANE = 4
 
-PIECE_BYTES = 1 << 12
-"""Bytes of a .txt file whose lines are held out together."""
-
 HEAD_BYTES = 1 << 16
 """Bytes at the start of a file that the encoding check reads."""
-
-Line = tuple[int, bytes]
-"""A line's byte offset, and the line."""
 
 
 class LocalCorpus(BlockCorpus):
@@ -71,6 +78,7 @@ class LocalCorpus(BlockCorpus):
             1 KiB and 1 MiB; without ``rows`` they have 1 MiB.
         split: The held-out part, the training part, or both.
         max_bad_records: See :class:`BlockCorpus`.
+        column: Name of the text in .jsonl and .parquet.
 
     Raises:
         ConfigError: No such file, no file with a supported suffix, or only empty files.
@@ -84,7 +92,9 @@ class LocalCorpus(BlockCorpus):
         rows: int | None = None,
         split: Split = "all",
         max_bad_records: int = 0,
+        column: str = TEXT,
     ) -> None:
+        self._column = column
         found = find_files(path, key)
         root = Path(os.path.commonpath([file.parent for file in found]))
         self._paths = found
@@ -95,6 +105,9 @@ class LocalCorpus(BlockCorpus):
         self.block_bytes = min(MAX_BLOCK_BYTES, max(MIN_BLOCK_BYTES, wanted))
         # File i has the blocks [ends[i - 1], ends[i]).
         self._counts = [-(-size // self.block_bytes) for size in sizes]
+        for index, file in enumerate(found):
+            if is_compressed(file):
+                self._counts[index] = min(MOST_PARTS, self._counts[index])
         self._ends = list(accumulate(self._counts))
         self._split = split
         self._limit = USUAL_LIMIT
@@ -114,10 +127,10 @@ class LocalCorpus(BlockCorpus):
             DataError: A file is unreadable, binary or in another encoding.
         """
         for path in self._paths:
-            if path.suffix == ".parquet":
+            if kind_of(path) == ".parquet":
                 continue
             try:
-                with path.open("rb") as file:
+                with open_text(path) as file:
                     head = file.read(HEAD_BYTES)
             except OSError as error:
                 why = error.strerror or error
@@ -128,7 +141,10 @@ class LocalCorpus(BlockCorpus):
     def fingerprint(self) -> str:
         """Return the fingerprint of :class:`BlockCorpus`, with the held-out fraction appended."""
         rule = f" held_out=1/{ONE_IN}" if self._split != "all" else ""
-        return super().fingerprint() + rule
+        return super().fingerprint() + rule + self._named()
+
+    def _named(self) -> str:
+        return "" if self._column == TEXT else f" column={self._column}"
 
     @property
     def num_blocks(self) -> int:
@@ -143,7 +159,7 @@ class LocalCorpus(BlockCorpus):
         """Return the stamp of a block's file, the block's part of it, and the held-out rule."""
         index, part, count = self._place(block)
         stamp = file_stamp(self._paths[index])
-        return stamp and f"{stamp} {part}/{count} {self._split} {self._limit}"
+        return stamp and f"{stamp} {part}/{count} {self._split} {self._limit}" + self._named()
 
     def documents(self, block: int) -> Iterator[str | DataError]:
         """Yield the documents of one block that belong to the split.
@@ -156,7 +172,7 @@ class LocalCorpus(BlockCorpus):
         """
         index, part, count = self._place(block)
         path = self._paths[index]
-        if path.suffix == ".txt":
+        if kind_of(path) == ".txt":
             yield from self._texts(index, part, count)
             return
         for record in self._records(path, index, part, count):
@@ -170,11 +186,11 @@ class LocalCorpus(BlockCorpus):
             ValueError: The line is not valid; the message is what was expected.
         """
         try:
-            text = json.loads(line)[TEXT]
+            text = json.loads(line)[self._column]
         except (ValueError, KeyError, TypeError, IndexError, RecursionError):
             text = None
         if not isinstance(text, str):
-            raise ValueError(f'a JSON object with a string "{TEXT}"')
+            raise ValueError(f'a JSON object with a string "{self._column}"')
         # JSON can encode a lone surrogate, which tokenizers reject.
         return text.encode("utf-8", errors="replace").decode("utf-8")
 
@@ -196,8 +212,8 @@ class LocalCorpus(BlockCorpus):
         for block in range(self.num_blocks):
             index, part, count = self._place(block)
             path, (name, _) = self._paths[index], self._files[index]
-            if path.suffix == ".txt":
-                for piece, lines in groupby(self._lines_of(index, part, count), _piece_of):
+            if kind_of(path) == ".txt":
+                for piece, lines in groupby(self._lines_of(index, part, count), piece_of):
                     yield _piece_hash(name, piece), sum(len(line) for _, line in lines)
                 continue
             for record in self._records(path, index, part, count):
@@ -207,8 +223,7 @@ class LocalCorpus(BlockCorpus):
                     yield self.hash_of(record), len(record.encode())
 
     def _lines_of(self, index: int, part: int, count: int) -> Iterator[Line]:
-        size = self._files[index][1]
-        return _lines(self._paths[index], part * size // count, (part + 1) * size // count)
+        return lines_of(self._paths[index], self._files[index][1], part, count)
 
     def _texts(self, index: int, part: int, count: int) -> Iterator[str | DataError]:
         """Yield the text of a block, cut where pieces of the other split are left out."""
@@ -220,7 +235,10 @@ class LocalCorpus(BlockCorpus):
 
         lines = self._lines_of(index, part, count)
         try:
-            for ours, run in groupby(lines, lambda line: wanted(_piece_of(line))):
+            runs = is_compressed(self._paths[index])  # its neighbouring runs are in other parts
+            for (ours, _), run in groupby(
+                lines, lambda line: (wanted(piece_of(line)), runs and run_of(line))
+            ):
                 text = b"".join(line for _, line in run).decode("utf-8", errors="replace")
                 if ours and text:
                     yield text
@@ -233,7 +251,7 @@ class LocalCorpus(BlockCorpus):
 
     def _records(self, path: Path, index: int, part: int, count: int) -> Iterator[str | DataError]:
         """Yield the records of a .jsonl or .parquet block, of both splits."""
-        if path.suffix == ".parquet":
+        if kind_of(path) == ".parquet":
             yield from self._parquet(path, part, count)
             return
         try:
@@ -248,7 +266,7 @@ class LocalCorpus(BlockCorpus):
             try:
                 text = self.parse_line(line)
             except ValueError as error:
-                where = f"{path}:{_line_number(path, start)}"
+                where = f"{path}:{line_number(path, start)}"
                 yield DataError(self.key, where, str(error))
             else:
                 if text:
@@ -261,15 +279,17 @@ class LocalCorpus(BlockCorpus):
 
         try:
             with pq.ParquetFile(path) as file:
-                kind = file.schema_arrow.field(TEXT).type
+                kind = file.schema_arrow.field(self._column).type
                 if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-                    yield DataError(self.key, str(path), f"strings in column '{TEXT}'")
+                    yield DataError(self.key, str(path), f"strings in column '{self._column}'")
                     return
                 rows = file.metadata.num_rows
-                yield from _rows(file, part * rows // count, (part + 1) * rows // count)
+                yield from _rows(
+                    file, part * rows // count, (part + 1) * rows // count, self._column
+                )
         # A damaged file can raise any of these; ValueError means text that is not UTF-8.
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-            want = f"intact parquet with a column '{TEXT}' ({type(error).__name__})"
+            want = f"intact parquet with a column '{self._column}' ({type(error).__name__})"
             yield DataError(self.key, str(path), want)
 
 
@@ -292,13 +312,18 @@ def find_files(path: str, key: str) -> list[Path]:
         found = [Path(name) for name in glob.glob(str(target), recursive=True)]
         if not found:
             raise ConfigError(key, path, "an existing file or folder, or a pattern that matches")
-    known = [file for file in found if file.suffix in SUFFIXES and file.is_file()]
+    known = [file for file in found if _is_known(file) and file.is_file()]
     if not known:
-        raise ConfigError(key, path, "files that end in " + ", ".join(SUFFIXES))
+        raise ConfigError(key, path, "files that end in " + ", ".join(SUFFIXES) + MORE)
     filled = [file for file in known if file.stat().st_size]
     if not filled:
         raise ConfigError(key, path, "files that are not empty")
     return sorted(filled, key=lambda file: file.as_posix())
+
+
+def _is_known(file: Path) -> bool:
+    kind = kind_of(file)
+    return kind in SUFFIXES and not (is_compressed(file) and kind == ".parquet")
 
 
 def _not_utf8(head: bytes) -> str | None:
@@ -316,45 +341,18 @@ def _not_utf8(head: bytes) -> str | None:
     return None
 
 
-def _piece_of(line: Line) -> int:
-    return line[0] // PIECE_BYTES
-
-
 def _piece_hash(name: str, piece: int) -> int:
     """Hash a piece's position; hashing its text would require reading the adjacent blocks."""
     return document_hash(f"{name}:{piece}")
 
 
-def _lines(path: Path, low: int, high: int) -> Iterator[Line]:
-    """Yield ``(start, line)`` of the lines that start in bytes ``[low, high)``."""
-    with path.open("rb") as file:
-        if low > 0:
-            # Read from the byte before `low`: if it ends a line, the line at `low` belongs to this
-            # block. The read is bounded, so that a line of many blocks is not read once per block.
-            file.seek(low - 1)
-            if not file.readline(high - low + 1).endswith(b"\n"):
-                return
-        while (start := file.tell()) < high:
-            yield start, file.readline()
-
-
-def _line_number(path: Path, start: int) -> int:
-    """Return the line number at an offset; this reads the file, and only error messages use it."""
-    number, left = 1, start
-    with path.open("rb") as file:
-        while left and (chunk := file.read(min(left, MAX_BLOCK_BYTES))):
-            number += chunk.count(b"\n")
-            left -= len(chunk)
-    return number
-
-
-def _rows(file: pq.ParquetFile, low: int, high: int) -> Iterator[str]:
+def _rows(file: pq.ParquetFile, low: int, high: int, column: str) -> Iterator[str]:
     """Yield the non-empty texts of rows ``[low, high)``, decoding only overlapping row groups."""
     start = 0
     for group in range(file.metadata.num_row_groups):
         end = start + file.metadata.row_group(group).num_rows
         if start < high and end > low:
-            batches = file.iter_batches(batch_size=256, row_groups=[group], columns=[TEXT])
+            batches = file.iter_batches(batch_size=256, row_groups=[group], columns=[column])
             for batch in batches:
                 if start >= high:
                     break

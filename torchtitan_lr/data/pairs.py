@@ -21,6 +21,7 @@ import numpy as np
 
 from torchtitan_lr.data.chat_template import ChatTemplate, Segment
 from torchtitan_lr.data.encoding import Tokens
+from torchtitan_lr.data.shuffle import ShuffledStripe
 from torchtitan_lr.data.stripes import DocumentStream, Stripe
 from torchtitan_lr.errors import ConfigError, DataError
 
@@ -297,6 +298,10 @@ class PairStripe(Stripe):
         super().load_state(state | {"offset": 0}, changed)
         if state["offset"]:
             self._offset = len(self._tokens)
+
+
+class ShuffledPairStripe(ShuffledStripe, PairStripe):
+    """A stripe of pairs, permuted group by group."""
 
 
 def no_room(seq_len: int, key: str, what: str) -> ConfigError:

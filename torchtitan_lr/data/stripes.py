@@ -6,8 +6,9 @@ changes. This one splits it over the rows of the **global** batch. Row ``j`` (of
 *stripe*: an endless stream over the blocks ``j, j + B, j + 2B, ...`` of the corpus. Its documents
 are tokenised, concatenated and cut into windows of ``seq_len + 1`` tokens exactly as in
 torchtitan's ``HuggingFaceTextDataset`` (input ``x[:-1]``, labels ``x[1:]``; windows do not
-overlap). The content of row ``j`` does not depend on the rank or the micro-batch that computes
-it. Therefore:
+overlap). This is the fixed order; an :class:`Order` permutes the blocks, and
+:mod:`torchtitan_lr.data.shuffle` the windows. The content of row ``j`` does not depend on the rank
+or the micro-batch that computes it. Therefore:
 
 * the batches are the same for any data-parallel size and any split between ranks and gradient
   accumulation, as long as ``B`` is unchanged;
@@ -31,13 +32,14 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_lr.data.encoding import NO_TOKENS, Tokens, encode_documents
+from torchtitan_lr.data.order import Order
 from torchtitan_lr.data.token_cache import BlockRecorder
 from torchtitan_lr.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from torchtitan.components.tokenizer import BaseTokenizer
 
-    from torchtitan_lr.data.corpora import BlockCorpus
+    from torchtitan_lr.data.blocks import BlockCorpus
 
 
 CHARACTERS_PER_TOKEN = 4
@@ -105,10 +107,19 @@ class BlockStream:
         stripe: Index of this stripe.
         num_stripes: Number of stripes that share the corpus.
         infinite: Whether to start over at the end; otherwise the stripe ends after one pass.
+        order: The order of the blocks; None for the fixed one (:func:`stripe_block`).
     """
 
-    def __init__(self, corpus: BlockCorpus, stripe: int, num_stripes: int, infinite: bool) -> None:
+    def __init__(
+        self,
+        corpus: BlockCorpus,
+        stripe: int,
+        num_stripes: int,
+        infinite: bool,
+        order: Order | None = None,
+    ) -> None:
         self._corpus = corpus
+        self._block_of = stripe_block if order is None else order.block
         self._stripe = stripe
         self._num_stripes = num_stripes
         self._infinite = infinite
@@ -131,18 +142,25 @@ class BlockStream:
         self, unreadable: Callable[[DataError], None] | None = None
     ) -> tuple[Any, str | Tokens] | None:
         """Return the next document and its ``[k, d]``, or None after the last one."""
-        for _ in range(self._corpus.num_blocks + 1):
-            for document in self._documents:
-                self._d += 1
-                if not isinstance(document, DataError):
-                    return [self._k, self._d - 1], document
-                (unreadable or self.skip)(document)
-            if not self._infinite and self._last_of_pass(self._k):
-                return None
-            self._k, self._d = self._k + 1, 0
-            self._documents = self._open(self._k)
-        # The last num_blocks blocks were all blocks of the corpus (see stripe_block).
-        raise ConfigError(self._corpus.key, self._corpus.name, "a corpus with some text in it")
+        while True:
+            for _ in range(self._corpus.num_blocks + 1):
+                for document in self._documents:
+                    self._d += 1
+                    if not isinstance(document, DataError):
+                        return [self._k, self._d - 1], document
+                    (unreadable or self.skip)(document)
+                if not self._infinite and self._last_of_pass(self._k):
+                    return None
+                self._k, self._d = self._k + 1, 0
+                self._documents = self._open(self._k)
+            # In the fixed order these were all blocks; a shuffled stripe may have missed some.
+            if not self._has_text():
+                want = "a corpus with some text in it"
+                raise ConfigError(self._corpus.key, self._corpus.name, want)
+
+    def _has_text(self) -> bool:
+        blocks = map(self._corpus.documents, range(self._corpus.num_blocks))
+        return any(isinstance(found, str) for block in blocks for found in block)
 
     def skip(self, error: DataError) -> None:
         """Count an unreadable record as skipped (:meth:`BlockCorpus.skip`)."""
@@ -177,7 +195,7 @@ class BlockStream:
     def _open(self, k: int) -> Iterator[str | Tokens | DataError]:
         if not self._infinite and self._stripe + k * self._num_stripes >= self._corpus.num_blocks:
             return iter(())
-        block = stripe_block(self._stripe, self._num_stripes, self._corpus.num_blocks, k)
+        block = self._block_of(self._stripe, self._num_stripes, self._corpus.num_blocks, k)
         cache = self._corpus.cache
         stamp = None if cache is None else self._corpus.stamp(block)
         if cache is None or stamp is None:
@@ -226,6 +244,10 @@ class Stripe:
         self._errors: list[DataError] = []
         self._ended = False
         self._failure: ConfigError | None = None
+
+    def demands(self, windows: int) -> list[tuple[Stripe, int]]:
+        """Return the stripes that must hold some windows: itself."""
+        return [(self, windows)]
 
     def missing(self, windows: int) -> int:
         """Return how many tokens must still be read for some windows; 0 at the stream's end."""
@@ -284,7 +306,7 @@ class Stripe:
 
     def next_window(self) -> list[int] | None:
         """Return the next ``seq_len + 1`` tokens, or None when the stream has ended."""
-        fill([self], 1)
+        fill([(self, 1)])
         window = self.take(1)
         return None if window is None else window[0].tolist()
 
@@ -334,17 +356,16 @@ class Stripe:
         return True
 
 
-def fill(stripes: Sequence[Stripe], windows: int) -> None:
-    """Read and tokenise documents until each stripe holds some windows, or its stream has ended.
+def fill(demands: Sequence[tuple[Stripe, int]]) -> None:
+    """Read and tokenise documents until each stripe holds its windows, or its stream has ended.
 
     The documents of all stripes are encoded together, so that the tokenizer can use all cores.
 
     Args:
-        stripes: Stripes with the same tokenizer.
-        windows: Windows that each stripe shall hold.
+        demands: Stripes with the same tokenizer, and the windows that each shall hold.
     """
-    while any(missing := [stripe.missing(windows) for stripe in stripes]):
-        _encode(stripes, missing)
+    while any(missing := [stripe.missing(windows) for stripe, windows in demands]):
+        _encode([stripe for stripe, _ in demands], missing)
 
 
 def _encode(stripes: Sequence[Stripe], missing: Sequence[int]) -> None:

@@ -21,6 +21,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.checks import check_workers
 from torchtitan_lr.data.corpora import Corpus, validation_source
+from torchtitan_lr.data.documents import DocumentBorders, separated
 from torchtitan_lr.data.pair_corpora import PairCorpus
 from torchtitan_lr.data.pairs import no_room, pair_windows, unmask_
 from torchtitan_lr.errors import ConfigError
@@ -36,6 +37,7 @@ class ValidationSet:
         dp_world_size: Data-parallel ranks, ``D``.
         unigram_entropy: See below.
         num_tokens: See below; by default every label counts.
+        borders: Keeps the documents of a row apart; None to let them see each other.
 
     Attributes:
         unigram_entropy: Entropy in nats of the label tokens of all ranks together: the loss of
@@ -52,7 +54,9 @@ class ValidationSet:
         dp_world_size: int,
         unigram_entropy: float,
         num_tokens: int | None = None,
+        borders: DocumentBorders | None = None,
     ) -> None:
+        self._borders = borders
         self._windows = windows
         self._batch_size = batch_size
         self._num_batches = math.ceil(math.ceil(num_sequences / dp_world_size) / batch_size)
@@ -66,7 +70,10 @@ class ValidationSet:
         return self._num_batches
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """Yield ``({"input": (b, s)}, labels (b, s))``, int64; padded rows have ignored labels."""
+        """Yield ``({"input": (b, s)}, labels (b, s))``, int64; padded rows have ignored labels.
+
+        With ``borders`` the inputs have ``"documents"`` (b, s) as well.
+        """
         size = self._batch_size
         for start in range(0, self._num_batches * size, size):
             rows = self._windows[start : start + size].long()
@@ -75,7 +82,7 @@ class ValidationSet:
             inputs[: len(rows)] = rows[:, :-1]
             labels[: len(rows)] = rows[:, 1:]
             unmask_(inputs, labels)
-            yield {"input": inputs}, labels
+            yield separated(self._borders, inputs, labels)
 
 
 def build_validation_set(
@@ -107,11 +114,15 @@ def build_validation_set(
         limit = section.steps * section.local_batch_size * dp_world_size
     kept: list[torch.Tensor] = []
     counts = torch.zeros(0, dtype=torch.int64)
+    borders = DocumentBorders.of(job_config, tokenizer)
     num_sequences = 0
     windows = _windows(corpus, tokenizer, section.seq_len, limit)
     first = dp_rank == 0 and int(os.environ.get("RANK", "0")) == 0
     for window in progress(windows, "tokenizing validation", limit, "sequences", first):
-        counts = _add_counts(counts, window[1:])
+        labels = window[1:]
+        if borders is not None:
+            labels = labels[~borders.crossing(window[:-1], labels)]
+        counts = _add_counts(counts, labels)
         if num_sequences % dp_world_size == dp_rank:
             kept.append(window)
         num_sequences += 1
@@ -131,6 +142,7 @@ def build_validation_set(
         dp_world_size,
         entropy(counts),
         int(counts.sum()),
+        borders,
     )
 
 

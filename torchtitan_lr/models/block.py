@@ -62,6 +62,7 @@ class Attention(nn.Module):
         table: Tensor,
         carried: Latents | None,
         cache: AttentionCache | None = None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Latents]:
         """Compute attention.
 
@@ -71,6 +72,7 @@ class Attention(nn.Module):
             table: Rotary table, see `apply_rope`.
             carried: The previous block's q, k, v, o latents (b, s, r), or None.
             cache: Keys and values of earlier tokens; None if x has the whole sequence.
+            mask: Added to the scores (b, 1, s, s), see `documents`; None for causal attention.
 
         Returns:
             The update of the residual stream (b, s, d), and this block's q, k, v, o latents
@@ -79,13 +81,13 @@ class Attention(nn.Module):
         qkv, o = [self.wq, self.wk, self.wv], [self.wo]
         if not self.low_rank:
             q, k, v = self.qkv(x, qkv, norm)
-            return self.o(self.attend(q, k, v, table, cache), o)[0], ()
+            return self.o(self.attend(q, k, v, table, cache, mask), o)[0], ()
         up = self.up_qkv if cache is None else cache.up_edge(self.up_qkv)
         previous, previous_o = carried and carried[:3], carried and carried[3:]
         (q, k, v), latents = low_rank_group(
             x, qkv, self.down_qkv, up, self.silu_qkv, norm, self.mix, previous
         )
-        x = self.attend(q, k, v, table, cache)
+        x = self.attend(q, k, v, table, cache, mask)
         (out,), latents_o = low_rank_group(
             x, o, self.down_o, self.up_o, self.silu_o, None, self.mix, previous_o
         )
@@ -98,6 +100,7 @@ class Attention(nn.Module):
         v: Tensor,
         table: Tensor,
         cache: AttentionCache | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Rotate queries and keys, and compute causal attention.
 
@@ -107,6 +110,7 @@ class Attention(nn.Module):
             v: Values (b, s, h_kv · head_dim).
             table: Rotary table, see `apply_rope`.
             cache: Keys and values of earlier tokens; it may need v in another form.
+            mask: Added to the scores instead of the causal rule (b, 1, s, s).
 
         Returns:
             Tensor (b, s, h · head_dim).
@@ -120,7 +124,9 @@ class Attention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (b, h, s, head_dim)
         grouped = q.shape[1] != k.shape[1]
         # Called directly, so that a caller's ``sdpa_kernel`` context chooses the kernel.
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        )
         return out.transpose(1, 2).flatten(2)
 
 
@@ -212,6 +218,7 @@ class TransformerBlock(nn.Module):
         table: Tensor,
         carried: Latents | None = None,
         cache: AttentionCache | None = None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Latents | None]:
         """Run the block.
 
@@ -221,13 +228,14 @@ class TransformerBlock(nn.Module):
             carried: The previous block's seven latents, or None in the first block and in
                 families without them.
             cache: Keys and values of earlier tokens; None if x has the whole sequence.
+            mask: As in `Attention.forward`.
 
         Returns:
             The residual stream, as x, and this block's latents for LaX, else None.
         """
         n = N_ATTENTION_LATENTS
         update, latents_attention = self.attention(
-            x, self.attention_norm, table, carried and carried[:n], cache
+            x, self.attention_norm, table, carried and carried[:n], cache, mask
         )
         x = x + update
         update, latents_ffn = self.feed_forward(x, self.ffn_norm, carried and carried[n:])

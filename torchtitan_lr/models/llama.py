@@ -11,6 +11,7 @@ from torchtitan.protocols.model import ModelProtocol
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.block import Latents, TransformerBlock
 from torchtitan_lr.models.cache import ModelCache
+from torchtitan_lr.models.documents import document_mask, document_positions
 from torchtitan_lr.models.initialization import init_parameters
 from torchtitan_lr.models.lane_edges import end_edges
 from torchtitan_lr.models.layers import OutputProjection, TokenEmbedding
@@ -54,7 +55,11 @@ class LlamaModel(ModelProtocol):
         init_parameters(self, self.model_args)
 
     def forward(
-        self, tokens: Tensor, *carried: Tensor, cache: ModelCache | None = None
+        self,
+        tokens: Tensor,
+        *carried: Tensor,
+        cache: ModelCache | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """Predict the next token at every position.
 
@@ -62,6 +67,8 @@ class LlamaModel(ModelProtocol):
             tokens: Token ids (b, s); in a later pipeline stage, the residual stream (b, s, d).
             *carried: LaX in a later pipeline stage: the seven latents sent by the stage before.
             cache: Keys and values of the tokens before these; None if there are none.
+            documents: Index of each token's document (b, s), on every pipeline stage; None for one
+                document per row. Documents do not see each other (`models.documents`).
 
         Returns:
             Logits (b, s, V), with a cache of the last position alone, (b, 1, V); in an earlier
@@ -71,7 +78,14 @@ class LlamaModel(ModelProtocol):
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         latents: Latents | None = carried or None
         table = torch.view_as_real(self.freqs_cis)
-        if cache is None:
+        if documents is not None:
+            if cache is not None:
+                raise ValueError("a cache holds one document per row")
+            mask = document_mask(documents, x.dtype)
+            table = table[document_positions(documents)]
+            for block in self.layers.values():
+                x, latents = block(x, table, latents, mask=mask)
+        elif cache is None:
             for block in self.layers.values():
                 x, latents = block(x, table, latents)
         else:

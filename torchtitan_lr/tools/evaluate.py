@@ -13,7 +13,9 @@ import torch
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.corpora import Corpus, Source, Split, validation_source
+from torchtitan_lr.data.documents import DocumentBorders, model_arguments, moved
 from torchtitan_lr.data.evaluation import EvaluationSet
+from torchtitan_lr.data.mixture import MixtureSource
 from torchtitan_lr.data.validation import ValidationSet, build_validation_set
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import launched_ranks
@@ -72,7 +74,7 @@ _OPTIONS = {"validation.dataset": "--corpus", "validation.dataset_path": "--path
 Batches = EvaluationSet | ValidationSet
 
 
-def _alone(options: argparse.Namespace, source: Source | None) -> dict[str, Any]:
+def _alone(options: argparse.Namespace, source: Source | MixtureSource | None) -> dict[str, Any]:
     """Evaluate in this process, without a process group."""
     model, tokenizer = load_for_inference(options.checkpoint, options.config, options.device)
     batches: Batches
@@ -88,7 +90,7 @@ def _alone(options: argparse.Namespace, source: Source | None) -> dict[str, Any]
     return about | _result(batches, corpus, lambda: total_loss(model, batches)) | {"ranks": 1}
 
 
-def _on_ranks(options: argparse.Namespace, source: Source | None) -> dict[str, Any]:
+def _on_ranks(options: argparse.Namespace, source: Source | MixtureSource | None) -> dict[str, Any]:
     """Evaluate on all ranks of torchrun; what can be refused is refused before they connect."""
     device_type = bind_device()
     if options.device not in ("", device_type):
@@ -145,15 +147,17 @@ def total_loss(model: LlamaModel, batches: Batches) -> tuple[float, int]:
     """
     device = model.freqs_cis.device
 
-    def batch_loss(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return cross_entropy_sum(model(tokens.to(device)), labels.to(device)).double()
+    def batch_loss(inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+        inputs, labels = moved((inputs, labels), device)
+        logits = model(inputs["input"], **model_arguments(inputs))
+        return cross_entropy_sum(logits, labels).double()
 
     total = len(batches) if isinstance(batches, ValidationSet) else None
     loss_sum, num_tokens = sum_losses(progress(batches, "evaluation", total), batch_loss, device)
     return float(loss_sum), int(num_tokens)
 
 
-def _source(options: argparse.Namespace) -> Source:
+def _source(options: argparse.Namespace) -> Source | MixtureSource:
     """Return the corpus of the command line, by default the run's validation corpus."""
     if options.corpus is None:
         if is_export(options.checkpoint) and options.config is None:
@@ -169,7 +173,7 @@ def _source(options: argparse.Namespace) -> Source:
     return Source(name, options.path, parts.get(name, "validation"), "validation")
 
 
-def _name(source: Source) -> str:
+def _name(source: Source | MixtureSource) -> str:
     return f"{source.name} ({source.split})"
 
 
@@ -180,9 +184,12 @@ def _evaluation_set(
     seq_len: int,
     share: tuple[int, int] = (1, 0),
 ) -> EvaluationSet:
-    assert corpus is not None
+    borders = None
+    if options.config is not None or not is_export(options.checkpoint):
+        borders = DocumentBorders.of(read_run_config(options.checkpoint, options.config), tokenizer)
     documents = options.documents or None
-    return EvaluationSet(corpus, tokenizer, seq_len, options.batch_size, documents, *share)
+    sizes = seq_len, options.batch_size, documents
+    return EvaluationSet(corpus, tokenizer, *sizes, *share, borders=borders)
 
 
 def _validation_set(

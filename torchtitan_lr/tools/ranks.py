@@ -87,9 +87,9 @@ class RankModel:
         """
         context = dist_utils.get_train_context(self.loss_parallel)
 
-        def summed(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        def summed(inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
             with context():
-                return batch_loss(self.parts[0], cross_entropy_sum, self.pipeline, tokens, labels)
+                return batch_loss(self.parts[0], cross_entropy_sum, self.pipeline, inputs, labels)
 
         loss, tokens = sum_over_ranks(self.parts, batches, summed, self.parallel_dims)
         return loss, round(tokens)

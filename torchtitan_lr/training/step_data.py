@@ -96,11 +96,18 @@ class StepReader:
         if self._loader is not None:
             self._loader.return_to_mark()
 
-    def metrics(self) -> dict[str, int]:
-        """Return the number of skipped records, if skipping is allowed, and of labels in pairs."""
-        found = {"bad_records": len(self.bad_records)} if self._max_bad_records else {}
-        if self._loader is not None and self._loader.pairs:
-            found["label_tokens"] = self._labels
+    def metrics(self) -> dict[str, float]:
+        """Return the number of skipped records, if skipping is allowed, and what the loader adds.
+
+        That is the number of labels in pairs, and the shares of a mixture.
+        """
+        found: dict[str, float] = {}
+        if self._max_bad_records:
+            found["bad_records"] = len(self.bad_records)
+        if self._loader is not None:
+            found |= self._loader.shares()
+            if self._loader.pairs:
+                found["label_tokens"] = self._labels
         return found
 
     def sum_over_ranks(self, *counts: int) -> list[int]:

@@ -18,6 +18,8 @@ __all__ = [
     *("build_summary", "draw_curve", "write_summary"),
 ]
 
+_SHARE = "data_share/"
+
 
 def build_summary(
     history: list[dict[str, Any]], steps: int, peak_memory_gib: float, checkpoint: str | None
@@ -34,7 +36,8 @@ def build_summary(
         ``steps, train_loss, val_loss, val_ppl, unigram_entropy`` (losses in nats per token),
         ``tokens_per_s`` (all ranks together, the median over logged windows without the first),
         ``mfu`` (percent; None if the device's peak is unknown), ``peak_memory_gib,
-        checkpoint`` and ``curve`` (filled in by `write_summary`).
+        checkpoint`` and ``curve`` (filled in by `write_summary`); of a mixture also
+        ``data_share/<name>``, the share of each corpus in what was read.
     """
     # Imported late: the launcher reads a summary without torch.
     from torchtitan_lr.models.loss import perplexity
@@ -54,7 +57,7 @@ def build_summary(
         "peak_memory_gib": peak_memory_gib,
         "checkpoint": checkpoint,
         "curve": None,
-    }
+    } | {name: share for name, share in (train[-1:] or [{}])[0].items() if _SHARE in name}
 
 
 def write_summary(

@@ -191,6 +191,13 @@ class Trainer(titan_train.Trainer):
         replicas = ("dp_replicate",) if optimizer_owns_replicas(self.job_config) else ()
         return ledger_for(self.parallel_dims, self.model_parts, replicas)
 
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
+        """Split a batch as upstream does, but give every pipeline stage all of the arguments."""
+        inputs, labels, extra, common = super().post_dataloading_process(input_dict, labels)
+        return inputs, labels, {}, common | extra
+
     def forward_backward_step(
         self,
         *,
@@ -201,7 +208,7 @@ class Trainer(titan_train.Trainer):
         """Run one micro-batch of accumulation, through the pipeline if there is one.
 
         Args:
-            input_dict: ``{"input": (b, s)}``.
+            input_dict: ``{"input": (b, s)}`` and the model's further arguments.
             labels: (b, s).
             global_valid_tokens: Valid tokens of the global batch.
 

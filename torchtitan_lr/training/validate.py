@@ -23,6 +23,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils
 
 from torchtitan_lr.console.progress import progress
+from torchtitan_lr.data.documents import model_arguments, moved
 from torchtitan_lr.data.validation import build_validation_set
 from torchtitan_lr.models.loss import perplexity
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
@@ -31,7 +32,7 @@ from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
 
 def sum_losses(
     batches: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]],
-    batch_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    batch_loss: Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor],
     device: torch.device | str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum the loss over all valid tokens of this rank.
@@ -47,7 +48,7 @@ def sum_losses(
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     num_tokens = torch.zeros((), dtype=torch.float64, device=device)
     for input_dict, labels in batches:
-        loss_sum += batch_loss(input_dict["input"], labels)
+        loss_sum += batch_loss(input_dict, labels)
         num_tokens += (labels != IGNORE_INDEX).sum().item()
     return loss_sum, num_tokens
 
@@ -56,7 +57,7 @@ def sum_losses(
 def sum_over_ranks(
     model_parts: list[nn.Module],
     batches: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]],
-    batch_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    batch_loss: Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor],
     parallel_dims: ParallelDims,
 ) -> tuple[float, float]:
     """Sum the loss over all valid tokens of all ranks; every rank calls this.
@@ -90,7 +91,7 @@ def batch_loss(
     model: nn.Module,
     loss_fn: LossFunction,
     pipeline: Pipeline | None,
-    tokens: torch.Tensor,
+    inputs: dict[str, torch.Tensor],
     labels: torch.Tensor,
 ) -> torch.Tensor:
     """Return the summed loss of one batch on the device of the run, an fp64 scalar.
@@ -99,13 +100,14 @@ def batch_loss(
         model: The model; not called with a pipeline.
         loss_fn: Returns the sum over tokens.
         pipeline: Runs the batch if the model is split into stages.
-        tokens: (b, s), on any device.
+        inputs: Tokens (b, s) and the model's further arguments, on any device.
         labels: (b, s), likewise.
     """
-    tokens, labels = tokens.to(utils.device_type), labels.to(utils.device_type)
+    inputs, labels = moved((inputs, labels), utils.device_type)
+    tokens, arguments = inputs["input"], model_arguments(inputs)
     if pipeline is not None:
-        return pipeline.evaluate(tokens, labels).detach().double()
-    return loss_fn(model(tokens), labels).detach().double()
+        return pipeline.evaluate(tokens, labels, **arguments).detach().double()
+    return loss_fn(model(tokens, **arguments), labels).detach().double()
 
 
 class Validator(BaseValidator):
@@ -173,9 +175,7 @@ class Validator(BaseValidator):
         loss_of = partial(self._batch_loss, model_parts[0])
         first = torch.distributed.get_rank() == 0
         batches = progress(self.validation_set, "validation", len(self.validation_set), shown=first)
-        loss_sum, total = sum_over_ranks(
-            model_parts, batches, loss_of, self.parallel_dims
-        )
+        loss_sum, total = sum_over_ranks(model_parts, batches, loss_of, self.parallel_dims)
         self.last_loss = loss_sum / total
         self.metrics_processor.log_validation(
             self.last_loss,
@@ -189,11 +189,11 @@ class Validator(BaseValidator):
         )
 
     def _batch_loss(
-        self, model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor
+        self, model: nn.Module, inputs: dict[str, torch.Tensor], labels: torch.Tensor
     ) -> torch.Tensor:
-        """Return the summed loss of one batch, `tokens` and `labels` of shape `(b, s)`."""
+        """Return the summed loss of one batch; all its tensors have the shape `(b, s)`."""
         with self.validation_context(), self.maybe_enable_amp:
-            return batch_loss(model, self.loss_fn, self.pipeline, tokens, labels)
+            return batch_loss(model, self.loss_fn, self.pipeline, inputs, labels)
 
 
 def build_validator(

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from torchtitan_lr.data import local_corpus
+from torchtitan_lr.data import local_corpus, text_files
 from torchtitan_lr.data.local_corpus import LocalCorpus
 from torchtitan_lr.errors import ConfigError
 
@@ -71,7 +71,7 @@ def test_a_reader_without_the_seam_rule_loses_or_repeats_lines(tmp_path, monkeyp
             while file.tell() < high:
                 yield file.tell(), file.readline()
 
-    monkeypatch.setattr(local_corpus, "_lines", raw)
+    monkeypatch.setattr(text_files, "_lines", raw)
     assert "".join(LocalCorpus(str(tmp_path), KEY)) != "\n".join(TEXTS)
 
 

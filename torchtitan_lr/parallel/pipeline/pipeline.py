@@ -92,12 +92,13 @@ class Pipeline:
         """Run forward and backward of a batch; arguments as in torch's ``schedule.step``."""
         self.schedule.step(*args, **kwargs)
 
-    def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def evaluate(self, tokens: Tensor, labels: Tensor, **arguments: Tensor) -> Tensor:
         """Return the summed loss of a batch of any size, without gradients.
 
         Args:
             tokens: (b, s).
             labels: (b, s).
+            **arguments: The model's further arguments (b, ...), on every stage.
 
         Returns:
             A scalar: the sum on the rank with the last stage, 0 on the others.
@@ -110,6 +111,7 @@ class Pipeline:
         losses: list[Tensor] = []
         schedule.eval(
             *((tokens,) if 0 in self.parts else ()),
+            **arguments,
             target=labels if last else None,
             losses=losses if last else None,
             return_outputs=False,

@@ -1,0 +1,79 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Masked documents train the same in every layout as on one rank (fp64)."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.training import train
+from torchtitan_lr.tools.parity_runs import (
+    EXACT,
+    LAYOUTS,
+    degrees,
+    flavor,
+    largest_difference,
+    model,
+    schedule,
+)
+from torchtitan_lr.tools.rank_pool import RankPool
+
+MASKED = "--training.mask_documents"
+
+
+def recompute(mode: str) -> list[str]:
+    return [f"--activation_checkpoint.mode={mode}"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Documents of a few tokens, several in a sequence of 16."""
+    path: Path = tmp_path_factory.mktemp("text") / "a.jsonl"
+    texts = [f"x{i} = {i * i}" + " + y" * (i % 3) for i in range(300)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return ["--training.dataset=local", f"--training.dataset_path={path}"]
+
+
+@pytest.fixture(scope="module")
+def reference(one_rank: RankPool, corpus: list[str]) -> Any:
+    @cache
+    def run(family: str, *options: str) -> dict[str, Any]:
+        return one_rank.run(train, [*model(family), *degrees(), *corpus, *options])[0]
+
+    return run
+
+
+LANES = ["--caat.lanes=2", "--caat.sync_fraction=0.5"]
+CASES = {
+    "pipeline of LaX": ("lax", [*LAYOUTS["pp2_tp2"][1], *schedule("1F1B")], []),
+    "sharded pipeline": ("cola", [*LAYOUTS["fsdp2_pp2"][1], *schedule("ZBVZeroBubble")], []),
+    "BTP by sequence, latents kept": (
+        "cola",
+        [*degrees(tensor=4), "--parallelism.tp_comm=sequence", *recompute("low_rank")],
+        [],
+    ),
+    "Megatron, all recomputed": ("full", [*LAYOUTS["fsdp2_tp2"][1], *recompute("full")], []),
+    "lanes": ("full", [*LAYOUTS["fsdp2_tp2"][1], *recompute("selective")], LANES),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layouts(name: str, four_ranks: RankPool, reference: Any, corpus: list[str]) -> None:
+    family, layout, common = CASES[name]
+    run = four_ranks.run(train, [*model(family), *layout, *common, *corpus, MASKED])[0]
+    same = [*flavor(layout), *common]
+    assert largest_difference(run, reference(family, MASKED, *same)) < EXACT
+    assert largest_difference(run, reference(family, *same)) > 1e-3
+
+
+def test_validation(two_ranks: RankPool, reference: Any, corpus: list[str]) -> None:
+    """Through a pipeline too, with sequences of another length than in training."""
+    options = ["--validation.enable", "--validation.steps=2", "--validation.seq_len=12", MASKED]
+    layout = degrees(pipeline=2)
+    run = two_ranks.run(train, [*model("svd"), *layout, *corpus, *options])[0]
+    expected = reference("svd", *options)
+    assert run["val_losses"] == pytest.approx(expected["val_losses"], rel=EXACT)
+    plain = reference("svd", *options[:-1])["val_losses"]
+    assert run["val_losses"] != pytest.approx(plain, rel=1e-3)

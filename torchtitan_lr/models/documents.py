@@ -1,0 +1,44 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Several documents in one sequence, each as if it were alone.
+
+A token attends to the earlier tokens of its own document, and positions restart with each document.
+Attention gets a mask that is block-diagonal and causal. It is made once per forward pass (and
+pipeline stage) from the documents' indices, and used by all blocks.
+
+The mask goes to ``scaled_dot_product_attention``, not to ``flex_attention``: that has no backward
+on a CPU (torch 2.13), and without a compiler it stores all scores.
+"""
+
+import torch
+from torch import Tensor
+
+
+def document_positions(documents: Tensor) -> Tensor:
+    """Return the position of each token in its document.
+
+    Args:
+        documents: Index of each token's document (b, s); it changes where a document begins.
+
+    Returns:
+        Positions (b, s), int64, from 0. The first token of a row begins a document: what a row
+        continues from an earlier one is not there.
+    """
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    first = torch.ones_like(documents[:, :1], dtype=torch.bool)
+    begins = torch.cat([first, documents[:, 1:] != documents[:, :-1]], dim=1)
+    return places - torch.where(begins, places, 0).cummax(dim=1).values
+
+
+def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what attention adds to its scores.
+
+    Args:
+        documents: Index of each token's document (b, s), different for all documents of a row.
+        dtype: Of the queries.
+
+    Returns:
+        Tensor (b, 1, s, s): 0 for the tokens up to one's own of the same document, else -inf.
+    """
+    same = documents[:, :, None] == documents[:, None, :]
+    mask = torch.zeros(same.shape, dtype=dtype, device=documents.device)
+    return mask.masked_fill_(~same.tril_(), float("-inf"))[:, None]
