@@ -22,6 +22,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lr.models.layers import LowRankLinear
 
@@ -228,7 +229,9 @@ class LatentLayerCache(LayerCache):
             # All latents are here: expanded once, they take the training kernel.
             (values,) = self._edge.up([v], [wv])
             return self.attention(q, keys, values.unflatten(-1, (-1, k.shape[-1])).transpose(1, 2))
-        return self._mix(q, keys, stored, wv.B.weight)
+        rows = wv.B.weight
+        # A rank's rows of B are those of its heads.
+        return self._mix(q, keys, stored, rows.to_local() if isinstance(rows, DTensor) else rows)
 
     def _mix(self, q: Tensor, k: Tensor, latents: Tensor, b: Tensor) -> Tensor:
         """Attend in rank space.

@@ -189,6 +189,9 @@ def test_a_full_rank_model_has_no_latent_cache(tmp_path, capsys):
         (["--device", "abacus"], "--device"),
         (["--checkpoint", "nowhere/a/b"], "CHECKPOINT"),
         (["--beams", "4"], "--beams"),
+        (["--parallelism.pipeline_parallel_degree=2"], "parallelism.pipeline_parallel_degree"),
+        (["--parallelism.tensor_parallel_degree=4"], "torchrun --nproc_per_node=4"),
+        (["--training.steps=4"], "training.steps"),
     ],
 )
 def test_refusals(tmp_path, capsys, options, key):
