@@ -32,7 +32,7 @@ from pathlib import Path
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line
 
-_PATIENCE = 3.0
+_PATIENCE = 20.0
 """Seconds that a rank waits before it prints an error; every rank meets a wrong option."""
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.inference.cache import KINDS, KeyValueCache
 from torchtitan_lr.inference.sampling import Sampling, draws
+from torchtitan_lr.inference.single_row import RowHeadEdge, use_row_edges
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
 
@@ -154,14 +155,20 @@ class Decoder:
 
 
 def compile_blocks(model: LlamaModel, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Let every block be compiled for the steps of a `Decoder`, in place.
+    """Let the blocks, and the head of one process, be compiled for the steps of a `Decoder`.
+
+    The model is changed in place; its weights are not.
 
     Args:
         model: The model.
         backend: A backend of ``torch.compile``.
     """
+    use_row_edges(model)
     for block in model.layers.values():
         block.compile(backend=backend, fullgraph=True)
+    output = model.output
+    if output is not None and isinstance(output.head, RowHeadEdge):
+        output.compile(backend=backend, fullgraph=True)
 
 
 def check_limit(args: LlamaArgs, prompt: int, limit: int, key: str = "--prompt") -> None:
