@@ -40,6 +40,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.formulas.generation import pass_bytes
 from torchtitan_lr.inference.decode import Choice, Decoder, compile_blocks, whole_vocabulary
 from torchtitan_lr.inference.sampling import Sampling
+from torchtitan_lr.inference.screened_head import screen_head
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
@@ -135,6 +136,9 @@ def _parse(argv: list[str] | None, known: dict[str, tuple[str, str]]) -> argpars
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu", help="to run on")
+    parser.add_argument(
+        "--screen_head", action="store_true", help="compute only the logits that can be drawn"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the decoding steps")
     parser.add_argument("--threads", type=int, default=0, help="0: as torch has them")
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
@@ -221,6 +225,8 @@ def _build(name: str, options: argparse.Namespace, ranks: int) -> Built:
         extra = {"choice": ShardedChoice(Ranks.of(mesh)), "settings": settings, "mesh": mesh}
     model.to_empty(device=options.device)
     model.init_weights()
+    if options.screen_head:
+        screen_head(model)
     if options.compile:
         compile_blocks(model)
     return Built(model.eval(), kind, **extra)
@@ -311,7 +317,8 @@ def _table(report: dict[str, Any]) -> str:
     title = (
         f"{options['flavor']} {options['dtype']}, {report['device']}, "
         f"{report['ranks']} x {report['threads']} threads, {100 * report['busy']:.0f}% busy, "
-        f"{'compiled' if options['compile'] else 'eager'}, "
+        f"{'compiled' if options['compile'] else 'eager'}"
+        f"{', screened head' if options['screen_head'] else ''}, "
         f"torch {report['torch']}, prompts of {options['prompt_tokens']} tokens, "
         f"{options['new_tokens']} new"
     )

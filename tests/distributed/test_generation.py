@@ -2,6 +2,7 @@
 """Ranks continue prompts with the tokens of one process (fp64, greedy and sampled)."""
 
 import json
+import shutil
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.scripts import ROOT
 from tests.unit.tiny import build_tiny, tiny_args, tokens
 from tests.unit.tools.test_export import write_run
+from torchtitan_lr.formulas.generation import pass_bytes
 from torchtitan_lr.inference.cache import LayerCache
 from torchtitan_lr.inference.decode import Decoder
 from torchtitan_lr.inference.sampling import Sampling
+from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.generation import (
     ShardedChoice,
@@ -25,14 +29,16 @@ from torchtitan_lr.parallel.generation import (
     split_for_generation,
 )
 from torchtitan_lr.parallel.tensor.collectives import Ranks
+from torchtitan_lr.tools.export import export_factored
 from torchtitan_lr.tools.generate import Settings, complete
 from torchtitan_lr.tools.generate_ranks import load_on_ranks
 from torchtitan_lr.tools.parity_cases import tp_mesh
 from torchtitan_lr.tools.rank_pool import RankPool
+from torchtitan_lr.tools.weights import ModelWeights
 
 GREEDY, TOP, NUCLEUS = Sampling(0), Sampling(1.0, top_k=7, top_p=0.9), Sampling(1.3, top_p=0.8)
 FREE = Sampling(1.0)
-LENGTHS, SEEDS, NEW = (3, 9, 6), (5, 6, 7), 8
+LENGTHS, SEEDS, NEW = (3, 9, 6), (5, 6, 7), 7
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ CASES = [
 
 
 def build(case: Spoken) -> LlamaModel:
-    model = build_tiny(case.family, torch.float64, **case.model).eval()
+    model = build_tiny(case.family, torch.float64, n_layers=2, **case.model).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("gate"):
@@ -138,7 +144,7 @@ def test_ranks_speak_as_one_process(four_ranks: RankPool) -> None:
             rows, stored = found[rank][index]
             assert rows == expected, (str(case), rank)
             # A rank's part of the keys and values; latents of its lanes, or whole.
-            args = tiny_args(case.family, **case.model)
+            args = tiny_args(case.family, n_layers=2, **case.model)
             values = args.kv_dim
             if case.cache == "latent":
                 values = args.rank_attention * max(args.lanes, case.degree)
@@ -164,6 +170,39 @@ def test_keys_of_other_heads_would_be_noticed(two_ranks: RankPool) -> None:
     assert all(rows[0][0] != expected for rows in two_ranks.run(on_rank, [case], "heads"))
 
 
+def bytes_on_rank(cases: list[Spoken]) -> list[list[tuple[int, int]]]:
+    """Counted and predicted bytes of the first two passes of every case; on a rank."""
+    found = []
+    for case in cases:
+        model, mesh = build(case), tp_mesh(case.degree)
+        section = SimpleNamespace(tp_plan=case.plan, **case.settings)
+        settings = generation_settings(section, model.model_args, case.degree, case.cache)
+        split_for_generation(model, mesh, settings)
+        prompts = [[1, 2, 3, 4], [5, 6, 7]]
+        choice = ShardedChoice(Ranks.of(mesh))
+        decoder = Decoder(model, prompts, [3, 3], case.sampling, (0, 1), choice=choice)
+        ledger, passes = CommLedger([model], mesh_dims_of({"tp": mesh})), []
+        for new in (4, 1):
+            ledger.clear()
+            with ledger:
+                decoder.step()
+            counted = ledger.bytes_by_mesh_dim()["tp"]
+            kept = case.sampling.top_k or 1
+            shape = (model.model_args, settings, case.degree, len(prompts), new)
+            passes.append((counted, pass_bytes(*shape, kept, 8)))
+        found.append(passes)
+    return found
+
+
+def test_bytes_are_those_of_the_formula(four_ranks: RankPool) -> None:
+    cases = [Spoken("cola", "btp"), Spoken("cola", "vanilla", sampling=TOP)]
+    cases += [Spoken("full", "megatron", 2), Spoken("full", "caat", model=LANES, sampling=TOP)]
+    for found in four_ranks.run(bytes_on_rank, cases):
+        for passes in found:
+            assert all(counted == predicted for counted, predicted in passes), found
+            assert passes[0][0] > passes[1][0]  # four tokens per row, then one
+
+
 def complete_on_rank(step: str, overrides: list[str], texts: list[str]) -> list[str]:
     """Load a rank's part of a checkpoint and continue texts; on a rank."""
     model, tokenizer, choice = load_on_ranks(Path(step), None, "cpu", "full", overrides)
@@ -177,7 +216,7 @@ def complete_on_rank(step: str, overrides: list[str], texts: list[str]) -> list[
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_is_read_in_parts(tmp_path: Path, two_ranks: RankPool) -> None:
-    step, _ = write_run(tmp_path, "cola", torch.float64)
+    step, model = write_run(tmp_path, "cola", torch.float64)
     record = json.loads((tmp_path / "job_config.json").read_text())
     # What the run was trained with: its plan is kept, its degrees are not.
     record["parallelism"] = {"tp_plan": "vanilla", "pipeline_parallel_degree": 2}
@@ -186,6 +225,9 @@ def test_a_checkpoint_is_read_in_parts(tmp_path: Path, two_ranks: RankPool) -> N
     alone = complete_on_rank_alone(step, texts)
     for overrides in ([], ["--parallelism.tensor_parallel_degree=2", "--parallelism.tp_plan=btp"]):
         assert two_ranks.run(complete_on_rank, str(step), overrides, texts) == [alone, alone]
+    shutil.copytree(ROOT / "torchtitan_lr/data/assets/bpe4k", tmp_path / "export")
+    export_factored(ModelWeights(model), tmp_path / "export")
+    assert two_ranks.run(complete_on_rank, str(tmp_path / "export"), [], texts) == [alone, alone]
 
 
 def complete_on_rank_alone(step: Path, texts: list[str]) -> list[str]:
