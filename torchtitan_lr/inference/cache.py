@@ -157,6 +157,9 @@ class LayerCache:
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with values, q (b, h, s, head_dim), k and v (b, h_kv, t, head_dim)."""
         cache = self.cache
+        if q.shape[2] == 1 and q.shape[0] > 1 and q.device.type == "cpu":
+            # On CPUs the fused kernel needs almost twice the time for one token per row.
+            return (self.weights(q, k) @ v).view_as(q)
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -165,6 +168,16 @@ class LayerCache:
             is_causal=cache.mask is None and cache.first,
             enable_gqa=q.shape[1] != k.shape[1],
         )
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return attention's weights (b, h_kv, h / h_kv · s, t); arguments as of `attention`."""
+        batch, heads, _, width = q.shape
+        groups = k.shape[1]
+        scores = q.reshape(batch, groups, -1, width) @ k.mT * width**-0.5
+        if self.cache.mask is not None:
+            hidden = ~self.cache.mask.repeat(1, 1, heads // groups, 1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+        return scores.softmax(-1)
 
     def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new columns.
@@ -247,12 +260,7 @@ class LatentLayerCache(LayerCache):
         """
         batch, heads, new, width = q.shape
         groups, lanes = k.shape[1], latents.shape[1]
-        grouped = q.reshape(batch, groups, -1, width)  # (b, h_kv, h / h_kv · s, head_dim)
-        scores = grouped @ k.mT * width**-0.5
-        if self.cache.mask is not None:
-            hidden = ~self.cache.mask.repeat(1, 1, heads // groups, 1)
-            scores = scores.masked_fill(hidden, float("-inf"))
-        weights = scores.softmax(-1).reshape(batch, lanes, -1, k.shape[2])
+        weights = self.weights(q, k).reshape(batch, lanes, -1, k.shape[2])
         mixed = (weights @ latents).reshape(batch, groups, -1, latents.shape[-1])
         rows = b.unflatten(0, (groups, width))  # (h_kv, head_dim, r)
         return (mixed @ rows.mT).reshape(batch, heads, new, width)
