@@ -11,6 +11,10 @@ A file of prompts, or stdin, gives one line of JSON per prompt:
     python scripts/generate.py outputs/checkpoint/step-100 --prompts prompts.txt --out texts.jsonl
     echo "import os" | python scripts/generate.py outputs/checkpoint/step-100 --prompts -
 
+torchrun splits the model over ranks by a plan of training; rank 0 prints the same text:
+
+    torchrun --nproc_per_node=4 scripts/generate.py outputs/checkpoint/step-100 --prompt "def"
+
 A prompt and its continuation fit in the window that the model was trained on, else the command
 fails.
 """
@@ -18,13 +22,18 @@ fails.
 import argparse
 import contextlib
 import dataclasses
+import io
 import json
+import os
 import sys
+import time
 from pathlib import Path
-from typing import Any
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line
+
+_PATIENCE = 20.0
+"""Seconds that a rank waits before it prints an error; every rank meets a wrong option."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -62,10 +71,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--cache", choices=["full", "latent"], default="full", help="form of the cached values"
     )
     parser.add_argument("--compile", action="store_true", help="compile the step; slow to start")
+    parser.add_argument(
+        "--screen_head", action="store_true", help="compute only the logits that can be drawn"
+    )
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
-    return parser.parse_args(argv)
+    return parser.parse_with_overrides(argv)
 
 
 def check_args(args: argparse.Namespace) -> None:
@@ -87,6 +99,8 @@ def check_args(args: argparse.Namespace) -> None:
         raise ConfigError("--top_p", args.top_p, "a number above 0 and at most 1 (all tokens)")
     if not 0 <= args.seed < 2**63:
         raise ConfigError("--seed", args.seed, "an integer from 0 to 2**63 - 1")
+    if args.screen_head and args.top_k == 0 and args.temperature > 0:
+        raise ConfigError("--screen_head", True, "--top_k above 0, or --temperature 0")
     if args.batch_size < 1:
         raise ConfigError("--batch_size", args.batch_size, "a positive integer")
     for key, texts in (("--prompt", [args.prompt or ""]), ("--stop", args.stop)):
@@ -102,42 +116,28 @@ def check_args(args: argparse.Namespace) -> None:
         raise ConfigError("--out", str(args.out), "a file in a folder that exists")
 
 
-def load(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Load the model and its tokenizer.
+def run(args: argparse.Namespace, prompts: list[str] | None) -> None:
+    """Continue the prompts; rank 0 writes the results.
 
     Args:
         args: Result of ``parse_args``.
-
-    Returns:
-        The model on its device, and the tokenizer.
-
-    Raises:
-        ConfigError: The checkpoint, tokenizer, cache or device cannot be used.
-    """
-    # Imported late: torchtitan takes seconds, and --help and argument errors do not need it.
-    from torchtitan_lr.inference.decode import check_cache
-    from torchtitan_lr.tools.loading import load_for_inference
-
-    return load_for_inference(
-        args.checkpoint, args.config, args.device, lambda model: check_cache(model, args.cache)
-    )
-
-
-def run(args: argparse.Namespace, prompts: list[str]) -> None:
-    """Continue the prompts and write the results.
-
-    Args:
-        args: Result of ``parse_args``.
-        prompts: The texts to continue.
+        prompts: The texts to continue; None on the other ranks, which receive them.
 
     Raises:
         ConfigError: The model cannot be loaded, or a prompt cannot be continued.
     """
-    model, tokenizer = load(args)
+    # Imported late: torchtitan takes seconds, and --help and argument errors do not need it.
     from torchtitan_lr.inference.decode import compile_blocks
     from torchtitan_lr.inference.sampling import Sampling
+    from torchtitan_lr.inference.screened_head import screen_head
     from torchtitan_lr.tools.generate import Settings, complete
+    from torchtitan_lr.tools.generate_ranks import from_first_rank, load_on_ranks
 
+    first = prompts is not None
+    model, tokenizer, choice = load_on_ranks(
+        args.checkpoint, args.config, args.device, args.cache, args.overrides
+    )
+    prompts = from_first_rank(prompts)
     settings = Settings(
         args.max_new_tokens,
         Sampling(args.temperature, args.top_k, args.top_p),
@@ -147,12 +147,18 @@ def run(args: argparse.Namespace, prompts: list[str]) -> None:
         args.batch_size,
         args.cache,
         args.compile,
+        choice,
     )
+    if args.screen_head:
+        screen_head(model, 1 if args.temperature == 0 else args.top_k)
     if args.compile:
         compile_blocks(model)
     streaming = args.prompt is not None and not args.json and args.out is None
-    done = complete(model, tokenizer, prompts, settings, _print if streaming else None)
-    if streaming:
+    write = _print if streaming and first else None
+    done = complete(model, tokenizer, prompts, settings, write)
+    if not first:
+        list(done)
+    elif streaming:
         _print(prompts[0])
         list(done)
         _print("\n")
@@ -175,16 +181,32 @@ def _print(piece: str) -> None:
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    args = parse_args(argv)
-    check_args(args)
-    if args.prompts is None:
-        prompts = [args.prompt]
-    else:
-        from torchtitan_lr.tools.generate import read_prompts
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        # What argparse prints, rank 0 prints too.
+        with contextlib.redirect_stderr(io.StringIO()) if rank else contextlib.nullcontext():
+            args = parse_args(argv)
+        check_args(args)
+        prompts = None
+        if rank == 0:
+            prompts = [args.prompt] if args.prompts is None else _read(args.prompts)
+        run(args, prompts)
+    except (ConfigError, SystemExit):
+        if rank:
+            # Rank 0 prints the same error and ends, and torchrun then ends this rank.
+            time.sleep(_PATIENCE)
+        raise
+    if "WORLD_SIZE" in os.environ:
+        from torchtitan_lr.tools.generate_ranks import leave_group
 
-        prompts = read_prompts(args.prompts)
-    run(args, prompts)
+        leave_group()
     return 0
+
+
+def _read(source: Path) -> list[str]:
+    from torchtitan_lr.tools.generate import read_prompts
+
+    return read_prompts(source)
 
 
 if __name__ == "__main__":

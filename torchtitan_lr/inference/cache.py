@@ -22,6 +22,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lr.models.layers import LowRankLinear
 
@@ -156,6 +157,9 @@ class LayerCache:
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with values, q (b, h, s, head_dim), k and v (b, h_kv, t, head_dim)."""
         cache = self.cache
+        if q.shape[2] == 1 and q.shape[0] > 1 and q.device.type == "cpu":
+            # On CPUs the fused kernel needs almost twice the time for one token per row.
+            return (self.weights(q, k) @ v).view_as(q)
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -164,6 +168,16 @@ class LayerCache:
             is_causal=cache.mask is None and cache.first,
             enable_gqa=q.shape[1] != k.shape[1],
         )
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return attention's weights (b, h_kv, h / h_kv · s, t); arguments as of `attention`."""
+        batch, heads, _, width = q.shape
+        groups = k.shape[1]
+        scores = q.reshape(batch, groups, -1, width) @ k.mT * width**-0.5
+        if self.cache.mask is not None:
+            hidden = ~self.cache.mask.repeat(1, 1, heads // groups, 1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+        return scores.softmax(-1)
 
     def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new columns.
@@ -228,7 +242,9 @@ class LatentLayerCache(LayerCache):
             # All latents are here: expanded once, they take the training kernel.
             (values,) = self._edge.up([v], [wv])
             return self.attention(q, keys, values.unflatten(-1, (-1, k.shape[-1])).transpose(1, 2))
-        return self._mix(q, keys, stored, wv.B.weight)
+        rows = wv.B.weight
+        # A rank's rows of B are those of its heads.
+        return self._mix(q, keys, stored, rows.to_local() if isinstance(rows, DTensor) else rows)
 
     def _mix(self, q: Tensor, k: Tensor, latents: Tensor, b: Tensor) -> Tensor:
         """Attend in rank space.
@@ -244,12 +260,7 @@ class LatentLayerCache(LayerCache):
         """
         batch, heads, new, width = q.shape
         groups, lanes = k.shape[1], latents.shape[1]
-        grouped = q.reshape(batch, groups, -1, width)  # (b, h_kv, h / h_kv · s, head_dim)
-        scores = grouped @ k.mT * width**-0.5
-        if self.cache.mask is not None:
-            hidden = ~self.cache.mask.repeat(1, 1, heads // groups, 1)
-            scores = scores.masked_fill(hidden, float("-inf"))
-        weights = scores.softmax(-1).reshape(batch, lanes, -1, k.shape[2])
+        weights = self.weights(q, k).reshape(batch, lanes, -1, k.shape[2])
         mixed = (weights @ latents).reshape(batch, groups, -1, latents.shape[-1])
         rows = b.unflatten(0, (groups, width))  # (h_kv, head_dim, r)
         return (mixed @ rows.mT).reshape(batch, heads, new, width)

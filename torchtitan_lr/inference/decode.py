@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,8 +11,17 @@ from torch import Tensor
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.inference.cache import KINDS, KeyValueCache
 from torchtitan_lr.inference.sampling import Sampling, draws
+from torchtitan_lr.inference.single_row import RowHeadEdge, use_row_edges
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
+
+Choice: TypeAlias = Callable[[Sampling, Tensor, Tensor], Tensor]
+"""Draws the next tokens (b,), given the sampling, logits (b, 1, V) and random numbers (b,)."""
+
+
+def whole_vocabulary(sampling: Sampling, logits: Tensor, uniform: Tensor) -> Tensor:
+    """Draw from logits (b, 1, V) with all tokens on this device; a `Choice`."""
+    return sampling.choose(logits[:, -1], uniform)
 
 
 def room(args: LlamaArgs, prompt: int, key: str = "--prompt") -> int:
@@ -60,8 +69,8 @@ class Decoder:
     until the last one ends.
 
     Args:
-        model: The model, on one device.
-        prompts: Token ids of each row, at least one per row.
+        model: The model, whole on one device or a rank's part of it.
+        prompts: Token ids of each row, at least one per row; the same on all ranks.
         limits: Maximum number of new tokens of each row.
         sampling: How tokens are drawn.
         seeds: Seed of each row's draws.
@@ -69,6 +78,7 @@ class Decoder:
         cache: Kind of the cache, ``full`` or ``latent``.
         compiled: Whether the model went through `compile_blocks`. The prompts are read without
             compilation: every length would be compiled anew.
+        choice: Draws from the model's logits; ranks need one that knows of the others.
 
     Attributes:
         cache: The cache.
@@ -89,6 +99,7 @@ class Decoder:
         stop_ids: Collection[int] = (),
         cache: str = "full",
         compiled: bool = False,
+        choice: Choice = whole_vocabulary,
     ) -> None:
         args = model.model_args
         check_cache(args, cache)
@@ -107,7 +118,7 @@ class Decoder:
         # The last new token is not read.
         columns = width + most - 1
         self.cache = KeyValueCache(lengths, columns, args.n_layers, cache, device, compiled)
-        self._compiled = compiled
+        self._compiled, self._choice = compiled, choice
         self.running = [True] * len(prompts)
         self.new_tokens = [0] * len(prompts)
         self._steps = 0
@@ -121,9 +132,9 @@ class Decoder:
         """
         eager = self._compiled and self._steps == 0
         with torch.compiler.set_stance("force_eager") if eager else nullcontext():
-            logits = self._model(self._next, cache=self.cache)[:, -1]
+            logits = self._model(self._next, cache=self.cache)
         uniform = self._draws[:, self._steps] if self._draws.shape[1] else self._draws
-        chosen = self._sampling.choose(logits, uniform)
+        chosen = self._choice(self._sampling, logits, uniform)
         self._next = chosen[:, None]
         self._steps += 1
         tokens = [
@@ -144,14 +155,20 @@ class Decoder:
 
 
 def compile_blocks(model: LlamaModel, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Let every block be compiled for the steps of a `Decoder`, in place.
+    """Let the blocks, and the head of one process, be compiled for the steps of a `Decoder`.
+
+    The model is changed in place; its weights are not.
 
     Args:
         model: The model.
         backend: A backend of ``torch.compile``.
     """
+    use_row_edges(model)
     for block in model.layers.values():
         block.compile(backend=backend, fullgraph=True)
+    output = model.output
+    if output is not None and isinstance(output.head, RowHeadEdge):
+        output.compile(backend=backend, fullgraph=True)
 
 
 def check_limit(args: LlamaArgs, prompt: int, limit: int, key: str = "--prompt") -> None:

@@ -24,10 +24,25 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
 
-    def choose(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Draw one token per row by inverting the cumulative distribution.
+    def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the only tokens that can be drawn.
 
-        A row's draw depends on its own number alone, so that it does not change with the batch.
+        Args:
+            logits: Scores (b, V).
+
+        Returns:
+            Their scores (b, n), in descending order, and ids (b, n). Where every token may be drawn
+            and the order is of no use, the logits themselves and None.
+        """
+        size = logits.shape[-1]
+        kept = 1 if self.temperature == 0 else self.top_k
+        kept = kept if 0 < kept < size else size
+        if kept < size or (self.temperature > 0 and self.top_p < 1):
+            return logits.topk(kept)
+        return logits, None
+
+    def choose(self, logits: Tensor, uniform: Tensor) -> Tensor:
+        """Draw one token per row.
 
         Args:
             logits: Scores (b, V).
@@ -38,11 +53,21 @@ class Sampling:
         """
         if self.temperature == 0:
             return logits.argmax(dim=-1)
-        size = logits.shape[-1]
-        kept = self.top_k if 0 < self.top_k < size else size
-        ids = None
-        if kept < size or self.top_p < 1:
-            logits, ids = logits.topk(kept)  # in descending order
+        return self.draw(*self.candidates(logits), uniform)
+
+    def draw(self, logits: Tensor, ids: Tensor | None, uniform: Tensor) -> Tensor:
+        """Draw one of the candidates per row by inverting the cumulative distribution.
+
+        A row's draw depends on its own number alone, so that it does not change with the batch.
+
+        Args:
+            logits: Scores (b, n), see `candidates`.
+            ids: Their tokens (b, n); None if the place of a score is the token.
+            uniform: One random number in [0, 1) per row (b,), fp64.
+
+        Returns:
+            Token ids (b,).
+        """
         logits = logits.double()
         # The largest is subtracted first: a tiny temperature would make all of them infinite.
         logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature

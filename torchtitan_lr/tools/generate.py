@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.errors import ConfigError, DataError
-from torchtitan_lr.inference.decode import Decoder, check_limit, generate, room
+from torchtitan_lr.inference.decode import (
+    Choice,
+    Decoder,
+    check_limit,
+    generate,
+    room,
+    whole_vocabulary,
+)
 from torchtitan_lr.inference.sampling import Sampling
 from torchtitan_lr.inference.text import TextStream
 from torchtitan_lr.models.llama import LlamaModel
@@ -36,6 +43,7 @@ class Settings:
         batch_size: Prompts that are decoded together.
         cache: Kind of the cache, ``full`` or ``latent``.
         compiled: Whether the model went through `inference.decode.compile_blocks`.
+        choice: Draws from the model's logits, see `inference.decode.Decoder`.
     """
 
     max_new_tokens: int | None = None
@@ -46,6 +54,7 @@ class Settings:
     batch_size: int = 16
     cache: str = "full"
     compiled: bool = False
+    choice: Choice = whole_vocabulary
 
 
 @dataclass
@@ -115,7 +124,7 @@ def complete(
     """Continue prompts in batches.
 
     Args:
-        model: The model, on one device.
+        model: The model, whole on one device or a rank's part of it.
         tokenizer: The model's tokenizer.
         prompts: The texts to continue.
         settings: How.
@@ -181,6 +190,7 @@ def _complete_batch(
         stop_ids,
         settings.cache,
         settings.compiled,
+        settings.choice,
     )
     streams = [TextStream(tokenizer, row.ids, settings.stops) for row in rows]
     done = [Completion(row.prompt, row.prompt) for row in rows]

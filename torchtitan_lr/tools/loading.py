@@ -194,20 +194,13 @@ def load_for_inference(
         ConfigError: The checkpoint, tokenizer or device cannot be used.
     """
     # Imported late: it reads its arguments with this module.
-    from torchtitan_lr.tools.exported import is_export, load_export, read_export_args
+    from torchtitan_lr.tools.exported import is_export, load_export
 
-    exported = is_export(step_dir)
-    if exported:
-        config = SimpleNamespace(model=SimpleNamespace(hf_assets_path=str(step_dir)))
-        args = read_export_args(step_dir)
-    else:
-        config = read_run_config(step_dir, config_file)
-        args = build_model_args(config)
+    config, args, tokenizer = read_for_inference(step_dir, config_file)
     if check is not None:
         check(args)
-    tokenizer = load_tokenizer(config, args)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if exported:
+    if is_export(step_dir):
         model = load_export(step_dir)
     else:
         model = load_model(step_dir, args, config.model.hf_assets_path)
@@ -215,6 +208,33 @@ def load_for_inference(
         return model.to(device), tokenizer
     except (RuntimeError, AssertionError) as error:
         raise ConfigError("--device", device, "a device of this machine, such as cpu") from error
+
+
+def read_for_inference(
+    step_dir: Path, config_file: Path | None = None
+) -> tuple[Any, LlamaArgs, Any]:
+    """Read what a checkpoint or an export says about its model, without the weights.
+
+    Args:
+        step_dir: A step's folder, or what ``scripts/export.py`` wrote.
+        config_file: A TOML to read instead of the run's saved configuration.
+
+    Returns:
+        The job's sections as attributes (an export has ``model`` alone), the model's arguments and
+        the tokenizer.
+
+    Raises:
+        ConfigError: One of them cannot be used.
+    """
+    from torchtitan_lr.tools.exported import is_export, read_export_args
+
+    if is_export(step_dir):
+        config: Any = SimpleNamespace(model=SimpleNamespace(hf_assets_path=str(step_dir)))
+        args = read_export_args(step_dir)
+    else:
+        config = read_run_config(step_dir, config_file)
+        args = build_model_args(config)
+    return config, args, load_tokenizer(config, args)
 
 
 def load_tokenizer(config: Any, args: LlamaArgs) -> Any:

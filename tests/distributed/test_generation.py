@@ -1,0 +1,238 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Ranks continue prompts with the tokens of one process (fp64, greedy and sampled)."""
+
+import json
+import shutil
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.scripts import ROOT
+from tests.unit.tiny import build_tiny, tiny_args, tokens
+from torchtitan_lr.formulas.generation import pass_bytes
+from torchtitan_lr.inference.cache import LayerCache
+from torchtitan_lr.inference.decode import Decoder
+from torchtitan_lr.inference.sampling import Sampling
+from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.parallel.generation import (
+    ShardedChoice,
+    generation_settings,
+    split_for_generation,
+)
+from torchtitan_lr.parallel.tensor.collectives import Ranks
+from torchtitan_lr.tools.generate import Settings, complete
+from torchtitan_lr.tools.generate_ranks import load_on_ranks
+from torchtitan_lr.tools.parity_cases import tp_mesh
+from torchtitan_lr.tools.rank_pool import RankPool
+
+GREEDY, TOP, NUCLEUS = Sampling(0), Sampling(1.0, top_k=7, top_p=0.9), Sampling(1.3, top_p=0.8)
+FREE = Sampling(1.0)
+LENGTHS, SEEDS, NEW = (3, 9, 6), (5, 6, 7), 7
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """A model, its plan, and how its tokens are drawn."""
+
+    family: str
+    plan: str
+    degree: int = 4
+    cache: str = "full"
+    sampling: Sampling = GREEDY
+    model: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        changes = [f"{k}{v}" for k, v in (self.model | self.settings).items()]
+        return "-".join([self.family, self.plan, f"T{self.degree}", self.cache, *changes])
+
+
+LANES = {"lanes": 4, "sync_fraction": 0.5}
+CASES = [
+    Spoken("cola", "btp"),
+    Spoken("cola", "btp", cache="latent", sampling=TOP),
+    Spoken("cola", "btp", 2, "latent", model={"n_kv_heads": 2}, settings={"tp_norm": "sync"}),
+    Spoken("lax", "btp", 2, model={"lax_gate": "scalar"}, settings={"tp_head": "scatter"}),
+    Spoken("svd", "btp", 2, sampling=FREE, settings={"tp_comm": "sequence"}),
+    Spoken("svd", "vanilla", sampling=NUCLEUS),
+    Spoken("lax", "vanilla", 2, settings={"tp_grouping": False}),
+    Spoken("cola", "vanilla_replicated"),
+    Spoken("full", "megatron", sampling=TOP),
+    Spoken("full", "megatron", 2, model={"n_kv_heads": 2}, settings={"tp_comm": "sequence"}),
+    Spoken("full", "caat", model=LANES, sampling=TOP),
+    Spoken("full", "caat", 2, model=LANES),
+    Spoken("cola", "btp_caat", 2, model=LANES, sampling=FREE),
+    Spoken("cola", "btp_caat", 2, "latent", model=LANES),
+]
+
+
+def build(case: Spoken) -> LlamaModel:
+    model = build_tiny(case.family, torch.float64, n_layers=2, **case.model).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("gate"):
+                parameter.fill_(0.7)
+            elif ".w" in key:
+                parameter.mul_(6)  # initial weights hardly look at earlier tokens
+    return model
+
+
+def decode(model: LlamaModel, case: Spoken, seeds: Any = SEEDS, **options: Any) -> list[list[int]]:
+    ids = tokens(model.model_args, b=len(LENGTHS), s=max(LENGTHS))
+    prompts = [row[:length].tolist() for row, length in zip(ids, LENGTHS, strict=True)]
+    limits = [NEW] * len(LENGTHS)
+    decoder = Decoder(model, prompts, limits, case.sampling, seeds, (), case.cache, **options)
+    rows: list[list[int]] = [[] for _ in prompts]
+    while any(decoder.running):
+        for row, token in zip(rows, decoder.step(), strict=True):
+            row.append(-1 if token is None else token)
+    return rows
+
+
+def on_rank(cases: list[Spoken], fault: str = "") -> list[tuple[list[list[int]], int]]:
+    """Rows of every case and the bytes of the rank's cache; on a rank."""
+    found = []
+    for case in cases:
+        model, mesh = build(case), tp_mesh(case.degree)
+        section = SimpleNamespace(tp_plan=case.plan, **case.settings)
+        settings = generation_settings(section, model.model_args, case.degree, case.cache)
+        split_for_generation(model, mesh, settings)
+        seeds, mistake = SEEDS, nullcontext()
+        if fault == "seed":
+            seeds = tuple(seed + dist.get_rank() for seed in SEEDS)
+        elif fault == "heads":
+            mistake = patch.object(LayerCache, "store", _store_other_heads)
+        caches: list[Any] = []
+        begin = patch.object(LlamaModel, "forward", _noting(caches))
+        with mistake, begin:
+            rows = decode(model, case, seeds, choice=ShardedChoice(Ranks.of(mesh)))
+        found.append((rows, caches[0].bytes))
+    return found
+
+
+_store, _forward = LayerCache.store, LlamaModel.forward
+
+
+def _store_other_heads(self: LayerCache, k: Any, v: Any) -> Any:
+    return _store(self, k.roll(1, dims=1), v)
+
+
+def _noting(caches: list[Any]) -> Any:
+    def forward(self: LlamaModel, *args: Any, cache: Any = None) -> Any:
+        caches.append(cache)
+        return _forward(self, *args, cache=cache)
+
+    return forward
+
+
+def test_ranks_speak_as_one_process(four_ranks: RankPool) -> None:
+    found = four_ranks.run(on_rank, CASES)
+    for index, case in enumerate(CASES):
+        expected = decode(build(case), case)
+        for rank in range(4):
+            rows, stored = found[rank][index]
+            assert rows == expected, (str(case), rank)
+            # A rank's part of the keys and values; latents of its lanes, or whole.
+            args = tiny_args(case.family, n_layers=2, **case.model)
+            values = args.kv_dim
+            if case.cache == "latent":
+                values = args.rank_attention * max(args.lanes, case.degree)
+            elif case.plan == "vanilla_replicated":  # every rank computes all heads
+                values = args.kv_dim * case.degree
+            keys = args.kv_dim * (case.degree if case.plan == "vanilla_replicated" else 1)
+            columns = max(LENGTHS) + NEW - 1
+            whole = 8 * args.n_layers * len(LENGTHS) * columns * (keys + values)
+            assert stored * case.degree == whole, str(case)
+        assert len({token for row in expected for token in row}) > 5
+
+
+def test_a_rank_with_its_own_seed_would_be_noticed(two_ranks: RankPool) -> None:
+    case = Spoken("cola", "btp", 2, sampling=TOP)
+    expected = decode(build(case), case)
+    first, second = (rows[0][0] for rows in two_ranks.run(on_rank, [case], "seed"))
+    assert second != expected and second != first
+
+
+def test_keys_of_other_heads_would_be_noticed(two_ranks: RankPool) -> None:
+    case = Spoken("full", "megatron", 2)
+    expected = decode(build(case), case)
+    assert all(rows[0][0] != expected for rows in two_ranks.run(on_rank, [case], "heads"))
+
+
+def bytes_on_rank(cases: list[Spoken]) -> list[list[tuple[int, int]]]:
+    """Counted and predicted bytes of the first two passes of every case; on a rank."""
+    found = []
+    for case in cases:
+        model, mesh = build(case), tp_mesh(case.degree)
+        section = SimpleNamespace(tp_plan=case.plan, **case.settings)
+        settings = generation_settings(section, model.model_args, case.degree, case.cache)
+        split_for_generation(model, mesh, settings)
+        prompts = [[1, 2, 3, 4], [5, 6, 7]]
+        choice = ShardedChoice(Ranks.of(mesh))
+        decoder = Decoder(model, prompts, [3, 3], case.sampling, (0, 1), choice=choice)
+        ledger, passes = CommLedger([model], mesh_dims_of({"tp": mesh})), []
+        for new in (4, 1):
+            ledger.clear()
+            with ledger:
+                decoder.step()
+            counted = ledger.bytes_by_mesh_dim()["tp"]
+            kept = case.sampling.top_k or 1
+            shape = (model.model_args, settings, case.degree, len(prompts), new)
+            passes.append((counted, pass_bytes(*shape, kept, 8)))
+        found.append(passes)
+    return found
+
+
+def test_bytes_are_those_of_the_formula(four_ranks: RankPool) -> None:
+    cases = [Spoken("cola", "btp"), Spoken("cola", "vanilla", sampling=TOP)]
+    cases += [Spoken("full", "megatron", 2), Spoken("full", "caat", model=LANES, sampling=TOP)]
+    for found in four_ranks.run(bytes_on_rank, cases):
+        for passes in found:
+            assert all(counted == predicted for counted, predicted in passes), found
+            assert passes[0][0] > passes[1][0]  # four tokens per row, then one
+
+
+def complete_on_rank(step: str, overrides: list[str], texts: list[str]) -> list[str]:
+    """Load a rank's part of a checkpoint and continue texts; on a rank."""
+    model, tokenizer, choice = load_on_ranks(Path(step), None, "cpu", "full", overrides)
+    if dist.get_world_size() > 1:
+        wq = model.layers["0"].attention.wq.A.weight  # type: ignore[union-attr]
+        assert wq.to_local().numel() * dist.get_world_size() == wq.numel()
+    sampling = Sampling(0.8, top_k=50)
+    settings = Settings(8, sampling, seed=4, batch_size=2, choice=choice)
+    return [completion.text for completion in complete(model, tokenizer, texts, settings)]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_is_read_in_parts(tmp_path: Path, two_ranks: RankPool) -> None:
+    # Imported here: ranks need none of it.
+    from tests.unit.tools.test_export import write_run
+    from torchtitan_lr.tools.export import export_factored
+    from torchtitan_lr.tools.weights import ModelWeights
+
+    step, model = write_run(tmp_path, "cola", torch.float64)
+    record = json.loads((tmp_path / "job_config.json").read_text())
+    # What the run was trained with: its plan is kept, its degrees are not.
+    record["parallelism"] = {"tp_plan": "vanilla", "pipeline_parallel_degree": 2}
+    (tmp_path / "job_config.json").write_text(json.dumps(record))
+    texts = ["import os", "def main(argv):\n    return", "x"]
+    alone = complete_on_rank_alone(step, texts)
+    for overrides in ([], ["--parallelism.tensor_parallel_degree=2", "--parallelism.tp_plan=btp"]):
+        assert two_ranks.run(complete_on_rank, str(step), overrides, texts) == [alone, alone]
+    shutil.copytree(ROOT / "torchtitan_lr/data/assets/bpe4k", tmp_path / "export")
+    export_factored(ModelWeights(model), tmp_path / "export")
+    assert two_ranks.run(complete_on_rank, str(tmp_path / "export"), [], texts) == [alone, alone]
+
+
+def complete_on_rank_alone(step: Path, texts: list[str]) -> list[str]:
+    model, tokenizer, choice = load_on_ranks(step, None, "cpu", "full", [])
+    settings = Settings(8, Sampling(0.8, top_k=50), seed=4, batch_size=2, choice=choice)
+    return [completion.text for completion in complete(model, tokenizer, texts, settings)]

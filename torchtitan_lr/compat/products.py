@@ -1,0 +1,29 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Matrix products of torch without a public name.
+
+Tested with torch 2.11 and 2.13.
+"""
+
+import torch
+from torch import Tensor
+
+
+def int8_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply integers of eight bits, with sums of 32 bits.
+
+    Calls ``torch._int_mm``, which uses the processor's products of bytes; ``F.linear`` takes no
+    integers. If it is gone or does not take the shapes, floats compute the same integers: their
+    sums are exact up to 2^24, beyond which they round like any fp32 sum.
+
+    Args:
+        x: (b, d), int8.
+        weight: (V, d), int8.
+
+    Returns:
+        Tensor (b, V), fp32.
+    """
+    product = getattr(torch, "_int_mm", None)
+    if product is not None and x.device.type == "cpu":
+        out: Tensor = product(x, weight.t()).float()
+        return out
+    return x.float() @ weight.float().t()

@@ -1,0 +1,108 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Generation over tensor-parallel ranks: the plans of training, and one choice for all ranks.
+
+The blocks run as in training's forward. A cache takes its shapes from the keys and values that it
+gets, so each rank stores those of its own heads. The latents of the values are whole on every rank
+under BTP; with lanes a rank has those of its own lanes.
+
+The head leaves each rank the logits of its part of the vocabulary. The ranks exchange their best
+candidates only: one per row for greedy tokens, k for top-k. Every rank then draws from the same
+numbers with the same seed, so that all of them read the same token next.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.inference.decode import check_cache
+from torchtitan_lr.inference.sampling import Sampling
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.parallel.tensor.collectives import FEATURES, Ranks, all_gather
+from torchtitan_lr.parallel.tensor.plans import PLANS, TPSettings
+from torchtitan_lr.parallel.tensor.styles import local
+from torchtitan_lr.parallel.tensor.tensor_parallel import apply_tensor_parallel, resolve_settings
+
+_NOT_KEYS = ("loss_parallel", "wide_sums")
+
+
+def generation_settings(section: Any, args: LlamaArgs, degree: int, cache: str) -> TPSettings:
+    """Resolve the tensor-parallel settings of a model that generates.
+
+    Args:
+        section: Anything with the ``tp_*`` keys of ``[parallelism]``; those that it lacks have
+            their defaults.
+        args: The model's arguments.
+        degree: Tensor-parallel degree T.
+        cache: Kind of the cache, ``full`` or ``latent``.
+
+    Returns:
+        Settings for `split_for_generation`. Sums are all-reduced: ranks cannot share one token.
+
+    Raises:
+        ConfigError: As `resolve_settings`, or the plan's ranks do not hold whole latents.
+    """
+    keys = [field.name for field in fields(TPSettings) if field.name not in _NOT_KEYS]
+    given = {key: getattr(section, f"tp_{key}") for key in keys if hasattr(section, f"tp_{key}")}
+    settings = resolve_settings(TPSettings(**given), args, degree)
+    check_cache(args, cache)
+    if cache == "latent" and degree > 1 and PLANS[settings.plan].shards_latents:
+        whole = [
+            plan.name
+            for plan in PLANS.values()
+            if plan.low_rank and plan.lanes == (args.lanes > 1) and not plan.shards_latents
+        ]
+        want = f"'full' under the plan {settings.plan}, whose ranks hold parts of the latents, "
+        want += f"or the plan {' or '.join(whole)}"
+        raise ConfigError("--cache", cache, want)
+    return replace(settings, comm="all_reduce")
+
+
+def split_for_generation(model: nn.Module, mesh: DeviceMesh, settings: TPSettings) -> None:
+    """Split a model over the ranks of a mesh, in place.
+
+    Args:
+        model: A `LlamaModel` on the meta device, or with the same weights on every rank.
+        mesh: The one-dimensional mesh of the tensor-parallel ranks.
+        settings: Result of `generation_settings`.
+    """
+    apply_tensor_parallel(model, mesh, settings)
+
+
+@dataclass(frozen=True)
+class ShardedChoice:
+    """Draws tokens from logits that are sharded along the vocabulary; a `decode.Choice`.
+
+    The exchange per row is a score and an id of each candidate, T of them for greedy tokens and
+    k · T for top-k. Without top-k, whole rows of logits are gathered.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+    """
+
+    ranks: Ranks
+
+    def __call__(self, sampling: Sampling, logits: Tensor, uniform: Tensor) -> Tensor:
+        """Draw one token per row, the same on every rank.
+
+        Args:
+            sampling: How tokens are drawn.
+            logits: Scores (b, 1, V), a DTensor with Shard(-1).
+            uniform: One random number per row (b,), equal on all ranks.
+
+        Returns:
+            Token ids (b,).
+        """
+        own = local(logits)[:, -1]  # (b, V/T)
+        scores, ids = sampling.candidates(own)
+        if ids is None:
+            return sampling.choose(all_gather(scores, self.ranks, FEATURES), uniform)
+        ids = ids + self.ranks.rank * own.shape[-1]
+        # fp64 holds every score and every id exactly: one message instead of two.
+        message = torch.stack((scores.double(), ids.double()), dim=1)
+        scores, found = all_gather(message, self.ranks, FEATURES).unbind(1)
+        place = sampling.choose(scores, uniform)
+        return found.gather(-1, place[:, None]).squeeze(-1).long()
