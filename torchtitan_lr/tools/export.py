@@ -24,6 +24,8 @@ from torchtitan_lr.tools.hf.shards import (
 )
 
 HF_CONFIG = "config.json"
+CODED_TYPE = "torchtitan_lr"
+"""The ``model_type`` of an export that brings its code."""
 HF_CODE = ("configuration_torchtitan_lr", "layers_torchtitan_lr", "modeling_torchtitan_lr")
 """Modules that an export of a model that is no LLaMA holds."""
 
@@ -171,7 +173,7 @@ def build_coded_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
             "AutoConfig": f"{configuration}.TorchtitanLRConfig",
             "AutoModelForCausalLM": f"{modeling}.{model}",
         },
-        "model_type": "torchtitan_lr",
+        "model_type": CODED_TYPE,
         "family": args.family,
         **_shape(args),
         # Names of their own: transformers gives "rope_theta" and "rope_scaling" other meanings

@@ -15,7 +15,7 @@ from torchtitan_lr.models.args import ACTIVATIONS, LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 from torchtitan_lr.models.stored_args import MODEL_ARGS, read_model_args
-from torchtitan_lr.tools.export import HF_CONFIG, build_coded_config
+from torchtitan_lr.tools.export import CODED_TYPE, HF_CONFIG, build_coded_config
 from torchtitan_lr.tools.hf.folder_weights import EMBEDDING, HEAD
 from torchtitan_lr.tools.hf.read_llama import read_llama_args
 from torchtitan_lr.tools.hf.shards import WEIGHTS
@@ -77,7 +77,7 @@ def read_export_args(folder: Path) -> LlamaArgs:
     path = folder / HF_CONFIG
     try:
         values = json.loads(path.read_text())
-        if values["model_type"] == "llama":
+        if values["model_type"] != CODED_TYPE:
             return read_llama_args(path)[0]
         own = {name: values[name] for name in ("lax_gate", "lanes", "sync_fraction")}
         own |= {name: values[name] for name in ("rank_attention", "rank_ffn")}

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,7 +28,8 @@ _DTYPES = {
 _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Tables that old versions of transformers saved."""
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 """Hugging Face's names of the two weights that may be tied."""
 
 Shape = tuple[int, ...]
@@ -129,9 +129,9 @@ def open_folder(folder: Path, args: LlamaArgs, llama: bool, tied: bool = False) 
             meta = {name: torch.empty(shape, device="meta")}
             (theirs,) = LlamaStateDictAdapter(args, None).to_hf(meta)
         if tied and theirs == HEAD:
-            _check_tied(folder, stored)
-            stored.pop(HEAD, None)
-            places[name] = places["tok_embeddings.weight"]
+            embedding = places["tok_embeddings.weight"]
+            _check_tied(embedding, stored.pop(HEAD, embedding))
+            places[name] = embedding
             continue
         place = stored.pop(theirs, None)
         if place is None or place.shape != shape:
@@ -185,14 +185,14 @@ def _stored(folder: Path) -> dict[str, Place]:
     return places
 
 
-def _check_tied(folder: Path, stored: dict[str, Any]) -> None:
+def _check_tied(embedding: Place, head: Place) -> None:
     """Refuse a head of its own where the configuration ties it: readers disagree on these."""
-    if HEAD not in stored or EMBEDDING not in stored:
+    if head is embedding:
         return
     tensors = []
-    for name in (HEAD, EMBEDDING):
-        with safe_open(stored[name].file, framework="pt") as file:
-            tensors.append(file.get_tensor(name))
+    for place in (embedding, head):
+        with safe_open(place.file, framework="pt") as file:
+            tensors.append(file.get_tensor(place.name))
     if not torch.equal(*tensors):
-        want = f"false: {folder} has an {HEAD} that differs from the embedding"
+        want = f"false: {head.file} has an {HEAD} that differs from the embedding"
         raise ConfigError("tie_word_embeddings", True, want)
