@@ -158,6 +158,7 @@ def bring_in(folder, out, *options):
 
 
 def refused(capsys, folder, out, *options):
+    capsys.readouterr()
     assert import_hf.main([str(folder), str(out), *map(str, options)]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1
