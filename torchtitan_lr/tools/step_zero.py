@@ -66,7 +66,7 @@ def write_step_zero(source: WeightSource, out_dir: Path) -> None:
 def write_weights(source: WeightSource, step_dir: Path, fingerprint: dict[str, Any]) -> None:
     """Write weights as a distributed checkpoint (DCP) with a manifest.
 
-    One tensor at a time is in memory, beside what the source keeps.
+    Each tensor has a file of its own, and one at a time is in memory, beside what the source keeps.
 
     Args:
         source: The weights; each is read once, in the model's order.
@@ -84,6 +84,7 @@ def write_weights(source: WeightSource, step_dir: Path, fingerprint: dict[str, A
     step_dir.mkdir(parents=True)
     writer = ManifestWriter(step_dir, fingerprint, finite=True)
     writer.per_thread_copy_ahead = 0  # else DCP reads by size where there is a GPU
+    writer.single_file_per_rank = False  # DCP keeps the tensors of a file until it is written
     try:
         with warnings.catch_warnings():
             # DCP warns that it runs without a process group, which is what we ask for.

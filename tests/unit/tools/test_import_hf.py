@@ -335,3 +335,5 @@ def test_tensors_are_read_one_by_one(plain, tmp_path):
     spy = Spy(open_source(plain)[0])
     write_weights(spy, tmp_path / "step-0", {})
     assert spy.names == [[name] for name in spy.shapes]
+    # DCP keeps all tensors of a file until the file is written.
+    assert len(list((tmp_path / "step-0").glob("*.distcp"))) == len(spy.shapes)
