@@ -67,8 +67,9 @@ def factorised_args(args: LlamaArgs, family: ModelFamily, rank: int) -> LlamaArg
     largest = min(args.dim, args.ffn_dim)
     if not 0 < rank <= largest:
         raise ConfigError("--rank", rank, f"a rank from 1 to {largest}, the model's smallest width")
-    ranks = {"rank_attention": rank, "rank_ffn": rank}
-    return replace(args, family=family.name, activation="fullrank", **ranks)
+    return replace(
+        args, family=family.name, activation="fullrank", rank_attention=rank, rank_ffn=rank
+    )
 
 
 class TruncatedWeights:
