@@ -13,7 +13,7 @@ import torch
 
 from torchtitan_lr.data.corpora import Source
 from torchtitan_lr.data.evaluation import EvaluationSet
-from torchtitan_lr.data.tokenizer import build_tokenizer, check_tokenizer
+from torchtitan_lr.data.tokenizer import build_tokenizer, check_tokenizer, resolve_assets_path
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families.registry import FAMILIES
@@ -80,6 +80,7 @@ def import_folder(
         source = source.with_dtype(getattr(torch, options.dtype))
     family = _wanted_family(options, source.args)
     args = source.args if family is None else factorised_args(source.args, family, options.rank)
+    device = _device(options.device)
     if tied:
         notice("the embedding is also the head there; here both are trained on their own")
     try:
@@ -88,7 +89,6 @@ def import_folder(
         weights: WeightSource = source
         if family is not None:
             batches = _calibration(options, tokenizer, args)
-            device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
             weights = TruncatedWeights(source, args, batches, device, report)
         write_step_zero(weights, out)
     except OSError as error:
@@ -145,6 +145,16 @@ def _wanted_family(options: argparse.Namespace, args: LlamaArgs) -> Any:
     return family
 
 
+def _device(name: str) -> str:
+    """Return the device to compute on; raise for one that is not there."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError("--device", name, "a device of this machine, such as cpu") from error
+    return name
+
+
 def _take_tokenizer(
     folder: Path, out: Path, args: LlamaArgs, notice: Callable[[str], object]
 ) -> Any:
@@ -153,6 +163,7 @@ def _take_tokenizer(
     Returns:
         The tokenizer; None if there is none, which `notice` got.
     """
+    folder = resolve_assets_path(str(folder))
     names = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
     if _TOKENIZER_FILES[0] not in names and (folder / _RANK_FILE).is_file():
         names.append(_RANK_FILE)

@@ -144,6 +144,7 @@ def test_the_command_reports_every_matrix(tmp_path, capsys, dense):
         (["--rank", "8"], "--rank: got 8, expected nothing, or --family svd"),
         (["--calibration", "x"], "--calibration: got 'x', expected nothing, or --family svd"),
         (["--family", "svd", "--rank", "49"], "--rank: got 49, expected a rank from 1 to 48"),
+        (["--device", "abacus"], "--device: got 'abacus', expected a device"),
         (["--family", "svd", "--rank", "8", "--calibration", "nope"], "--calibration: got 'nope'"),
     ],
 )
