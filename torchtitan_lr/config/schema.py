@@ -43,7 +43,10 @@ class Model:
     """Model family: llama_full, llama_svd, llama_cola or llama_lax."""
 
     flavor: str = "debug"
-    """Size: debug, tiny, 60M, 130M, 350M, 1B, 1B_boost, 3B, 7B, 8B, 13B or 30B."""
+    """
+    Size: debug, tiny, 60M, 130M, 350M, 1B, 1B_boost, 3B, 7B, 8B, 13B or 30B; or the path of a
+    model_args.json, which scripts/import_hf.py and scripts/export.py write.
+    """
 
     vocab_size: int = 0
     """

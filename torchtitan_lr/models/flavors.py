@@ -14,6 +14,7 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families.registry import FAMILIES, ModelFamily
+from torchtitan_lr.models.stored_args import is_file_name, read_flavor
 
 # dim, ffn_dim, n_heads, n_layers
 _SHAPES: dict[str, tuple[int, int, int, int]] = {
@@ -49,16 +50,26 @@ _EXTRAS: dict[str, dict[str, Any]] = {
 
 
 class FlavorTable(Mapping[str, LlamaArgs]):
-    """Flavors of one family by name; each look-up gives a fresh copy.
+    """Flavors of one family by name, or from a file; each look-up gives a fresh copy.
 
     torchtitan looks a flavor up and then changes it in place, so a plain dict would carry one
     job's settings into the next.
+
+    A flavor that ends with ``.json`` is read from that file, see `stored_args`. A file that is no
+    model of this family raises a `ConfigError`, with ``in`` too.
+
+    Args:
+        flavors: The named ones.
+        family: Name of the family.
     """
 
-    def __init__(self, flavors: Mapping[str, LlamaArgs]) -> None:
+    def __init__(self, flavors: Mapping[str, LlamaArgs], family: str) -> None:
         self._flavors = dict(flavors)
+        self._family = family
 
     def __getitem__(self, flavor: str) -> LlamaArgs:
+        if is_file_name(flavor):
+            return read_flavor(flavor, self._family)
         return copy.deepcopy(self._flavors[flavor])
 
     def __iter__(self) -> Iterator[str]:
@@ -85,7 +96,7 @@ def build_flavors(family: ModelFamily) -> FlavorTable:
             **_EXTRAS.get(size, {}),
             **family.defaults(size),
         )
-    return FlavorTable(flavors)
+    return FlavorTable(flavors, family.name)
 
 
 FLAVORS = {name: build_flavors(family) for name, family in FAMILIES.items()}

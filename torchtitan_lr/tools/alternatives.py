@@ -57,7 +57,7 @@ def alternatives(run: Run, modes: Mapping[str, str]) -> Iterator[tuple[str, Run 
     if not low.low_rank:
         cola = FLAVORS["cola"]
         flavor = run.config.model.flavor
-        if flavor in cola:
+        if flavor in tuple(cola):  # the file of a shape belongs to one family
             low = replace(cola[flavor], max_seq_len=run.args.max_seq_len)
     dense = replace(low, family="full", rank_attention=0, rank_ffn=0, activation="fullrank")
     for name, mode in modes.items():

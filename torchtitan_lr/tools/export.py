@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Export weights as safetensors: with our names, as Hugging Face's LLaMA, or with model code."""
 
-import dataclasses
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +8,10 @@ from typing import Any
 
 import torch
 
-from torchtitan_lr.compat.titan import drop_marker
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
+from torchtitan_lr.models.stored_args import MODEL_ARGS, write_model_args
 from torchtitan_lr.tools import hf
 from torchtitan_lr.tools.hf.shards import (
     DEFAULT_SHARD,
@@ -24,8 +23,9 @@ from torchtitan_lr.tools.hf.shards import (
     write_shards,
 )
 
-MODEL_ARGS = "model_args.json"
 HF_CONFIG = "config.json"
+CODED_TYPE = "torchtitan_lr"
+"""The ``model_type`` of an export that brings its code."""
 HF_CODE = ("configuration_torchtitan_lr", "layers_torchtitan_lr", "modeling_torchtitan_lr")
 """Modules that an export of a model that is no LLaMA holds."""
 
@@ -49,7 +49,7 @@ def export_factored(
         max_bytes: Largest size of a file.
     """
     write_shards(source, _as_they_are(source), out_dir, dtype, max_bytes)
-    write_json(out_dir / MODEL_ARGS, drop_marker(dataclasses.asdict(source.args)))
+    write_model_args(source.args, out_dir / MODEL_ARGS)
 
 
 def export_hf(
@@ -173,7 +173,7 @@ def build_coded_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
             "AutoConfig": f"{configuration}.TorchtitanLRConfig",
             "AutoModelForCausalLM": f"{modeling}.{model}",
         },
-        "model_type": "torchtitan_lr",
+        "model_type": CODED_TYPE,
         "family": args.family,
         **_shape(args),
         # Names of their own: transformers gives "rope_theta" and "rope_scaling" other meanings

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Read back what ``scripts/export.py`` wrote, in both formats."""
+"""Read back what ``scripts/export.py`` wrote, in both formats, or another LLaMA of theirs."""
 
 import json
 from pathlib import Path
@@ -18,9 +18,11 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import ACTIVATIONS, LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
-from torchtitan_lr.tools.export import HF_CONFIG, MODEL_ARGS, build_coded_config
+from torchtitan_lr.models.stored_args import MODEL_ARGS, read_model_args
+from torchtitan_lr.tools.export import CODED_TYPE, HF_CONFIG, build_coded_config
+from torchtitan_lr.tools.hf.folder_weights import EMBEDDING, HEAD
+from torchtitan_lr.tools.hf.read_llama import read_llama_args
 from torchtitan_lr.tools.hf.shards import WEIGHTS
-from torchtitan_lr.tools.loading import read_model_args
 
 
 def is_export(folder: Path) -> bool:
@@ -45,7 +47,9 @@ def load_export(folder: Path) -> LlamaModel:
     try:
         for file in _files(folder):
             weights |= load_file(file)
-        if _is_llama(folder):
+        if is_llama(folder):
+            if read_llama_args(folder / HF_CONFIG)[1]:
+                weights[HEAD] = weights[EMBEDDING]
             weights = LlamaStateDictAdapter(args, None).from_hf(weights)
         with torch.device("meta"):
             model = LlamaModel(args)
@@ -66,7 +70,7 @@ def export_dtype(folder: Path) -> torch.dtype:
     Raises:
         ConfigError: A file is missing or damaged.
     """
-    name = "model.norm.weight" if _is_llama(folder) else "norm.weight"
+    name = "model.norm.weight" if is_llama(folder) else "norm.weight"
     try:
         for file in _files(folder):
             with safe_open(file, framework="pt") as weights:
@@ -89,7 +93,7 @@ def fill_from_export(folder: Path, model: ModelWrapper) -> None:
         ConfigError: A file is missing or damaged, or holds another model.
     """
     adapter = LlamaStateDictAdapter(read_export_args(folder), None)
-    renamed = _is_llama(folder)
+    renamed = is_llama(folder)
     state = model.state_dict()
     stored = adapter.to_hf(state) if renamed else dict(state)
     try:
@@ -122,15 +126,15 @@ def read_export_args(folder: Path) -> LlamaArgs:
         The model's arguments; what does not change its function has its default.
 
     Raises:
-        ConfigError: There is no such file, or another program wrote it.
+        ConfigError: There is no such file, or it describes a model that is not one of ours.
     """
     if (folder / MODEL_ARGS).is_file():
         return read_model_args(folder / MODEL_ARGS)
     path = folder / HF_CONFIG
     try:
         values = json.loads(path.read_text())
-        if values["model_type"] == "llama":
-            return _build_args(values, values["rope_theta"], values["rope_scaling"], "full", {})
+        if values["model_type"] != CODED_TYPE:
+            return read_llama_args(path)[0]
         own = {name: values[name] for name in ("lax_gate", "lanes", "sync_fraction")}
         own |= {name: values[name] for name in ("rank_attention", "rank_ffn")}
         rotary = values["rotary_base"], values["rotary_scaling"]
@@ -151,10 +155,16 @@ def read_export_args(folder: Path) -> LlamaArgs:
         raise ConfigError(str(path), why, "what scripts/export.py wrote") from error
 
 
-def _is_llama(folder: Path) -> bool:
-    """Whether the weights have the names and the layout of transformers' LLaMA."""
+def is_llama(folder: Path) -> bool:
+    """Return whether the weights have the names and the layout of transformers' LLaMA.
+
+    Args:
+        folder: An export whose arguments can be read.
+    """
     path = folder / HF_CONFIG
-    return path.is_file() and json.loads(path.read_text())["model_type"] == "llama"
+    if (folder / MODEL_ARGS).is_file() or not path.is_file():
+        return False
+    return bool(json.loads(path.read_text())["model_type"] == "llama")
 
 
 def _build_args(

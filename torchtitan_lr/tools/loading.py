@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.tools.logging import logger
 
 from torchtitan_lr.checkpoints.lane_record import check_lanes
@@ -27,6 +26,7 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families.registry import FAMILIES, find_family
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.models.stored_args import read_model_args as read_model_args
 from torchtitan_lr.tools.weights import StoredWeights, no_checkpoint, parameter_shapes
 from torchtitan_lr.training.fingerprint import (
     TOKENIZER,
@@ -91,28 +91,6 @@ def build_model_args(config: Any) -> LlamaArgs:
     except AttributeError as error:
         raise ConfigError(RUN_CONFIG, str(error), "the complete record of a run") from error
     return args
-
-
-def read_model_args(path: Path) -> LlamaArgs:
-    """Read the ``model_args.json`` next to exported weights.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The model's arguments.
-
-    Raises:
-        ConfigError: The file is missing or unreadable, or does not describe a valid model.
-    """
-    try:
-        values = json.loads(path.read_text())
-        scaling = values.pop("rope_scaling", None)
-        return LlamaArgs(**values, rope_scaling=scaling and RoPEScalingArgs(**scaling))
-    except ConfigError:
-        raise
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(str(path), str(error), "what scripts/export.py wrote") from error
 
 
 def open_weights(

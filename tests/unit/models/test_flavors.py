@@ -1,8 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
+from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
+from tests.unit.tiny import tiny_args
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.stored_args import write_model_args
 
 NAMES = ["debug", "tiny", "60M", "130M", "350M", "1B", "1B_boost", "3B", "7B", "8B", "13B", "30B"]
 
@@ -74,3 +78,15 @@ def test_placement_by_size(family):
 
 def test_svd_keeps_the_swiglu_of_llama():
     assert {args.activation for args in FLAVORS["svd"].values()} == {"fullrank"}
+
+
+def test_a_file_is_a_flavor_of_its_family(tmp_path):
+    path = tmp_path / "model_args.json"
+    args = tiny_args("svd", rope_scaling=RoPEScalingArgs(), n_kv_heads=2)
+    write_model_args(args, path)
+    found = FLAVORS["svd"][str(path)]
+    assert found == args and str(path) in FLAVORS["svd"]
+    with pytest.raises(ConfigError, match=r"model.name: got 'llama_cola', expected 'llama_svd' as"):
+        assert str(path) in FLAVORS["cola"]
+    with pytest.raises(ConfigError, match=r"model.flavor: got 'nowhere.json', expected a size"):
+        FLAVORS["svd"]["nowhere.json"]

@@ -31,6 +31,8 @@ class ModelFamily:
         carries_latents: Whether a block gives its latents A x to the next one, which then also
             cross pipeline stages. The plans put their own edge in place of `build_mix`'s.
         gated: Whether the key ``low_rank.lax_gate`` has a choice.
+        factorises: Whether its factors approximate a given matrix, W ≈ B A, so that a dense model
+            is a start for it.
     """
 
     name: str
@@ -38,6 +40,7 @@ class ModelFamily:
     lanes: bool = True
     carries_latents: bool = False
     gated: bool = False
+    factorises: bool = False
 
     @property
     def model_name(self) -> str:

@@ -21,6 +21,7 @@ class SVD(ModelFamily):
     """Factors without a nonlinearity between them: y = B A x."""
 
     name = "svd"
+    factorises = True
 
     def defaults(self, size: str) -> dict[str, Any]:
         """CoLA's ranks, so that the two compare, and LLaMA's SwiGLU: the model then merges."""

@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Turn a folder of weights into a checkpoint of step 0, from which a run starts.
+
+The folder holds a Hugging Face LLaMA (1, 2, 3.x, TinyLlama, SmolLM2), or what scripts/export.py
+wrote. A LLaMA becomes a llama_full with the same logits:
+
+    python scripts/import_hf.py TinyLlama-1.1B imported
+    CONFIG_FILE=imported/train.toml ./run_llama_train.sh
+
+or a llama_svd, whose factors are each matrix's truncated SVD. A calibration text weighs the errors
+by the model's activations:
+
+    python scripts/import_hf.py TinyLlama-1.1B imported --family svd --rank 512
+    python scripts/import_hf.py DIR OUT --family svd --rank 512 --calibration 'text/*.txt'
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.tools.cli import OneLineParser, in_one_line
+
+DTYPES = ("float32", "bfloat16")
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line.
+
+    Args:
+        argv: The arguments; ``sys.argv[1:]`` by default.
+
+    Returns:
+        The options by name.
+    """
+    parser = OneLineParser(
+        description=__doc__, usage="%(prog)s DIR OUT [--family svd --rank R] [...]"
+    )
+    parser.add_argument(
+        "folder", metavar="DIR", type=Path, help="a Hugging Face LLaMA, or an export"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder to write into, empty or new; also a second argument"
+    )
+    parser.add_argument("--family", help="full or svd; default: the model's own")
+    parser.add_argument("--rank", type=int, help="svd: rank of every factorised linear")
+    parser.add_argument(
+        "--calibration",
+        metavar="PATH",
+        help="svd: text (.txt, .jsonl, .parquet) whose activations weigh the errors; "
+        "or python_stdlib",
+    )
+    parser.add_argument(
+        "--calibration_tokens", type=int, default=65536, help="tokens of it to read at most"
+    )
+    parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer; default: DIR")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="precision written; default: the files', at least float32"
+    )
+    parser.add_argument(
+        "--device", default="", help="svd: where to compute; default: cuda where there is one"
+    )
+    parser.add_argument("--json", action="store_true", help="print a dictionary instead")
+    options, rest = parser.parse_known_args(argv)
+    if options.out is None and rest and not rest[0].startswith("-"):
+        options.out = Path(rest.pop(0))
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if options.out is None:
+        parser.error("--out: got nothing, expected a folder to write into")
+    parser.check_at_least(options, calibration_tokens=1)
+    return options
+
+
+def print_matrix(matrix: Any) -> None:
+    """Print the error of one factorised matrix.
+
+    Args:
+        matrix: A `torchtitan_lr.tools.svd_import.MatrixReport`.
+    """
+    shape = "x".join(map(str, matrix.shape))
+    line = f"{matrix.name:<28}{shape:>12}  rank {matrix.rank:<5} error {matrix.error:.4f}"
+    if matrix.weighted_error is not None:
+        line += f"  weighted {matrix.weighted_error:.4f}"
+    print(line, flush=True)
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """Format the result, with the commands that train it.
+
+    Args:
+        result: What `torchtitan_lr.tools.import_hf.import_folder` returned.
+    """
+    lines = {"model": f"{result['model']}, {result['parameters']:,} parameters"}
+    for key in ("error", "weighted_error"):
+        errors = [row[key] for row in result["matrices"] if row[key] is not None]
+        if errors:
+            lines["mean " + key.replace("_", " ")] = f"{sum(errors) / len(errors):.4f}"
+    lines["checkpoint"] = result["checkpoint"]
+    lines["train it"] = f"CONFIG_FILE={result['config']} ./run_llama_train.sh"
+    return "\n".join(f"{name:<21}{value}" for name, value in lines.items())
+
+
+@in_one_line
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return the exit status."""
+    options = parse_args(argv)
+    if options.out.exists() and not (options.out.is_dir() and not any(options.out.iterdir())):
+        raise ConfigError("OUT", str(options.out), "a folder that is empty or new")
+    # Imported late: torchtitan takes seconds, and --help and argument errors do not need it.
+    from torchtitan_lr.tools.import_hf import import_folder
+
+    report = (lambda matrix: None) if options.json else print_matrix
+    result = import_folder(options, report, lambda text: print(text, file=sys.stderr))
+    print(json.dumps(result, indent=2) if options.json else as_text(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

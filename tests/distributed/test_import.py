@@ -1,0 +1,97 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""An imported model trains on: under a plan, with TSR-Adam, from the dense model's own loss."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.training import train
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.tools.export import export_hf
+from torchtitan_lr.tools.import_hf import import_folder
+from torchtitan_lr.tools.parity_runs import EXACT, LAYOUTS, largest_difference
+from torchtitan_lr.tools.rank_pool import RankPool
+from torchtitan_lr.tools.weights import ModelWeights
+
+ASSETS = Path("torchtitan_lr/data/assets/bpe4k")
+TSR = ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=4", "--optimizer.tsr_embedding_rank=8"]
+
+
+@pytest.fixture(scope="module")
+def dense_folder(tmp_path_factory: Any) -> Path:
+    """An export of a dense model in fp64 that is no longer a fresh one."""
+    model = LlamaModel(FLAVORS["full"]["parity"])
+    model.init_weights()
+    generator = torch.Generator().manual_seed(11)
+    for parameter in model.double().parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data += 0.1 * noise
+    folder: Path = tmp_path_factory.mktemp("dense")
+    export_hf(ModelWeights(model), folder)
+    return folder
+
+
+def imported(folder: Path, out: Path, family: str | None = None, rank: int | None = None) -> Any:
+    """Import the folder; the arguments of a run that starts from it."""
+    values: dict[str, Any] = {"calibration": None, "dtype": None, "device": "cpu"}
+    values |= {"folder": folder, "out": out, "family": family, "rank": rank}
+    made = import_folder(Namespace(tokenizer=ASSETS, calibration_tokens=1, **values))
+    return [
+        f"--model.name={made['model']}",
+        f"--model.flavor={out}/model_args.json",
+        f"--model.hf_assets_path={made['tokenizer']}",
+        "--checkpoint.enable",
+        "--checkpoint.interval=1000",
+        f"--checkpoint.initial_load_path={made['checkpoint']}",
+    ]
+
+
+@pytest.fixture(scope="module")
+def dense_run(dense_folder: Path, one_rank: RankPool, tmp_path_factory: Any) -> dict[str, Any]:
+    options = imported(dense_folder, tmp_path_factory.mktemp("full") / "out")
+    run: dict[str, Any] = one_rank.run(train, [*options, *LAYOUTS["dp1"][1]])[0]
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(dense_folder: Path, tmp_path_factory: Any) -> list[str]:
+    """Factors of the dense model's full rank: the same function."""
+    options: list[str] = imported(dense_folder, tmp_path_factory.mktemp("svd") / "o", "svd", 64)
+    return options
+
+
+def test_btp_goes_on_from_the_imported_model(
+    whole: list[str], dense_run: dict[str, Any], one_rank: RankPool, two_ranks: RankPool
+) -> None:
+    reference = one_rank.run(train, [*whole, *LAYOUTS["dp1"][1]])[0]
+    assert abs(reference["losses"][0] / dense_run["losses"][0] - 1) < EXACT
+    assert reference["losses"] != dense_run["losses"]  # the second step's gradient is another one
+    run = two_ranks.run(train, [*whole, *LAYOUTS["tp2"][1], "--parallelism.tp_plan=btp"])[0]
+    assert largest_difference(run, reference) < EXACT
+
+
+def test_tsr_adam_goes_on_from_the_imported_model(
+    whole: list[str], dense_run: dict[str, Any], two_ranks: RankPool
+) -> None:
+    replicas = ["--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=4"]
+    run = two_ranks.run(train, [*whole, *TSR, *replicas, "--training.steps=3"])[0]
+    assert abs(run["losses"][0] / dense_run["losses"][0] - 1) < EXACT
+    assert run["losses"][2] < run["losses"][0]
+
+
+def test_a_truncated_or_a_fresh_model_would_be_noticed(
+    whole: list[str],
+    dense_folder: Path,
+    dense_run: dict[str, Any],
+    one_rank: RankPool,
+    tmp_path: Path,
+) -> None:
+    short = ["--training.steps=1", "--lr_scheduler.warmup_steps=0"]
+    cut = imported(dense_folder, tmp_path / "out", "svd", 60)
+    for options in (cut, [option for option in whole if "initial_load_path" not in option]):
+        run = one_rank.run(train, [*options, *short])[0]
+        assert abs(run["losses"][0] / dense_run["losses"][0] - 1) > 1e-5

@@ -1,0 +1,85 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Replace a dense matrix by two factors: its truncated SVD, plain or weighted by its inputs."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RIDGE = 1e-8
+"""Added to the diagonal of the second moments, in units of its mean: it orders the directions that
+the calibration text never uses."""
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Factors of a matrix W ≈ B A.
+
+    Attributes:
+        A: (r, d_in).
+        B: (d_out, r).
+        error: |W - B A| / |W|, Frobenius norms.
+        weighted_error: |(W - B A) X| / |W X| over the calibration inputs X; None without them.
+    """
+
+    A: Tensor
+    B: Tensor
+    error: float
+    weighted_error: float | None
+
+
+def truncate(weight: Tensor, rank: int, moments: Tensor | None = None, seed: int = 0) -> Truncation:
+    """Compute the best factors of rank r, in fp64.
+
+    Plain, they minimise |W - B A|: the truncated SVD (Eckart-Young). With the second moments C =
+    X Xᵀ of the inputs X they minimise |(W - B A) X|: with any S such that S Sᵀ = C and W S =
+    U Σ Vᵀ, B A = U_r Σ_r V_rᵀ S⁻¹ (SVD-LLM, Wang et al., 2024, section 3.1, whose S is Cholesky's).
+    It is computed as B A = U_r U_rᵀ W, the same matrix, for which S need not have an inverse, and S
+    is C's root by eigenvectors.
+
+    Both factors then get the root of B A's singular values: A Aᵀ = Bᵀ B.
+
+    Args:
+        weight: W (d_out, d_in).
+        rank: Rank r. Above the smaller side of W the surplus rows of A are random, of the size of
+            the others, and the surplus columns of B zero: B A does not change, and both train.
+        moments: C (d_in, d_in), up to a factor; None for the plain SVD.
+        seed: Of the surplus rows.
+
+    Returns:
+        The factors in fp64, on the device of ``weight``.
+    """
+    weight = weight.double()
+    root = None if moments is None else _root(moments.double())
+    used = min(rank, *weight.shape)
+    left = torch.linalg.svd(weight if root is None else weight @ root, full_matrices=False)[0]
+    left = left[:, :used]
+    inner, sizes, right = torch.linalg.svd(left.T @ weight, full_matrices=False)
+    scale = sizes.sqrt()
+    A, B = scale[:, None] * right, (left @ inner) * scale
+    difference = weight - B @ A
+    error = _ratio(difference, weight)
+    weighted = None if root is None else _ratio(difference @ root, weight @ root)
+    if rank > used:
+        A, B = _widen(A, B, rank, seed)
+    return Truncation(A, B, error, weighted)
+
+
+def _root(moments: Tensor) -> Tensor:
+    """Return S with S Sᵀ = C plus the ridge."""
+    ridge = RIDGE * moments.diagonal().mean()
+    values, vectors = torch.linalg.eigh(moments)
+    return vectors * (values.clamp(min=0) + ridge).sqrt()
+
+
+def _ratio(difference: Tensor, whole: Tensor) -> float:
+    """Return |difference| / |whole|, 0 for a zero matrix."""
+    size = float(whole.norm())
+    return float(difference.norm()) / size if size else 0.0
+
+
+def _widen(A: Tensor, B: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
+    more = rank - A.shape[0]
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(more, A.shape[1], generator=generator, dtype=A.dtype).to(A.device)
+    return torch.cat([A, rows * A.std()]), torch.cat([B, B.new_zeros(B.shape[0], more)], dim=1)
