@@ -94,6 +94,9 @@ def fill_from_export(folder: Path, model: ModelWrapper) -> None:
     """
     adapter = LlamaStateDictAdapter(read_export_args(folder), None)
     renamed = is_llama(folder)
+    if renamed and read_llama_args(folder / HF_CONFIG)[1]:
+        want = "a model with a head of its own under torchrun; scripts/import_hf.py makes it one"
+        raise ConfigError("CHECKPOINT", str(folder), want)
     state = model.state_dict()
     stored = adapter.to_hf(state) if renamed else dict(state)
     try:
