@@ -192,8 +192,7 @@ class Trial:
         elif fault == "machine":
             second.kill()
         else:
-            for name in self.names:
-                cut(name)
+            cut(self.names)
         started = self.wait_until(lambda: first.restarts() > 0, "restart") - begin
         # The resumed run drops the records after its checkpoint, and writes them again.
         old = self.losses()

@@ -9,20 +9,25 @@ The first table estimates layouts of train_configs/boost_13b.toml as scripts/est
 are what a GPU passes to its collectives per step, over links within a node and between nodes. The
 second table gives the share of time that checkpoints and failures take, by the interval between
 checkpoints, with Daly's formula for exponential failures. A checkpoint holds the weights and the
-optimizer state once; its ranks write it to shared storage at --storage GB/s in all. "blocking"
-stops training for that time, "async" only for the copy to the host, at --host GB/s per GPU; both
-for --pause more (planning, barriers).
+optimizer state once, and with TAGC every rank's residuals. The ranks write it to shared storage at
+--storage GB/s in all. "blocking" stops training for that time, "async" only for the copy to the
+host, at --host GB/s per GPU; both for --pause more (planning, barriers).
 
 Exit status: 0, or 2 for invalid arguments.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line, markdown_table
+
+if TYPE_CHECKING:
+    from torchtitan_lr.estimate.rehearsal import Rehearsal
+    from torchtitan_lr.estimate.run import Run
+    from torchtitan_lr.formulas.traffic import Traffic
 
 ROOT = Path(__file__).resolve().parents[2]
 HARDWARE = ROOT / "scripts" / "hardware"
@@ -89,60 +94,105 @@ def plan_layout(name: str, config_file: str, world: int, hardware: Any) -> Plan:
     Raises:
         ConfigError: The layout does not fit the model or the GPUs.
     """
-    import torchtitan_lr.training.register  # noqa: F401
-    from torchtitan_lr.checks.job import check_job_config
-    from torchtitan_lr.config.build import build_job_config
-    from torchtitan_lr.estimate.run import read_run
-    from torchtitan_lr.formulas.memory import static_memory
-    from torchtitan_lr.tools.estimate_report import estimate
+    from torchtitan_lr.estimate.memory import rank_memory, rehearse_run
+    from torchtitan_lr.estimate.timing import step_time
+    from torchtitan_lr.estimate.work import work_of_run
 
-    arguments = [f"--job.config_file={config_file}", *COMMON, *LAYOUTS[name]]
-    config = build_job_config(arguments)
-    check_job_config(config, world, "cuda", on_paper=True)
-    run = read_run(config, world)
-    report = estimate(run, hardware, plans=())
-    comm = averaged_bytes(report)
-    inside = across = 0
-    for dim, operations in comm.items():
-        mesh = run.mesh[dim]
-        if mesh.size * mesh.stride <= hardware.devices_per_node:
-            inside += sum(operations.values())
-        else:
-            across += sum(operations.values())
-    parts = report["memory_bytes"]
-    # Each tensor-parallel rank's part, without FSDP's division and its copies.
-    state = static_memory(
-        [{n: s for unit in stage.values() for n, s in unit.items()} for stage in run.stages],
-        1,
-        run.precision,
-        None if run.tsr is None else run.tsr_plans,
-    )
+    run = run_of(name, config_file, world)
+    rehearsal = rehearse_run(run)
+    rows = average_rows(run, rehearsal)
+    inside, across = bytes_by_link(run, rows, hardware.devices_per_node)
+    seconds = step_time(run, [rows], hardware, work_of_run(run)).total
+    parts = rank_memory(run, 0, rehearsal)
+    checkpoint, rank_bytes = checkpoint_bytes(run)
+    sequences = run.microbatch * run.accumulation * run.shard * run.replicas
     return Plan(
         name,
         inside,
         across,
-        report["step_time"]["total"],
-        report["step_time"]["tokens_per_s"],
+        seconds,
+        sequences * run.seq_len / seconds,
         parts["peak"],
-        (state.weights + state.optimizer) * config.parallelism.tensor_parallel_degree,
-        parts["weights"] + parts["optimizer"],
+        checkpoint,
+        rank_bytes,
     )
 
 
-def averaged_bytes(report: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """Return a report's bytes by mesh dimension and operation, of an average step.
+def run_of(name: str, config_file: str, world: int) -> "Run":
+    """Return the run of a layout; arguments and errors as for `plan_layout`."""
+    import torchtitan_lr.training.register  # noqa: F401
+    from torchtitan_lr.checks.job import check_job_config
+    from torchtitan_lr.config.build import build_job_config
+    from torchtitan_lr.estimate.run import read_run
 
-    With TSR-Adam the report's own are of a step without a refresh.
+    arguments = [f"--job.config_file={config_file}", *COMMON, *LAYOUTS[name]]
+    config = build_job_config(arguments)
+    check_job_config(config, world, "cuda", on_paper=True)
+    return read_run(config, world)
+
+
+def average_rows(run: "Run", rehearsal: "Rehearsal | None" = None) -> "list[Traffic]":
+    """Return the collectives of an average step: with TSR-Adam some steps refresh.
+
+    Args:
+        run: The run.
+        rehearsal: Of its blocks, where recomputation repeats collectives.
     """
-    comm = {dim: dict(operations) for dim, operations in report["comm_bytes"].items()}
-    if "tsr_comm_bytes" not in report:
-        return comm
-    for sign, kind in ((-1, "ordinary"), (1, "average")):
-        for dim, operations in report["tsr_comm_bytes"][kind].items():
-            for operation, size in operations.items():
-                found = comm.setdefault(dim, {})
-                found[operation] = found.get(operation, 0) + sign * size
-    return comm
+    from torchtitan_lr.estimate.traffic import average_optimizer_traffic, step_traffic
+
+    rows = step_traffic(run, 0, rehearsal)
+    if run.tsr is None:
+        return rows
+    return [row for row in rows if row.scope != "step"] + average_optimizer_traffic(run, 0)
+
+
+def bytes_by_link(run: "Run", rows: "Sequence[Traffic]", per_node: int) -> tuple[int, int]:
+    """Return the bytes of collectives whose ranks share a node, and of those that span nodes.
+
+    Args:
+        run: The run.
+        rows: Result of `average_rows`.
+        per_node: GPUs of a node.
+    """
+    from torchtitan_lr.estimate.traffic import bytes_by_dim
+
+    inside = across = 0
+    for dim, operations in bytes_by_dim(rows, run.wire_dtypes).items():
+        mesh = run.mesh[dim]
+        if mesh.size * mesh.stride <= per_node:
+            inside += sum(operations.values())
+        else:
+            across += sum(operations.values())
+    return inside, across
+
+
+def checkpoint_bytes(run: "Run") -> tuple[int, int]:
+    """Return the bytes of a checkpoint, and of what a rank holds of it.
+
+    Weights and optimizer state are there once, in the parts of the tensor-parallel ranks. Every
+    rank has residuals of its own (TAGC).
+
+    Args:
+        run: The run, without a pipeline.
+    """
+    from torchtitan_lr.compression.settings import compression_settings
+    from torchtitan_lr.estimate.traffic import exchanged_units
+    from torchtitan_lr.formulas.compression import leaves_residual
+    from torchtitan_lr.formulas.memory import static_memory
+
+    parameters = [{n: s for unit in run.stages[0].values() for n, s in unit.items()}]
+    plans = None if run.tsr is None else run.tsr_plans
+    # Without FSDP's division and its copies; then of the first FSDP rank.
+    whole, part = (static_memory(parameters, n, run.precision, plans) for n in (1, run.shard))
+    degree = run.config.parallelism.tensor_parallel_degree
+    owed = 0
+    if run.config.grad_compression.codec != "none":
+        settings = compression_settings(run.config, max(run.shard, run.replicas))
+        owing = [unit for _, unit, codec in exchanged_units(run) if leaves_residual(codec)]
+        entries = sum(unit.ranks * unit.compressed for unit in owing)
+        owed = settings.residual_dtype.itemsize * entries
+    state = degree * (whole.weights + whole.optimizer)
+    return state + owed * run.world, part.weights + part.optimizer + owed
 
 
 def layout_table(plans: Sequence[Plan]) -> str:

@@ -90,3 +90,14 @@ def test_a_job_survives_its_node_and_its_notice(slurm, tmp_path):
     histories = [runs.history(tmp_path / name) for name in ("dump", "alone")]
     disturbed, undisturbed = ([r for r in runs.exact(h) if "grad_norm" in r] for h in histories)
     assert len(undisturbed) == STEPS and disturbed == undisturbed
+
+
+def test_the_script_is_bash():
+    script = runs.ROOT / "scripts/slurm/train.sbatch"
+    done = runs.run(["bash", "-n", script])
+    assert (done.status, done.err) == (0, "")
+    lines = script.read_text().splitlines()
+    # Slurm reads its options up to the first command.
+    first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    options = [line for line in lines if line.startswith("#SBATCH ")]
+    assert options and all(lines.index(line) < first for line in options)

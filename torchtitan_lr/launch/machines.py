@@ -13,6 +13,7 @@ import os
 import socket
 from typing import Any
 
+from torchtitan_lr.checkpoints.layout import RESIDUALS
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import Environment
@@ -48,12 +49,25 @@ def check_machines(config: Any, environment: Environment, device_type: str) -> N
     if config.training.global_batch_size == -1:
         want = f"a number with NNODES={environment.nodes_text}: -1 depends on the machines"
         raise ConfigError(_BATCH, -1, want)
+    _refuse_residuals(config, environment)
     for nodes in range(environment.nodes - 1, environment.min_nodes - 1, -1):
         try:
             check_job_config(config, environment.ranks * nodes, device_type)
         except ConfigError as error:
             want = f"only numbers of machines that fit; {nodes} of {environment.ranks} ranks: "
             raise ConfigError("NNODES", environment.nodes_text, f"{want}{error}") from error
+
+
+def _refuse_residuals(config: Any, environment: Environment) -> None:
+    """Refuse residuals in checkpoints: only the number of ranks that saved them can load them."""
+    from torchtitan_lr.compression.codecs import CODECS  # late: it imports torch
+
+    codec = config.grad_compression.codec
+    lossy = codec in CODECS and CODECS[codec].lossy
+    if lossy and RESIDUALS not in config.checkpoint.exclude_from_loading:
+        want = f"none or dense with NNODES={environment.nodes_text}, as residuals belong to ranks, "
+        want += f"or checkpoint.exclude_from_loading = ['{RESIDUALS}']"
+        raise ConfigError("grad_compression.codec", codec, want)
 
 
 def rendezvous_arguments(environment: Environment) -> list[str]:

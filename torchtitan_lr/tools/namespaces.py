@@ -7,7 +7,7 @@ It needs root and iproute2.
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 DEVICE = "slow0"
@@ -70,18 +70,20 @@ def limit(namespace: str, mbit: float, delay_ms: float = 0) -> None:
         _call(*tc, "parent", "1:", "handle", "2:", "netem", "delay", f"{delay_ms}ms")
 
 
-def cut(namespace: str) -> None:
-    """Lose every packet that a namespace sends, as a broken cable does; no connection is closed.
+def cut(names: Sequence[str]) -> None:
+    """Lose every packet between two namespaces, as a broken cable does; no connection is closed.
+
+    Each end sends to a hardware address that nobody has.
 
     Args:
-        namespace: Its name.
+        names: The namespaces.
 
     Raises:
         NotPermittedError: The kernel refuses.
     """
-    netem = ("netem", "loss", "100%")
-    tc = ("ip", "netns", "exec", namespace, "tc", "qdisc", "replace", "dev", DEVICE, "root")
-    _call(*tc, *netem)
+    for name, peer in zip(names, reversed(ADDRESSES), strict=True):
+        wrong = ("lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", DEVICE)
+        _call("ip", "-n", name, "neigh", "replace", peer, *wrong)
 
 
 def _call(*command: str) -> None:

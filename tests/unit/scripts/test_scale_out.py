@@ -4,7 +4,6 @@
 import pytest
 
 from tests.scripts import ROOT, load_script
-from torchtitan_lr.estimate.hardware import load_hardware
 from torchtitan_lr.formulas import faults
 
 script = load_script("papers/scale_out")
@@ -13,28 +12,22 @@ SMALL = str(ROOT / "train_configs/cola_60m.toml")
 
 def test_bytes_cross_the_link_of_their_ranks():
     """On 16 GPUs in nodes of 8, tensor parallelism stays inside and data parallelism does not."""
-    hardware = load_hardware("h100_400gbit", script.HARDWARE)
-    plan = script.plan_layout("BTP 8, FSDP 128", SMALL, 16, hardware)
-    assert plan.inside > 0 and plan.across > 0
+    run = script.run_of("BTP 8, FSDP 128", SMALL, 16)
+    inside, across = script.bytes_by_link(run, script.average_rows(run), 8)
+    checkpoint, held = script.checkpoint_bytes(run)
     # FSDP gathers the weights (bf16) for forward and backward and reduces the gradients (fp32);
     # a checkpoint has the weights and two moments in fp32: 12 bytes for each parameter.
-    parameters = plan.checkpoint / 12
-    gathered = parameters / 8 * (2 + 2 + 4)
-    assert plan.across == pytest.approx(gathered, rel=0.1)
-    alone = script.plan_layout("BTP 8, FSDP 128", SMALL, 8, hardware)
-    assert alone.across == 0 and alone.inside == pytest.approx(plan.inside)
+    gathered = checkpoint / 12 / 8 * (2 + 2 + 4)
+    assert inside > 0 and across == pytest.approx(gathered, rel=0.1)
+    assert held == pytest.approx(checkpoint / 16, rel=0.02)
+    # The control: in larger nodes nothing crosses.
+    assert script.bytes_by_link(run, script.average_rows(run), 16) == (inside + across, 0)
 
 
-def test_an_average_step_of_tsr_adam():
-    report = {
-        "comm_bytes": {"tp": {"all_reduce": 5}, "dp_replicate": {"all_reduce": 7}},
-        "tsr_comm_bytes": {
-            "ordinary": {"dp_replicate": {"all_reduce": 4}},
-            "average": {"dp_replicate": {"all_reduce": 6}},
-        },
-    }
-    found = script.averaged_bytes(report)
-    assert found == {"tp": {"all_reduce": 5}, "dp_replicate": {"all_reduce": 9}}
+def test_residuals_are_every_ranks_own():
+    plain = script.checkpoint_bytes(script.run_of("BTP 8, FSDP 128", SMALL, 16))
+    state, held = script.checkpoint_bytes(script.run_of("BTP 8, FSDP 128, TAGC 10×", SMALL, 16))
+    assert state - plain[0] == 16 * (held - plain[1]) > 0
 
 
 def test_time_lost():
