@@ -8,6 +8,7 @@ Two network namespaces are the machines, a veth pair is their link. Each has a l
     machine  everything on the second machine is killed
     cut      the link loses every packet, and no connection is closed
     slow     the link is limited to --mbit
+    join     the second machine starts only now
     store    everything on the first machine is killed
 
 "lost" are the steps that are computed again, "ranks" and "step" are seconds from the fault to the
@@ -48,7 +49,7 @@ from torchtitan_lr.tools.namespaces import (  # noqa: E402
 )
 from torchtitan_lr.training.history import HISTORY_FILE, read_history  # noqa: E402
 
-FAULTS = ("rank", "machine", "cut", "slow", "store")
+FAULTS = ("rank", "machine", "cut", "slow", "join", "store")
 LOSS = "loss_metrics/global_avg_loss"
 
 PATIENCE = 600.0
@@ -128,9 +129,14 @@ class Trial:
         self, names: Sequence[str], folder: Path, arguments: Sequence[str], settings: str
     ) -> None:
         self.names, self.dump = names, folder / "dump"
-        self.machines = [
-            self._launch(name, folder / f"{name}.txt", arguments, settings) for name in names
-        ]
+        self._folder, self._arguments, self._settings = folder, arguments, settings
+        self.machines: list[Machine] = []
+
+    def start(self) -> None:
+        """Start the launcher of the next machine."""
+        name = self.names[len(self.machines)]
+        console = self._folder / f"{name}.txt"
+        self.machines.append(self._launch(name, console, self._arguments, self._settings))
 
     def _launch(self, name: str, console: Path, arguments: Sequence[str], settings: str) -> Machine:
         variables = {
@@ -174,14 +180,18 @@ class Trial:
         return time.monotonic()
 
     def disturb(self, fault: str, after: int, mbit: float) -> Outcome:
-        """Cause a fault after some steps, and watch how the run goes on."""
+        """Start a run, cause a fault after some steps, and watch how it goes on."""
+        for _ in self.names[: 1 if fault == "join" else None]:
+            self.start()
         self.wait_until(lambda: max(self.losses(), default=0) >= after, f"step {after}")
         before = self.losses()
         saved = max(complete_steps(self.dump / "checkpoint"), default=0)
         begin = time.monotonic()
-        first, second = self.machines
         if fault == "slow":
-            return self._slowed(before, mbit)
+            return self._slowed(mbit)
+        if fault == "join":
+            self.start()
+        first, second = self.machines
         if fault == "store":
             first.kill()
             ended = self.wait_until(lambda: second.process.poll() is not None, "end") - begin
@@ -191,18 +201,20 @@ class Trial:
             os.kill(second.ranks()[0], signal.SIGKILL)
         elif fault == "machine":
             second.kill()
-        else:
+        elif fault == "cut":
             cut(self.names)
         started = self.wait_until(lambda: first.restarts() > 0, "restart") - begin
+        if fault == "join":  # the ranks have gone on, and saved before they ended
+            before, saved = self.losses(), max(complete_steps(self.dump / "checkpoint"))
         # The resumed run drops the records after its checkpoint, and writes them again.
         old = self.losses()
         stepped = self.wait_until(lambda: self.losses() not in (old, before), "step") - begin
         self.wait_until(lambda: max(self.losses(), default=0) > max(before), "later step")
         self._compare(before)
-        then = "both go on" if fault == "rank" else "the first goes on alone"
+        then = "both go on" if fault in ("rank", "join") else "the first goes on alone"
         return Outcome(fault, max(before) - saved, started, stepped, then)
 
-    def _slowed(self, before: dict[int, float], mbit: float) -> Outcome:
+    def _slowed(self, mbit: float) -> Outcome:
         """Limit the link, and compare the steps' times."""
         usual = self._seconds_per_step()
         for name in self.names:

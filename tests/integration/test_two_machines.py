@@ -15,16 +15,20 @@ from tests.scripts import load_script
 def test_each_fault_costs_what_is_said(request):
     if not request.config.getoption("--full"):
         pytest.skip("takes minutes: run with --full")
-    done = runs.run([sys.executable, "scripts/check/two_machines.py", "--faults", "machine", "cut"])
+    done = runs.run(
+        [sys.executable, "scripts/check/two_machines.py", "--faults", "machine", "cut", "join"]
+    )
     assert done.status == 0, done.everything
     if done.out.startswith("skipped: "):
         pytest.skip(done.out.strip())
     rows = [line.strip("| ").split(" | ") for line in done.out.splitlines()[2:]]
-    assert [row[0] for row in rows] == ["machine", "cut"]
-    for _, lost, ranks, step, then in rows:
+    assert [row[0] for row in rows] == ["machine", "cut", "join"]
+    for _, lost, ranks, step, then in rows[:2]:
         assert int(lost) < 10  # the interval of its checkpoints
         assert float(ranks) <= float(step)
         assert then == "the first goes on alone"
+    # The ranks save before they make room for another machine.
+    assert rows[2][1] == "0" and rows[2][-1] == "both go on"
     # A cut cable closes no connection: it is noticed by the time limit of 30 seconds.
     assert float(rows[1][2]) > 30
 

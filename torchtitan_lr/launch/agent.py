@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -125,7 +125,8 @@ class Ranks:
             machines, world = int(env["GROUP_WORLD_SIZE"]), int(env["WORLD_SIZE"])
             size = f"{machines} machine{'s'[: machines > 1]}, {world} rank{'s'[: world > 1]}"
             _say(f"restart ({done} of {most} after failures): {self.cause}; {size}")
-        return subprocess.Popen(*args, env=env, preexec_fn=self._prepare, **keys)
+        start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+        return start(*args, env=env, preexec_fn=self._prepare, **keys)
 
     def _prepare(self) -> None:
         """Prepare a rank, between fork and exec."""
