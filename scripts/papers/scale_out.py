@@ -11,7 +11,8 @@ second table gives the share of time that checkpoints and failures take, by the 
 checkpoints, with Daly's formula for exponential failures. A checkpoint holds the weights and the
 optimizer state once, and with TAGC every rank's residuals. The ranks write it to shared storage at
 --storage GB/s in all. "blocking" stops training for that time, "async" only for the copy to the
-host, at --host GB/s per GPU; both for --pause more (planning, barriers).
+host, at --host GB/s per GPU; both for --pause more (planning, barriers). "-": the next save would
+come before the last one is written.
 
 Exit status: 0, or 2 for invalid arguments.
 """
@@ -239,7 +240,8 @@ def loss_table(
         for saving, (pause, late) in cases.items():
 
             def lost(interval: float, pause: float = pause, late: float = late) -> str:
-                return f"{100 * lost_share(interval, pause, restart + late, mean):.1f} %"
+                share = lost_share(interval, pause, restart + late, mean)
+                return f"{100 * share:.1f} %" if interval >= late else "-"
 
             # One asynchronous save must be written before the next begins.
             best = max(daly_interval(pause, mean), late)

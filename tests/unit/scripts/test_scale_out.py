@@ -40,6 +40,8 @@ def test_time_lost():
     lost = faults.lost_share(600, 11, 60, 10_000)
     assert blocking[3 + script.INTERVALS.index(10)] == f"{100 * lost:.1f} %"
     # Asynchronous saves cost less, but a failure finds the last one unwritten for ten seconds.
+    slow = script.loss_table([plan], 10_000, 1.0, 5.0, 60, 1.0).splitlines()[3].split(" | ")
+    assert slow[3:5] == ["-", slow[4]] and slow[4] != "-"  # one minute is less than 100 seconds
     assert behind[5] == f"{100 * faults.lost_share(600, 3, 70, 10_000):.1f} %"
 
 
