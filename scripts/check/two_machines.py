@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # scripts/ is a folder of programs, not a package
 
 from torchtitan_lr.checkpoints.layout import complete_steps  # noqa: E402
-from torchtitan_lr.launch.processes import child_pids  # noqa: E402
+from torchtitan_lr.launch.processes import child_pids, process_state  # noqa: E402
 from torchtitan_lr.tools.cli import OneLineParser, markdown_table  # noqa: E402
 from torchtitan_lr.tools.namespaces import (  # noqa: E402
     ADDRESSES,
@@ -83,8 +83,11 @@ class Machine:
 
     def kill(self) -> None:
         """Kill everything: torchrun and its ranks end with the launcher."""
+        below = [*child_pids(self.process.pid), *self.ranks()]
         self.process.kill()
         self.process.wait()
+        while any(process_state(pid) not in ("", "Z") for pid in below):
+            time.sleep(0.01)  # the kernel kills them; they may still write into the folder
 
     def ranks(self) -> list[int]:
         """Return the ranks' process ids."""
@@ -286,7 +289,9 @@ def main(argv: list[str] | None = None) -> int:
         for fault in options.faults:
             with ExitStack() as stack:
                 names = stack.enter_context(two_machines())
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                folder = Path(
+                    stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+                )
                 trial = Trial(names, folder, arguments, f"last_call_timeout={options.last_call}")
                 stack.callback(trial.end)
                 rows.append(row(trial.disturb(fault, options.steps, options.mbit)))
