@@ -13,7 +13,6 @@ the script prints a note and exits with 0.
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,10 +25,15 @@ from typing import Any
 
 from torchtitan_lr.tools.cli import OneLineParser, overrides_of
 from torchtitan_lr.tools.experiments import SECONDS, step_records
+from torchtitan_lr.tools.namespaces import (
+    ADDRESSES,
+    DEVICE,
+    NotPermittedError,
+    limit,
+    two_machines,
+)
 
 SENT = ("comm_bytes/dp_replicate", "comm_bytes/fsdp")
-DEVICE = "slow0"
-"""Device name of both ends of the link."""
 
 ADAMW = ["--optimizer.name=AdamW", "--optimizer.lr=3e-3"]
 FSDP = [
@@ -46,10 +50,6 @@ METHODS = {
     "TAGC sketch": [*TAGC, "--grad_compression.codec=sketch"],
     "TAGC sparse": [*TAGC, "--grad_compression.codec=sparse"],
 }
-
-
-class NotPermittedError(RuntimeError):
-    """This machine does not permit network namespaces."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,46 +84,15 @@ def slow_link(mbit: float, delay_ms: float) -> Iterator[list[str]]:
         delay_ms: Delay in either direction, ms.
 
     Yields:
-        The names of the namespaces; their addresses are 10.91.0.1 and 10.91.0.2 on `DEVICE`.
+        The names of the namespaces; they have `ADDRESSES` on `DEVICE`.
 
     Raises:
         NotPermittedError: The tools are missing or the kernel refuses.
     """
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            raise NotPermittedError(f"{tool} (iproute2) is not installed")
-    names = [f"lr{os.getpid()}-{end}" for end in range(2)]
-    try:
+    with two_machines() as names:
         for name in names:
-            _call("ip", "netns", "add", name)
-        first, second = names
-        link = ("link", "add", "name", DEVICE, "netns", first, "type", "veth")
-        _call("ip", *link, "peer", "name", DEVICE, "netns", second)
-        for end, name in enumerate(names):
-            inside = ("ip", "-n", name)
-            _call(*inside, "addr", "add", f"10.91.0.{end + 1}/24", "dev", DEVICE)
-            for device in ("lo", DEVICE):
-                _call(*inside, "link", "set", device, "up")
-            _limit(name, mbit, delay_ms)
+            limit(name, mbit, delay_ms)
         yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-def _limit(namespace: str, mbit: float, delay_ms: float) -> None:
-    tc = ("ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", DEVICE)
-    bucket = ("tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "200ms")
-    _call(*tc, "root", "handle", "1:", *bucket)
-    if delay_ms:
-        _call(*tc, "parent", "1:", "handle", "2:", "netem", "delay", f"{delay_ms}ms")
-
-
-def _call(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = done.stderr.strip().replace("\n", " ")
-        raise NotPermittedError(f"{' '.join(command)}: {reason}")
 
 
 def _train(options: argparse.Namespace, method: str, ends: list[str]) -> dict[str, float]:
@@ -198,7 +167,7 @@ def _environment(rank: int) -> dict[str, str]:
         "RANK": str(rank),
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "2",
-        "MASTER_ADDR": "10.91.0.1",
+        "MASTER_ADDR": ADDRESSES[0],
         "MASTER_PORT": "29531",
         "GLOO_SOCKET_IFNAME": DEVICE,
         "CUDA_VISIBLE_DEVICES": "",

@@ -81,7 +81,7 @@ def test_slow_link():
 
 def test_slow_link_skips_with_a_reason(capsys, monkeypatch):
     script = load_script("papers/slow_link")
-    monkeypatch.setattr(script.shutil, "which", lambda tool: None)
+    monkeypatch.setattr("shutil.which", lambda tool: None)
     assert script.main([]) == 0
     assert capsys.readouterr().out == "skipped: ip (iproute2) is not installed\n"
 

@@ -92,7 +92,7 @@ def check_sequences(job_config: Any, tokenizer: BaseTokenizer) -> None:
         wanted, found = section.seq_len + 1, 0
         corpus = source.open()
         if isinstance(corpus, PairCorpus):
-            if job_config.training.mask_documents:
+            if getattr(job_config.training, "mask_documents", False):
                 want = "false for a corpus of pairs, each of which has a row of its own"
                 raise ConfigError("training.mask_documents", True, want)
             _check_pairs(corpus, tokenizer, section.seq_len, key, job_config.model.hf_assets_path)

@@ -84,6 +84,7 @@ class StripeDataLoader(BaseDataLoader):
         self._allow_changed = allow_changed
         self._rows = Rows.of(corpus, local_batch_size, global_batch_size, dp_world_size, dp_rank)
         pin_memory = pin_memory and torch.cuda.is_available()
+        self._fingerprint = _fingerprint(corpus, tokenizer)
         self._reader = BatchReader(
             corpus, tokenizer, self._rows, seq_len, infinite, pin_memory, order, borders
         )

@@ -1,18 +1,20 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """torchrun as the launcher starts it: ``python -m torchtitan_lr.launch.agent ARGUMENTS``.
 
-It differs from plain torchrun in three ways. ``--rdzv-backend=loopback`` is a rendezvous for the
+It differs from plain torchrun in five ways. ``--rdzv-backend=loopback`` is a rendezvous for the
 ranks of one machine that other machines cannot reach; ``--standalone`` listens on all interfaces
 and unpickles the data it receives. The kernel kills the ranks if this process is killed. When a
-rank has failed, the others are killed after :data:`GRACE_SECONDS`, not after half a minute.
+rank has failed, the others are killed after :data:`GRACE_SECONDS`, not after half a minute. Each
+restart of the ranks is one line on the console; it does not follow a refused configuration.
+Signals that a scheduler sends to all processes are left to the launcher: torchrun would fail.
 """
 
-import functools
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from datetime import timedelta
 from typing import Any
@@ -36,6 +38,11 @@ LOOPBACK = "127.0.0.1"
 
 GRACE_SECONDS = 2
 """Time for the other ranks to end after one has failed; they cannot save without it anyway."""
+
+REFUSED = 2
+"""Exit status of a rank for an invalid configuration: a restart would fail in the same way."""
+
+LEFT_TO_THE_LAUNCHER = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
 
 
 class LoopbackRendezvous(RendezvousHandler):
@@ -98,27 +105,98 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
-def _close_soon(context: SubprocessContext, death_sig: signal.Signals, timeout: int = 30) -> None:
-    """End the remaining ranks within `GRACE_SECONDS`; torchrun has no setting for this time.
+class Ranks:
+    """Starts and ends the ranks of this machine, and reports why they start again.
 
-    torchrun's report does not distinguish ranks that it killed from ranks that were killed by
-    others. Therefore this prints a line for each into the launcher's log (see
-    `torchtitan_lr.launch.report`).
+    Attributes:
+        cause: Why they were last ended, for the line of the next start.
+        restarts_left: Of the last start.
     """
-    left = [h.proc for h in context.subprocess_handlers.values() if h.proc.poll() is None]
-    close_ranks(context, death_sig, min(timeout, GRACE_SECONDS))
-    for process in left:
-        if process.poll() == -signal.SIGKILL:
-            print(f"rank process {process.pid} {DID_NOT_END}", file=sys.stderr, flush=True)
+
+    def __init__(self) -> None:
+        self.cause = ""
+        self.restarts_left = 0
+        self._parent = os.getpid()
+
+    def popen(self, *args: Any, env: Mapping[str, str], **keys: Any) -> subprocess.Popen[bytes]:
+        """Start a rank that the kernel kills if this process ends; arguments as for Popen."""
+        done = int(env["TORCHELASTIC_RESTART_COUNT"])
+        most = int(env["TORCHELASTIC_MAX_RESTARTS"])
+        self.restarts_left = most - done
+        if self.cause and env["LOCAL_RANK"] == "0":
+            machines, world = int(env["GROUP_WORLD_SIZE"]), int(env["WORLD_SIZE"])
+            size = f"{machines} machine{'s'[: machines > 1]}, {world} rank{'s'[: world > 1]}"
+            _say(f"restart ({done} of {most} after failures): {self.cause}; {size}")
+        start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+        return start(*args, env=env, preexec_fn=self._prepare, **keys)
+
+    def _prepare(self) -> None:
+        """Prepare a rank, between fork and exec."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_THE_LAUNCHER)
+        end_with(self._parent)
+
+    def close(
+        self, context: SubprocessContext, death_sig: signal.Signals, timeout: int = 30
+    ) -> None:
+        """End the remaining ranks; arguments as torchrun gives them.
+
+        After a failure they have `GRACE_SECONDS`; torchrun has no setting for this time. Without a
+        failure the number of machines changes, and they have torchrun's time to save.
+
+        torchrun's report does not distinguish ranks that it killed from ranks that were killed by
+        others. Therefore this prints a line for each into the launcher's log (see
+        `torchtitan_lr.launch.report`).
+
+        Raises:
+            SystemExit: A rank refused the configuration, and torchrun would restart it.
+        """
+        processes = {rank: h.proc for rank, h in context.subprocess_handlers.items()}
+        codes = {rank: process.poll() for rank, process in processes.items()}
+        left = [processes[rank] for rank, code in codes.items() if code is None]
+        failed = {rank: code for rank, code in codes.items() if code}
+        self.cause = why_ended(failed)
+        unhurt = processes and len(left) == len(processes)
+        close_ranks(context, death_sig, timeout if unhurt else min(timeout, GRACE_SECONDS))
+        for process in left:
+            if process.poll() == -signal.SIGKILL:
+                _say(f"rank process {process.pid} {DID_NOT_END}")
+        if REFUSED in failed.values() and self.restarts_left:
+            raise SystemExit(1)
+
+
+def why_ended(codes: Mapping[int, int]) -> str:
+    """Describe why the ranks of this machine are ended.
+
+    Args:
+        codes: Exit status of each rank that failed, negative for a signal.
+    """
+    if not codes:
+        return "the machines of the run changed"
+    rank = _first_failed(codes)
+    code = codes[rank]
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with status {code}"
+    return f"rank {rank} {how}"
+
+
+def _first_failed(codes: Mapping[int, int]) -> int:
+    """Return the rank that failed first: one that a signal ended makes the others fail."""
+    return min(codes, key=lambda rank: (codes[rank] > 0, rank))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def main() -> None:
     """Run torchrun with this process's arguments and patched start and end of the ranks."""
     rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
     output: Any = ColoredStream(sys.stdout) if wants_color(sys.stdout) else sys.stdout
-    bound = functools.partial(subprocess.Popen, preexec_fn=functools.partial(end_with, os.getpid()))
+    # Blocked, not ignored: ranks would inherit that, and torchrun sets handlers of its own.
+    signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_THE_LAUNCHER)
+    ranks = Ranks()
+    closed = ranks_started_with(ranks.popen, lambda *values, **keys: ranks.close(*values, **keys))
     # torchrun copies the ranks' lines to `sys.stdout`.
-    with redirect_stdout(output), ranks_started_with(bound, _close_soon):
+    with redirect_stdout(output), closed:
         torchrun()
 
 

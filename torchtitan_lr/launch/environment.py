@@ -13,6 +13,13 @@ DEFAULT_RANKS = 4
 MAX_RANKS = 1024
 MAX_DRY_RANKS = 1_000_000
 MAX_NODES = 100_000
+MAX_MAX_RESTARTS = 1000
+
+_RDZV_SETTINGS = (
+    *("join_timeout", "last_call_timeout", "close_timeout", "read_timeout"),
+    *("keep_alive_interval", "keep_alive_max_attempt", "is_host"),
+)
+"""Keys of ``RDZV_CONF``: seconds, a number of attempts, and 0 or 1."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +28,14 @@ class Environment:
 
     Args:
         ranks: Ranks on this machine.
-        nodes: Number of machines.
+        nodes: Number of machines; the largest, if a range was given.
         log_ranks: Local ranks whose output is shown on the console, e.g. ``0,1``.
         comm_mode: torchtitan's ``comm.mode``, empty for a real run.
         train_module: The module that every rank runs.
         ranks_given: Whether the user set ``NGPU``.
+        min_nodes: The smallest number of machines of a range such as ``2:4``, else None.
+        max_restarts: How often the ranks of a machine are started again after a failure.
+        rdzv_settings: torchrun's settings of the rendezvous, from ``RDZV_CONF``.
     """
 
     ranks: int
@@ -34,11 +44,19 @@ class Environment:
     comm_mode: str
     train_module: str
     ranks_given: bool = True
+    min_nodes: int | None = None
+    max_restarts: int = 0
+    rdzv_settings: tuple[tuple[str, str], ...] = ()
 
     @property
     def world_size(self) -> int:
-        """Ranks of the whole run."""
+        """Ranks of the whole run, with all its machines."""
         return self.ranks * self.nodes
+
+    @property
+    def nodes_text(self) -> str:
+        """The number of machines or their range, as in ``NNODES``."""
+        return str(self.nodes) if self.min_nodes is None else f"{self.min_nodes}:{self.nodes}"
 
 
 def read_environment() -> Environment:
@@ -52,7 +70,7 @@ def read_environment() -> Environment:
         raise ConfigError("COMM_MODE", comm_mode, "'fake_backend', or leave it out")
     limit = MAX_DRY_RANKS if comm_mode == "fake_backend" else MAX_RANKS
     ranks = _positive_variable("NGPU", DEFAULT_RANKS, limit)
-    nodes = _positive_variable("NNODES", 1, MAX_NODES)
+    min_nodes, nodes = _machines()
     log_ranks = check_log_ranks(os.environ.get("LOG_RANK") or "0", ranks)
     if nodes > 1 and not os.environ.get("RDZV_ENDPOINT"):
         raise ConfigError("RDZV_ENDPOINT", "", f"host:port of one of the {nodes} machines")
@@ -63,6 +81,9 @@ def read_environment() -> Environment:
         comm_mode="" if comm_mode == "default" else comm_mode,
         train_module=os.environ.get("TRAIN_FILE") or "torchtitan_lr.train",
         ranks_given=bool(os.environ.get("NGPU")),
+        min_nodes=min_nodes,
+        max_restarts=_restarts(),
+        rdzv_settings=_rdzv_settings(),
     )
 
 
@@ -82,8 +103,37 @@ def check_log_ranks(text: str, ranks: int) -> str:
     return ",".join(str(int(rank)) for rank in shown)
 
 
+def _machines() -> tuple[int | None, int]:
+    """Return the smallest number of machines, None without a range, and the largest."""
+    first, colon, last = (os.environ.get("NNODES") or "1").partition(":")
+    if not colon:
+        return None, _positive("NNODES", first, MAX_NODES)
+    least, most = (_positive("NNODES", part, MAX_NODES) for part in (first, last))
+    if least > most:
+        raise ConfigError("NNODES", f"{first}:{last}", f"a range such as {most}:{least}")
+    return (None if least == most else least), most
+
+
+def _restarts() -> int:
+    text = os.environ.get("MAX_RESTARTS") or "0"
+    return 0 if text == "0" else _positive("MAX_RESTARTS", text, MAX_MAX_RESTARTS)
+
+
+def _rdzv_settings() -> tuple[tuple[str, str], ...]:
+    text = os.environ.get("RDZV_CONF") or ""
+    pairs = [part.partition("=") for part in text.split(",") if part]
+    for key, _, value in pairs:
+        if key not in _RDZV_SETTINGS or not value.isdecimal() or len(value) > 9:
+            want = f"KEY=NUMBER,... with the keys {', '.join(_RDZV_SETTINGS)}"
+            raise ConfigError("RDZV_CONF", text, want)
+    return tuple((key, value) for key, _, value in pairs)
+
+
 def _positive_variable(name: str, default: int, limit: int) -> int:
-    text = os.environ.get(name) or str(default)
+    return _positive(name, os.environ.get(name) or str(default), limit)
+
+
+def _positive(name: str, text: str, limit: int) -> int:
     # Check the length first: int() raises for very long strings of digits.
     if not text.isdecimal() or (len(text) < 99 and int(text) == 0):
         raise ConfigError(name, text, "a positive integer such as 4")

@@ -17,7 +17,6 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from torchtitan_lr.checkpoints.layout import complete_steps, step_folder
-from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, split_arguments
 from torchtitan_lr.console.terminal import TERMINAL_VARIABLE, shared_terminal
@@ -28,6 +27,7 @@ from torchtitan_lr.launch.environment import (
     read_environment,
 )
 from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, locked
+from torchtitan_lr.launch.machines import check_machines, rendezvous_arguments
 from torchtitan_lr.launch.placement import DEFAULT_CONFIG_FILE, place
 from torchtitan_lr.launch.processes import RankGroup
 from torchtitan_lr.launch.report import (
@@ -41,6 +41,10 @@ from torchtitan_lr.launch.report import (
 )
 from torchtitan_lr.launch.run_state import FAILED, read_state, write_state
 
+FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Each start of the ranks opens a store of its own. In a store that they share with torchrun, ranks
+of a later start would read keys of an earlier one, at the address of a machine that is gone."""
+
 USAGE = """\
 usage: [VARIABLE=value ...] ./run_llama_train.sh [CONFIG] [--section.key=value ...]
        [VARIABLE=value ...] torchtitan-lr train [CONFIG] [--section.key=value ...]
@@ -52,10 +56,14 @@ override it, e.g. --training.steps=100.
                 GPUs, at most 4; without GPUs 4; CUDA_VISIBLE_DEVICES= trains on the CPU)
   LOG_RANK      ranks whose output is shown, e.g. 0,1 (default 0); the logs have all output
   COMM_MODE     fake_backend: a dry run of one step in one process, as rank 0 of NGPU
-  NNODES, RDZV_ENDPOINT, RDZV_ID   several machines: number, host:port of one, a common name
+  NNODES, RDZV_ENDPOINT, RDZV_ID   several machines: number, host:port of one, a common name;
+                NNODES=2:4 starts with 2 to 4 machines and goes on with fewer when some are lost
+  MAX_RESTARTS  how often failed ranks are started again, from the last checkpoint (default 0)
+  RDZV_CONF     torchrun's times, e.g. join_timeout=600,last_call_timeout=30 (seconds)
   PYTHON        the interpreter to use or to make .venv from
 The keys are described in torchtitan_lr/config/schema.py and in torchtitan's config/job_config.py.
-SIGTERM or Ctrl-C finishes the step, saves a checkpoint and exits 0; a second one kills at once."""
+SIGTERM or Ctrl-C finishes the step, saves a checkpoint and exits 0; a second one kills at once.
+SIGUSR1, a scheduler's notice, does the same and may be repeated."""
 
 
 def train_arguments(argv: list[str], environment: Environment) -> list[str]:
@@ -111,12 +119,10 @@ def build_command(
     if environment.nodes == 1:
         variables = loopback_variables() | variables
     else:
-        rendezvous = [
-            f"--nnodes={environment.nodes}",
-            "--rdzv_backend=c10d",
-            f"--rdzv_endpoint={os.environ['RDZV_ENDPOINT']}",
-            f"--rdzv_id={os.environ.get('RDZV_ID') or 'torchtitan_lr'}",
-        ]
+        rendezvous = rendezvous_arguments(environment)
+        variables = FRESH_STORE | variables
+    if environment.max_restarts:
+        rendezvous.append(f"--max_restarts={environment.max_restarts}")
     command = [
         *(sys.executable, "-m", "torchtitan_lr.launch.agent", *rendezvous),
         f"--nproc_per_node={environment.ranks}",
@@ -184,7 +190,9 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
         if expected:
             failure = describe_failure(log_folder, status)
             hint = full_disk(dump_folder, failure)
-            hint += how_to_resume(config) if hint or killed_rank(log_folder) else ""
+            several = environment.nodes > 1 or environment.max_restarts
+            resumable = hint or several or killed_rank(log_folder)
+            hint += how_to_resume(config) if resumable else ""
             print(f"error: {failure}{hint}", file=sys.stderr)
             if not recorded_by_rank_0(failure, read_state(dump_folder)):
                 write_state(dump_folder, FAILED, failure)
@@ -233,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
             # A folder of its own: do not overwrite the real run's curve.
             arguments.append(f"--job.dump_folder={Path(config.job.dump_folder) / 'dry_run'}")
             config = build_job_config(arguments)
-        check_job_config(config, environment.world_size, placed.device)
+        check_machines(config, environment, placed.device)
         if placed.note:
             print(placed.note, flush=True)
         # The launchers of several machines share the folder; then rank 0 locks it.

@@ -11,20 +11,23 @@ dies and the ranks when torchrun dies; torchrun ends all ranks when one has ende
 import contextlib
 import ctypes
 import functools
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn
 
 from torchtitan_lr.compat.interpreter import run_exit_functions
 
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_RANK_LINE = re.compile(rb"\[rank\d+\]:")
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_CONSOLE_LINE = re.compile(rb"\[rank\d+\]:|restart")
+_END_SECONDS = 15  # for torchrun to end when a signal finds no rank: it may have to restart them
 _PR_SET_PDEATHSIG = 1
 
 
@@ -34,7 +37,10 @@ class RankGroup:
     The first SIGTERM, SIGINT or SIGHUP is forwarded to the ranks as SIGTERM if all of them have
     installed a handler: they finish the step and save. Ranks that have already ended are skipped.
     Before the handlers are installed there is nothing to save, so the ranks are killed. A second
-    signal also kills them.
+    signal also kills them. SIGUSR1 is a scheduler's notice: it acts like SIGTERM as the first
+    signal, and after another one, or repeated, it changes nothing.
+
+    torchrun may start the ranks again after a failure. Ranks that start after a signal are killed.
 
     Args:
         command: The command to run, in its own session.
@@ -45,7 +51,8 @@ class RankGroup:
     Attributes:
         signal_number: The first signal received, 0 if none.
         killed: Whether the ranks were killed instead of stopped by SIGTERM.
-        was_ready: Whether all ranks had their handlers, at or before the first signal.
+        was_ready: Whether all ranks of the last start had their handlers, at or before the first
+            signal.
     """
 
     def __init__(
@@ -55,6 +62,8 @@ class RankGroup:
         self.killed = False
         self.was_ready = False
         self._expected = expected
+        self._known: set[int] = set()
+        self._deadline = math.inf
         self._process: subprocess.Popen[bytes] | None = None
         for number in _FORWARDED:
             # Keep signals ignored that ``nohup`` or ``cmd &`` set to be ignored.
@@ -91,25 +100,39 @@ class RankGroup:
                 status = self._process.wait(timeout=0.5)
                 break
             except subprocess.TimeoutExpired:
-                # Store it: later, when ranks end one by one, not all of them can be inspected.
-                if not self.was_ready and self._all_ready() and not self.signal_number:
-                    self.was_ready = True
+                self._watch()
+                if self.signal_number and time.monotonic() > self._deadline:
+                    self._kill()
         if self._expected:
             self._reader.join(timeout=10.0)
         return status
+
+    def _watch(self) -> None:
+        """Store whether all ranks are ready: when they end one by one, they cannot be inspected."""
+        ranks = set(self._rank_pids())
+        if ranks - self._known and self._expected:
+            self._known |= ranks
+            self.was_ready = False
+            if self.signal_number:  # torchrun has started them again
+                self._kill()
+        if not self.was_ready and not self.signal_number and self._all_ready():
+            self.was_ready = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._process is None:
             self.signal_number = number
             return
         if self.signal_number:
-            self._kill()
+            if signal.SIGUSR1 not in (number, self.signal_number):
+                self._kill()
             return
+        self._watch()
         self.signal_number = number
-        self.was_ready = self.was_ready or self._all_ready()
         if not self.was_ready:
             self._kill()
             return
+        if not self._rank_pids():
+            self._deadline = time.monotonic() + _END_SECONDS
         # A rank without a handler has finished training; the signal would make it fail.
         for pid in filter(_handles_sigterm, self._rank_pids()):
             _send(pid, signal.SIGTERM)
@@ -139,7 +162,7 @@ class RankGroup:
         with console_log.open("wb", buffering=0) as log:
             for line in self._process.stderr:
                 _write(log, line)
-                if _RANK_LINE.match(line):
+                if _CONSOLE_LINE.match(line):
                     _write(sys.stderr.buffer, line)
 
 

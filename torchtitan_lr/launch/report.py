@@ -20,6 +20,7 @@ _ENDED_BY_SIGNAL = re.compile(
     r"local_rank: (\d+)\)\n\s*exitcode\s*: -\d+ \(pid: (\d+)\)\s+\((SIG\w+)\)"
 )
 _FRAME = re.compile(r'File "([^"]+)", line \d+, in (\w+)')
+_LOST_RENDEZVOUS = re.compile(r"^\S*Rendezvous(Connection|Closed|Timeout)Error", re.MULTILINE)
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 DID_NOT_END = "did not end on SIGTERM, and was killed"
 """End of the ``launcher.log`` line ``rank process PID ...`` of a rank that torchrun killed."""
@@ -89,12 +90,12 @@ def describe_failure(log_folder: Path, status: int) -> str:
     killed = killed_rank(log_folder)
     if killed is not None:
         rank, name = killed
-        (folder, *_) = [*log_folder.glob(f"*/attempt_*/{rank}"), log_folder]
+        (folder, *_) = [*_of_last_start(log_folder, f"{rank}"), log_folder]
         hint = " (the kernel also sends it when memory runs out)"
         hint = hint if name == "SIGKILL" else ""
         return f"rank {rank} was ended by {name}{hint}; its output: {folder}"
     failures = []
-    for path in log_folder.glob("*/attempt_*/*/error.json"):
+    for path in _of_last_start(log_folder, "*/error.json"):
         try:
             message = json.loads(path.read_text())["message"]
             when = float(message["extraInfo"]["timestamp"])
@@ -111,6 +112,9 @@ def describe_failure(log_folder: Path, status: int) -> str:
         if stuck:
             what += f"; {', '.join(stuck)} did not end on SIGTERM: stopped, or stuck"
         return f"rank {folder.name} failed: {what}; its output: {folder}"
+    if _LOST_RENDEZVOUS.search(_launcher_log(log_folder)):
+        what = "the machine of RDZV_ENDPOINT cannot be reached, or the run ended there"
+        return f"{what}; the ranks' output: {log_folder}"
     if status < 0:
         name = signal.Signals(-status).name
         return f"torchrun was ended by {name}, and its ranks with it; their output: {log_folder}"
@@ -159,20 +163,34 @@ def killed_rank(log_folder: Path) -> tuple[int, str] | None:
         The rank on this machine and the signal's name, or None.
     """
     for rank, name, did_not_end in _signalled(log_folder):
-        reported = any(log_folder.glob(f"*/attempt_*/{rank}/error.json"))
+        reported = bool(_of_last_start(log_folder, f"{rank}/error.json"))
         if name != "SIGTERM" and not reported and not did_not_end:  # torchrun sends SIGTERM
             return rank, name
     return None
 
 
+def _of_last_start(log_folder: Path, pattern: str) -> list[Path]:
+    """Return the files of the ranks' last start that match a pattern, in order.
+
+    torchrun numbers the folder ``attempt_N`` by the failures before it.
+    """
+    attempts = log_folder.glob("*/attempt_*")
+    last = max(attempts, key=lambda path: int(path.name.rpartition("_")[2]), default=log_folder)
+    return sorted(last.glob(pattern))
+
+
 def _signalled(log_folder: Path) -> list[tuple[int, str, bool]]:
     """Return the ranks ended by a signal, the signal's name, and whether torchrun killed them."""
-    path = log_folder / "launcher.log"
-    report = path.read_text(errors="replace") if path.is_file() else ""
+    report = _launcher_log(log_folder)
     return [
         (int(rank), name, f"rank process {pid} {DID_NOT_END}" in report)
         for rank, pid, name in _ENDED_BY_SIGNAL.findall(report)
     ]
+
+
+def _launcher_log(log_folder: Path) -> str:
+    path = log_folder / "launcher.log"
+    return path.read_text(errors="replace") if path.is_file() else ""
 
 
 def _collective_of(stack: str) -> str:
@@ -201,7 +219,7 @@ def hidden_errors(log_folder: Path, shown: Collection[int]) -> list[str]:
         The lines of the lowest rank that printed an error or how to resume, with its prefix.
     """
     errors: dict[int, list[str]] = {}
-    for path in sorted(log_folder.glob("*/attempt_*/*/std*.log")):
+    for path in _of_last_start(log_folder, "*/std*.log"):
         if lines := _final_lines(path):
             rank = int(path.parent.name)
             errors[rank] = errors.get(rank, []) + [f"[rank{rank}]:{line}" for line in lines]

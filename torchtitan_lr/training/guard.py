@@ -8,6 +8,7 @@ that arrives before the all-reduce therefore stops the run after that very step.
 """
 
 import math
+import os
 import signal
 from dataclasses import dataclass
 from types import FrameType
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class NonFiniteError(RuntimeError):
@@ -28,7 +29,7 @@ class BadDataError(RuntimeError):
 
 
 class StopSignal:
-    """Records SIGTERM or SIGINT, so that the trainer can finish and save the current step.
+    """Records SIGTERM, SIGINT or SIGUSR1, so that the trainer can finish and save its step.
 
     Attributes:
         name: The received signal, None until one arrives.
@@ -38,14 +39,19 @@ class StopSignal:
         self.name: str | None = None
 
     def install(self) -> None:
-        """Handle both signals; a second signal has its default action."""
+        """Handle the signals; a second signal has its default action.
+
+        Below torchrun a second signal is ignored: torchrun or the launcher kills. A scheduler such
+        as Slurm signals all processes of a job, so a rank receives its signal and the launcher's.
+        """
         for number in _STOP_SIGNALS:
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.name = signal.Signals(number).name
+        later = signal.SIG_IGN if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIG_DFL
         for other in _STOP_SIGNALS:
-            signal.signal(other, signal.SIG_DFL)
+            signal.signal(other, later)
 
 
 @dataclass(frozen=True)

@@ -107,3 +107,20 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:  # run from its source
         return "unknown"
+
+
+def report_stop(job_config: JobConfig, stopped_by: str, step: int, saved: str | None) -> None:
+    """Log that a run ended early, and how it can be resumed.
+
+    Args:
+        job_config: The run's configuration.
+        stopped_by: Name of the signal.
+        step: The last step.
+        saved: The newest checkpoint, None without one.
+    """
+    how = "run the same command again to resume" if saved else "checkpointing is off"
+    if saved and job_config.checkpoint.load_step != -1:
+        how = "run the command again without checkpoint.load_step to resume"
+    total = job_config.training.steps
+    what = "Stopped by %s after step %d of %d, checkpoint %s: %s"
+    console.info(what, stopped_by, step, total, saved, how)

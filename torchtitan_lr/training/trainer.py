@@ -18,7 +18,6 @@ from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG
 from torchtitan_lr.compat.titan_trainer import trainer_parts
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
-from torchtitan_lr.console.log import console
 from torchtitan_lr.data.dataloader import StripeDataLoader
 from torchtitan_lr.ledger.ledger import CommLedger, ledger_for
 from torchtitan_lr.models.args import LlamaArgs
@@ -41,7 +40,7 @@ from torchtitan_lr.training.guard import (
 )
 from torchtitan_lr.training.history import read_history
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
-from torchtitan_lr.training.resolved import report_start, title_of
+from torchtitan_lr.training.resolved import report_start, report_stop, title_of
 from torchtitan_lr.training.step_data import MicroBatch, StepReader
 from torchtitan_lr.training.summary import CURVE_FILE, build_summary, write_summary
 from torchtitan_lr.training.validate import Validator
@@ -379,17 +378,7 @@ class Trainer(titan_train.Trainer):
     def _report_interruption(self) -> None:
         saved = self.checkpointer.newest()
         if torch.distributed.get_rank() == 0:
-            how = "run the same command again to resume" if saved else "checkpointing is off"
-            if saved and self.job_config.checkpoint.load_step != -1:
-                how = "run the command again without checkpoint.load_step to resume"
-            console.info(
-                "Stopped by %s after step %d of %d, checkpoint %s: %s",
-                self.stopped_by,
-                self.step,
-                self.job_config.training.steps,
-                saved,
-                how,
-            )
+            report_stop(self.job_config, self.stopped_by, self.step, saved)
 
     def _write_summary(self) -> None:
         """Write the summary and the curve on the rank that has the history."""

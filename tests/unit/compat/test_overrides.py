@@ -33,7 +33,8 @@ def test_every_overridden_private_method_is_listed():
     found = set()
     for path in PACKAGE.rglob("*.py"):
         classes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef)]
-        if path.parent.name == "hf":  # exported models: transformers' hooks
+        # Hooks of transformers in exported models, and of lm_eval, which is an extra.
+        if path.parent.name == "hf" or path.name == "harness.py":
             continue
         private = [c.name for c in classes if c.bases and any(map(is_private_method, c.body))]
         if not private:

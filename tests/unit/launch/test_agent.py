@@ -44,6 +44,64 @@ def test_ranks_that_are_left_have_little_time(monkeypatch, asked, given):
     calls = []
     monkeypatch.setattr(agent, "close_ranks", lambda *values: calls.append(values))
     context = SimpleNamespace(subprocess_handlers={})
-    agent._close_soon(context, signal.SIGTERM, asked)
+    agent.Ranks().close(context, signal.SIGTERM, asked)
     assert calls == [(context, signal.SIGTERM, given)]
     assert agent.GRACE_SECONDS < 5
+
+
+def process(status):
+    return SimpleNamespace(proc=SimpleNamespace(poll=lambda: status, pid=1))
+
+
+@pytest.mark.parametrize(
+    ("statuses", "cause", "seconds"),
+    [
+        # Nobody failed: they may save.
+        ((None, None), "the machines of the run changed", 30),
+        ((None, 1), "rank 1 failed with status 1", agent.GRACE_SECONDS),
+        ((1, -9, 1), "rank 1 was ended by SIGKILL", agent.GRACE_SECONDS),
+    ],
+)
+def test_a_killed_rank_is_the_cause(monkeypatch, statuses, cause, seconds):
+    given = []
+    monkeypatch.setattr(agent, "close_ranks", lambda *values: given.append(values[-1]))
+    ranks = agent.Ranks()
+    context = SimpleNamespace(subprocess_handlers=dict(enumerate(map(process, statuses))))
+    ranks.close(context, signal.SIGTERM, timeout=30)
+    assert (ranks.cause, given) == (cause, [seconds])
+
+
+@pytest.mark.parametrize(("status", "left", "ends"), [(2, 1, True), (2, 0, False), (1, 1, False)])
+def test_a_refused_configuration_is_not_restarted(monkeypatch, status, left, ends):
+    monkeypatch.setattr(agent, "close_ranks", lambda *_: None)
+    ranks = agent.Ranks()
+    ranks.restarts_left = left
+    context = SimpleNamespace(subprocess_handlers={0: process(status)})
+    if ends:
+        with pytest.raises(SystemExit):
+            ranks.close(context, signal.SIGTERM)
+    else:
+        ranks.close(context, signal.SIGTERM)
+
+
+STARTED = {
+    "TORCHELASTIC_RESTART_COUNT": "1",
+    "TORCHELASTIC_MAX_RESTARTS": "3",
+    "GROUP_WORLD_SIZE": "2",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "0",
+}
+
+
+def test_a_restart_is_one_line(monkeypatch, capfd):
+    monkeypatch.setattr(agent.subprocess, "Popen", lambda *_, **__: None)
+    ranks = agent.Ranks()
+    ranks.popen(["x"], env=STARTED)
+    assert capfd.readouterr().err == ""  # the first start is none
+    ranks.cause = "rank 3 was ended by SIGKILL"
+    for rank in "01":
+        ranks.popen(["x"], env=STARTED | {"LOCAL_RANK": rank})
+    (line,) = capfd.readouterr().err.splitlines()
+    what = "rank 3 was ended by SIGKILL; 2 machines, 4 ranks"
+    assert line == f"restart (1 of 3 after failures): {what}"
+    assert ranks.restarts_left == 2

@@ -15,7 +15,8 @@ from torchtitan_lr.launch import launcher as launch
 def variables(monkeypatch):
     for name in ("NGPU", "NNODES", "LOG_RANK", "COMM_MODE", "RDZV_ENDPOINT", "TRAIN_FILE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("CONFIG_FILE", raising=False)
+    for name in ("CONFIG_FILE", "MAX_RESTARTS", "RDZV_CONF"):
+        monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 
@@ -35,6 +36,13 @@ REFUSED_VARIABLES = [
     ({"LOG_RANK": "0,x"}, "LOG_RANK: got '0,x', expected ranks from 0 to 3 such as 0,1"),
     ({"COMM_MODE": "local_tensor"}, "COMM_MODE: got 'local_tensor', expected 'fake_backend'"),
     ({"NNODES": "2"}, "RDZV_ENDPOINT: got '', expected host:port of one of the 2 machines"),
+    ({"NNODES": "4:2"}, "NNODES: got '4:2', expected a range such as 2:4"),
+    ({"NNODES": "2:"}, "NNODES: got '', expected a positive integer such as 4"),
+    ({"NNODES": "0:2"}, "NNODES: got '0', expected a positive integer such as 4"),
+    ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS: got '-1', expected a positive integer such as 4"),
+    ({"MAX_RESTARTS": "1001"}, "MAX_RESTARTS: got '1001', expected at most 1,000"),
+    ({"RDZV_CONF": "join=1"}, "RDZV_CONF: got 'join=1', expected KEY=NUMBER,... with the keys jo"),
+    ({"RDZV_CONF": "join_timeout=1s"}, "RDZV_CONF: got 'join_timeout=1s', expected KEY=NUMBER"),
 ]
 
 
@@ -123,6 +131,18 @@ def test_several_machines(variables, tmp_path):
     assert "--nnodes=2" in command and "--rdzv_endpoint=host:1234" in command
     assert "--rdzv_backend=loopback" not in command
     assert command[-3:] == ["-m", "torchtitan_lr.train", "--x.y=1"]
+
+
+def test_several_machines_get_a_fresh_store(variables, tmp_path):
+    """See `launcher.FRESH_STORE`; one machine opens its own store at every start."""
+    variables.setenv("RDZV_ENDPOINT", "host:1234")
+    for nodes, fresh in ((1, None), (2, "1")):
+        environment = launch.Environment(8, nodes, "0", "", "m", max_restarts=3)
+        command, child = launch.build_command(environment, [], tmp_path)
+        assert child.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == fresh
+        assert "--max_restarts=3" in command
+    alone = launch.Environment(8, 1, "0", "", "m")
+    assert "--max_restarts" not in " ".join(launch.build_command(alone, [], tmp_path)[0])
 
 
 def test_one_machine_keeps_to_itself(variables, tmp_path):

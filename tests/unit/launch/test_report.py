@@ -202,3 +202,23 @@ def test_last_words_are_those_the_console_lacks(tmp_path, words, shown, told):
 )
 def test_who_records_a_failure(failure, record, expected):
     assert recorded_by_rank_0(failure, record) is expected
+
+
+@pytest.mark.parametrize("error", ["Connection", "Timeout", "Closed"])
+def test_a_lost_rendezvous_is_told(tmp_path, error):
+    line = f"torch.distributed.elastic.rendezvous.api.Rendezvous{error}Error: words\n"
+    (tmp_path / "launcher.log").write_text(f"Traceback\n  raise Rendezvous{error}Error\n{line}")
+    told = describe_failure(tmp_path, 1)
+    assert told.startswith("the machine of RDZV_ENDPOINT cannot be reached, or the run ended")
+    # The words alone are no error.
+    (tmp_path / "launcher.log").write_text(f"no Rendezvous{error}Error here\n")
+    assert describe_failure(tmp_path, 1).startswith("the ranks ended with status 1")
+
+
+def test_the_last_start_is_reported(tmp_path):
+    """Errors before a restart are not those that ended the run."""
+    for attempt, word in ((2, "old"), (10, "new")):
+        folder = tmp_path / "run" / f"attempt_{attempt}" / "0"
+        folder.mkdir(parents=True)
+        (folder / "stderr.log").write_text(f"error: {word}\n")
+    assert hidden_errors(tmp_path, {1}) == ["[rank0]:error: new"]

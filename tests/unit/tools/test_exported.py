@@ -2,6 +2,7 @@
 """Exports of both formats, read by ``evaluate`` and ``generate``, and judged by transformers."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -33,6 +34,8 @@ def code_cache(tmp_path, monkeypatch):
 
     monkeypatch.setattr(utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)  # another test's copies
 
 
 def judge(capsys, model, texts, *options):

@@ -2,6 +2,7 @@
 """Tasks of the lm-evaluation-harness: this package's model class against the harness' own."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -132,6 +133,8 @@ def test_it_scores_as_the_harness_own_model_does(harness, step, tmp_path, monkey
 
     monkeypatch.setattr(utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)  # another test's copies
     out = tmp_path / "out"
     assert export.main(["--format", "hf", str(step), str(out)]) == 0
     capsys.readouterr()

@@ -274,7 +274,7 @@ class Programs:
                 form.append(x)
             else:
                 return None
-        for device in devices:
+        for device in filter(torch.amp.is_autocast_available, devices):
             form.append(torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device))
         cuda = torch.backends.cuda
         form += [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()]

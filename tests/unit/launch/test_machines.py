@@ -1,0 +1,114 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""How many machines a run may have, and how they find one another."""
+
+import socket
+from dataclasses import replace
+
+import pytest
+
+from tests.scripts import ROOT
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch import machines
+from torchtitan_lr.launch.environment import Environment, read_environment
+
+TWO_TO_FOUR = Environment(1, 4, "0", "", "m", min_nodes=2, max_restarts=1)
+BATCH = "--training.global_batch_size"
+
+
+@pytest.fixture
+def config(monkeypatch):
+    """The main job without tensor parallelism, whose ranks all read data."""
+    monkeypatch.chdir(ROOT)
+    file = "--job.config_file=train_configs/debug_cola.toml"
+
+    def build(*arguments):
+        one = ["--parallelism.tensor_parallel_degree=1", "--training.local_batch_size=1"]
+        return build_job_config([file, *one, *arguments])
+
+    return build
+
+
+def test_a_range_of_machines(monkeypatch):
+    monkeypatch.setenv("RDZV_ENDPOINT", "host:1")
+    for text, least, most in (("2:4", 2, 4), ("3:3", None, 3), ("4", None, 4)):
+        monkeypatch.setenv("NNODES", text)
+        found = read_environment()
+        assert (found.min_nodes, found.nodes) == (least, most)
+        assert found.nodes_text == text.replace("3:3", "3")
+
+
+def test_every_number_of_machines_must_fit(config):
+    machines.check_machines(config(f"{BATCH}=12"), TWO_TO_FOUR, "cpu")
+    with pytest.raises(ConfigError) as told:
+        machines.check_machines(config(f"{BATCH}=8"), TWO_TO_FOUR, "cpu")
+    want = "NNODES: got '2:4', expected only numbers of machines that fit; 3 of 1 ranks: training."
+    assert str(told.value).startswith(want) and "\n" not in str(told.value)
+    # Without the third it fits.
+    machines.check_machines(config(f"{BATCH}=8"), replace(TWO_TO_FOUR, min_nodes=4), "cpu")
+
+
+def test_fixed_degrees_allow_no_other_number(config):
+    fixed = config(f"{BATCH}=12", "--parallelism.data_parallel_shard_degree=4")
+    with pytest.raises(ConfigError, match=r"^NNODES: got '2:4'.*3 of 1 ranks: parallelism"):
+        machines.check_machines(fixed, TWO_TO_FOUR, "cpu")
+
+
+def test_residuals_belong_to_a_number_of_ranks(config):
+    tagc = ["--grad_compression.codec=sketch", "--grad_compression.level=10x"]
+    tagc += [f"{BATCH}=12", "--parallelism.data_parallel_shard_degree=-1"]
+    tagc += ["--parallelism.data_parallel_replicate_degree=1", "--grad_compression.min_size=0"]
+    with pytest.raises(ConfigError, match=r"codec: got 'sketch', expected none or dense with NN"):
+        machines._refuse_residuals(config(*tagc), TWO_TO_FOUR)
+    dropped = config(*tagc, "--checkpoint.exclude_from_loading=grad_compression")
+    machines._refuse_residuals(dropped, TWO_TO_FOUR)
+    machines._refuse_residuals(config(f"{BATCH}=12"), TWO_TO_FOUR)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([f"{BATCH}=-1"], r"global_batch_size: got -1, .* with NNODES=2:4: -1 depends on"),
+        ([f"{BATCH}=12", "--checkpoint.no_enable"], r"checkpoint.enable: .* MAX_RESTARTS=1"),
+        ([f"{BATCH}=12", "--checkpoint.load_step=3"], r"load_step: got 3, expected -1 with MAX"),
+    ],
+)
+def test_what_could_not_go_on(config, arguments, told):
+    with pytest.raises(ConfigError, match=told):
+        machines.check_machines(config(*arguments), TWO_TO_FOUR, "cpu")
+    # One start of a fixed number of machines may be so; it looks for the step by itself.
+    if "load_step" not in told:
+        one_start = replace(TWO_TO_FOUR, min_nodes=None, max_restarts=0)
+        machines.check_machines(config(*arguments), one_start, "cpu")
+
+
+def test_the_owner_of_the_address_opens_the_store(monkeypatch):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        free = other.getsockname()[1]
+    assert machines.owns("127.0.0.1", free)
+    assert not machines.owns("192.0.2.1", free)  # of no machine
+    with socket.create_server(("127.0.0.1", free)):
+        assert not machines.owns("127.0.0.1", free)
+    monkeypatch.setenv("RDZV_ENDPOINT", f"127.0.0.1:{free}")
+    arguments = machines.rendezvous_arguments(TWO_TO_FOUR)
+    assert "--nnodes=2:4" in arguments and "--local_addr=127.0.0.1" in arguments
+    assert "--rdzv_conf" not in " ".join(arguments)  # torchrun knows its own loopback interface
+    monkeypatch.setattr(machines, "owns", lambda *_: True)
+    monkeypatch.setenv("RDZV_ENDPOINT", "192.0.2.1:29400")
+    assert "--rdzv_conf=is_host=1" in machines.rendezvous_arguments(TWO_TO_FOUR)
+    given = replace(TWO_TO_FOUR, rdzv_settings=(("is_host", "0"), ("join_timeout", "9")))
+    assert "--rdzv_conf=is_host=0,join_timeout=9" in machines.rendezvous_arguments(given)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("a:12", ("a", 12)),
+        ("a", ("a", 29400)),
+        ("[::1]:12", ("::1", 12)),
+        ("[::1]", ("::1", 29400)),
+    ],
+)
+def test_endpoints(text, found):
+    assert machines._split(text) == found

@@ -1,0 +1,133 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The machines of a run: how many there may be, how they meet, and how often they restart.
+
+``NNODES=4`` waits for four machines. ``NNODES=2:4`` starts with two to four and goes on with fewer
+when one is lost, as long as two are left. ``MAX_RESTARTS`` is how often the ranks of a machine are
+started again after one has failed. torchrun counts and restarts; a restarted rank resumes from the
+last complete checkpoint, as after any other interruption.
+"""
+
+import contextlib
+import ipaddress
+import os
+import socket
+from typing import Any
+
+from torchtitan_lr.checkpoints.layout import RESIDUALS
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch.environment import Environment
+
+DEFAULT_PORT = 29400
+"""torchrun's port where ``RDZV_ENDPOINT`` has none."""
+
+_BATCH = "training.global_batch_size"
+
+
+def check_machines(config: Any, environment: Environment, device_type: str) -> None:
+    """Check the configuration for every number of machines that the run may have.
+
+    Args:
+        config: Result of :func:`build_job_config`.
+        environment: The launch's environment.
+        device_type: ``cpu``, ``cuda`` or ``xpu``.
+
+    Raises:
+        ConfigError: The configuration cannot run, cannot be restarted, or does not fit one of the
+            numbers of machines.
+    """
+    restarts = 0 if environment.comm_mode else environment.max_restarts
+    if restarts and not config.checkpoint.enable:
+        want = f"true with MAX_RESTARTS={restarts}: a restart resumes from a checkpoint"
+        raise ConfigError("checkpoint.enable", False, want)
+    if restarts and config.checkpoint.load_step != -1:
+        want = f"-1 with MAX_RESTARTS={restarts}: every restart would return to this step"
+        raise ConfigError("checkpoint.load_step", config.checkpoint.load_step, want)
+    check_job_config(config, environment.world_size, device_type)
+    if environment.min_nodes is None:
+        return
+    if config.training.global_batch_size == -1:
+        want = f"a number with NNODES={environment.nodes_text}: -1 depends on the machines"
+        raise ConfigError(_BATCH, -1, want)
+    _refuse_residuals(config, environment)
+    for nodes in range(environment.nodes - 1, environment.min_nodes - 1, -1):
+        try:
+            check_job_config(config, environment.ranks * nodes, device_type)
+        except ConfigError as error:
+            want = f"only numbers of machines that fit; {nodes} of {environment.ranks} ranks: "
+            raise ConfigError("NNODES", environment.nodes_text, f"{want}{error}") from error
+
+
+def _refuse_residuals(config: Any, environment: Environment) -> None:
+    """Refuse residuals in checkpoints: only the number of ranks that saved them can load them."""
+    from torchtitan_lr.compression.codecs import CODECS  # late: it imports torch
+
+    codec = config.grad_compression.codec
+    lossy = codec in CODECS and CODECS[codec].lossy
+    if lossy and RESIDUALS not in config.checkpoint.exclude_from_loading:
+        want = f"none or dense with NNODES={environment.nodes_text}, as residuals belong to ranks, "
+        want += f"or checkpoint.exclude_from_loading = ['{RESIDUALS}']"
+        raise ConfigError("grad_compression.codec", codec, want)
+
+
+def rendezvous_arguments(environment: Environment) -> list[str]:
+    """Return torchrun's options for the meeting of several machines.
+
+    torchrun decides by names whether this machine is that of ``RDZV_ENDPOINT``, and the address of
+    rank 0 is its machine's name. Neither works without name resolution. Here the machine that owns
+    the endpoint's address opens the store, and each passes on the address of its interface to it.
+
+    Args:
+        environment: The launch's environment, with more than one machine.
+    """
+    endpoint = os.environ["RDZV_ENDPOINT"]
+    settings = dict(environment.rdzv_settings)
+    arguments = [
+        f"--nnodes={environment.nodes_text}",
+        "--rdzv_backend=c10d",
+        f"--rdzv_endpoint={endpoint}",
+        f"--rdzv_id={os.environ.get('RDZV_ID') or 'torchtitan_lr'}",
+    ]
+    host, port = _split(endpoint)
+    with contextlib.suppress(OSError):  # an unknown name: torchrun reports it
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        # On one machine torchrun's own way lets several launchers start at the same time.
+        if not ipaddress.ip_address(address[4][0]).is_loopback and owns(host, port):
+            settings.setdefault("is_host", "1")
+        arguments.append(f"--local_addr={_leads_to(address)}")
+    if settings:
+        pairs = ",".join(f"{key}={value}" for key, value in settings.items())
+        arguments.append(f"--rdzv_conf={pairs}")
+    return arguments
+
+
+def owns(host: str, port: int) -> bool:
+    """Return whether an address is one of this machine's and its port is free.
+
+    Args:
+        host: A name or an address.
+        port: The port to be opened.
+    """
+    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                probe.bind(address)
+                return True
+    return False
+
+
+def _split(endpoint: str) -> tuple[str, int]:
+    """Return host and port of ``host:port``, ``[address]:port`` or ``host``."""
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or not port.isdecimal():
+        return endpoint.strip("[]"), DEFAULT_PORT
+    return host.strip("[]"), int(port)
+
+
+def _leads_to(address: tuple[Any, ...]) -> str:
+    """Return the address of the interface on the way to an entry of ``getaddrinfo``."""
+    family, _, _, _, where = address
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)  # sends nothing
+        return str(probe.getsockname()[0])
