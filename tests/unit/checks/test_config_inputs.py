@@ -18,7 +18,7 @@ def test_every_train_config_passes(path, tmp_path):
     if "initial_load_path" in path.read_text():
         overrides.append(
             "--checkpoint.initial_load_path="
-        )  # the main job's, which need not be here
+        )  # it need not be here
     config = check(*overrides, world=8, device="cuda", config_file=path)
     assert config.job.dump_folder == str(tmp_path)
     assert config.lr_scheduler.warmup_steps * 10 in range(
