@@ -142,6 +142,8 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError("COMMAND", argv[0], "a command of `torchtitan-lr --help`")
     name, *rest = argv
     commands = known()
+    if rest and f"{name}-{rest[0]}" in commands:  # `data stats` is `data-stats`
+        name = f"{name}-{rest.pop(0)}"
     if name not in (TRAIN, COMPLETION, *commands):
         names = [TRAIN, *commands, COMPLETION]
         near = difflib.get_close_matches(name, names, 1)

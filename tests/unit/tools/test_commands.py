@@ -200,3 +200,12 @@ def test_zsh_reads_its_script(tmp_path):
     (tmp_path / "_torchtitan-lr").write_text(script("zsh"))
     assert subprocess.run(["zsh", "-n", tmp_path / "_torchtitan-lr"]).returncode == 0
     assert "debug_cola" in (tmp_path / "_torchtitan-lr").read_text()
+
+
+def test_two_words_are_one_command(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["torchtitan-lr"])
+    with pytest.raises(SystemExit) as end:
+        main(["data", "stats", "--help"])
+    assert end.value.code == 0 and "usage: torchtitan-lr data-stats" in capsys.readouterr().out
+    assert main(["data", "stat"]) == 2
+    assert "COMMAND: got 'data'" in capsys.readouterr().err
