@@ -47,6 +47,7 @@ def imported(folder: Path, out: Path, family: str | None = None, rank: int | Non
         "--checkpoint.enable",
         "--checkpoint.interval=1000",
         f"--checkpoint.initial_load_path={made['checkpoint']}",
+        "--training.no_shuffle",  # batches on which three steps are seen to learn
     ]
 
 

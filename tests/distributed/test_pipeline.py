@@ -29,6 +29,7 @@ from torchtitan_lr.tools.rank_pool import RankPool
 
 # Sequences of another length than in training.
 VALIDATED = ["--validation.enable", "--validation.steps=2", "--validation.seq_len=8"]
+VALIDATED += ["--validation.first_step"]
 
 
 @pytest.fixture(scope="module")
