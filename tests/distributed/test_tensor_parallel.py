@@ -34,6 +34,7 @@ TP2_REPLICATE2_ACCUMULATE2 = [
 
 # Validation compiles the same blocks once more, without gradients.
 VALIDATED = ["--validation.enable", "--validation.steps=1", "--validation.seq_len=16"]
+VALIDATED += ["--validation.first_step"]
 
 
 def model(family: str) -> list[str]:
