@@ -88,8 +88,10 @@ def test_other_settings_are_noticed(reference: Any) -> None:
 
 def test_mixed_precision_is_the_same_regime(four_ranks: RankPool, one_rank: RankPool) -> None:
     """A basis of rounded gradients is another one, so losses are compared, not weights."""
-    # A small learning rate: large steps multiply the differences, on some corpora sixfold.
+    # A small learning rate: large steps multiply the differences, on some corpora sixfold. In the
+    # fixed order, since mixed batches are alike, the loss falls enough for the control.
     options = [*model("full"), *BF16, "--training.steps=8", "--optimizer.lr=3e-3"]
+    options += ["--training.no_shuffle"]
     alone = one_rank.run(train, [*options, *BATCH[8]])[0]["losses"]
     run = four_ranks.run(train, [*options, *LAYOUTS["hsdp2x2"]])[0]["losses"]
     assert loss_gap(run, alone, least_fall=0.04) < LOSS_GAP
