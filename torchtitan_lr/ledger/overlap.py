@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from torchtitan_lr.compat.collectives import functional
+from torchtitan_lr.compat.dispatch import storage_address
 
 
 class Overlap:
@@ -34,7 +35,7 @@ class Overlap:
             result: The result of the operator, a tensor to wait for.
         """
         if isinstance(result, Tensor):
-            self._running[result.untyped_storage().data_ptr()] = (key, self._issued)
+            self._running[storage_address(result)] = (key, self._issued)
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         """Record an operator that is no collective: a product, a wait, or neither.
@@ -47,7 +48,7 @@ class Overlap:
         """
         packet = getattr(func, "overloadpacket", None)
         if packet is functional.wait_tensor:
-            found = self._running.pop(args[0].untyped_storage().data_ptr(), None)
+            found = self._running.pop(storage_address(args[0]), None)
             if found is not None:
                 key, before = found
                 self.flops[key] += self._issued - before
