@@ -142,7 +142,9 @@ def _load(trainer: Trainer, folder: Path, step: int) -> dict[str, Any]:
     before = _bytes_read()
     seconds = _seconds(lambda: trainer.checkpointer.load(step))
     after = _bytes_read()
-    counted = [None, None] if before is None else [b - a for a, b in zip(before, after, strict=True)]
+    counted = (
+        [None, None] if before is None else [b - a for a, b in zip(before, after, strict=True)]
+    )
     return {"seconds": seconds, "read": counted[0], "from_device": counted[1]}
 
 
