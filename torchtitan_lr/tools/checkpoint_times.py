@@ -142,10 +142,9 @@ def _load(trainer: Trainer, folder: Path, step: int) -> dict[str, Any]:
     before = _bytes_read()
     seconds = _seconds(lambda: trainer.checkpointer.load(step))
     after = _bytes_read()
-    counted = (
-        [None, None] if before is None else [b - a for a, b in zip(before, after, strict=True)]
-    )
-    return {"seconds": seconds, "read": counted[0], "from_device": counted[1]}
+    if before is None or after is None:
+        return {"seconds": seconds, "read": None, "from_device": None}
+    return {"seconds": seconds, "read": after[0] - before[0], "from_device": after[1] - before[1]}
 
 
 def _drop_pages(path: Path) -> None:
@@ -156,14 +155,14 @@ def _drop_pages(path: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _bytes_read() -> list[int] | None:
+def _bytes_read() -> tuple[int, int] | None:
     """Return the bytes that this process has read by system calls and from devices."""
     try:
         lines = _COUNTERS.read_text().splitlines()
     except OSError:
         return None
     found = dict(line.split(": ") for line in lines)
-    return [int(found["rchar"]), int(found["read_bytes"])]
+    return int(found["rchar"]), int(found["read_bytes"])
 
 
 def _seconds(call: Callable[[], object]) -> float:
