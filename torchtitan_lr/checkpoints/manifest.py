@@ -5,12 +5,14 @@ Every rank computes the checksums of its own files from the bytes it writes, and
 first rank with DCP's results. The first rank writes ``manifest.json`` after ``.metadata.tmp`` and
 before the renaming to ``.metadata`` that ends a save, so every complete checkpoint has its
 manifest, even after a kill. Before a load the ranks read all files and compare the checksums, each
-rank its share. Files in Hugging Face's format are written by another library, so their checksums
-are computed after the save.
+rank its share: the files that its machine is likely to load, so that the load finds them in memory
+and storage is read once per machine. Files in Hugging Face's format are written by another library,
+so their checksums are computed after the save.
 """
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -30,6 +32,7 @@ from torchtitan_lr.checkpoints.layout import MANIFEST, METADATA, complete_steps,
 from torchtitan_lr.checkpoints.safe_metadata import DamagedError, describe, read_metadata
 
 _CHUNK = 1 << 22  # bytes read at a time
+_PART = re.compile(r"__(\d+)_\d+\.distcp")  # what a rank wrote, with its number
 
 Sum = list[int]
 """Size in bytes and CRC-32 of a file; a list, since JSON has no tuples."""
@@ -145,13 +148,31 @@ def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | No
             _check_sizes(Path(step_dir), rank, ranks)
         else:
             names = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))
-            for name in names[rank::ranks]:
+            for name in share_of(names, rank, ranks):
                 _check_file(Path(step_dir) / name, *manifest.files[name])
         if rank == 0 and (manifest is None or METADATA in manifest.files):
             read_metadata(step_dir)
     except DamagedError as error:
         return str(error)
     return None
+
+
+def share_of(names: list[str], rank: int, ranks: int) -> list[str]:
+    """Return the files that a rank verifies; every file is in the share of one rank.
+
+    A rank verifies what the rank of its number wrote. With another number of ranks, consecutive
+    writers have the same verifier, as FSDP's shards have the same reader.
+
+    Args:
+        names: Names of the files, largest first.
+        rank: The verifying rank.
+        ranks: Number of verifying ranks.
+    """
+    writers = {name: int(found[1]) for name in names if (found := _PART.fullmatch(name))}
+    places = {writer: place for place, writer in enumerate(sorted(set(writers.values())))}
+    mine = [name for name, w in writers.items() if places[w] * ranks // len(places) == rank]
+    others = [name for name in names if name not in writers]
+    return mine + others[rank::ranks]
 
 
 def damage_of(step_dir: str | Path) -> str | None:

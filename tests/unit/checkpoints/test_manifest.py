@@ -19,6 +19,7 @@ from torchtitan_lr.checkpoints.manifest import (
     find_damage,
     newest_whole_before,
     read_manifest,
+    share_of,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -90,6 +91,20 @@ def test_ranks_share_the_files(step: Path) -> None:
         assert sum(verdict is not None for verdict in verdicts) == 1
         (step / name).write_bytes(whole)
     assert [find_damage(step, rank, 3) for rank in range(3)] == [None] * 3
+
+
+def test_a_rank_verifies_what_it_will_load() -> None:
+    parts = [f"__{rank}_0.distcp" for rank in range(8)]
+    assert [share_of(parts, rank, 8) for rank in range(8)] == [[part] for part in parts]
+    # On fewer or more ranks: in the order of FSDP's shards, whatever the order of the sizes.
+    halves = [share_of(parts[::-1], rank, 2) for rank in range(2)]
+    assert [sorted(half) for half in halves] == [parts[:4], parts[4:]]
+    assert [len(share_of(parts, rank, 16)) for rank in range(16)] == [1, 0] * 8
+    # The ranks that wrote nothing leave no gap, and every file has one reader.
+    some = [*parts[1::3], ".metadata", "model-00001-of-00002.safetensors"]
+    for ranks in (1, 2, 3, 5):
+        shares = [share_of(some, rank, ranks) for rank in range(ranks)]
+        assert sorted(name for share in shares for name in share) == sorted(some)
 
 
 def test_a_kill_before_the_renaming_leaves_no_checkpoint(

@@ -1,0 +1,116 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Each rank writes its own part; machines that mount one folder differently save and load it."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from tests.distributed.training import train
+from torchtitan_lr.checkpoints import manifest
+from torchtitan_lr.checkpoints.manifest import damage_of
+from torchtitan_lr.tools.rank_pool import RankPool
+
+RANKS_PER_MACHINE = 2
+
+SMALL = 4096
+"""Bytes: counters, settings and names, which every rank needs, are smaller once written."""
+
+OPTIONS = [
+    "--model.name=llama_cola",
+    "--training.local_batch_size=2",
+    "--training.steps=2",
+    "--checkpoint.enable",
+    "--checkpoint.interval=1",
+]
+
+
+def train_on_machines(dump: str, mounts: list[str], *options: str) -> dict[str, Any]:
+    """Train with machines of two ranks, each with its own path of the checkpoints' folder.
+
+    Returns:
+        What `train` returns, the names of the files that this rank wrote and verified, and the
+        bytes of large tensors that it loaded by file.
+    """
+    wrote: list[str] = []
+    verified: list[str] = []
+    loaded: Counter[str] = Counter()
+    create, read, check = FileSystem.create_stream, FileSystemReader.read_data, manifest._check_file
+
+    def create_stream(self: Any, path: Any, mode: str) -> Any:
+        if mode == "wb":
+            wrote.append(Path(path).name)
+        return create(self, path, mode)
+
+    def read_data(self: Any, plan: Any, planner: Any) -> Any:
+        infos = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
+        for info in infos.values():
+            if info.length > SMALL:
+                loaded[info.relative_path] += info.length
+        return read(self, plan, planner)
+
+    def check_file(path: Path, *expected: int) -> None:
+        verified.append(path.name)
+        check(path, *expected)
+
+    folder = f"--checkpoint.folder={mounts[dist.get_rank() // RANKS_PER_MACHINE]}"
+    with (
+        patch.object(FileSystem, "create_stream", create_stream),
+        patch.object(FileSystemReader, "read_data", read_data),
+        patch.object(manifest, "_check_file", check_file),
+    ):
+        run = train([*OPTIONS, folder, *options], "", dump)
+    return {**run, "wrote": wrote, "verified": verified, "loaded": dict(loaded)}
+
+
+Runs = tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def runs(four_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The checkpoints' folder, a run that saves steps 1 and 2, and one that resumes step 2."""
+    root = tmp_path_factory.mktemp("storage")
+    (root / "checkpoints").mkdir()
+    for machine in range(2):
+        (root / f"mount{machine}").symlink_to(root / "checkpoints")
+    mounts = [f"{root}/mount{machine}" for machine in range(2)]
+    first = four_ranks.run(train_on_machines, str(root / "dump"), mounts)
+    again = four_ranks.run(train_on_machines, str(root / "dump"), mounts, "--training.steps=3")
+    return root / "checkpoints", first, again
+
+
+def test_each_rank_writes_its_own_part(runs: Runs) -> None:
+    folder, first, _ = runs
+    for rank, run in enumerate(first):
+        contents = [".metadata.tmp"] if rank == 0 else []
+        assert run["wrote"] == [f"__{rank}_0.distcp", *contents] * 2
+    sizes = [(folder / f"step-2/__{rank}_0.distcp").stat().st_size for rank in range(4)]
+    assert max(sizes) < 1.2 * min(sizes)
+
+
+def test_machines_with_other_paths_share_a_folder(runs: Runs, four_ranks: RankPool) -> None:
+    folder, first, again = runs
+    assert {path.name for path in folder.iterdir()} == {"step-1", "step-2", "step-3"}
+    assert damage_of(folder / "step-3") is None
+    undisturbed = four_ranks.run(train, [*OPTIONS, "--training.steps=3"])
+    assert again[0]["losses"] == undisturbed[0]["losses"]
+    assert again[0]["losses"][:2] == first[0]["losses"]
+
+
+def test_a_machine_reads_its_part_alone(runs: Runs) -> None:
+    """What a machine verifies is what it loads: from storage it reads these bytes once."""
+    folder, _, again = runs
+    for machine in range(2):
+        ranks = range(machine * RANKS_PER_MACHINE, (machine + 1) * RANKS_PER_MACHINE)
+        own = {f"__{rank}_0.distcp" for rank in ranks}
+        assert {name for rank in ranks for name in again[rank]["verified"]} - {".metadata"} == own
+        loaded = sum((Counter(again[rank]["loaded"]) for rank in ranks), Counter[str]())
+        sizes = {name: (folder / "step-2" / name).stat().st_size for name in own}
+        assert loaded.keys() == own
+        # And no rank loads what another one of the machine does.
+        assert all(0.8 * sizes[name] < loaded[name] < sizes[name] for name in own)
