@@ -23,40 +23,69 @@ Exit status: 0; 1 a run failed or a learning rate is an edge of its grid; 2 an i
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line
-
-COMMANDS = ("plan", "run", "fit")
 
 
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Execute a command; returns the exit status."""
     options = _parse(argv)
-    from torchtitan_lr.tools.scaling.experiment import read_experiment  # late: --help is fast
-    from torchtitan_lr.tools.scaling.plan import Plan
+    from torchtitan_lr.tools.scaling.experiment import read_experiment
 
     experiment = read_experiment(options.experiment)
+    # Late: a wrong experiment is reported without torch.
+    from torchtitan_lr.tools.scaling import commands
+    from torchtitan_lr.tools.scaling.plan import Plan
+
     work = Path(options.work or f"outputs/{experiment.name}")
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        want = f"a folder to write to ({error.strerror})"
-        raise ConfigError("--out", str(work), want) from error
+    commands.open_folder(work)
     plan = Plan(experiment, work)
     if options.command == "plan":
-        return _show(plan, options)
+        return commands.show(plan, options.jobs, options.json)
     if options.command == "run":
-        return _run(plan, options)
-    return _fit(plan, options)
+        return commands.execute(plan, options.jobs, options.mix_commits)
+    return commands.fit(plan, options.draws, options.huber, options.all_points, options.json)
 
 
-def _slots(plan, options: argparse.Namespace) -> tuple[list[str], str]:  # type: ignore[no-untyped-def]
-    """Return the devices of each run that may execute at once, and the type of device."""
-    from torchtitan_lr.launch.environment import read_environment
-    from torchtitan_lr.launch.placement import find_device
-    from torchtitan_lr.tools.scaling.runner import slots_of
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(description=__doc__)
+    parser.add_argument("command", choices=("plan", "run", "fit"), help="what to do")
+    parser.add_argument("experiment", metavar="EXPERIMENT", help="a TOML file or a shipped name")
+    parser.add_argument(
+        *("--out", "--work"),
+        dest="work",
+        default="",
+        help="folder of runs and results (default: outputs/NAME)",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=0,
+        help="runs at once (default: as many as the machine has cores or GPUs for)",
+    )
+    parser.add_argument(
+        "--mix_commits", action="store_true", help="run: add runs of another commit to the folder"
+    )
+    parser.add_argument("--draws", type=int, default=1000, help="fit: bootstrap fits")
+    parser.add_argument(
+        "--huber",
+        type=float,
+        default=0.01,
+        help="fit: difference of log L from which a point counts linearly",
+    )
+    parser.add_argument(
+        "--all_points",
+        action="store_true",
+        help="fit: all points along one variable, and not only those that no cheaper one beats",
+    )
+    parser.add_argument("--json", action="store_true", help="print data instead of a table")
+    options = parser.parse_args(argv)
+    parser.check_at_least(options, jobs=0, draws=10, huber=1e-9)
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

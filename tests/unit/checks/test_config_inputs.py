@@ -16,9 +16,7 @@ def test_every_train_config_passes(path, tmp_path):
     """Their tokenizers are not shipped, so ours stands in: it is smaller than every vocabulary."""
     overrides = [f"--job.dump_folder={tmp_path}", f"--model.hf_assets_path={SHIPPED}"]
     if "initial_load_path" in path.read_text():
-        overrides.append(
-            "--checkpoint.initial_load_path="
-        )  # it need not be here
+        overrides.append("--checkpoint.initial_load_path=")  # it need not be here
     config = check(*overrides, world=8, device="cuda", config_file=path)
     assert config.job.dump_folder == str(tmp_path)
     assert config.lr_scheduler.warmup_steps * 10 in range(

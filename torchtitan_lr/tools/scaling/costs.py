@@ -40,7 +40,7 @@ class Cost:
         flops_per_token: Forward and backward.
         tokens_per_step: Tokens of all ranks per optimizer step.
         bytes_per_step: Bytes that the busiest rank passes to its collectives per step.
-        seconds_per_step: Modelled, on the experiment's hardware.
+        seconds_per_step: Modelled from products and collectives, on the experiment's hardware.
     """
 
     parameters: int
@@ -101,6 +101,8 @@ def _write_flavor(arm: Family, shape: Size, model: str, models: Path) -> str:
         choices = ", ".join(known.model_name for known in FAMILIES.values())
         raise ConfigError(f"families.{arm.name}.model", model, f"one of {choices}")
     rank = (shape.rank or shape.dim // 4) if family.low_rank else 0
+    # Where the nonlinearities are is the family's; the ranks are the size's.
+    settings = family.defaults("debug") | {"rank_attention": rank, "rank_ffn": rank}
     args = LlamaArgs(
         family=family.name,
         dim=shape.dim,
@@ -109,8 +111,7 @@ def _write_flavor(arm: Family, shape: Size, model: str, models: Path) -> str:
         n_heads=shape.n_heads,
         n_kv_heads=shape.n_kv_heads or None,
         vocab_size=shape.vocab_size,
-        rank_attention=rank,
-        rank_ffn=rank,
+        **settings,
     )
     models.mkdir(parents=True, exist_ok=True)
     path = models / f"{family.name}_{shape.name}.json"
@@ -126,8 +127,10 @@ def cost_of(experiment: Experiment, family: str, size: str, models: Path) -> Cos
     """
     from torchtitan_lr.estimate.hardware import load_hardware
     from torchtitan_lr.estimate.run import read_run
+    from torchtitan_lr.estimate.timing import step_time
+    from torchtitan_lr.estimate.traffic import bytes_by_dim
+    from torchtitan_lr.formulas.flops import flops_per_token
     from torchtitan_lr.formulas.parameters import count_parameters
-    from torchtitan_lr.tools.estimate_report import estimate
 
     arguments = model_arguments(experiment, family, size, models)
     config_file = f"--job.config_file={find_config(experiment.config)}"
@@ -137,7 +140,8 @@ def cost_of(experiment: Experiment, family: str, size: str, models: Path) -> Cos
         raise ConfigError("validation.enable", False, "true: the fit reads the validation loss")
     run = read_run(placed.config, experiment.ranks)
     hardware = load_hardware(experiment.hardware, shipped_folder("scripts") / "hardware")
-    report = estimate(run, hardware, plans=())
+    traffic = [_average_traffic(run, pp_rank) for pp_rank in range(run.pp)]
+    sent = [bytes_by_dim(rows, run.wire_dtypes) for rows in traffic]
     parts = count_parameters(run.args)
     without = parts.total - parts.embedding - parts.head
     batches = run.microbatches * run.accumulation * run.shard * run.replicas
@@ -145,20 +149,22 @@ def cost_of(experiment: Experiment, family: str, size: str, models: Path) -> Cos
         parameters=parts.total,
         counted=parts.total if experiment.count == "all" else without,
         width=run.args.dim,
-        flops_per_token=report["flops_per_token"],
+        flops_per_token=flops_per_token(run.args, run.seq_len),
         tokens_per_step=run.tokens * batches,
-        bytes_per_step=_bytes(report),
-        seconds_per_step=report["step_time"]["total"],
+        bytes_per_step=float(max(map(_total, sent))),
+        seconds_per_step=step_time(run, traffic, hardware).total,
     )
 
 
-def _bytes(report: dict[str, Any]) -> float:
-    """Return the bytes of an average step, TSR-Adam's refreshes included."""
-    total = _total(report["comm_bytes"])
-    if "tsr_comm_bytes" in report:
-        optimizer = report["tsr_comm_bytes"]
-        total += _total(optimizer["average"]) - _total(optimizer["ordinary"])
-    return float(total)
+def _average_traffic(run: Any, pp_rank: int) -> list[Any]:
+    """Return a rank's traffic in an average step, TSR-Adam's refreshes included."""
+    from torchtitan_lr.estimate.traffic import average_optimizer_traffic, step_traffic
+
+    rows = step_traffic(run, pp_rank)
+    if run.tsr is None:
+        return rows
+    ordinary = [row for row in rows if row.scope != "step"]
+    return [*ordinary, *average_optimizer_traffic(run, pp_rank)]
 
 
 def _total(by_dim: dict[str, dict[str, int]]) -> int:
