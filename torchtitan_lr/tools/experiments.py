@@ -118,7 +118,7 @@ def start(
     environment = dict(os.environ) | {"CONFIG_FILE": config} | dict(variables or {})
     if ranks is not None:
         environment["NGPU"] = str(ranks)
-    said = tempfile.TemporaryFile("w+")
+    said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the run's record)
     # In its own session: only this process receives Ctrl-C and passes it on once.
     process = subprocess.Popen(
         command,

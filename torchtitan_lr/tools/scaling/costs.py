@@ -172,7 +172,7 @@ def _total(by_dim: dict[str, dict[str, int]]) -> int:
 
 
 def measured_rate(device: str) -> float:
-    """Return the FLOPs per second of large matrix products on one device, an upper bound of a run's.
+    """Return the FLOPs per second of large matrix products on one device: no run reaches it.
 
     Args:
         device: ``cpu`` or ``cuda``.

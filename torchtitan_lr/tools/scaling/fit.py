@@ -2,9 +2,9 @@
 """Fit power laws L = E + sum over i of A_i x_i^(-alpha_i) to losses, with bootstrap intervals.
 
 One variable is L(C) = E + A C^(-alpha); two are L(N, D) = E + A N^(-alpha) + B D^(-beta)
-(Hoffmann et al., 2022, approach 3). The fit minimizes the Huber loss of the difference of logarithms
-log L - log of the law, as there. The start is a grid over the exponents, in which E and A_i follow by
-linear least squares; then Levenberg and Marquardt's method improves the best starts.
+(Hoffmann et al., 2022, approach 3). The fit minimizes the Huber loss of the difference of the
+logarithms of loss and law, as there. The start is a grid over the exponents, in which E and A_i
+follow by linear least squares; then Levenberg and Marquardt's method improves the best starts.
 """
 
 from collections.abc import Callable, Sequence

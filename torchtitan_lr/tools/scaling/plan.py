@@ -140,10 +140,11 @@ class Plan:
         losses = {}
         for record in self.records.values():
             found = Run(**record["run"])
-            if found.rate is not None and found == self._search_run(family, size, found.rate):
-                if record["status"] in (FINISHED, DIVERGED):
-                    loss = record["row"].get("val_loss")
-                    losses[found.rate] = math.inf if loss is None else float(loss)
+            if found.rate is None or record["status"] not in (FINISHED, DIVERGED):
+                continue
+            if found == self._search_run(family, size, found.rate):
+                loss = record["row"].get("val_loss")
+                losses[found.rate] = math.inf if loss is None else float(loss)
         return losses
 
     def _search_run(self, family: str, size: str, rate: float) -> Run:

@@ -78,7 +78,7 @@ def test_mistakes_are_one_line(tmp_path, old, new, message):
 
 def test_own_keys_are_refused(tmp_path):
     override = '[families.cola]\noverrides = ["optimizer.lr=1"]'
-    with pytest.raises(ConfigError, match="families.cola.overrides: optimizer.lr"):
+    with pytest.raises(ConfigError, match=r"families.cola.overrides: optimizer.lr"):
         check_overrides(read(tmp_path, "[families.cola]", override))
 
 
