@@ -63,10 +63,11 @@ def check_overrides(experiment: Experiment) -> None:
     Raises:
         ConfigError: There is one, or one is not ``section.key=value``.
     """
-    tables = [("", experiment), *((f"families.{n}.", t) for n, t in experiment.families.items())]
-    tables += [(f"sizes.{name}.", size) for name, size in experiment.sizes.items()]  # type: ignore[misc]
-    for where, table in tables:
-        for item in table.overrides:  # type: ignore[attr-defined]
+    items = {"": experiment.overrides}
+    items |= {f"families.{name}.": arm.overrides for name, arm in experiment.families.items()}
+    items |= {f"sizes.{name}.": size.overrides for name, size in experiment.sizes.items()}
+    for where, overrides in items.items():
+        for item in overrides:
             key, equals, _ = item.partition("=")
             if not equals or "." not in key or key.startswith("-"):
                 raise ConfigError(f"{where}overrides", item, "section.key=value")

@@ -175,7 +175,7 @@ def read_experiment(text: str) -> Experiment:
         ConfigError: It is missing, not TOML, has an unknown key or a wrong value.
     """
     values = load_toml(str(find_experiment(text)))
-    tables: dict[str, dict[str, Any]] = {}
+    tables: dict[str, Any] = {}
     for key, kind in (("families", Family), ("sizes", Size)):
         tables[key] = _named(key, values.pop(key, {}), kind)
     checked = _typed(values, Experiment)
