@@ -61,7 +61,7 @@ def plan_text(plan: Plan, rows: Sequence[dict[str, Any]], jobs: int, source: str
         source: Where the expected seconds come from.
     """
     header = ["family", "size", "tokens/N", "runs", "done", "N", "all parameters", "steps"]
-    header += ["FLOPs a run", "MB a run", "modelled s", "expected s"]
+    header += ["FLOPs per run", "MB per run", "modelled s", "expected s"]
     cells = []
     for row in rows:
         expected = row["expected_seconds"]

@@ -91,7 +91,7 @@ def slots_of(jobs: int, ranks: int, device: str, devices: int) -> list[str]:
     most = devices // ranks
     jobs = jobs or most
     if jobs > most or most == 0:
-        want = f"at most {most}: {devices} devices, {ranks} ranks a run"
+        want = f"at most {most}: {devices} devices, {ranks} ranks per run"
         raise ConfigError("--jobs", jobs, want)
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = given.split(",") if given else [str(i) for i in range(devices)]
