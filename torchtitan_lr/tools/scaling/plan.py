@@ -59,7 +59,7 @@ class Plan:
         self.experiment, self.work = experiment, work
         models = work / "models"
         pairs = [(family, size) for family in experiment.families for size in experiment.sizes]
-        self._models = {pair: model_arguments(experiment, *pair, models) for pair in pairs}
+        self._overrides_by_model = {pair: model_arguments(experiment, *pair, models) for pair in pairs}
         self.costs: dict[tuple[str, str], Cost] = {}
         for pair in pairs:
             self.costs[pair] = cost_of(experiment, *pair, models)
@@ -96,7 +96,7 @@ class Plan:
         tags = (run.family, run.size, f"{run.budget:g}_tokens_per_parameter", f"seed_{run.seed}")
         return [
             *saving,
-            *self._models[run.family, run.size],
+            *self._overrides_by_model[run.family, run.size],
             f"--training.steps={steps}",
             f"--lr_scheduler.warmup_steps={round(experiment.warmup * steps)}",
             f"--validation.freq={steps}",
