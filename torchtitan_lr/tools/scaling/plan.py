@@ -93,7 +93,7 @@ class Plan:
             interval = max(1, math.ceil(steps / experiment.checkpoints))
             saving = ["--checkpoint.enable", f"--checkpoint.interval={interval}"]
             saving.append("--checkpoint.keep_latest_k=2")
-        tags = (run.family, run.size, f"{run.budget:g}_tokens_per_parameter", f"seed_{run.seed}")
+        tags = (run.family, run.size, f"tokens_per_parameter_{run.budget:g}", f"seed_{run.seed}")
         return [
             *saving,
             *self._overrides_by_model[run.family, run.size],
