@@ -59,7 +59,9 @@ class Plan:
         self.experiment, self.work = experiment, work
         models = work / "models"
         pairs = [(family, size) for family in experiment.families for size in experiment.sizes]
-        self._overrides_by_model = {pair: model_arguments(experiment, *pair, models) for pair in pairs}
+        self._overrides_by_model = {
+            pair: model_arguments(experiment, *pair, models) for pair in pairs
+        }
         self.costs: dict[tuple[str, str], Cost] = {}
         for pair in pairs:
             self.costs[pair] = cost_of(experiment, *pair, models)
