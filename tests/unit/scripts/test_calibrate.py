@@ -12,8 +12,8 @@ from torchtitan_lr.estimate.hardware import load_hardware
 from torchtitan_lr.estimate.kernels import Product
 from torchtitan_lr.tools.calibration import fit_speed
 
-TINY = ["--repeats=1", "--megabytes=0.1", "--length=16", "--steps=1", "--cases=1"]
-SHAPES = ["--shapes", "64x256x256", "64x64x256", "128x256x64"]
+TINY = ["--repeats=3", "--megabytes=0.1", "--length=16", "--steps=1", "--cases=1"]
+SHAPES = ["--shapes", "512x512x512", "512x64x512", "128x256x64"]
 
 
 def test_a_tiny_rehearsal(tmp_path, capsys):
