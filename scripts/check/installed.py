@@ -21,7 +21,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tempfile
 import time
 import venv
@@ -91,8 +90,7 @@ def build(work: Path) -> tuple[Path, Path, Path]:
         folder.mkdir()
     call([sys.executable, "-c", HOOKS, folders[0], "build_sdist", "build_wheel"], copy)
     (sdist,) = folders[0].glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(work / "unpacked", filter="data")
+    shutil.unpack_archive(sdist, work / "unpacked")  # extractall has no filter in 3.11.2
     (unpacked,) = (work / "unpacked").iterdir()
     call([sys.executable, "-c", HOOKS, folders[1], "build_wheel"], unpacked)
     (wheel,), (again,) = (list(folder.glob("*.whl")) for folder in folders)
