@@ -64,7 +64,7 @@ def test_a_job_survives_its_node_and_its_notice(slurm, tmp_path):
     slurm.wait_until(lambda: slurm.state(job) == "PENDING", "requeue after a lost node")
     runs.wait_until_gone(first)
     slurm.start_node("n2")
-    # The second resumes from step 4. It is told to save in step 6, as before the end of its time.
+    # The second resumes from step 4. It gets the notice in step 6, as before the end of its time.
     second = slurm.wait_until(lambda: len(pids := held(where)) == 4 and pids, "ranks again")
     assert starts() == 2 and runs.complete_steps(tmp_path / "dump") == {4}
     slurm.query("scancel", "--signal=USR1", "--batch", job)

@@ -10,7 +10,7 @@ Tested with torch 2.11 and 2.13. If a module moves, importing this one or callin
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch.distributed as dist
@@ -18,9 +18,15 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+from torchtitan_lr.compat.dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "RehearsalMode",
     "fake_process_group",
     "rms_norm_by",
     "while_finding_shapes",
@@ -85,3 +91,28 @@ def while_finding_shapes(notify: Callable[[bool], None]) -> Iterator[None]:
 
     with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", notifying):
         yield
+
+
+class RehearsalMode(TorchDispatchMode):
+    """A dispatch mode that knows when DTensor infers shapes, see `while_finding_shapes`.
+
+    Attributes:
+        finding_shapes: Above 0 while DTensor infers shapes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.finding_shapes = 0
+
+    def __enter__(self) -> "Self":
+        self._notifications = while_finding_shapes(self._count)
+        self._notifications.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._notifications.__exit__(*exception)
+
+    def _count(self, begins: bool) -> None:
+        self.finding_shapes += 1 if begins else -1

@@ -20,12 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lr.compat.dispatch import (
     ATTENTION_OPERATORS,
-    TorchDispatchMode,
     changes_arguments,
     storage_address,
     tree_leaves,
 )
-from torchtitan_lr.compat.fake import rms_norm_by, while_finding_shapes
+from torchtitan_lr.compat.fake import RehearsalMode, rms_norm_by
 
 _ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _ATTENTION = tuple({str(op.overloadpacket).split(".")[-1] for op in ATTENTION_OPERATORS})
@@ -108,7 +107,7 @@ class _Operator:
     counted: bool = True
 
 
-class KernelRecorder(TorchDispatchMode):
+class KernelRecorder(RehearsalMode):
     """Records operators and what they read and write.
 
     Attributes:
@@ -119,22 +118,8 @@ class KernelRecorder(TorchDispatchMode):
         super().__init__()
         self.backward = False
         self._operators: list[_Operator] = []
-        self._paused = 0
         self._held: list[torch.UntypedStorage] = []  # so that no address is used again
         self._ids: dict[int, int] = {}
-
-    def __enter__(self) -> "KernelRecorder":
-        self._finding_shapes = while_finding_shapes(self._pause)
-        self._finding_shapes.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        self._finding_shapes.__exit__(*exception)
-
-    def _pause(self, paused: bool) -> None:
-        self._paused += 1 if paused else -1
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -142,7 +127,7 @@ class KernelRecorder(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        if not self._paused:
+        if not self.finding_shapes:
             self._record(func, tree_leaves((args, kwargs or {})), tree_leaves(out), args)
         return out
 

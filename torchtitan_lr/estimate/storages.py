@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchtitan_lr.compat.dispatch import TorchDispatchMode, storage_address, tree_leaves
-from torchtitan_lr.compat.fake import while_finding_shapes
+from torchtitan_lr.compat.dispatch import storage_address, tree_leaves
+from torchtitan_lr.compat.fake import RehearsalMode
 
 
-class LivingStorages(TorchDispatchMode):
+class LivingStorages(RehearsalMode):
     """Tracks the storages that operators allocate, and which of them are alive.
 
     Args:
@@ -26,7 +26,6 @@ class LivingStorages(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self._outside = outside
-        self._paused = False
         self._froze = False
         self._at_most = 0
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -38,7 +37,7 @@ class LivingStorages(TorchDispatchMode):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and not self._paused:
+            if isinstance(leaf, Tensor) and not self.finding_shapes:
                 storage = leaf.untyped_storage()
                 # An address can be reused after its storage is freed.
                 address = storage_address(storage)
@@ -56,19 +55,13 @@ class LivingStorages(TorchDispatchMode):
         self._froze = gc.get_freeze_count() == 0
         if self._froze:
             gc.freeze()
-        self._finding_shapes = while_finding_shapes(self._pause)
-        self._finding_shapes.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._finding_shapes.__exit__(*exception)
         if self._froze:
             gc.unfreeze()
-
-    def _pause(self, paused: bool) -> None:
-        self._paused = paused
 
     def bytes(self) -> int:
         """Return the bytes of the live storages."""

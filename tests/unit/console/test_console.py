@@ -133,7 +133,7 @@ def test_times():
 
 def test_time_left_by_hand():
     pace = Pace(steps=100)
-    # A first step of 500 s, compilation included, says nothing about the others.
+    # A first step of 500 s, compilation included, does not show how long the others take.
     assert pace.left(1, 500.0) is None
     assert pace.left(11, 520.0) == pytest.approx(2.0 * 89)
     # 30 s of validation count: 50 s for 20 steps.
