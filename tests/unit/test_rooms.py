@@ -2,6 +2,7 @@
 """The package is made of rooms that import downwards, of files and functions one can read."""
 
 import ast
+from unittest.mock import patch
 
 import pytest
 from importlinter.cli import EXIT_STATUS_ERROR, EXIT_STATUS_SUCCESS, lint_imports
@@ -19,7 +20,9 @@ def lint(text, folder):
     """Exit status of import-linter for contracts as in pyproject.toml."""
     file = folder / "contracts.toml"
     file.write_text(f"[tool.importlinter]{text}")
-    return lint_imports(config_filename=str(file), no_cache=True)
+    # It configures logging, which disables the loggers that other tests read.
+    with patch("importlinter.cli.logging_config.dictConfig"):
+        return lint_imports(config_filename=str(file), no_cache=True)
 
 
 def test_rooms_import_downwards(tmp_path):
