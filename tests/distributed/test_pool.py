@@ -1,7 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The pool's ranks stay cheap however many meshes the tests build in them."""
 
-from torchtitan_lr.tools.rank_pool import RankPool
+from pathlib import Path
+
+from torchtitan_lr.tools.rank_pool import RankPool, new_folder
 
 
 def groups_of_meshes(count: int, *names: str) -> tuple[list[list[str]], int]:
@@ -27,3 +29,13 @@ def test_meshes_of_one_call_and_other_dimensions_have_their_own(four_ranks: Rank
     assert not set(first) & set(second) and after >= before
     other, most = four_ranks.run(groups_of_meshes, 1, "pool_a", "pool_c")[0]
     assert other[0][0] == first[0] and other[0][1] not in first and most > before
+
+
+def test_folders_of_ranks_go_with_the_pool() -> None:
+    pool = RankPool(1)
+    (folder,) = pool.run(new_folder)
+    assert Path(folder).is_dir()
+    pool.close()
+    assert Path(folder).is_dir()  # results of earlier calls may lie there
+    del pool
+    assert not Path(folder).exists()

@@ -3,7 +3,6 @@
 
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torchtitan.distributed import ParallelDims
 
 from torchtitan_lr.data.corpora import PythonStdlib
 from torchtitan_lr.tools import parity_runs
+from torchtitan_lr.tools.rank_pool import new_folder
 
 SPOILT = "layers.1.feed_forward.w1.A.weight"
 """Whose gradient the fault ``nan_gradient`` spoils."""
@@ -72,7 +72,7 @@ def small_trainer(arguments: list[str]) -> Iterator[Any]:
     from torchtitan_lr.config.build import build_job_config
     from torchtitan_lr.training.trainer import Trainer
 
-    folders: list[Any] = [tempfile.mkdtemp()]
+    folders: list[Any] = [new_folder()]
     dist.broadcast_object_list(folders)
     folder = f"--job.dump_folder={folders[0]}"
     config = build_job_config([*parity_runs.TINY, folder, *arguments])

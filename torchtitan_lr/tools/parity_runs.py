@@ -3,7 +3,6 @@
 
 import gc
 import signal
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.tools.rank_pool import RankPool
+from torchtitan_lr.tools.rank_pool import RankPool, new_folder
 from torchtitan_lr.tools.seed_checkpoint import make_seed_checkpoint
 from torchtitan_lr.training.history import read_history
 from torchtitan_lr.training.trainer import Trainer
@@ -150,7 +149,7 @@ def train(
         name).
     """
     logger.setLevel("ERROR")
-    folders: list[Any] = [dump_folder or tempfile.mkdtemp()]
+    folders: list[Any] = [dump_folder or new_folder()]
     dist.broadcast_object_list(folders)
     config = build_job_config([*TINY, f"--job.dump_folder={folders[0]}", *arguments])
     check_job_config(config, dist.get_world_size(), "cpu")

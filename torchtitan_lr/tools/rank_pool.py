@@ -12,10 +12,12 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -23,6 +25,8 @@ from typing import Any
 
 DIED = "the process died"
 PR_SET_PDEATHSIG = 1
+FOLDER_VARIABLE = "RANK_POOL_FOLDER"
+"""The environment variable of a rank that names the pool's folder."""
 
 
 class RankPool:
@@ -35,6 +39,8 @@ class RankPool:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._ranks: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.mkdtemp(prefix="ranks-")
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 480) -> list[Any]:
         """Call ``function(*args)`` on every rank and return the results in rank order.
@@ -118,7 +124,7 @@ class RankPool:
         # Ranks are forked from a process with all imports done.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "torchtitan_lr.train"])
-        rendezvous = os.path.join(tempfile.mkdtemp(), "store")
+        rendezvous = os.path.join(tempfile.mkdtemp(dir=self._folder), "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -164,10 +170,16 @@ class _GroupCache:
         return self._groups[key]
 
 
+def new_folder() -> str:
+    """Create a folder that is removed with the pool; outside a rank of a pool, a temporary one."""
+    return tempfile.mkdtemp(dir=os.environ.get(FOLDER_VARIABLE))
+
+
 def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), CUDA_VISIBLE_DEVICES=""
     )
+    os.environ[FOLDER_VARIABLE] = os.path.dirname(rendezvous)
     import torch
     import torch.distributed as dist
 
