@@ -94,8 +94,9 @@ class TokenCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             disk = shutil.disk_usage(path.parent)
-            if disk.free < min(FREE_SHARE * disk.total, FREE_BYTES):
-                raise OSError(f"{disk.free >> 20} MiB are free")
+            least = int(min(FREE_SHARE * disk.total, FREE_BYTES))
+            if disk.free < least:
+                raise OSError(f"{disk.free >> 20} MiB are free, and {least >> 20} MiB must stay so")
             scratch.write_bytes(_pack(stamp, documents))
             os.replace(scratch, path)
         except OSError as error:
