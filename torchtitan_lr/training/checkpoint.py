@@ -14,6 +14,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ from torchtitan_lr.optim.finite import finite_weights
 from torchtitan_lr.training.fingerprint import check_fingerprint
 
 _LONG = 0.1  # seconds of waiting that the console shows
+_MODEL_ALONE = "it holds only the model, in Hugging Face's format"
 
 
 class CheckpointManager(OpenCheckpointManager):
@@ -77,6 +79,7 @@ class CheckpointManager(OpenCheckpointManager):
         fingerprint: Fingerprint of the model and its tokenizer; saved with it and compared on
             loading, unless it is empty.
         waited: Seconds that the last step waited for the copy of a background save.
+        before_save: Called before each save; an exception prevents it.
     """
 
     lanes: Lanes = ORDINARY
@@ -90,6 +93,7 @@ class CheckpointManager(OpenCheckpointManager):
         self._other_model = getattr(checkpoint_config, "initial_load_other_model", False)
         self._deleting: list[threading.Thread] = []
         self.waited = 0.0
+        self.before_save: Callable[[], None] = lambda: None
         super().__init__(checkpoint_config=checkpoint_config, **parts)
         self.enable_staging = self.enable and self.async_mode != AsyncMode.DISABLED
 
@@ -139,6 +143,7 @@ class CheckpointManager(OpenCheckpointManager):
         to_hf: bool = False,
     ) -> Future[Any] | AsyncSaveResponse | None:
         """Save with a manifest into an empty folder; arguments as for upstream's method."""
+        self.before_save()
         # No rank writes before DCP has gathered the plans of all, and so after this renaming.
         if _is_first_rank() and (renamed := rename_away(checkpoint_id, DISCARDED)):
             self._delete(renamed)
@@ -371,9 +376,6 @@ class CheckpointManager(OpenCheckpointManager):
         thread = threading.Thread(target=shutil.rmtree, args=(folder, True), daemon=True)
         thread.start()
         self._deleting.append(thread)
-
-
-_MODEL_ALONE = "it holds only the model, in Hugging Face's format"
 
 
 def _barrier() -> None:
