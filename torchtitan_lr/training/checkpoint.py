@@ -83,6 +83,7 @@ class CheckpointManager(OpenCheckpointManager):
     """
 
     lanes: Lanes = ORDINARY
+    stager: Any
     _last_saved: str | None = None
     _verified: str | None = None
 
@@ -174,10 +175,8 @@ class CheckpointManager(OpenCheckpointManager):
         if async_mode != AsyncMode.ASYNC:
             # torch's stager, whose memory a process can share, does not wait for the step itself.
             torch.accelerator.current_stream().synchronize()
-            kind = AsyncCheckpointerType.PROCESS
-            return dcp.async_save(
-                state_dict, **where, async_checkpointer_type=kind, async_stager=self.stager
-            )
+            where["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
+            return dcp.async_save(state_dict, **where, async_stager=self.stager)
         self.stager = self.stager or BackgroundStager()
         response = dcp.async_save(state_dict, **where, async_stager=self.stager)
         assert isinstance(response, AsyncSaveResponse)
