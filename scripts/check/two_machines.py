@@ -11,7 +11,6 @@ Two network namespaces are the machines, a veth pair is their link. Each has a l
     join     the second machine starts only now
     store    everything on the first machine is killed
     first    the same, with RDZV_ENDPOINT naming both machines; later the first one is started again
-    split    as cut, with RDZV_ENDPOINT naming both machines: each may go on without the other
 
 "lost" are the steps that are computed again, "ranks" and "step" are seconds from the fault to the
 new start of the ranks and to the first step after it. The steps that are computed again must have
@@ -51,9 +50,7 @@ from torchtitan_lr.tools.namespaces import (  # noqa: E402
 )
 from torchtitan_lr.training.history import HISTORY_FILE, read_history  # noqa: E402
 
-FAULTS = ("rank", "machine", "cut", "slow", "join", "store", "first", "split")
-BOTH_MEET = ("first", "split")
-"""The faults of runs whose RDZV_ENDPOINT names both machines."""
+FAULTS = ("rank", "machine", "cut", "slow", "join", "store", "first")
 
 LOSS = "loss_metrics/global_avg_loss"
 
@@ -219,7 +216,7 @@ class Trial:
             second.kill()
         elif fault == "first":
             first.kill()
-        elif fault in ("cut", "split"):
+        elif fault == "cut":
             cut(self.names)
         if fault == "first":  # its torchrun is a new one, which has restarted nothing
             started = self.wait_until(lambda: bool({*second.ranks()} - old_ranks), "start")
@@ -236,8 +233,6 @@ class Trial:
         then = "both go on" if fault in ("rank", "join") else "the first goes on alone"
         if fault == "first":
             then = self._first_comes_back()
-        if fault == "split":
-            then += self._second_is_refused(begin)
         return Outcome(fault, max(before) - saved, started, stepped, then)
 
     def _first_comes_back(self) -> str:
@@ -253,17 +248,6 @@ class Trial:
         if not last.endswith("2 machines, 2 ranks"):
             raise BrokenError(f"the first did not join: {last}")
         return "the second goes on alone; the first, started again, joins it"
-
-    def _second_is_refused(self, begin: float) -> str:
-        """Wait until the second machine gives up its own run; return when it did."""
-        first, second = self.machines
-        ended = self.wait_until(lambda: second.process.poll() is not None, "end") - begin
-        step = max(self.losses())
-        self.wait_until(lambda: max(self.losses()) > step + 1, "step of the first")
-        text = second.console.read_text(errors="replace")
-        if first.process.poll() is not None or "a folder that no other job uses" not in text:
-            raise BrokenError(f"the second was not refused:\n{text[-2000:]}")
-        return f"; the other is refused after {ended:.0f} s"
 
     def _slowed(self, mbit: float) -> Outcome:
         """Limit the link, and compare the steps' times."""
@@ -341,7 +325,7 @@ def main(argv: list[str] | None = None) -> int:
                     stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
                 )
                 settings = f"last_call_timeout={options.last_call}"
-                trial = Trial(names, folder, arguments, settings, 1 + (fault in BOTH_MEET))
+                trial = Trial(names, folder, arguments, settings, 1 + (fault == "first"))
                 stack.callback(trial.end)
                 rows.append(row(trial.disturb(fault, options.steps, options.mbit)))
             print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
