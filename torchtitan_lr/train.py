@@ -54,10 +54,11 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         config = build_job_config(sys.argv[1:] if argv is None else argv)
         init_console(config.metrics.verbose)
         check_job_config(config, launched_ranks(config.comm.mode), device_type)
-        lock.enter_context(locked_by_rank(config.job.dump_folder, os.environ))
+        still_ours = lock.enter_context(locked_by_rank(config.job.dump_folder, os.environ))
         record = partial(_record, config.job.dump_folder)
         record(RUNNING)
         trainer = trainer_class(config)
+        trainer.checkpointer.before_save = still_ours
         if config.checkpoint.create_seed_checkpoint:
             trainer.write_record()
             trainer.checkpointer.save(curr_step=0, last_step=True)

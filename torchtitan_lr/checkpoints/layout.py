@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Names of checkpoint folders and of the files and states in them; needs no torch."""
 
+import itertools
 import os
 import re
 from pathlib import Path
@@ -26,6 +27,10 @@ LANES = "caat"
 
 TRAINING_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state", RESIDUALS, LANES)
 """All states of a checkpoint except the model's parameters, which are at its top level."""
+
+DISCARDED, ASIDE = "discarded-", "aside-"
+"""How `rename_away` names a checkpoint that is being deleted (the next start deletes what a killed
+run left), and a complete one later than the step that a run resumed (the user may delete it)."""
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
 """The name of a checkpoint's folder."""
@@ -62,3 +67,22 @@ def complete_steps(folder: str | Path) -> list[int]:
 def step_folder(folder: str | Path, step: int) -> str:
     """Return the path of a step's checkpoint."""
     return os.path.join(folder, f"step-{step}")
+
+
+def rename_away(folder: str, prefix: str) -> str | None:
+    """Rename a checkpoint's folder atomically, so that no resume finds it.
+
+    Args:
+        folder: ``.../step-4``.
+        prefix: One of `DISCARDED` and `ASIDE`.
+
+    Returns:
+        The new path; None if there is no such folder.
+    """
+    if not os.path.isdir(folder):
+        return None
+    parent, name = os.path.split(folder.rstrip("/"))
+    names = (f"{prefix}{name.removeprefix('step-')}-{n}" for n in itertools.count())
+    target = next(path for n in names if not os.path.exists(path := os.path.join(parent, n)))
+    os.rename(folder, target)
+    return target

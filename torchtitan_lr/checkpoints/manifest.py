@@ -14,14 +14,16 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from io import IOBase
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
@@ -86,18 +88,31 @@ class ManifestWriter(FileSystemWriter):
     Args:
         step_dir: The checkpoint's folder.
         model: The model's fingerprint.
-        finite: Whether the weights are finite.
+        finite: Whether the weights are finite, as far as the caller knows.
+        weights: Names of the tensors that each rank checks as well, for what it writes.
     """
 
-    def __init__(self, step_dir: str | Path, model: dict[str, Any], finite: bool) -> None:
+    def __init__(
+        self,
+        step_dir: str | Path,
+        model: dict[str, Any],
+        finite: bool = True,
+        weights: Iterable[str] = (),
+    ) -> None:
         super().__init__(step_dir)
         self.fs: _SummingFileSystem = _SummingFileSystem()
         self._about = Manifest(model=model, finite=finite)
+        self._weights = frozenset(weights)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; the result includes their sizes and checksums."""
+        # Checked here, where a background save works on its copy.
+        weights = (
+            planner.resolve_data(item) for item in plan.items if item.index.fqn in self._weights
+        )
+        finite = all_finite(tensor for tensor in weights if isinstance(tensor, Tensor))
         results = _Results(super().write_data(plan, planner).wait())
-        results.sums = dict(self.fs.sums)
+        results.sums, results.finite = dict(self.fs.sums), finite
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -105,8 +120,22 @@ class ManifestWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Finish the save on the first rank: write the manifest, then ``.metadata``."""
         files = {name: s for result in results for name, s in cast(_Results, result).sums.items()}
-        self.fs.manifest = Manifest(files, self._about.model, self._about.finite)
+        finite = self._about.finite and all(cast(_Results, result).finite for result in results)
+        self.fs.manifest = Manifest(files, self._about.model, finite)
         super().finish(metadata, results)
+
+
+@torch.no_grad()
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether every tensor has a finite norm in fp32.
+
+    Weights whose squares overflow count as non-finite, because every norm over them is infinite.
+
+    Args:
+        tensors: This rank's parts of the weights, on one device.
+    """
+    norms = [torch.linalg.vector_norm(tensor.float()) for tensor in tensors]
+    return not norms or bool(torch.stack(norms).isfinite().all().item())
 
 
 def write_manifest(step_dir: str | Path, finite: bool) -> None:
@@ -256,9 +285,15 @@ def _check_sizes(step_dir: Path, rank: int, ranks: int) -> None:
 
 
 class _Results(list[WriteResult]):
-    """DCP's results that a rank sends to the first one, with the checksums of its files."""
+    """DCP's results that a rank sends to the first one.
+
+    Attributes:
+        sums: Sizes and checksums of its files.
+        finite: Whether the weights in them are finite.
+    """
 
     sums: dict[str, Sum]
+    finite: bool
 
 
 class _SummedStream:

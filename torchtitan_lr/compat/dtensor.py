@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-__all__ = ["StridedShard", "local_part", "local_slice"]
+__all__ = ["StridedShard", "local_part", "local_slice", "with_local_part"]
 
 StridedShard = _StridedShard
 """A split of a dimension that mesh dimensions to the right already split; not a Shard subclass."""
@@ -29,6 +29,22 @@ def local_part(tensor: Tensor) -> Tensor:
     ``DTensor._local_tensor``; if upstream renames it, this raises an AttributeError.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def with_local_part(tensor: Tensor, part: Tensor) -> Tensor:
+    """Return a tensor like another one, with another local part; ``part`` for a plain tensor.
+
+    The public `DTensor.from_local` moves the part to the mesh's device, and a copy on the host must
+    stay there. Calls DTensor's constructor with ``DTensor._spec``; if upstream changes either, this
+    raises a TypeError or an AttributeError.
+
+    Args:
+        tensor: A DTensor or a plain tensor.
+        part: Of the shape and dtype of its local part, on any device.
+    """
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor(part, tensor._spec, requires_grad=False)
 
 
 def local_slice(

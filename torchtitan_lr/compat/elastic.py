@@ -15,7 +15,7 @@ from unittest.mock import patch
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-__all__ = ["Close", "SubprocessContext", "close_ranks", "ranks_started_with"]
+__all__ = ["Close", "SubprocessContext", "close_ranks", "ranks_started_with", "stop_copying"]
 
 
 Close = Callable[..., None]
@@ -23,6 +23,16 @@ Close = Callable[..., None]
 
 close_ranks: Close = SubprocessContext._close
 """torchrun's own function; it waits up to 30 s. If upstream renames it, the import fails."""
+
+
+def stop_copying(context: SubprocessContext) -> None:
+    """End the threads that copy the ranks' output, which torchrun does after ``close`` returns.
+
+    The interpreter waits for them, so an exception out of ``close`` must come after this. Reads
+    ``_tail_logs``; if upstream renames it, this raises an AttributeError.
+    """
+    for log in context._tail_logs:
+        log.stop()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ an exchange writes a second residual, which replaces the first one when the step
 values sent in a skipped step were not applied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,10 @@ from torchtitan_lr.compression.sizes import (
 
 COUNTS = ("sent", "unpeeled", "indexed", "collisions")
 """The entries of `Compressor.counts`, in order."""
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class Compressor:
         has_residual: Whether the codec can leave entries unsent.
         measuring: Whether the next exchange also counts.
         counts: The last counts, fp64 (4,), see `COUNTS`; None without a measurement.
+        before_writing: Called before an exchange writes to the `residual`, which a checkpoint
+            may be copying.
     """
 
     def __init__(
@@ -88,6 +94,7 @@ class Compressor:
         self.exchanges = 0
         self.measuring = False
         self.counts: Tensor | None = None
+        self.before_writing: Callable[[], None] = _nothing
         self._residual: Tensor | None = None
         self._spare: Tensor | None = None  # swapped with the residual by commit
         self._waits = False  # whether the spare one is the residual if the step is taken
@@ -167,6 +174,8 @@ class Compressor:
         if self.revocable and self._spare is None:
             self._spare = torch.empty_like(self.residual)
         kept = self._spare if self.revocable and self._spare is not None else self.residual
+        if kept is self._residual:
+            self.before_writing()
         # A NaN or infinity is among the largest entries, so it is sent and the step is skipped. In
         # the residual it would ruin all later steps, so the old residual stays.
         kept.copy_(torch.where(unsent.isfinite(), unsent, pending))

@@ -29,7 +29,12 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.run import main as torchrun
 
-from torchtitan_lr.compat.elastic import SubprocessContext, close_ranks, ranks_started_with
+from torchtitan_lr.compat.elastic import (
+    SubprocessContext,
+    close_ranks,
+    ranks_started_with,
+    stop_copying,
+)
 from torchtitan_lr.console.terminal import ColoredStream, wants_color
 from torchtitan_lr.launch.processes import end_with
 from torchtitan_lr.launch.report import DID_NOT_END
@@ -161,6 +166,7 @@ class Ranks:
             if process.poll() == -signal.SIGKILL:
                 _say(f"rank process {process.pid} {DID_NOT_END}")
         if REFUSED in failed.values() and self.restarts_left:
+            stop_copying(context)
             raise SystemExit(1)
 
 

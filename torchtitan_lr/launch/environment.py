@@ -36,6 +36,7 @@ class Environment:
         min_nodes: The smallest number of machines of a range such as ``2:4``, else None.
         max_restarts: How often the ranks of a machine are started again after a failure.
         rdzv_settings: torchrun's settings of the rendezvous, from ``RDZV_CONF``.
+        endpoints: Where several machines meet, ``host:port``: at the first one, until it is lost.
     """
 
     ranks: int
@@ -47,6 +48,7 @@ class Environment:
     min_nodes: int | None = None
     max_restarts: int = 0
     rdzv_settings: tuple[tuple[str, str], ...] = ()
+    endpoints: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -72,8 +74,7 @@ def read_environment() -> Environment:
     ranks = _positive_variable("NGPU", DEFAULT_RANKS, limit)
     min_nodes, nodes = _machines()
     log_ranks = check_log_ranks(os.environ.get("LOG_RANK") or "0", ranks)
-    if nodes > 1 and not os.environ.get("RDZV_ENDPOINT"):
-        raise ConfigError("RDZV_ENDPOINT", "", f"host:port of one of the {nodes} machines")
+    restarts = _restarts()
     return Environment(
         ranks=ranks,
         nodes=nodes,
@@ -82,8 +83,9 @@ def read_environment() -> Environment:
         train_module=os.environ.get("TRAIN_FILE") or "torchtitan_lr.train",
         ranks_given=bool(os.environ.get("NGPU")),
         min_nodes=min_nodes,
-        max_restarts=_restarts(),
+        max_restarts=restarts,
         rdzv_settings=_rdzv_settings(),
+        endpoints=_endpoints(nodes, restarts) if nodes > 1 else (),
     )
 
 
@@ -117,6 +119,21 @@ def _machines() -> tuple[int | None, int]:
 def _restarts() -> int:
     text = os.environ.get("MAX_RESTARTS") or "0"
     return 0 if text == "0" else _positive("MAX_RESTARTS", text, MAX_MAX_RESTARTS)
+
+
+def _endpoints(nodes: int, restarts: int) -> tuple[str, ...]:
+    text = os.environ.get("RDZV_ENDPOINT") or ""
+    if not text:
+        raise ConfigError("RDZV_ENDPOINT", "", f"host:port of one of the {nodes} machines")
+    found = tuple(part.strip() for part in text.split(","))
+    if not all(found) or len({*found}) < len(found):
+        raise ConfigError(
+            "RDZV_ENDPOINT", text, "different endpoints such as host1:29500,host2:29500"
+        )
+    if len(found) > 1 and not restarts:
+        want = "one endpoint, or MAX_RESTARTS: going on at the next one is a restart"
+        raise ConfigError("RDZV_ENDPOINT", text, want)
+    return found
 
 
 def _rdzv_settings() -> tuple[tuple[str, str], ...]:

@@ -5,15 +5,18 @@ The kernel releases the lock (``flock``) when its process ends for any reason. T
 remains and records the last holder. On one machine the launcher takes the lock before any rank
 starts, otherwise rank 0 does. On NFS a lock holds between machines if the server's lock service
 runs; with the mount options ``nolock`` or ``local_lock``, each machine sees only its own locks.
+There rank 0 compares the recorded holder with itself before each save: the start that signed last
+goes on, and an earlier one ends without writing.
 """
 
+import contextlib
 import fcntl
 import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -26,13 +29,27 @@ LOCK_FILE = "run.lock"
 HELD_VARIABLE = "TORCHTITAN_LR_LOCKED"
 """Environment variable of the ranks: the dump folder that the launcher has locked."""
 
+WAIT_VARIABLE = "TORCHTITAN_LR_LOCK_SECONDS"
+"""Environment variable of the ranks: seconds that rank 0 waits for the lock, 0 by default."""
+
+LEASE_SECONDS = 120
+"""Longer than an NFS server keeps the lock of a machine that is gone (90 s, and as long to notice
+that ranks on the other side of a cut link have ended)."""
+
+StillOurs = Callable[[], None]
+"""Raises a ConfigError if another start has taken the folder."""
+
 
 @contextmanager
-def locked(dump_folder: str) -> Iterator[None]:
+def locked(dump_folder: str, wait: float = 0.0) -> Iterator[StillOurs]:
     """Lock a job's dump folder, which is created if needed.
 
     Args:
         dump_folder: ``job.dump_folder``.
+        wait: Seconds to wait for another job's end.
+
+    Yields:
+        What checks that no other start has taken the folder since, for file systems without locks.
 
     Raises:
         ConfigError: Another job uses the folder, or the folder is not writable.
@@ -42,39 +59,52 @@ def locked(dump_folder: str) -> Iterator[None]:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open_file.enter_context(path.open("ab", buffering=0))
-            try:
-                lock_file(file, path)
-            except BlockingIOError:
-                # Listing runs holds each lock for an instant (`run_state.is_held`).
-                time.sleep(0.05)
-                lock_file(file, path)
-            _sign(file)
+            deadline = time.monotonic() + wait
+            while True:
+                try:
+                    lock_file(file, path)
+                    break
+                except BlockingIOError:
+                    # Listing runs holds each lock for an instant (`run_state.is_held`).
+                    time.sleep(0.05)
+                    if time.monotonic() > deadline:
+                        lock_file(file, path)
+                        break
+            signature = _sign(file)
         except BlockingIOError:
-            want = f"a folder that no other job uses; {_holder(path)}"
-            raise ConfigError("job.dump_folder", dump_folder, want) from None
+            raise _taken(dump_folder, path) from None
         except OSError as error:
             want = f"a folder in which {path} can be written ({error.strerror})"
             raise ConfigError("job.dump_folder", dump_folder, want) from error
-        yield
+
+        def check() -> None:
+            with contextlib.suppress(OSError):  # a start that signs has emptied the file before
+                if path.read_bytes() not in (signature, b""):
+                    raise _taken(dump_folder, path)
+
+        yield check
 
 
 @contextmanager
-def locked_by_rank(dump_folder: str, variables: Mapping[str, str]) -> Iterator[None]:
+def locked_by_rank(dump_folder: str, variables: Mapping[str, str]) -> Iterator[StillOurs]:
     """Lock the dump folder on rank 0, unless the launcher has locked it.
 
     Args:
         dump_folder: ``job.dump_folder``.
         variables: The rank's environment.
 
+    Yields:
+        As `locked`; what does nothing, where this rank did not lock.
+
     Raises:
         ConfigError: As for `locked`.
     """
     by_launcher = variables.get(HELD_VARIABLE) == os.path.realpath(dump_folder)
     if by_launcher or variables.get("RANK", "0") != "0":
-        yield
+        yield lambda: None
         return
-    with locked(dump_folder):
-        yield
+    with locked(dump_folder, float(variables.get(WAIT_VARIABLE, 0))) as check:
+        yield check
 
 
 def lock_file(file: IO[Any], path: Path) -> None:
@@ -99,12 +129,19 @@ def lock_file(file: IO[Any], path: Path) -> None:
         )
 
 
-def _sign(file: IO[bytes]) -> None:
-    """Write the lock's holder, for the error message of a second job."""
+def _sign(file: IO[bytes]) -> bytes:
+    """Write and return the lock's holder, for the error message of a second job."""
     since = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
     who = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
     file.truncate(0)
-    file.write(json.dumps(who).encode())
+    signature = json.dumps(who).encode()
+    file.write(signature)
+    return signature
+
+
+def _taken(dump_folder: str, path: Path) -> ConfigError:
+    want = f"a folder that no other job uses; {_holder(path)}"
+    return ConfigError("job.dump_folder", dump_folder, want)
 
 
 def _holder(path: Path) -> str:

@@ -26,8 +26,13 @@ from torchtitan_lr.launch.environment import (
     loopback_variables,
     read_environment,
 )
-from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, locked
-from torchtitan_lr.launch.machines import check_machines, rendezvous_arguments
+from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, LEASE_SECONDS, WAIT_VARIABLE, locked
+from torchtitan_lr.launch.machines import (
+    check_machines,
+    next_endpoint,
+    rendezvous_arguments,
+    where_others_met,
+)
 from torchtitan_lr.launch.placement import DEFAULT_CONFIG_FILE, place
 from torchtitan_lr.launch.processes import RankGroup
 from torchtitan_lr.launch.report import (
@@ -35,11 +40,12 @@ from torchtitan_lr.launch.report import (
     full_disk,
     hidden_errors,
     killed_rank,
+    lost_store,
     read_summary,
     recorded_by_rank_0,
     summary_lines,
 )
-from torchtitan_lr.launch.run_state import FAILED, read_state, write_state
+from torchtitan_lr.launch.run_state import FAILED, is_held, read_state, write_state
 
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Each start of the ranks opens a store of its own. In a store that they share with torchrun, ranks
@@ -57,7 +63,8 @@ override it, e.g. --training.steps=100.
   LOG_RANK      ranks whose output is shown, e.g. 0,1 (default 0); the logs have all output
   COMM_MODE     fake_backend: a dry run of one step in one process, as rank 0 of NGPU
   NNODES, RDZV_ENDPOINT, RDZV_ID   several machines: number, host:port of one, a common name;
-                NNODES=2:4 starts with 2 to 4 machines and goes on with fewer when some are lost
+                NNODES=2:4 starts with 2 to 4 machines and goes on with fewer when some are lost;
+                RDZV_ENDPOINT=host1:29500,host2:29500 goes on at the second if the first is lost
   MAX_RESTARTS  how often failed ranks are started again, from the last checkpoint (default 0)
   RDZV_CONF     torchrun's times, e.g. join_timeout=600,last_call_timeout=30 (seconds)
   PYTHON        the interpreter to use or to make .venv from
@@ -167,17 +174,10 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
         The exit status: 0 for a run that finished, or that a signal stopped and that saved.
     """
     dump_folder = Path(config.job.dump_folder)
-    command, variables = build_command(environment, arguments, log_folder)
-    if environment.nodes == 1:
-        variables[HELD_VARIABLE] = os.path.realpath(dump_folder)
-    variables[TERMINAL_VARIABLE] = shared_terminal()
-    if config.metrics.disable_color_printing:
-        variables["NO_COLOR"] = "1"
     begin = time.time()
     # A dry run is one process without torchrun; its output goes to the console.
     expected = 0 if environment.comm_mode else environment.ranks
-    group = RankGroup(command, variables, log_folder / "launcher.log", expected)
-    status = group.wait()
+    group, status, log_folder = _wait_for_ranks(environment, arguments, log_folder, config)
     if group.killed:
         what = "killed" if group.was_ready else "stopped before training began"
         print(f"error: {what} by {group.signal_name}; logs: {log_folder}", file=sys.stderr)
@@ -194,7 +194,8 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
             resumable = hint or several or killed_rank(log_folder)
             hint += how_to_resume(config) if resumable else ""
             print(f"error: {failure}{hint}", file=sys.stderr)
-            if not recorded_by_rank_0(failure, read_state(dump_folder)):
+            elsewhere = environment.nodes > 1 and is_held(dump_folder)
+            if not elsewhere and not recorded_by_rank_0(failure, read_state(dump_folder)):
                 write_state(dump_folder, FAILED, failure)
         return status if 0 < status < 126 else 1
     if not expected:
@@ -204,6 +205,42 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     if summary is not None:
         print("\n".join(summary_lines(summary, dump_folder, log_folder)))
     return 0
+
+
+def _wait_for_ranks(
+    environment: Environment, arguments: list[str], log_folder: Path, config: Any
+) -> tuple[RankGroup, int, Path]:
+    """Run all ranks to their end, at the next endpoint where that of the rendezvous is lost.
+
+    It goes on at most ``MAX_RESTARTS`` times. Arguments as for `run`.
+
+    Returns:
+        The last start, its exit status, and its log folder.
+    """
+    moves = 0
+    while True:
+        command, variables = build_command(environment, arguments, log_folder)
+        if environment.nodes == 1:
+            variables[HELD_VARIABLE] = os.path.realpath(config.job.dump_folder)
+        variables[TERMINAL_VARIABLE] = shared_terminal()
+        if config.metrics.disable_color_printing:
+            variables["NO_COLOR"] = "1"
+        if moves:
+            variables[WAIT_VARIABLE] = str(LEASE_SECONDS)
+        expected = 0 if environment.comm_mode else environment.ranks
+        group = RankGroup(command, variables, log_folder / "launcher.log", expected)
+        status = group.wait()
+        last = moves == environment.max_restarts or len(environment.endpoints) < 2
+        if status == 0 or last or group.signal_number or not lost_store(log_folder):
+            return group, status, log_folder
+        moves += 1
+        lost, environment = environment.endpoints[0], next_endpoint(environment)
+        print(
+            f"restart ({moves} of {environment.max_restarts} at another endpoint): the machine of "
+            f"{lost} cannot be reached; meeting at {environment.endpoints[0]}",
+            file=sys.stderr,
+        )
+        log_folder = make_log_folder(Path(config.job.dump_folder))
 
 
 def how_to_resume(config: Any) -> str:
@@ -242,6 +279,7 @@ def main(argv: list[str] | None = None) -> int:
             arguments.append(f"--job.dump_folder={Path(config.job.dump_folder) / 'dry_run'}")
             config = build_job_config(arguments)
         check_machines(config, environment, placed.device)
+        environment = where_others_met(environment)
         if placed.note:
             print(placed.note, flush=True)
         # The launchers of several machines share the folder; then rank 0 locks it.

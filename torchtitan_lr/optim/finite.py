@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan_lr.checkpoints.manifest import all_finite
 from torchtitan_lr.compat.dtensor import local_part
 
 
@@ -38,17 +39,11 @@ def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
 def finite_weights(model_parts: Iterable[nn.Module]) -> bool:
     """Return whether every parameter on every rank has a finite norm; call it on every rank.
 
-    Weights whose squares overflow count as non-finite, because every norm over them is infinite.
-
     Args:
         model_parts: This rank's parts of the model.
     """
-    norms = [
-        torch.linalg.vector_norm(local_part(parameter).detach().float())
-        for part in model_parts
-        for parameter in part.parameters()
-    ]
-    finite = torch.stack(norms).isfinite().all().to(torch.int32)
+    weights = [local_part(p).detach() for part in model_parts for p in part.parameters()]
+    finite = torch.tensor(all_finite(weights), dtype=torch.int32, device=weights[0].device)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
     return bool(finite.item())

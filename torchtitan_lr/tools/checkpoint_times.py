@@ -35,12 +35,12 @@ def measure(arguments: list[str]) -> dict[str, Any]:
             without another one.
 
     Returns:
-        Seconds of the slowest rank: ``step`` (median without a save), ``pause`` (of the step that
-        saves), ``step_while_saving`` (of steps that began before the save was
-        complete; 0 without one), ``on_disk`` (from the
-        start of a save until it is complete), ``load``. Bytes: ``checkpoint``, ``parts`` of each
-        rank, and what all ranks of the load ``read`` by system calls and ``from_device`` (None
-        where the kernel does not count).
+        Seconds of the slowest rank: ``step`` (median without a save), ``pause`` (what a save
+        stops the run, and the next step waits for its copy), ``step_while_saving`` (of steps that
+        began before the save was complete, without this wait; 0 without one), ``on_disk`` (from
+        the start of a save until it is complete), ``load``. Bytes: ``checkpoint``, ``parts`` of
+        each rank, and what all ranks of the load ``read`` by system calls and ``from_device``
+        (None where the kernel does not count).
     """
     config = build_job_config(arguments)
     trainer = Trainer(config)
@@ -94,9 +94,12 @@ class _Times:
         manager.save(step)
         manager.interval = interval
         self.pauses.append(time.perf_counter() - begin)
-        for _ in range(steps):
+        for number in range(steps):
             writing = _is_writing(manager)
             seconds = _seconds(self._step)
+            if number == 0:  # the copy must end before the optimizer's step
+                self.pauses[-1] += manager.waited
+                seconds -= manager.waited
             if writing:
                 self.during.append(seconds)
         manager.finish()

@@ -10,11 +10,11 @@ changes nothing in the folder until then.
 """
 
 import glob
-import itertools
 import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torchtitan.components.checkpoint import DATALOADER, MODEL, AsyncMode
 from torchtitan.tools.logging import logger
@@ -32,12 +31,15 @@ from torchtitan.tools.utils import GarbageCollection
 
 from torchtitan_lr.checkpoints.lane_record import ORDINARY, Lanes, check_lanes, record_of
 from torchtitan_lr.checkpoints.layout import (
+    ASIDE,
+    DISCARDED,
     MANIFEST,
     RESIDUALS,
     all_steps,
     complete_steps,
     is_complete,
     is_dcp,
+    rename_away,
 )
 from torchtitan_lr.checkpoints.manifest import (
     ManifestWriter,
@@ -53,6 +55,7 @@ from torchtitan_lr.checkpoints.safe_metadata import (
     load,
     read_metadata,
 )
+from torchtitan_lr.checkpoints.staging import BackgroundStager
 from torchtitan_lr.compat.titan_trainer import OpenCheckpointManager
 from torchtitan_lr.compression.residuals import warn_of_dropped_residuals
 from torchtitan_lr.console.log import console
@@ -60,8 +63,8 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.finite import finite_weights
 from torchtitan_lr.training.fingerprint import check_fingerprint
 
-_DISCARDED = "discarded-"  # being deleted; the next start deletes what a killed run left
-_ASIDE = "aside-"  # complete, but later than the step that a run resumed; the user may delete it
+_LONG = 0.1  # seconds of waiting that the console shows
+_MODEL_ALONE = "it holds only the model, in Hugging Face's format"
 
 
 class CheckpointManager(OpenCheckpointManager):
@@ -75,9 +78,12 @@ class CheckpointManager(OpenCheckpointManager):
         lanes: The model's CAAT-Net settings; saved with it and compared on loading.
         fingerprint: Fingerprint of the model and its tokenizer; saved with it and compared on
             loading, unless it is empty.
+        waited: Seconds that the last step waited for the copy of a background save.
+        before_save: Called before each save; an exception prevents it.
     """
 
     lanes: Lanes = ORDINARY
+    stager: Any
     _last_saved: str | None = None
     _verified: str | None = None
 
@@ -87,7 +93,10 @@ class CheckpointManager(OpenCheckpointManager):
         self._fall_back = getattr(checkpoint_config, "fall_back", False)
         self._other_model = getattr(checkpoint_config, "initial_load_other_model", False)
         self._deleting: list[threading.Thread] = []
+        self.waited = 0.0
+        self.before_save: Callable[[], None] = lambda: None
         super().__init__(checkpoint_config=checkpoint_config, **parts)
+        self.enable_staging = self.enable and self.async_mode != AsyncMode.DISABLED
 
     def close(self) -> None:
         """Stop upstream's threads and wait for pending deletions."""
@@ -99,17 +108,31 @@ class CheckpointManager(OpenCheckpointManager):
         """Save if the step is due, and purge after the last step too, which upstream does not."""
         started = time.perf_counter()
         due = self.is_due(curr_step, last_step)
+        self.waited = 0.0
         super().save(curr_step, last_step)
         if due:
             in_background = self.async_mode != AsyncMode.DISABLED and not last_step
             console.info(
                 "checkpoint %s %s in %.1f s",
                 self.checkpoint_folder(curr_step),
-                "copied, to be written in the background," if in_background else "saved",
+                "started in the background" if in_background else "saved",
                 time.perf_counter() - started,
             )
         if last_step and self.enable and not self.load_only:
             self._purge_stale_checkpoints()
+
+    def maybe_wait_for_staging(self) -> None:
+        """Wait until a background save has copied the states; call it before they change.
+
+        The optimizer changes most of them, and a compressor its residual during backward.
+        """
+        if not (self.enable_staging and self.staging):
+            return
+        started = time.perf_counter()
+        super().maybe_wait_for_staging()
+        self.waited = time.perf_counter() - started
+        if self.waited >= _LONG:
+            console.info("%s: a step waited %.1f s for its copy", self._last_saved, self.waited)
 
     @torch.no_grad()
     def dcp_save(
@@ -121,17 +144,19 @@ class CheckpointManager(OpenCheckpointManager):
         to_hf: bool = False,
     ) -> Future[Any] | AsyncSaveResponse | None:
         """Save with a manifest into an empty folder; arguments as for upstream's method."""
-        if _is_first_rank() and (renamed := _rename_away(checkpoint_id, _DISCARDED)):
+        self.before_save()
+        # No rank writes before DCP has gathered the plans of all, and so after this renaming.
+        if _is_first_rank() and (renamed := rename_away(checkpoint_id, DISCARDED)):
             self._delete(renamed)
-        _barrier()
         self._last_saved = checkpoint_id
-        finite = MODEL not in self.states or finite_weights(self.states[MODEL].model)
         if to_hf:  # at the end of a run, never in the background
+            _barrier()
             super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, True)
-            write_manifest(checkpoint_id, finite)
+            write_manifest(checkpoint_id, finite_weights(self.states[MODEL].model))
             return None
         state_dict = {**state_dict, **record_of(self.lanes)}
-        writer = ManifestWriter(checkpoint_id, self.fingerprint, finite)
+        weights = self.states[MODEL].state_dict() if MODEL in self.states else ()
+        writer = ManifestWriter(checkpoint_id, self.fingerprint, weights=weights)
         result: Future[Any] | AsyncSaveResponse | None = None
         if async_mode == AsyncMode.DISABLED:
             dcp.save(state_dict, storage_writer=writer)
@@ -144,20 +169,19 @@ class CheckpointManager(OpenCheckpointManager):
     def _save_in_background(
         self, state_dict: dict[str, Any], writer: ManifestWriter, async_mode: AsyncMode
     ) -> Future[Any] | AsyncSaveResponse:
-        """Start a save in a thread, or with pinned memory in a process."""
-        if async_mode == AsyncMode.ASYNC:
-            # By default DCP uses the writer as the stager, which copies nothing on a CPU.
-            stager = DefaultStager(StagingOptions(False, False, False, False))
-            return dcp.async_save(
-                state_dict, storage_writer=writer, process_group=self.pg, async_stager=stager
-            )
-        return dcp.async_save(
-            state_dict,
-            storage_writer=writer,
-            process_group=self.pg,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-            async_stager=self.stager,
-        )
+        """Start a copy and a save in threads, or with pinned memory the save in a process."""
+        os.makedirs(writer.path, exist_ok=True)  # `_purge_stale_checkpoints` counts it
+        where: dict[str, Any] = {"storage_writer": writer, "process_group": self.pg}
+        if async_mode != AsyncMode.ASYNC:
+            # torch's stager, whose memory a process can share, does not wait for the step itself.
+            torch.accelerator.current_stream().synchronize()
+            where["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
+            return dcp.async_save(state_dict, **where, async_stager=self.stager)
+        self.stager = self.stager or BackgroundStager()
+        response = dcp.async_save(state_dict, **where, async_stager=self.stager)
+        assert isinstance(response, AsyncSaveResponse)
+        self.staging_future, self.staging = response.staging_completion, True
+        return response.upload_completion
 
     def dcp_load(
         self,
@@ -269,12 +293,12 @@ class CheckpointManager(OpenCheckpointManager):
         for found in all_steps(self.folder):
             folder = self.checkpoint_folder(found)
             if not is_complete(folder):
-                _rename_away(folder, _DISCARDED)
+                rename_away(folder, DISCARDED)
             elif found > step:
                 logger.warning(
-                    "Checkpoint of step %d is renamed to %s", found, _rename_away(folder, _ASIDE)
+                    "Checkpoint of step %d is renamed to %s", found, rename_away(folder, ASIDE)
                 )
-        for leftover in glob.glob(os.path.join(glob.escape(self.folder), f"{_DISCARDED}*")):
+        for leftover in glob.glob(os.path.join(glob.escape(self.folder), f"{DISCARDED}*")):
             self._delete(leftover)
 
     def save_interrupted(self, step: int) -> str | None:
@@ -342,7 +366,7 @@ class CheckpointManager(OpenCheckpointManager):
             if (folder := self.checkpoint_folder(step)) == self._last_saved or is_complete(folder)
         ]
         for step in steps[: -self.keep_latest_k]:
-            renamed = _rename_away(self.checkpoint_folder(step), _DISCARDED)
+            renamed = rename_away(self.checkpoint_folder(step), DISCARDED)
             if renamed is not None:
                 self.purge_queue.put(renamed)
 
@@ -351,9 +375,6 @@ class CheckpointManager(OpenCheckpointManager):
         thread = threading.Thread(target=shutil.rmtree, args=(folder, True), daemon=True)
         thread.start()
         self._deleting.append(thread)
-
-
-_MODEL_ALONE = "it holds only the model, in Hugging Face's format"
 
 
 def _barrier() -> None:
@@ -376,14 +397,3 @@ def _damaged(folder: str, damage: str, older: str | None) -> ConfigError:
         )
     want = "one to resume" if damage == _MODEL_ALONE else "a whole one"
     return ConfigError("checkpoint", folder, f"{want} ({damage}); {instead}")
-
-
-def _rename_away(folder: str, prefix: str) -> str | None:
-    """Rename a checkpoint folder atomically, so that no resume finds it; return the new path."""
-    if not os.path.isdir(folder):
-        return None
-    parent, name = os.path.split(folder.rstrip("/"))
-    names = (f"{prefix}{name.removeprefix('step-')}-{n}" for n in itertools.count())
-    target = next(path for n in names if not os.path.exists(path := os.path.join(parent, n)))
-    os.rename(folder, target)
-    return target

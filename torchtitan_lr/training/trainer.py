@@ -97,6 +97,8 @@ class Trainer(titan_train.Trainer):
         self._residuals = Residuals(compressors_of(self.model_parts))
         if self._residuals.compressors:
             self.checkpointer.states[RESIDUALS] = self._residuals
+        for compressor in self._residuals.compressors:
+            compressor.before_writing = self.checkpointer.maybe_wait_for_staging
 
     def train(self) -> None:
         """Train to ``training.steps`` or to a stop signal, then save and report."""

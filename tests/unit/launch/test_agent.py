@@ -74,6 +74,8 @@ def test_a_killed_rank_is_the_cause(monkeypatch, statuses, cause, seconds):
 @pytest.mark.parametrize(("status", "left", "ends"), [(2, 1, True), (2, 0, False), (1, 1, False)])
 def test_a_refused_configuration_is_not_restarted(monkeypatch, status, left, ends):
     monkeypatch.setattr(agent, "close_ranks", lambda *_: None)
+    stopped = []  # else torchrun's interpreter waits for the threads that copy the output
+    monkeypatch.setattr(agent, "stop_copying", stopped.append)
     ranks = agent.Ranks()
     ranks.restarts_left = left
     context = SimpleNamespace(subprocess_handlers={0: process(status)})
@@ -82,6 +84,7 @@ def test_a_refused_configuration_is_not_restarted(monkeypatch, status, left, end
             ranks.close(context, signal.SIGTERM)
     else:
         ranks.close(context, signal.SIGTERM)
+    assert stopped == [context] * ends
 
 
 STARTED = {

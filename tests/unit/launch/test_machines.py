@@ -101,6 +101,21 @@ def test_the_owner_of_the_address_opens_the_store(monkeypatch):
     assert "--rdzv_conf=is_host=0,join_timeout=9" in machines.rendezvous_arguments(given)
 
 
+def test_a_machine_that_comes_back_meets_the_others_where_they_are():
+    with socket.create_server(("127.0.0.1", 0)) as store, socket.socket() as other:
+        other.bind(("127.0.0.1", 0))  # and does not listen
+        here, lost = (f"127.0.0.1:{s.getsockname()[1]}" for s in (store, other))
+        run = replace(TWO_TO_FOUR, endpoints=(lost, here, "host:1"))
+        assert machines.where_others_met(run).endpoints == (here, "host:1", lost)
+        assert machines.next_endpoint(run).endpoints == (here, "host:1", lost)
+        first = replace(TWO_TO_FOUR, endpoints=(here, lost))
+        assert machines.where_others_met(first) == first
+    nowhere = replace(TWO_TO_FOUR, endpoints=(lost, here))
+    assert machines.where_others_met(nowhere) == nowhere
+    one = replace(TWO_TO_FOUR, endpoints=("host:1",))
+    assert machines.where_others_met(one) == one
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
