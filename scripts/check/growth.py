@@ -7,8 +7,8 @@
 
 Steps of small CoLA models under BTP on gloo ranks, forward, backward and AdamW, in fp32 with one
 thread per rank. Points of one factor take turns. Time is the CPU time of a rank, which other
-processes and waiting disturb less than the clock; the estimate beside it is that of computation,
-with constants measured in the same minute. Memory is that of weights, gradients, moments and of
+processes and waiting disturb less than the clock; the estimate beside it has constants measured in
+the same minute, collectives included. Memory is that of weights, gradients, moments and of
 what forward keeps for backward. Bytes are those of the ledger. A picture is written beside --out.
 """
 
@@ -22,7 +22,15 @@ import torch
 
 from torchtitan_lr.tools.calibration import Bench, calibrate
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
-from torchtitan_lr.tools.growth import Point, draw, estimate_point, measure, table
+from torchtitan_lr.tools.growth import (
+    Links,
+    Point,
+    draw,
+    estimate_point,
+    measure,
+    measure_links,
+    table,
+)
 from torchtitan_lr.tools.rank_pool import RankPool
 
 SHAPES = [(512, n, k) for n, k in ((256, 64), (64, 256), (512, 128), (128, 512), (2048, 256))]
@@ -63,15 +71,20 @@ def _measured(points: list[Point], bench: Bench, rounds: int) -> list[dict[str, 
     pools = {ranks: RankPool(ranks) for ranks in sorted({point.ranks for point in points})}
     try:
         machine, _ = calibrate(bench, SHAPES, points[0].length)
+        links = {ranks: _links(pool, ranks, bench.repeats) for ranks, pool in pools.items()}
         found = measure(pools, points, rounds)
     finally:
         for pool in pools.values():
             pool.close()
-    expected = [estimate_point(point, machine) for point in points]
+    expected = [estimate_point(point, machine, links[point.ranks]) for point in points]
     return [
         {"size": point.size, "measured": m, "estimated": e}
         for point, m, e in zip(points, found, expected, strict=True)
     ]
+
+
+def _links(pool: RankPool, ranks: int, repeats: int) -> Links:
+    return measure_links(pool, repeats) if ranks > 1 else Links()
 
 
 def _parse(argv: list[str] | None) -> Any:

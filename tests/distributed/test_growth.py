@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from torchtitan_lr.estimate.step_time import Hardware
-from torchtitan_lr.tools.growth import Point, draw, estimate_point, measure, table
+from torchtitan_lr.tools.growth import (
+    Links,
+    Point,
+    draw,
+    estimate_point,
+    measure,
+    measure_links,
+    table,
+)
 from torchtitan_lr.tools.rank_pool import RankPool
 
 SMALL = Point("length", width=128, layers=2, length=32, ranks=4, batch=2)
@@ -32,8 +40,10 @@ MACHINE = Hardware(
 @pytest.fixture(scope="module")
 def report(four_ranks: RankPool) -> list[dict[str, Any]]:
     found = measure({4: four_ranks}, POINTS, rounds=2)
+    links = measure_links(four_ranks, repeats=2)
+    assert links.call > 0 and links.byte >= 0
     return [
-        {"size": point.size, "measured": m, "estimated": estimate_point(point, MACHINE)}
+        {"size": point.size, "measured": m, "estimated": estimate_point(point, MACHINE, links)}
         for point, m in zip(POINTS, found, strict=True)
     ]
 
@@ -50,6 +60,17 @@ def test_bytes_are_the_estimators_and_memory_nearly(report: list[dict[str, Any]]
     assert longer["bytes"] == 2 * first["bytes"]
     for other in (longer, deeper):
         assert other["memory"] > 1.05 * first["memory"] and other["bytes"] > first["bytes"]
+
+
+def test_collectives_take_time() -> None:
+    """A byte costs its time, and so does each of another block's calls."""
+    none, calls = (estimate_point(SMALL, MACHINE, each) for each in (Links(), Links(call=1.0)))
+    by_bytes = estimate_point(SMALL, MACHINE, Links(byte=1.0))
+    assert by_bytes["seconds"] - none["seconds"] == pytest.approx(none["bytes"])
+    deeper = replace(SMALL, layers=3)
+    more = estimate_point(deeper, MACHINE, Links(call=1.0))["seconds"] - calls["seconds"]
+    less = estimate_point(deeper, MACHINE, Links())["seconds"] - none["seconds"]
+    assert more - less == pytest.approx(round(more - less)) and more - less > 4
 
 
 def test_table_and_picture(report: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ class Beside:
         self._ended: Any = None
         self._running: list[tuple[Resume, Steps[None], Works]] = []
         self._backward: int | None = None
+        self._ends: int | None = None  # the backward pass that calls `_end`
 
     def run(
         self, steps: Steps[None], resume: Resume, tensors: Sequence[Tensor], may_wait: bool
@@ -62,11 +63,12 @@ class Beside:
         number = backward_number()
         may_wait = may_wait and number is not None
         if number != self._backward:
-            # What a backward pass that raised has left behind.
-            self._running.clear()
-        if may_wait and number != self._backward:
+            # What a backward pass that raised has left behind: every rank has started it.
+            self._finish_all()
+            self._backward = number
+        if may_wait and number != self._ends:
             after_backward(self._end)
-        self._backward = number
+            self._ends = number
         if self._streams is None:
             self._run_in_order(steps, resume, may_wait)
         else:
@@ -103,7 +105,7 @@ class Beside:
 
     def _end(self) -> None:
         """Make the results visible to what follows backward."""
-        self._backward = None
+        self._backward = self._ends = None
         self._finish_all()
         if self._ended is not None:
             self._streams.current_stream().wait_event(self._ended)

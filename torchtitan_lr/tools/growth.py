@@ -97,16 +97,46 @@ class Point:
         return Workload(args, settings, self.ranks, self.batch, self.length, torch.float32)
 
 
-def estimate_point(point: Point, machine: Hardware) -> dict[str, float]:
+@dataclass(frozen=True)
+class Links:
+    """What all-reduces between gloo ranks cost a rank in CPU time.
+
+    Args:
+        call: Seconds of a call.
+        byte: Seconds of a byte of its message.
+    """
+
+    call: float = 0.0
+    byte: float = 0.0
+
+
+def measure_links(pool: RankPool, repeats: int, size: int = 2**20) -> Links:
+    """Time a tiny and a large all-reduce of a pool's ranks, ``size`` bytes."""
+    tiny, large = (median(pool.run(_reduced, n, repeats)) for n in (8, size))
+    return Links(tiny, max(0.0, large - tiny) / size)
+
+
+def _reduced(size: int, repeats: int) -> float:
+    x, found = torch.zeros(size // 4), []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        begin = time.process_time()
+        dist.all_reduce(x)
+        found.append(time.process_time() - begin)
+    return median(found[1:])
+
+
+def estimate_point(point: Point, machine: Hardware, links: Links) -> dict[str, float]:
     """Return what the estimator says of a step; call it outside a process group.
 
     Args:
         point: The step.
-        machine: The calibrated machine. Its links do not matter: the time is that of computation.
+        machine: The calibrated machine, its links aside.
+        links: Those between the ranks.
 
     Returns:
-        ``seconds`` of products, other kernels and AdamW of a rank, ``memory`` in bytes and
-        ``bytes`` sent.
+        ``seconds`` of products, other kernels, AdamW and collectives of a rank, ``memory`` in bytes
+        and ``bytes`` sent.
     """
     shape = point.workload()
     recorded = rehearse_work(shape, fused=False, one_kernel_norm=False)
@@ -117,11 +147,13 @@ def estimate_point(point: Point, machine: Hardware) -> dict[str, float]:
     seconds = product_seconds(work, machine) + element_wise_seconds(work, machine)
     kept = rehearse(shape)
     traffic = model_traffic(shape.args, shape.settings, point.ranks, point.batch * point.length)
-    sent = bytes_by_dim(traffic, defaultdict(lambda: "float32"))
+    dims = bytes_by_dim(traffic, defaultdict(lambda: "float32"))
+    sent = sum(sum(ops.values()) for ops in dims.values())
+    seconds += sum(row.calls for row in traffic) * links.call + sent * links.byte
     return {
         "seconds": seconds + moved_seconds(ADAMW_PASSES * stored, machine),
         "memory": kept.block * point.layers + kept.ends + STATES * stored,
-        "bytes": float(sum(sum(ops.values()) for ops in sent.values())),
+        "bytes": float(sent),
     }
 
 

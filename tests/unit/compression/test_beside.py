@@ -66,6 +66,9 @@ def test_what_is_read_at_once_ends_at_once():
     backward(run(queue, log, "a", may_wait=False), lambda: log.append("last node"))
     assert log == ["start a", "wait a", "end a", "last node"]
     log.clear()
+    backward(run(queue, log, "a", may_wait=False), run(queue, log, "b"), lambda: log.append("c"))
+    assert log == ["start a", "wait a", "end a", "start b", "c", "wait b", "end b"]
+    log.clear()
     run(queue, log, "a")()  # outside backward there is no later
     assert log == ["start a", "wait a", "end a"]
 
@@ -74,13 +77,13 @@ def fail():
     raise ValueError("a unit's backward")
 
 
-def test_a_backward_that_raised_leaves_nothing_behind():
+def test_what_a_backward_that_raised_has_started_ends_with_the_next():
     log, queue = [], Beside(CPU)
     with pytest.raises(ValueError, match="a unit's backward"):
         backward(run(queue, log, "lost"), fail)
     log.clear()
     backward(run(queue, log, "a"))
-    assert log == ["start a", "wait a", "end a"]
+    assert log == ["wait lost", "end lost", "start a", "wait a", "end a"]
 
 
 class Streams:
