@@ -10,18 +10,18 @@ import pytest
 
 from torchtitan_lr.estimate.step_time import Hardware
 from torchtitan_lr.tools.growth import (
-    Links,
     Point,
     draw,
     estimate_point,
     measure,
     measure_links,
+    messages,
     table,
 )
 from torchtitan_lr.tools.rank_pool import RankPool
 
 SMALL = Point("length", width=128, layers=2, length=32, ranks=4, batch=2)
-POINTS = [SMALL, replace(SMALL, length=64), replace(SMALL, layers=3)]
+POINTS = [SMALL, replace(SMALL, length=64)]
 MACHINE = Hardware(
     name="a machine",
     peak_tflops=0.1,
@@ -55,29 +55,22 @@ def test_bytes_are_the_estimators_and_memory_nearly(report: list[dict[str, Any]]
         assert measured["memory"] == pytest.approx(estimated["memory"], rel=0.02)
         assert len(measured["seconds"]) == 2 and min(measured["seconds"]) > 0
         assert estimated["seconds"] > 0
-    # The controls: a longer sequence or another block are other points.
-    first, longer, deeper = (row["measured"] for row in report)
-    assert longer["bytes"] == 2 * first["bytes"]
-    for other in (longer, deeper):
-        assert other["memory"] > 1.05 * first["memory"] and other["bytes"] > first["bytes"]
+    # The control: a longer sequence is another point.
+    first, longer = (row["measured"] for row in report)
+    assert longer["bytes"] == 2 * first["bytes"] and longer["memory"] > 1.05 * first["memory"]
 
 
-def test_collectives_take_time() -> None:
-    """A byte costs its time, and so does each of another block's calls."""
-    none, calls = (estimate_point(SMALL, MACHINE, each) for each in (Links(), Links(call=1.0)))
-    by_bytes = estimate_point(SMALL, MACHINE, Links(byte=1.0))
-    assert by_bytes["seconds"] - none["seconds"] == pytest.approx(none["bytes"])
-    deeper = replace(SMALL, layers=3)
-    more = estimate_point(deeper, MACHINE, Links(call=1.0))["seconds"] - calls["seconds"]
-    less = estimate_point(deeper, MACHINE, Links())["seconds"] - none["seconds"]
-    assert more - less == pytest.approx(round(more - less)) and more - less > 4
+def test_another_block_has_its_calls() -> None:
+    (few, small), (more, large) = (messages(replace(SMALL, layers=n)) for n in (2, 3))
+    assert more - few > 4 and large > small
+    assert messages(replace(SMALL, ranks=1)) == (0, 0)
 
 
 def test_table_and_picture(report: list[dict[str, Any]], tmp_path: Path) -> None:
     rows = {"length": json.loads(json.dumps(report))}
     lines: list[list[str]] = []
     table(rows, lines.append)
-    assert [line[0] for line in lines] == ["length 32", "length 64", "length 32"]
+    assert [line[0] for line in lines] == ["length 32", "length 64"]
     assert all(line[-1] == "1.00" and len(line) == 10 for line in lines)
     draw(rows, tmp_path / "growth.png")
     assert (tmp_path / "growth.png").stat().st_size > 5000

@@ -146,15 +146,21 @@ def estimate_point(point: Point, machine: Hardware, links: Links) -> dict[str, f
     stored = 4 * _parameters_of_a_rank(shape)
     seconds = product_seconds(work, machine) + element_wise_seconds(work, machine)
     kept = rehearse(shape)
-    traffic = model_traffic(shape.args, shape.settings, point.ranks, point.batch * point.length)
-    dims = bytes_by_dim(traffic, defaultdict(lambda: "float32"))
-    sent = sum(sum(ops.values()) for ops in dims.values())
-    seconds += sum(row.calls for row in traffic) * links.call + sent * links.byte
+    calls, sent = messages(point)
+    seconds += calls * links.call + sent * links.byte
     return {
         "seconds": seconds + moved_seconds(ADAMW_PASSES * stored, machine),
         "memory": kept.block * point.layers + kept.ends + STATES * stored,
         "bytes": float(sent),
     }
+
+
+def messages(point: Point) -> tuple[int, int]:
+    """Return the collectives of a step and their bytes, by the plan's formula."""
+    shape = point.workload()
+    rows = model_traffic(shape.args, shape.settings, point.ranks, point.batch * point.length)
+    dims = bytes_by_dim(rows, defaultdict(lambda: "float32"))
+    return sum(row.calls for row in rows), sum(sum(ops.values()) for ops in dims.values())
 
 
 def measure(
