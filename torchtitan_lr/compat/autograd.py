@@ -48,7 +48,7 @@ def after_backward(function: Callable[[], None]) -> None:
     Raises:
         RuntimeError: No backward pass is running.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def in_backward() -> bool:
