@@ -188,12 +188,16 @@ def measure(
     return [{"seconds": t, **rest} for t, rest in zip(times, counted, strict=True)]
 
 
-_STEPS: dict[Point, "_Step"] = {}
+_STEPS: dict[Point, "RankStep"] = {}
 """The models of this rank."""
 
 
-class _Step:
-    """A model of one rank with its optimizer and batch."""
+class RankStep:
+    """A model of one rank with its optimizer and batch.
+
+    Args:
+        point: The step.
+    """
 
     def __init__(self, point: Point) -> None:
         shape = point.workload()
@@ -209,11 +213,13 @@ class _Step:
         self.tokens = torch.randint(2048, (point.batch, point.length), generator=generator)
 
     def forward(self) -> Tensor:
+        """Return the loss of the batch."""
         logits = self.model(self.tokens)
         with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
             return cross_entropy_sum(logits, self.tokens)
 
     def run(self) -> None:
+        """Train one step."""
         self.optimizer.zero_grad()
         loss = self.forward()
         with loss_parallel():
@@ -222,7 +228,7 @@ class _Step:
 
 
 def _build(point: Point) -> None:
-    _STEPS[point] = _Step(point)
+    _STEPS[point] = RankStep(point)
     _STEPS[point].run()
 
 
@@ -247,7 +253,7 @@ def _counted_step(point: Point) -> dict[str, float]:
     }
 
 
-def _saved_bytes(step: _Step) -> int:
+def _saved_bytes(step: RankStep) -> int:
     """Return what forward and the loss keep for backward, weights aside."""
     outside = {local_part(p).untyped_storage().data_ptr() for p in step.model.parameters()}
     outside |= {b.untyped_storage().data_ptr() for b in (*step.model.buffers(), step.tokens)}
