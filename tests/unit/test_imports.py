@@ -17,7 +17,7 @@ HEAVY += ["transformers", "matplotlib", "wandb", "tensorboard", "safetensors"]
 # Programs for several ranks or of the test suite, and pages whose every line needs the models.
 HEAVY_SCRIPTS = {"bench_block", "bench_exchange", "bench_generate", "bench_tsr_gpu", "paper_tables"}
 HEAVY_SCRIPTS |= {"bench_peers", "calibrate", "estimator_table", "parity_layouts"}
-HEAVY_SCRIPTS |= {"parity_matrix"}
+HEAVY_SCRIPTS |= {"growth", "parity_matrix"}
 FOLDERS = ("scripts", "scripts/papers", "scripts/check")
 # No commands: a module of the page's, and what pytest is run with.
 PARTS = {"scripts/papers/cola.py", "scripts/check/trials.py"}

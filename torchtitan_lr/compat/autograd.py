@@ -7,6 +7,8 @@ the running node, and module hooks miss compiled blocks and FSDP2's own nodes.
 Tested with torch 2.11 and 2.13.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -15,6 +17,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 __all__ = [
+    "after_backward",
+    "backward_number",
     "checkpoint_wrapper",
     "checkpointed_modules",
     "in_backward",
@@ -23,6 +27,28 @@ __all__ = [
 ]
 # checkpoint_wrapper: torchtitan wraps its blocks with it and expects its names and hooks. Its
 # module is private. If it moves, the import fails.
+
+
+def backward_number() -> int | None:
+    """Return the number of the backward pass that this thread is in, None outside of one.
+
+    The same function as in `in_backward`, with the same risks.
+    """
+    number = int(torch._C._current_graph_task_id())
+    return None if number == -1 else number
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call a function when the running backward pass ends, before ``backward()`` returns.
+
+    Functions run in the order of these calls; FSDP2 itself registers one when backward reaches its
+    root. Uses ``Variable._execution_engine.queue_callback``, as FSDP2 does. If upstream removes it,
+    a run with gradient compression raises an AttributeError in its first backward.
+
+    Raises:
+        RuntimeError: No backward pass is running.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def in_backward() -> bool:

@@ -9,6 +9,7 @@ Tested with torch 2.11 and 2.13. The ledger raises for an operator that is not i
 
 from collections.abc import Callable
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ __all__ = [
     "group_size",
     "make_mesh_groups_by",
     "reduce_scatter",
+    "second_group",
 ]
 # AsyncCollectiveTensor: the result of a functional collective outside compiled code, a wrapper that
 # waits when it is read. The ledger must let it unwrap itself. If it moves, the import fails.
@@ -91,8 +93,38 @@ OPERATIONS: dict[str, str] = {
 """Maps every operator to its common name."""
 
 
+_SECOND: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_FIRST_NAMES: dict[str, str] = {}
+
+
+def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return another process group of the same ranks, whose calls do not wait for this one's.
+
+    A backend runs the calls of one group one after the other. Every rank of the run must call this,
+    with groups that do not overlap; later calls return the same group. Groups of torch's ``fake``
+    backend, which send nothing, are returned as they are.
+
+    Args:
+        group: This rank's group.
+    """
+    if dist.get_backend(group) == "fake":
+        return group
+    if group not in _SECOND:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, dist.get_process_group_ranks(group))
+        made = {tuple(ranks): dist.new_group(ranks) for ranks in _distinct(everyone)}
+        second = made[tuple(dist.get_process_group_ranks(group))]
+        _SECOND[group] = second
+        _FIRST_NAMES[str(second.group_name)] = str(group.group_name)
+    return _SECOND[group]
+
+
+def _distinct(lists: list[Any]) -> list[Any]:
+    return [ranks for i, ranks in enumerate(lists) if ranks not in lists[:i]]
+
+
 def group_name_of(group: Any) -> str:
-    """Return the name of a dispatched collective's group.
+    """Return the name of a dispatched collective's group; of a `second_group` that of the first.
 
     A functional operator takes the name itself. A ``c10d`` operator takes a boxed object, which the
     undocumented ``ProcessGroup.unbox`` unwraps. If upstream removes it, the ledger fails with an
@@ -101,11 +133,11 @@ def group_name_of(group: Any) -> str:
     Args:
         group: The argument ``group_name`` or ``process_group``.
     """
-    if isinstance(group, str):
-        return group
-    unbox: Callable[[Any], Any] = getattr(dist.ProcessGroup, "unbox")  # noqa: B009
-    group = group if isinstance(group, dist.ProcessGroup) else unbox(group)
-    return str(group.group_name)
+    if not isinstance(group, str):
+        unbox: Callable[[Any], Any] = getattr(dist.ProcessGroup, "unbox")  # noqa: B009
+        group = group if isinstance(group, dist.ProcessGroup) else unbox(group)
+        group = str(group.group_name)
+    return _FIRST_NAMES.get(group, group)
 
 
 def group_size(name: str) -> int:

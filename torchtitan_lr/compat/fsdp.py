@@ -20,6 +20,7 @@ __all__ = [
     "ReduceScatter",
     "ReplicateModule",
     "param_groups",
+    "reads_sums_at_once",
     "replicate",
     "unit_parameters",
     "wrap_unit_calls",
@@ -61,10 +62,38 @@ def unit_parameters(module: FSDPModule) -> Iterator[tuple[Tensor, int]]:
             yield parameter.sharded_param, parameter.padded_sharded_param_size.numel()
 
 
+def reads_sums_at_once(module: FSDPModule, sums: Tensor) -> bool:
+    """Return whether FSDP2 reads a unit's sums as soon as its communicator returns.
+
+    Otherwise it only makes views of them, as gradients, and they may be written later. It reads
+    them to cast them, to add them to gradients that are already there, to copy them to the host,
+    and in hooks of the parameters. Reads ``_orig_dtype`` of the parameter group,
+    ``offload_to_cpu`` of its parameters and ``Tensor._post_accumulate_grad_hooks`` (torch 2.11 and
+    2.13). If upstream renames the first two, this raises an AttributeError in the first backward.
+
+    Args:
+        module: The unit.
+        sums: The output of its reduce-scatter.
+    """
+    for group in param_groups(module):
+        if group._orig_dtype != sums.dtype:
+            return True
+        for parameter in group.fsdp_params:
+            own = parameter.sharded_param
+            hooks = getattr(own, "_post_accumulate_grad_hooks", None)
+            if parameter.offload_to_cpu or own.grad is not None or hooks:
+                return True
+    return False
+
+
 def wrap_unit_calls(
     module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
     """Wrap the methods in which a unit communicates: ``unshard`` and ``post_backward``.
+
+    A compressed exchange continues later, in the method ``resume`` of its communicator (a custom
+    reduce-scatter or an all-reduce hook, ``_reduce_scatter_comm`` and ``_all_reduce_hook``), which
+    is wrapped too. Were these renamed, such calls would be attributed to another unit.
 
     FSDP2 prefetches weights, so the unit's module hooks do not enclose its communication; the
     ledger replaces these two methods on the parameter group itself. If upstream renames them (torch
@@ -79,12 +108,17 @@ def wrap_unit_calls(
     """
     replaced = []
     for group in param_groups(module):
-        for method in ("unshard", "post_backward"):
-            setattr(group, method, wrap(getattr(group, method)))
-            replaced.append((group, method))
+        calls = [(group, "unshard"), (group, "post_backward")]
+        for name in ("_reduce_scatter_comm", "_all_reduce_hook"):
+            communicator = getattr(group, name, None)
+            if hasattr(communicator, "resume"):
+                calls.append((communicator, "resume"))
+        for owner, method in calls:
+            setattr(owner, method, wrap(getattr(owner, method)))
+            replaced.append((owner, method))
 
     def undo() -> None:
-        for group, method in replaced:
-            delattr(group, method)
+        for owner, method in replaced:
+            delattr(owner, method)
 
     return undo

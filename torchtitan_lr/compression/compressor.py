@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_lr.compression.codecs import build_codec, exchange, gather
+from torchtitan_lr.compression.codecs import Steps, build_codec, complete, exchange, gather
 from torchtitan_lr.compression.codecs.bitmap import pack, unpack
 from torchtitan_lr.compression.codecs.hashing import step_seed
 from torchtitan_lr.compression.sizes import (
@@ -132,6 +132,12 @@ class Compressor:
         return whole - sent_bytes(self.unit, self.sizes, message, self.all_reduce)
 
     def reduce_rows(self, rows: Tensor, dense: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Run `exchange_rows` to its end; arguments and results are the same."""
+        return complete(self.exchange_rows(rows, dense))
+
+    def exchange_rows(
+        self, rows: Tensor, dense: Tensor | None = None
+    ) -> Steps[tuple[Tensor, Tensor]]:
         """Reduce-scatter rows, compressed, with error feedback.
 
         If `revocable`, the residual changes only with the next `commit`. Until then each exchange
@@ -140,6 +146,10 @@ class Compressor:
         Args:
             rows: (W, m); overwritten.
             dense: (W, e), reduced without compression; none by default.
+
+        Yields:
+            The message's collectives, then those of the verdicts. Between the two, the received
+            message is decoded. The next exchange must not start before the end of this one.
 
         Returns:
             This rank's sums: (m,) and (e,).
@@ -151,10 +161,12 @@ class Compressor:
         message = self.codec.encode(rows, seed)
         if dense is not None and dense.numel():
             message.summed["dense"] = dense
-        received = exchange(message, self.group)
+        received = yield from exchange(message, self.group)
         decoded = self.codec.decode(received, rows.shape[1], seed)
         if self.has_residual:
-            verdicts = None if decoded.verdict is None else gather(decoded.verdict, self.group)
+            verdicts = None
+            if decoded.verdict is not None:
+                verdicts = yield from gather(decoded.verdict, self.group)
             self._keep(self.codec.unsent(rows, message, verdicts))
         if self.measuring:
             sent = rows if message.values is None else message.values
@@ -181,24 +193,28 @@ class Compressor:
         kept.copy_(torch.where(unsent.isfinite(), unsent, pending))
         self._waits = self.revocable
 
-    def spread(self, total: Tensor) -> Tensor:
+    def spread(self, total: Tensor) -> Steps[Tensor]:
         """Return all sums on every rank: sent as bitmap and values if that is smaller.
 
         Args:
             total: This rank's sums (m,).
+
+        Yields:
+            Its collectives.
 
         Returns:
             (W·m,), bitwise equal on every rank.
         """
         w, m = self.unit.ranks, self.unit.compressed
         if not spreads_packed(self.unit, self.sizes):
-            return gather(total, self.group).flatten()
+            return (yield from gather(total, self.group)).flatten()
         sent = candidates(w, m, self.sizes.theta)
         marked = total != 0
         positions = marked.nonzero_static(size=sent, fill_value=m).flatten()
-        index = gather(pack(marked), self.group)
+        index = yield from gather(pack(marked), self.group)
         # Index m is padding.
-        values = gather(torch.nn.functional.pad(total, (0, 1))[positions], self.group)
+        padded = torch.nn.functional.pad(total, (0, 1))
+        values = yield from gather(padded[positions], self.group)
         whole = total.new_zeros(w, m + 1)
         for row, packed, own in zip(whole, index, values, strict=True):
             places = unpack(packed, m).nonzero_static(size=sent, fill_value=m).flatten()

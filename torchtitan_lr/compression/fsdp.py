@@ -3,8 +3,8 @@
 
 Without replicas, the reduce-scatter over the shards is compressed. HSDP shards within a host and
 compresses the exchange between hosts: `fully_shard` gets the shard mesh only, and after its plain
-reduce-scatter a hook sums the shards over the replicas. Both run on FSDP2's communication streams,
-so weights are prefetched as usual. Only the last micro-batch of a step communicates.
+reduce-scatter a hook sums the shards over the replicas. Both run beside backward (`Beside`), and in
+a process group in which FSDP2 gathers no weights. Only the last micro-batch of a step communicates.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,10 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.tools.logging import logger
 
-from torchtitan_lr.compat.collectives import reduce_scatter
-from torchtitan_lr.compat.fsdp import ReduceScatter, unit_parameters
+from torchtitan_lr.compat.collectives import reduce_scatter, second_group
+from torchtitan_lr.compat.fsdp import ReduceScatter, reads_sums_at_once, unit_parameters
 from torchtitan_lr.compat.names import clean_name
-from torchtitan_lr.compression.codecs import CODECS, build_codec, codec_bits, unit_codec
+from torchtitan_lr.compression.beside import Beside, finish
+from torchtitan_lr.compression.codecs import (
+    CODECS,
+    Steps,
+    Works,
+    build_codec,
+    codec_bits,
+    unit_codec,
+)
 from torchtitan_lr.compression.compressor import Compressor, Span, join_spans, split_spans
 from torchtitan_lr.compression.settings import (
     CompressionSettings,
@@ -44,10 +52,15 @@ class CompressedReduceScatter(ReduceScatter):
 
     Args:
         compressor: The unit's compressor.
+        beside: The model's exchanges; None to end each one before the call returns.
+        unit: The unit, whose sums may be written later; None likewise.
     """
 
-    def __init__(self, compressor: Compressor) -> None:
-        self.compressor = compressor
+    def __init__(
+        self, compressor: Compressor, beside: Beside | None = None, unit: FSDPModule | None = None
+    ) -> None:
+        self.compressor, self.unit = compressor, unit
+        self.beside = beside or Beside(compressor.device)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a new buffer, as FSDP2's default does."""
@@ -75,13 +88,23 @@ class CompressedReduceScatter(ReduceScatter):
         """
         _require_sum(op, async_op)
         _require_size(self.compressor, output_tensor)
-        spans, ranks = self.compressor.spans, self.compressor.unit.ranks
-        rows, dense = split_spans(input_tensor.view(ranks, -1), spans)
-        if not rows.numel():
+        if not self.compressor.compressed_size:
             reduce_scatter(output_tensor, input_tensor, group=group)
             return None
-        join_spans(*self.compressor.reduce_rows(rows, dense), spans, output_tensor)
+        later = self.unit is not None and not reads_sums_at_once(self.unit, output_tensor)
+        steps = self._steps(output_tensor, input_tensor)
+        self.beside.run(steps, self.resume, [output_tensor, input_tensor], later)
         return None
+
+    def resume(self, steps: Steps[None], works: Works) -> None:
+        """End an exchange; the ledger attributes its collectives to this unit."""
+        finish(steps, works)
+
+    def _steps(self, output: Tensor, gradients: Tensor) -> Steps[None]:
+        spans, ranks = self.compressor.spans, self.compressor.unit.ranks
+        rows, dense = split_spans(gradients.view(ranks, -1), spans)
+        sums = yield from self.compressor.exchange_rows(rows, dense)
+        join_spans(*sums, spans, output)
 
 
 class CompressedAllReduce:
@@ -89,27 +112,40 @@ class CompressedAllReduce:
 
     Args:
         compressor: The unit's compressor.
+        beside: As for `CompressedReduceScatter`.
+        unit: Likewise.
     """
 
-    def __init__(self, compressor: Compressor) -> None:
-        self.compressor = compressor
+    def __init__(
+        self, compressor: Compressor, beside: Beside | None = None, unit: FSDPModule | None = None
+    ) -> None:
+        self.compressor, self.unit = compressor, unit
+        self.beside = beside or Beside(compressor.device)
 
     def __call__(self, shard: Tensor) -> None:
         """Sum the shard (s,) over the replicas."""
-        compressor = self.compressor
-        _require_size(compressor, shard)
+        _require_size(self.compressor, shard)
         _hold_for_this_stream(shard)
+        later = self.unit is not None and not reads_sums_at_once(self.unit, shard)
+        self.beside.run(self._steps(shard), self.resume, [shard], later)
+
+    def resume(self, steps: Steps[None], works: Works) -> None:
+        """End an exchange; the ledger attributes its collectives to this unit."""
+        finish(steps, works)
+
+    def _steps(self, shard: Tensor) -> Steps[None]:
+        compressor = self.compressor
+        if not compressor.has_residual:
+            yield [dist.all_reduce(shard, group=compressor.group, async_op=True)]
+            return
         flat, dense = split_spans(shard, compressor.spans)
-        if compressor.has_residual:
-            ranks = compressor.unit.ranks
-            padded = nn.functional.pad(flat, (0, ranks * compressor.unit.compressed - len(flat)))
-            total, _ = compressor.reduce_rows(padded.view(ranks, -1))
-            flat = compressor.spread(total)
-            if dense.numel():
-                dist.all_reduce(dense, group=compressor.group)
-            join_spans(flat, dense, compressor.spans, shard)
-        else:
-            dist.all_reduce(shard, group=compressor.group)
+        ranks = compressor.unit.ranks
+        padded = nn.functional.pad(flat, (0, ranks * compressor.unit.compressed - len(flat)))
+        total, _ = yield from compressor.exchange_rows(padded.view(ranks, -1))
+        flat = yield from compressor.spread(total)
+        if dense.numel():
+            yield [dist.all_reduce(dense, group=compressor.group, async_op=True)]
+        join_spans(flat, dense, compressor.spans, shard)
 
 
 def apply_gradient_compression(
@@ -136,6 +172,7 @@ def apply_gradient_compression(
             "grad_compression.layers", settings.layers, "a selection that some tensor fits"
         )
     too_small: dict[str, int] = {}
+    beside = Beside(_device(mesh))
     for unit_name, module in _units(model):
         parts = dict(_parts(module, names))
         entries = sum(size for name, size in parts.items() if name in chosen)
@@ -147,9 +184,9 @@ def apply_gradient_compression(
         compressor = _compressor(unit_name, codec, spans, mesh, settings, all_reduce)
         _COMPRESSORS[module] = compressor
         if all_reduce:
-            module.set_all_reduce_hook(CompressedAllReduce(compressor))
+            module.set_all_reduce_hook(CompressedAllReduce(compressor, beside, module))
         else:
-            module.set_custom_reduce_scatter(CompressedReduceScatter(compressor))
+            module.set_custom_reduce_scatter(CompressedReduceScatter(compressor, beside, module))
     _log(settings, sizes, [name for name in sizes if name in chosen], all_reduce)
     if too_small:
         what = describe_small_units(build_codec(settings.codec, mesh.size()), too_small)
@@ -164,20 +201,26 @@ def _compressor(
     settings: CompressionSettings,
     all_reduce: bool,
 ) -> Compressor:
-    device = torch.device(mesh.device_type)
-    if device.type != "cpu":
-        device = torch.device(device.type, torch.get_device_module(device).current_device())
+    # FSDP2 sends nothing over HSDP's replicas, but it gathers weights over the shards.
+    group = mesh.get_group() if all_reduce else second_group(mesh.get_group())
     return Compressor(
         name,
         codec,
         spans,
-        mesh.get_group(),
-        device,
+        group,
+        _device(mesh),
         settings.residual_dtype,
         settings.seed,
         all_reduce,
         settings.revocable,
     )
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    device = torch.device(mesh.device_type)
+    if device.type == "cpu":
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
 def compressor_of(module: object) -> Compressor | None:

@@ -125,3 +125,20 @@ def test_collectives_of_one_tensor(two_ranks):
     collectives.reduce_scatter(out, torch.ones(4), group=two_ranks.get_group())
     collectives.all_gather(torch.zeros(4), out, group=two_ranks.get_group())
     assert isinstance(collectives.AsyncCollectiveTensor, type)
+
+
+def test_sums_that_fsdp_reads_at_once(unit):
+    """It casts them, adds them to gradients, or calls hooks; otherwise it only makes views."""
+    want = changed(
+        "FSDPParamGroup._orig_dtype, FSDPParam.offload_to_cpu", "fsdp.reads_sums_at_once"
+    )
+    unit(torch.ones(2, 3)).sum().backward()
+    sums = torch.ones(12)
+    assert fsdp.reads_sums_at_once(unit, sums), want  # gradients are there
+    unit.zero_grad()
+    assert not fsdp.reads_sums_at_once(unit, sums), want
+    assert fsdp.reads_sums_at_once(unit, sums.bfloat16()), want
+    handle = next(unit.parameters()).register_post_accumulate_grad_hook(lambda _: None)
+    assert fsdp.reads_sums_at_once(unit, sums), want
+    handle.remove()
+    assert not fsdp.reads_sums_at_once(unit, sums), want

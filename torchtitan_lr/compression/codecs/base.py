@@ -14,9 +14,9 @@ A row's sum plus its residuals on all ranks equals the sum of the inputs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -174,34 +174,57 @@ def register_codec(codec: type[Codec]) -> type[Codec]:
     return codec
 
 
-def exchange(message: Message, group: dist.ProcessGroup) -> dict[str, Tensor]:
+Works = list[dist.Work]
+"""Started collectives."""
+
+Result = TypeVar("Result")
+Steps = Generator[Works, None, Result]
+"""A computation that starts collectives, yields them, and is resumed when they are done."""
+
+
+def complete(steps: Steps[Result]) -> Result:
+    """Run such a computation to its end, and wait where it yields."""
+    while True:
+        try:
+            works = next(steps)
+        except StopIteration as end:
+            return cast(Result, end.value)
+        for work in works:
+            work.wait()
+
+
+def exchange(message: Message, group: dist.ProcessGroup) -> Steps[dict[str, Tensor]]:
     """Run a message's collectives: one all-to-all per tensor, one reduce-scatter per dtype.
 
     Args:
         message: This rank's message.
         group: The W ranks.
 
+    Yields:
+        All of them at once.
+
     Returns:
         Received tensors by name, see `Codec.decode`.
     """
-    received = {}
+    received, works = {}, []
     for name, tensor in message.swapped.items():
         received[name] = torch.empty_like(tensor)
-        dist.all_to_all_single(received[name], tensor, group=group)
+        works.append(dist.all_to_all_single(received[name], tensor, group=group, async_op=True))
     for names in _by_dtype(message.summed):
         parts = [message.summed[name] for name in names]
         whole = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         own = whole.new_empty(whole.shape[1])
-        reduce_scatter(own, whole.flatten(), group=group)
+        works.append(reduce_scatter(own, whole.flatten(), group=group, async_op=True))
         sizes = [part.shape[1] for part in parts]
         received |= dict(zip(names, own.split(sizes), strict=True))
+    yield works
     return received
 
 
-def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather(tensor: Tensor, group: dist.ProcessGroup) -> Steps[Tensor]:
     """Return every rank's tensor (a,) as rows (W, a)."""
     rows = tensor.new_empty(group.size() * tensor.numel())
-    all_gather(rows, tensor.contiguous(), group=group)
+    yield [all_gather(rows, tensor.contiguous(), group=group, async_op=True)]
     return rows.view(group.size(), -1)
 
 

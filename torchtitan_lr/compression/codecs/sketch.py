@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from torchtitan_lr.compression.codecs.base import Codec, Decoded, Message
 from torchtitan_lr.compression.codecs.bitmap import mark, pack, union, unpack
+from torchtitan_lr.compression.codecs.compiled import fused
 from torchtitan_lr.compression.codecs.hashing import cells_and_signs
 from torchtitan_lr.compression.codecs.sparsify import largest, left_over
 from torchtitan_lr.compression.peeling import (
@@ -43,6 +44,9 @@ MOST_RANKS_OF_SUM4 = 15
 
 ROUNDS = 24
 """Rounds of peeling; a million entries take 17 at the limit of 0.75, and 12 at 0.7."""
+
+ROUNDS_PER_GRAPH = 8
+"""Rounds that an accelerator runs as one compiled graph: three graphs for all rounds."""
 
 
 class SketchCodec(Codec):
@@ -202,7 +206,7 @@ def peel(sketch: Tensor, unknown: Tensor, m: int, seed: int, rounds: int) -> tup
 
     Each round reads all entries that are alone in one of their three cells, and subtracts them from
     their other two cells. The index alone determines these entries. Every round visits all
-    entries, so there is no host synchronisation.
+    entries, so there is no host synchronisation; an accelerator runs several rounds as one graph.
 
     Args:
         sketch: (3·row,).
@@ -217,11 +221,40 @@ def peel(sketch: Tensor, unknown: Tensor, m: int, seed: int, rounds: int) -> tup
     content, load, cells, negative = _loaded(sketch, unknown, m, seed)
     values = sketch.new_zeros(unknown.shape)
     remains = unknown < m
-    for _ in range(rounds):
-        alone, first = _alone(load, cells)
-        alone &= remains
-        values += _take_out(content, load, cells, negative, first, alone)
-        remains = remains & ~alone
+    while rounds > 0:
+        count = min(rounds, ROUNDS_PER_GRAPH)
+        values, remains = _peel_rounds(content, load, cells, negative, values, remains, count)
+        rounds -= count
+    return values, remains
+
+
+@fused
+def _peel_rounds(
+    content: Tensor,
+    load: Tensor,
+    cells: Tensor,
+    negative: Tensor,
+    values: Tensor,
+    remains: Tensor,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """Peel ``count`` rounds; content and load change in place.
+
+    Compiled, a round is two kernels: one chooses the entries, one takes them out of their cells.
+    Masks of all three rows at once would be a third.
+    """
+    for _ in range(count):
+        lone = [load[row] == 1 for row in cells]
+        signed = [content[row] for row in cells]
+        read = [torch.where(n, -x, x) for n, x in zip(negative, signed, strict=True)]
+        # From the first cell in which an entry is alone.
+        first = torch.where(lone[0], read[0], torch.where(lone[1], read[1], read[2]))
+        ready = (lone[0] | lone[1] | lone[2]) & remains
+        taken = torch.where(ready, first, 0)
+        content.index_put_((cells,), torch.where(negative, taken, -taken), accumulate=True)
+        load.index_put_((cells,), -ready.int(), accumulate=True)
+        values = torch.where(ready, first, values)
+        remains = remains & ~ready
     return values, remains
 
 
@@ -240,7 +273,7 @@ def peel_remaining(
         if not len(places):
             break
         alone, first = _alone(load, cells)
-        taken = _pick(alone.nonzero().flatten(), places, cells, negative, first, alone)
+        taken = _pick(alone.nonzero().flatten(), places, cells, negative, first)
         values.index_copy_(0, taken[0], _take_out(content, load, *taken[1:]))
         places, cells, negative = _pick((~alone).nonzero().flatten(), places, cells, negative)
     remains = torch.zeros_like(unknown, dtype=torch.bool).index_fill_(0, places, True)
@@ -275,15 +308,14 @@ def _alone(load: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _take_out(
-    content: Tensor, load: Tensor, cells: Tensor, negative: Tensor, first: Tensor, ready: Tensor
+    content: Tensor, load: Tensor, cells: Tensor, negative: Tensor, first: Tensor
 ) -> Tensor:
-    """Return the values of ready entries (u,), 0 for others; subtract them from all their cells."""
+    """Return the values of entries (u,) by their first lone cells; subtract them from all cells."""
     read = content.take(cells.gather(0, first))
     read = torch.where(negative.gather(0, first), -read, read)[0]
-    read = torch.where(ready, read, 0)
     flat = cells.flatten()
     content.scatter_add_(0, flat, torch.where(negative, read, -read).flatten())
-    load.scatter_add_(0, flat, -ready.int().repeat(HASH_ROWS))
+    load.scatter_add_(0, flat, load.new_full(flat.shape, -1))
     return read
 
 

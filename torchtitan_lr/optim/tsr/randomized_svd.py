@@ -136,18 +136,44 @@ def randomized_svd(
     q_b, r_b = yield from tsqr(b, "columns", dims)
     # A non-finite gradient makes R_b non-finite on every rank, and LAPACK would raise. Its singular
     # values become NaN instead, and so does the gradient's norm.
-    small_left, values, small_right = torch.linalg.svd(torch.nan_to_num(r_b.mT, 0.0, 0.0, 0.0))
+    small_left, values, small_right = _small_svd(torch.nan_to_num(r_b.mT, 0.0, 0.0, 0.0))
     values = values + (r_b * 0).sum(dim=(-2, -1))[:, None]
     rank = settings.rank
     # U = QŨ and V = Ṽ, the first r columns.
     left = q @ small_left[..., :rank]
-    right = q_b @ small_right.mT[..., :rank]
+    right = q_b @ small_right[..., :rank]
     sides = yield from _sum(sketches[..., :1].mT @ right, "columns", False)
     keep = _signs(sides) * _is_present(values, rank)[:, None, :]
     svd = SVD(left * keep, values[:, :rank], right * keep)
     if earlier is None:
         return svd
     return (yield from _align(svd, *earlier))
+
+
+def _small_svd(square: Tensor) -> SVD:
+    """Decompose a batch of k×k matrices B; vectors of vanishing singular values are not unit.
+
+    In fp32, BᵀB = V·diag(σ²)·Vᵀ is formed and decomposed in fp64, and U = BV/σ: one batched
+    symmetric decomposition, where a GPU computes the SVDs of a batch one after the other. Squares
+    lose half of fp64's digits, which leaves σ exact to 1e-7 where it is above `_is_present`. Wider
+    dtypes have no such room, and take the SVD itself.
+
+    Args:
+        square: B (b, k, k).
+
+    Returns:
+        U, σ and V, of B's dtype; σ in descending order.
+    """
+    if square.dtype != torch.float32:
+        left, values, right = torch.linalg.svd(square)
+        return SVD(left, values, right.mT)
+    wide = square.double()
+    squares, right = torch.linalg.eigh(wide.mT @ wide)
+    values, right = squares.clamp(min=0).sqrt().flip(-1), right.flip(-1)
+    # A vanishing σ divides rounding noise: by no less than 1e-9 of the largest, or of no matrix 0.
+    least = (values[..., :1] * 1e-9).clamp(min=torch.finfo(torch.float64).tiny)
+    left = wide @ right / torch.maximum(values, least)[..., None, :]
+    return SVD(left.to(square.dtype), values.to(square.dtype), right.to(square.dtype))
 
 
 def _align(svd: SVD, earlier_left: Tensor, earlier_right: Tensor | None) -> Steps[SVD]:

@@ -42,6 +42,36 @@ def test_exact_where_the_sketch_is_as_wide_as_the_matrix(size):
         torch.testing.assert_close((svd.left[i] * svd.values[i]) @ svd.right[i].T, best)
 
 
+@pytest.mark.parametrize("ratio", [0.9, 0.55, 0.2])
+def test_fp32_is_as_exact_as_its_own_svd(ratio):
+    """Singular values fall to 0.9^15, to 1e-4 and below rounding."""
+    gradients = [decaying(40, 16, ratio=ratio, seed=seed) for seed in range(3)]
+    omega = draw(3, 16, 16, seed=7)
+    narrow = [g.float() for g in gradients]
+    wide, found = (
+        solve_alone(randomized_svd(g, o, SketchSettings(16, 16, 1)))
+        for g, o in ((gradients, omega), (narrow, omega.float()))
+    )
+    sizes = found.values > 5e-5
+    assert found.values.dtype == torch.float32
+    assert bool(sizes.all()) == (ratio > 0.5)
+    # The error of a vector is that of fp32 over the gap to its neighbours.
+    assert ((found.values - wide.values).abs() / wide.values)[sizes].max() < 5e-3
+    for basis in (found.left, found.right):
+        squares = basis.mT @ basis
+        eye = torch.diag_embed(squares.diagonal(dim1=1, dim2=2).round())
+        torch.testing.assert_close(squares, eye, rtol=0, atol=2e-5)
+    restored = (found.left * found.values[:, None]) @ found.right.mT
+    torch.testing.assert_close(restored, torch.stack(narrow), rtol=0, atol=2e-5)
+
+
+def test_an_fp32_gradient_of_zeros_has_no_vectors():
+    svd = solve_alone(
+        randomized_svd([torch.zeros(9, 7)], torch.ones(1, 7, 5), SketchSettings(3, 5, 1))
+    )
+    assert all(not part.any() for part in svd)
+
+
 def test_power_iterations_come_closer():
     g = decaying(60, 40, ratio=0.8)
     exact = torch.linalg.svd(g)[1][:6]

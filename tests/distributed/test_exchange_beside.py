@@ -1,0 +1,107 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Compressed exchanges beside backward: their own process group, and what goes on meanwhile."""
+
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed.compression_cases import CASES, Weighted, compress, layout, step_gradients
+from torchtitan_lr.compat.collectives import second_group
+from torchtitan_lr.compression import fsdp as gradient_compression
+from torchtitan_lr.compression.codecs.sketch import SketchCodec
+from torchtitan_lr.ledger.operations import identify
+from torchtitan_lr.parallel.data_parallel import sum_gradients
+from torchtitan_lr.tools.rank_pool import RankPool
+
+UNITS = 4
+
+
+class Calls(TorchDispatchMode):
+    """Notes every collective with the name of its group, not that of the mesh dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with patch("torchtitan_lr.compat.collectives._FIRST_NAMES", {}):
+            call = identify(func, args, kwargs or {})
+        if call is not None:
+            self.seen.append((call.op, call.group))
+        return func(*args, **(kwargs or {}))
+
+
+def order_of_a_step(hsdp: bool, at_once: bool) -> dict[str, Any]:
+    """The collectives of one backward, and each decode among them."""
+    case = CASES["sketch_hsdp" if hsdp else "sketch"]
+    meshes = layout(hsdp)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Weighted() for _ in range(UNITS)))
+    for unit in (*model, model):
+        fully_shard(unit, mesh=meshes["fsdp"])
+    sum_gradients(model)
+    compress(model, meshes["dp_replicate" if hsdp else "fsdp"], case)
+    step_gradients(model, case, 0)
+    model.zero_grad()
+    decode, calls = SketchCodec.decode, Calls()
+
+    def noted(*args: Any) -> Any:
+        calls.seen.append(("decode", ""))
+        return decode(*args)
+
+    reads = patch.object(gradient_compression, "reads_sums_at_once", lambda *_: True)
+    with patch.object(SketchCodec, "decode", noted), calls, reads if at_once else nullcontext():
+        loss = model(torch.zeros(2, requires_grad=True)).sum()
+        calls.seen.clear()  # those of forward
+        loss.backward()
+    own = meshes["dp_replicate"].get_group() if hsdp else second_group(meshes["fsdp"].get_group())
+    names = {meshes["fsdp"].get_group().group_name: "weights", own.group_name: "exchange", "": ""}
+    gradients = [p.grad.full_tensor().sum().item() for p in model.parameters()]
+    return {"calls": [(op, names[group]) for op, group in calls.seen], "gradients": gradients}
+
+
+def places(calls: list[tuple[str, str]], wanted: tuple[str, str]) -> list[int]:
+    return [i for i, call in enumerate(calls) if call == wanted]
+
+
+def test_next_weights_are_gathered_before_the_decode(four_ranks: RankPool) -> None:
+    results = four_ranks.run(order_of_a_step, False, False)
+    assert all(result["calls"] == results[0]["calls"] for result in results)
+    calls = results[0]["calls"]
+    starts, decodes = places(calls, ("all_to_all", "exchange")), places(calls, ("decode", ""))
+    gathers = places(calls, ("all_gather", "weights"))
+    assert len(starts) == len(decodes) == UNITS and len(gathers) == UNITS
+    for start, decode in list(zip(starts, decodes, strict=True))[: UNITS - 2]:
+        assert any(start < gather < decode for gather in gathers)
+    # One exchange is under way at a time.
+    assert all(decode < start for decode, start in zip(decodes, starts[1:], strict=False))
+
+
+def test_each_group_has_its_own_calls(four_ranks: RankPool) -> None:
+    calls = four_ranks.run(order_of_a_step, False, False)[0]["calls"]
+    assert {op for op, group in calls if group == "weights"} == {"all_gather"}
+    counts = {op: calls.count((op, "exchange")) for op, group in calls if group == "exchange"}
+    assert counts == dict.fromkeys(("all_to_all", "reduce_scatter", "all_gather"), UNITS)
+
+
+def test_replicas_too(four_ranks: RankPool) -> None:
+    calls = four_ranks.run(order_of_a_step, True, False)[0]["calls"]
+    start, decode = places(calls, ("all_to_all", "exchange"))[0], places(calls, ("decode", ""))[0]
+    assert any(start < gather < decode for gather in places(calls, ("all_gather", "weights")))
+
+
+def test_an_exchange_that_ends_at_once_is_noticed(four_ranks: RankPool) -> None:
+    """The control: same gradients, but the weights wait for the decode."""
+    results = four_ranks.run(order_of_a_step, False, True)
+    calls = results[0]["calls"]
+    starts, decodes = places(calls, ("all_to_all", "exchange")), places(calls, ("decode", ""))
+    gathers = places(calls, ("all_gather", "weights"))
+    for start, decode in zip(starts, decodes, strict=True):
+        assert not any(start < gather < decode for gather in gathers)
+    beside = four_ranks.run(order_of_a_step, False, False)
+    assert [r["gradients"] for r in results] == [r["gradients"] for r in beside]
