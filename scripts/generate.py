@@ -70,7 +70,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--cache", choices=["full", "latent"], default="full", help="form of the cached values"
     )
-    parser.add_argument("--compile", action="store_true", help="compile the step; slow to start")
+    steps = parser.add_mutually_exclusive_group()
+    steps.add_argument("--compile", action="store_true", help="compile the step; slow to start")
+    steps.add_argument(
+        "--native", action="store_true", help="compute the step by a C++ library; for one CPU"
+    )
     parser.add_argument(
         "--screen_head", action="store_true", help="compute only the logits that can be drawn"
     )
@@ -128,6 +132,7 @@ def run(args: argparse.Namespace, prompts: list[str] | None) -> None:
     """
     # Imported late: torchtitan takes seconds, and --help and argument errors do not need it.
     from torchtitan_lr.inference.decode import compile_blocks
+    from torchtitan_lr.inference.native.program import NativeModel
     from torchtitan_lr.inference.sampling import Sampling
     from torchtitan_lr.inference.screened_head import screen_head
     from torchtitan_lr.tools.generate import Settings, complete
@@ -153,6 +158,8 @@ def run(args: argparse.Namespace, prompts: list[str] | None) -> None:
         screen_head(model, 1 if args.temperature == 0 else args.top_k)
     if args.compile:
         compile_blocks(model)
+    if args.native:
+        settings = dataclasses.replace(settings, native=NativeModel(model))
     streaming = args.prompt is not None and not args.json and args.out is None
     write = _print if streaming and first else None
     done = complete(model, tokenizer, prompts, settings, write)

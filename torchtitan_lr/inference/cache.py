@@ -48,6 +48,7 @@ class KeyValueCache:
         first: Whether it is the first forward pass.
         mask: Which columns the present tokens see, bool (b or 1, 1, s, t); None for causal or all.
         columns: The columns of the present tokens (s,), where shapes are static; else None.
+        padding: Number of padded columns of each row.
     """
 
     def __init__(
@@ -68,10 +69,23 @@ class KeyValueCache:
         self.mask: Tensor | None = None
         # Kept only where rows differ: attention without a mask has faster kernels.
         self._padding: Tensor | None = None
+        self.padding = [width - length for length in lengths]
         if min(lengths) < width:
             self._padding = torch.tensor([[width - length] for length in lengths], device=device)
         layer = {"full": LayerCache, "latent": LatentLayerCache}[kind]
         self._layers = [layer(self) for _ in range(n_layers)]
+
+    def advance(self, new: int = 1) -> int:
+        """Move on by ``new`` columns and return the first of them.
+
+        Raises:
+            ValueError: The cache has too few columns.
+        """
+        if self.end + new > self.capacity:
+            raise ValueError(f"the cache has {self.capacity} columns, not {self.end + new}")
+        self.start, self.end = self.end, self.end + new
+        self.first = self.start == 0
+        return self.start
 
     def begin(self, table: Tensor, new: int) -> Tensor:
         """Move on by ``new`` columns and return the rotations of their positions.
@@ -86,10 +100,7 @@ class KeyValueCache:
         Raises:
             ValueError: The cache has too few columns.
         """
-        if self.end + new > self.capacity:
-            raise ValueError(f"the cache has {self.capacity} columns, not {self.end + new}")
-        self.start, self.end = self.end, self.end + new
-        self.first = self.start == 0
+        self.advance(new)
         columns = torch.arange(self.start, self.end, device=table.device)
         static = self._static and not self.first
         self.columns = columns if static else None
