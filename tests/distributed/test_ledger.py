@@ -218,5 +218,5 @@ def test_script() -> None:
     rows = json.loads(done.out)
     numbers = {*COUNTS, "expected_calls", "expected_elements"}
     assert all(row.keys() == {"scope", "pass", "op", "mesh_dim", "dtype"} | numbers for row in rows)
-    assert {row["scope"] for row in rows} == {"embedding", "block", "head", "loss", "step"}
+    assert {row["scope"] for row in rows} == {"embedding", "block", "head", "step"}
     assert {row["mesh_dim"] for row in rows if row["scope"] == "block"} == {"fsdp", "tp"}
