@@ -21,6 +21,7 @@ from torchtitan.components.loss import LossFunction
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
+from torchtitan_lr.compat.compiler import remake_inputs_of_products
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
@@ -239,6 +240,8 @@ class Runner:
 
     def step(self) -> float:
         """Train for one step; return the loss (nats a token)."""
+        # Of what is compiled in this step; torch's default for the others.
+        remake_inputs_of_products(isinstance(self.loss, HeadLoss))
         prediction = self.model(self.tokens, **loss_arguments(self.loss, self.labels))
         loss = self.loss(prediction, self.labels) / self.labels.numel()
         loss.backward()
