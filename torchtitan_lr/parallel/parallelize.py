@@ -97,7 +97,8 @@ def apply_compile(model: nn.Module, backend: str) -> None:
         model: The model, already wrapped for checkpointing.
         backend: A ``torch.compile`` backend.
     """
-    remake_inputs_of_products()
+    # At full rank it costs time, and the latents that low rank keeps beside are not there.
+    remake_inputs_of_products(cast(LlamaArgs, model.model_args).low_rank)
     layers = model.get_submodule("layers")
     for name, block in layers.named_children():
         compiled = torch.compile(block, backend=backend, fullgraph=True)

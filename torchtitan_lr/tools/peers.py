@@ -222,6 +222,7 @@ class Runner:
             parameter.data = parameter.data.to(workload.dtype)
         ours = isinstance(self.model, LlamaModel)
         self.loss: LossFunction = HeadLoss() if ours else cross_entropy_sum
+        self.low_rank = ours and cast(LlamaArgs, self.model.model_args).low_rank
         self.cuda = workload.device == "cuda"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         vocabulary = workload.args("full").vocab_size
@@ -240,8 +241,8 @@ class Runner:
 
     def step(self) -> float:
         """Train for one step; return the loss (nats a token)."""
-        # Of what is compiled in this step; torch's default for the others.
-        remake_inputs_of_products(isinstance(self.loss, HeadLoss))
+        # For what is compiled in this step, as a training run does; others have torch's default.
+        remake_inputs_of_products(self.low_rank)
         prediction = self.model(self.tokens, **loss_arguments(self.loss, self.labels))
         loss = self.loss(prediction, self.labels) / self.labels.numel()
         loss.backward()
