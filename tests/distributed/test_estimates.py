@@ -228,10 +228,8 @@ def _apply(function: Any, config: Any, part: Any) -> None:
 def saved_on_ranks(cases: list[Case]) -> list[dict[str, int]]:
     """Real bytes that outlive a forward pass with its loss, by case and mode, on this rank."""
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.parallel import loss_parallel
 
     from torchtitan_lr.estimate.storages import LivingStorages
-    from torchtitan_lr.models.loss import cross_entropy_sum
     from torchtitan_lr.tools.parity_cases import BATCH, TOKENS
 
     results = []
@@ -255,11 +253,7 @@ def saved_on_ranks(cases: list[Case]) -> list[dict[str, int]]:
 
             hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
             with LivingStorages(outside) as living, hooks:
-                logits = part(tokens)
-                assert isinstance(logits, DTensor)
-                with loss_parallel():
-                    loss = cross_entropy_sum(logits, tokens)
-                del logits
+                loss = part(tokens, targets=tokens)
                 found[mode] = living.bytes() - loss.untyped_storage().nbytes()
             if mode == "none":
                 found["packed"] = sum(n for a, n in packed.items() if a not in outside)

@@ -22,7 +22,7 @@ from torchtitan_lr.parallel.tensor.collectives import (
     reduce_over_ranks,
     split_replicated,
 )
-from torchtitan_lr.parallel.tensor.ends import _ScatterHead
+from torchtitan_lr.parallel.tensor.ends import scattered_norm
 from torchtitan_lr.parallel.tensor.online_norm import OnlineNorm, online_down, sync_norm
 from torchtitan_lr.tools.parity_cases import relative, tp_mesh
 from torchtitan_lr.tools.rank_pool import RankPool
@@ -218,9 +218,8 @@ def rounding_errors(dtype: torch.dtype) -> dict[Any, float]:
         for form in FORMS
     }
     found[None] = sync(x, gamma, [weight], EPS, ranks)[0]
-    logits = _ScatterHead.apply(
-        shard(x, ranks), shard(gamma, ranks), own_slice(weight, ranks, 0), DIM_64, EPS, ranks
-    )
+    normed = scattered_norm(shard(x, ranks), shard(gamma, ranks), DIM_64, EPS, ranks)
+    logits = torch.nn.functional.linear(normed, own_slice(weight, ranks, 0))
     found["head"] = all_gather(logits, ranks, FEATURES)
     exact = rms_norm.normalized(x, gamma, weight)
     return {form: rms_norm.half_units(output, exact) for form, output in found.items()}

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 import torchtitan_lr
+from torchtitan_lr.models import head_loss
 from torchtitan_lr.models.lane_edges import lane_terms, share_channels
 from torchtitan_lr.models.remade import Gated, gated_linear, silu_linear
 from torchtitan_lr.parallel.tensor.caat import gather_for_lanes, share_over_ranks
@@ -30,7 +32,7 @@ from torchtitan_lr.parallel.tensor.collectives import (
     scatter_sum,
     split_replicated,
 )
-from torchtitan_lr.parallel.tensor.ends import _ScatterHead
+from torchtitan_lr.parallel.tensor.ends import scattered_norm
 from torchtitan_lr.parallel.tensor.grouped_linear import concatenated_linear
 from torchtitan_lr.parallel.tensor.online_norm import OnlineNorm, online_down, sync_norm
 from torchtitan_lr.parallel.tensor.shared_linear import (
@@ -42,6 +44,8 @@ from torchtitan_lr.parallel.tensor.shared_linear import (
 B, S, D, R, G = 2, 6, 24, 8, 2
 EPS = 1e-5
 SHARED = 9
+TARGETS = torch.arange(B * S).remainder(7).mul(6).sub(1).reshape(B, S)
+TARGETS[TARGETS < 0] = -100  # does not count
 
 LIMITS = {torch.float64: 1e-12, torch.bfloat16: 2.0**-7}
 """Of |error| / |expected| over a whole tensor. In fp64 sums of at most 48 terms are off by 1e-14 at
@@ -85,6 +89,29 @@ def down(ranks: Ranks, x: Tensor, gamma: Tensor, *weights: Tensor, **options: bo
     return online_down(x, gamma, weights, OnlineNorm(ranks, D, EPS, **options))
 
 
+def in_chunks(size: int, x: Tensor, weight: Tensor) -> Tensor:
+    """The loss of the targets below; chunks of a size that leaves a smaller last one."""
+    targets = TARGETS.to(x.device)
+    with patch.object(head_loss, "chunk_tokens", lambda tokens, dim: size):
+        return head_loss.linear_loss(x, weight, targets).to(x.dtype)
+
+
+def whole_loss(x: Tensor, weight: Tensor) -> Tensor:
+    lanes = x.unflatten(-1, (-1, D)) if x.ndim == 3 else x
+    parts = zip(lanes.unbind(2), weight.chunk(lanes.shape[2]), strict=True)
+    log_p = torch.cat([part @ rows.T for part, rows in parts], -1).log_softmax(-1)
+    own = log_p.gather(-1, TARGETS.clamp(min=0)[..., None])[..., 0]
+    return -own[TARGETS >= 0].sum()
+
+
+def losses() -> Iterator[Case]:
+    for size in (B * S, 5):
+        for stream in ((B, S, D), (B, S, G, D)):
+            ours = lambda ranks, x, weight, size=size: in_chunks(size, x, weight)  # noqa: E731
+            variant = f"{'lanes' if len(stream) == 4 else 'stream'} {size}"
+            yield Case("_LinearLoss", ours, whole_loss, (stream, (40, D)), variant)
+
+
 def exchanges() -> Iterator[Case]:
     stream = ((B, S, D),)
     for name, whole in {
@@ -117,11 +144,12 @@ def cases() -> Iterator[Case]:
             yield Case("_OnlineDown", ours, formula, group, variant)
     yield Case("_SyncNorm", lambda ranks, x, g: sync_norm(x, g, D, EPS, ranks), rms_norm, norm)
     yield Case(
-        "_ScatterHead",
-        lambda ranks, x, gamma, weight: _ScatterHead.apply(x, gamma, weight, D, EPS, ranks),
-        lambda x, gamma, weight: rms_norm(x, gamma) @ weight.T,
-        (*norm, (40, D)),
+        "_ScatteredNorm",
+        lambda ranks, x, gamma: scattered_norm(x, gamma, D, EPS, ranks),
+        rms_norm,
+        norm,
     )
+    yield from losses()
     weights = ((R, D), (R, D), (R + 3, D))
     concatenated = lambda ranks, x, *w: concatenated_linear(x, w)  # noqa: E731
     side_by_side = lambda x, *w: torch.cat(linears(x, *w), -1)  # noqa: E731

@@ -12,7 +12,7 @@ which a fused kernel does not: on a GPU the true number is smaller, see `fused_n
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 
 from torchtitan_lr.compat.dispatch import storage_address
 from torchtitan_lr.compat.fake import FakeTensorMode, fake_process_group
@@ -28,7 +27,6 @@ from torchtitan_lr.estimate.storages import LivingStorages
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, apply_tensor_parallel
 
 Prepare = Callable[[nn.Module], None]
@@ -187,13 +185,9 @@ def _run(workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None) -
         living = LivingStorages(outside)
         names = {} if mesh is None else mesh_dims_of({"tp": mesh})
         with CommLedger([model], names) as ledger, living:
-            logits = model(tokens)
-            # It replaces the loss's backward as well as its forward.
-            with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
-                loss = cross_entropy_sum(logits, tokens)
-                del logits
-                kept = living.bytes() - _storage(loss).nbytes()
-                loss.backward()
+            loss = model(tokens, targets=tokens)
+            kept = living.bytes() - _storage(loss).nbytes()
+            loss.backward()
         return _Count(kept, living.peak, _repeated(ledger))
 
 

@@ -76,10 +76,8 @@ def _times(rows: Iterable[Traffic], count: int) -> list[Traffic]:
 
 
 def _here(run: Run, pp_rank: int, rows: Iterable[Traffic]) -> list[Traffic]:
-    """Return the rows of a pipeline rank's modules; the loss is on the rank of the head."""
+    """Return the rows of a pipeline rank's modules."""
     scopes = set(run.units_of(pp_rank))
-    if "head" in scopes:
-        scopes.add("loss")
     return [row for row in rows if row.scope in scopes]
 
 

@@ -42,7 +42,7 @@ def model_traffic(
         for i in range(shape.n_layers)
         for row in block_traffic(shape, settings, tokens, first_block=i == 0, ranks=tp_degree)
     ]
-    ends = head_traffic(shape, settings, tokens) + loss_traffic(settings, tokens)
+    ends = head_traffic(shape, settings, tokens) + loss_traffic(shape, settings, tokens, tp_degree)
     return merge([*embedding_traffic(shape, settings, tokens), *blocks, *ends])
 
 
@@ -89,8 +89,32 @@ def head_traffic(shape: ModelShape, settings: PlanSettings, tokens: int) -> list
     return merge(replace(row, scope="head") for row in rows)
 
 
-def loss_traffic(settings: PlanSettings, tokens: int) -> list[Traffic]:
-    """Return torch's loss-parallel scalars per token (T > 1): maximum, sum, the label's logit."""
+def loss_traffic(
+    shape: ModelShape, settings: PlanSettings, tokens: int, ranks: int
+) -> list[Traffic]:
+    """Return the scalars of the loss, which the head computes (T > 1).
+
+    The log-sum-exp of every token is gathered from the ranks, in one call per chunk of tokens, and
+    the loss is summed.
+
+    Args:
+        shape: Shape and family of the model.
+        settings: The plan.
+        tokens: Tokens n of the micro-batch.
+        ranks: T.
+    """
     if not settings.loss_parallel:
         return []
-    return [forward("all_reduce", [tokens] * 3, "loss", scope="loss")]
+    size = _chunk(tokens, shape.dim)
+    chunks = [ranks * min(size, tokens - start) for start in range(0, tokens, size)]
+    return [
+        forward("all_gather", chunks, "loss", scope="head"),
+        forward("all_reduce", [1], "loss", scope="head"),
+    ]
+
+
+def _chunk(tokens: int, dim: int) -> int:
+    """Tokens of a chunk of the loss: an eighth, from 512 to 4096; all up to 512 or d tokens."""
+    if tokens <= dim or tokens <= 512:
+        return tokens
+    return min(max(-(-tokens // 8), 512), 4096)

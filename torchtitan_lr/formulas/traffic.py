@@ -52,7 +52,7 @@ class Traffic:
     """Equal collectives of one part of the model, in one micro-batch.
 
     Args:
-        scope: ``block i``, ``embedding``, ``head`` or ``loss``.
+        scope: ``block i``, ``embedding`` or ``head``, which computes the loss.
         pass_: ``forward`` or ``backward``; ``optimizer`` for TSR-Adam.
         op: ``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``.
         role: The kind of tensor, which determines the dtype: ``activation`` (or its gradient),

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.head_loss import linear_loss
 from torchtitan_lr.models.layers import (
     DenseEdge,
     DownEdge,
@@ -249,6 +250,10 @@ class LaneHeadEdge(nn.Module):
     def forward(self, x: Tensor, norm: nn.Module | None, output: nn.Linear) -> Tensor:
         """Map the streams (b, s, G, d) to logits (b, s, V) with output.weight (V, d)."""
         return lane_linear(x if norm is None else norm(x), output.weight)
+
+    def loss(self, x: Tensor, norm: nn.Module | None, output: nn.Linear, targets: Tensor) -> Tensor:
+        """As `HeadEdge.loss`, for the streams (b, s, G, d)."""
+        return linear_loss(x if norm is None else norm(x), output.weight, targets)
 
 
 def dense_edges(args: LlamaArgs) -> tuple[nn.Module, nn.Module]:

@@ -9,10 +9,12 @@ does not change.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan_lr.models.head_loss import linear_loss
 from torchtitan_lr.models.marks import keep
 from torchtitan_lr.models.remade import Gated, gated_linear, remakes, silu_linear
 
@@ -164,6 +166,10 @@ class HeadEdge(nn.Module):
         """Map the residual stream (b, s, d) to logits (b, s, V) with output.weight (V, d)."""
         return F.linear(x if norm is None else norm(x), output.weight)
 
+    def loss(self, x: Tensor, norm: nn.Module | None, output: nn.Linear, targets: Tensor) -> Tensor:
+        """Return the summed -log p(target) of targets (b, s), without whole logits; a scalar."""
+        return linear_loss(x if norm is None else norm(x), output.weight, targets)
+
 
 class TokenEmbedding(nn.Embedding):
     """Token embedding whose look-up is an edge.
@@ -189,7 +195,20 @@ class OutputProjection(nn.Linear):
         super().__init__(dim, vocab_size, bias=False)
         self.head = HeadEdge() if head is None else head
 
-    def forward(self, input: Tensor, norm: nn.Module | None = None) -> Tensor:
-        """Turn the residual stream (b, s, d) into logits (b, s, V)."""
-        out: Tensor = self.head(input, norm, self)
+    def forward(
+        self, input: Tensor, norm: nn.Module | None = None, targets: Tensor | None = None
+    ) -> Tensor:
+        """Turn the residual stream (b, s, d) into logits (b, s, V), or into a loss.
+
+        Args:
+            input: The residual stream, in the layout of the edge.
+            norm: The final norm.
+            targets: Token ids (b, s), for the scalar sum of -log p(target); see `linear_loss`.
+        """
+        # A call of this module either way, so that FSDP has gathered the weight.
+        out: Tensor = (
+            self.head(input, norm, self)
+            if targets is None
+            else cast(HeadEdge, self.head).loss(input, norm, self, targets)
+        )
         return out

@@ -60,6 +60,7 @@ class LlamaModel(ModelProtocol):
         *carried: Tensor,
         cache: ModelCache | None = None,
         documents: Tensor | None = None,
+        targets: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """Predict the next token at every position.
 
@@ -69,11 +70,13 @@ class LlamaModel(ModelProtocol):
             cache: Keys and values of the tokens before these; None if there are none.
             documents: Index of each token's document (b, s), on every pipeline stage; None for one
                 document per row. Documents do not see each other (`models.documents`).
+            targets: Token ids (b, s) whose log-probabilities are summed, on every pipeline stage.
 
         Returns:
-            Logits (b, s, V), with a cache of the last position alone, (b, 1, V); in an earlier
-            pipeline stage, the residual stream (b, s, d), with lanes at full rank (b, s, G, d), for
-            LaX followed by the last block's latents.
+            Logits (b, s, V), with a cache of the last position alone, (b, 1, V); with targets
+            instead the scalar sum of -log p(target), without whole logits (`models.head_loss`). In
+            an earlier pipeline stage, the residual stream (b, s, d), with lanes at full rank
+            (b, s, G, d), for LaX followed by the last block's latents.
         """
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         latents: Latents | None = carried or None
@@ -94,8 +97,8 @@ class LlamaModel(ModelProtocol):
                 x, latents = block(x, rotations, latents, cache.layer(index))
             x = x[:, -1:]  # generation reads no other prediction
         if self.output is not None:
-            logits: Tensor = self.output(x, self.norm)
-            return logits
+            out: Tensor = self.output(x, self.norm, targets)
+            return out
         x = x if self.norm is None else self.norm(x)
         return x if latents is None else (x, *latents)
 

@@ -41,13 +41,34 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
+class HeadLoss:
+    """The loss of a model whose head computes it, so that whole logits never exist.
+
+    torchtitan's trainer calls the model, then the loss with the model's output and the labels. This
+    loss gives the model the labels first, and the model's output is the loss.
+    """
+
+    def __call__(self, prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the prediction, a scalar; of logits (b, s, V), `cross_entropy_sum`."""
+        return cross_entropy_sum(prediction, labels) if prediction.ndim else prediction
+
+
+def loss_arguments(loss_fn: LossFunction, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the model's arguments for a loss: ``targets`` (b, s) if the head computes it."""
+    return {"targets": labels} if isinstance(loss_fn, HeadLoss) else {}
+
+
 def build_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:
-    """Build the loss, compiled where ``compile.components`` names it.
+    """Build the loss; the head computes it unless logits are gathered over the ranks.
 
     Args:
-        job_config: The run's configuration.
+        job_config: The run's configuration. With ``parallelism.disable_loss_parallel`` under tensor
+            parallelism every rank has whole logits; then ``compile.components`` may name the loss.
         **kwargs: What torchtitan also passes (``parallel_dims``); unused.
     """
+    section = job_config.parallelism
+    if not (section.disable_loss_parallel and section.tensor_parallel_degree > 1):
+        return HeadLoss()
     if job_config.compile.enable and "loss" in job_config.compile.components:
         logger.info("Compiling the loss function with torch.compile")
         return torch.compile(cross_entropy_sum, backend=job_config.compile.backend)

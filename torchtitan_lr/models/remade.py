@@ -6,7 +6,7 @@ function of tensors that backward needs anyway, keeping it is waste: σ(h) besid
 up beside gate and up. Memory falls by r for every bottleneck with σ but a block's last, and by 2 f
 for every SwiGLU, per token, for one more element-wise pass each.
 
-In compiled blocks the compiler decides what is kept, and keeps what a product of backward reads.
+In compiled blocks the compiler decides what is kept (`compat.compiler`).
 """
 
 from typing import Any, NamedTuple

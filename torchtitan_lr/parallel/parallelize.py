@@ -13,6 +13,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
+from torchtitan_lr.compat.compiler import remake_inputs_of_products
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel
 from torchtitan_lr.parallel.recompute.activation_checkpoint import (
@@ -96,6 +97,8 @@ def apply_compile(model: nn.Module, backend: str) -> None:
         model: The model, already wrapped for checkpointing.
         backend: A ``torch.compile`` backend.
     """
+    # At full rank it costs time, and the latents that low rank keeps beside are not there.
+    remake_inputs_of_products(cast(LlamaArgs, model.model_args).low_rank)
     layers = model.get_submodule("layers")
     for name, block in layers.named_children():
         compiled = torch.compile(block, backend=backend, fullgraph=True)

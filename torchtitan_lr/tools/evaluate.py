@@ -20,7 +20,7 @@ from torchtitan_lr.data.validation import ValidationSet, build_validation_set
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import launched_ranks
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.models.loss import cross_entropy_sum, perplexity
+from torchtitan_lr.models.loss import perplexity
 from torchtitan_lr.tools.exported import is_export
 from torchtitan_lr.tools.loading import (
     build_model_args,
@@ -149,8 +149,8 @@ def total_loss(model: LlamaModel, batches: Batches) -> tuple[float, int]:
 
     def batch_loss(inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
         inputs, labels = moved((inputs, labels), device)
-        logits = model(inputs["input"], **model_arguments(inputs))
-        return cross_entropy_sum(logits, labels).double()
+        loss: torch.Tensor = model(inputs["input"], targets=labels, **model_arguments(inputs))
+        return loss.double()
 
     total = len(batches) if isinstance(batches, ValidationSet) else None
     loss_sum, num_tokens = sum_losses(progress(batches, "evaluation", total), batch_loss, device)

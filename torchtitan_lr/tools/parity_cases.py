@@ -134,8 +134,13 @@ class Result:
     logits: Tensor
 
 
-def run_model(model: LlamaModel) -> Result:
-    """Run one forward and backward pass on fixed tokens."""
+def run_model(model: LlamaModel, head_loss: bool = False) -> Result:
+    """Run one forward and backward pass on fixed tokens.
+
+    Args:
+        model: The model.
+        head_loss: Whether the head computes the loss, or the loss follows from the logits.
+    """
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCABULARY, (BATCH, TOKENS), generator=generator)
     labels = torch.randint(VOCABULARY, (BATCH, TOKENS), generator=generator)
@@ -147,11 +152,15 @@ def run_model(model: LlamaModel) -> Result:
 
     assert model.tok_embeddings is not None
     handle = model.tok_embeddings.register_forward_hook(keep)
-    logits = model(tokens)
-    sharded = isinstance(logits, DTensor)
-    with loss_parallel() if sharded else nullcontext():
-        loss = cross_entropy_sum(logits, labels)
+    if head_loss:
+        loss = model(tokens, targets=labels)
         loss.backward()
+        logits = model(tokens)
+    else:
+        logits = model(tokens)
+        with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
+            loss = cross_entropy_sum(logits, labels)
+            loss.backward()
     handle.remove()
     gradients = {}
     for name, parameter in model.named_parameters():
@@ -165,7 +174,7 @@ def run_model(model: LlamaModel) -> Result:
         streams[0].detach(),
         streams[0].grad,
         gradients,
-        (logits.full_tensor() if sharded else logits).detach(),
+        (logits.full_tensor() if isinstance(logits, DTensor) else logits).detach(),
     )
 
 
@@ -247,7 +256,7 @@ def parity(case: Case, *wrappers: Callable[[LlamaModel, Case], None]) -> dict[st
         for wrap in wrappers:
             wrap(model, case)
 
-    return compare(case, run_model(build_model(case, prepare)))
+    return compare(case, run_model(build_model(case, prepare), resolved(case).loss_parallel))
 
 
 def compile_blocks(model: LlamaModel, case: Case) -> None:

@@ -17,14 +17,16 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchtitan.components.loss import LossFunction
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
+from torchtitan_lr.compat.compiler import remake_inputs_of_products
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.models.loss import cross_entropy_sum
+from torchtitan_lr.models.loss import HeadLoss, cross_entropy_sum, loss_arguments
 from torchtitan_lr.tools.cli import text_table
 from torchtitan_lr.training.figures import new_figure
 
@@ -218,7 +220,9 @@ class Runner:
         for parameter in self.model.parameters():
             # Only these: a cast of the module would spoil the others' rotary tables.
             parameter.data = parameter.data.to(workload.dtype)
-        self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
+        ours = isinstance(self.model, LlamaModel)
+        self.loss: LossFunction = HeadLoss() if ours else cross_entropy_sum
+        self.low_rank = ours and cast(LlamaArgs, self.model.model_args).low_rank
         self.cuda = workload.device == "cuda"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         vocabulary = workload.args("full").vocab_size
@@ -228,15 +232,19 @@ class Runner:
         self.tokens, self.labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def compile(self) -> None:
-        """Compile each block and the loss, as a training run does."""
+        """Compile each block, and the loss of logits, as a training run does."""
         layers = cast(Any, self.model).layers
         for block in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
             block.compile()
-        self.loss = torch.compile(cross_entropy_sum)
+        if not isinstance(self.loss, HeadLoss):
+            self.loss = torch.compile(cross_entropy_sum)
 
     def step(self) -> float:
         """Train for one step; return the loss (nats a token)."""
-        loss = self.loss(self.model(self.tokens), self.labels) / self.labels.numel()
+        # For what is compiled in this step, as a training run does; others have torch's default.
+        remake_inputs_of_products(self.low_rank)
+        prediction = self.model(self.tokens, **loss_arguments(self.loss, self.labels))
+        loss = self.loss(prediction, self.labels) / self.labels.numel()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

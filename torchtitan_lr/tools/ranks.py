@@ -27,7 +27,7 @@ from torchtitan_lr.config.build import build_job_config, config_of_record
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.models.loss import cross_entropy_sum
+from torchtitan_lr.models.loss import HeadLoss
 from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
 from torchtitan_lr.tools.exported import (
     export_dtype,
@@ -89,7 +89,7 @@ class RankModel:
 
         def summed(inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
             with context():
-                return batch_loss(self.parts[0], cross_entropy_sum, self.pipeline, inputs, labels)
+                return batch_loss(self.parts[0], HeadLoss(), self.pipeline, inputs, labels)
 
         loss, tokens = sum_over_ranks(self.parts, batches, summed, self.parallel_dims)
         return loss, round(tokens)
@@ -288,7 +288,7 @@ def _build_parts(
     pipeline = None
     if parallel_dims.pp_enabled:
         split = partial(spec.pipelining_fn, model, parallel_dims, config, device, args)
-        pipeline, parts, _, _ = split(spec.parallelize_fn, cross_entropy_sum)
+        pipeline, parts, _, _ = split(spec.parallelize_fn, HeadLoss())
     else:
         parts = [spec.parallelize_fn(model, parallel_dims, config)]
     for part in parts:

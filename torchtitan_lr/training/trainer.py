@@ -21,6 +21,7 @@ from torchtitan_lr.compression.residuals import Residuals
 from torchtitan_lr.data.dataloader import StripeDataLoader
 from torchtitan_lr.ledger.ledger import CommLedger, ledger_for
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.loss import loss_arguments
 from torchtitan_lr.optim.conditional import step_unless
 from torchtitan_lr.parallel.data_parallel import (
     optimizer_owns_replicas,
@@ -195,9 +196,12 @@ class Trainer(titan_train.Trainer):
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
-        """Split a batch as upstream does, but give every pipeline stage all of the arguments."""
+        """Split a batch as upstream does, but give every pipeline stage all of the arguments.
+
+        The labels are one of them, for a head that computes the loss.
+        """
         inputs, labels, extra, common = super().post_dataloading_process(input_dict, labels)
-        return inputs, labels, {}, common | extra
+        return inputs, labels, {}, common | extra | loss_arguments(self.loss_fn, labels)
 
     def forward_backward_step(
         self,

@@ -25,7 +25,7 @@ from torchtitan.tools import utils
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.documents import model_arguments, moved
 from torchtitan_lr.data.validation import build_validation_set
-from torchtitan_lr.models.loss import perplexity
+from torchtitan_lr.models.loss import loss_arguments, perplexity
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
 from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
 
@@ -104,7 +104,8 @@ def batch_loss(
         labels: (b, s), likewise.
     """
     inputs, labels = moved((inputs, labels), utils.device_type)
-    tokens, arguments = inputs["input"], model_arguments(inputs)
+    tokens = inputs["input"]
+    arguments = model_arguments(inputs) | loss_arguments(loss_fn, labels)
     if pipeline is not None:
         return pipeline.evaluate(tokens, labels, **arguments).detach().double()
     return loss_fn(model(tokens, **arguments), labels).detach().double()

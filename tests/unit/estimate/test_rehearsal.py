@@ -14,7 +14,6 @@ from tests.unit.tiny import build_tiny, tiny_args
 from torchtitan_lr.estimate.rehearsal import Workload, fused_norm_saving, rehearse
 from torchtitan_lr.estimate.storages import LivingStorages
 from torchtitan_lr.formulas.activations import kept_bytes
-from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.recompute.activation_checkpoint import apply_activation_checkpoint
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
 
@@ -64,7 +63,7 @@ def really_saved(family, mode):
 
     allocations = Allocations()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), allocations:
-        loss = cross_entropy_sum(model(tokens), tokens)
+        loss = model(tokens, targets=tokens)
     alive = allocations.bytes_alive(outside | {loss.untyped_storage()._cdata})
     return alive, sum(n for address, n in packed.items() if address not in outside)
 

@@ -185,14 +185,16 @@ def test_heads() -> None:
 def test_embedding_and_loss() -> None:
     assert embedding_traffic(shape(), btp(), BS) == []
     assert count(embedding_traffic(shape(), TPSettings("vanilla"), BS), "forward") == (1, BSD)
-    assert count(loss_traffic(btp(), BS), "forward") == (3, 3 * BS)
-    assert loss_traffic(btp(loss_parallel=False), BS) == []
+    assert count(loss_traffic(shape(), btp(), BS, 4), "forward") == (2, 4 * BS + 1)
+    calls, elements = count(loss_traffic(shape(), btp(), 5000, 4), "forward")
+    assert (calls, elements) == (-(-5000 // 625) + 1, 4 * 5000 + 1)
+    assert loss_traffic(shape(), btp(loss_parallel=False), BS, 4) == []
 
 
 def test_model_is_its_parts() -> None:
     assert model_traffic(shape(), btp(), 1, BS) == []
     rows = model_traffic(shape(), btp(), 4, BS)
-    assert {row.scope for row in rows} == {"block 0", "block 1", "block 2", "head", "loss"}
+    assert {row.scope for row in rows} == {"block 0", "block 1", "block 2", "head"}
     one = count(block_traffic(shape(), btp(), BS), "backward")
     assert count([r for r in rows if r.scope == "block 2"], "backward") == one
 

@@ -26,6 +26,7 @@ from torchtitan.protocols.train_spec import ParallelizeFunction
 
 from torchtitan_lr.compat.pipelining import PipelineSchedule, forward_only, stages_built_by
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.loss import HeadLoss
 from torchtitan_lr.parallel.pipeline.boundaries import Boundary, stage_boundary
 from torchtitan_lr.parallel.pipeline.stage_split import layers_before_boundaries
 from torchtitan_lr.parallel.pipeline.stages import build_stage, pack_messages
@@ -46,9 +47,14 @@ class NormalizedLoss:
         self.loss_fn = loss_fn
         self.tokens: float | Tensor = 1.0
 
-    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the micro-batch's share of the loss; logits (b, s, V), labels (b, s)."""
-        loss: Tensor = self.loss_fn(logits, labels) / self.tokens
+    def __call__(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        """Return the micro-batch's share of the loss.
+
+        Args:
+            prediction: Output of the last stage: logits (b, s, V), or the loss.
+            labels: (b, s).
+        """
+        loss: Tensor = self.loss_fn(prediction, labels) / self.tokens
         return loss
 
 
@@ -180,6 +186,7 @@ def pipeline_llama(
         dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
         device=device,
         group=group,
+        head_loss=isinstance(loss_fn, HeadLoss),
     )
     seq_len = job_config.training.seq_len
     of_training = boundaries(seq_len)

@@ -55,6 +55,7 @@ def build_stage(
     dtype: torch.dtype,
     device: torch.device,
     group: Any,
+    head_loss: bool = False,
 ) -> Stage:
     """Build a stage with static shapes.
 
@@ -68,17 +69,20 @@ def build_stage(
         dtype: Of the activations.
         device: Of this rank.
         group: Process group of the pipeline.
+        head_loss: Whether the last stage returns the loss instead of logits.
     """
     first, last = index == 0, index == len(boundaries)
     tokens = torch.empty((batch, seq_len), dtype=torch.int64, device="meta")
-    logits = torch.empty((batch, seq_len, vocab_size), dtype=dtype, device="meta")
+    output = torch.empty((batch, seq_len, vocab_size), dtype=dtype, device="meta")
+    if head_loss:
+        output = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta")
     return Stage(
         part,
         index,
         len(boundaries) + 1,
         device,
         input_args=tokens if first else _message(boundaries[index - 1], batch, dtype),
-        output_args=logits if last else _message(boundaries[index], batch, dtype),
+        output_args=output if last else _message(boundaries[index], batch, dtype),
         group=group,
     )
 

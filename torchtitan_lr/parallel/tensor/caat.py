@@ -205,8 +205,11 @@ class CaatHead(VocabParallelHead):
         Returns:
             As in `VocabParallelHead`.
         """
-        x = x if norm is None else summed_norm(x, norm, self.ranks)
-        return self.finish(lane_linear(x, local(output.weight)))
+        return self.finish(lane_linear(self.normalized(x, norm), local(output.weight)))
+
+    def normalized(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+        """Return the streams of this rank's lanes (b, s, g, d), normalized."""
+        return x if norm is None else summed_norm(x, norm, self.ranks)
 
 
 class Caat(TensorParallelPlan):

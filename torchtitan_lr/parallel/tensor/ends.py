@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from torchtitan_lr.models.head_loss import VocabularyPart, linear_loss
 from torchtitan_lr.parallel.tensor.collectives import (
     FEATURES,
     TOKENS,
@@ -95,10 +96,28 @@ class VocabParallelHead(nn.Module):
         Returns:
             Logits (b, s, V): a DTensor with Shard(-1), or a plain replicated tensor.
         """
-        logits = F.linear(self._normalized(x, norm), local(output.weight))
-        return self.finish(logits)
+        return self.finish(F.linear(self.normalized(x, norm), local(output.weight)))
 
-    def _normalized(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+    def loss(
+        self, x: Tensor, norm: nn.RMSNorm | None, output: nn.Linear, targets: Tensor
+    ) -> Tensor:
+        """Sum -log p(target) without whole logits, on shards whatever `loss_parallel` is.
+
+        Args:
+            x: As in `forward`.
+            norm: As in `forward`.
+            output: As in `forward`.
+            targets: Token ids (b, s), replicated.
+
+        Returns:
+            A scalar, replicated; backward is the same on every rank.
+        """
+        weight = local(output.weight)
+        part = vocabulary_part(self.ranks, weight.shape[0])
+        return linear_loss(self.normalized(x, norm), weight, targets, part)
+
+    def normalized(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+        """Return the input of the product, replicated; its gradient is summed over the ranks."""
         if self.stream == "tokens":
             x = x if norm is None else token_sharded_norm(x, norm, self.ranks)
             return gather_partial(x, self.ranks, TOKENS)
@@ -117,8 +136,8 @@ class VocabParallelHead(nn.Module):
 class ScatterHead(VocabParallelHead):
     """The head of a feature-sharded stream with a cheaper backward: each rank needs a part of dx.
 
-    Only γ ⊙ x is gathered, and the logits are scaled by rstd afterwards, so the gathered tensor's
-    gradient can be reduce-scattered at once instead of all-reduced and sliced.
+    γ ⊙ x is gathered and then scaled by rstd, so the gathered tensor's gradient can be
+    reduce-scattered at once instead of all-reduced and sliced. The final norm's weight is Shard(0).
 
     Args:
         mesh: The tensor-parallel mesh.
@@ -128,58 +147,75 @@ class ScatterHead(VocabParallelHead):
     def __init__(self, mesh: DeviceMesh, loss_parallel: bool) -> None:
         super().__init__(mesh, loss_parallel, "features")
 
-    def forward(self, x: Tensor, norm: nn.RMSNorm | None, output: nn.Linear) -> Tensor:
-        """Compute logits.
-
-        Args:
-            x: Residual stream (b, s, d/T), Shard(-1).
-            norm: The final norm; weight (d/T,), Shard(0).
-            output: The head; weight (V/T, d), Shard(0).
-
-        Returns:
-            As in `VocabParallelHead`.
+    def normalized(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+        """Return the normalized stream (b, s, d), replicated, of x (b, s, d/T), Shard(-1).
 
         Raises:
             RuntimeError: If the final norm is in another pipeline stage.
         """
         if norm is None:
             raise RuntimeError("tp_head = 'scatter' needs the final norm beside the output")
-        dim, eps = norm.normalized_shape[0], epsilon(norm)
-        logits = _ScatterHead.apply(
-            x, local(norm.weight), local(output.weight), dim, eps, self.ranks
+        return scattered_norm(
+            x, local(norm.weight), norm.normalized_shape[0], epsilon(norm), self.ranks
         )
-        return self.finish(logits)
 
 
-class _ScatterHead(torch.autograd.Function):
+def scattered_norm(x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks) -> Tensor:
+    """Normalize a feature-sharded stream, and gather the result for vocabulary shards.
+
+    Args:
+        x: Residual stream (b, s, d/T), Shard(-1).
+        gamma: The norm's weight (d/T,), Shard(0).
+        dim: d.
+        eps: ε.
+        ranks: The tensor-parallel ranks.
+
+    Returns:
+        Tensor (b, s, d), replicated; its gradient is summed over the ranks.
+    """
+    out: Tensor = _ScatteredNorm.apply(x, gamma, dim, eps, ranks)
+    return out
+
+
+def vocabulary_part(ranks: Ranks, rows: int) -> VocabularyPart:
+    """Return a rank's part of the vocabulary, of which every rank has ``rows`` rows.
+
+    The exchange per chunk of tokens is the ranks' log-sum-exps, gathered; at the end the loss.
+    """
+
+    def total(own: Tensor) -> Tensor:
+        return all_gather(own[None], ranks, 0).logsumexp(0)
+
+    def add(loss: Tensor) -> Tensor:
+        return wait(start_all_reduce(loss, ranks))
+
+    return VocabularyPart(ranks.rank * rows, total, add)
+
+
+class _ScatteredNorm(torch.autograd.Function):
     """Forward all-gather and statistic's all-reduce, backward reduce-scatter and all-reduce.
 
-    Z = U W_iᵀ with U the gathered γ ⊙ x, logits = Z · rstd. The gradient of rstd sums Z · dlogits
-    over the whole vocabulary, which is <U, dU> over the features: no logits are saved for it.
+    H = U · rstd with U the gathered γ ⊙ x. The gradient of rstd is <U, dH> over the features, of
+    which a rank sums its own.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gamma: Tensor, weight: Tensor, dim: int, eps: float, ranks: Ranks
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks) -> Tensor:
         started = start_all_reduce(sum_of_squares(x), ranks)
         gathered = all_gather(x * gamma, ranks, FEATURES)
-        logits = F.linear(gathered, weight)
         rstd = torch.rsqrt(wait(started) / dim + eps).unsqueeze(-1)
-        ctx.save_for_backward(x, gamma, weight, gathered, rstd)
+        ctx.save_for_backward(x, gamma, rstd)
         ctx.dim, ctx.ranks = dim, ranks
-        return cast(logits * rstd, x.dtype)
+        return cast(gathered * rstd, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, ...]:
-        x, gamma, weight, gathered, rstd = ctx.saved_tensors
-        dz = (dlogits * rstd).to(x.dtype)
-        started = start_reduce_scatter(dz @ weight, ctx.ranks, FEATURES)
-        dweight = dz.flatten(0, 1).T @ gathered.flatten(0, 1)  # during the reduce-scatter
-        du = wait(started).to(rstd.dtype)
-        # dS = -½ rstd² / d · <dlogits, logits>, and <dlogits, logits> = <dU, U>.
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, gamma, rstd = ctx.saved_tensors
+        dgathered = (gradient * rstd).to(x.dtype)
+        du = wait(start_reduce_scatter(dgathered, ctx.ranks, FEATURES)).to(rstd.dtype)
+        # dS = -½ rstd² / d · <dH, H>, and <dH, H> = <dU, U>.
         inner = wait(start_all_reduce((du * (x * gamma)).sum(-1), ctx.ranks)).unsqueeze(-1)
         ds = -0.5 / ctx.dim * rstd.square() * inner
         dx = du * gamma + 2 * ds * x
         dgamma = (du * x).sum((0, 1))
-        return dx.to(x.dtype), dgamma.to(gamma.dtype), dweight, None, None, None
+        return dx.to(x.dtype), dgamma.to(gamma.dtype), None, None, None

@@ -1,0 +1,53 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The head's loss over vocabulary shards, in chunks, is that of one process."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.distributed.test_btp_parity import worst
+from tests.distributed.tp_cases import fully_shard_blocks
+from torchtitan_lr.models import head_loss
+from torchtitan_lr.parallel.tensor import ends
+from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
+from torchtitan_lr.tools.parity_cases import Case, one_process, parity
+from torchtitan_lr.tools.rank_pool import RankPool
+
+CASES = {
+    "features": Case("cola", TPSettings("btp")),
+    "scatter, FSDP": Case("cola", TPSettings("btp", head="scatter"), degree=2),
+    "tokens": Case("full", TPSettings("megatron", comm="sequence")),
+    "two lanes on a rank": Case("full", TPSettings("caat"), degree=2, lanes=4, fraction=0.5),
+}
+
+
+def errors_in_chunks(case: Case, shift: bool = True) -> dict[str, float]:
+    """Run a case in chunks of five of its sixteen tokens; on a rank.
+
+    Without the shift every rank has the softmax of its own part of the vocabulary.
+    """
+    one_process(case)
+    wrappers = (fully_shard_blocks,) if case.degree == 2 and case.lanes == 1 else ()
+    total = ends.vocabulary_part
+
+    def alone(ranks: ends.Ranks, rows: int) -> head_loss.VocabularyPart:
+        part = total(ranks, rows)
+        return head_loss.VocabularyPart(part.first, torch.clone, part.add)
+
+    with (
+        patch.object(head_loss, "chunk_tokens", lambda tokens, dim: 5),
+        patch.object(ends, "vocabulary_part", total if shift else alone),
+    ):
+        return parity(case, *wrappers)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chunks_of_vocabulary_shards(name: str, four_ranks: RankPool) -> None:
+    errors = four_ranks.run(errors_in_chunks, CASES[name])
+    assert worst(errors) <= 1e-12
+
+
+def test_a_softmax_of_the_own_shard_is_noticed(four_ranks: RankPool) -> None:
+    errors = four_ranks.run(errors_in_chunks, CASES["features"], False)
+    assert all(error["loss"] > 1e-3 for error in errors)

@@ -1,0 +1,168 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The head's loss in chunks is that of the whole logits, and its memory that of a chunk."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torchtitan.components.loss import IGNORE_INDEX
+
+from tests.unit.tiny import build_tiny
+from torchtitan_lr.compat.fake import FakeTensorMode
+from torchtitan_lr.estimate.storages import LivingStorages
+from torchtitan_lr.models import head_loss
+from torchtitan_lr.models.head_loss import chunk_tokens, linear_loss
+from torchtitan_lr.models.lane_edges import lane_linear
+from torchtitan_lr.models.loss import HeadLoss, cross_entropy_sum, loss_arguments
+
+D, V, LANES = 6, 24, 3
+
+
+def inputs(dtype, *lanes):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 9, *lanes, D, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype)
+    targets = torch.randint(V, (3, 9), generator=generator)
+    targets[0, 2:7] = IGNORE_INDEX
+    targets[2, -1] = IGNORE_INDEX
+    return x.requires_grad_(), weight.requires_grad_(), targets
+
+
+def whole(x, weight, targets):
+    logits = lane_linear(x, weight) if x.ndim == 4 else F.linear(x, weight)
+    return cross_entropy_sum(logits, targets)
+
+
+def in_chunks(size, *arguments):
+    with patch.object(head_loss, "chunk_tokens", lambda tokens, dim: min(size, tokens)):
+        return linear_loss(*arguments)
+
+
+def errors(size, dtype, *lanes, change=lambda targets: targets):
+    """Relative errors of the loss and of both gradients against the whole logits."""
+    x, weight, targets = inputs(dtype, *lanes)
+    found = in_chunks(size, x, weight, change(targets))
+    wanted = whole(x, weight, targets)
+    assert found.dtype == wanted.dtype
+    ours = torch.autograd.grad(found / 7, (x, weight))
+    theirs = torch.autograd.grad(wanted / 7, (x, weight))
+    pairs = zip((found, *ours), (wanted, *theirs), strict=True)
+    return [((a - b).abs().max() / b.abs().max()).item() for a, b in pairs]
+
+
+@pytest.mark.parametrize("lanes", [(), (LANES,)], ids=["stream", "lanes"])
+@pytest.mark.parametrize("size", [27, 9, 5], ids="chunks of {}".format)
+def test_loss_and_gradients_are_those_of_the_whole_logits(size, lanes):
+    assert max(errors(size, torch.float64, *lanes)) < 1e-14
+    assert max(errors(size, torch.float32, *lanes)) < 1e-6
+    assert max(errors(size, torch.bfloat16, *lanes)) < 2**-6
+    # The control: an ignored token that counts.
+    counted = errors(size, torch.float64, *lanes, change=lambda t: t.clamp(min=0))
+    assert min(counted) > 1e-3
+
+
+def test_it_is_torchs_own_function():
+    """From torch 2.13; it is an independent reference, although less exact in fp32."""
+    if not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("torch has no linear_cross_entropy")
+    x, weight, targets = inputs(torch.float64)
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=5, chunking_method=None)
+    theirs = F.linear_cross_entropy(
+        x.flatten(0, 1), weight, targets.flatten(), reduction="sum", options=options
+    )
+    found = in_chunks(5, x, weight, targets)
+    torch.testing.assert_close(found, theirs, rtol=1e-14, atol=0)
+    for a, b in zip(*(torch.autograd.grad(y, (x, weight)) for y in (found, theirs)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("size", [27, 5])
+def test_backward_may_run_for_one_input_at_a_time(size):
+    """A zero-bubble pipeline takes the weight's gradient later."""
+    x, weight, targets = inputs(torch.float64)
+    wanted = torch.autograd.grad(whole(x, weight, targets), (x, weight))
+    loss = in_chunks(size, x, weight, targets)
+    (dx,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (dweight,) = torch.autograd.grad(loss, weight)
+    torch.testing.assert_close((dx, dweight), wanted, rtol=1e-12, atol=1e-13)
+
+
+def test_an_unlikely_target_has_its_loss():
+    """Where p underflows, the loss is still a difference of logits, not infinite."""
+    x, weight = torch.ones(1, 1, 1), torch.tensor([[0.0], [-300.0]])
+    assert in_chunks(1, x, weight, torch.ones(1, 1, dtype=torch.long)).item() == 300.0
+
+
+def test_a_target_beyond_the_vocabulary_is_an_error():
+    x, weight, targets = inputs(torch.float32)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        linear_loss(x, weight, targets.clamp(min=V))
+
+
+def peak(function, tokens, dim, vocabulary, dtype):
+    """Bytes at the peak of forward and backward beyond inputs and gradients, without data."""
+    with FakeTensorMode():
+        x = torch.empty(1, tokens, dim, dtype=dtype, requires_grad=True)
+        weight = torch.empty(vocabulary, dim, dtype=dtype, requires_grad=True)
+        targets = torch.zeros(1, tokens, dtype=torch.long)
+        outside = {t.untyped_storage()._cdata for t in (x, weight, targets)}
+        with LivingStorages(outside) as living:
+            function(x, weight, targets).backward()
+        return living.peak - x.nbytes - weight.nbytes
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 4096), (torch.bfloat16, 2048)])
+def test_logits_of_a_large_vocabulary_never_exist(dtype, dim):
+    tokens, vocabulary = 16384, 128 * 1024
+    whole_bytes = peak(whole, tokens, dim, vocabulary, dtype)
+    found = peak(linear_loss, tokens, dim, vocabulary, dtype)
+    assert whole_bytes >= 2 * tokens * vocabulary * 4
+    assert found <= whole_bytes / 8
+    # The control: one chunk of all tokens.
+    one = peak(lambda *arguments: in_chunks(tokens, *arguments), tokens, dim, vocabulary, dtype)
+    assert one > whole_bytes / 8
+
+
+def saved_numbers(size):
+    """Floats that a loss in chunks of a size keeps for backward."""
+    x, weight, targets = inputs(torch.float32)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        in_chunks(size, x, weight, targets)
+    return sum(t.numel() for t in saved if t.dtype == torch.float32)
+
+
+def test_what_backward_keeps():
+    """In chunks the gradients; in one chunk its input, the weight and the logits' gradient."""
+    assert saved_numbers(9) == 27 * D + V * D
+    assert saved_numbers(27) == 27 * D + V * D + 27 * V
+    with torch.no_grad():
+        assert saved_numbers(9) == 0
+
+
+def test_chunks():
+    assert [chunk_tokens(n, 256) for n in (100, 512, 513, 4096, 16384)] == [
+        100,
+        512,
+        512,
+        512,
+        2048,
+    ]
+    assert chunk_tokens(2048, 4096) == 2048  # the logits are smaller than the weight's gradient
+
+
+@pytest.mark.parametrize("family", ["full", "cola"])
+def test_a_model_with_targets_returns_the_loss(family):
+    model = build_tiny(family, torch.float64)
+    tokens = torch.randint(96, (2, 17), generator=torch.Generator().manual_seed(1))
+    tokens, labels = tokens[:, :-1], tokens[:, 1:].clone()
+    labels[0, :3] = IGNORE_INDEX
+    loss = HeadLoss()
+    found = loss(model(tokens, **loss_arguments(loss, labels)), labels)
+    wanted = cross_entropy_sum(model(tokens), labels)
+    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=0)
+    assert loss_arguments(cross_entropy_sum, labels) == {}
+    assert loss(model(tokens), labels) == wanted
+    ours, theirs = (torch.autograd.grad(y, list(model.parameters())) for y in (found, wanted))
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

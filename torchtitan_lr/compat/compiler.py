@@ -1,0 +1,24 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Choices of torch's compiler without a public name.
+
+Tested with torch 2.13.
+"""
+
+from torch._functorch import config as functorch_config
+
+
+def remake_inputs_of_products(enabled: bool = True) -> None:
+    """Let compiled backward passes make the inputs of products again, if they are element-wise.
+
+    By default the partitioner of forward and backward keeps whatever a product of backward reads:
+    σ(h) beside h, SwiGLU's product beside its factors, the normalized stream beside the stream.
+    Applies to what this process compiles from now on.
+
+    Sets ``ban_recompute_materialized_backward`` of ``torch._functorch.config``. If it is gone, the
+    results are the same and compiled blocks keep more for backward.
+
+    Args:
+        enabled: False for torch's default.
+    """
+    if hasattr(functorch_config, "ban_recompute_materialized_backward"):
+        functorch_config.ban_recompute_materialized_backward = not enabled
