@@ -96,9 +96,13 @@ class Started:
             self.said.seek(0)
             raise RunFailedError(last_error(self.said.read(), status))
 
+    def terminate(self) -> None:
+        """Pass a stop signal on."""
+        self.process.terminate()
+
     def stop(self) -> None:
         """Pass a stop signal on, and wait for the run to save."""
-        self.process.terminate()
+        self.terminate()
         self.process.wait()
 
 

@@ -8,7 +8,7 @@ from typing import IO
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.folder_lock import lock_file
-from torchtitan_lr.tools.experiments import Stopped, on_signals_stop
+from torchtitan_lr.tools.experiments import Stopped
 from torchtitan_lr.tools.scaling.costs import measured_rate
 from torchtitan_lr.tools.scaling.plan import Plan
 from torchtitan_lr.tools.scaling.report import (
@@ -63,7 +63,7 @@ def _slots(plan: Plan, jobs: int) -> tuple[str, list[str]]:
 
     devices = torch.cuda.device_count()
     device = "cuda" if devices else "cpu"
-    return device, slots_of(jobs, plan.experiment.ranks, device, devices)
+    return device, slots_of(jobs, plan.experiment.most_ranks, device, devices)
 
 
 def execute(plan: Plan, jobs: int, mix: bool) -> int:
@@ -97,9 +97,8 @@ def _execute(plan: Plan, jobs: int, mix: bool, lock: IO[str]) -> int:
     plan.check()
     commit = current_commit()
     check_commit(plan, commit, mix)
-    _, slots = _slots(plan, jobs)
-    on_signals_stop()
-    runner = Runner(plan, slots, commit, lock)
+    runner = Runner(plan, *_slots(plan, jobs), commit, lock)
+    runner.stop_on_signals()
     try:
         runner.run()
     except Stopped as signal:

@@ -69,8 +69,10 @@ def check_overrides(experiment: Experiment) -> None:
     for where, overrides in items.items():
         for item in overrides:
             key, equals, _ = item.partition("=")
-            if not equals or "." not in key or key.startswith("-"):
-                raise ConfigError(f"{where}overrides", item, "section.key=value")
+            switch = key.partition(".")[2].startswith(("enable", "no_enable"))
+            if not (equals or switch) or "." not in key or key.startswith("-"):
+                want = "section.key=value, or section.no_enable"
+                raise ConfigError(f"{where}overrides", item, want)
             if key.replace("-", "_") in OWN_KEYS:
                 want = f"nothing: {OWN_KEYS[key.replace('-', '_')]}"
                 raise ConfigError(f"{where}overrides: {key}", item, want)
@@ -136,10 +138,10 @@ def cost_of(experiment: Experiment, family: str, size: str, models: Path) -> Cos
     arguments = model_arguments(experiment, family, size, models)
     config_file = f"--job.config_file={find_config(experiment.config)}"
     folder = f"--job.dump_folder={models.parent / 'runs' / 'none'}"
-    placed = place_run([config_file, folder, *arguments], experiment.ranks)
+    placed = place_run([config_file, folder, *arguments], experiment.ranks_of(family))
     if not placed.config.validation.enable:
         raise ConfigError("validation.enable", False, "true: the fit reads the validation loss")
-    run = read_run(placed.config, experiment.ranks)
+    run = read_run(placed.config, experiment.ranks_of(family))
     hardware = load_hardware(experiment.hardware, shipped_folder("scripts") / "hardware")
     traffic = [_average_traffic(run, pp_rank) for pp_rank in range(run.pp)]
     sent = [bytes_by_dim(rows, run.wire_dtypes) for rows in traffic]

@@ -28,14 +28,18 @@ class Family:
         model: ``model.name``; by default ``llama_NAME``.
         overrides: Overrides of its runs, ``section.key=value``.
         learning_rates: Its own grid; empty for that of ``[learning_rate]``.
-        color: Its color in pictures, a name of matplotlib's; empty for one by its place.
+        ranks: Ranks of its runs; 0 for those of the experiment.
+        group: The line of a picture of levels that it belongs to; its colour is that of the group.
+        level: Its place on that line.
     """
 
     name: str = ""
     model: str = ""
     overrides: list[str] = field(default_factory=list)
     learning_rates: list[float] = field(default_factory=list)
-    color: str = ""
+    ranks: int = 0
+    group: str = ""
+    level: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,15 @@ class Experiment:
     learning_rate: LearningRate = field(default_factory=LearningRate)
     families: dict[str, Family] = field(default_factory=dict)
     sizes: dict[str, Size] = field(default_factory=dict)
+
+    def ranks_of(self, family: str) -> int:
+        """Return the number of ranks of a family's runs."""
+        return self.families[family].ranks or self.ranks
+
+    @property
+    def most_ranks(self) -> int:
+        """The most ranks that a run has."""
+        return max(map(self.ranks_of, self.families))
 
     def seeds_of(self, size: str) -> list[int]:
         """Return the seeds at a size."""

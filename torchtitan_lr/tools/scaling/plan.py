@@ -122,7 +122,7 @@ class Plan:
                 run = Run(family, size, budget, seed, rate)
                 folder = f"--job.dump_folder={self.folder(run)}"
                 config = f"--job.config_file={find_config(self.experiment.config)}"
-                check_run([config, *self.arguments(run), folder], self.experiment.ranks)
+                check_run([config, *self.arguments(run), folder], self.experiment.ranks_of(family))
         for run in self.runs():
             record = self.records.get(run.name)
             if record is not None and record["arguments"] != self.arguments(run):

@@ -5,17 +5,20 @@ import hashlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 from torchtitan_lr.config.shipped import find_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.tools.cli import RunFailedError
-from torchtitan_lr.tools.experiments import Started, start
+from torchtitan_lr.tools.experiments import Started, Stopped, start
+from torchtitan_lr.tools.forked_runs import ForkedRun
 from torchtitan_lr.tools.scaling.plan import DIVERGED, FINISHED, RUN_FILE, Plan, Run
 from torchtitan_lr.training.summary import SUMMARY_FILE
 
@@ -101,18 +104,36 @@ def slots_of(jobs: int, ranks: int, device: str, devices: int) -> list[str]:
 class Runner:
     """Executes what is missing.
 
+    Runs on a CPU are forked from one process with all imports done; a small run would spend most of
+    its time on them.
+
     Args:
         plan: The plan.
+        device: ``cpu`` or the type of the accelerator.
         slots: Returned by `slots_of`.
         commit: Recorded with each run.
-        lock: A locked file in the plan's folder; each run inherits the lock.
+        lock: A locked file in the plan's folder; runs that may outlive this process inherit it.
     """
 
-    def __init__(self, plan: Plan, slots: list[str], commit: str, lock: IO[str]) -> None:
-        self.plan, self.commit, self._lock = plan, commit, lock
+    def __init__(
+        self, plan: Plan, device: str, slots: list[str], commit: str, lock: IO[str]
+    ) -> None:
+        self.plan, self.commit, self._device, self._lock = plan, commit, device, lock
         self._free = list(enumerate(slots))
-        self._active: dict[Run, tuple[Started, tuple[int, str], float | None]] = {}
+        self._active: dict[Run, tuple[Started | ForkedRun, tuple[int, str], float | None]] = {}
         self.failed: dict[str, str] = {}
+        self._stop = ""
+
+    def stop_on_signals(self) -> None:
+        """Make SIGTERM and Ctrl-C end `run`, after the start or end of a run that is under way."""
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            self._stop = signal.Signals(number).name
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # Keep a signal ignored that ``nohup`` or ``cmd &`` set to be ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, stop)
 
     def run(self) -> None:
         """Run all that is missing; what a finished search determines is started then.
@@ -128,10 +149,12 @@ class Runner:
                     self._finish(run)
                 if ended:
                     self._start_some()
+                if self._stop:
+                    raise Stopped(self._stop)
                 time.sleep(_POLL_SECONDS)
         except BaseException:
             for job, *_ in self._active.values():
-                job.process.terminate()
+                job.terminate()
             for run in list(self._active):
                 self._finish(run)
             raise
@@ -144,7 +167,8 @@ class Runner:
             if run not in self._active and run.name not in self.failed
         ]
         for run in waiting[: len(self._free)]:
-            self._start(run)
+            if not self._stop:
+                self._start(run)
 
     def _start(self, run: Run) -> None:
         slot = self._free.pop(0)
@@ -152,20 +176,21 @@ class Runner:
         known = self.plan.records.get(run.name, {}).get("commits", [])
         commits = list(dict.fromkeys([*known, self.commit]))
         self._save(run, "started", commits, {})
-        variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        if slot[1]:
-            variables["CUDA_VISIBLE_DEVICES"] = slot[1]
-        experiment = self.plan.experiment
-        job = start(
-            find_config(experiment.config),
-            self.plan.folder(run),
-            self.plan.arguments(run),
-            experiment.ranks,
-            variables,
-            keep_open=[self._lock.fileno()],
-        )
         # The time of a run that goes on is that of its last part.
-        self._active[run] = (job, slot, None if known else time.monotonic())
+        begin = None if known else time.monotonic()
+        self._active[run] = (self._job(run, slot[1]), slot, begin)
+
+    def _job(self, run: Run, devices: str) -> Started | ForkedRun:
+        config, folder = find_config(self.plan.experiment.config), self.plan.folder(run)
+        arguments, ranks = self.plan.arguments(run), self.plan.experiment.ranks_of(run.family)
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        if self._device == "cpu":
+            own = [f"--job.config_file={config}", f"--job.dump_folder={folder}"]
+            return ForkedRun([*own, *arguments], folder, ranks, int(threads))
+        variables = {"OMP_NUM_THREADS": threads}
+        if devices:
+            variables["CUDA_VISIBLE_DEVICES"] = devices
+        return start(config, folder, arguments, ranks, variables, [self._lock.fileno()])
 
     def _finish(self, run: Run) -> None:
         job, slot, begin = self._active.pop(run)
@@ -187,6 +212,8 @@ class Runner:
         row = {key: summary[key] for key in _RESULTS}
         seconds = None if begin is None else time.monotonic() - begin
         row |= {"flops": self.plan.flops(run), "seconds": seconds}
+        if isinstance(job, ForkedRun):
+            row["cpu_seconds"] = job.cpu_seconds()
         loss = row["val_loss"]
         if loss is None or not math.isfinite(loss):
             self._save(run, DIVERGED, commits, row | {"val_loss": None})
