@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
     work = Path(options.work or f"outputs/{experiment.name}")
     commands.open_folder(work)
-    plan = Plan(experiment, work)
+    plan = Plan(experiment, work, [size for size in options.sizes.split(",") if size])
     if options.command == "plan":
         return commands.show(plan, options.jobs, options.json)
     if options.command == "run":
@@ -66,6 +66,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default=0,
         help="runs at once (default: as many as the machine has cores or GPUs for)",
     )
+    parser.add_argument("--sizes", default="", help="run: only these sizes, with commas")
     parser.add_argument(
         "--mix_commits", action="store_true", help="run: add runs of another commit to the folder"
     )

@@ -68,11 +68,9 @@ def check_overrides(experiment: Experiment) -> None:
     items |= {f"sizes.{name}.": size.overrides for name, size in experiment.sizes.items()}
     for where, overrides in items.items():
         for item in overrides:
-            key, equals, _ = item.partition("=")
-            switch = key.partition(".")[2].startswith(("enable", "no_enable"))
-            if not (equals or switch) or "." not in key or key.startswith("-"):
-                want = "section.key=value, or section.no_enable"
-                raise ConfigError(f"{where}overrides", item, want)
+            key = item.partition("=")[0]
+            if "." not in key or key.startswith("-"):
+                raise ConfigError(f"{where}overrides", item, "section.key=value")
             if key.replace("-", "_") in OWN_KEYS:
                 want = f"nothing: {OWN_KEYS[key.replace('-', '_')]}"
                 raise ConfigError(f"{where}overrides: {key}", item, want)
@@ -128,23 +126,19 @@ def cost_of(experiment: Experiment, family: str, size: str, models: Path) -> Cos
     Raises:
         ConfigError: The run's configuration is not valid.
     """
-    from torchtitan_lr.estimate.hardware import load_hardware
-    from torchtitan_lr.estimate.run import read_run
-    from torchtitan_lr.estimate.timing import step_time
-    from torchtitan_lr.estimate.traffic import bytes_by_dim
     from torchtitan_lr.formulas.flops import flops_per_token
     from torchtitan_lr.formulas.parameters import count_parameters
 
     arguments = model_arguments(experiment, family, size, models)
-    config_file = f"--job.config_file={find_config(experiment.config)}"
-    folder = f"--job.dump_folder={models.parent / 'runs' / 'none'}"
-    placed = place_run([config_file, folder, *arguments], experiment.ranks_of(family))
-    if not placed.config.validation.enable:
+    ranks = experiment.ranks_of(family)
+    run = _placed(experiment, arguments, ranks, models)
+    if not run.config.validation.enable:
         raise ConfigError("validation.enable", False, "true: the fit reads the validation loss")
-    run = read_run(placed.config, experiment.ranks_of(family))
-    hardware = load_hardware(experiment.hardware, shipped_folder("scripts") / "hardware")
-    traffic = [_average_traffic(run, pp_rank) for pp_rank in range(run.pp)]
-    sent = [bytes_by_dim(rows, run.wire_dtypes) for rows in traffic]
+    modelled = run
+    if experiment.modelled_ranks:
+        arguments += overrides_of(experiment.modelled)
+        modelled = _placed(experiment, arguments, experiment.modelled_ranks, models)
+    sent, seconds = _modelled(experiment, modelled)
     parts = count_parameters(run.args)
     without = parts.total - parts.embedding - parts.head
     batches = run.microbatches * run.accumulation * run.shard * run.replicas
@@ -154,9 +148,30 @@ def cost_of(experiment: Experiment, family: str, size: str, models: Path) -> Cos
         width=run.args.dim,
         flops_per_token=flops_per_token(run.args, run.seq_len),
         tokens_per_step=run.tokens * batches,
-        bytes_per_step=float(max(map(_total, sent))),
-        seconds_per_step=step_time(run, traffic, hardware).total,
+        bytes_per_step=sent,
+        seconds_per_step=seconds,
     )
+
+
+def _placed(experiment: Experiment, arguments: list[str], ranks: int, models: Path) -> Any:
+    """Return a run as the estimate reads it, checked."""
+    from torchtitan_lr.estimate.run import read_run
+
+    config = f"--job.config_file={find_config(experiment.config)}"
+    folder = f"--job.dump_folder={models.parent / 'runs' / 'none'}"
+    return read_run(place_run([config, folder, *arguments], ranks).config, ranks)
+
+
+def _modelled(experiment: Experiment, run: Any) -> tuple[float, float]:
+    """Return the bytes that the busiest rank sends per step, and the seconds of a step."""
+    from torchtitan_lr.estimate.hardware import load_hardware
+    from torchtitan_lr.estimate.timing import step_time
+    from torchtitan_lr.estimate.traffic import bytes_by_dim
+
+    hardware = load_hardware(experiment.hardware, shipped_folder("scripts") / "hardware")
+    traffic = [_average_traffic(run, pp_rank) for pp_rank in range(run.pp)]
+    sent = [bytes_by_dim(rows, run.wire_dtypes) for rows in traffic]
+    return float(max(map(_total, sent))), step_time(run, traffic, hardware).total
 
 
 def _average_traffic(run: Any, pp_rank: int) -> list[Any]:

@@ -28,6 +28,7 @@ class Family:
         model: ``model.name``; by default ``llama_NAME``.
         overrides: Overrides of its runs, ``section.key=value``.
         learning_rates: Its own grid; empty for that of ``[learning_rate]``.
+        rate_of: A family whose learning rate it takes; empty to search its own.
         ranks: Ranks of its runs; 0 for those of the experiment.
         group: The line of a picture of levels that it belongs to; its colour is that of the group.
         level: Its place on that line.
@@ -37,6 +38,7 @@ class Family:
     model: str = ""
     overrides: list[str] = field(default_factory=list)
     learning_rates: list[float] = field(default_factory=list)
+    rate_of: str = ""
     ranks: int = 0
     group: str = ""
     level: float = 0.0
@@ -112,6 +114,9 @@ class Experiment:
         reference: The family of ``equal``; by default the first.
         warmup: Share of the steps in which the learning rate grows.
         checkpoints: Checkpoints per run, from which a stopped one goes on; 0 for none.
+        modelled: Overrides of the layout whose bytes and seconds are modelled; empty for that of
+            the runs. A loss does not depend on the layout, its bytes do.
+        modelled_ranks: Ranks of that layout.
         hardware: Machine of the modelled seconds, as ``scripts/estimate.py --hardware``.
         flops_per_second: Rate of a run for the expected time; 0 to measure it.
         learning_rate: The search.
@@ -131,6 +136,8 @@ class Experiment:
     reference: str = ""
     warmup: float = 0.1
     checkpoints: int = 4
+    modelled: list[str] = field(default_factory=list)
+    modelled_ranks: int = 0
     hardware: str = "h100"
     flops_per_second: float = 0.0
     learning_rate: LearningRate = field(default_factory=LearningRate)
@@ -237,7 +244,7 @@ def _check(experiment: Experiment) -> None:
     if not Path(find_config(experiment.config)).is_file():
         want = "a TOML file of a run, or the name of a shipped one such as debug_full"
         raise ConfigError("config", experiment.config, want)
-    for key, least in (("ranks", 1), ("checkpoints", 0)):
+    for key, least in (("ranks", 1), ("checkpoints", 0), ("modelled_ranks", 0)):
         if getattr(experiment, key) < least:
             raise ConfigError(key, getattr(experiment, key), f"an integer of at least {least}")
     if not 0 <= experiment.warmup < 1:
@@ -275,6 +282,10 @@ def _check_list(key: str, values: Sequence[float], least: float = 1e-12) -> None
 def _check_rates(experiment: Experiment) -> None:
     rates = experiment.learning_rate
     for name, family in experiment.families.items():
+        other = experiment.families.get(family.rate_of)
+        if family.rate_of and (other is None or other.rate_of or family.learning_rates):
+            want = "a family with a learning rate of its own, and no learning_rates beside it"
+            raise ConfigError(f"families.{name}.rate_of", family.rate_of, want)
         own = bool(family.learning_rates)
         key = f"families.{name}.learning_rates" if own else "learning_rate.grid"
         grid = experiment.grid_of(name)

@@ -52,11 +52,15 @@ class Plan:
     Args:
         experiment: The experiment.
         work: Folder of all runs and results.
+        sizes: Sizes of `missing`; empty for all.
     """
 
-    def __init__(self, experiment: Experiment, work: Path) -> None:
+    def __init__(self, experiment: Experiment, work: Path, sizes: Sequence[str] = ()) -> None:
         check_overrides(experiment)
-        self.experiment, self.work = experiment, work
+        self.experiment, self.work, self._only = experiment, work, sizes
+        for size in sizes:
+            if size not in experiment.sizes:
+                raise ConfigError("--sizes", size, f"some of {', '.join(experiment.sizes)}")
         models = work / "models"
         pairs = [(family, size) for family in experiment.families for size in experiment.sizes]
         self._overrides_by_model = {
@@ -178,8 +182,10 @@ class Plan:
         ]
 
     def missing(self) -> list[Run]:
-        """Return the runs that can start now: with a known rate and not finished."""
-        return [run for run in self.runs() if run.rate is not None and not self.is_done(run)]
+        """Return the runs that can start now, cheapest first: of a known rate and not finished."""
+        runs = [run for run in self.runs() if run.rate is not None and not self.is_done(run)]
+        runs = [run for run in runs if not self._only or run.size in self._only]
+        return sorted(runs, key=self.flops)
 
     def is_done(self, run: Run) -> bool:
         """Return whether a run has a result."""

@@ -88,7 +88,7 @@ def choose(
         losses_of: Returns the losses of a family's search at a size by learning rate.
     """
     chosen: dict[tuple[str, str], Chosen] = {}
-    for family in experiment.families:
+    for family in (name for name, arm in experiment.families.items() if not arm.rate_of):
         grid, extend = experiment.grid_of(family), experiment.learning_rate.extend
         for size in experiment.searched:
             state = search(grid, losses_of(family, size), extend)
@@ -97,6 +97,10 @@ def choose(
         for size in experiment.sizes:
             if (family, size) not in chosen:
                 chosen[family, size] = _by_rule(experiment, costs, chosen, family, size)
+    for family, arm in experiment.families.items():
+        for size in experiment.sizes if arm.rate_of else ():
+            rate = chosen[arm.rate_of, size].rate
+            chosen[family, size] = Chosen(rate, f"that of {arm.rate_of}", None)
     return chosen
 
 
