@@ -19,10 +19,12 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.tools.cli import RunFailedError
 from torchtitan_lr.tools.experiments import Started, Stopped, start
 from torchtitan_lr.tools.forked_runs import ForkedRun
+from torchtitan_lr.tools.machine import describe
 from torchtitan_lr.tools.scaling.plan import DIVERGED, FINISHED, RUN_FILE, Plan, Run
 from torchtitan_lr.training.summary import SUMMARY_FILE
 
 _PACKAGE = Path(__file__).resolve().parents[2]
+_MACHINE = ("device", "cpu", "cores", "torch", "python")
 _POLL_SECONDS = 0.05
 _RESULTS = ("val_loss", "train_loss", "tokens_per_s", "peak_memory_gib")
 
@@ -122,6 +124,8 @@ class Runner:
         self._free = list(enumerate(slots))
         self._active: dict[Run, tuple[Started | ForkedRun, tuple[int, str], float | None]] = {}
         self.failed: dict[str, str] = {}
+        found = describe()
+        self._machine = {key: found[key] for key in _MACHINE}
         self._stop = ""
 
     def stop_on_signals(self) -> None:
@@ -222,7 +226,7 @@ class Runner:
 
     def _save(self, run: Run, status: str, commits: list[str], row: dict[str, Any]) -> None:
         record = {"run": asdict(run), "status": status, "commits": commits, "row": row}
-        record["arguments"] = self.plan.arguments(run)
+        record |= {"arguments": self.plan.arguments(run), "machine": self._machine}
         path = self.plan.folder(run) / RUN_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(".tmp")
