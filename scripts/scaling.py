@@ -4,6 +4,7 @@ r"""Plan, run and fit a scaling experiment: families of models over sizes, budge
     python scripts/scaling.py plan scaling_cpu
     python scripts/scaling.py run scaling_cpu --out outputs/scaling_cpu --jobs 2
     python scripts/scaling.py fit scaling_cpu --out outputs/scaling_cpu
+    python scripts/scaling.py page families --out outputs/families
 
 EXPERIMENT is a TOML file, or the name of a shipped one in train_configs/experiments.
 
@@ -17,6 +18,10 @@ fit fits L = E + A C^(-alpha), the same over parameters, bytes and modelled seco
 grid allows L(N, D) = E + A N^(-alpha) + B D^(-beta), by the Huber loss of log L, with bootstrap
 intervals over points and seeds. It prints a table and writes scaling.md, scaling.json and
 scaling.png to the folder.
+
+page writes tables and the picture between the lines <!-- scaling NAME: table --> and <!-- end -->
+of a page, docs/results/NAME.md by default. Other parts than table: halves, laws, picture, searches
+and source.
 
 Exit status: 0; 1 a run failed or a learning rate is an edge of its grid; 2 an invalid experiment;
 130 stopped.
@@ -47,12 +52,15 @@ def main(argv: list[str] | None = None) -> int:
         return commands.show(plan, options.jobs, options.json)
     if options.command == "run":
         return commands.execute(plan, options.jobs, options.mix_commits)
+    if options.command == "page":
+        rest = (options.draws, options.huber, options.all_points)
+        return commands.write_page(plan, options.page, *rest)
     return commands.fit(plan, options.draws, options.huber, options.all_points, options.json)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__)
-    parser.add_argument("command", choices=("plan", "run", "fit"), help="what to do")
+    parser.add_argument("command", choices=("plan", "run", "fit", "page"), help="what to do")
     parser.add_argument("experiment", metavar="EXPERIMENT", help="a TOML file or a shipped name")
     parser.add_argument(
         *("--out", "--work"),
@@ -82,6 +90,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="fit: all points along one variable, and not only those that no cheaper one beats",
     )
+    parser.add_argument("--page", default="", help="page: the file (default: docs/results/NAME.md)")
     parser.add_argument("--json", action="store_true", help="print data instead of a table")
     options = parser.parse_args(argv)
     parser.check_at_least(options, jobs=0, draws=10, huber=1e-9)

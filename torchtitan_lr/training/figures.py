@@ -13,6 +13,16 @@ SMOOTHED_POINTS = 20
 
 _RAW, _SMOOTH, _VALIDATION, _RATE = "tab:blue", "tab:blue", "tab:orange", "tab:green"
 
+COLORS = {
+    **dict.fromkeys(("full", "AdamW", "dense", "one-process", "p1"), "black"),  # what is compared
+    **{"svd": "tab:blue", "cola": "tab:orange", "lax": "tab:green"},
+    **{"GaLore": "tab:purple", "TSR-keep": "tab:red", "TSR-rotate": "tab:pink"},
+    **{"TSR-reset": "tab:brown", "sketch": "tab:cyan", "sparse": "tab:olive"},
+    **{"sum1": "tab:gray", "BTP": "teal", "vanilla": "peru"},
+    **{"4 lanes": "royalblue", "8 lanes": "crimson", "btp_caat": "darkviolet"},
+}
+"""The colour of a method in every picture that compares methods."""
+
 Series = tuple[list[float], list[float]]
 
 
@@ -33,6 +43,17 @@ def new_figure(width: float, height: float) -> Any:
     figure = Figure(figsize=(width, height), dpi=DPI)
     FigureCanvasAgg(figure)
     return figure
+
+
+def color_of(name: str, place: int = 0) -> str:
+    """Return the colour of a method.
+
+    Args:
+        name: A key of `COLORS`, or one with more behind it.
+        place: Chooses a colour for an unknown name.
+    """
+    known = [key for key in COLORS if name == key or name.startswith((f"{key}-", f"{key} "))]
+    return COLORS[max(known, key=len)] if known else f"C{place}"
 
 
 def draw_curve(history: list[dict[str, Any]], path: Path, title: str = "") -> Any:

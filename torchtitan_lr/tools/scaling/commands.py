@@ -10,6 +10,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.folder_lock import lock_file
 from torchtitan_lr.tools.experiments import Stopped
 from torchtitan_lr.tools.scaling.costs import measured_rate
+from torchtitan_lr.tools.scaling.pages import fill_in
 from torchtitan_lr.tools.scaling.plan import Plan
 from torchtitan_lr.tools.scaling.report import (
     as_json,
@@ -127,3 +128,20 @@ def fit(plan: Plan, draws: int, huber: float, whole: bool, in_json: bool) -> int
     write(plan, found)
     print(as_json(plan, found) if in_json else as_markdown(plan, found))
     return 1 if found["edges"] else 0
+
+
+def write_page(plan: Plan, page: str, draws: int, huber: float, whole: bool) -> int:
+    """Write an experiment's tables and picture into a page; returns the exit status.
+
+    Args:
+        plan: The plan.
+        page: Path of the page; empty for ``docs/results/NAME.md``.
+        draws: Number of bootstrap fits.
+        huber: As in `fit`.
+        whole: As in `fit`.
+    """
+    path = Path(page or f"docs/results/{plan.experiment.name}.md")
+    found = results(plan, draws, huber, whole)
+    fill_in(plan, found, path)
+    print(path)
+    return 0

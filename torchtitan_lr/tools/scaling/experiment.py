@@ -114,6 +114,7 @@ class Experiment:
         reference: The family of ``equal``; by default the first.
         warmup: Share of the steps in which the learning rate grows.
         checkpoints: Checkpoints per run, from which a stopped one goes on; 0 for none.
+        levels: What the levels of families are, the label of their axis.
         modelled: Overrides of the layout whose bytes and seconds are modelled; empty for that of
             the runs. A loss does not depend on the layout, its bytes do.
         modelled_ranks: Ranks of that layout.
@@ -136,6 +137,7 @@ class Experiment:
     reference: str = ""
     warmup: float = 0.1
     checkpoints: int = 4
+    levels: str = "level"
     modelled: list[str] = field(default_factory=list)
     modelled_ranks: int = 0
     hardware: str = "h100"

@@ -34,7 +34,7 @@ class Point:
         flops: C, of all ranks.
         bytes: Bytes that the busiest rank passes to its collectives.
         seconds: Modelled time of the steps.
-        losses: Validation loss of every finished seed, nats per token.
+        seeds: Validation loss of every finished seed, nats per token.
         wanted: Number of seeds of the experiment.
     """
 
@@ -47,8 +47,13 @@ class Point:
     flops: float
     bytes: float
     seconds: float
-    losses: list[float] = field(default_factory=list)
+    seeds: dict[int, float] = field(default_factory=dict)
     wanted: int = 1
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses in the order of the seeds."""
+        return list(self.seeds.values())
 
     @property
     def loss(self) -> float:
@@ -77,7 +82,7 @@ def points_of(plan: Plan) -> list[Point]:
             wanted=len(plan.experiment.seeds_of(run.size)),
         )
         point = found.setdefault((run.family, run.size, run.budget), point)
-        point.losses.append(record["row"]["val_loss"])
+        point.seeds[run.seed] = record["row"]["val_loss"]
     return list(found.values())
 
 

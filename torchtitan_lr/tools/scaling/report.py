@@ -5,14 +5,13 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.tools.cli import markdown_table, text_table
-from torchtitan_lr.tools.scaling.fit import interval
+from torchtitan_lr.tools.scaling.pictures import draw
 from torchtitan_lr.tools.scaling.plan import Plan
 from torchtitan_lr.tools.scaling.points import AXES, Fit, Point, compare, fit_family, points_of
 
@@ -147,7 +146,10 @@ def as_json(plan: Plan, found: Mapping[str, Any]) -> str:
     """Return results as JSON."""
     values = dict(found) | {
         "experiment": asdict(plan.experiment),
-        "points": [asdict(point) | {"loss": point.loss} for point in found["points"]],
+        "points": [
+            asdict(point) | {"loss": point.loss, "losses": point.losses}
+            for point in found["points"]
+        ],
         "fits": [fit.as_dict() for fit in found["fits"]],
         "searches": [
             {"family": family, "size": size, "rate": choice.rate, "how": choice.how}
@@ -167,9 +169,9 @@ def as_markdown(plan: Plan, found: Mapping[str, Any]) -> str:
     """Return results as Markdown: points, laws and comparisons, with what limits them."""
     parts = [f"# {plan.experiment.name}", plan.experiment.description, _points(found["points"])]
     if found["fits"]:
-        parts.append(_laws(found["fits"]))
+        parts.append(laws_table(found["fits"]))
     if found["comparisons"]:
-        parts.append(_comparisons(found["comparisons"]))
+        parts.append(comparisons_table(found["comparisons"]))
     if found["skipped"]:
         parts.append(f"Too few points for a law: {'; '.join(found['skipped'])}.")
     commits = [f"{commit} ({count} runs)" for commit, count in found["commits"].items()]
@@ -195,7 +197,8 @@ def _points(points: Sequence[Point]) -> str:
     return markdown_table(header, rows)
 
 
-def _laws(fits: Sequence[Fit]) -> str:
+def laws_table(fits: Sequence[Fit]) -> str:
+    """Return the fitted laws as Markdown, with 95% intervals."""
     header = ["family", "over", "points", "E", "alpha", "beta"]
     rows = []
     for fit in fits:
@@ -208,7 +211,8 @@ def _laws(fits: Sequence[Fit]) -> str:
     return markdown_table(header, rows)
 
 
-def _comparisons(rows: Sequence[dict[str, Any]]) -> str:
+def comparisons_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the differences of `points.compare` as Markdown."""
     header = ["at equal FLOPs", "loss of", "minus", "difference", "share of fits below 0"]
     return markdown_table(
         header,
@@ -221,52 +225,6 @@ def _comparisons(rows: Sequence[dict[str, Any]]) -> str:
             for row in rows
         ],
     )
-
-
-def draw(plan: Plan, found: Mapping[str, Any], path: Path) -> None:
-    """Draw the loss against each of `AXES`: points with seeds, the fit, and its band.
-
-    Args:
-        plan: The plan.
-        found: Returned by `results`.
-        path: The PNG to write.
-    """
-    from torchtitan_lr.training.figures import new_figure  # late: so is matplotlib
-
-    figure = new_figure(9, 6.5)
-    panels = figure.subplots(2, 2).flat
-    families = plan.experiment.families
-    colors = {name: f.color or f"C{i}" for i, (name, f) in enumerate(families.items())}
-    for axes, (axis, label) in zip(panels, AXES.items(), strict=True):
-        shown = [point for point in found["points"] if getattr(point, axis) > 0]
-        for name in families:
-            own = [point for point in shown if point.family == name]
-            xs = [getattr(p, axis) for p in own for _ in p.losses]
-            ys = [loss for p in own for loss in p.losses]
-            axes.plot(xs, ys, "o", markersize=4, color=colors[name], label=name)
-        for fit in found["fits"]:
-            if fit.axes == (axis,):
-                own = [point for point in shown if point.family == fit.family]
-                _draw_law(axes, fit, [getattr(p, axis) for p in own], colors[fit.family])
-        axes.set_xlabel(label)
-        axes.set_ylabel("validation loss (nats per token)")
-        axes.grid(alpha=0.3)
-        if shown:
-            axes.set_xscale("log")
-        else:
-            axes.text(0.5, 0.5, "none on one rank", ha="center", transform=axes.transAxes)
-        if axis == "flops":
-            axes.legend(fontsize=8)
-    figure.suptitle(f"{plan.experiment.name}: loss, fit and its 95% band", fontsize=10)
-    figure.set_layout_engine("constrained")
-    figure.savefig(path)
-
-
-def _draw_law(axes: Any, fit: Fit, xs: Sequence[float], color: str) -> None:
-    at = np.geomspace(min(xs), max(xs), 60)[:, None]
-    low, high = interval(fit.laws, lambda law: law(at))
-    axes.fill_between(at[:, 0], low, high, color=color, alpha=0.2, linewidth=0)
-    axes.plot(at[:, 0], fit.law(at), color=color, linewidth=1.4)
 
 
 def write(plan: Plan, found: Mapping[str, Any]) -> None:

@@ -22,7 +22,10 @@ def points(exponent, floor=1.8, factor=3.0, family="a", seed=0):
     flops = np.geomspace(1e12, 1e16, 8)
     losses = noisy(floor + factor * (flops / 1e12) ** -exponent, seed=seed)
     return [
-        Point(family, f"s{i}", 20.0, 1e-3, int(c**0.5), 1.0, c, 0.0, c / 1e9, own)
+        Point(
+            *(family, f"s{i}", 20.0, 1e-3, int(c**0.5), 1.0, c, 0.0, c / 1e9),
+            seeds=dict(enumerate(own)),
+        )
         for i, (c, own) in enumerate(zip(flops, losses, strict=True))
     ]
 
@@ -74,7 +77,7 @@ def test_what_no_law_can_be_fitted_to():
 
 def test_a_dearer_and_worse_point_is_not_on_the_frontier():
     given = points(0.2)
-    worse = Point("a", "x", 5.0, 1e-3, 1, 1.0, 1e15, 0.0, 1.0, [given[0].loss])
+    worse = Point("a", "x", 5.0, 1e-3, 1, 1.0, 1e15, 0.0, 1.0, {0: given[0].loss})
     assert frontier([*given, worse], "flops") == given
 
 
