@@ -53,6 +53,8 @@ class ForkedRun:
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_RUN_ID": "forked",
         }
+        for log in self._logs:
+            log.write_text("")  # a rank may be ended before it writes
         self._processes: list[Any] = []
         self._spent: list[Connection] = []
         for rank, log in enumerate(self._logs):
