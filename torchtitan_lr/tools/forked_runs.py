@@ -22,6 +22,7 @@ from torchtitan_lr.launch.environment import loopback_variables
 from torchtitan_lr.launch.processes import end_with, exit_without_teardown
 from torchtitan_lr.tools.cli import RunFailedError, last_error
 
+_PRELOADED = ("torchtitan_lr.train", "matplotlib.backends.backend_agg", "matplotlib.figure")
 _POLL_SECONDS = 0.02
 
 
@@ -37,7 +38,7 @@ class ForkedRun:
 
     def __init__(self, arguments: Sequence[str], folder: Path, ranks: int, threads: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "torchtitan_lr.train"])
+        context.set_forkserver_preload([__name__, *_PRELOADED])
         self._store = loopback_store()
         logs = folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
