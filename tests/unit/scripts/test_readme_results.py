@@ -25,6 +25,18 @@ def test_every_table_of_the_page_is_read():
     assert figures["TAGC over a slow link/FSDP2/MB per step"] == "29.4"  # after an empty cell
 
 
+def test_pages_of_experiments_are_read():
+    figures = script.read_pages()
+    assert figures["TSR-Adam, loss and bytes/AdamW/total MB"] == "2,944"
+    column = "validation loss"
+    short, long = (
+        figures[f"optimizers: Losses/AdamW {size}/{column}"] for size in ("short", "long")
+    )
+    page = (script.PAGES / "optimizers.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| AdamW |") and " ± " in line]
+    assert short != long and short in rows[0] and long in rows[1]
+
+
 def test_a_missing_figure_is_refused(capsys, monkeypatch, tmp_path):
     page = tmp_path / "results.md"
     page.write_text(script.PAGE.read_text().replace("| sketch | 1.09", "| sketches | 1.09"))

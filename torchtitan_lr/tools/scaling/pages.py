@@ -7,19 +7,24 @@ A page holds the claim and what follows from the runs, written by hand. Between 
 """
 
 import re
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from torchtitan_lr.checkpoints.layout import complete_steps, step_folder
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.tools.cli import markdown_table
 from torchtitan_lr.tools.scaling.pictures import draw
 from torchtitan_lr.tools.scaling.plan import FINISHED, Plan, Run
 from torchtitan_lr.tools.scaling.points import Point
 from torchtitan_lr.tools.scaling.report import comparisons_table, laws_table
+from torchtitan_lr.training.figures import series
+from torchtitan_lr.training.history import HISTORY_FILE, read_history
+from torchtitan_lr.training.summary import TRAIN_LOSS
 
 _BLOCK = r"(<!-- scaling {}: (\w+) -->\n).*?(<!-- end -->)"
 
@@ -115,6 +120,62 @@ def halves(plan: Plan, found: Mapping[str, Any]) -> str:
     return markdown_table([*header, f"minus {reference} at twice the FLOPs [95%]"], rows)
 
 
+def gaps(plan: Plan, found: Mapping[str, Any]) -> str:
+    """Return the mean absolute difference of training losses of two families, and of two seeds."""
+    experiment = plan.experiment
+    first = experiment.reference or next(iter(experiment.families))
+    curves: dict[tuple[str, int], Any] = {}
+    for run in plan.main_runs():
+        if plan.records.get(run.name, {}).get("status") == FINISHED:
+            history = read_history(plan.folder(run) / HISTORY_FILE)
+            curves[run.family, run.seed] = np.asarray(series(history, TRAIN_LOSS)[1])
+    rows = []
+    for one, two in combinations(curves, 2):
+        if curves[one].shape != curves[two].shape:
+            continue
+        if one[0] == two[0] == first or (first in (one[0], two[0]) and one[1] == two[1]):
+            gap = curves[one] - curves[two]
+            who = [f"{family}, seed {seed}" for family, seed in (one, two)]
+            late = gap[len(gap) // 2 :]
+            values = [f"{np.abs(gap).mean():.4f}", f"{gap.mean():+.4f}", f"{late.mean():+.4f}"]
+            rows.append([*who, *values])
+    header = ["training loss of", "minus", "mean absolute difference", "mean", "mean, second half"]
+    return markdown_table(header, rows)
+
+
+def ranks(plan: Plan, found: Mapping[str, Any]) -> str:
+    """Return the effective rank of activations at the checkpoints of each family's first run.
+
+    r(0.95) is the number of singular values with 95% of an activation matrix's energy (CoLA,
+    equation 1), here divided by the matrix's width and averaged over blocks and projections.
+    """
+    from torchtitan_lr.tools.activation_rank import measure  # late: it loads models
+
+    rows = []
+    for run in _first_runs(plan):
+        folder = plan.folder(run) / "checkpoint"
+        for step in complete_steps(folder):
+            given = {"checkpoint": step_folder(folder, step), "alpha": [0.95], "tokens": 4096}
+            given |= {"seq_len": 0, "text": None, "config": None, "device": "cpu"}
+            measured = measure(Namespace(**given))
+            cells = []
+            for what in ("output", "hidden", "latent"):
+                own = [r["rank"]["0.95"] / r["width"] for r in measured if r["what"] == what]
+                cells.append(f"{np.mean(own):.2f}" if own else "")
+            rows.append([run.family, str(step), *cells])
+    header = ["family", "step", "outputs of projections", "hidden units", "latents, of r"]
+    return markdown_table(header, rows)
+
+
+def _first_runs(plan: Plan) -> list[Run]:
+    """Return the finished run of each family with the least seed, at the last size and budget."""
+    found: dict[str, Run] = {}
+    for run in sorted(plan.main_runs(), key=lambda run: -run.seed):
+        if plan.records.get(run.name, {}).get("status") == FINISHED:
+            found[run.family] = run
+    return [found[family] for family in plan.experiment.families if family in found]
+
+
 def searches(plan: Plan, found: Mapping[str, Any]) -> str:
     """Return the validation losses of the searches by learning rate; the best is bold."""
     rows = []
@@ -163,6 +224,8 @@ def _machine(record: Mapping[str, Any]) -> str:
 PARTS: dict[str, Callable[[Plan, Mapping[str, Any]], str]] = {
     "table": table,
     "halves": halves,
+    "gaps": gaps,
+    "ranks": ranks,
     "searches": searches,
     "laws": laws,
     "source": source,
