@@ -14,14 +14,14 @@ SMOOTHED_POINTS = 20
 _RAW, _SMOOTH, _VALIDATION, _RATE = "tab:blue", "tab:blue", "tab:orange", "tab:green"
 
 COLORS = {
-    **dict.fromkeys(("full", "AdamW", "dense", "one-process", "p1"), "black"),  # what is compared
+    **dict.fromkeys(("full", "AdamW", "dense", "p1"), "black"),  # what others are compared with
     **{"svd": "tab:blue", "cola": "tab:orange", "lax": "tab:green"},
-    **{"GaLore": "tab:purple", "TSR-keep": "tab:red", "TSR-rotate": "tab:pink"},
-    **{"TSR-reset": "tab:brown", "sketch": "tab:cyan", "sparse": "tab:olive"},
-    **{"sum1": "tab:gray", "BTP": "teal", "vanilla": "peru"},
-    **{"4 lanes": "royalblue", "8 lanes": "crimson", "btp_caat": "darkviolet"},
+    **{"GaLore": "tab:blue", "TSR keep": "tab:orange", "TSR rotate": "tab:green"},
+    **{"TSR reset": "tab:red", "one process": "tab:blue", "BTP": "tab:orange"},
+    **{"sketch": "tab:purple", "sparse": "tab:olive", "sum1": "tab:brown"},
+    **{"4 lanes": "tab:blue", "8 lanes": "tab:orange", "btp_caat": "tab:red"},
 }
-"""The colour of a method in every picture that compares methods."""
+"""The colour of a method in every picture that compares methods; a hyphen is a blank."""
 
 Series = tuple[list[float], list[float]]
 
@@ -52,7 +52,8 @@ def color_of(name: str, place: int = 0) -> str:
         name: A key of `COLORS`, or one with more behind it.
         place: Chooses a colour for an unknown name.
     """
-    known = [key for key in COLORS if name == key or name.startswith((f"{key}-", f"{key} "))]
+    name = name.replace("-", " ")
+    known = [key for key in COLORS if name == key or name.startswith(f"{key} ")]
     return COLORS[max(known, key=len)] if known else f"C{place}"
 
 

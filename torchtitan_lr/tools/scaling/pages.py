@@ -7,6 +7,7 @@ A page holds the claim and what follows from the runs, written by hand. Between 
 """
 
 import re
+import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, groupby
@@ -209,10 +210,13 @@ def source(plan: Plan, found: Mapping[str, Any]) -> str:
     finished = sum(run.rate is not None and plan.is_done(run) for run in main)
     commits = ", ".join(plan.commits())
     state = "" if finished == len(main) else " **The experiment is not finished.**"
-    return (
-        f"{finished} of {len(main)} runs, and {len(done)} with those of searches, at commit "
-        f"{commits} on {'; '.join(machines)}; {seconds / 60:.0f} minutes of one core.{state}"
+    seeds = sorted({run.seed for run in main})
+    text = (
+        f"{finished} of {len(main)} runs, and {len(done)} with those of searches, with seeds "
+        f"{', '.join(map(str, seeds))} at commit {commits} on {'; '.join(machines)}; "
+        f"{seconds / 60:.0f} minutes of one core.{state}"
     )
+    return textwrap.fill(text, 100)
 
 
 def _machine(record: Mapping[str, Any]) -> str:

@@ -9,11 +9,12 @@ import pytest
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.tools.scaling.experiment import read_experiment
-from torchtitan_lr.tools.scaling.pages import differences, fill_in, student
+from torchtitan_lr.tools.scaling.pages import differences, fill_in, gaps, student
 from torchtitan_lr.tools.scaling.plan import Plan
 from torchtitan_lr.tools.scaling.points import Point
 from torchtitan_lr.tools.scaling.report import results
 from torchtitan_lr.training.figures import COLORS, color_of
+from torchtitan_lr.training.summary import TRAIN_LOSS
 
 TOML = """
 name = "levels"
@@ -89,9 +90,10 @@ def test_a_page_is_filled_in(tmp_path):
     found = results(plan, 10, 0.01, False)
     fill_in(plan, found, page)
     text = page.read_text()
+    flat = " ".join(text.split())
     assert "old" not in text and text.count("<!-- end -->") == 6
-    assert "18 of 18 runs" in text and "at commit abc on X, 2 cores" in text
-    assert "18 minutes of one core" in text and "not finished" not in text
+    assert "18 of 18 runs" in flat and "seeds 0, 1, 2 at commit abc on X, 2 cores" in flat
+    assert "18 minutes of one core" in flat and "not finished" not in flat
     row = next(line for line in text.splitlines() if line.startswith("| whole | a |"))
     assert "3 of 3" in row and "| -0.2" in row
     assert "| whole | a |" in text.partition("minus full at twice the FLOPs")[2]
@@ -103,7 +105,24 @@ def test_a_page_is_filled_in(tmp_path):
         fill_in(plan, found, page)
 
 
+def test_gaps_are_those_of_the_histories(tmp_path):
+    (tmp_path / "levels.toml").write_text(TOML.replace("5.0, 10.0", "5.0"))
+    plan = Plan(read_experiment(str(tmp_path / "levels.toml")), tmp_path / "work")
+    for run in plan.main_runs():
+        folder = plan.folder(run)
+        folder.mkdir(parents=True)
+        offset = run.seed + {"full": 0.0, "half": 0.25, "whole": -0.5}[run.family]
+        losses = [5 + offset, 4 + offset, 3 + offset, 2 + 2 * offset]
+        rows = [{"step": i, TRAIN_LOSS: loss} for i, loss in enumerate(losses)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        plan.records[run.name] = {"status": "finished", "run": asdict(run), "row": {}}
+    text = gaps(plan, {})
+    assert "| full, seed 0 | full, seed 1 | 1.2500 | -1.2500 | -1.5000 |" in text
+    assert "| full, seed 0 | half, seed 0 | 0.3125 | -0.3125 | -0.3750 |" in text
+    assert "half, seed 1 | half" not in text and "full, seed 0 | whole, seed 1" not in text
+
+
 def test_a_method_has_one_colour():
     assert color_of("cola") == COLORS["cola"] != color_of("lax")
-    assert color_of("sketch-10x") == COLORS["sketch"] and color_of("TSR-keep") == COLORS["TSR-keep"]
+    assert color_of("sketch-10x") == COLORS["sketch"] and color_of("TSR-keep") == COLORS["TSR keep"]
     assert color_of("8 lanes") == COLORS["8 lanes"] and color_of("new", 3) == "C3"
