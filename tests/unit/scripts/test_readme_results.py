@@ -28,13 +28,12 @@ def test_every_table_of_the_page_is_read():
 def test_pages_of_experiments_are_read():
     figures = script.read_pages()
     assert figures["TSR-Adam, loss and bytes/AdamW/total MB"] == "2,944"
-    column = "validation loss"
-    short, long = (
-        figures[f"optimizers: Losses/AdamW {size}/{column}"] for size in ("short", "long")
-    )
-    page = (script.PAGES / "optimizers.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("| AdamW |") and " ± " in line]
-    assert short != long and short in rows[0] and long in rows[1]
+    name = "optimizers: Losses/{} short/validation loss"
+    one, two = (figures[name.format(method)] for method in ("AdamW", "GaLore"))
+    page = (script.PAGES / "optimizers.md").read_text().splitlines()
+    for method, loss in (("AdamW", one), ("GaLore", two)):
+        assert loss in next(line for line in page if line.startswith(f"| {method} | short |"))
+    assert one != two and " ± " in one
 
 
 def test_a_missing_figure_is_refused(capsys, monkeypatch, tmp_path):
