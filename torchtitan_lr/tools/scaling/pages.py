@@ -24,8 +24,7 @@ from torchtitan_lr.tools.scaling.plan import FINISHED, Plan, Run
 from torchtitan_lr.tools.scaling.points import Point
 from torchtitan_lr.tools.scaling.report import comparisons_table, laws_table
 from torchtitan_lr.training.figures import series
-from torchtitan_lr.training.history import HISTORY_FILE, read_history
-from torchtitan_lr.training.summary import TRAIN_LOSS
+from torchtitan_lr.training.history import HISTORY_FILE, TRAIN_LOSS, read_history
 
 _BLOCK = r"(<!-- scaling {}: (\w+) -->\n).*?(<!-- end -->)"
 

@@ -11,8 +11,7 @@ from torchtitan_lr.tools.scaling.fit import interval
 from torchtitan_lr.tools.scaling.plan import FINISHED, Plan
 from torchtitan_lr.tools.scaling.points import AXES, Fit, Point
 from torchtitan_lr.training.figures import color_of, new_figure, series, smoothed
-from torchtitan_lr.training.history import HISTORY_FILE, read_history
-from torchtitan_lr.training.summary import TRAIN_LOSS
+from torchtitan_lr.training.history import HISTORY_FILE, TRAIN_LOSS, read_history
 
 LOSS = "validation loss (nats per token)"
 
