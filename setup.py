@@ -16,7 +16,12 @@ from setuptools.command.build_py import build_py
 
 PACKAGE = "torchtitan_lr"
 
-BESIDE = {"train_configs": "*.toml", "scripts": "*.py", "scripts/hardware": "*.toml"}
+BESIDE = {
+    "train_configs": "*.toml",
+    "train_configs/experiments": "*.toml",
+    "scripts": "*.py",
+    "scripts/hardware": "*.toml",
+}
 OWN = ("check_env.py", "check_smoke.py")  # parts of the checkout's shell scripts
 
 

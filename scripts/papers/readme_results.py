@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Write the table of the README's section "Results" from the tables of ``docs/results.md``.
+"""Write the table of the README's section "Results" from ``docs/results.md`` and ``docs/results/``.
 
-Each cell of `ROWS` names its figures as ``{section/row/column}``. ``--print`` only prints the
-table.
+Each cell of `ROWS` names its figures as ``{section/row/column}``, or ``{page: section/row/column}``
+for a page of ``docs/results``. ``--print`` only prints the table.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from torchtitan_lr.tools.cli import OneLineParser, in_one_line, markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
+PAGES = ROOT / "docs" / "results"
 
 HEADER = ("method", "measured", "compared with")
 ROWS = (
@@ -73,7 +74,8 @@ def read_figures(text: str) -> dict[str, str]:
         text: Markdown. Of the tables of a section of level 2, the first one counts.
 
     Returns:
-        Cells by ``section/row/column``; a row's name is its first cell.
+        Cells by ``section/row/column``; a row's name is its first cell, or its first two where
+        that one is not enough.
     """
     figures: dict[str, str] = {}
     for section in text.split("\n## ")[1:]:
@@ -83,7 +85,17 @@ def read_figures(text: str) -> dict[str, str]:
         lines = [[cell.strip() for cell in row[1:-1].split("|")] for row in rows]
         for row in lines[2:]:
             for column, cell in zip(lines[0][1:], row[1:], strict=True):
-                figures[f"{title}/{row[0]}/{column}"] = cell
+                figures.setdefault(f"{title}/{row[0]}/{column}", cell)
+                figures[f"{title}/{' '.join(row[:2])}/{column}"] = cell
+    return figures
+
+
+def read_pages() -> dict[str, str]:
+    """Read the tables of all pages; those of ``docs/results`` are named ``page: section/...``."""
+    figures = read_figures(PAGE.read_text())
+    for page in sorted(PAGES.glob("*.md")):
+        own = read_figures(page.read_text())
+        figures |= {f"{page.stem}: {name}": cell for name, cell in own.items()}
     return figures
 
 
@@ -124,7 +136,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit status."""
     arguments = parse_args(argv)
-    table = results_table(read_figures(PAGE.read_text()))
+    table = results_table(read_pages())
     if arguments.print:
         print(table)
     else:

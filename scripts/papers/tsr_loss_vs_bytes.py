@@ -19,7 +19,7 @@ import numpy as np
 
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line, overrides_of
 from torchtitan_lr.tools.experiments import last_value, launch, step_records
-from torchtitan_lr.training.figures import new_figure
+from torchtitan_lr.training.figures import color_of, new_figure
 from torchtitan_lr.training.summary import TRAIN_LOSS, VALIDATION_LOSS
 
 SENT = "comm_bytes/dp_replicate"
@@ -40,7 +40,6 @@ METHODS: dict[str, list[str]] = {
     "TSR rotate": [*TSR, "--optimizer.tsr_moments=rotate"],
     "TSR reset": [*TSR, "--optimizer.tsr_moments=reset"],
 }
-COLORS = ("black", "tab:blue", "tab:orange", "tab:green", "tab:red")
 
 
 @in_one_line
@@ -110,10 +109,10 @@ def _draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
     figure = new_figure(9, 4)
     left, right = figure.subplots(1, 2, sharey=True)
-    for (method, of_seeds), color in zip(runs.items(), COLORS, strict=False):
+    for method, of_seeds in runs.items():
         for seed, run in enumerate(of_seeds):
             loss = _smooth(run["loss"], max(1, len(run["loss"]) // 30))
-            style: dict[str, Any] = {"color": color, "lw": 1.0, "alpha": 0.8}
+            style: dict[str, Any] = {"color": color_of(method), "lw": 1.0, "alpha": 0.8}
             label = method if seed == 0 else None
             left.semilogx(np.cumsum(run["bytes"]) / 1e6, loss, label=label, **style)
             right.plot(np.arange(1, len(loss) + 1), loss, **style)

@@ -38,7 +38,7 @@ def test_the_wheel_has_all_files_and_the_sdist_builds_the_same(built):
     files = installed.contents(wheel)
     assert files == installed.contents(again)
     package = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("torchtitan_lr/**/*.py")}
-    configs = {path.name for path in ROOT.glob("train_configs/*.toml")}
+    configs = {path.name for path in ROOT.glob("train_configs/**/*.toml")}
     assert package <= set(files)
     assert configs == {name.rpartition("/")[2] for name in files if "/train_configs/" in name}
     for command in known().values():

@@ -50,6 +50,25 @@ REFUSED = 2
 LEFT_TO_THE_LAUNCHER = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
 
 
+def loopback_store(timeout: timedelta = timedelta(seconds=900)) -> TCPStore:
+    """Open a store on a free port of the loopback interface.
+
+    Args:
+        timeout: Of its operations.
+    """
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    # Pass a bound socket to the store: by default it binds to all interfaces.
+    return TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
 class LoopbackRendezvous(RendezvousHandler):
     """The rendezvous of one machine: a store on a free port of the loopback interface.
 
@@ -80,18 +99,8 @@ class LoopbackRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Open the store and return at once: there are no other machines."""
-        listener = socket.create_server((LOOPBACK, 0))
-        port = listener.getsockname()[1]
-        # Pass a bound socket to the store: by default it binds to all interfaces.
-        self._store = TCPStore(
-            LOOPBACK,
-            port,
-            is_master=True,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        where = RendezvousStoreInfo(LOOPBACK, port)
+        self._store = loopback_store(self._timeout)
+        where = RendezvousStoreInfo(LOOPBACK, self._store.port)
         return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, where)
 
     def is_closed(self) -> bool:

@@ -9,10 +9,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.errors import ConfigError
@@ -62,6 +62,59 @@ def launch(
     Raises:
         RunFailedError: The launcher's exit status was not 0.
     """
+    started = start(config, folder, arguments, ranks, variables, keep_open)
+    try:
+        started.finish()
+    except BaseException:
+        started.stop()
+        raise
+
+
+@dataclass(frozen=True)
+class Started:
+    """A training run that `start` has started.
+
+    Args:
+        process: Its launcher.
+        said: What the launcher printed to stderr.
+    """
+
+    process: subprocess.Popen[bytes]
+    said: IO[str]
+
+    def ended(self) -> bool:
+        """Return whether the run has ended."""
+        return self.process.poll() is not None
+
+    def finish(self) -> None:
+        """Wait for the run's end.
+
+        Raises:
+            RunFailedError: The launcher's exit status was not 0.
+        """
+        if status := self.process.wait():
+            self.said.seek(0)
+            raise RunFailedError(last_error(self.said.read(), status))
+
+    def terminate(self) -> None:
+        """Pass a stop signal on."""
+        self.process.terminate()
+
+    def stop(self) -> None:
+        """Pass a stop signal on, and wait for the run to save."""
+        self.terminate()
+        self.process.wait()
+
+
+def start(
+    config: str,
+    folder: Path,
+    arguments: Sequence[str],
+    ranks: int | None = None,
+    variables: Mapping[str, str] | None = None,
+    keep_open: Sequence[int] = (),
+) -> Started:
+    """Start training through the launcher; the arguments are those of `launch`."""
     command = [
         *(sys.executable, "-m", "torchtitan_lr.launch"),
         *(f"--job.config_file={config}", f"--job.dump_folder={folder}", *arguments),
@@ -69,25 +122,17 @@ def launch(
     environment = dict(os.environ) | {"CONFIG_FILE": config} | dict(variables or {})
     if ranks is not None:
         environment["NGPU"] = str(ranks)
-    with tempfile.TemporaryFile("w+") as said:
-        # In its own session: only this process receives Ctrl-C and passes it on once.
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=said,
-            pass_fds=tuple(keep_open),
-            start_new_session=True,
-        )
-        try:
-            status = process.wait()
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
-        if status:
-            said.seek(0)
-            raise RunFailedError(last_error(said.read(), status))
+    said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the run's record)
+    # In its own session: only this process receives Ctrl-C and passes it on once.
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=said,
+        pass_fds=tuple(keep_open),
+        start_new_session=True,
+    )
+    return Started(process, said)
 
 
 def on_signals_stop() -> None:

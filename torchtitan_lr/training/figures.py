@@ -13,6 +13,16 @@ SMOOTHED_POINTS = 20
 
 _RAW, _SMOOTH, _VALIDATION, _RATE = "tab:blue", "tab:blue", "tab:orange", "tab:green"
 
+COLORS = {
+    **dict.fromkeys(("full", "AdamW", "dense", "p1"), "black"),  # what others are compared with
+    **{"svd": "tab:blue", "cola": "tab:orange", "lax": "tab:green"},
+    **{"GaLore": "tab:blue", "TSR keep": "tab:orange", "TSR rotate": "tab:green"},
+    **{"TSR reset": "tab:red", "one process": "tab:blue", "BTP": "tab:orange"},
+    **{"sketch": "tab:purple", "sparse": "tab:olive", "sum1": "tab:brown"},
+    **{"4 lanes": "tab:blue", "8 lanes": "tab:orange", "btp_caat": "tab:red"},
+}
+"""The colour of a method in every picture that compares methods; a hyphen is a blank."""
+
 Series = tuple[list[float], list[float]]
 
 
@@ -33,6 +43,18 @@ def new_figure(width: float, height: float) -> Any:
     figure = Figure(figsize=(width, height), dpi=DPI)
     FigureCanvasAgg(figure)
     return figure
+
+
+def color_of(name: str, place: int = 0) -> str:
+    """Return the colour of a method.
+
+    Args:
+        name: A key of `COLORS`, or one with more behind it.
+        place: Chooses a colour for an unknown name.
+    """
+    name = name.replace("-", " ")
+    known = [key for key in COLORS if name == key or name.startswith(f"{key} ")]
+    return COLORS[max(known, key=len)] if known else f"C{place}"
 
 
 def draw_curve(history: list[dict[str, Any]], path: Path, title: str = "") -> Any:

@@ -25,6 +25,17 @@ def test_every_table_of_the_page_is_read():
     assert figures["TAGC over a slow link/FSDP2/MB per step"] == "29.4"  # after an empty cell
 
 
+def test_pages_of_experiments_are_read():
+    figures = script.read_pages()
+    assert figures["TSR-Adam, loss and bytes/AdamW/total MB"] == "2,944"
+    name = "optimizers: Losses/{} short/validation loss"
+    one, two = (figures[name.format(method)] for method in ("AdamW", "GaLore"))
+    page = (script.PAGES / "optimizers.md").read_text().splitlines()
+    for method, loss in (("AdamW", one), ("GaLore", two)):
+        assert loss in next(line for line in page if line.startswith(f"| {method} | short |"))
+    assert one != two and " ± " in one
+
+
 def test_a_missing_figure_is_refused(capsys, monkeypatch, tmp_path):
     page = tmp_path / "results.md"
     page.write_text(script.PAGE.read_text().replace("| sketch | 1.09", "| sketches | 1.09"))

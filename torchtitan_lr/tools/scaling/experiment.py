@@ -1,0 +1,305 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The file of a scaling experiment: one TOML, strictly typed. Reading it needs no torch."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from torchtitan_lr.config.parse import check_toml, load_toml
+from torchtitan_lr.config.shipped import find_config, shipped_folder
+from torchtitan_lr.errors import ConfigError
+
+FOLDER = "experiments"
+"""Folder of the shipped experiments, below ``train_configs``."""
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models to compare, ``[families.NAME]``: an architecture, or an optimizer with it.
+
+    Args:
+        name: Its name in tables and pictures.
+        model: ``model.name``; by default ``llama_NAME``.
+        overrides: Overrides of its runs, ``section.key=value``.
+        learning_rates: Its own grid; empty for that of ``[learning_rate]``.
+        rate_of: A family whose learning rate it takes; empty to search its own.
+        ranks: Ranks of its runs; 0 for those of the experiment.
+        group: The line of a picture of levels that it belongs to; its colour is that of the group.
+        level: Its place on that line.
+    """
+
+    name: str = ""
+    model: str = ""
+    overrides: list[str] = field(default_factory=list)
+    learning_rates: list[float] = field(default_factory=list)
+    rate_of: str = ""
+    ranks: int = 0
+    group: str = ""
+    level: float = 0.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """A shape of the ladder, ``[sizes.NAME]``: a flavor, or the sides of the model.
+
+    Args:
+        name: Its name.
+        flavor: ``model.flavor``; empty where the sides below are given.
+        dim: Width d of the residual stream.
+        ffn_dim: Hidden width f of the feed-forward.
+        n_layers: Number L of blocks.
+        n_heads: Number of heads.
+        n_kv_heads: Number of key and value heads; 0 for ``n_heads``.
+        vocab_size: Rows V of the embedding and of the head.
+        rank: Rank r of a low-rank family's factors; 0 for d/4.
+        overrides: Overrides of its runs.
+        seeds: Its own seeds; empty for those of the experiment.
+        budgets: Its own tokens per parameter; empty for those of the experiment.
+    """
+
+    name: str = ""
+    flavor: str = ""
+    dim: int = 0
+    ffn_dim: int = 0
+    n_layers: int = 0
+    n_heads: int = 0
+    n_kv_heads: int = 0
+    vocab_size: int = 4096
+    rank: int = 0
+    overrides: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    budgets: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """How learning rates are chosen, ``[learning_rate]``.
+
+    Args:
+        grid: Values to try, ascending; one value is used without a search.
+        search: Sizes at which the grid is searched; empty for all.
+        rule: Beyond them: ``constant`` is the largest searched size's, ``power`` a line through
+            log(learning rate) over log(parameters), ``width`` divides by the ratio of the widths d.
+        extend: How often a grid may grow by one value beyond an edge that was best.
+    """
+
+    grid: list[float] = field(default_factory=lambda: [1e-3])
+    search: list[str] = field(default_factory=list)
+    rule: Literal["constant", "power", "width"] = "constant"
+    extend: int = 2
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A scaling experiment.
+
+    Args:
+        name: Its name, the group in wandb.
+        config: TOML of all runs, a path or the name of a shipped file.
+        description: One line.
+        overrides: Overrides of all runs.
+        ranks: Number of ranks of a run.
+        seeds: ``debug.seed`` of the repetitions.
+        tokens_per_parameter: The budgets.
+        count: Which parameters N counts: those ``without_vocabulary`` (embedding and head), or
+            ``all``.
+        equal: What families share at a size and budget: ``tokens_per_parameter`` (each of its own
+            N), or ``tokens`` or ``flops`` of the ``reference``.
+        reference: The family of ``equal``; by default the first.
+        warmup: Share of the steps in which the learning rate grows.
+        checkpoints: Checkpoints per run, from which a stopped one goes on; 0 for none.
+        levels: What the levels of families are, the label of their axis.
+        modelled: Overrides of the layout whose bytes and seconds are modelled; empty for that of
+            the runs. A loss does not depend on the layout, its bytes do.
+        modelled_ranks: Ranks of that layout.
+        hardware: Machine of the modelled seconds, as ``scripts/estimate.py --hardware``.
+        flops_per_second: Rate of a run for the expected time; 0 to measure it.
+        learning_rate: The search.
+        families: The families by name.
+        sizes: The sizes by name, ascending.
+    """
+
+    name: str = ""
+    config: str = ""
+    description: str = ""
+    overrides: list[str] = field(default_factory=list)
+    ranks: int = 1
+    seeds: list[int] = field(default_factory=lambda: [0])
+    tokens_per_parameter: list[float] = field(default_factory=lambda: [20.0])
+    count: Literal["without_vocabulary", "all"] = "without_vocabulary"
+    equal: Literal["tokens_per_parameter", "tokens", "flops"] = "tokens_per_parameter"
+    reference: str = ""
+    warmup: float = 0.1
+    checkpoints: int = 4
+    levels: str = "level"
+    modelled: list[str] = field(default_factory=list)
+    modelled_ranks: int = 0
+    hardware: str = "h100"
+    flops_per_second: float = 0.0
+    learning_rate: LearningRate = field(default_factory=LearningRate)
+    families: dict[str, Family] = field(default_factory=dict)
+    sizes: dict[str, Size] = field(default_factory=dict)
+
+    def ranks_of(self, family: str) -> int:
+        """Return the number of ranks of a family's runs."""
+        return self.families[family].ranks or self.ranks
+
+    @property
+    def most_ranks(self) -> int:
+        """The most ranks that a run has."""
+        return max(map(self.ranks_of, self.families))
+
+    def seeds_of(self, size: str) -> list[int]:
+        """Return the seeds at a size."""
+        return self.sizes[size].seeds or self.seeds
+
+    def budgets_of(self, size: str) -> list[float]:
+        """Return the budgets at a size, tokens per parameter."""
+        return self.sizes[size].budgets or self.tokens_per_parameter
+
+    def grid_of(self, family: str) -> list[float]:
+        """Return the grid of learning rates of a family."""
+        return self.families[family].learning_rates or self.learning_rate.grid
+
+    @property
+    def searched(self) -> list[str]:
+        """Sizes at which learning rates are searched."""
+        return self.learning_rate.search or list(self.sizes)
+
+
+def find_experiment(text: str) -> Path:
+    """Return the file of an experiment: a path, or the name of a shipped one.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    shipped = shipped_folder("train_configs") / FOLDER
+    for path in (Path(text), shipped / f"{Path(text).name.removesuffix('.toml')}.toml"):
+        if path.is_file():
+            return path
+    known = ", ".join(sorted(path.stem for path in shipped.glob("*.toml")))
+    raise ConfigError("EXPERIMENT", text, f"a TOML file, or one of {known}")
+
+
+def read_experiment(text: str) -> Experiment:
+    """Read and check an experiment.
+
+    Args:
+        text: A path, or the name of a shipped experiment.
+
+    Raises:
+        ConfigError: It is missing, not TOML, has an unknown key or a wrong value.
+    """
+    values = load_toml(str(find_experiment(text)))
+    tables: dict[str, Any] = {}
+    for key, kind in (("families", Family), ("sizes", Size)):
+        tables[key] = _named(key, values.pop(key, {}), kind)
+    checked = _typed(values, Experiment)
+    rates = LearningRate(**checked.pop("learning_rate", {}))
+    experiment = Experiment(**checked, **tables, learning_rate=rates)
+    _check(experiment)
+    return experiment
+
+
+def _typed(table: dict[str, Any], kind: Any, prefix: str = "") -> dict[str, Any]:
+    """Check a table against its dataclass; lists of numbers have a message of their own."""
+    for option in fields(kind):
+        value, items = table.get(option.name), get_args(option.type)
+        if value is None or items not in ((int,), (float,)):
+            continue
+        allowed = (int,) if items == (int,) else (int, float)
+        if not isinstance(value, list) or any(type(item) not in allowed for item in value):
+            what = "integers such as [1, 2]" if items == (int,) else "numbers such as [1e-3, 20]"
+            raise ConfigError(prefix + option.name, value, f"a list of {what}")
+    if isinstance(table.get("learning_rate"), dict):
+        _typed(table["learning_rate"], LearningRate, "learning_rate.")
+    return check_toml(table, kind, prefix=prefix)
+
+
+def _named(key: str, tables: Any, kind: Any) -> dict[str, Any]:
+    if not isinstance(tables, dict) or not tables:
+        raise ConfigError(key, tables, f"at least one table [{key}.NAME]")
+    found = {}
+    for name, table in tables.items():
+        where = f"{key}.{name}"
+        if not isinstance(table, dict):
+            raise ConfigError(where, table, f"a table: [{where}] with its keys below it")
+        if not _NAME.fullmatch(name):
+            raise ConfigError(where, name, "a name of letters, digits and . + - _")
+        known = [option.name for option in fields(kind) if option.name != "name"]
+        for wrong in table.keys() - set(known):
+            raise ConfigError(f"{where}.{wrong}", table[wrong], f"one of {', '.join(known)}")
+        found[name] = kind(name=name, **_typed(table, kind, f"{where}."))
+    return found
+
+
+def _check(experiment: Experiment) -> None:
+    """Refuse values that cannot be run."""
+    if not _NAME.fullmatch(experiment.name):
+        raise ConfigError("name", experiment.name, "a name of letters, digits and . + - _")
+    if not Path(find_config(experiment.config)).is_file():
+        want = "a TOML file of a run, or the name of a shipped one such as debug_full"
+        raise ConfigError("config", experiment.config, want)
+    for key, least in (("ranks", 1), ("checkpoints", 0), ("modelled_ranks", 0)):
+        if getattr(experiment, key) < least:
+            raise ConfigError(key, getattr(experiment, key), f"an integer of at least {least}")
+    if not 0 <= experiment.warmup < 1:
+        raise ConfigError("warmup", experiment.warmup, "a share of the steps, from 0 to below 1")
+    if not 0 <= experiment.flops_per_second < float("inf"):
+        raise ConfigError("flops_per_second", experiment.flops_per_second, "0 or a rate")
+    if experiment.reference and experiment.reference not in experiment.families:
+        choices = ", ".join(experiment.families)
+        raise ConfigError("reference", experiment.reference, f"one of {choices}")
+    for size in experiment.sizes.values():
+        _check_size(size)
+        where = f"sizes.{size.name}" if size.seeds else "seeds"
+        _check_list(where, experiment.seeds_of(size.name), least=0)
+        where = f"sizes.{size.name}.budgets" if size.budgets else "tokens_per_parameter"
+        _check_list(where, experiment.budgets_of(size.name))
+    _check_rates(experiment)
+
+
+def _check_size(size: Size) -> None:
+    where, sides = f"sizes.{size.name}", (size.dim, size.ffn_dim, size.n_layers, size.n_heads)
+    if bool(size.flavor) == any(sides):
+        want = "either flavor, or dim, ffn_dim, n_layers and n_heads"
+        raise ConfigError(where, size.flavor or sides, want)
+    if not size.flavor and not all(side > 0 for side in sides):
+        raise ConfigError(where, sides, "positive dim, ffn_dim, n_layers and n_heads")
+
+
+def _check_list(key: str, values: Sequence[float], least: float = 1e-12) -> None:
+    right = values and len(set(values)) == len(values)
+    if not right or not all(isfinite(value) and value >= least for value in values):
+        want = "different numbers, at least one, " + ("positive" if least else "0 or more")
+        raise ConfigError(key, list(values), want)
+
+
+def _check_rates(experiment: Experiment) -> None:
+    rates = experiment.learning_rate
+    for name, family in experiment.families.items():
+        other = experiment.families.get(family.rate_of)
+        if family.rate_of and (other is None or other.rate_of or family.learning_rates):
+            want = "a family with a learning rate of its own, and no learning_rates beside it"
+            raise ConfigError(f"families.{name}.rate_of", family.rate_of, want)
+        own = bool(family.learning_rates)
+        key = f"families.{name}.learning_rates" if own else "learning_rate.grid"
+        grid = experiment.grid_of(name)
+        _check_list(key, grid)
+        if any(low >= high for low, high in pairwise(grid)) or len(grid) == 2:
+            raise ConfigError(key, grid, "one value, or at least three in ascending order")
+    for size in rates.search:
+        if size not in experiment.sizes:
+            want = f"some of {', '.join(experiment.sizes)}"
+            raise ConfigError("learning_rate.search", size, want)
+    if rates.extend < 0:
+        raise ConfigError("learning_rate.extend", rates.extend, "0 or more")
+    if rates.rule == "power" and len(set(experiment.searched)) < 2:
+        want = "at least two sizes for the rule 'power'"
+        raise ConfigError("learning_rate.search", experiment.searched, want)
