@@ -75,9 +75,11 @@ class CheckpointManager(OpenCheckpointManager):
         lanes: The model's CAAT-Net settings; saved with it and compared on loading.
         fingerprint: Fingerprint of the model and its tokenizer; saved with it and compared on
             loading, unless it is empty.
+        tidies: Whether a load renames later steps and deletes what killed saves left.
     """
 
     lanes: Lanes = ORDINARY
+    tidies = True
     _last_saved: str | None = None
     _verified: str | None = None
 
@@ -243,7 +245,7 @@ class CheckpointManager(OpenCheckpointManager):
         if loaded:
             source = self.initial_load_path if step == -1 else self.checkpoint_folder(step)
             console.info("Loaded %s.", source)
-        if not self.load_only and _is_first_rank():
+        if self.tidies and not self.load_only and _is_first_rank():
             self._tidy(step)
         _barrier()
         return bool(loaded)

@@ -57,6 +57,7 @@ class Trainer(titan_train.Trainer):
         interrupted: Whether a signal ended the run early.
     """
 
+    checkpoint_manager: type[CheckpointManager] = CheckpointManager
     checkpointer: CheckpointManager
     metrics_processor: LowRankMetricsProcessor
     pp_schedule: Pipeline
@@ -78,7 +79,7 @@ class Trainer(titan_train.Trainer):
         record, job_config.job.save_config_file = job_config.job.save_config_file, None
         # Use our checkpoint manager and no autocast: FSDP or DDP implements mixed precision at
         # every world size.
-        with trainer_parts(CheckpointManager):
+        with trainer_parts(self.checkpoint_manager):
             super().__init__(job_config)
         job_config.job.save_config_file = record or RUN_CONFIG
         self._reader = StepReader(
