@@ -4,11 +4,11 @@
     python scripts/ft_demo.py --kill 30:2,80:0
     python scripts/ft_demo.py debug_replicas --training.steps=60 --kill 10:2 --out demo
 
-A quorum server and the replicas of CONFIG, one thread each, run on this machine. --kill STEP:REPLICA
-sends SIGKILL to a replica after a committed step; it is started again --back steps later. Then three
-things are checked: after every committed step all replicas had the same bits, no data were used
-twice, and one process that takes the same micro-batches has the same losses. ft_demo.png shows loss,
-replicas and bytes over time.
+A quorum server and the replicas of CONFIG, one thread each, run on this machine. --kill
+STEP:REPLICA sends SIGKILL to a replica after a committed step; it is started again --back steps
+later. Then three things are checked: after every committed step all replicas had the same bits, no
+data were used twice, and one process that takes the same micro-batches has the same losses.
+ft_demo.png shows loss, replicas and bytes over time.
 
 Exit status: 0 all checks passed, 1 one failed or a replica failed, 2 invalid arguments.
 """
@@ -18,8 +18,8 @@ import json
 import sys
 from pathlib import Path
 
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line
-from torchtitan_lr.tools.lighthouse import lighthouse
 
 
 @in_one_line
@@ -42,11 +42,13 @@ def main(argv: list[str] | None = None) -> int:
     kills = read_kills(options.kill, section.group_size, options.back)
     folder = Path(options.out)
     demo = Demo(arguments, folder / "run", section.group_size)
-    with lighthouse(end, section.min_replica_size, 60.0, options.heartbeat_seconds):
-        try:
-            demo.run(kills, options.limit)
-        finally:
-            demo.stop()
+    if demo.folder.exists():
+        raise ConfigError("--out", options.out, "a folder without an earlier demonstration")
+    try:
+        demo.start_lighthouse(end, section.min_replica_size, options.heartbeat_seconds)
+        demo.run(kills, options.limit)
+    finally:
+        demo.stop()
     commits = merge_commits(demo.folder)
     rows = changes(commits.steps)
     losses = replay(arguments, commits.steps, folder / "replay")
@@ -65,9 +67,8 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(result, indent=1))
     else:
         print(as_text(rows))
-        print(
-            f"{len(commits.steps)} committed steps; unequal bits after {commits.unequal or 'none'}"
-        )
+        print(f"{len(commits.steps)} committed steps")
+        print(f"steps after which replicas had unequal bits: {commits.unequal or 'none'}")
         print(f"data used twice: {commits.twice or 'none'}")
         print(f"replay in one process: losses differ by at most {largest:.1e}")
     return 1 if commits.unequal or commits.twice or not largest <= 1e-4 else 0

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torchft import Manager
 from torchtitan.tools.logging import logger
 
+from torchtitan_lr.console.native import NativeLines
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.replicas.fingerprint import Fingerprint, check_same
 from torchtitan_lr.replicas.group import LostReplicaError, ReplicaGroup, gather_bytes
@@ -56,6 +57,7 @@ class Membership:
         self._section, self._fingerprint, self._digest = section, fingerprint, state_digest
         # It warns at every start that NCCL has no flight recorder here.
         logging.getLogger("torchft.manager").setLevel(logging.ERROR)
+        self._relay = NativeLines(b" [INFO] [torchft::")
         self.group = ReplicaGroup(timedelta(milliseconds=section.process_group_timeout_ms))
         self.transport = HealTransport(section.address, fingerprint)
         self._commits = 0
@@ -147,6 +149,7 @@ class Membership:
         """Close the ports and end the heartbeat; the others go on without this replica."""
         self._manager.shutdown(wait=False)
         self.group.shutdown()
+        self._relay.close()
 
     def _compare(self) -> None:
         """Compare all members with the one that has committed most steps since it started.

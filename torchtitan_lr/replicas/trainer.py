@@ -87,7 +87,8 @@ class ReplicaTrainer(Trainer):
 
     def should_continue_training(self) -> bool:
         """Join the quorum before the first step, then as for any trainer."""
-        if self._members is None:
+        finished = self.step >= self.job_config.training.steps
+        if self._members is None and not finished:
             self._members = self._enter()
             self._joined = self._join()
             self.step = self._members.committed
@@ -200,6 +201,7 @@ class ReplicaTrainer(Trainer):
         group = self._members.group
         try:
             data = self._part.next(self._positions, self._section.replica_id)
+            self.optimizers.zero_grad()
             loss = float(self._forward_backward(data.microbatches, self._nominal))
             stops = self._stop.name is not None
             own = Sums.of(data, loss, stops, self._nominal, self._section)

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from torchtitan_lr.config.shipped import shipped_folder
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.processes import end_with
 from torchtitan_lr.replicas.commits import COMMITS_FILE, read_commits
@@ -72,24 +73,35 @@ class Demo:
     folder: Path
     replicas: int
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    server: subprocess.Popen[bytes] | None = None
     events: list[tuple[float, str]] = field(default_factory=list)
+
+    def start_lighthouse(self, end: str, min_replicas: int, heartbeat_seconds: float) -> None:
+        """Start the quorum server on ``end``, host:port."""
+        script = shipped_folder("scripts") / "lighthouse.py"
+        times = ["--heartbeat-seconds", str(heartbeat_seconds)]
+        options = ["--bind", end, "--min-replicas", str(min_replicas), *times]
+        self.server = self._open([str(script), *options], "lighthouse")
 
     def start(self, replica: int) -> None:
         """Start a replica with one thread; its output goes to its own file."""
         own = [f"--fault_tolerance.replica_id={replica}", f"--job.dump_folder={self.folder}"]
-        command = [sys.executable, "-m", "torchtitan_lr.launch", *self.arguments, *own]
+        command = ["-m", "torchtitan_lr.launch", *self.arguments, *own]
+        self.processes[replica] = self._open(command, f"replica_{replica}")
+        self.events.append((time.time(), f"start {replica}"))
+
+    def _open(self, command: Sequence[str], name: str) -> subprocess.Popen[bytes]:
         one_thread = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "NGPU": "1"}
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"replica_{replica}.out").open("ab") as output:
-            self.processes[replica] = subprocess.Popen(
-                command,
+        with (self.folder / f"{name}.out").open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, *command],
                 env=os.environ | one_thread,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=functools.partial(end_with, os.getpid()),
             )
-        self.events.append((time.time(), f"start {replica}"))
 
     def kill(self, replica: int) -> None:
         """Kill a replica; the kernel kills its rank with the launcher."""
@@ -134,7 +146,8 @@ class Demo:
 
     def stop(self) -> None:
         """Kill what still runs."""
-        for process in self.processes.values():
+        running = list(self.processes.values())
+        for process in running if self.server is None else [*running, self.server]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
             process.wait()

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torchtitan_lr.console.native import NativeLines
 from torchtitan_lr.errors import ConfigError
 
 JOIN_SECONDS = 60.0
@@ -41,6 +42,7 @@ def lighthouse(
         raise ConfigError("torchft", None, "torchft (pip install 'torchtitan_lr[ft]')")
     from torchft.coordination import LighthouseServer
 
+    relay = NativeLines(b" [INFO] [torchft::")  # it writes several lines per step
     try:
         server = LighthouseServer(
             bind=bind,
@@ -55,6 +57,7 @@ def lighthouse(
         yield str(server.address())
     finally:
         server.shutdown()
+        relay.close()
 
 
 def wait_for_signal() -> str:
