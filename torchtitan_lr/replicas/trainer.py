@@ -141,8 +141,8 @@ class ReplicaTrainer(Trainer):
         )
         if self.metrics_processor.should_log(self.step):
             self._log_commit(attempt.sums, norm, lr, members.group.bytes_sent - bytes_before)
-        self.metrics_processor.pause()
         self._maybe_stop()
+        self.metrics_processor.pause()
 
     def write_record(self) -> None:
         """Write the run's configuration, if this replica writes."""
@@ -229,9 +229,10 @@ class ReplicaTrainer(Trainer):
         stops = attempt.stops or bool(sums.stopping and self.checkpointer.run_ends)
         loss = torch.tensor(sums.loss(self._nominal), dtype=torch.float64)
         verdict = Verdict(loss, (attempt.norm * factor).square(), stops)
-        self._gradients.clip(self.job_config.training.max_norm, verdict.norm)
+        limit, rejected = self.job_config.training.max_norm, verdict.rejected
+        self._gradients.clip(limit, verdict.norm)
         self.checkpointer.maybe_wait_for_staging()
-        step_unless(verdict.rejected, self.optimizers)
+        step_unless(rejected, self.optimizers)
         self._unread = self.step, verdict, sums.tokens
         self.lr_schedulers.step()
         self._positions.commit(group.replicas, attempt.exchanged)

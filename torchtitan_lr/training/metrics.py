@@ -83,10 +83,10 @@ class LowRankMetricsProcessor(MetricsProcessor):
 
     def start_after(self, step: int) -> None:
         """Open the loggers for a run that starts after ``step``, the loaded checkpoint's step."""
-        self._last_logged_step = step
         if not self.writes:
-            self.logger = BaseLogger()
+            self._last_logged_step, self.logger = step, BaseLogger()
             return
+        self._last_logged_step = step
         container = LoggerContainer()
         config = resolved_config(self.job_config, self.parallel_dims, self._model_args)
         rank = torch.distributed.get_rank()
