@@ -302,7 +302,7 @@ class ReplicaTrainer(Trainer):
     def _make_up_for_validation(self) -> None:
         """Do not validate alone after a restart: the other replicas would wait."""
 
-    def _write_summary(self) -> None:
+    def write_summary(self) -> None:
         """Write summary and curve, if this replica writes."""
         if self.checkpointer.writes:
-            super()._write_summary()
+            super().write_summary()

@@ -118,7 +118,7 @@ class HealTransport:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                found = transport._answer(self.path)
+                found = transport.answer(self.path)
                 if found is None:
                     self.send_error(404, "not served")
                     return
@@ -133,7 +133,12 @@ class HealTransport:
 
         return Handler
 
-    def _answer(self, path: str) -> bytes | None:
+    def answer(self, path: str) -> bytes | None:
+        """Return what a path of this server stands for; None if it is not served in time.
+
+        Args:
+            path: ``/fingerprint`` or ``/state/STEP``.
+        """
         if path == "/fingerprint":
             return json.dumps(self._fingerprint).encode()
 

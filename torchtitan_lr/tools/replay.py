@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -117,8 +116,11 @@ def _one_rank() -> Iterator[None]:
     """Make this process the only rank of a run."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    before = dict(os.environ)
+    os.environ.update(variables)
     try:
-        with patch.dict(os.environ, variables):
-            yield
+        yield
     finally:
+        os.environ.clear()
+        os.environ.update(before)
         dist.destroy_process_group()

@@ -107,7 +107,7 @@ class Trainer(titan_train.Trainer):
         if self.interrupted:
             self._report_interruption()
         else:
-            self._write_summary()
+            self.write_summary()
 
     def close(self) -> None:
         """End what runs beside training: reading ahead, saving, logging."""
@@ -381,7 +381,7 @@ class Trainer(titan_train.Trainer):
         if torch.distributed.get_rank() == 0:
             report_stop(self.job_config, self.stopped_by, self.step, saved)
 
-    def _write_summary(self) -> None:
+    def write_summary(self) -> None:
         """Write the summary and the curve on the rank that has the history."""
         memory = self.metrics_processor.device_memory_monitor.get_peak_stats().max_reserved_gib
         peak = torch.tensor(memory, dtype=torch.float64, device=self.device)
