@@ -63,7 +63,6 @@ def check_unsupported(config: Any, world_size: int, device_type: str) -> None:
     refused = (
         ("model.converters", config.model.converters, "an empty list: no float8 or MX here"),
         ("optimizer.early_step_in_backward", config.optimizer.early_step_in_backward, "false"),
-        ("fault_tolerance.enable", config.fault_tolerance.enable, "false: not supported"),
         ("memory_estimation.enable", config.memory_estimation.enable, "false: not supported"),
     )
     for key, value, want in refused:

@@ -15,6 +15,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
 
 from torchtitan_lr.checkpoints.safe_metadata import load
+from torchtitan_lr.config.fault_tolerance import replica_rows
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.config.schema import STEPS_AHEAD
 from torchtitan_lr.data.batches import BatchReader, MicroBatch, Prepared, Rows
@@ -141,6 +142,11 @@ class StripeDataLoader(BaseDataLoader):
     def bad_records(self) -> set[str]:
         """Locations of the records that this rank skipped."""
         return self._bad_records
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches per step of this rank."""
+        return self._rows.microbatches
 
     @property
     def pairs(self) -> bool:
@@ -294,6 +300,7 @@ def build_dataloader(
         ConfigError: As for :class:`StripeDataLoader` and :func:`build_corpus`, or worker processes
             are configured.
     """
+    dp_world_size, dp_rank = replica_rows(job_config, dp_world_size, dp_rank)
     training = job_config.training
     check_workers(training.dataloader, "training")
     rows = training.global_batch_size

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from torchtitan_lr.checkpoints.layout import complete_steps, step_folder
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.fault_tolerance import private_folder
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, split_arguments
 from torchtitan_lr.console.terminal import TERMINAL_VARIABLE, shared_terminal
 from torchtitan_lr.errors import ConfigError
@@ -173,7 +174,7 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     Returns:
         The exit status: 0 for a run that finished, or that a signal stopped and that saved.
     """
-    dump_folder = Path(config.job.dump_folder)
+    dump_folder = private_folder(config)
     begin = time.time()
     # A dry run is one process without torchrun; its output goes to the console.
     expected = 0 if environment.comm_mode else environment.ranks
@@ -201,9 +202,10 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     if not expected:
         print(f"dry run passed: one step as rank 0 of {environment.world_size}")
         return 0
-    summary = read_summary(dump_folder, newer_than=begin)
+    results = Path(config.job.dump_folder)
+    summary = read_summary(results, newer_than=begin)
     if summary is not None:
-        print("\n".join(summary_lines(summary, dump_folder, log_folder)))
+        print("\n".join(summary_lines(summary, results, log_folder)))
     return 0
 
 
@@ -221,7 +223,7 @@ def _wait_for_ranks(
     while True:
         command, variables = build_command(environment, arguments, log_folder)
         if environment.nodes == 1:
-            variables[HELD_VARIABLE] = os.path.realpath(config.job.dump_folder)
+            variables[HELD_VARIABLE] = os.path.realpath(private_folder(config))
         variables[TERMINAL_VARIABLE] = shared_terminal()
         if config.metrics.disable_color_printing:
             variables["NO_COLOR"] = "1"
@@ -283,9 +285,10 @@ def main(argv: list[str] | None = None) -> int:
         if placed.note:
             print(placed.note, flush=True)
         # The launchers of several machines share the folder; then rank 0 locks it.
-        lock = locked(config.job.dump_folder) if environment.nodes == 1 else nullcontext()
+        folder = private_folder(config)
+        lock = locked(str(folder)) if environment.nodes == 1 else nullcontext()
         with lock:
-            log_folder = make_log_folder(Path(config.job.dump_folder))
+            log_folder = make_log_folder(folder)
             return run(environment, arguments, log_folder, config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

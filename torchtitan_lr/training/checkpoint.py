@@ -80,10 +80,12 @@ class CheckpointManager(OpenCheckpointManager):
             loading, unless it is empty.
         waited: Seconds that the last step waited for the copy of a background save.
         before_save: Called before each save; an exception prevents it.
+        tidies: Whether a load renames later steps and deletes what killed saves left.
     """
 
     lanes: Lanes = ORDINARY
     stager: Any
+    tidies = True
     _last_saved: str | None = None
     _verified: str | None = None
 
@@ -267,7 +269,7 @@ class CheckpointManager(OpenCheckpointManager):
         if loaded:
             source = self.initial_load_path if step == -1 else self.checkpoint_folder(step)
             console.info("Loaded %s.", source)
-        if not self.load_only and _is_first_rank():
+        if self.tidies and not self.load_only and _is_first_rank():
             self._tidy(step)
         _barrier()
         return bool(loaded)

@@ -28,6 +28,10 @@ class BadDataError(RuntimeError):
     """A rank could not read its data; the run was saved in its state before the step."""
 
 
+class QuorumError(RuntimeError):
+    """Too few replicas came together in time (``[fault_tolerance]``)."""
+
+
 class StopSignal:
     """Records SIGTERM, SIGINT or SIGUSR1, so that the trainer can finish and save its step.
 

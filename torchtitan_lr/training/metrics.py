@@ -47,6 +47,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
 
     Attributes:
         exit_status: The run's; wandb shows a run with another status than 0 as failed.
+        writes: Whether numbers are written to files and wandb, and not to the console alone.
     """
 
     logger: BaseLogger
@@ -67,6 +68,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
         self.exit_status = 0
         self._pace = Pace(job_config.training.steps)
         self._opened: list[RunLogger] = []
+        self.writes = True
         self.history: HistoryLogger | None = None
         if torch.distributed.get_rank() == 0:
             self.history = HistoryLogger(Path(job_config.job.dump_folder) / HISTORY_FILE)
@@ -81,6 +83,9 @@ class LowRankMetricsProcessor(MetricsProcessor):
 
     def start_after(self, step: int) -> None:
         """Open the loggers for a run that starts after ``step``, the loaded checkpoint's step."""
+        if not self.writes:
+            self._last_logged_step, self.logger = step, BaseLogger()
+            return
         self._last_logged_step = step
         container = LoggerContainer()
         config = resolved_config(self.job_config, self.parallel_dims, self._model_args)
@@ -93,6 +98,19 @@ class LowRankMetricsProcessor(MetricsProcessor):
         self.logger = container
         if self.history is not None:
             self.history.rewind(step)
+
+    def set_writing(self, writes: bool, step: int) -> None:
+        """Open the loggers after ``step``, or close them: another process writes.
+
+        Args:
+            writes: Whether to write.
+            step: The last step.
+        """
+        if writes == self.writes:
+            return
+        self.close()
+        self.writes = writes
+        self.start_after(step)
 
     def publish(self, summary: dict[str, Any], curve: Path) -> None:
         """Add the summary and the curve of a finished run to TensorBoard and wandb."""

@@ -58,6 +58,7 @@ class Trainer(titan_train.Trainer):
         interrupted: Whether a signal ended the run early.
     """
 
+    checkpoint_manager: type[CheckpointManager] = CheckpointManager
     checkpointer: CheckpointManager
     metrics_processor: LowRankMetricsProcessor
     pp_schedule: Pipeline
@@ -79,7 +80,7 @@ class Trainer(titan_train.Trainer):
         record, job_config.job.save_config_file = job_config.job.save_config_file, None
         # Use our checkpoint manager and no autocast: FSDP or DDP implements mixed precision at
         # every world size.
-        with trainer_parts(CheckpointManager):
+        with trainer_parts(self.checkpoint_manager):
             super().__init__(job_config)
         job_config.job.save_config_file = record or RUN_CONFIG
         self._reader = StepReader(
@@ -109,7 +110,7 @@ class Trainer(titan_train.Trainer):
         if self.interrupted:
             self._report_interruption()
         else:
-            self._write_summary()
+            self.write_summary()
 
     def close(self) -> None:
         """End what runs beside training: reading ahead, saving, logging."""
@@ -386,7 +387,7 @@ class Trainer(titan_train.Trainer):
         if torch.distributed.get_rank() == 0:
             report_stop(self.job_config, self.stopped_by, self.step, saved)
 
-    def _write_summary(self) -> None:
+    def write_summary(self) -> None:
         """Write the summary and the curve on the rank that has the history."""
         memory = self.metrics_processor.device_memory_monitor.get_peak_stats().max_reserved_gib
         peak = torch.tensor(memory, dtype=torch.float64, device=self.device)

@@ -142,7 +142,6 @@ REFUSALS = [
     ("caat.backward_sum=fp8", "'fp8'", "one of 'float32', 'activation'"),
     ("parallelism.tp_plan=caat", "'caat'", "caat.lanes of more than 1"),
     ("parallelism.tp_plan=btp_caat", "'btp_caat'", "caat.lanes of more than 1"),
-    ("fault_tolerance.enable", "True", "not supported"),
     ("memory_estimation.enable", "True", "not supported"),
     ("job.custom_config_module=other", "'other'", "torchtitan_lr.config.schema"),
     ("experimental.custom_args_module=other", "'other'", "leave it out"),

@@ -2,6 +2,7 @@
 """Sums that start during backward, in an order that is the same on all ranks."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from torchtitan_lr.optim.tsr.mesh_sync import PendingSum
 
@@ -62,6 +63,13 @@ class EarlySums:
         """Wait for all sums that have started."""
         for pending in self._pending:
             pending.wait()
+        self._pending.clear()
+
+    def abandon(self) -> None:
+        """Wait for the end of all sums that have started, whether they succeed or fail."""
+        for pending in self._pending:
+            with suppress(Exception):
+                pending.wait()
         self._pending.clear()
 
     def _start_next(self) -> None:

@@ -2,7 +2,6 @@
 """TSR-Adam as a torch optimizer and a torchtitan container: state, checkpoints, schedule."""
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -30,7 +29,7 @@ from torchtitan_lr.optim.tsr.early_sums import DENSE, Place
 from torchtitan_lr.optim.tsr.layout import derived, mesh_groups, shard_dims
 from torchtitan_lr.optim.tsr.mesh_sync import ReductionGroups
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
-from torchtitan_lr.optim.tsr.stack import MatrixStack, layout_of
+from torchtitan_lr.optim.tsr.stack import MatrixStack, build_stacks
 from torchtitan_lr.optim.tsr.synchronize import Synchronizer
 
 
@@ -72,7 +71,7 @@ class TSRAdam(Optimizer):
         self.settings = settings
         self.steps = torch.zeros((), dtype=torch.float32)
         self.dense = [p for name, p in named_parameters if name not in plans]
-        self.stacks = _build_stacks(
+        self.stacks = build_stacks(
             [(plans[name], p) for name, p in named_parameters if name in plans], order, settings
         )
         self._averages = [_moment(p) for p in self.dense]
@@ -221,6 +220,20 @@ class TSROptimizers(OptimizersContainer):
         self._step = self._synchronized = None
         self._in_microbatch = False
 
+    def reduce_over(self, replicas: dist.ProcessGroup) -> None:
+        """Sum over another group from the next step on; its members may change between steps.
+
+        Args:
+            replicas: Ranks with equal parameters and different data.
+        """
+        groups = self.synchronizer.groups
+        self.synchronizer.groups = ReductionGroups(groups.sharding, replicas, groups.stages)
+
+    def abandon(self) -> None:
+        """Drop a step whose sums have failed: weights and state stay as before it."""
+        self.synchronizer.abandon()
+        self.zero_grad()
+
     @torch.no_grad()
     def prepare(self, last: bool) -> None:
         """Start a micro-batch: from now on backward's gradients are used as they arrive.
@@ -279,11 +292,18 @@ class TSROptimizers(OptimizersContainer):
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         return self.synchronize().square() / ranks
 
-    @torch.no_grad()
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale cores and dense gradients down to a norm, as `clip_grads_with_norm_` does."""
+        self.scale(clip_factor(max_norm, norm))
+
+    @torch.no_grad()
+    def scale(self, factor: Tensor) -> None:
+        """Multiply cores and dense gradients, which are linear in the loss, by a scalar.
+
+        Args:
+            factor: The scalar.
+        """
         assert self._synchronized is not None
-        factor = clip_factor(max_norm, norm)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in self._synchronized.tensors:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -339,22 +359,6 @@ def _hook(optimizers: TSROptimizers, place: Place) -> Callable[[Tensor], None]:
             owner.gradient_arrived(place)
 
     return hook
-
-
-def _build_stacks(
-    matrices: Sequence[tuple[MatrixPlan, Tensor]], order: Sequence[str], settings: TSRSettings
-) -> list[MatrixStack]:
-    """Stack the matrices that have the same shape, rank and layout."""
-    alike: dict[Any, list[tuple[MatrixPlan, Tensor]]] = defaultdict(list)
-    for plan, parameter in matrices:
-        shape = (plan.rows, plan.columns, plan.rank, plan.power_iterations, plan.transposed)
-        layout = layout_of(parameter, plan, order)
-        key = (shape, layout, local_part(parameter).shape, parameter.dtype)
-        alike[key].append((plan, parameter))
-    return [
-        MatrixStack([plan for plan, _ in same], [p for _, p in same], order, settings)
-        for same in alike.values()
-    ]
 
 
 def _moment(parameter: Tensor) -> Tensor:

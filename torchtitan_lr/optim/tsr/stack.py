@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Matrices of one shape with their TSR-Adam state, stacked to need fewer kernels."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -194,3 +195,25 @@ def layout_of(parameter: Tensor, plan: MatrixPlan, order: Sequence[str]) -> Layo
     """Return which mesh dimensions split the rows and the columns of a planned matrix."""
     row_dim, column_dim = (1, 0) if plan.transposed else (0, 1)
     return Layout(shard_dims(parameter, row_dim, order), shard_dims(parameter, column_dim, order))
+
+
+def build_stacks(
+    matrices: Sequence[tuple[MatrixPlan, Tensor]], order: Sequence[str], settings: TSRSettings
+) -> list[MatrixStack]:
+    """Stack the matrices that have the same shape, rank and layout.
+
+    Args:
+        matrices: Plan and parameter of each.
+        order: Names of the run's mesh dimensions.
+        settings: The settings.
+    """
+    alike: dict[Any, list[tuple[MatrixPlan, Tensor]]] = defaultdict(list)
+    for plan, parameter in matrices:
+        shape = (plan.rows, plan.columns, plan.rank, plan.power_iterations, plan.transposed)
+        layout = layout_of(parameter, plan, order)
+        key = (shape, layout, local_part(parameter).shape, parameter.dtype)
+        alike[key].append((plan, parameter))
+    return [
+        MatrixStack([plan for plan, _ in same], [p for _, p in same], order, settings)
+        for same in alike.values()
+    ]

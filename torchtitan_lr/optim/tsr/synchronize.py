@@ -102,6 +102,11 @@ class Synchronizer:
         if self._sums is not None:
             self._sums.wait()
 
+    def abandon(self) -> None:
+        """As `drop`, for sums of which some have failed."""
+        if self._sums is not None:
+            self._sums.abandon()
+
     def receive(self, place: Place) -> None:
         """Note a gradient that backward has produced.
 

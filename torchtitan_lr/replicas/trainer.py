@@ -1,0 +1,309 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The trainer of one replica among several that come and go; needs torchft.
+
+A step is tried until the quorum commits it. Weights, optimizer state, schedule, tokens and data
+position change only after the commit, so a lost step leaves no trace, and its micro-batches are
+taken again.
+
+The members of a step are known only to the quorum, and their tokens only after the sums. Backward
+therefore divides the loss by a nominal number of tokens. The summed gradients, which are linear in
+the loss, are multiplied by nominal over real tokens before clipping: the loss is the mean over the
+tokens of those that took part.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchtitan.config import JobConfig
+from torchtitan.tools.logging import logger
+
+from torchtitan_lr.config.fault_tolerance import private_folder
+from torchtitan_lr.data.dataloader import StripeDataLoader
+from torchtitan_lr.optim.conditional import step_unless
+from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.replicas.checkpoints import ReplicaCheckpoints, StoredPositions
+from torchtitan_lr.replicas.commits import COMMITS_FILE, Sums, add_commit
+from torchtitan_lr.replicas.fingerprint import run_fingerprint
+from torchtitan_lr.replicas.group import gather_bytes, sum_numbers
+from torchtitan_lr.replicas.membership import Membership
+from torchtitan_lr.replicas.positions import EXCHANGE_STEPS, DataPositions, PartReader
+from torchtitan_lr.replicas.state import digest, load_training_state, training_state
+from torchtitan_lr.training.guard import Verdict
+from torchtitan_lr.training.step_data import MicroBatch, StepData
+from torchtitan_lr.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A step whose sums have all arrived, before the vote.
+
+    Attributes:
+        sums: The sums over the members.
+        norm: Norm of the gradient of the nominal loss.
+        exchanged: State of the loader of each member behind this step; empty in most steps.
+        stops: Whether this replica got a stop signal before the sums.
+    """
+
+    sums: Sums
+    norm: torch.Tensor
+    exchanged: dict[int, dict[str, Any]]
+    stops: bool
+
+
+class ReplicaTrainer(Trainer):
+    """The trainer of one replica, a process that may die and join again at any moment.
+
+    Args:
+        job_config: A checked configuration with ``fault_tolerance.enable``.
+    """
+
+    checkpoint_manager = ReplicaCheckpoints
+    checkpointer: ReplicaCheckpoints
+    optimizers: TSROptimizers
+    dataloader: StripeDataLoader
+
+    def __init__(self, job_config: JobConfig) -> None:
+        super().__init__(job_config)
+        self._section = job_config.fault_tolerance
+        self.gradient_accumulation_steps = self.dataloader.microbatches
+        self.metrics_processor.writes = False
+        self._positions = DataPositions(self._section.group_size)
+        self.checkpointer.states["dataloader"] = StoredPositions(self._positions)
+        self._data_start = self.dataloader.state_dict()
+        self._part = PartReader(self._read_step, self._move_loader)
+        self._iterator: Iterator[MicroBatch] = iter(())
+        self._members: Membership | None = None
+        self._joined = False
+        self._discarded = 0
+        self._commits = private_folder(job_config) / COMMITS_FILE
+        training = job_config.training
+        rows = training.local_batch_size * self.gradient_accumulation_steps
+        self._nominal = float(rows * training.seq_len * self._section.group_size)
+
+    def should_continue_training(self) -> bool:
+        """Join the quorum before the first step, then as for any trainer."""
+        finished = self.step >= self.job_config.training.steps
+        if self._members is None and not finished:
+            self._members = self._enter()
+            self._joined = self._join()
+            self.step = self._members.committed
+        return super().should_continue_training()
+
+    def train_step(self, data_iterator: Iterator[MicroBatch]) -> None:
+        """Try the next step with those that are there, until it is committed.
+
+        Args:
+            data_iterator: Yields this replica's micro-batches.
+
+        Raises:
+            QuorumError: Too few replicas came together in time.
+            NonFiniteError: As for the trainer's.
+            BadDataError: This replica cannot read its data.
+        """
+        assert self._members is not None
+        self.metrics_processor.resume()
+        self._iterator = data_iterator
+        members, begin = self._members, time.perf_counter()
+        bytes_before, lost = members.group.bytes_sent, 0
+        while True:
+            joined = self._joined or self._join()
+            self._joined = False
+            if members.committed >= self.job_config.training.steps:
+                self.step = members.committed  # healed from one that has finished
+                return
+            self.step = members.committed + 1
+            attempt = self._try() if joined else None
+            if members.commit(attempt is not None) and attempt is not None:
+                break
+            self.optimizers.abandon()
+            lost += 1
+            logger.warning("Step %d was discarded: %s", self.step, members.group.failure)
+        self._discarded += lost
+        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        norm = self._apply(attempt)
+        add_commit(
+            self._commits,
+            self.step,
+            members.group.replicas,
+            self._positions.taken,
+            attempt.sums.tokens,
+            loss=attempt.sums.loss(self._nominal),
+            norm=norm,
+            discarded=lost,
+            seconds=time.perf_counter() - begin,
+            bytes_sent=members.group.bytes_sent - bytes_before,
+            digest=self._digest() if self._section.digests else None,
+        )
+        if self.metrics_processor.should_log(self.step):
+            self._log_commit(attempt.sums, norm, lr, members.group.bytes_sent - bytes_before)
+        self._maybe_stop()
+        self.metrics_processor.pause()
+
+    def write_record(self) -> None:
+        """Write the run's configuration, if this replica writes."""
+        if self.checkpointer.writes:
+            super().write_record()
+
+    def close(self) -> None:
+        """Leave the quorum, then end what runs beside training."""
+        if self._members is not None:
+            self._members.leave()
+        super().close()
+
+    def _enter(self) -> Membership:
+        """Open the ports and start the heartbeat."""
+        corpus = self._data_start["corpus"]
+        return Membership(
+            self._section,
+            run_fingerprint(self.job_config, self.checkpointer.fingerprint, corpus),
+            self.step,
+            self._healing_state,
+            self._heal,
+            self._digest,
+        )
+
+    def _join(self) -> bool:
+        """Return whether the members of the next step are there; choose the one that writes."""
+        assert self._members is not None
+        before = set(self._members.group.replicas)
+        joined = self._members.join()
+        if joined:
+            writes = self._members.writes
+            self.checkpointer.writes = writes
+            if not self._started:
+                self.metrics_processor.writes = writes  # opened when training starts
+            elif writes != self.metrics_processor.writes:
+                self.metrics_processor.set_writing(writes, self._members.committed)
+                self.write_record()
+            self.optimizers.reduce_over(self._members.group)
+            self._report_absent(before - set(self._members.group.replicas))
+        return joined
+
+    def _report_absent(self, absent: set[int]) -> None:
+        """Log what a replica that has left has not read."""
+        for replica in sorted(absent):
+            logger.warning(
+                "Replica %d has left: of part %d of the data, all from its step %d on stays unread "
+                "until it is back",
+                replica,
+                replica,
+                self._positions.taken[replica],
+            )
+
+    def _try(self) -> Attempt | None:
+        """Compute the step and its sums; return None if a member was lost."""
+        assert self._members is not None
+        group = self._members.group
+        try:
+            data = self._part.next(self._positions, self._section.replica_id)
+            self.optimizers.zero_grad()
+            loss = float(self._forward_backward(data.microbatches, self._nominal))
+            stops = self._stop.name is not None
+            own = Sums.of(data, loss, stops, self._nominal, self._section)
+            sums = Sums(*sum_numbers(group, list(own)))
+            last = self.step >= self.job_config.training.steps
+            exchanged: dict[int, dict[str, Any]] = {}
+            if self.step % EXCHANGE_STEPS == 0 or self.checkpointer.is_due(self.step, last):
+                rows = gather_bytes(group, json.dumps(self.dataloader.state_dict()).encode())
+                states = map(json.loads, rows)
+                exchanged = dict(zip(group.replicas, states, strict=True))
+            return Attempt(sums, self.optimizers.synchronize(), exchanged, stops)
+        except Exception:
+            if group.failure is None:
+                raise
+            return None
+
+    def _apply(self, attempt: Attempt) -> float:
+        """Take a committed step; return the gradient's norm."""
+        assert self._members is not None
+        sums, group = attempt.sums, self._members.group
+        factor = torch.tensor(self._nominal / sums.tokens if sums.tokens else math.nan)
+        self.optimizers.scale(factor)
+        remaining = len(group.replicas) - sums.stopping
+        self.checkpointer.run_ends = remaining < self._section.min_replica_size
+        stops = attempt.stops or bool(sums.stopping and self.checkpointer.run_ends)
+        loss = torch.tensor(sums.loss(self._nominal), dtype=torch.float64)
+        verdict = Verdict(loss, (attempt.norm * factor).square(), stops)
+        limit, rejected = self.job_config.training.max_norm, verdict.rejected
+        self._gradients.clip(limit, verdict.norm)
+        self.checkpointer.maybe_wait_for_staging()
+        step_unless(rejected, self.optimizers)
+        self._unread = self.step, verdict, sums.tokens
+        self.lr_schedulers.step()
+        self._positions.commit(group.replicas, attempt.exchanged)
+        self._part.committed()
+        self.ntokens_seen += int(sums.read)
+        self.metrics_processor.ntokens_since_last_log += int(sums.read)
+        self._settle()
+        return float(verdict.norm)
+
+    def _read_step(self) -> StepData:
+        """Read the micro-batches of one step, which count only once they are committed."""
+        metrics = self.metrics_processor
+        seen, since = self.ntokens_seen, metrics.ntokens_since_last_log
+        data = self._reader.read(self._iterator, self.gradient_accumulation_steps, self.step)
+        self.ntokens_seen, metrics.ntokens_since_last_log = seen, since
+        if data.problem is not None:
+            self._stop_for_data(data.problem)
+        return data
+
+    def _move_loader(self, state: dict[str, Any] | None) -> None:
+        self.dataloader.load_state_dict(self._data_start if state is None else state)
+
+    def _healing_state(self) -> dict[str, Any]:
+        """Return what a newcomer takes over: everything as after the last committed step."""
+        assert self._members is not None
+        return {
+            "train": self.state_dict() | {"step": self._members.committed},
+            "positions": self._positions.as_json(),
+            "training": self._training_state(),
+        }
+
+    def _heal(self, state: dict[str, Any]) -> None:
+        """Take over the state of a replica that is ahead."""
+        self.checkpointer.maybe_wait_for_staging()
+        load_training_state(
+            state["training"], self.model_parts, self.optimizers, self.lr_schedulers
+        )
+        self._positions.load_json(state["positions"])
+        self.load_state_dict(state["train"])
+        assert self._members is not None
+        size = self._members.transport.bytes_received
+        logger.info("Healed to step %d; %d bytes received so far", self.step, size)
+
+    def _training_state(self) -> Any:
+        return training_state(self.model_parts, self.optimizers, self.lr_schedulers)
+
+    def _digest(self) -> str:
+        return digest([self._training_state(), self._positions.taken])
+
+    def _log_commit(self, sums: Sums, norm: float, lr: float, bytes_sent: int) -> None:
+        assert self._members is not None
+        self.metrics_processor.log(
+            self.step,
+            sums.loss(self._nominal),
+            sums.largest(self._members.group.replicas),
+            norm,
+            extra_metrics={
+                "n_tokens_seen": self.ntokens_seen,
+                "lr": lr,
+                "skipped_steps": self.skipped_steps,
+                "replicas": len(self._members.group.replicas),
+                "discarded_steps": self._discarded,
+                "comm_bytes/replicas": bytes_sent,
+                **self._reader.metrics(),
+            },
+        )
+
+    def _make_up_for_validation(self) -> None:
+        """Do not validate alone after a restart: the other replicas would wait."""
+
+    def write_summary(self) -> None:
+        """Write summary and curve, if this replica writes."""
+        if self.checkpointer.writes:
+            super().write_summary()
