@@ -11,8 +11,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchft import ProcessGroupGloo
 from torchtitan.tools.logging import logger
@@ -94,21 +92,11 @@ class ReplicaGroup(ProcessGroupGloo):
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
         """Start an all-reduce; only waiting for it raises."""
-        return self._start(super().allreduce, tensors, opts)
+        return _guarded(self, super().allreduce, tensors, opts)
 
     def broadcast(self, tensor_list: list[Tensor], opts: Any) -> Any:
         """Start a broadcast; only waiting for it raises."""
-        return self._start(super().broadcast, tensor_list, opts)
-
-    def _start(self, start: Callable[..., Any], tensors: list[Tensor], opts: Any) -> "GuardedWork":
-        if self.failure is not None:
-            return GuardedWork(self, None)
-        self.bytes_sent += sum(tensor.nbytes for tensor in tensors)
-        try:
-            return GuardedWork(self, start(tensors, opts))
-        except Exception as error:
-            self.lose(error)
-            return GuardedWork(self, None)
+        return _guarded(self, super().broadcast, tensor_list, opts)
 
 
 class GuardedWork:
@@ -138,40 +126,14 @@ class GuardedWork:
         return True
 
 
-def sum_numbers(group: ReplicaGroup, numbers: list[float]) -> list[float]:
-    """Return numbers summed over the members, in fp64.
-
-    Raises:
-        LostReplicaError: The collective failed.
-    """
-    sums = torch.tensor(numbers, dtype=torch.float64)
-    _sum(sums, group)
-    return [float(number) for number in sums.tolist()]
-
-
-def gather_bytes(group: ReplicaGroup, payload: bytes) -> list[bytes]:
-    """Return the payloads of all members, in the order of their ranks.
-
-    Two sums carry them, since payloads differ in length and gloo's gather needs equal ones.
-
-    Raises:
-        LostReplicaError: A collective failed.
-    """
-    lengths = torch.zeros(len(group.replicas), dtype=torch.int64)
-    lengths[group.place] = len(payload)
-    _sum(lengths, group)
-    table = torch.zeros(len(group.replicas), int(lengths.max()), dtype=torch.uint8)
-    table[group.place, : len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    _sum(table, group)
-    rows = zip(table, lengths.tolist(), strict=True)
-    return [row[:length].numpy().tobytes() for row, length in rows]
-
-
-def _sum(tensor: Tensor, group: ReplicaGroup) -> None:
-    """Sum a tensor in place.
-
-    A synchronous call would raise from within torch, which then describes the group in a log
-    record and fails at that.
-    """
-    work: Any = dist.all_reduce(tensor, group=group, async_op=True)
-    work.wait()
+def _guarded(
+    group: ReplicaGroup, start: Callable[..., Any], tensors: list[Tensor], opts: Any
+) -> GuardedWork:
+    if group.failure is not None:
+        return GuardedWork(group, None)
+    group.bytes_sent += sum(tensor.nbytes for tensor in tensors)
+    try:
+        return GuardedWork(group, start(tensors, opts))
+    except Exception as error:
+        group.lose(error)
+        return GuardedWork(group, None)

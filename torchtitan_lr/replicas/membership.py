@@ -17,8 +17,9 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_lr.console.native import NativeLines
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.replicas.exchange import gather_bytes
 from torchtitan_lr.replicas.fingerprint import Fingerprint, check_same
-from torchtitan_lr.replicas.group import LostReplicaError, ReplicaGroup, gather_bytes
+from torchtitan_lr.replicas.group import LostReplicaError, ReplicaGroup
 from torchtitan_lr.replicas.transport import HealTransport
 from torchtitan_lr.training.guard import QuorumError
 

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The trainer of one replica among several that come and go; needs torchft.
+"""The trainer of one replica among several that come and go.
 
 A step is tried until the quorum commits it. Weights, optimizer state, schedule, tokens and data
 position change only after the commit, so a lost step leaves no trace, and its micro-batches are
@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torchtitan.config import JobConfig
@@ -28,14 +28,16 @@ from torchtitan_lr.optim.conditional import step_unless
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.replicas.checkpoints import ReplicaCheckpoints, StoredPositions
 from torchtitan_lr.replicas.commits import COMMITS_FILE, Sums, add_commit
+from torchtitan_lr.replicas.exchange import gather_bytes, sum_numbers
 from torchtitan_lr.replicas.fingerprint import run_fingerprint
-from torchtitan_lr.replicas.group import gather_bytes, sum_numbers
-from torchtitan_lr.replicas.membership import Membership
 from torchtitan_lr.replicas.positions import EXCHANGE_STEPS, DataPositions, PartReader
 from torchtitan_lr.replicas.state import digest, load_training_state, training_state
 from torchtitan_lr.training.guard import Verdict
 from torchtitan_lr.training.step_data import MicroBatch, StepData
 from torchtitan_lr.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from torchtitan_lr.replicas.membership import Membership
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,10 @@ class ReplicaTrainer(Trainer):
             self._members.leave()
         super().close()
 
-    def _enter(self) -> Membership:
+    def _enter(self) -> "Membership":
         """Open the ports and start the heartbeat."""
+        from torchtitan_lr.replicas.membership import Membership  # late: it needs torchft
+
         corpus = self._data_start["corpus"]
         return Membership(
             self._section,

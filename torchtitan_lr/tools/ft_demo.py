@@ -1,10 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Replicas on this machine, killed and started again on a schedule, and what became of them."""
 
-import contextlib
 import functools
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +19,9 @@ from torchtitan_lr.launch.processes import end_with
 from torchtitan_lr.replicas.commits import COMMITS_FILE, read_commits
 from torchtitan_lr.tools.cli import RunFailedError, text_table
 from torchtitan_lr.training.figures import new_figure
+
+END_SECONDS = 30.0
+"""How long a replica may run on when another one has finished."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class Demo:
             RunFailedError: A replica failed, or the time is over.
         """
         begin, waiting, away = time.monotonic(), list(kills), list[Kill]()
+        finished = 0.0
         for replica in range(self.replicas):
             self.start(replica)
         while self.processes:
@@ -137,8 +139,12 @@ class Demo:
             for back in [kill for kill in away if step >= kill.step + kill.back]:
                 away.remove(back)
                 self.start(back.replica)
+            if finished and time.monotonic() - finished > END_SECONDS:
+                self.stop()  # it came when the others had finished
+                self.processes.clear()
             for replica, process in list(self.processes.items()):
                 if process.poll() is not None:
+                    finished = finished or time.monotonic()
                     del self.processes[replica]
                     if process.returncode:
                         raise RunFailedError(f"replica {replica} failed; see {self.folder}/*.out")
@@ -148,8 +154,7 @@ class Demo:
         """Kill what still runs."""
         running = list(self.processes.values())
         for process in running if self.server is None else [*running, self.server]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+            process.kill()  # nothing happens to one that has ended
             process.wait()
 
 
