@@ -74,7 +74,7 @@ def save_each_step(mode: str, arguments: list[str], too_late: str = "") -> Files
     deaf = property(lambda _: lambda: None, lambda *_: None)
     with (
         patch.object(staging, "_copied", copy_when_asked),
-        patch(f"{TRAINER}.CheckpointManager", Manager),
+        patch(f"{TRAINER}.Trainer.checkpoint_manager", Manager),
         patch(f"{TRAINER}.step_unless", step),
         patch.object(Compressor, ignored, deaf, create=True),
     ):
