@@ -392,10 +392,9 @@ def _damaged(folder: str, damage: str, older: str | None) -> ConfigError:
     """Build the error that names the damaged file and the newest whole checkpoint before it."""
     instead = "there is no older whole one"
     if older is not None:
-        step = older.rpartition("-")[2]
         instead = (
             f"the newest older whole one is {older}: set checkpoint.fall_back = true or "
-            f"checkpoint.load_step = {step} to resume from it"
+            f"checkpoint.load_step = {older.rpartition('-')[2]} to resume from it"
         )
     want = "one to resume" if damage == _MODEL_ALONE else "a whole one"
     return ConfigError("checkpoint", folder, f"{want} ({damage}); {instead}")

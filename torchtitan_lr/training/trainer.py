@@ -108,7 +108,9 @@ class Trainer(titan_train.Trainer):
         super().train()
         self.checkpointer.finish()
         if self.interrupted:
-            self._report_interruption()
+            saved = self.checkpointer.newest()
+            if torch.distributed.get_rank() == 0:
+                report_stop(self.job_config, self.stopped_by, self.step, saved)
         else:
             self.write_summary()
 
@@ -381,11 +383,6 @@ class Trainer(titan_train.Trainer):
         due = self.validator.should_validate(self.step)
         if due and not self.metrics_processor.has_validation(self.step):
             self.validator.validate(self.model_parts, self.step)
-
-    def _report_interruption(self) -> None:
-        saved = self.checkpointer.newest()
-        if torch.distributed.get_rank() == 0:
-            report_stop(self.job_config, self.stopped_by, self.step, saved)
 
     def write_summary(self) -> None:
         """Write the summary and the curve on the rank that has the history."""

@@ -23,7 +23,11 @@ from torchtitan_lr.formulas.flops import head_flops, layer_flops
 from torchtitan_lr.formulas.memory import static_memory
 from torchtitan_lr.tools.alternatives import alternative_modes, alternatives
 
-CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
+CONFIGS = [
+    path
+    for path in sorted((ROOT / "train_configs").glob("*.toml"))
+    if "[fault_tolerance]" not in path.read_text()
+]
 MACHINES = sorted((ROOT / "scripts" / "hardware").glob("*.toml"))
 DEBUG = str(ROOT / "train_configs" / "debug_cola.toml")
 ONE = "--parallelism.tensor_parallel_degree=1"
@@ -43,6 +47,11 @@ def paper_run(path, world=None, *overrides):
     world = load_script("estimate").default_world(config) if world is None else world
     check_job_config(config, world, "cuda", on_paper=True)
     return read_run(config, world)
+
+
+def test_replicas_that_come_and_go_are_refused():
+    with pytest.raises(ConfigError, match=r"fault_tolerance\.enable"):
+        paper_run(ROOT / "train_configs" / "debug_replicas.toml")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
