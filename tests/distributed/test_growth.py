@@ -57,7 +57,8 @@ def test_bytes_are_the_estimators_and_memory_nearly(report: list[dict[str, Any]]
         assert estimated["seconds"] > 0
     # The control: a longer sequence is another point.
     first, longer = (row["measured"] for row in report)
-    assert longer["bytes"] == 2 * first["bytes"] and longer["memory"] > 1.05 * first["memory"]
+    assert longer["bytes"] == pytest.approx(2 * first["bytes"], rel=1e-4)  # but for one scalar
+    assert longer["memory"] > 1.05 * first["memory"]
 
 
 def test_another_block_has_its_calls() -> None:

@@ -7,7 +7,6 @@ A point is a small CoLA model under BTP, whose step runs on gloo ranks of this m
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -17,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.estimate.kernels import Work
@@ -36,7 +33,6 @@ from torchtitan_lr.formulas.communication import model_traffic
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.tensor.tensor_parallel import (
     TPSettings,
     apply_tensor_parallel,
@@ -214,16 +210,13 @@ class RankStep:
 
     def forward(self) -> Tensor:
         """Return the loss of the batch."""
-        logits = self.model(self.tokens)
-        with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
-            return cross_entropy_sum(logits, self.tokens)
+        loss: Tensor = self.model(self.tokens, targets=self.tokens)
+        return loss
 
     def run(self) -> None:
         """Train one step."""
         self.optimizer.zero_grad()
-        loss = self.forward()
-        with loss_parallel():
-            loss.backward()
+        self.forward().backward()
         self.optimizer.step()
 
 
