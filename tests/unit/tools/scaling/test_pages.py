@@ -2,19 +2,25 @@
 """The tables that an experiment writes into a page."""
 
 import json
+import re
 from dataclasses import asdict
 
 import numpy as np
 import pytest
 
+from tests.scripts import ROOT
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.tools.scaling.experiment import read_experiment
-from torchtitan_lr.tools.scaling.pages import differences, fill_in, gaps, student
+from torchtitan_lr.tools.scaling.pages import PARTS, differences, fill_in, gaps, student
 from torchtitan_lr.tools.scaling.plan import Plan
 from torchtitan_lr.tools.scaling.points import Point
 from torchtitan_lr.tools.scaling.report import results
 from torchtitan_lr.training.figures import COLORS, color_of
 from torchtitan_lr.training.summary import TRAIN_LOSS
+
+PAGES = [
+    path for path in (ROOT / "docs/results").glob("*.md") if "<!-- scaling" in path.read_text()
+]
 
 TOML = """
 name = "levels"
@@ -120,6 +126,26 @@ def test_gaps_are_those_of_the_histories(tmp_path):
     assert "| full, seed 0 | full, seed 1 | 1.2500 | -1.2500 | -1.5000 |" in text
     assert "| full, seed 0 | half, seed 0 | 0.3125 | -0.3125 | -0.3750 |" in text
     assert "half, seed 1 | half" not in text and "full, seed 0 | whole, seed 1" not in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_shipped_page_can_be_made_again(page):
+    text = page.read_text()
+    blocks = re.findall(r"<!-- scaling ([\w.+-]+): (\w+) -->\n(.*?)<!-- end -->", text, re.DOTALL)
+    assert len(blocks) == text.count("<!-- scaling") == text.count("<!-- end -->") > 0
+    for name, part, inside in blocks:
+        assert read_experiment(name).name == name and part in (*PARTS, "picture")
+        for command in ("run", "page"):
+            assert f"scripts/scaling.py {command} {name} --out outputs/{name}" in text
+        for image in re.findall(r"\]\((.*?)\)", inside):
+            assert (page.parent / image).is_file()
+    assert "**Follows.**" in text and "## Left out" in text and "@@" not in text
+
+
+def test_every_experiment_of_a_question_has_a_page():
+    shipped = {path.stem for path in (ROOT / "train_configs/experiments").glob("*.toml")}
+    shown = {name for page in PAGES for name in re.findall("<!-- scaling (.*?):", page.read_text())}
+    assert shipped - shown == {"scaling_cpu", "scaling_papers"} and len(PAGES) == 6
 
 
 def test_a_method_has_one_colour():
