@@ -10,9 +10,9 @@ are what a GPU passes to its collectives per step, over links within a node and 
 second table gives the share of time that checkpoints and failures take, by the interval between
 checkpoints, with Daly's formula for exponential failures. A checkpoint holds the weights and the
 optimizer state once, and with TAGC every rank's residuals. The ranks write it to shared storage at
---storage GB/s in all. "blocking" stops training for that time, "async" only for the copy to the
-host, at --host GB/s per GPU; both for --pause more (planning, barriers). "-": the next save would
-come before the last one is written.
+--storage GB/s in all. "blocking" stops training for that time, "async" only for what the copy to
+the host, at --host GB/s per GPU, takes longer than a step; both for --pause more (planning). "-":
+the next save would come before the last one is written.
 
 Exit status: 0, or 2 for invalid arguments.
 """
@@ -236,7 +236,8 @@ def loss_table(
         write = plan.checkpoint / storage
         # An asynchronous checkpoint is complete only when it is written: until then a failure
         # goes back to the one before, which is as if the restart took longer.
-        cases = {"blocking": (write + least, 0.0), "async": (plan.rank_bytes / host + least, write)}
+        left = max(plan.rank_bytes / host - plan.seconds, 0.0)  # the copy runs beside the next step
+        cases = {"blocking": (write + least, 0.0), "async": (left + least, write)}
         for saving, (pause, late) in cases.items():
 
             def lost(interval: float, pause: float = pause, late: float = late) -> str:

@@ -31,19 +31,25 @@ def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
         main: Takes the arguments, or None for the process's own.
 
     Returns:
-        A function that returns 2 for a `ConfigError` and 1 for a `RunFailedError`.
+        A function that returns 2 for a `ConfigError`, and 1 for a `RunFailedError` or a closed
+        output.
     """
 
     @functools.wraps(main)
     def wrapped(argv: list[str] | None = None) -> int:
         try:
-            return main(argv)
+            status = main(argv)
+            sys.stdout.flush()
+            return status
         except ConfigError as error:
             _wait_for_first_rank()
             print(f"error: {error}", file=sys.stderr)
             return 2
         except RunFailedError as error:
             print(error, file=sys.stderr)
+            return 1
+        except BrokenPipeError:  # the reader, `head` for example, has what it wanted
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
 
     return wrapped

@@ -2,6 +2,7 @@
 import argparse
 import ast
 import json
+import os
 import subprocess
 import sys
 
@@ -216,3 +217,13 @@ def test_only_the_first_rank_reports_what_all_ranks_found(monkeypatch, capsys):
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
         assert fails([]) == 2 and "error: key: got 1" in capsys.readouterr().err
     assert waited == [FIRST_RANK_SECONDS]  # rank 1 of torchrun, which rank 0's end kills there
+
+
+@pytest.mark.parametrize("words", [["completion", "bash"], ["config", "list"]])
+def test_a_reader_that_ends_early_causes_no_traceback(words):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "torchtitan_lr.tools.commands", *words]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
