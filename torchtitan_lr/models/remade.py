@@ -40,7 +40,8 @@ def remakes(x: Tensor) -> bool:
     Without gradients they have no use, and under autocast their backward would meet two dtypes.
     """
     device = x.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    # `torch.amp.is_autocast_available` would break the compiled graph in torch 2.11.
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
     return torch.is_grad_enabled() and not autocast
 
 

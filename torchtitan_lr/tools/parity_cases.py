@@ -155,7 +155,7 @@ def run_model(model: LlamaModel, head_loss: bool = False) -> Result:
     if head_loss:
         loss = model(tokens, targets=labels)
         loss.backward()
-        logits = model(tokens)
+        logits = None
     else:
         logits = model(tokens)
         with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
@@ -169,6 +169,8 @@ def run_model(model: LlamaModel, head_loss: bool = False) -> Result:
         whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         gradients[clean(name)] = whole
     assert streams[0].grad is not None
+    if logits is None:  # after the gradients are read: FSDP2 leaves parameters whole after forward
+        logits = model(tokens)
     return Result(
         (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach(),
         streams[0].detach(),
