@@ -57,7 +57,7 @@ def test_a_stop_waits_for_a_run_that_is_just_starting(plan, tmp_path, monkeypatc
 
     def job(self, run, devices):
         started.append(Job())
-        os.kill(os.getpid(), signal.SIGINT)  # between the run's start and its record here
+        os.kill(os.getpid(), signal.SIGTERM)  # between the run's start and its record here
         return started[-1]
 
     monkeypatch.setattr(Runner, "_job", job)
@@ -65,7 +65,7 @@ def test_a_stop_waits_for_a_run_that_is_just_starting(plan, tmp_path, monkeypatc
     try:
         runner = Runner(plan, "cpu", ["", ""], "c", SimpleNamespace())
         runner.stop_on_signals()
-        with pytest.raises(Stopped, match="SIGINT"):
+        with pytest.raises(Stopped, match="SIGTERM"):
             runner.run()
     finally:
         for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
