@@ -7,7 +7,7 @@ A point is a small CoLA model under BTP, whose step runs on gloo ranks of this m
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -265,7 +265,7 @@ def _saved_bytes(step: RankStep) -> int:
 def _parameters_of_a_rank(shape: Workload) -> int:
     """Return a rank's parameters; BTP splits all of them but the norms' by T."""
     with torch.device("meta"):
-        model: nn.Module = LlamaModel(replace(shape.args))
+        model: nn.Module = LlamaModel(shape.args)
     return sum(p.numel() for p in model.parameters()) // shape.tp_degree
 
 
