@@ -155,7 +155,7 @@ def ranks(plan: Plan, found: Mapping[str, Any]) -> str:
     for run in _first_runs(plan):
         folder = plan.folder(run) / "checkpoint"
         for step in complete_steps(folder):
-            given = {"checkpoint": step_folder(folder, step), "alpha": [0.95], "tokens": 4096}
+            given = {"checkpoint": Path(step_folder(folder, step)), "alpha": [0.95], "tokens": 4096}
             given |= {"seq_len": 0, "text": None, "config": None, "device": "cpu"}
             measured = measure(Namespace(**given))
             cells = []
