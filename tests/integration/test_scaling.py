@@ -2,6 +2,7 @@
 """``scripts/scaling.py`` from the plan to the page, with real runs of a few steps."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -16,7 +17,7 @@ config = "{config}"
 overrides = ["validation.steps=1"]
 seeds = [0, 1]
 tokens_per_parameter = [0.04]
-checkpoints = 0
+checkpoints = 1
 learning_rate.grid = [3e-3]
 
 [families.full]
@@ -33,6 +34,9 @@ n_layers = 2
 PAGE = """# Toy
 
 <!-- scaling toy: table -->
+<!-- end -->
+
+<!-- scaling toy: ranks -->
 <!-- end -->
 
 Below.
@@ -96,6 +100,11 @@ def test_a_page_has_the_table_of_its_runs(toy):
     for point in points:
         mean = sum(point["losses"]) / 2
         assert f"| {point['family']} |" in page and f"{mean:.4f} ±" in page
+    # Effective ranks over the widths; only a low-rank family has latents.
+    outputs, nothing = re.search(r"\| full \| \d+ \| ([\d.]+) \|(.*)\|", page).groups()
+    assert 0 < float(outputs) <= 1 and not nothing.strip()
+    latents = re.search(r"\| cola \| \d+ \| [\d.]+ \| ([\d.]+) \|", page)[1]
+    assert 0 < float(latents) <= 1
 
 
 def test_a_forked_run_equals_one_of_the_launcher(toy, tmp_path):
