@@ -47,8 +47,8 @@ FSDP2 has it too, in private fields, which a run without compression must not re
 """
 
 
-class CompressedReduceScatter(ReduceScatter):
-    """FSDP2's reduce-scatter of a unit's gradients (W, s), in which tensors are concatenated.
+class UnitExchange:
+    """A unit's exchange of gradients, which may run beside backward.
 
     Args:
         compressor: The unit's compressor.
@@ -61,6 +61,19 @@ class CompressedReduceScatter(ReduceScatter):
     ) -> None:
         self.compressor, self.unit = compressor, unit
         self.beside = beside or Beside(compressor.device)
+
+    def run(self, steps: Steps[None], sums: Tensor, *inputs: Tensor) -> None:
+        """Run an exchange that writes `sums` (s,); the inputs live until it has ended."""
+        later = self.unit is not None and not reads_sums_at_once(self.unit, sums)
+        self.beside.run(steps, self.resume, [sums, *inputs], later)
+
+    def resume(self, steps: Steps[None], works: Works) -> None:
+        """End an exchange; the ledger attributes its collectives to this unit."""
+        finish(steps, works)
+
+
+class CompressedReduceScatter(UnitExchange, ReduceScatter):
+    """FSDP2's reduce-scatter of a unit's gradients (W, s), in which tensors are concatenated."""
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a new buffer, as FSDP2's default does."""
@@ -91,14 +104,8 @@ class CompressedReduceScatter(ReduceScatter):
         if not self.compressor.compressed_size:
             reduce_scatter(output_tensor, input_tensor, group=group)
             return None
-        later = self.unit is not None and not reads_sums_at_once(self.unit, output_tensor)
-        steps = self._steps(output_tensor, input_tensor)
-        self.beside.run(steps, self.resume, [output_tensor, input_tensor], later)
+        self.run(self._steps(output_tensor, input_tensor), output_tensor, input_tensor)
         return None
-
-    def resume(self, steps: Steps[None], works: Works) -> None:
-        """End an exchange; the ledger attributes its collectives to this unit."""
-        finish(steps, works)
 
     def _steps(self, output: Tensor, gradients: Tensor) -> Steps[None]:
         spans, ranks = self.compressor.spans, self.compressor.unit.ranks
@@ -107,31 +114,14 @@ class CompressedReduceScatter(ReduceScatter):
         join_spans(*sums, spans, output)
 
 
-class CompressedAllReduce:
-    """FSDP2's all-reduce hook: sums a unit's shard over the replicas, in place.
-
-    Args:
-        compressor: The unit's compressor.
-        beside: As for `CompressedReduceScatter`.
-        unit: Likewise.
-    """
-
-    def __init__(
-        self, compressor: Compressor, beside: Beside | None = None, unit: FSDPModule | None = None
-    ) -> None:
-        self.compressor, self.unit = compressor, unit
-        self.beside = beside or Beside(compressor.device)
+class CompressedAllReduce(UnitExchange):
+    """FSDP2's all-reduce hook: sums a unit's shard over the replicas, in place."""
 
     def __call__(self, shard: Tensor) -> None:
         """Sum the shard (s,) over the replicas."""
         _require_size(self.compressor, shard)
         _hold_for_this_stream(shard)
-        later = self.unit is not None and not reads_sums_at_once(self.unit, shard)
-        self.beside.run(self._steps(shard), self.resume, [shard], later)
-
-    def resume(self, steps: Steps[None], works: Works) -> None:
-        """End an exchange; the ledger attributes its collectives to this unit."""
-        finish(steps, works)
+        self.run(self._steps(shard), shard)
 
     def _steps(self, shard: Tensor) -> Steps[None]:
         compressor = self.compressor
