@@ -156,15 +156,15 @@ def ranks(plan: Plan, found: Mapping[str, Any]) -> str:
     for run in _first_runs(plan):
         folder = plan.folder(run) / "checkpoint"
         for step in complete_steps(folder):
-            given = {"checkpoint": step_folder(folder, step), "alpha": [0.95], "tokens": 4096}
+            given = {"checkpoint": Path(step_folder(folder, step)), "alpha": [0.95], "tokens": 4096}
             given |= {"seq_len": 0, "text": None, "config": None, "device": "cpu"}
             measured = measure(Namespace(**given))
             cells = []
-            for what in ("output", "hidden", "latent"):
+            for what in ("output", "latent"):
                 own = [r["rank"]["0.95"] / r["width"] for r in measured if r["what"] == what]
                 cells.append(f"{np.mean(own):.2f}" if own else "")
             rows.append([run.family, str(step), *cells])
-    header = ["family", "step", "outputs of projections", "hidden units", "latents, of r"]
+    header = ["family", "step", "outputs of projections", "latents, of r"]
     return markdown_table(header, rows)
 
 

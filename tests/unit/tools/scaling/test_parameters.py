@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Families at equal parameters: interpolated losses and their intervals, of points made by a law."""
+"""Families at equal parameters: interpolated losses and their intervals, of points of a law."""
 
 from math import log
 
