@@ -141,9 +141,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--methods", nargs="+", default=list(METHODS), choices=list(METHODS), help="which to run"
     )
     parser.add_argument("--work", default="outputs/tsr_loss_vs_bytes", help="folder of the runs")
-    parser.add_argument(
-        "--out", default="outputs/tsr_loss_vs_bytes/loss.png", help="the PNG"
-    )
+    parser.add_argument("--out", default="outputs/tsr_loss_vs_bytes/loss.png", help="the PNG")
     parser.add_argument(
         "--override", nargs="*", default=[], metavar="KEY=VALUE", help="older spelling of overrides"
     )
