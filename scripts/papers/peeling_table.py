@@ -126,7 +126,10 @@ def draw(curves: dict[int, list[dict[str, float]]], rows: list[dict[str, Any]], 
                 beyond = f" ({row['load']:.2f})" if row["load"] > 1.02 else ""
                 # Labels of circles beside each other are on different sides.
                 place = {"2x": (0, 6), "4x": (0, -12), "10x": (6, 3)}[row["level"]]
-                style = {"textcoords": "offset points", "fontsize": 8, "ha": "center"}
+                if beyond:  # circles one below the other
+                    place = (-8, (3 if ranks == 4 else -3) + (2 if row["level"] == "2x" else -3))
+                style = {"textcoords": "offset points", "fontsize": 8}
+                style["ha"] = "right" if beyond else "center"
                 axes.annotate(row["level"] + beyond, (x, row["peeled"]), place, **style)
     axes.axvline(PEELING_LIMIT, color="grey", lw=0.8, ls="--", label="limit of the check")
     axes.set_xlabel("c · density of the union (circles: the published levels)")

@@ -68,7 +68,7 @@ def draw_laws(plan: Plan, found: Mapping[str, Any]) -> Any:
     panels[0, 0].set_ylim(min(losses) - margin, max(losses) + margin)
     for axes in panels[:, 0]:
         axes.set_ylabel(LOSS)
-    keys = {name: {"color": colors[name]} for name in families}
+    keys: dict[str, dict[str, Any]] = {name: {"color": colors[name]} for name in families}
     budgets = list(dict.fromkeys(point.budget for point in found["points"]))
     for place, budget in enumerate(sorted(budgets)):
         style = {"color": "grey", "marker": _MARKERS[place % 5], "ls": "none", "ms": 5}
