@@ -8,7 +8,7 @@ size (top-k) or at random; backward sums over the lanes in fp32 against bf16, in
 (experimental) bottleneck-aware tensor parallelism with and without partial sums. Finished runs are
 reused, so the script can be restarted at any time.
 
-    python scripts/papers/caat_sweep.py --out docs/images/caat_sweep.png
+    python scripts/papers/caat_sweep.py --out outputs/caat_sweep/caat_sweep.png
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_lr.tools.cli import OneLineParser
-from torchtitan_lr.training.figures import new_figure
+from torchtitan_lr.training.figures import color_of, new_figure
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0)
 LANES = (4, 8)
@@ -233,7 +233,7 @@ def as_text(rows: list[dict[str, Any]]) -> str:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw loss over p, by number of lanes and in comparison with masks."""
-    figure = new_figure(9, 3.8)
+    figure = new_figure(7.2, 3.6)
     titles = {"lanes": "CAAT-Net", "masks": "against masks on as many ranks"}
     shown = [table for table in titles if any(row["table"] == table for row in rows)]
     panels = figure.subplots(1, max(1, len(shown)), squeeze=False)[0]
@@ -242,9 +242,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         for row in (row for row in rows if row["table"] == table):
             for name in row.keys() - {"table", "p"}:
                 points.setdefault(name, []).append((row["p"], row[name]))
-        for name in sorted(points):
-            style = "x" if len(points[name]) == 1 else "o-"
-            axes.plot(*zip(*sorted(points[name]), strict=True), style, lw=1.2, ms=4, label=name)
+        for place, name in enumerate(sorted(points)):
+            style: dict[str, Any] = {"color": color_of(name, place), "label": name, "ms": 4}
+            marker = "x" if len(points[name]) == 1 else "o-"
+            axes.plot(*zip(*sorted(points[name]), strict=True), marker, lw=1.2, **style)
         axes.set_title(titles[table], fontsize=10)
         axes.set_xlabel("shared (sent) fraction p")
         axes.grid(alpha=0.3)
@@ -282,7 +283,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--groups", default=",".join(GROUPS), help=f"some of {', '.join(GROUPS)}")
     parser.add_argument("--work", default="outputs/caat_sweep", help="folder of the runs")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--out", default="docs/images/caat_sweep.png", help="the PNG, or ''")
+    parser.add_argument("--out", default="outputs/caat_sweep/caat_sweep.png", help="the PNG, or ''")
     options = parser.parse_args(argv)
     for name, least in (("steps", 1), ("workers", 1)):
         if getattr(options, name) < least:

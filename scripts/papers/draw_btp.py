@@ -147,7 +147,7 @@ def draw_volumes(axes: Any) -> None:
     axes.set_yticks([])
     axes.tick_params(labelsize=8)
     axes.set_title("elements sent per token and block, 7B", loc="left", fontsize=10)
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="upper right")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
 
@@ -157,7 +157,7 @@ def draw(path: Path) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    figure = new_figure(11.5, 7.6)
+    figure = new_figure(9.2, 6.8)
     top, middle, bottom = figure.subplots(3, 1, height_ratios=[1, 1, 0.72])
     draw_row(top, ATTENTION, "attention")
     draw_row(middle, FEED_FORWARD, "feed-forward")
@@ -169,10 +169,13 @@ def draw(path: Path) -> None:
         Line2D([], [], color=SUM, lw=4, label="all-reduce, forward"),
         Line2D([], [], color=SUM, lw=2, ls=(0, (2, 1.5)), label="all-reduce, backward"),
     ]
-    figure.legend(handles=handles, loc="upper center", ncols=5, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0.02, 0, 1, 0.96))
+    figure.legend(handles=handles, loc="upper center", ncols=3, fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0.02, 0, 1, 0.93))
     box = bottom.get_position()
-    bottom.set_position([0.17, box.y0, box.width - (0.17 - box.x0), box.height])
+    bottom.set_position([0.2, box.y0, box.width - (0.2 - box.x0), box.height])
+    for axes in (top, middle):  # the bars' names need room at the left, the blocks do not
+        box = axes.get_position()
+        axes.set_position([0.01, box.y0, 0.98, box.height])
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 

@@ -5,7 +5,7 @@ A small model trains three times on the same batches of the embedded corpus: in 
 bottleneck-aware tensor parallelism over T ranks, and in one process with another seed. If the plan
 is exact, the first two curves differ only by rounding, far less than two seeds differ.
 
-    python scripts/papers/loss_curves.py --out docs/images/btp_loss_curves.png
+    python scripts/papers/loss_curves.py --out outputs/loss_curves/loss_curves.png
 """
 
 import argparse
@@ -18,7 +18,7 @@ import numpy as np
 
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line
 from torchtitan_lr.tools.experiments import launch, step_records
-from torchtitan_lr.training.figures import new_figure
+from torchtitan_lr.training.figures import color_of, new_figure
 from torchtitan_lr.training.summary import TRAIN_LOSS
 
 
@@ -67,20 +67,21 @@ def _gap(a: Any, b: Any) -> float:
 
 def _draw(curves: dict[str, Any], report: dict[str, Any], path: Path) -> None:
 
-    figure = new_figure(9, 4)
+    figure = new_figure(7.2, 3.6)
     left, right = figure.subplots(1, 2)
+    plan, seed = color_of("BTP"), color_of("another seed")
     styles: list[dict[str, Any]] = [
-        {"color": "tab:blue", "linewidth": 2.4},
-        {"color": "tab:orange", "linestyle": "--", "linewidth": 1.1},
-        {"color": "grey", "linewidth": 0.7},
+        {"color": color_of("one process"), "linewidth": 2.4},
+        {"color": plan, "linestyle": "--", "linewidth": 1.1},
+        {"color": seed, "linewidth": 0.7},
     ]
     for (name, losses), style in zip(curves.items(), styles, strict=True):
         left.plot(np.arange(1, len(losses) + 1), losses, label=name, **style)
     left.set_ylabel("training loss (nats per token)")
     one, parallel, other = curves.values()
     for losses, key, color in (
-        (parallel, "gap_to_tensor_parallel", "tab:orange"),
-        (other, "gap_to_another_seed", "grey"),
+        (parallel, "gap_to_tensor_parallel", plan),
+        (other, "gap_to_another_seed", seed),
     ):
         label = f"{key.replace('_', ' ')}: {report[key]:.1e} on average"
         difference = np.abs(one - losses) + 1e-9
@@ -90,6 +91,7 @@ def _draw(curves: dict[str, Any], report: dict[str, Any], path: Path) -> None:
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
+    figure.suptitle("equal batches in one process and on T ranks", fontsize=10)
     figure.tight_layout()
     figure.savefig(path)
 
@@ -106,7 +108,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4, help="tensor-parallel degree T")
     parser.add_argument("--plan", default="btp", help="parallelism.tp_plan of the T ranks")
     parser.add_argument("--work", default="outputs/loss_curves", help="folder of the runs")
-    parser.add_argument("--out", default="docs/images/btp_loss_curves.png", help="the PNG")
+    parser.add_argument("--out", default="outputs/loss_curves/loss_curves.png", help="the PNG")
     options = parser.parse_with_overrides(argv)
     parser.check_at_least(options, steps=10, ranks=2)
     parser.check_toml(options.config, "CONFIG")

@@ -29,11 +29,9 @@ ROWS = (
         "{Plans side by side/full rank/MB per step} MB",
     ),
     (
-        "BTP, loss over 800 batches",
-        "mean difference from one process: "
-        "{Tensor parallelism changes rounding only/T = 4/mean difference, nats} nats",
-        "another seed: "
-        "{Tensor parallelism changes rounding only/another seed/mean difference, nats}",
+        "BTP, T = 2, loss after 2,000 steps",
+        "{btp_loss: Losses/BTP/minus one-process [95%]} nats",
+        "one process {btp_loss: Losses/one-process/validation loss}",
     ),
     (
         "TSR-Adam, 200 Mbit/s",
@@ -41,11 +39,11 @@ ROWS = (
         "AdamW {TSR-Adam over a slow link/AdamW/s per step} s",
     ),
     (
-        "TSR-Adam, loss after 200 steps",
-        "{TSR-Adam, loss and bytes/TSR, keep/validation loss}, "
-        "{TSR-Adam, loss and bytes/TSR, keep/total MB} MB sent",
-        "AdamW {TSR-Adam, loss and bytes/AdamW/validation loss}, "
-        "{TSR-Adam, loss and bytes/AdamW/total MB} MB",
+        "TSR-Adam, loss after 1,000 steps",
+        "{optimizers: Losses/TSR-keep long/validation loss}, "
+        "{optimizers: Losses/TSR-keep long/MB sent} MB sent",
+        "AdamW {optimizers: Losses/AdamW long/validation loss}, "
+        "{optimizers: Losses/AdamW long/MB sent} MB",
     ),
     (
         "TAGC sketch 10×, 200 Mbit/s",
@@ -55,14 +53,29 @@ ROWS = (
         "{TAGC over a slow link/FSDP2/MB per step} MB",
     ),
     (
-        "TAGC sketch 10×, loss, 150 steps",
-        "{TAGC, loss/10×/2: sketch} (one seed)",
-        "dense {TAGC, loss/dense/2: sketch}",
+        "TAGC sketch 10×, loss",
+        "{tagc: Losses/sketch-10x/minus dense [95%]}",
+        "dense {tagc: Losses/dense/validation loss}",
     ),
     (
-        "CAAT-Net, p = 0.5, 8 lanes",
-        "{CAAT-Net, loss/0.5/8 lanes} nats per byte (one seed)",
-        "p = 1: {CAAT-Net, loss/1/8 lanes}, another seed {CAAT-Net, loss/1, another seed/8 lanes}",
+        "CAAT-Net, p = 0.5, 8 lanes, loss",
+        "{caat: Losses/8-lanes-p0.5/minus p1 [95%]}",
+        "p = 1: {caat: Losses/p1/validation loss}",
+    ),
+    (
+        "CoLA, equal FLOPs, d = 48, loss",
+        "{families: Losses/cola s1/minus full [95%]}",
+        "full rank {families: Losses/full s1/validation loss}",
+    ),
+    (
+        "CoLA, half the FLOPs, d = 48, loss",
+        "{families: Half the compute/cola s1/minus full at twice the FLOPs [95%]}",
+        "full rank {families: Losses/full s1/validation loss}",
+    ),
+    (
+        "CoLA, r = d/8, equal FLOPs, loss",
+        "{rank: Losses/r8/minus r16 [95%]}",
+        "r = d/4: {rank: Losses/r16/validation loss}",
     ),
 )
 
@@ -75,7 +88,8 @@ def read_figures(text: str) -> dict[str, str]:
 
     Returns:
         Cells by ``section/row/column``; a row's name is its first cell, or its first two where
-        that one is not enough.
+        that one is not enough. Of several rows of a name, the first cell alone means the first one
+        and two cells the last one: with budgets, the largest.
     """
     figures: dict[str, str] = {}
     for section in text.split("\n## ")[1:]:

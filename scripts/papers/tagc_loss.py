@@ -8,7 +8,7 @@ in the table. The summed index loses entries that two ranks send and corrupts en
 cells: compare each sum1 run with the sketch of its level. The loss is largest at 2x, where most
 entries overlap; that may be why the paper's highest curve is its 2x run with this index.
 
-    python scripts/papers/tagc_loss.py --ranks 2,4 --out docs/images/tagc_loss.png
+    python scripts/papers/tagc_loss.py --ranks 2,4 --out outputs/tagc_loss/tagc_loss.png
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 from torchtitan_lr.compression.sizes import LEVELS
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
 from torchtitan_lr.tools.experiments import launch
-from torchtitan_lr.training.figures import new_figure
+from torchtitan_lr.training.figures import color_of, new_figure
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 from torchtitan_lr.training.summary import TRAIN_LOSS, VALIDATION_LOSS
 
@@ -97,10 +97,9 @@ def as_text(rows: list[dict[str, Any]]) -> str:
 
 def draw(curves: dict[int, dict[str, list[Any]]], path: Path) -> None:
     """Draw the smoothed training losses, one panel per number of ranks."""
-    figure = new_figure(5 * len(curves), 4.2)
+    figure = new_figure(3.7 * len(curves) + 0.4, 3.8)
     panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
-    styles = {"dense": "-", "sketch": "-", "sparse": "--", "sum1": ":"}
-    colors = {"": "black", "2x": "tab:red", "4x": "tab:orange", "10x": "tab:blue"}
+    styles = {"": "-", "2x": ":", "4x": "--", "10x": "-"}
     for axes, (ranks, runs) in zip(panels, curves.items(), strict=True):
         for name, records in runs.items():
             kind, _, level = name.partition(" ")
@@ -108,7 +107,7 @@ def draw(curves: dict[int, dict[str, list[Any]]], path: Path) -> None:
             window = max(1, len(losses) // 20)
             means = [sum(losses[i : i + window]) / window for i in range(len(losses) - window + 1)]
             steps = range(window, len(losses) + 1)
-            axes.plot(steps, means, styles[kind], color=colors[level], lw=1.1, label=name)
+            axes.plot(steps, means, styles[level], color=color_of(kind), lw=1.1, label=name)
         axes.set_title(f"{ranks} ranks")
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
@@ -152,7 +151,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--levels", default=",".join(LEVELS), help=f"some of {', '.join(LEVELS)}")
     parser.add_argument("--work", default="outputs/tagc_loss", help="folder of the runs")
     parser.add_argument("--json", action="store_true", help="print a list of rows instead")
-    parser.add_argument("--out", default="docs/images/tagc_loss.png", help="the PNG, or ''")
+    parser.add_argument("--out", default="outputs/tagc_loss/tagc_loss.png", help="the PNG, or ''")
     options = parser.parse_with_overrides(argv)
     parser.check_at_least(options, steps=10)
     parser.check_toml(options.config, "CONFIG")

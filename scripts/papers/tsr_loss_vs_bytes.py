@@ -5,7 +5,7 @@ A small model trains on two replicas with each optimizer and each seed, on equal
 counts the bytes sent, including refreshes and dense parameters. Finished runs are reused and an
 interrupted run resumes from its last checkpoint, so the script can be restarted at any time.
 
-    python scripts/papers/tsr_loss_vs_bytes.py --out docs/images/tsr_loss_vs_bytes.png
+    python scripts/papers/tsr_loss_vs_bytes.py --out outputs/tsr_loss_vs_bytes/loss.png
 """
 
 import argparse
@@ -107,7 +107,7 @@ def _smooth(losses: Any, window: int) -> Any:
 
 def _draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
-    figure = new_figure(9, 4)
+    figure = new_figure(7.2, 3.6)
     left, right = figure.subplots(1, 2, sharey=True)
     for method, of_seeds in runs.items():
         for seed, run in enumerate(of_seeds):
@@ -122,6 +122,7 @@ def _draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
     left.legend(fontsize=8)
     for axes in (left, right):
         axes.grid(alpha=0.3)
+    figure.suptitle("untuned learning rates, a line per seed", fontsize=10)
     figure.tight_layout()
     figure.savefig(path)
 
@@ -140,7 +141,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--methods", nargs="+", default=list(METHODS), choices=list(METHODS), help="which to run"
     )
     parser.add_argument("--work", default="outputs/tsr_loss_vs_bytes", help="folder of the runs")
-    parser.add_argument("--out", default="docs/images/tsr_loss_vs_bytes.png", help="the PNG")
+    parser.add_argument("--out", default="outputs/tsr_loss_vs_bytes/loss.png", help="the PNG")
     parser.add_argument(
         "--override", nargs="*", default=[], metavar="KEY=VALUE", help="older spelling of overrides"
     )

@@ -203,7 +203,7 @@ def draw(steps: Sequence[dict[str, Any]], events: Sequence[tuple[float, str]], p
         path: The PNG.
     """
     begin = events[0][0]
-    figure = new_figure(8, 7)
+    figure = new_figure(6.6, 5.6)
     panels = figure.subplots(3, 1, sharex=True)
     seconds = [record["time"] - begin for record in steps]
     panels[0].plot(seconds, [record["loss"] for record in steps])
@@ -219,7 +219,8 @@ def draw(steps: Sequence[dict[str, Any]], events: Sequence[tuple[float, str]], p
         for panel in panels:
             panel.axvline(at - begin, color=color, linewidth=0.8)
         panels[0].annotate(
-            text, (at - begin, 1), xycoords=("data", "axes fraction"), rotation=90, fontsize=7
+            text, (at - begin, 1), xycoords=("data", "axes fraction"), rotation=90, fontsize=8
         )
+    figure.suptitle("replicas that are killed and start again", fontsize=10)
     figure.tight_layout()
     figure.savefig(path)

@@ -288,13 +288,13 @@ def table(report: dict[str, Any], line: Callable[[list[str]], Any]) -> None:
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Draw every factor as a row of three pictures: points measured, lines estimated."""
-    figure = new_figure(10, 2.6 * len(report))
+    figure = new_figure(7.4, 2.0 * len(report) + 0.8)
     axes = figure.subplots(len(report), len(_SCALES), squeeze=False)
     for (factor, rows), row_axes in zip(report.items(), axes, strict=True):
         sizes = [row["size"] for row in rows]
         for (name, scale), axis in zip(_SCALES.items(), row_axes, strict=True):
             expected = [scale * row["estimated"][name] for row in rows]
-            axis.plot(sizes, expected, color="tab:blue", label="estimated")
+            axis.plot(sizes, expected, color="tab:blue")
             for size, row in zip(sizes, rows, strict=True):
                 found = row["measured"][name]
                 values = [scale * x for x in (found if isinstance(found, list) else [found])]
@@ -303,7 +303,14 @@ def draw(report: dict[str, Any], path: Path) -> None:
             axis.set_ylabel(QUANTITIES[name])
             axis.set_ylim(bottom=0)
             axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
+    from matplotlib.lines import Line2D
+
+    lines = [
+        Line2D([], [], color="tab:blue", label="estimated"),
+        Line2D([], [], color="tab:orange", ls="none", marker=".", label="measured, each run"),
+    ]
+    figure.suptitle("a step of llama_cola on CPU ranks", fontsize=10)
+    figure.set_layout_engine("constrained")
+    figure.legend(handles=lines, loc="outside lower center", ncols=2, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

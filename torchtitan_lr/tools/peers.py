@@ -378,7 +378,7 @@ def _cell(quartiles: dict[str, float]) -> str:
 def draw(report: dict[str, Any], path: Path) -> None:
     """Draw the ratios of CPU time as bars with their quartiles, mode by mode."""
     pairs = list(next(iter(report.values()))["ratios"])
-    figure = new_figure(1.4 * max(4, len(pairs)) + 1, 3.8)
+    figure = new_figure(1.2 * max(4, len(pairs)) + 1, 3.6)
     axes = figure.subplots()
     width = 0.8 / len(report)
     for i, (mode, found) in enumerate(report.items()):
@@ -391,7 +391,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks([n + 0.4 - width / 2 for n in range(len(pairs))], pairs, fontsize=8)
     axes.set_ylabel("CPU time of a step, ratio")
-    axes.legend()
+    axes.set_title("ratios of median CPU times, with quartiles", fontsize=10)
+    axes.legend(fontsize=8)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan_lr.tools.cli import text_table
 from torchtitan_lr.tools.experiments import SECONDS
-from torchtitan_lr.training.figures import new_figure
+from torchtitan_lr.training.figures import color_of, new_figure
 
 MEASUREMENT_FILE = "communication.json"
 """What `torchtitan_lr.tools.measure` writes into the dump folder."""
@@ -85,16 +85,20 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     names = [row["run"].replace(" ", "\n").replace("_", "\n") for row in rows]
     at = range(len(rows))
     many = len(rows) > 4
-    figure = new_figure(*((1.1 * len(rows) + 1, 10) if many else (9, 3.8)))
+    figure = new_figure(*((1.1 * len(rows) + 1, 10) if many else (7.4, 3.4)))
     time, sent, memory = figure.subplots(*((3, 1) if many else (1, 3)))
     seconds = [row["seconds"] for row in rows]
     spread = [
         [row["seconds"] - row["seconds_min"] for row in rows],
         [row["seconds_max"] - row["seconds"] for row in rows],
     ]
-    time.bar(at, seconds, yerr=spread, capsize=4, color="tab:blue", label="step, median and range")
+    colors = [color_of(row["run"].split()[-1], place) for place, row in enumerate(rows)]
+    bars: dict[str, Any] = {"color": colors, "edgecolor": "black", "linewidth": 0.6}
+    label = "step, median and range"
+    time.bar(at, seconds, yerr=spread, capsize=4, ecolor="grey", alpha=0.55, label=label, **bars)
     running = [row["comm_seconds"] for row in rows]
-    time.bar(at, running, width=0.4, color="tab:orange", label="collectives running")
+    label = "collectives running"
+    time.bar(at, running, width=0.4, hatch="///", alpha=0.8, label=label, **bars)
     known = [(i, row["published_seconds"]) for i, row in enumerate(rows)]
     known = [(i, published) for i, published in known if published is not None]
     if known:
@@ -104,9 +108,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     tallest = [*running, *(row["seconds_max"] for row in rows), *(s for _, s in known)]
     time.set_ylim(0, 1.35 * max(tallest))
     time.legend(fontsize=7, loc="upper right")
-    sent.bar(at, [row["comm_bytes"] / 1e6 for row in rows], color="tab:orange")
-    sent.set_ylabel("MB of collectives a step and rank")
-    memory.bar(at, [row["peak_memory_gib"] for row in rows], color="tab:green")
+    sent.bar(at, [row["comm_bytes"] / 1e6 for row in rows], **bars)
+    sent.set_ylabel("MB of collectives per step and rank")
+    memory.bar(at, [row["peak_memory_gib"] for row in rows], **bars)
     memory.set_ylabel("peak memory of a rank (GiB)")
     for axes in (time, sent, memory):
         axes.set_xticks(list(at), names, fontsize=8)

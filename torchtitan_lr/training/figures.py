@@ -1,27 +1,42 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Matplotlib figures: a run's curve, several runs in one picture, and the tools' pictures."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.training.history import TRAIN_LOSS, UNIGRAM_ENTROPY, VALIDATION_LOSS
 
-DPI = 130
+DPI = 160
+"""With widths of about 7 inches, text of 8 points and more is legible at half width."""
 
 SMOOTHED_POINTS = 20
 """A smoothed curve averages over 1/20 of its points, at least over three."""
 
 _RAW, _SMOOTH, _VALIDATION, _RATE = "tab:blue", "tab:blue", "tab:orange", "tab:green"
 
+# What others are compared with.
+_BASES = ("full", "AdamW", "dense", "p1", "one process")
+
 COLORS = {
-    **dict.fromkeys(("full", "AdamW", "dense", "p1"), "black"),  # what others are compared with
+    **dict.fromkeys(_BASES, "black"),
     **{"svd": "tab:blue", "cola": "tab:orange", "lax": "tab:green"},
     **{"GaLore": "tab:blue", "TSR keep": "tab:orange", "TSR rotate": "tab:green"},
-    **{"TSR reset": "tab:red", "one process": "tab:blue", "BTP": "tab:orange"},
+    **{"TSR reset": "tab:red", "BTP": "tab:orange", "vanilla": "tab:purple"},
+    **{"megatron": "tab:brown", "btp_caat": "tab:red", "CAAT Net": "tab:pink"},
     **{"sketch": "tab:purple", "sparse": "tab:olive", "sum1": "tab:brown"},
-    **{"4 lanes": "tab:blue", "8 lanes": "tab:orange", "btp_caat": "tab:red"},
+    **{"4 lanes": "tab:blue", "8 lanes": "tab:orange"},
+    **{"top k": "tab:cyan", "random": "tab:olive", "another seed": "tab:gray"},
 }
 """The colour of a method in every picture that compares methods; a hyphen is a blank."""
+
+_SUBS = (
+    (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9),
+    (1, 1.5, 2, 3, 5, 7),
+    (1, 2, 3, 5),
+    (1, 2, 5),
+    (1, 3),
+)
 
 Series = tuple[list[float], list[float]]
 
@@ -52,9 +67,38 @@ def color_of(name: str, place: int = 0) -> str:
         name: A key of `COLORS`, or one with more behind it.
         place: Chooses a colour for an unknown name.
     """
-    name = name.replace("-", " ")
-    known = [key for key in COLORS if name == key or name.startswith(f"{key} ")]
+    name = name.replace("-", " ").lower()
+    known = [key for key in COLORS if f"{name} ".startswith(f"{key.lower()} ")]
     return COLORS[max(known, key=len)] if known else f"C{place}"
+
+
+def few_log_ticks(axis: Any, low: float, high: float, most: int = 5) -> None:
+    """Put few, evenly spread ticks with short labels on a logarithmic axis.
+
+    Args:
+        axis: The axis.
+        low: Least value shown, positive.
+        high: Greatest value shown.
+        most: Number of ticks at most.
+    """
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    powers = [[10.0**d for d in decades if d % stride == 0] for stride in range(1, len(decades))]
+    choices = [[sub * 10.0**d for d in decades for sub in subs] for subs in _SUBS] + powers
+    shown = [[x for x in ticks if low <= x <= high] for ticks in choices]
+    ticks = next((ticks for ticks in shown if len(ticks) <= most), shown[-1])
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda x, _: short_number(x)))
+
+
+def short_number(value: float) -> str:
+    """Return a number with the letter of a power of 1,000: 1500 is 1.5k."""
+    for exponent, letter in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if abs(value) >= 10**exponent:
+            return f"{value / 10**exponent:g}{letter}"
+    return f"{value:g}"
 
 
 def draw_curve(history: list[dict[str, Any]], path: Path, title: str = "") -> Any:
@@ -68,7 +112,7 @@ def draw_curve(history: list[dict[str, Any]], path: Path, title: str = "") -> An
     Returns:
         The figure.
     """
-    figure = new_figure(7.5, 4.8)
+    figure = new_figure(6.6, 4.4)
     axes = figure.add_subplot()
     train, validation = series(history, TRAIN_LOSS), series(history, VALIDATION_LOSS)
     axes.plot(*train, color=_RAW, linewidth=0.8, alpha=0.4, label="training loss")
@@ -108,14 +152,14 @@ def draw_runs(runs: dict[str, list[dict[str, Any]]], path: Path) -> Any:
     Returns:
         The figure.
     """
-    figure = new_figure(8, 5)
+    figure = new_figure(6.6, 4.4)
     axes = figure.add_subplot()
-    for name, history in runs.items():
-        train = series(history, TRAIN_LOSS)
-        (line,) = axes.plot(train[0], smoothed(train[1]), linewidth=1.6, label=name)
-        axes.plot(*train, color=line.get_color(), linewidth=0.6, alpha=0.3)
+    for place, (name, history) in enumerate(runs.items()):
+        train, color = series(history, TRAIN_LOSS), color_of(name, place)
+        axes.plot(train[0], smoothed(train[1]), linewidth=1.6, label=name, color=color)
+        axes.plot(*train, color=color, linewidth=0.6, alpha=0.3)
         validation = series(history, VALIDATION_LOSS)
-        style = {"color": line.get_color(), "marker": "o", "markersize": 4}
+        style = {"color": color, "marker": "o", "markersize": 4}
         axes.plot(*validation, linestyle="none", **style)
     axes.set_ylabel("loss (nats per token); dots: validation")
     tokens = {tokens_per_step(history) for history in runs.values()}
@@ -123,6 +167,7 @@ def draw_runs(runs: dict[str, list[dict[str, Any]]], path: Path) -> Any:
     longest = max(runs.values(), key=lambda history: max(series(history, TRAIN_LOSS)[0], default=0))
     _finish_axes(axes, longest if len(tokens) == 1 else [])
     axes.legend(fontsize=8)
+    axes.set_title("training loss, thin: as logged, thick: smoothed", fontsize=10)
     figure.set_layout_engine("constrained")  # leaves room for the upper axis and the title
     figure.savefig(path)
     return figure

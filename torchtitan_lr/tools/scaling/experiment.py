@@ -151,6 +151,11 @@ class Experiment:
         return self.families[family].ranks or self.ranks
 
     @property
+    def first(self) -> str:
+        """The family that others are compared with."""
+        return self.reference or next(iter(self.families))
+
+    @property
     def most_ranks(self) -> int:
         """The most ranks that a run has."""
         return max(map(self.ranks_of, self.families))

@@ -28,6 +28,9 @@ LEAST, MOST = 1e-3, 4.0
 LEVEL = 0.95
 """Probability of an interval."""
 
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160)
+"""Quantiles .975 of Student's distribution of 1, 2, ... degrees of freedom."""
+
 _STARTS = 3
 _STEPS = 100
 
@@ -206,3 +209,12 @@ def interval(laws: Sequence[Law], value: Callable[[Law], Any]) -> tuple[Any, Any
     edges = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
     low, high = np.quantile(np.asarray([value(law) for law in laws]), edges, axis=0)
     return low, high
+
+
+def student(freedom: int) -> float:
+    """Return the quantile .975 of Student's distribution.
+
+    Args:
+        freedom: Degrees of freedom, at least 1; beyond 13 the value is good to 0.2%.
+    """
+    return _T[freedom - 1] if freedom <= len(_T) else 1.96 + 2.37 / freedom + 2.8 / freedom**2

@@ -19,26 +19,20 @@ import numpy as np
 from torchtitan_lr.checkpoints.layout import complete_steps, step_folder
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.tools.cli import markdown_table
+from torchtitan_lr.tools.scaling.fit import student
 from torchtitan_lr.tools.scaling.pictures import draw
 from torchtitan_lr.tools.scaling.plan import FINISHED, Plan, Run
 from torchtitan_lr.tools.scaling.points import Point
-from torchtitan_lr.tools.scaling.report import comparisons_table, laws_table
+from torchtitan_lr.tools.scaling.report import (
+    comparisons_table,
+    counted,
+    laws_table,
+    parameters_table,
+)
 from torchtitan_lr.training.figures import series
 from torchtitan_lr.training.history import HISTORY_FILE, TRAIN_LOSS, read_history
 
 _BLOCK = r"(<!-- scaling {}: (\w+) -->\n).*?(<!-- end -->)"
-
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160)
-"""Quantiles .975 of Student's distribution of 1, 2, ... degrees of freedom."""
-
-
-def student(freedom: int) -> float:
-    """Return the quantile .975 of Student's distribution.
-
-    Args:
-        freedom: Degrees of freedom, at least 1; beyond 13 the value is good to 0.2%.
-    """
-    return _T[freedom - 1] if freedom <= len(_T) else 1.96 + 2.37 / freedom + 2.8 / freedom**2
 
 
 def differences(points: Sequence[Point], reference: str) -> dict[tuple[str, str, float], str]:
@@ -80,7 +74,7 @@ def differences(points: Sequence[Point], reference: str) -> dict[tuple[str, str,
 def table(plan: Plan, found: Mapping[str, Any]) -> str:
     """Return the losses of all points, with their differences from the reference."""
     experiment, points = plan.experiment, found["points"]
-    reference = experiment.reference or next(iter(experiment.families))
+    reference = experiment.first
     minus = differences(points, reference)
     header = ["family", "size", "learning rate", "steps", "FLOPs", "MB sent", "seeds"]
     header += ["validation loss", f"minus {reference} [95%]"]
@@ -101,7 +95,7 @@ def table(plan: Plan, found: Mapping[str, Any]) -> str:
 def halves(plan: Plan, found: Mapping[str, Any]) -> str:
     """Return each family's loss at some FLOPs minus the reference's at twice as many."""
     experiment, points = plan.experiment, found["points"]
-    reference = experiment.reference or next(iter(experiment.families))
+    reference = experiment.first
     full = [point for point in points if point.family == reference]
     rows = []
     for p in points:
@@ -120,10 +114,17 @@ def halves(plan: Plan, found: Mapping[str, Any]) -> str:
     return markdown_table([*header, f"minus {reference} at twice the FLOPs [95%]"], rows)
 
 
+def parameters(plan: Plan, found: Mapping[str, Any]) -> str:
+    """Return the families' losses at the parameters of the reference, by interpolation."""
+    if not found["parameters"]:
+        return "Too few sizes to interpolate."
+    return parameters_table(found["parameters"], plan.experiment.first)
+
+
 def gaps(plan: Plan, found: Mapping[str, Any]) -> str:
     """Return the mean absolute difference of training losses of two families, and of two seeds."""
     experiment = plan.experiment
-    first = experiment.reference or next(iter(experiment.families))
+    first = experiment.first
     curves: dict[tuple[str, int], Any] = {}
     for run in plan.main_runs():
         if plan.records.get(run.name, {}).get("status") == FINISHED:
@@ -205,14 +206,16 @@ def source(plan: Plan, found: Mapping[str, Any]) -> str:
     done = [record for record in records if record["status"] == FINISHED]
     machines = dict.fromkeys(_machine(record) for record in done)
     seconds = sum(record["row"].get("cpu_seconds", 0.0) for record in done)
+    commits = plan.commits(plan.runs())
+    mixed = f"**different commits**, {counted(commits)}," if len(commits) > 1 else ""
     main = plan.main_runs()
     finished = sum(run.rate is not None and plan.is_done(run) for run in main)
-    commits = ", ".join(plan.commits())
     state = "" if finished == len(main) else " **The experiment is not finished.**"
     seeds = sorted({run.seed for run in main})
     text = (
         f"{finished} of {len(main)} runs, and {len(done)} with those of searches, with seeds "
-        f"{', '.join(map(str, seeds))} at commit {commits} on {'; '.join(machines)}; "
+        f"{', '.join(map(str, seeds))} at "
+        f"{mixed or 'commit ' + ', '.join(commits)} on {'; '.join(machines)}; "
         f"{seconds / 60:.0f} minutes of one core.{state}"
     )
     return textwrap.fill(text, 100)
@@ -227,6 +230,7 @@ def _machine(record: Mapping[str, Any]) -> str:
 PARTS: dict[str, Callable[[Plan, Mapping[str, Any]], str]] = {
     "table": table,
     "halves": halves,
+    "parameters": parameters,
     "gaps": gaps,
     "ranks": ranks,
     "searches": searches,

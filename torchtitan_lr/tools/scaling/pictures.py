@@ -1,7 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The picture of an experiment: laws over sizes, curves of one shape, or the loss over levels."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -10,57 +12,83 @@ import numpy as np
 from torchtitan_lr.tools.scaling.fit import interval
 from torchtitan_lr.tools.scaling.plan import FINISHED, Plan
 from torchtitan_lr.tools.scaling.points import AXES, Fit, Point
-from torchtitan_lr.training.figures import color_of, new_figure, series, smoothed
+from torchtitan_lr.training.figures import color_of, few_log_ticks, new_figure, series, smoothed
 from torchtitan_lr.training.history import HISTORY_FILE, TRAIN_LOSS, read_history
 
-LOSS = "validation loss (nats per token)"
+LOSS = "validation loss\n(nats per token)"
+_MARKERS, _DASHES = "osv^D", ("-", "--", "-.", ":")
+_NONE = "none on one rank"
 
 
-def draw(plan: Plan, found: Mapping[str, Any], path: Path) -> None:
+def draw(plan: Plan, found: Mapping[str, Any], path: Path) -> Any:
     """Draw what the experiment compares: levels, curves of one shape, or laws over sizes.
 
     Args:
         plan: The plan.
         found: Returned by `report.results`.
         path: The PNG to write.
+
+    Returns:
+        The figure.
     """
     if any(family.group for family in plan.experiment.families.values()):
-        draw_levels(plan, found["points"], path)
-    elif len({plan.costs[pair].parameters for pair in plan.costs if pair[0] == _first(plan)}) == 1:
-        draw_curves(plan, found["points"], path)
+        figure = draw_levels(plan, found["points"])
+    elif len({plan.costs[p].parameters for p in plan.costs if p[0] == plan.experiment.first}) == 1:
+        figure = draw_curves(plan, found["points"])
     else:
-        draw_laws(plan, found, path)
+        figure = draw_laws(plan, found)
+    figure.savefig(path)
+    return figure
 
 
-def draw_laws(plan: Plan, found: Mapping[str, Any], path: Path) -> None:
+def draw_laws(plan: Plan, found: Mapping[str, Any]) -> Any:
     """Draw the loss against each of `AXES`: points with seeds, the fit, and its band."""
-    figure = new_figure(9, 6.5)
-    panels = figure.subplots(2, 2).flat
+    figure = new_figure(7.2, 6.2)
+    panels = figure.subplots(2, 2, sharey=True)
     families = plan.experiment.families
     colors = {name: color_of(name, place) for place, name in enumerate(families)}
-    for axes, (axis, label) in zip(panels, AXES.items(), strict=True):
+    for axes, (axis, label) in zip(panels.flat, AXES.items(), strict=True):
         shown = [point for point in found["points"] if getattr(point, axis) > 0]
+        fits = {fit.family: fit for fit in found["fits"] if fit.axes == (axis,)}
         for name in families:
             own = [point for point in shown if point.family == name]
-            xs = [getattr(p, axis) for p in own for _ in p.losses]
-            ys = [loss for p in own for loss in p.losses]
-            axes.plot(xs, ys, "o", markersize=4, color=colors[name], label=name)
-        for fit in found["fits"]:
-            if fit.axes == (axis,):
-                own = [point for point in shown if point.family == fit.family]
-                _draw_law(axes, fit, [getattr(p, axis) for p in own], colors[fit.family])
+            _draw_points(axes, axis, own, colors[name], name not in fits)
+            if name in fits:
+                _draw_law(axes, fits[name], [getattr(p, axis) for p in own], colors[name])
         axes.set_xlabel(label)
-        axes.set_ylabel(LOSS)
         axes.grid(alpha=0.3)
         if shown:
             axes.set_xscale("log")
+            few_log_ticks(axes.xaxis, *axes.get_xlim())
         else:
-            axes.text(0.5, 0.5, "none on one rank", ha="center", transform=axes.transAxes)
-        if axis == "flops":
-            axes.legend(fontsize=8)
-    figure.suptitle(f"{plan.experiment.name}: loss, fit and its 95% band", fontsize=10)
-    figure.set_layout_engine("constrained")
-    figure.savefig(path)
+            axes.text(0.5, 0.5, _NONE, ha="center", transform=axes.transAxes)
+    losses = [loss for point in found["points"] for loss in point.losses]
+    margin = 0.08 * (max(losses) - min(losses)) or 0.1
+    # The points, not the widest band, determine the scale.
+    panels[0, 0].set_ylim(min(losses) - margin, max(losses) + margin)
+    for axes in panels[:, 0]:
+        axes.set_ylabel(LOSS)
+    keys: dict[str, dict[str, Any]] = {name: {"color": colors[name]} for name in families}
+    budgets = list(dict.fromkeys(point.budget for point in found["points"]))
+    for place, budget in enumerate(sorted(budgets)):
+        style = {"color": "grey", "marker": _MARKERS[place % 5], "ls": "none", "ms": 5}
+        keys[f"{budget:g} tokens per parameter"] = style
+    _finish(figure, plan, "dots and bars: mean and range of seeds; lines: fit, 95% band", keys)
+    return figure
+
+
+def _draw_points(axes: Any, axis: str, points: Sequence[Point], color: str, joined: bool) -> None:
+    """Draw a family's means with the range of seeds; without a law, joined along each budget."""
+    key = lambda point: point.budget  # noqa: E731
+    for place, (_, group) in enumerate(groupby(sorted(points, key=key), key=key)):
+        own = sorted(group, key=lambda point: getattr(point, axis))
+        xs, means = [getattr(p, axis) for p in own], [p.loss for p in own]
+        low, high = [min(p.losses) for p in own], [max(p.losses) for p in own]
+        axes.vlines(xs, low, high, color=color, lw=1.2)
+        axes.plot(xs, means, _MARKERS[place % 5], ms=4, color=color)
+        if joined:
+            axes.fill_between(xs, low, high, color=color, alpha=0.2, linewidth=0)
+            axes.plot(xs, means, color=color, lw=1.0)
 
 
 def _draw_law(axes: Any, fit: Fit, xs: Sequence[float], color: str) -> None:
@@ -70,30 +98,42 @@ def _draw_law(axes: Any, fit: Fit, xs: Sequence[float], color: str) -> None:
     axes.plot(at[:, 0], fit.law(at), color=color, linewidth=1.4)
 
 
-def draw_curves(plan: Plan, points: Sequence[Point], path: Path) -> None:
-    """Draw the training loss over steps and bytes sent at the last size, with bands over seeds."""
-    size = [point.size for point in points][-1]
-    figure = new_figure(9, 4.2)
+def draw_curves(plan: Plan, points: Sequence[Point]) -> Any:
+    """Draw the training loss over steps and bytes sent, with bands over seeds.
+
+    The size is that of the most families; of several, the last one.
+    """
+    counts = [sum(p.size == size for p in points) for size in plan.experiment.sizes]
+    size = max(zip(counts, range(len(counts)), plan.experiment.sizes, strict=True))[2]
+    figure = new_figure(7.2, 3.7)
     left, right = figure.subplots(1, 2, sharey=True)
+    keys, most = {}, [1.0]
     for place, point in enumerate(point for point in points if point.size == size):
         runs = [run for run in plan.main_runs() if run.family == point.family and run.size == size]
         runs = [r for r in runs if plan.records.get(r.name, {}).get("status") == FINISHED]
         steps, lines = _training_losses([plan.folder(run) for run in runs])
+        # The first line stays visible below one that covers it.
         style: dict[str, Any] = {"color": color_of(point.family, place)}
+        keys[point.family] = style | {"lw": 1.2 if place else 2.4, "ls": "-"}
         sent = np.asarray(steps) * plan.costs[point.family, size].bytes_per_step / 1e6
         for axes, xs in ((left, steps), (right, sent)):
             if np.max(xs) > 0:
-                axes.fill_between(xs, lines.min(0), lines.max(0), alpha=0.25, lw=0, **style)
-                axes.plot(xs, lines.mean(0), lw=1.3, label=point.family, **style)
+                axes.fill_between(xs, lines.min(0), lines.max(0), alpha=0.2, lw=0, **style)
+                axes.plot(xs, lines.mean(0), **keys[point.family])
+        most.append(float(sent[-1]))
     left.set_xlabel("step")
     left.set_ylabel("training loss (nats per token)")
     right.set_xlabel("MB sent per rank")
     if right.lines:
         right.set_xscale("log")
+        right.set_xlim(left=max(most) / 1e3)
+        few_log_ticks(right.xaxis, *right.get_xlim())
     else:
-        right.text(0.5, 0.5, "none on one rank", ha="center", transform=right.transAxes)
-    _finish(figure, left, (left, right), f"{plan.experiment.name}: mean and range of seeds")
-    figure.savefig(path)
+        right.text(0.5, 0.5, _NONE, ha="center", transform=right.transAxes)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    _finish(figure, plan, f"{max(steps):,} steps, mean and range of seeds", keys)
+    return figure
 
 
 def _training_losses(folders: Sequence[Path]) -> tuple[list[float], Any]:
@@ -103,34 +143,40 @@ def _training_losses(folders: Sequence[Path]) -> tuple[list[float], Any]:
     return curves[0][0][:count], np.asarray([smoothed(losses)[:count] for _, losses in curves])
 
 
-def draw_levels(plan: Plan, points: Sequence[Point], path: Path) -> None:
+def draw_levels(plan: Plan, points: Sequence[Point]) -> Any:
     """Draw the loss over the levels of each group, with bands of the seeds' range."""
     families = plan.experiment.families
-    figure = new_figure(6.5, 4.2)
+    figure = new_figure(6.4, 4.2)
     axes = figure.add_subplot()
-    first = next((point for point in points if point.family == _first(plan)), None)
-    if first is not None and not _shares_a_line(plan, first.family):
-        low, high = min(first.losses), max(first.losses)
-        axes.axhspan(low, high, color=color_of(first.family), alpha=0.15, linewidth=0)
-        axes.axhline(first.loss, color=color_of(first.family), lw=1.2, ls="--", label=first.family)
+    keys: dict[str, Any] = {}
+    name = plan.experiment.first
+    first = next((point for point in points if point.family == name), None)
+    if first is not None and not _shares_a_line(plan, name):
+        style: dict[str, Any] = {"color": color_of(name)}
+        axes.axhspan(min(first.losses), max(first.losses), alpha=0.15, linewidth=0, **style)
+        keys[name] = style | {"lw": 1.2, "ls": "--"}
+        axes.axhline(first.loss, **keys[name])
+    levels = set()
     for place, group in enumerate(dict.fromkeys(f.group for f in families.values() if f.group)):
         own = [point for point in points if families[point.family].group == group]
         own.sort(key=lambda point: families[point.family].level)
         if len(own) < 2:
             continue
         xs = [families[point.family].level for point in own]
-        style: dict[str, Any] = {"color": color_of(group, place)}
+        levels.update(xs)
+        style = {"color": color_of(group, place)}
         ends = ([min(p.losses) for p in own], [max(p.losses) for p in own])
         axes.fill_between(xs, *ends, alpha=0.2, linewidth=0, **style)
-        axes.plot(xs, [point.loss for point in own], "o-", ms=4, lw=1.3, label=group, **style)
+        # Wide below narrow: lines that coincide are both seen.
+        keys[group] = style | {"marker": _MARKERS[place % 5], "ms": 5, "ls": _DASHES[place % 4]}
+        keys[group] |= {"lw": 2.6 if place == 0 else 1.4}
+        axes.plot(xs, [point.loss for point in own], **keys[group])
+    axes.set_xticks(sorted(levels), [f"{level:g}" for level in sorted(levels)])
     axes.set_xlabel(plan.experiment.levels)
     axes.set_ylabel(LOSS)
-    _finish(figure, axes, (axes,), f"{plan.experiment.name}: mean and range of seeds")
-    figure.savefig(path)
-
-
-def _first(plan: Plan) -> str:
-    return plan.experiment.reference or next(iter(plan.experiment.families))
+    axes.grid(alpha=0.3)
+    _finish(figure, plan, "mean and range of seeds", keys)
+    return figure
 
 
 def _shares_a_line(plan: Plan, family: str) -> bool:
@@ -140,9 +186,13 @@ def _shares_a_line(plan: Plan, family: str) -> bool:
     return bool(own) and sum(other.group == own for other in families) > 1
 
 
-def _finish(figure: Any, legend: Any, panels: Sequence[Any], title: str) -> None:
-    for axes in panels:
-        axes.grid(alpha=0.3)
-    legend.legend(fontsize=8)
-    figure.suptitle(title, fontsize=10)
+def _finish(figure: Any, plan: Plan, what: str, keys: Mapping[str, dict[str, Any]]) -> None:
+    """Add the title and, below the panels, the legend."""
+    from matplotlib.lines import Line2D
+
+    title = plan.experiment.description or plan.experiment.name
+    figure.suptitle("\n".join([*textwrap.wrap(title, 80), what]), fontsize=10)
     figure.set_layout_engine("constrained")
+    lines = [Line2D([], [], **({"lw": 1.6} | style), label=name) for name, style in keys.items()]
+    columns = min(len(lines), 4 if len(lines) != 6 else 3)
+    figure.legend(handles=lines, loc="outside lower center", ncols=columns, fontsize=9)

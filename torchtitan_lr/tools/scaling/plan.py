@@ -81,8 +81,7 @@ class Plan:
         """Return the optimizer steps of a run, at least one."""
         own = self.costs[run.family, run.size]
         experiment = self.experiment
-        first = experiment.reference or next(iter(experiment.families))
-        reference = self.costs[first, run.size]
+        reference = self.costs[experiment.first, run.size]
         per_step: float = own.tokens_per_step
         tokens = run.budget * own.counted
         if experiment.equal != "tokens_per_parameter":

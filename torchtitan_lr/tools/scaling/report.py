@@ -11,6 +11,7 @@ import numpy as np
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.tools.cli import markdown_table, text_table
+from torchtitan_lr.tools.scaling.parameters import at_equal_parameters
 from torchtitan_lr.tools.scaling.pictures import draw
 from torchtitan_lr.tools.scaling.plan import Plan
 from torchtitan_lr.tools.scaling.points import AXES, Fit, Point, compare, fit_family, points_of
@@ -114,7 +115,8 @@ def results(plan: Plan, draws: int, huber: float, whole: bool) -> dict[str, Any]
         whole: Fit all points, and not only those that no cheaper one beats.
 
     Returns:
-        ``points``, ``fits`` (of `Fit`), ``comparisons``, ``commits``, ``edges`` and ``skipped``.
+        ``points``, ``fits`` (of `Fit`), ``comparisons`` (of `points.compare`), ``parameters`` (of
+        `at_equal_parameters`), ``commits``, ``edges`` and ``skipped``.
 
     Raises:
         ConfigError: No run has finished.
@@ -136,6 +138,7 @@ def results(plan: Plan, draws: int, huber: float, whole: bool) -> dict[str, Any]
         "points": points,
         "fits": fits,
         "comparisons": compare(by_flops, points, "flops"),
+        "parameters": at_equal_parameters(points, plan.experiment.first),
         "commits": plan.commits(plan.main_runs()),
         "edges": edges_of(plan),
         "skipped": skipped,
@@ -172,13 +175,19 @@ def as_markdown(plan: Plan, found: Mapping[str, Any]) -> str:
         parts.append(laws_table(found["fits"]))
     if found["comparisons"]:
         parts.append(comparisons_table(found["comparisons"]))
+    if found["parameters"]:
+        parts.append(parameters_table(found["parameters"], plan.experiment.first))
     if found["skipped"]:
         parts.append(f"Too few points for a law: {'; '.join(found['skipped'])}.")
-    commits = [f"{commit} ({count} runs)" for commit, count in found["commits"].items()]
-    mixed = "**The runs are of different commits**: " if len(commits) > 1 else "Commit: "
-    parts.append(mixed + ", ".join(commits) + ".")
+    mixed = "**The runs are of different commits**: " if len(found["commits"]) > 1 else "Commit: "
+    parts.append(mixed + counted(found["commits"]) + ".")
     parts += [f"Edge: {line}." for line in found["edges"]]
     return "\n\n".join(part for part in parts if part)
+
+
+def counted(commits: Mapping[str, int]) -> str:
+    """Return commits with their numbers of runs."""
+    return ", ".join(f"{commit} ({count} runs)" for commit, count in commits.items())
 
 
 def _points(points: Sequence[Point]) -> str:
@@ -225,6 +234,25 @@ def comparisons_table(rows: Sequence[dict[str, Any]]) -> str:
             for row in rows
         ],
     )
+
+
+def parameters_table(rows: Sequence[dict[str, Any]], reference: str) -> str:
+    """Return the rows of `at_equal_parameters` as Markdown.
+
+    Args:
+        rows: The rows.
+        reference: The family that the others are compared with.
+    """
+    header = ["N", "family", f"FLOPs / {reference}'s", f"tokens / {reference}'s", "loss"]
+    lines = []
+    for row in sorted(rows, key=lambda row: float(row["parameters"])):
+        text = f"{row['difference']:+.3f}"
+        if row["low"] is not None:
+            text += f" [{row['low']:+.3f}, {row['high']:+.3f}]"
+        ratios = (f"{row['flops']:.2f}", f"{row['tokens']:.2f}")
+        n = f"{row['parameters']:,}"
+        lines.append([n, row["family"], *ratios, f"{row['loss']:.3f}", text])
+    return markdown_table([*header, f"minus {reference} of equal N [95%]"], lines)
 
 
 def write(plan: Plan, found: Mapping[str, Any]) -> None:

@@ -106,6 +106,11 @@ def test_a_page_is_filled_in(tmp_path):
     assert (page.parent.parent / "images" / "scaling_levels.png").read_bytes()[:4] == b"\x89PNG"
     fill_in(plan, found, page)
     assert page.read_text() == text
+    assert "different commits" not in text
+    next(iter(plan.records.values()))["commits"] = ["abc", "def"]
+    fill_in(plan, found, page)
+    flat = " ".join(page.read_text().split())
+    assert "at **different commits**, abc (18 runs), def (1 runs), on X" in flat
     page.write_text("no part")
     with pytest.raises(ConfigError, match="a page with <!-- scaling levels: table -->"):
         fill_in(plan, found, page)
