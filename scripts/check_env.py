@@ -8,6 +8,7 @@ requirement strings without the ``packaging`` library, which may not be installe
 Exit status: 0 everything is installed, 1 a requirement is missing, 2 the extra does not exist.
 """
 
+import platform
 import re
 import sys
 from importlib import metadata
@@ -35,7 +36,7 @@ def requirements(text: str, extras: list[str]) -> list[str]:
 def satisfied(requirement: str) -> bool:
     """Return whether an installed distribution meets a requirement, e.g. ``torch>=2.11,<2.14``."""
     specifier, _, marker = requirement.partition(";")
-    if "sys_platform == 'linux'" in marker and sys.platform != "linux":
+    if not applies(marker):
         return True
     name = re.split(r"[<>=\s]", specifier.strip())[0]
     try:
@@ -46,6 +47,16 @@ def satisfied(requirement: str) -> bool:
     return all(
         tests[operator](release(version))
         for operator, version in re.findall(r"(>=|==|<)\s*([\w.]+)", specifier)
+    )
+
+
+def applies(marker: str) -> bool:
+    """Return whether an environment marker such as ``sys_platform == 'linux'`` holds here."""
+    here = {"sys_platform": sys.platform, "platform_machine": platform.machine()}
+    equal = re.findall(r"(\w+) == '([^']+)'", marker)
+    below = re.findall(r"python_version < '3\.(\d+)'", marker)
+    return all(here[name] == value for name, value in equal) and all(
+        sys.version_info < (3, int(minor)) for minor in below
     )
 
 

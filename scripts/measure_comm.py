@@ -10,7 +10,8 @@ shown as one, `block`; otherwise each has its own rows. Formulas describe the mo
 the scope `step` (clipping, logging) have none. Collectives that activation checkpointing recomputes
 have no formula: they are counted by running the model on tensors without data.
 "Overlapped MFLOP" are the matrix products that a rank issues between the start of a collective and
-its wait; FSDP2's collectives are not included.
+its wait, the least and the most of a block if blocks differ. FSDP2's collectives are rated as on a
+device: gloo's hold up the rank, whatever it issues next.
 
 Exit status: 0 all rows agree, 1 rows differ or the run failed, 2 invalid configuration.
 """
@@ -34,6 +35,8 @@ QUIET = [
 """Overrides for a single step that writes no files."""
 
 KEYS = ("scope", "pass", "op", "mesh_dim", "dtype", "calls", "elements", "bytes")
+
+OVERLAP = ("overlapped_flops", "most_overlapped_flops")
 
 
 def measure(arguments: list[str]) -> list[dict[str, Any]]:
@@ -60,17 +63,31 @@ def measure(arguments: list[str]) -> list[dict[str, Any]]:
 
 
 def one_block(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge equal blocks into one, with the scope ``block``."""
+    """Merge equal blocks into one, with the scope ``block``.
+
+    What overlaps may differ between blocks: ``overlapped_flops`` is the least of a row's, and the
+    additional ``most_overlapped_flops`` the most.
+    """
+    whole = [row | {"most_overlapped_flops": row["overlapped_flops"]} for row in table]
     blocks: dict[str, list[dict[str, Any]]] = {}
-    for row in table:
+    for row in whole:
         if row["scope"].startswith("block "):
-            blocks.setdefault(row["scope"], []).append(row | {"scope": "block"})
-    alike = list(blocks.values())
+            blocks.setdefault(row["scope"], []).append(row)
+    alike = [[_without_overlap(row) for row in rows] for rows in blocks.values()]
     if not alike or any(block != alike[0] for block in alike):
-        return table
-    first = next(i for i, row in enumerate(table) if row["scope"].startswith("block "))
-    rest = [row for row in table[first:] if not row["scope"].startswith("block ")]
-    return [*table[:first], *alike[0], *rest]
+        return whole
+    merged = []
+    for rows in zip(*blocks.values(), strict=True):
+        flops = [row["overlapped_flops"] for row in rows]
+        ends = {"overlapped_flops": min(flops), "most_overlapped_flops": max(flops)}
+        merged.append(rows[0] | {"scope": "block"} | ends)
+    first = next(i for i, row in enumerate(whole) if row["scope"].startswith("block "))
+    others = [row for row in whole[first:] if not row["scope"].startswith("block ")]
+    return [*whole[:first], *merged, *others]
+
+
+def _without_overlap(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in ("scope", *OVERLAP)}
 
 
 def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
@@ -125,7 +142,8 @@ def as_text(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         pairs = (("calls", "expected_calls"), ("elements", "expected_elements"))
         wanted = [_beside(row[measured], row[expected]) for measured, expected in pairs]
-        megaflops = f"{row['overlapped_flops'] / 1e6:.1f}"
+        least, most = (f"{row[key] / 1e6:.1f}" for key in OVERLAP)
+        megaflops = least if least == most else f"{least} to {most}"
         lines.append([*(str(row[key]) for key in KEYS), *wanted, megaflops])
     header = (*KEYS, "expected calls", "expected elements", "overlapped MFLOP")
     return text_table(header, lines, left=5)

@@ -20,8 +20,8 @@ intervals over points and seeds. It prints a table and writes scaling.md, scalin
 scaling.png to the folder.
 
 page writes tables and the picture between the lines <!-- scaling NAME: table --> and <!-- end -->
-of a page, docs/results/NAME.md by default. Other parts than table: gaps, halves, laws, picture,
-ranks, searches and source.
+of a page, docs/results/NAME.md by default. Other parts than table: gaps, halves, laws, parameters,
+picture, ranks, searches, shapes and source.
 
 Exit status: 0; 1 a run failed or a learning rate is an edge of its grid; 2 an invalid experiment;
 130 stopped.

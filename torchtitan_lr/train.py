@@ -56,7 +56,8 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         init_console(config.metrics.verbose)
         check_job_config(config, launched_ranks(config.comm.mode), device_type)
         folder = str(private_folder(config))
-        still_ours = lock.enter_context(locked_by_rank(folder, os.environ))
+        common = config.job.dump_folder if config.fault_tolerance.enable else None
+        still_ours = lock.enter_context(locked_by_rank(folder, os.environ, common))
         record = partial(_record, folder)
         record(RUNNING)
         if config.fault_tolerance.enable:

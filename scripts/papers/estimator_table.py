@@ -255,7 +255,8 @@ neither products nor attention.
 The model: a product takes its FLOPs over `peak_tflops × matmul_efficiency`, plus its bytes over
 `memory_gbytes_per_s`, plus `kernel_us`. Attention takes its FLOPs below the diagonal over
 `attention_share` of that speed. Other kernels take their bytes over the bandwidth, plus
-`kernel_us`; with `compile.enable` those between two products are one kernel. A collective takes
+`kernel_us`; with `compile.enable` those of a block between two products are one kernel. The head
+computes its loss a chunk of tokens at a time, and is not compiled. A collective takes
 `latency_us` per call plus its bytes over the link. FSDP's collectives are hidden behind
 computation as far as it lasts, tensor-parallel ones are exposed. AdamW passes ten times over what a
 rank stores.
@@ -325,7 +326,8 @@ def page() -> str:
 
 
 def _constants() -> str:
-    names = [f.name for f in fields(Hardware) if f.name not in ("name", "memory_gib")]
+    hidden = ("name", "memory_gib", "product_gbytes_per_s")
+    names = [f.name for f in fields(Hardware) if f.name not in hidden]
     machines = [load_hardware(stem, HARDWARE) for stem in (A100, H100)]
     comments = [_comments(HARDWARE / f"{stem}.toml") for stem in (A100, H100)]
     rows = []

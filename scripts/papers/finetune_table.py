@@ -119,9 +119,13 @@ def _table(results: dict[str, Any]) -> str:
 
 def _page(options: argparse.Namespace, config: Any, results: dict[str, Any]) -> str:
     """Return the page of the results, with the paper's numbers beside them."""
+    from torchtitan_lr.tools.machine import describe
+    from torchtitan_lr.tools.scaling.runner import current_commit
+
     adamw, tsr = results["AdamW"], results["TSR-Adam"]
     command = " ".join([f"--ranks={options.ranks}", *options.overrides])
     published = [[name, sent, f"{score}%"] for name, (sent, score) in TSR_TABLE_4.items()]
+    here = describe()
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     text = (
         f"`{options.config}`: {config.training.steps} steps from "
@@ -130,7 +134,8 @@ def _page(options: argparse.Namespace, config: Any, results: dict[str, Any]) -> 
         f"of Python {version}. The scores are of greedy answers to the {tsr['pairs']} held-out "
         f"pairs that fit {config.validation.seq_len} tokens: the same words but for case and "
         "punctuation, and the F1 of the words. Bytes are those of a rank between the replicas, as "
-        "the ledger counts them. One seed.",
+        f"the ledger counts them. One seed, commit {current_commit()}, {here['cpu']}, "
+        f"{here['cores']} cores, torch {here['torch']}.",
         f"TSR-Adam sends {adamw['bytes'] / tsr['bytes']:.1f} times fewer bytes, refreshes "
         f"included; {adamw['peak_bytes'] / tsr['peak_bytes']:.1f} times fewer in its most "
         "expensive step.",

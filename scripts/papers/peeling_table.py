@@ -76,12 +76,11 @@ def level_table(entries: int, trials: int) -> list[dict[str, Any]]:
 
 
 def load_curves(entries: int, trials: int) -> dict[int, list[dict[str, float]]]:
-    """Vary c·density from 0.6 to 1 at c = 10, on every number of ranks."""
+    """Vary c·density from 0.6 to 2.4 at c = 10, on every number of ranks; closely up to 1."""
     curves: dict[int, list[dict[str, float]]] = {}
     for ranks in RANKS:
         curves[ranks] = []
-        for step in range(21):
-            load = 0.6 + 0.02 * step
+        for load in (*(0.6 + 0.02 * step for step in range(21)), 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4):
             theta = (1 - load / 10) ** (1 / ranks)
             results = [peeled(ranks, 10, theta, entries, seed) for seed in range(trials)]
             mean = {key: sum(r[key] for r in results) / trials for key in ("load", "peeled")}
@@ -121,22 +120,21 @@ def draw(curves: dict[int, list[dict[str, float]]], rows: list[dict[str, Any]], 
         axes.plot(loads, [p["whole"] for p in points], ":", color=line.get_color())
         for row in rows:
             if row["ranks"] == ranks and row["published"]:
-                x = min(row["load"], 1.02)
-                axes.plot(x, row["peeled"], "o", color=line.get_color(), ms=5)
-                beyond = f" ({row['load']:.2f})" if row["load"] > 1.02 else ""
-                # Labels of circles beside each other are on different sides.
-                place = {"2x": (0, 6), "4x": (0, -12), "10x": (6, 3)}[row["level"]]
-                if beyond:  # circles one below the other
-                    place = (-8, (3 if ranks == 4 else -3) + (2 if row["level"] == "2x" else -3))
-                style = {"textcoords": "offset points", "fontsize": 8}
-                style["ha"] = "right" if beyond else "center"
-                axes.annotate(row["level"] + beyond, (x, row["peeled"]), place, **style)
+                at = (row["load"], row["peeled"])
+                axes.plot(*at, "o", color=line.get_color(), ms=5)
+                # Only on 2 ranks are two levels close to each other.
+                beside = {"2x": -7, "4x": 9}.get(row["level"], 2) if ranks == 2 else 2
+                place = (beside, 7)
+                style = {"textcoords": "offset points", "fontsize": 8, "color": line.get_color()}
+                axes.annotate(row["level"], at, place, ha="center", **style)
     axes.axvline(PEELING_LIMIT, color="grey", lw=0.8, ls="--", label="limit of the check")
-    axes.set_xlabel("c · density of the union (circles: the published levels)")
+    axes.set_xlabel("c · density of the union")
+    axes.set_ylim(-0.06, 1.14)
     axes.set_ylabel("share peeled (dotted: whole trials)")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="lower left")
-    axes.set_title("TAGC: what a sketch of all ranks' entries recovers", fontsize=10)
+    axes.legend(fontsize=8, loc="upper right", bbox_to_anchor=(1, 0.9))
+    title = "TAGC: what a sketch of all ranks' entries recovers\ncircles: the published levels"
+    axes.set_title(title, fontsize=10)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -8,6 +8,9 @@ the script prints a note and exits with 0.
 
     python scripts/papers/slow_link.py --mbit 200
     python scripts/papers/slow_link.py --methods FSDP "TAGC sketch" "TAGC sparse" --exchange 16
+    python scripts/papers/slow_link.py --methods AdamW TSRAdam "TSRAdam torchft"
+
+With torchft the two replicas may come and go, and the quorum server is beside the first.
 """
 
 import argparse
@@ -33,7 +36,7 @@ from torchtitan_lr.tools.namespaces import (
     two_machines,
 )
 
-SENT = ("comm_bytes/dp_replicate", "comm_bytes/fsdp")
+SENT = ("comm_bytes/dp_replicate", "comm_bytes/fsdp", "comm_bytes/replicas")
 
 ADAMW = ["--optimizer.name=AdamW", "--optimizer.lr=3e-3"]
 FSDP = [
@@ -50,6 +53,14 @@ METHODS = {
     "TAGC sketch": [*TAGC, "--grad_compression.codec=sketch"],
     "TAGC sparse": [*TAGC, "--grad_compression.codec=sparse"],
 }
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+TORCHFT = "TSRAdam torchft"
+QUORUM = f"{ADDRESSES[0]}:29532"
+REPLICAS = [
+    *("--optimizer.name=TSRAdam", "--parallelism.data_parallel_replicate_degree=1"),
+    *("--fault_tolerance.enable", "--fault_tolerance.group_size=2"),
+    *("--fault_tolerance.min_replica_size=2", f"--fault_tolerance.lighthouse={QUORUM}"),
+]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -97,21 +108,21 @@ def slow_link(mbit: float, delay_ms: float) -> Iterator[list[str]]:
 
 def _train(options: argparse.Namespace, method: str, ends: list[str]) -> dict[str, float]:
     """Train one rank in each namespace and return rank 0's measurements."""
-    with tempfile.TemporaryDirectory() as folder:
-        _run(
-            ends,
-            [
-                *("-m", "torchtitan_lr.train"),
-                f"--job.config_file={options.config}",
-                f"--job.dump_folder={folder}",
-                f"--training.steps={options.steps}",
-                f"--lr_scheduler.warmup_steps={options.steps // 10}",
-                "--validation.no_enable",
-                *METHODS[method],
-                *options.overrides,
-            ],
-            options.timeout,
-        )
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        arguments = [
+            *("-m", "torchtitan_lr.train"),
+            f"--job.config_file={options.config}",
+            f"--job.dump_folder={folder}",
+            f"--training.steps={options.steps}",
+            f"--lr_scheduler.warmup_steps={options.steps // 10}",
+            "--validation.no_enable",
+        ]
+        if method == TORCHFT:
+            stack.enter_context(_quorum_server(ends[0]))
+            arguments += REPLICAS
+        else:
+            arguments += METHODS[method]
+        _run(ends, [*arguments, *options.overrides], options.timeout, method == TORCHFT)
         records = step_records(Path(folder))
     # The first steps open the process group's connections.
     later = records[len(records) // 5 :]
@@ -123,6 +134,19 @@ def _train(options: argparse.Namespace, method: str, ends: list[str]) -> dict[st
     }
 
 
+@contextmanager
+def _quorum_server(end: str) -> Iterator[None]:
+    """Run the quorum server in a namespace."""
+    script = str(Path(__file__).parents[1] / "lighthouse.py")
+    command = ["ip", "netns", "exec", end, sys.executable, script, "--bind", QUORUM]
+    process = subprocess.Popen([*command, "--min-replicas=2"], stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def _exchange(options: argparse.Namespace, ends: list[str]) -> dict[str, Any]:
     """Time single exchanges by each codec between the namespaces."""
     script = str(Path(__file__).parents[1] / "check" / "bench_exchange.py")
@@ -131,20 +155,32 @@ def _exchange(options: argparse.Namespace, ends: list[str]) -> dict[str, Any]:
     return report
 
 
-def _run(ends: list[str], arguments: list[str], timeout: float) -> str:
+def _run(ends: list[str], arguments: list[str], timeout: float, apart: bool = False) -> str:
     """Run a Python program with one rank in each namespace and return rank 0's output.
+
+    Args:
+        ends: The namespaces.
+        arguments: Of the program.
+        timeout: Seconds for all of it.
+        apart: Whether each rank is a replica of its own.
 
     Raises:
         RuntimeError: A rank failed; the message is the end of its log.
     """
+
+    def own(rank: int) -> list[str]:
+        section = "--fault_tolerance"
+        address = f"{section}.address={ADDRESSES[rank]}"
+        return [f"{section}.replica_id={rank}", address] if apart else []
+
     with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
         # Files, not pipes: a pipe would fill up while the script waits for the other rank.
         outputs = [Path(folder) / f"rank{rank}.out" for rank in range(len(ends))]
         logs = [Path(folder) / f"rank{rank}.err" for rank in range(len(ends))]
         ranks = [
             subprocess.Popen(
-                ["ip", "netns", "exec", name, sys.executable, *arguments],
-                env=os.environ | _environment(rank),
+                ["ip", "netns", "exec", name, sys.executable, *arguments, *own(rank)],
+                env=os.environ | _environment(rank) | (ALONE if apart else {}),
                 stdout=files.enter_context(outputs[rank].open("w")),
                 stderr=files.enter_context(logs[rank].open("w")),
             )
@@ -187,7 +223,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--methods",
         nargs="+",
         default=["AdamW", "TSRAdam"],
-        choices=list(METHODS),
+        choices=[*METHODS, TORCHFT],
         help="methods to time; speed-ups are over the first",
     )
     parser.add_argument(

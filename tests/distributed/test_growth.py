@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from torchtitan_lr.estimate.step_time import Hardware
+from torchtitan_lr.tools.calibration import Bench
 from torchtitan_lr.tools.growth import (
+    Links,
     Point,
     draw,
     estimate_point,
     measure,
     measure_links,
+    measure_machine,
     messages,
     table,
 )
@@ -40,7 +44,7 @@ MACHINE = Hardware(
 @pytest.fixture(scope="module")
 def report(four_ranks: RankPool) -> list[dict[str, Any]]:
     found = measure({4: four_ranks}, POINTS, rounds=2)
-    links = measure_links(four_ranks, repeats=2)
+    links = measure_links(four_ranks, 4, MACHINE, repeats=2)
     assert links.call > 0 and links.byte >= 0
     return [
         {"size": point.size, "measured": m, "estimated": estimate_point(point, MACHINE, links)}
@@ -59,6 +63,24 @@ def test_bytes_are_the_estimators_and_memory_nearly(report: list[dict[str, Any]]
     first, longer = (row["measured"] for row in report)
     assert longer["bytes"] == pytest.approx(2 * first["bytes"], rel=1e-4)  # but for one scalar
     assert longer["memory"] > 1.05 * first["memory"]
+
+
+def test_ranks_that_run_at_once_are_calibrated(four_ranks: RankPool) -> None:
+    bench = Bench(torch.device("cpu"), torch.float32, repeats=1, megabytes=0.1)
+    machine = measure_machine(
+        four_ranks, bench, [(256, 64, 64), (64, 256, 64), (128, 128, 128)], 16
+    )
+    assert 0 < machine.peak_tflops * machine.matmul_efficiency < 10
+    assert 0 < machine.kernel_us < 1e4 and 0 < machine.memory_gbytes_per_s < 1e4
+
+
+def test_a_call_costs_what_the_links_say() -> None:
+    """The control: without them the estimate is that of kernels alone."""
+    calls, sent = messages(SMALL)
+    times = [
+        estimate_point(SMALL, MACHINE, links)["seconds"] for links in (Links(), Links(1e-3, 1e-9))
+    ]
+    assert times[1] - times[0] == pytest.approx(1e-3 * calls + 1e-9 * sent)
 
 
 def test_another_block_has_its_calls() -> None:

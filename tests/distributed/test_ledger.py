@@ -216,7 +216,7 @@ def test_script() -> None:
     done = runs.run([*command, *options], NGPU="4")
     assert done.status == 0, done.everything
     rows = json.loads(done.out)
-    numbers = {*COUNTS, "expected_calls", "expected_elements"}
+    numbers = {*COUNTS, "most_overlapped_flops", "expected_calls", "expected_elements"}
     assert all(row.keys() == {"scope", "pass", "op", "mesh_dim", "dtype"} | numbers for row in rows)
     assert {row["scope"] for row in rows} == {"embedding", "block", "head", "step"}
     assert {row["mesh_dim"] for row in rows if row["scope"] == "block"} == {"fsdp", "tp"}

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Which products run between start and wait of the tensor-parallel collectives of a block."""
+"""Which products run between start and wait of collectives: of tensor parallelism, of FSDP2."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from tests.distributed.tp_faults import replaced
+from tests.distributed.training import small_trainer
+from torchtitan_lr.formulas.flops import layer_flops
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.parallel.data_parallel import fsdp_modules
 from torchtitan_lr.parallel.tensor.collectives import wait
 from torchtitan_lr.parallel.tensor.plan import TPSettings
 from torchtitan_lr.parallel.tensor.shared_linear import SharedInput
@@ -17,6 +21,7 @@ from torchtitan_lr.tools.parity_cases import Case, model_args, shard_model, tp_m
 from torchtitan_lr.tools.rank_pool import RankPool
 
 TOKENS = 2 * 8
+SHARDED = ["--parallelism.data_parallel_shard_degree=2", "--training.local_batch_size=4"]
 
 
 def rows_of_a_block(family: str, choices: dict[str, Any], hurried: bool) -> list[dict[str, Any]]:
@@ -82,3 +87,68 @@ def test_btp_forward(grouping: bool, two_ranks: RankPool) -> None:
     for rows in two_ranks.run(rows_of_a_block, "cola", choices, False):
         found = sum(row["overlapped_flops"] for row in rows if row["pass"] == "forward")
         assert found >= (normed if grouping else normed + ungrouped)
+
+
+def rows_of_a_step(arguments: list[str], prefetch: bool = True) -> dict[str, Any]:
+    """A trainer's second step on a rank: the ledger's rows, and the FLOPs of a block's linears."""
+    with small_trainer(arguments) as trainer:
+        if not prefetch:  # the control
+            for part in trainer.model_parts:
+                for module in fsdp_modules([part]):
+                    module.set_modules_to_forward_prefetch([])
+        batches = trainer.batch_generator(trainer.dataloader)
+        trainer.step = 1
+        trainer.train_step(batches)
+        trainer.step = 2
+        with trainer.new_ledger() as ledger:
+            trainer.train_step(batches)
+        training, args = trainer.job_config.training, llama_args(trainer.job_config)
+        flops = layer_flops(args, training.seq_len)
+        sequences = training.global_batch_size // 2  # ranks
+        block = sequences * (flops.attention_linears + flops.feed_forward)
+        return {"rows": ledger.rows(), "block": block, "layers": args.n_layers}
+
+
+def beside(rows: list[dict[str, Any]], scope: str, pass_: str, op: str, dim: str = "fsdp") -> int:
+    where = {"scope": scope, "pass": pass_, "op": op, "mesh_dim": dim}
+    found = [row for row in rows if all(row[key] == value for key, value in where.items())]
+    assert found
+    return sum(row["overlapped_flops"] for row in found)
+
+
+def test_fsdp_collectives_run_beside_other_units(two_ranks: RankPool) -> None:
+    for result in two_ranks.run(rows_of_a_step, SHARDED):
+        rows, block, last = result["rows"], result["block"], result["layers"] - 1
+        # A block's gather: the block before in forward, the block after in backward.
+        assert block / 3 <= beside(rows, "block 1", "forward", "all_gather") < 0.6 * block
+        assert 2 * block / 3 <= beside(rows, "block 0", "backward", "all_gather") < 1.2 * block
+        assert beside(rows, "block 0", "forward", "all_gather") == 0  # the embedding's lookup
+        assert beside(rows, "head", "forward", "all_gather") >= block / 3
+        # A block's reduction: backward of the block before.
+        found = beside(rows, f"block {last}", "backward", "reduce_scatter")
+        assert 2 * block / 3 <= found < 1.2 * block
+        assert beside(rows, "embedding", "backward", "reduce_scatter") == 0
+    for result in two_ranks.run(rows_of_a_step, SHARDED, False):
+        assert beside(result["rows"], "block 1", "forward", "all_gather") == 0
+        assert beside(result["rows"], "block 0", "backward", "all_gather") > 0
+
+
+def test_compressed_exchanges_run_beside_the_next_unit(two_ranks: RankPool) -> None:
+    codec = ["--grad_compression.codec=sparse", "--grad_compression.level=10x"]
+    codec += ["--grad_compression.layers=all", "--grad_compression.min_size=1"]
+    for result in two_ranks.run(rows_of_a_step, [*SHARDED, *codec]):
+        rows, block, last = result["rows"], result["block"], result["layers"] - 1
+        # Indices and values leave together; both are decoded when the next exchange starts.
+        found = beside(rows, f"block {last}", "backward", "all_to_all")
+        assert 2 * (2 * block / 3) <= found < 2 * (1.2 * block)
+        assert beside(rows, "embedding", "backward", "all_to_all") == 0
+
+
+def test_sums_of_cores_run_beside_backward(two_ranks: RankPool) -> None:
+    tsr = ["--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=4"]
+    tsr += ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=4", "--optimizer.tsr_stagger"]
+    for buckets in (3, 1):  # one bucket is the control: it starts after backward
+        choice = f"--optimizer.tsr_overlap_buckets={buckets}"
+        for result in two_ranks.run(rows_of_a_step, [*tsr, choice]):
+            sums = "step", "optimizer", "all_reduce", "dp_replicate"
+            assert (beside(result["rows"], *sums) > 0) == (buckets > 1)

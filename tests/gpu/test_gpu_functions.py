@@ -18,6 +18,7 @@ from torch import Tensor
 
 import torchtitan_lr
 from torchtitan_lr.models import head_loss
+from torchtitan_lr.models.grouped_linear import grouped_linears
 from torchtitan_lr.models.lane_edges import lane_terms, share_channels
 from torchtitan_lr.models.remade import Gated, gated_linear, silu_linear
 from torchtitan_lr.parallel.tensor.caat import gather_for_lanes, share_over_ranks
@@ -154,6 +155,8 @@ def cases() -> Iterator[Case]:
     concatenated = lambda ranks, x, *w: concatenated_linear(x, w)  # noqa: E731
     side_by_side = lambda x, *w: torch.cat(linears(x, *w), -1)  # noqa: E731
     yield Case("_ConcatenatedLinear", concatenated, side_by_side, ((B, S, D), *weights))
+    grouped = lambda ranks, x, *w: torch.cat(grouped_linears(x, w), -1)  # noqa: E731
+    yield Case("_GroupedLinears", grouped, side_by_side, ((B, S, D), *weights))
     shared = lambda ranks, x, *w: shared_linear(x, w, SharedInput(ranks))  # noqa: E731
     yield Case("_SharedLinear", shared, side_by_side, ((B, S, D), *weights))
     apart = lambda ranks, x, *w: shared_linears(x, w, SharedInput(ranks, separate=True))  # noqa: E731

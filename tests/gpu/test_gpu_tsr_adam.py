@@ -12,6 +12,7 @@ from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.tsr.adam import AdamHyperparameters
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.products import Precision, multiply
 from torchtitan_lr.optim.tsr.randomized_svd import draw_sketches
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 
@@ -113,3 +114,20 @@ def test_steps(
     assert all(p.device.type == device.type and p.dtype == dtype for p in found.values())
     assert distance(found, exact, start) <= limit
     assert limit < 0.1 * distance(by_reference(start, settings, torch.float64, 0.7), exact, start)
+
+
+@pytest.mark.parametrize(("precision", "spacing"), [("tf32", 2.0**-10), ("bfloat16", 2.0**-8)])
+def test_products_of_rounded_factors(
+    precision: Precision, spacing: float, device: torch.device
+) -> None:
+    """Factors are rounded to the precision, and sums are not."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, generator=generator) for size in ((64, 512), (512, 48)))
+    exact = a.double() @ b.double()
+    error = (multiply(a.to(device), b.to(device), precision).cpu() - exact).abs()
+    assert (error <= (spacing + 1e-5) * (a.double().abs() @ b.double().abs())).all()
+    if device.type == "cuda" or precision == "bfloat16":
+        assert error.norm() > 1e-2 * spacing * exact.norm()  # the control: it does round
+    whole = torch.randint(-9, 10, (64, 512), generator=generator).float()
+    square = whole @ whole.T  # integers below 2²⁴
+    assert torch.equal(multiply(whole.to(device), whole.to(device).T, precision).cpu(), square)

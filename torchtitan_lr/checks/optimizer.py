@@ -15,6 +15,9 @@ def check_tsr(config: Any, world_size: int, device_type: str) -> None:
     if optimizer.name != TSR:
         return
     _check_ranges(optimizer)
+    if optimizer.tsr_product_precision == "tf32" and device_type != "cuda":
+        want = f"'float32' or 'bfloat16' on a {device_type}, which has no TF32"
+        raise ConfigError("optimizer.tsr_product_precision", "tf32", want)
     if config.training.enable_cpu_offload:
         raise ConfigError("training.enable_cpu_offload", True, "false with TSRAdam")
 

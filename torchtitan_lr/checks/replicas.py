@@ -19,6 +19,7 @@ def check_replicas(config: Any, world_size: int, device_type: str) -> None:
     _check_methods(config)
     _check_ranks(config, world_size, device_type)
     _check_numbers(config)
+    _check_batch(config, world_size)
     check_address(section.address, f"{_SECTION}.address", section.allow_public_addresses)
     split_endpoint(section.lighthouse, f"{_SECTION}.lighthouse", section.allow_public_addresses)
     if importlib.util.find_spec("torchft") is None:
@@ -49,8 +50,12 @@ def _check_ranks(config: Any, world_size: int, device_type: str) -> None:
         degree = getattr(parallelism, name)
         if degree > 1:
             raise ConfigError(f"parallelism.{name}", degree, "1 with fault_tolerance.enable")
-    if world_size != 1:
-        raise ConfigError("NGPU", world_size, "1: a replica has one rank in this version")
+    if config.comm.mode != "default":
+        want = "'default' with fault_tolerance.enable: a dry run has no quorum"
+        raise ConfigError("comm.mode", config.comm.mode, want)
+    if config.checkpoint.create_seed_checkpoint:
+        want = "false with fault_tolerance.enable: make it with --fault_tolerance.no_enable"
+        raise ConfigError("checkpoint.create_seed_checkpoint", True, want)
     if device_type != "cpu":
         want = f"false on {device_type}: only CPU replicas were tested"
         raise ConfigError(f"{_SECTION}.enable", True, want)
@@ -76,10 +81,15 @@ def _check_numbers(config: Any) -> None:
     for name in timeouts:
         if getattr(section, name) < 1:
             raise ConfigError(f"{_SECTION}.{name}", getattr(section, name), "a positive integer")
-    unit = config.training.local_batch_size * size
+
+
+def _check_batch(config: Any, world_size: int) -> None:
+    ranks = max(1, world_size // max(1, config.parallelism.tensor_parallel_degree))
+    unit = config.training.local_batch_size * config.fault_tolerance.group_size * ranks
     batch = config.training.global_batch_size
     if batch != -1 and batch % unit:
-        want = f"a multiple of {unit} (local_batch_size x fault_tolerance.group_size), or -1"
+        each = "" if ranks == 1 else f" x {ranks} data-parallel ranks of a replica"
+        want = f"a multiple of {unit} (local_batch_size x fault_tolerance.group_size{each}), or -1"
         raise ConfigError("training.global_batch_size", batch, want)
 
 

@@ -18,6 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 __all__ = [
     "after_backward",
+    "backward_may_repeat",
     "backward_number",
     "checkpoint_wrapper",
     "checkpointed_modules",
@@ -27,6 +28,17 @@ __all__ = [
 ]
 # checkpoint_wrapper: torchtitan wraps its blocks with it and expects its names and hooks. Its
 # module is private. If it moves, the import fails.
+
+
+def backward_may_repeat() -> bool:
+    """Return whether the running backward pass keeps its graph, so that a node may run again.
+
+    A node of another pass may overwrite what it saved. Calls
+    ``torch._C._autograd._get_current_graph_task_keep_graph``. If it is gone, every pass counts as
+    one that keeps its graph, and the head's loss takes memory for one more gradient.
+    """
+    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return keeps is None or bool(keeps())
 
 
 def backward_number() -> int | None:

@@ -114,11 +114,15 @@ def wrap_unit_calls(
             if hasattr(communicator, "resume"):
                 calls.append((communicator, "resume"))
         for owner, method in calls:
+            # A ledger inside another's wraps what that one has put there.
+            replaced.append((owner, method, vars(owner).get(method)))
             setattr(owner, method, wrap(getattr(owner, method)))
-            replaced.append((owner, method))
 
     def undo() -> None:
-        for owner, method in replaced:
-            delattr(owner, method)
+        for owner, method, before in replaced:
+            if before is None:
+                delattr(owner, method)
+            else:
+                setattr(owner, method, before)
 
     return undo

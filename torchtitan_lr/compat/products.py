@@ -1,8 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Matrix products of torch without a public name.
+"""Matrix products of torch without a public name, and the precision of those that have one.
 
 Tested with torch 2.11 and 2.13.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -27,3 +30,17 @@ def int8_product(x: Tensor, weight: Tensor) -> Tensor:
         out: Tensor = product(x, weight.t()).float()
         return out
     return x.float() @ weight.float().t()
+
+
+@contextmanager
+def tf32_products() -> Iterator[None]:
+    """Let CUDA's fp32 products round their factors to TF32; other devices compute as before.
+
+    Sets ``torch.backends.cuda.matmul.fp32_precision`` and restores it.
+    """
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+REPLICAS = "replica_*"
+"""Pattern of the folders that `private_folder` returns for replicas."""
+
 
 @dataclass
 class FaultTolerance:

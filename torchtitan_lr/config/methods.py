@@ -114,6 +114,12 @@ class Optimizer:
     tsr_core_dtype: Literal["float32", "bfloat16"] = "float32"
     """TSRAdam: dtype of the cores in the all-reduce; they are stored in fp32."""
 
+    tsr_product_precision: Literal["float32", "tf32", "bfloat16"] = "float32"
+    """
+    TSRAdam: precision to which the factors of UᵀGV and UDVᵀ are rounded in every step; sums are
+    fp32. 'tf32' needs CUDA. Refreshes keep fp32.
+    """
+
     tsr_projection: Literal["two_sided", "one_sided"] = "two_sided"
     """
     TSRAdam: project both sides (cores r×r), or only the shorter side as in GaLore (r×max(m, n)); a

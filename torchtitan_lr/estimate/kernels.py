@@ -28,8 +28,12 @@ from torchtitan_lr.compat.fake import RehearsalMode, rms_norm_by
 
 _ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _ATTENTION = tuple({str(op.overloadpacket).split(".")[-1] for op in ATTENTION_OPERATORS})
-_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
 """Operators, and the position of their first factor."""
+_PICKS = ("gather", "embedding")
+"""Operators that read of a table as much as they return."""
+_SPREADS = {"scatter_add_": 3}
+"""Operators that change as much of a table as they add, and the position of what they add."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,9 @@ class KernelRecorder(RehearsalMode):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         if not self.finding_shapes:
-            self._record(func, tree_leaves((args, kwargs or {})), tree_leaves(out), args)
+            # What an operator writes its result into is no input.
+            inputs = {name: value for name, value in (kwargs or {}).items() if name != "out"}
+            self._record(func, tree_leaves((args, inputs)), tree_leaves(out), args)
         return out
 
     def _record(self, func: Any, inputs: list[Any], outputs: list[Any], args: Any) -> None:
@@ -144,6 +150,12 @@ class KernelRecorder(RehearsalMode):
         known = {storage for storage, _ in reads}
         if not changes_arguments(func) and all(storage in known for storage, _ in writes):
             return  # a view
+        if name in _PICKS:
+            reads = _at_most(reads, sum(writes.values()))
+        elif name in _SPREADS:
+            added = args[_SPREADS[name]]
+            size = added.numel() * added.element_size()
+            reads, writes = _at_most(reads, size), _at_most(writes, size)
         operator = _Operator(self.backward, reads, writes)
         if "c10d" in namespace:
             operator.extern, operator.counted = True, False
@@ -247,6 +259,10 @@ def _runs(operators: list[_Operator]) -> list[_Kernel]:
         kernel.writes |= operator.writes
         kernel.last = sum(operator.writes.values())
     return kernels
+
+
+def _at_most(sizes: _Sizes, size: int) -> _Sizes:
+    return {key: min(each, size) for key, each in sizes.items()}
 
 
 def _product(a: Tensor, b: Tensor) -> Product:

@@ -47,6 +47,8 @@ class Hardware:
         direct_links: Whether every pair of a node's devices has links of its own, as in nodes of
             four A100s without a switch: then N devices have (N-1)/(devices_per_node-1) of the
             bandwidth among them.
+        product_gbytes_per_s: Bandwidth at which the bytes of products count, GB/s; by default the
+            memory's. A CPU's products work on its caches.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Hardware:
     kernel_us: float = 0.0
     attention_share: float = 1.0
     direct_links: bool = False
+    product_gbytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,9 @@ def compute_seconds(flops: float, hardware: Hardware) -> float:
 def product_seconds(work: Work, hardware: Hardware) -> float:
     """Return the modelled time of a work's products and attention."""
     seconds = compute_seconds(work.attention / hardware.attention_share, hardware)
+    gbytes = hardware.product_gbytes_per_s or hardware.memory_gbytes_per_s
     for product, calls in work.products.items():
-        moved = product.bytes / (hardware.memory_gbytes_per_s * 1e9)
+        moved = product.bytes / (gbytes * 1e9)
         once = compute_seconds(product.flops, hardware) + moved + hardware.kernel_us * 1e-6
         seconds += calls * once
     return seconds

@@ -223,6 +223,22 @@ def average_optimizer_traffic(run: Run, pp_rank: int) -> list[Traffic]:
     ]
 
 
+def peak_optimizer_traffic(run: Run, pp_rank: int) -> tuple[list[Traffic], list[Traffic]]:
+    """Return TSR-Adam's traffic in the first step, and in the later step that sends most bytes."""
+    plans = [run.tsr_plans[name] for name in tsr_names(run, pp_rank)]
+    steps = lcm(*{plan.interval for plan in plans})
+    due = {
+        step: tuple(i for i, plan in enumerate(plans) if plan.is_due(step, min(step, 1)))
+        for step in range(steps + 1)
+    }
+    later = [optimizer_traffic(run, pp_rank, each) for each in {due[s] for s in due if s > 0}]
+
+    def sent(rows: list[Traffic]) -> int:
+        return sum(row.elements * element_size(row, run.wire_dtypes) for row in rows)
+
+    return optimizer_traffic(run, pp_rank, due[0]), max(later, key=sent)
+
+
 def _local_shapes(run: Run, pp_rank: int) -> dict[str, tuple[int, ...]]:
     return {n: s for unit in run.units_of(pp_rank).values() for n, s in unit.items()}
 

@@ -7,15 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 
 from torchtitan_lr.compat.fake import FakeTensorMode
 from torchtitan_lr.estimate.kernels import KernelRecorder, Work, norm_in_one_kernel
 from torchtitan_lr.estimate.memory import checkpointing_of, workload_of
 from torchtitan_lr.estimate.rehearsal import Prepare, Workload, build_prepared, fake_ranks
 from torchtitan_lr.estimate.run import Run
-from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
 
 
@@ -82,7 +79,7 @@ def rehearse_work(
 
     Args:
         workload: What to run; of the model's blocks one and two, or as many periods.
-        fused: Whether a compiler fuses element-wise kernels.
+        fused: Whether a compiler fuses element-wise kernels of blocks; it leaves the ends alone.
         prepare: Applied to the model after tensor parallelism.
         period: Blocks after which checkpointing starts over (``selective_ac_option``).
         one_kernel_norm: Whether RMSNorm is one kernel, as on GPUs.
@@ -97,10 +94,11 @@ def rehearse_work(
         one, two = (_record(each, mesh, prepare, one_kernel_norm) for each in short)
     none, block, ends = Work(), [], []
     for backward in (False, True):
-        less, more = one.work(backward, fused), two.work(backward, fused)
-        both = more.plus(less, -1)
-        block.append(none.plus(both, 1 / period))
-        ends.append(less.plus(both, -1))
+        blocks = two.work(backward, fused).plus(one.work(backward, fused), -1)
+        block.append(none.plus(blocks, 1 / period))
+        # The trainer compiles block by block: embedding, norm, head and loss run as written.
+        less, more = one.work(backward, False), two.work(backward, False)
+        ends.append(less.plus(less.plus(more, -1)))
     return PassWork((block[0], block[1]), (ends[0], ends[1]))
 
 
@@ -113,9 +111,8 @@ def _record(
         recorder = KernelRecorder()
         norm = norm_in_one_kernel(recorder) if one_kernel_norm else nullcontext()
         with recorder, norm:
-            logits: Tensor = model(tokens)
-            with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
-                loss = cross_entropy_sum(logits, tokens)
-                recorder.backward = True
-                loss.backward()
+            # The head computes the loss, as in training: its logits exist a chunk at a time.
+            loss: Tensor = model(tokens, targets=tokens)
+            recorder.backward = True
+            loss.backward()
         return recorder

@@ -7,6 +7,9 @@ starts, otherwise rank 0 does. On NFS a lock holds between machines if the serve
 runs; with the mount options ``nolock`` or ``local_lock``, each machine sees only its own locks.
 There rank 0 compares the recorded holder with itself before each save: the start that signed last
 goes on, and an earlier one ends without writing.
+
+Replicas that come and go are one job of several launches. Each locks a folder of its own, and
+shares the lock of the dump folder with the others, so that no other job can take it.
 """
 
 import contextlib
@@ -22,6 +25,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
+from torchtitan_lr.config.fault_tolerance import REPLICAS
 from torchtitan_lr.errors import ConfigError
 
 LOCK_FILE = "run.lock"
@@ -57,25 +61,10 @@ def locked(dump_folder: str, wait: float = 0.0) -> Iterator[StillOurs]:
     path = Path(dump_folder) / LOCK_FILE
     with ExitStack() as open_file:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = open_file.enter_context(path.open("ab", buffering=0))
-            deadline = time.monotonic() + wait
-            while True:
-                try:
-                    lock_file(file, path)
-                    break
-                except BlockingIOError:
-                    # Listing runs holds each lock for an instant (`run_state.is_held`).
-                    time.sleep(0.05)
-                    if time.monotonic() > deadline:
-                        lock_file(file, path)
-                        break
+            file = _open_locked(dump_folder, path, open_file, wait, shared=False)
             signature = _sign(file)
-        except BlockingIOError:
-            raise _taken(dump_folder, path) from None
         except OSError as error:
-            want = f"a folder in which {path} can be written ({error.strerror})"
-            raise ConfigError("job.dump_folder", dump_folder, want) from error
+            raise _unusable(dump_folder, path, error) from error
 
         def check() -> None:
             with contextlib.suppress(OSError):  # a start that signs has emptied the file before
@@ -86,12 +75,60 @@ def locked(dump_folder: str, wait: float = 0.0) -> Iterator[StillOurs]:
 
 
 @contextmanager
-def locked_by_rank(dump_folder: str, variables: Mapping[str, str]) -> Iterator[StillOurs]:
+def shared(dump_folder: str | None, wait: float = 0.0) -> Iterator[None]:
+    """Share the lock of a dump folder, which is created if needed, with the run's other replicas.
+
+    Args:
+        dump_folder: ``job.dump_folder``; None to do nothing.
+        wait: Seconds to wait for another job's end.
+
+    Raises:
+        ConfigError: As for `locked`.
+    """
+    with ExitStack() as open_file:
+        if dump_folder is not None:
+            path = Path(dump_folder) / LOCK_FILE
+            try:
+                _open_locked(dump_folder, path, open_file, wait, shared=True)
+            except OSError as error:
+                raise _unusable(dump_folder, path, error) from error
+        yield
+
+
+def _open_locked(
+    dump_folder: str, path: Path, until: ExitStack, wait: float, shared: bool
+) -> IO[bytes]:
+    """Open and lock the file of a folder, which is created if needed.
+
+    Raises:
+        ConfigError: Another job uses the folder.
+        OSError: The folder is not writable.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = until.enter_context(path.open("ab", buffering=0))
+    deadline, last = time.monotonic() + wait, False
+    while True:
+        try:
+            lock_file(file, path, shared)
+            return file
+        except BlockingIOError:
+            if last:
+                raise _taken(dump_folder, path) from None
+            # Listing runs holds each lock for an instant (`run_state.is_held`): try twice at least.
+            time.sleep(0.05)
+            last = time.monotonic() > deadline
+
+
+@contextmanager
+def locked_by_rank(
+    dump_folder: str, variables: Mapping[str, str], common: str | None = None
+) -> Iterator[StillOurs]:
     """Lock the dump folder on rank 0, unless the launcher has locked it.
 
     Args:
-        dump_folder: ``job.dump_folder``.
+        dump_folder: ``job.dump_folder``, or a replica's own.
         variables: The rank's environment.
+        common: The dump folder of all replicas, whose lock is shared.
 
     Yields:
         As `locked`; what does nothing, where this rank did not lock.
@@ -103,22 +140,24 @@ def locked_by_rank(dump_folder: str, variables: Mapping[str, str]) -> Iterator[S
     if by_launcher or variables.get("RANK", "0") != "0":
         yield lambda: None
         return
-    with locked(dump_folder, float(variables.get(WAIT_VARIABLE, 0))) as check:
+    wait = float(variables.get(WAIT_VARIABLE, 0))
+    with shared(common, wait), locked(dump_folder, wait) as check:
         yield check
 
 
-def lock_file(file: IO[Any], path: Path) -> None:
+def lock_file(file: IO[Any], path: Path, shared: bool = False) -> None:
     """Lock a file until it is closed, or warn that this file system cannot.
 
     Args:
         file: The file, open for writing; processes that inherit it keep the lock.
         path: Its path, for the warning.
+        shared: Whether others may share the lock.
 
     Raises:
         BlockingIOError: Another process holds the lock.
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
     except OSError as error:
@@ -139,14 +178,25 @@ def _sign(file: IO[bytes]) -> bytes:
     return signature
 
 
+def _when_signed(path: Path) -> float:
+    return path.stat().st_mtime
+
+
 def _taken(dump_folder: str, path: Path) -> ConfigError:
     want = f"a folder that no other job uses; {_holder(path)}"
     return ConfigError("job.dump_folder", dump_folder, want)
 
 
+def _unusable(dump_folder: str, path: Path, error: OSError) -> ConfigError:
+    want = f"a folder in which {path} can be written ({error.strerror})"
+    return ConfigError("job.dump_folder", dump_folder, want)
+
+
 def _holder(path: Path) -> str:
     try:
-        who = json.loads(path.read_text())
+        # Replicas that share this lock sign those of their own folders.
+        newest = max((path, *path.parent.glob(f"{REPLICAS}/{LOCK_FILE}")), key=_when_signed)
+        who = json.loads(newest.read_text())
         return f"process {who['pid']} on {who['host']} has used it since {who['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "its holder is not recorded yet"  # between locking and signing

@@ -27,7 +27,13 @@ from torchtitan_lr.launch.environment import (
     loopback_variables,
     read_environment,
 )
-from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, LEASE_SECONDS, WAIT_VARIABLE, locked
+from torchtitan_lr.launch.folder_lock import (
+    HELD_VARIABLE,
+    LEASE_SECONDS,
+    WAIT_VARIABLE,
+    locked,
+    shared,
+)
 from torchtitan_lr.launch.machines import (
     check_machines,
     next_endpoint,
@@ -286,8 +292,9 @@ def main(argv: list[str] | None = None) -> int:
             print(placed.note, flush=True)
         # The launchers of several machines share the folder; then rank 0 locks it.
         folder = private_folder(config)
+        common = config.job.dump_folder if config.fault_tolerance.enable else None
         lock = locked(str(folder)) if environment.nodes == 1 else nullcontext()
-        with lock:
+        with shared(common), lock:
             log_folder = make_log_folder(folder)
             return run(environment, arguments, log_folder, config)
     except ConfigError as error:

@@ -15,6 +15,7 @@ elements times item size on one rank, not wire volume.
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,9 +119,10 @@ class CommLedger(TorchDispatchMode):
             self._elements[entry] += call.elements
         result = func(*args, **kwargs)
         if entry is None:
-            self._overlap.observe(func, args, kwargs, result)
-        else:
-            self._overlap.start(entry, result)
+            self._overlap.observe(func, args, kwargs, result, self._tracker.reducing)
+        elif call is not None:
+            self._overlap.end(partial(_is_waited_for_by, entry))
+            self._overlap.start(entry, result, call.results)
         return result
 
     def clear(self) -> None:
@@ -143,7 +145,7 @@ class CommLedger(TorchDispatchMode):
             stages ``boundary 0`` ..., ``embedding``, ``head``, ``loss``, ``step``), ``pass``
             (``forward``, ``backward``, ``optimizer``), ``op``, ``mesh_dim``, ``dtype``,
             ``calls``, ``elements``, ``bytes`` and ``overlapped_flops``: the FLOPs of products that
-            this rank issues between start and wait of functional collectives.
+            this rank issues between start and wait (`Overlap`).
         """
         merged: dict[tuple[Any, ...], dict[str, Any]] = {}
         for entry, calls in self._calls.items():
@@ -174,6 +176,17 @@ class CommLedger(TorchDispatchMode):
         for row in self.rows():
             total[row["mesh_dim"]] += row["bytes"]
         return dict(sorted(total.items()))
+
+
+def _is_waited_for_by(entry: Entry, earlier: Entry) -> bool:
+    """Return whether FSDP2 waits for an earlier reduction before it starts a collective.
+
+    It waits for a unit's reduce-scatter before the next one, and for all at the end of backward.
+    """
+    if earlier.pass_ != "backward":
+        return False
+    following = (entry.op, entry.mesh_dim) == (earlier.op, earlier.mesh_dim)
+    return entry.pass_ == "forward" or (following and entry.op == "reduce_scatter")
 
 
 def ledger_for(

@@ -26,12 +26,14 @@ class Collective:
         group: Name of the process group.
         dtype: Dtype of the payload.
         elements: Elements of the logical tensor, the larger of the call's input and output.
+        results: What a ``c10d`` operator writes while it runs; empty for what it only sends.
     """
 
     op: str
     group: str
     dtype: torch.dtype
     elements: int
+    results: tuple[Tensor, ...] = ()
 
 
 def identify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collective | None:
@@ -65,7 +67,11 @@ def identify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collec
     if op == "all_gather" and not any(key.startswith("out") for key in tensors):
         # A functional all-gather has only its input as an argument.
         elements *= named["group_size"]
-    return Collective(op, group_name_of(group), payload[0].dtype, int(elements))
+    written = [found for key, found in tensors.items() if key.startswith("out")]
+    if not written and op not in ("send", "send_recv"):
+        written = [payload]  # in place
+    results = tuple(tensor for found in written for tensor in found)
+    return Collective(op, group_name_of(group), payload[0].dtype, int(elements), results)
 
 
 def _tensors(value: Any) -> list[Tensor]:

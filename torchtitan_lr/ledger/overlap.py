@@ -3,48 +3,76 @@
 
 A device can run these products during the collective. A collective without any is exposed: the
 device waits for it, unless products issued before its start are still running.
+
+A functional collective has an operator that waits. A ``c10d`` collective has none, so it is waited
+for where the first operator reads its result. FSDP2's reduce-scatter is waited for where the next
+one starts, or where backward ends. What runs behind it on FSDP2's streams does not count as a read;
+nor does an exchange of compressed gradients that ends there.
 """
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
 from torchtitan_lr.compat.collectives import functional
-from torchtitan_lr.compat.dispatch import storage_address
+from torchtitan_lr.compat.dispatch import changes_arguments, storage_address, tree_leaves
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A started collective, the FLOPs issued before it, and the bytes that it writes."""
+
+    key: Hashable
+    before: int
+    storage: StorageWeakRef  # while it exists, no other storage gets the address
+    begin: int
+    end: int
 
 
 class Overlap:
-    """Counts the FLOPs of products between start and wait of functional collectives.
-
-    ``c10d`` collectives are not counted: FSDP2 waits for them with events of its streams.
-    """
+    """Counts the FLOPs of products between start and wait of collectives."""
 
     def __init__(self) -> None:
         self.flops: Counter[Hashable] = Counter()
         self._issued = 0
         self._running: dict[int, tuple[Hashable, int]] = {}
+        self._unread: dict[int, list[_Running]] = {}
 
-    def start(self, key: Hashable, result: Any) -> None:
+    def start(self, key: Hashable, result: Any, written: Sequence[Tensor] = ()) -> None:
         """Record the start of a collective.
 
         Args:
             key: The counter's key.
-            result: The result of the operator, a tensor to wait for.
+            result: The result of the operator; a functional collective's is a tensor to wait for.
+            written: What a ``c10d`` collective writes.
         """
         if isinstance(result, Tensor):
             self._running[storage_address(result)] = (key, self._issued)
+        elif written:
+            # Several tensors arrive together: the first to be read ends the collective.
+            first = written[0]
+            begin, end = _span(first)
+            storage = StorageWeakRef(first.untyped_storage())
+            found = _Running(key, self._issued, storage, begin, end)
+            self._unread.setdefault(storage_address(first), []).append(found)
 
-    def observe(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
-        """Record an operator that is no collective: a product, a wait, or neither.
+    def observe(
+        self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, reducing: bool = False
+    ) -> None:
+        """Record an operator that is no collective: a product, a wait, a read, or neither.
 
         Args:
             func: The operator's overload.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
             result: Its result.
+            reducing: Whether FSDP2 runs it behind a reduction, where backward does not wait.
         """
         packet = getattr(func, "overloadpacket", None)
         if packet is functional.wait_tensor:
@@ -52,10 +80,54 @@ class Overlap:
             if found is not None:
                 key, before = found
                 self.flops[key] += self._issued - before
-        elif packet in flop_registry:
+            return
+        if self._unread and not reducing:
+            self._read(func, tree_leaves((args, kwargs)), tree_leaves(result))
+        if packet in flop_registry:
             self._issued += int(flop_registry[packet](*args, **kwargs, out_val=result))
+
+    def _read(self, func: Any, inputs: list[Any], outputs: list[Any]) -> None:
+        """End the collectives whose results an operator reads; a view reads nothing."""
+        read = {storage_address(x): x for x in inputs if isinstance(x, Tensor)}
+        if not read.keys() & self._unread.keys():
+            return
+        made = [storage_address(x) for x in outputs if isinstance(x, Tensor)]
+        if made and not changes_arguments(func) and all(address in read for address in made):
+            return
+        for leaf in inputs:
+            if isinstance(leaf, Tensor):
+                self._end(partial(_meets, *_span(leaf)), storage_address(leaf))
+
+    def end(self, ends: Callable[[Any], bool]) -> None:
+        """End the ``c10d`` collectives of some keys: something waits for them here."""
+        for address in list(self._unread):
+            self._end(lambda running: ends(running.key), address)
+
+    def _end(self, ends: Callable[[_Running], bool], address: int) -> None:
+        kept = []
+        for running in self._unread.pop(address, []):
+            if running.storage.expired():
+                continue  # nothing has waited for it that could be seen here
+            if ends(running):
+                self.flops[running.key] += self._issued - running.before
+            else:
+                kept.append(running)
+        if kept:
+            self._unread[address] = kept
 
     def clear(self) -> None:
         """Reset all counts."""
         self.flops.clear()
         self._running.clear()
+        self._unread.clear()
+
+
+def _meets(begin: int, end: int, running: _Running) -> bool:
+    return running.begin < end and begin < running.end
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the one behind its last."""
+    begin = int(x.storage_offset())
+    length = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
+    return begin * x.element_size(), (begin + length * (x.numel() > 0)) * x.element_size()

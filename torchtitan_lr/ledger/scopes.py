@@ -9,6 +9,7 @@ owner, not to the running part.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ class ScopeTracker:
         self._ranges: list[tuple[int, int, str]] = []
         self._model_ends: list[int] = []
         self._owner: str | None = None
+        self._reducing = False
         self._last = STEP
         self._in_loss = False
         self._recomputing = 0
@@ -66,6 +68,11 @@ class ScopeTracker:
         self._ranges.clear()
         self._model_ends.clear()
         self._owner, self._last, self._in_loss, self._recomputing = None, STEP, False, 0
+
+    @property
+    def reducing(self) -> bool:
+        """Whether FSDP2 is reducing a unit's gradients, on streams of its own if there are any."""
+        return self._reducing
 
     def here(self) -> tuple[str, str, bool]:
         """Return scope, pass (forward, backward, optimizer), and whether it is a recomputation."""
@@ -136,12 +143,14 @@ class ScopeTracker:
 
     def _own_unit(self, module: nn.Module, scope: str) -> None:
         def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(original)
             def owned(*args: Any, **kwargs: Any) -> Any:
-                outer, self._owner = self._owner, scope
+                outer = self._owner, self._reducing
+                self._owner, self._reducing = scope, original.__name__ == "post_backward"
                 try:
                     return original(*args, **kwargs)
                 finally:
-                    self._owner = outer
+                    self._owner, self._reducing = outer
 
             return owned
 

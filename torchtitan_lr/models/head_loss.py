@@ -2,9 +2,9 @@
 """The loss of a linear head, a chunk of tokens at a time: the logits never exist whole.
 
 The loss of a chunk and its gradients with respect to the head's input and weight are computed while
-the chunk's logits exist. Backward scales these gradients, so no product is computed twice, and no
-logits outlive their chunk. The whole form keeps (b s, V) numbers at least three times in its peak:
-log-probabilities, and the gradients of the label's entries and of the logits.
+the chunk's logits exist. Backward scales these gradients where they are, so no product is computed
+twice, and no logits outlive their chunk. The whole form keeps (b s, V) numbers at least three times
+in its peak: log-probabilities, and the gradients of the label's entries and of the logits.
 
 If there are no more tokens than features, the logits are smaller than the weight's gradient. They
 are then one chunk, which keeps its logits' gradient for backward instead.
@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torchtitan.components.loss import IGNORE_INDEX
+
+from torchtitan_lr.compat.autograd import backward_may_repeat
 
 CHUNKS = 8
 """Number of chunks of a batch, within the limits below."""
@@ -103,8 +105,8 @@ class _LinearLoss(torch.autograd.Function):
         now = wanted and not ctx.whole
         chunk = _Chunk(size, x, weight, vocabulary)
         dx = torch.empty_like(x) if now else None
-        dweight = torch.empty_like(weight, dtype=chunk.log_p.dtype) if now else None
-        loss = chunk.log_p.new_zeros(())
+        dweight = torch.empty_like(weight, dtype=chunk.p.dtype) if now else None
+        loss = chunk.p.new_zeros(())
         for start in range(0, tokens, size):
             part = slice(start, start + size)
             valid = (targets[part] != IGNORE_INDEX)[:, None, None]
@@ -127,7 +129,9 @@ class _LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.whole:
             dx, dweight = ctx.saved_tensors
-            return dx * gradient, dweight * gradient, None, None, None
+            # New memory as large as the weight costs more time than the product.
+            scaled = torch.mul if backward_may_repeat() else Tensor.mul_
+            return scaled(dx, gradient), scaled(dweight, gradient), None, None, None
         errors, counted, weight, valid = ctx.saved_tensors
         dx, dweight = torch.empty_like(counted), torch.empty_like(weight)
         _input_gradient(errors, weight, dx)
@@ -149,35 +153,43 @@ class _Chunk:
         self.weight, self.vocabulary = weight, vocabulary
         self.logits = x.new_empty(size, weight.shape[0])
         compute = torch.promote_types(x.dtype, torch.float32)
-        self.log_p = self.logits if x.dtype == compute else self.logits.to(compute)
+        self.p = self.logits if x.dtype == compute else self.logits.to(compute)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of -log p(target) over the targets (n,) that are in this part."""
+        """Return the sum of -log p(target) over the targets (n,) that are in this part.
+
+        The logits become probabilities in one pass, and log p is computed for the targets alone.
+        """
         if x.shape[0] < self.logits.shape[0]:  # the last chunk
-            same = self.log_p is self.logits
+            same = self.p is self.logits
             self.logits = self.logits[: x.shape[0]]
-            self.log_p = self.logits if same else self.log_p[: x.shape[0]]
+            self.p = self.logits if same else self.p[: x.shape[0]]
         lanes = x.shape[1]
         columns = self.logits.chunk(lanes, 1)
         for lane, rows in enumerate(self.weight.chunk(lanes)):
             torch.mm(x[:, lane], rows.t(), out=columns[lane])
-        total = self.vocabulary.total
-        first = None if total is None else self.logits[:, 0].to(self.log_p.dtype, copy=True)
-        torch.log_softmax(self.logits, 1, dtype=self.log_p.dtype, out=self.log_p)
         place = targets - self.vocabulary.first
         self.here = targets != IGNORE_INDEX
-        if total is not None and first is not None:
-            own = first - self.log_p[:, 0]  # log-sum-exp of this part
-            self.log_p += (own - total(own))[:, None]
-            self.here &= (place >= 0) & (place < self.log_p.shape[1])
+        if self.vocabulary.total is not None:
+            self.here &= (place >= 0) & (place < self.logits.shape[1])
         self.place = torch.where(self.here, place, 0)[:, None]
-        return -torch.where(self.here, self.log_p.gather(1, self.place)[:, 0], 0).sum()
+        wanted = self.logits.gather(1, self.place)[:, 0].to(self.p.dtype)
+        largest = self.logits.amax(1).to(self.p.dtype)
+        torch.softmax(self.logits, 1, dtype=self.p.dtype, out=self.p)
+        # The largest p is exp(0) / Σ exp(logit - largest). The target's own p may underflow.
+        log_largest_p = self.p.amax(1).log()
+        log_p = wanted - largest + log_largest_p
+        if self.vocabulary.total is not None:
+            own = largest - log_largest_p  # log-sum-exp of this part
+            part = own - self.vocabulary.total(own)
+            self.p *= part.exp()[:, None]
+            log_p += part
+        return -torch.where(self.here, log_p, 0).sum()
 
     def errors(self) -> Tensor:
-        """Turn the log-probabilities into p less the targets' one-hot rows, (n, V/T)."""
-        errors = self.log_p.exp_()
-        errors.scatter_add_(1, self.place, -self.here.to(errors.dtype)[:, None])
-        return errors if self.log_p is self.logits else self.logits.copy_(errors)
+        """Return p less the targets' one-hot rows, (n, V/T), in the memory of the logits."""
+        self.p.scatter_add_(1, self.place, -self.here.to(self.p.dtype)[:, None])
+        return self.p if self.p is self.logits else self.logits.copy_(self.p)
 
 
 def _input_gradient(errors: Tensor, weight: Tensor, out: Tensor) -> None:

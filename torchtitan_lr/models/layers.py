@@ -14,6 +14,7 @@ from typing import cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan_lr.models.grouped_linear import grouped_linears
 from torchtitan_lr.models.head_loss import linear_loss
 from torchtitan_lr.models.marks import keep
 from torchtitan_lr.models.remade import Gated, gated_linear, remakes, silu_linear
@@ -79,6 +80,8 @@ class DownEdge(nn.Module):
         if isinstance(x, Gated):
             return [keep(gated_linear(x, linear.A.weight)) for linear in linears]
         x = x if norm is None else norm(x)
+        if len(linears) > 1 and remakes(x):
+            return [keep(h) for h in grouped_linears(x, [linear.A.weight for linear in linears])]
         return [keep(linear.A(x)) for linear in linears]
 
 

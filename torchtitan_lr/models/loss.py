@@ -46,7 +46,12 @@ class HeadLoss:
 
     torchtitan's trainer calls the model, then the loss with the model's output and the labels. This
     loss gives the model the labels first, and the model's output is the loss.
+
+    Attributes:
+        takes_targets: Whether the model needs the labels.
     """
+
+    takes_targets = True
 
     def __call__(self, prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the prediction, a scalar; of logits (b, s, V), `cross_entropy_sum`."""
@@ -55,7 +60,7 @@ class HeadLoss:
 
 def loss_arguments(loss_fn: LossFunction, labels: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the model's arguments for a loss: ``targets`` (b, s) if the head computes it."""
-    return {"targets": labels} if isinstance(loss_fn, HeadLoss) else {}
+    return {"targets": labels} if getattr(loss_fn, "takes_targets", False) else {}
 
 
 def build_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:

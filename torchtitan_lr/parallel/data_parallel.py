@@ -15,6 +15,8 @@ only: FSDP2 wraps the model with the shard mesh, which has size 1 under pure rep
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
+from typing import cast
 
 from torch import nn
 from torch.distributed.fsdp import (
@@ -67,6 +69,8 @@ def apply_data_parallel(
         _apply_by_block(
             model, partial(shard, reshard_after_forward=reshard), _last_unit(job_config, shard)
         )
+        if parallel_dims.fsdp_enabled:
+            prefetch_in_forward(model)
         kind = "HSDP" if len(names) == 2 else "FSDP"
         if owned:
             kind = f"FSDP over {mesh.size()} ranks; the optimizer synchronizes the replicas"
@@ -79,6 +83,21 @@ def apply_data_parallel(
     sum_gradients(model)
     if compresses(job_config):
         _compress(model, parallel_dims, job_config)
+
+
+def prefetch_in_forward(model: nn.Module) -> None:
+    """Gather the weights of the next block, or of the head, before a unit computes.
+
+    FSDP2 alone starts a unit's gather when its forward begins. It then runs beside the unit before
+    only as far as the host is ahead of the device, which it is not where kernels are small. As
+    without this, a rank holds the gathered weights of two units.
+
+    Args:
+        model: A model or pipeline stage whose parts are FSDP2 units.
+    """
+    parts = [model.tok_embeddings, *model.get_submodule("layers").children(), model.output]
+    for unit, following in pairwise(part for part in parts if part is not None):
+        cast(FSDPModule, unit).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
 
 
 def optimizer_owns_replicas(job_config: JobConfig) -> bool:

@@ -2,8 +2,10 @@
 """Checkpoints of replicas that come and go: one member writes them, any number resumes them."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan_lr.checkpoints.safe_metadata import load
@@ -46,10 +48,14 @@ class StoredPositions:
 
     Args:
         positions: What is saved and loaded.
+        part: The part that this replica reads.
+        state: The state of this rank's loader, of which the names are compared.
     """
 
-    def __init__(self, positions: DataPositions) -> None:
-        self._positions = positions
+    def __init__(
+        self, positions: DataPositions, part: int = 0, state: Mapping[str, Any] | None = None
+    ) -> None:
+        self._positions, self._part, self._names = positions, part, set(state or ())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions as one entry, which any number of replicas can load."""
@@ -67,16 +73,24 @@ class StoredPositions:
             metadata: Its table of contents.
 
         Raises:
-            ConfigError: It was written by a run without replicas that come and go, or with
-                another ``group_size``.
+            ConfigError: It was written by a run without replicas that come and go, with another
+                ``group_size``, or by replicas that read other rows.
         """
         if metadata is not None and f"dataloader.{_KEY}" not in metadata.state_dict_metadata:
             want = f"false: {checkpoint_id} was written without it"
             raise ConfigError("fault_tolerance.enable", True, want)
         stored = {"dataloader": {_KEY: ""}}
         load(stored, checkpoint_id, no_dist=True, metadata=metadata)
-        parts = len(json.loads(stored["dataloader"][_KEY])["taken"])
+        found = json.loads(stored["dataloader"][_KEY])
+        parts = len(found["taken"])
         here = len(self._positions.taken)
         if parts != here:
             want = f"{parts} as in the checkpoint, whose data are split into as many parts"
             raise ConfigError("fault_tolerance.group_size", here, want)
+        known = found["known"].get(str(self._part))
+        if known is not None and not self._names <= known[1].keys():
+            want = (
+                "a number that with training.local_batch_size gives a replica the rows that it has "
+                f"in {checkpoint_id}"
+            )
+            raise ConfigError("NGPU", dist.get_world_size(), want)

@@ -15,15 +15,15 @@ COMMITS_FILE = "commits.jsonl"
 
 
 class Sums:
-    """Numbers of a step, of one replica or summed over the members.
+    """Numbers of a step, of one rank or summed over all ranks of the members.
 
     Args:
         tokens: Valid tokens.
         read: Tokens read, valid or not.
         nominal_loss: Token losses over the nominal number of tokens; 0 if not finite.
-        nonfinite: Replicas whose loss is not finite.
-        stopping: Replicas with a stop signal.
-        *means: The mean loss of each replica; a member fills its own.
+        nonfinite: Ranks whose loss is not finite.
+        stopping: Replicas whose first rank has a stop signal.
+        *means: The mean loss of each replica; a rank adds its share of its replica's.
     """
 
     def __init__(
@@ -39,21 +39,32 @@ class Sums:
         self.nonfinite, self.stopping, self.means = nonfinite, int(stopping), means
 
     @staticmethod
-    def of(data: StepData, loss: float, stops: bool, nominal: float, section: Any) -> "Sums":
-        """Return the numbers of one replica.
+    def of(
+        data: StepData,
+        loss: float,
+        stops: bool,
+        nominal: float,
+        section: Any,
+        is_copy: bool = False,
+    ) -> "Sums":
+        """Return the numbers of one rank.
 
         Args:
             data: Its micro-batches.
             loss: Its token losses over the nominal number of tokens.
-            stops: Whether it has a stop signal.
+            stops: Whether it is a first rank with a stop signal.
             nominal: The nominal number of tokens.
             section: ``[fault_tolerance]``.
+            is_copy: Whether another rank of the replica counts the same tokens (tensor
+                parallelism).
         """
         finite = math.isfinite(loss)
-        read = sum(labels.numel() for _, labels in data.microbatches)
         means = [0.0] * section.group_size
-        if finite and data.tokens:
-            means[section.replica_id] = loss * nominal / data.tokens
+        if is_copy:
+            return Sums(0.0, 0.0, 0.0, float(not finite), 0.0, *means)
+        read = sum(labels.numel() for _, labels in data.microbatches)
+        if finite and data.global_tokens:  # of this replica's ranks
+            means[section.replica_id] = loss * nominal / data.global_tokens
         value = loss if finite else 0.0
         return Sums(data.tokens, read, value, float(not finite), float(stops), *means)
 

@@ -30,18 +30,20 @@ _SHARED = {
     "fault_tolerance": ("group_size", "min_replica_size", "process_group_timeout_ms"),
     "checkpoint": ("enable", "interval", "last_save_model_only"),
     "debug": ("seed",),
+    "parallelism": ("tensor_parallel_degree", "tp_plan"),
 }
 
 
-def run_fingerprint(config: Any, model: dict[str, Any], corpus: str) -> Fingerprint:
+def run_fingerprint(config: Any, model: dict[str, Any], corpus: str, ranks: int = 1) -> Fingerprint:
     """Return the settings that determine the sums, the schedule and the batches of a run.
 
     Args:
         config: The run's configuration.
         model: The model's fingerprint, with its tokenizer.
         corpus: The corpus' fingerprint.
+        ranks: Ranks of a replica; equal ones send to one another.
     """
-    found = {**model, "training.dataset": corpus}
+    found = {**model, "training.dataset": corpus, "NGPU": ranks}
     for section in _SECTIONS:
         for key, value in asdict(getattr(config, section)).items():
             name = f"{section}.{key}"

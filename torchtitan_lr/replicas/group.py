@@ -1,23 +1,32 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The process group of the replicas that take part in a step; needs torchft.
 
-It is a gloo group that is built anew whenever a replica joins or leaves. A collective that fails
-marks the whole step as lost: the group is aborted, so that the other replicas do not wait for the
-timeout, and every later call fails at once. torchft's own wrapper returns tensors with undefined
-contents instead, and averages by default.
+It is a gloo group that is built anew whenever a replica joins or leaves. Each rank of a replica has
+its own, with the ranks of the same number in the other replicas.
+
+A collective that fails marks the whole step as lost: the group is aborted, so that the other
+replicas do not wait for the timeout, and later calls do nothing. No call raises. The step goes on
+with undefined sums up to the vote, which discards it: the ranks of one replica thus make the same
+calls to one another, whichever of them has lost a sum. torchft's own wrapper averages by default.
+
+Members that would sum tensors of different sizes lose the step too (`agreement`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchft import ProcessGroupGloo
+from torchft.process_group import create_store_client
 from torchtitan.tools.logging import logger
 
-
-class LostReplicaError(RuntimeError):
-    """A collective of this step failed: a replica has left, hangs, or aborted the step."""
+from torchtitan_lr.compat.collectives import gloo_group
+from torchtitan_lr.replicas.agreement import ANY, CallAgreement
 
 
 class ReplicaGroup(ProcessGroupGloo):
@@ -25,6 +34,7 @@ class ReplicaGroup(ProcessGroupGloo):
 
     Args:
         timeout: How long a collective waits for a replica that hangs.
+        address: Address of this machine on which the others reach it.
 
     Attributes:
         replicas: Ids of the replicas that take part, in the order of their ranks.
@@ -32,15 +42,20 @@ class ReplicaGroup(ProcessGroupGloo):
         generation: Number of the quorum; another one after every change of the members.
         failure: Why a collective of this generation failed; None until one does.
         bytes_sent: Bytes of the tensors given to all-reduces and broadcasts so far.
+        calls: What the members agree on before they sum.
+        size_is_agreed: Whether the next sums are those of `of_agreed_size`.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, address: str) -> None:
         super().__init__(timeout=timeout)
+        self.limit, self.address = timeout, address
         self.replicas: list[int] = []
         self.place = 0
         self.generation = -1
         self.failure: Exception | None = None
         self.bytes_sent = 0
+        self.calls = CallAgreement()
+        self.size_is_agreed = False
 
     def configure(
         self,
@@ -68,16 +83,10 @@ class ReplicaGroup(ProcessGroupGloo):
         self.failure = None
         self.place, self.generation = rank, quorum_id or 0
         self.replicas = [number // (group_world_size or 1) for number in global_ranks or [0]]
-        super().configure(
-            store_addr,
-            replica_id,
-            rank,
-            world_size,
-            quorum_id,
-            group_rank,
-            group_world_size,
-            global_ranks,
-        )
+        self.abort(errored=False)
+        store = create_store_client(store_addr, timeout=self.limit)
+        # torchft's own would listen on any interface.
+        self._pg = gloo_group(store, rank, world_size, self.limit, self.address)
 
     def errored(self) -> Exception | None:
         """Return why this step is lost; torchft's manager then votes against a commit."""
@@ -91,12 +100,26 @@ class ReplicaGroup(ProcessGroupGloo):
             self.abort()
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
-        """Start an all-reduce; only waiting for it raises."""
+        """Start an all-reduce; neither this nor waiting for it raises."""
+        try:
+            if self.failure is None:
+                self.calls.check(_size(self, tensors), partial(_is_same, self))
+        except Exception as error:
+            self.lose(error)
         return _guarded(self, super().allreduce, tensors, opts)
 
     def broadcast(self, tensor_list: list[Tensor], opts: Any) -> Any:
-        """Start a broadcast; only waiting for it raises."""
+        """Start a broadcast; neither this nor waiting for it raises."""
         return _guarded(self, super().broadcast, tensor_list, opts)
+
+    @contextmanager
+    def of_agreed_size(self) -> Iterator[None]:
+        """Sum tensors whose size the members know from a sum of this step."""
+        self.size_is_agreed = True
+        try:
+            yield
+        finally:
+            self.size_is_agreed = False
 
 
 class GuardedWork:
@@ -111,19 +134,33 @@ class GuardedWork:
         self._group, self._work = group, work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the result.
+        """Wait for the end; the group's ``failure`` says whether there is a result.
 
-        Raises:
-            LostReplicaError: This collective, or one before it, has failed.
+        Args:
+            timeout: Not used: the group has its own.
         """
         try:
             if self._work is not None:
                 self._work.wait()
         except Exception as error:
             self._group.lose(error)
-        if self._group.failure is not None:
-            raise LostReplicaError(str(self._group.failure)) from self._group.failure
         return True
+
+
+def _size(group: ReplicaGroup, tensors: list[Tensor]) -> str:
+    if group.size_is_agreed:
+        return ANY
+    return ", ".join(f"{tensor.numel()} {tensor.dtype}" for tensor in tensors)
+
+
+def _is_same(group: ReplicaGroup, number: int) -> bool:
+    """Return whether all members give the same number; one round trip."""
+    ends = torch.tensor([number, -number])
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    group.bytes_sent += ends.nbytes
+    ProcessGroupGloo.allreduce(group, [ends], options).wait()
+    return int(ends[0]) == -int(ends[1])
 
 
 def _guarded(

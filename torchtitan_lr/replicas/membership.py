@@ -17,9 +17,14 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_lr.console.native import NativeLines
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.replicas.exchange import gather_bytes
+from torchtitan_lr.replicas.exchange import (
+    LostReplicaError,
+    from_first_rank,
+    gather_bytes,
+    least_of_ranks,
+)
 from torchtitan_lr.replicas.fingerprint import Fingerprint, check_same
-from torchtitan_lr.replicas.group import LostReplicaError, ReplicaGroup
+from torchtitan_lr.replicas.group import ReplicaGroup
 from torchtitan_lr.replicas.transport import HealTransport
 from torchtitan_lr.training.guard import QuorumError
 
@@ -28,10 +33,12 @@ _CONNECT = timedelta(seconds=30)
 
 
 class Membership:
-    """This replica's membership in the quorum.
+    """This rank's part of its replica's membership in the quorum.
 
-    The constructor opens the ports and starts the heartbeat, for which the other replicas then
-    wait: build it when the next thing is a step.
+    The first rank of a replica runs torchft's manager server and the store by which replicas meet.
+    Every rank is a client of that server: it takes part in the quorum and in the vote, and heals
+    from the rank of its number. The constructor opens the ports and starts the heartbeat, for which
+    the other replicas then wait: build it on all ranks, when the next thing is a step.
 
     Args:
         section: ``[fault_tolerance]``.
@@ -59,14 +66,19 @@ class Membership:
         # It warns at every start that NCCL has no flight recorder here.
         logging.getLogger("torchft.manager").setLevel(logging.ERROR)
         self._relay = NativeLines(b" [INFO] [torchft::")
-        self.group = ReplicaGroup(timedelta(milliseconds=section.process_group_timeout_ms))
+        timeout = timedelta(milliseconds=section.process_group_timeout_ms)
+        self.group = ReplicaGroup(timeout, section.address)
         self.transport = HealTransport(section.address, fingerprint)
         self._commits = 0
         self._compared = -1
         # The other replicas connect to this store, so it is not the ranks' own.
-        self._store = dist.TCPStore(
-            section.address, 0, is_master=True, wait_for_workers=False, use_libuv=True
-        )
+        rank = dist.get_rank()
+        self._store = None
+        if rank == 0:
+            self._store = dist.TCPStore(
+                section.address, 0, is_master=True, wait_for_workers=False, use_libuv=True
+            )
+        port = from_first_rank(self._store.port if self._store is not None else None)
         self._manager = Manager(
             pg=self.group,
             load_state_dict=load,
@@ -76,10 +88,10 @@ class Membership:
             timeout=timedelta(seconds=section.heal_timeout_s),
             quorum_timeout=timedelta(seconds=section.quorum_timeout_s),
             connect_timeout=_CONNECT,
-            rank=0,
-            world_size=1,
+            rank=rank,
+            world_size=dist.get_world_size(),
             store_addr=section.address,
-            store_port=self._store.port,
+            store_port=port,
             lighthouse_addr=f"http://{section.lighthouse}",
             replica_id=f"replica_{section.replica_id}",
             port=0,
@@ -104,12 +116,22 @@ class Membership:
         """Wait for the members of the next step, and heal if this replica is behind.
 
         Returns:
-            Whether the step can be tried.
+            Whether the step can be tried, the same on all ranks of this replica.
 
         Raises:
             QuorumError: There was no quorum in time.
             ConfigError: The other replicas have another configuration, or this one's id.
         """
+        joined = self._join_alone()
+        all_joined, step = least_of_ranks(joined, self.committed)
+        if step != self.committed:  # another rank could not heal: all heal again
+            self._manager.load_state_dict({"step": step, "batches_committed": 0})
+        if not all_joined:
+            self.group.lose(LostReplicaError("another rank of this replica has not joined"))
+        return bool(all_joined)
+
+    def _join_alone(self) -> bool:
+        """As `join`, for this rank."""
         before = list(self.group.replicas)
         try:
             self._manager.start_quorum()

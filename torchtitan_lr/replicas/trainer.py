@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The trainer of one replica among several that come and go.
+"""The trainer of one rank of a replica, one among several that come and go.
 
 A step is tried until the quorum commits it. Weights, optimizer state, schedule, tokens and data
 position change only after the commit, so a lost step leaves no trace, and its micro-batches are
@@ -9,13 +9,16 @@ The members of a step are known only to the quorum, and their tokens only after 
 therefore divides the loss by a nominal number of tokens. The summed gradients, which are linear in
 the loss, are multiplied by nominal over real tokens before clipping: the loss is the mean over the
 tokens of those that took part.
+
+The ranks of one replica share its weights (FSDP) and make the same calls to one another in every
+attempt, whether sums between replicas succeed or not. The vote is common to all of them.
 """
 
-import json
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +31,13 @@ from torchtitan_lr.optim.conditional import step_unless
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.replicas.checkpoints import ReplicaCheckpoints, StoredPositions
 from torchtitan_lr.replicas.commits import COMMITS_FILE, Sums, add_commit
-from torchtitan_lr.replicas.exchange import gather_bytes, sum_numbers
+from torchtitan_lr.replicas.exchange import (
+    LostReplicaError,
+    gather_loader_states,
+    joined_ranks,
+)
 from torchtitan_lr.replicas.fingerprint import run_fingerprint
+from torchtitan_lr.replicas.first_call import FirstCall, SeenLoss
 from torchtitan_lr.replicas.positions import EXCHANGE_STEPS, DataPositions, PartReader
 from torchtitan_lr.replicas.state import digest, load_training_state, training_state
 from torchtitan_lr.training.guard import Verdict
@@ -45,10 +53,10 @@ class Attempt:
     """A step whose sums have all arrived, before the vote.
 
     Attributes:
-        sums: The sums over the members.
+        sums: The sums over all ranks of the members.
         norm: Norm of the gradient of the nominal loss.
         exchanged: State of the loader of each member behind this step; empty in most steps.
-        stops: Whether this replica got a stop signal before the sums.
+        stops: Whether this rank got a stop signal before its first call.
     """
 
     sums: Sums
@@ -58,7 +66,7 @@ class Attempt:
 
 
 class ReplicaTrainer(Trainer):
-    """The trainer of one replica, a process that may die and join again at any moment.
+    """The trainer of a rank of a replica, which may die and join again at any moment.
 
     Args:
         job_config: A checked configuration with ``fault_tolerance.enable``.
@@ -68,6 +76,7 @@ class ReplicaTrainer(Trainer):
     checkpointer: ReplicaCheckpoints
     optimizers: TSROptimizers
     dataloader: StripeDataLoader
+    loss_fn: Any
 
     def __init__(self, job_config: JobConfig) -> None:
         super().__init__(job_config)
@@ -75,8 +84,10 @@ class ReplicaTrainer(Trainer):
         self.gradient_accumulation_steps = self.dataloader.microbatches
         self.metrics_processor.writes = False
         self._positions = DataPositions(self._section.group_size)
-        self.checkpointer.states["dataloader"] = StoredPositions(self._positions)
         self._data_start = self.dataloader.state_dict()
+        self.checkpointer.states["dataloader"] = StoredPositions(
+            self._positions, self._section.replica_id, self._data_start
+        )
         self._part = PartReader(self._read_step, self._move_loader)
         self._iterator: Iterator[MicroBatch] = iter(())
         self._members: Membership | None = None
@@ -84,8 +95,11 @@ class ReplicaTrainer(Trainer):
         self._discarded = 0
         self._commits = private_folder(job_config) / COMMITS_FILE
         training = job_config.training
-        rows = training.local_batch_size * self.gradient_accumulation_steps
+        rows = training.local_batch_size * self.gradient_accumulation_steps * self._data_ranks
         self._nominal = float(rows * training.seq_len * self._section.group_size)
+        self.loss_fn = SeenLoss(self.loss_fn, self._loss_is_known)
+        self._first: FirstCall | None = None
+        self._stops = False
 
     def should_continue_training(self) -> bool:
         """Join the quorum before the first step, then as for any trainer."""
@@ -122,25 +136,31 @@ class ReplicaTrainer(Trainer):
             attempt = self._try() if joined else None
             if members.commit(attempt is not None) and attempt is not None:
                 break
+            members.group.calls.end(committed=False)
             self.optimizers.abandon()
             lost += 1
-            logger.warning("Step %d was discarded: %s", self.step, members.group.failure)
+            why = members.group.failure or "another rank of this replica has lost a sum"
+            logger.warning("Step %d was discarded: %s", self.step, why)
+        members.group.calls.end(committed=True)
         self._discarded += lost
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         norm = self._apply(attempt)
-        add_commit(
-            self._commits,
-            self.step,
-            members.group.replicas,
-            self._positions.taken,
-            attempt.sums.tokens,
-            loss=attempt.sums.loss(self._nominal),
-            norm=norm,
-            discarded=lost,
-            seconds=time.perf_counter() - begin,
-            bytes_sent=members.group.bytes_sent - bytes_before,
-            digest=self._digest() if self._section.digests else None,
-        )
+        digest = joined_ranks(self._digest()) if self._section.digests else None
+        if self._rank == 0:
+            add_commit(
+                self._commits,
+                self.step,
+                members.group.replicas,
+                self._positions.taken,
+                attempt.sums.tokens,
+                loss=attempt.sums.loss(self._nominal),
+                norm=norm,
+                discarded=lost,
+                seconds=time.perf_counter() - begin,
+                bytes_sent=members.group.bytes_sent - bytes_before,
+                digest=digest,
+                ranks=self._data_ranks,
+            )
         if self.metrics_processor.should_log(self.step):
             self._log_commit(attempt.sums, norm, lr, members.group.bytes_sent - bytes_before)
         self._maybe_stop()
@@ -164,7 +184,7 @@ class ReplicaTrainer(Trainer):
         corpus = self._data_start["corpus"]
         return Membership(
             self._section,
-            run_fingerprint(self.job_config, self.checkpointer.fingerprint, corpus),
+            run_fingerprint(self.job_config, self.checkpointer.fingerprint, corpus, self._ranks),
             self.step,
             self._healing_state,
             self._heal,
@@ -200,27 +220,51 @@ class ReplicaTrainer(Trainer):
             )
 
     def _try(self) -> Attempt | None:
-        """Compute the step and its sums; return None if a member was lost."""
+        """Compute the step and its sums; return None if a member was lost.
+
+        A lost member ends the attempt only after the last call among the ranks of this replica.
+        """
         assert self._members is not None
         group = self._members.group
         try:
             data = self._part.next(self._positions, self._section.replica_id)
             self.optimizers.zero_grad()
-            loss = float(self._forward_backward(data.microbatches, self._nominal))
-            stops = self._stop.name is not None
-            own = Sums.of(data, loss, stops, self._nominal, self._section)
-            sums = Sums(*sum_numbers(group, list(own)))
             last = self.step >= self.job_config.training.steps
+            exchanges = self.step % EXCHANGE_STEPS == 0 or self.checkpointer.is_due(self.step, last)
+            due = self.optimizers.synchronizer.due(int(next(iter(self.optimizers)).steps))
+            group.calls.begin(repr((due, exchanges)))
+            first = FirstCall(group, len(data.microbatches), partial(self._numbers, data))
+            self._first = first
+            self._forward_backward(data.microbatches, self._nominal)
+            norm = self.optimizers.synchronize()
+            sums = Sums(*first.result())
             exchanged: dict[int, dict[str, Any]] = {}
-            if self.step % EXCHANGE_STEPS == 0 or self.checkpointer.is_due(self.step, last):
-                rows = gather_bytes(group, json.dumps(self.dataloader.state_dict()).encode())
-                states = map(json.loads, rows)
-                exchanged = dict(zip(group.replicas, states, strict=True))
-            return Attempt(sums, self.optimizers.synchronize(), exchanged, stops)
+            if exchanges:
+                exchanged = gather_loader_states(group, self.dataloader.state_dict())
+        except LostReplicaError:
+            return None
         except Exception:
-            if group.failure is None:
+            # Undefined sums may be such as no decomposition takes. The other ranks of this replica
+            # would wait for this one: then the replica ends.
+            if group.failure is None or self._ranks > 1:
                 raise
             return None
+        finally:
+            self._first = None
+        return None if group.failure else Attempt(sums, norm, exchanged, self._stops)
+
+    def _loss_is_known(self, loss: torch.Tensor) -> None:
+        if self._first is not None:
+            self._first.add(loss)
+
+    def _numbers(self, data: StepData, loss: float) -> list[float]:
+        """Return what this rank adds to the first call, given its summed token losses."""
+        self._stops = self._stop.name is not None
+        mesh = self.parallel_dims.get_optional_mesh("tp")
+        is_copy = mesh is not None and mesh.get_local_rank() > 0
+        stops = self._stops and self._rank == 0
+        share = loss / self._nominal
+        return list(Sums.of(data, share, stops, self._nominal, self._section, is_copy))
 
     def _apply(self, attempt: Attempt) -> float:
         """Take a committed step; return the gradient's norm."""
@@ -232,7 +276,7 @@ class ReplicaTrainer(Trainer):
         self.checkpointer.run_ends = remaining < self._section.min_replica_size
         stops = attempt.stops or bool(sums.stopping and self.checkpointer.run_ends)
         loss = torch.tensor(sums.loss(self._nominal), dtype=torch.float64)
-        verdict = Verdict(loss, (attempt.norm * factor).square(), stops)
+        verdict = Verdict(loss, (attempt.norm * factor).square() / self._ranks, stops)
         limit, rejected = self.job_config.training.max_norm, verdict.rejected
         self._gradients.clip(limit, verdict.norm)
         self.checkpointer.maybe_wait_for_staging()
@@ -242,7 +286,7 @@ class ReplicaTrainer(Trainer):
         self._positions.commit(group.replicas, attempt.exchanged)
         self._part.committed()
         self.ntokens_seen += int(sums.read)
-        self.metrics_processor.ntokens_since_last_log += int(sums.read)
+        self.metrics_processor.ntokens_since_last_log += int(sums.read) // self._data_ranks
         self._settle()
         return float(verdict.norm)
 
@@ -256,6 +300,23 @@ class ReplicaTrainer(Trainer):
             self._stop_for_data(data.problem)
         return data
 
+    @property
+    def _batch_degree(self) -> int:
+        return 1  # the tokens of all ranks are counted
+
+    @property
+    def _data_ranks(self) -> int:
+        """Ranks of this replica that read different data."""
+        return self.parallel_dims.dp_shard
+
+    @property
+    def _ranks(self) -> int:
+        return torch.distributed.get_world_size()
+
+    @property
+    def _rank(self) -> int:
+        return torch.distributed.get_rank()
+
     def _move_loader(self, state: dict[str, Any] | None) -> None:
         self.dataloader.load_state_dict(self._data_start if state is None else state)
 
@@ -266,6 +327,7 @@ class ReplicaTrainer(Trainer):
             "train": self.state_dict() | {"step": self._members.committed},
             "positions": self._positions.as_json(),
             "training": self._training_state(),
+            "calls": self._members.group.calls.known,
         }
 
     def _heal(self, state: dict[str, Any]) -> None:
@@ -277,6 +339,7 @@ class ReplicaTrainer(Trainer):
         self._positions.load_json(state["positions"])
         self.load_state_dict(state["train"])
         assert self._members is not None
+        self._members.group.calls.known = dict(state["calls"])
         size = self._members.transport.bytes_received
         logger.info("Healed to step %d; %d bytes received so far", self.step, size)
 

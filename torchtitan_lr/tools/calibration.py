@@ -33,7 +33,6 @@ from torchtitan_lr.formulas.parameters import count_parameters
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.tensor.plans import TPSettings
 
 
@@ -145,6 +144,25 @@ def time_links(bench: Bench) -> tuple[float, float]:
     return latency, 2 * (ranks - 1) / ranks * size / max(large - latency, 1e-9)
 
 
+CACHED = 1e15
+"""Bytes per second of products whose bytes take no time that can be seen."""
+
+
+def fit_bandwidth(timed: dict[Product, float], launch: float) -> float:
+    """Return bytes per second of products, by least squares of modelled over measured time.
+
+    Args:
+        timed: Measured seconds of products.
+        launch: Seconds per kernel.
+    """
+    rows = torch.tensor([[p.flops / t, p.bytes / t] for p, t in timed.items()], dtype=torch.float64)
+    rest = torch.tensor([[1 - launch / t] for t in timed.values()], dtype=torch.float64)
+    scale = rows.norm(dim=0)  # FLOPs and bytes differ by orders of magnitude
+    per_flop, per_byte = (torch.linalg.lstsq(rows / scale, rest).solution[:, 0] / scale).tolist()
+    # Times with much noise may fit a negative share of either.
+    return min(CACHED, 1 / per_byte) if min(per_flop, per_byte) > 0 else CACHED
+
+
 def fit_speed(timed: dict[Product, float], memory: float, launch: float) -> float:
     """Return FLOPs per second of large products, by least squares of modelled over measured time.
 
@@ -166,14 +184,20 @@ def fit_speed(timed: dict[Product, float], memory: float, launch: float) -> floa
 
 
 def calibrate(
-    bench: Bench, shapes: Sequence[tuple[int, int, int]], length: int
+    bench: Bench,
+    shapes: Sequence[tuple[int, int, int]],
+    length: int,
+    links: tuple[float, float] | None = None,
 ) -> tuple[Hardware, list[list[str]]]:
     """Measure the machine.
+
+    On a CPU products have a bandwidth of their own, that of its caches.
 
     Args:
         bench: How kernels are timed.
         shapes: Products (m, n, k) to time.
         length: Sequence length of the attention to time.
+        links: Seconds of a tiny all-reduce and bytes per second of a large one, if they are known.
 
     Returns:
         The machine, and rows of every product: shape, microseconds, TFLOP/s, modelled over
@@ -181,10 +205,13 @@ def calibrate(
     """
     memory, launch = time_memory(bench), time_launch(bench)
     timed = time_products(bench, shapes)
-    speed = fit_speed(timed, memory, launch)
-    peak = max(speed, *(p.flops / t for p, t in timed.items()))
-    links = time_links(bench) if dist.is_initialized() else (30e-6, memory / 4)
     cuda = bench.device.type == "cuda"
+    # What `time_launch` finds on a CPU is autograd's work, of which there is none around these.
+    cached = 0.0 if cuda else fit_bandwidth(timed, 0)
+    speed = fit_speed(timed, cached or memory, launch if cuda else 0)
+    peak = max(speed, *(p.flops / t for p, t in timed.items()))
+    if links is None:
+        links = time_links(bench) if dist.is_initialized() else (30e-6, memory / 4)
     name = torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, one thread"
     total = torch.cuda.get_device_properties(0).total_memory if cuda else _cpu_memory()
     machine = Hardware(
@@ -199,6 +226,7 @@ def calibrate(
         memory_gbytes_per_s=memory / 1e9,
         kernel_us=launch * 1e6,
         attention_share=time_attention(bench, length) / speed,
+        product_gbytes_per_s=cached / 1e9,
     )
     rows = [
         [
@@ -221,6 +249,8 @@ def as_toml(machine: Hardware) -> str:
     lines = ["# Written by scripts/check/calibrate.py; for scripts/estimate.py --hardware"]
     for field in fields(Hardware):
         value = getattr(machine, field.name)
+        if field.name == "product_gbytes_per_s" and not value:
+            continue  # the memory's
         if isinstance(value, float):
             value = float(f"{value:.5g}")
         lines.append(f"{field.name} = {json.dumps(value)}")
@@ -290,7 +320,7 @@ class SmallStep:
         tokens = torch.randint(2048, (self.batch, self.seq_len), device=bench.device)
 
         def step() -> None:
-            cross_entropy_sum(model(tokens), tokens).backward()
+            model(tokens, targets=tokens).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -23,6 +23,7 @@ from torchtitan_lr.estimate.traffic import (
     average_optimizer_traffic,
     bytes_by_dim,
     optimizer_traffic,
+    peak_optimizer_traffic,
     step_traffic,
     tsr_names,
 )
@@ -133,12 +134,15 @@ def _by_mode(run: Run, pp_rank: int, own: Rehearsal) -> dict[str, dict[str, int]
 
 
 def _tsr_bytes(run: Run, pp_rank: int, averaged: list[list[Traffic]]) -> dict[str, Any]:
-    """Return the optimizer's bytes: in a step without refresh, a full refresh, and on average."""
+    """Return the optimizer's bytes by kind of step, from one without refresh to the average."""
     refreshing = range(len(tsr_names(run, pp_rank)))
     average = [row for row in averaged[pp_rank] if row.scope == "step"]
+    first, largest = peak_optimizer_traffic(run, pp_rank)
     rows = {
         "ordinary": optimizer_traffic(run, pp_rank, ()),
         "all_refresh": optimizer_traffic(run, pp_rank, refreshing),
+        "first": first,
+        "largest later": largest,
         "average": average,
     }
     return {name: bytes_by_dim(traffic, run.wire_dtypes) for name, traffic in rows.items()}

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,17 @@ class ForkedRun:
         folder: Its dump folder; ``logs/rank_N.log`` below it have the ranks' output.
         ranks: Number of ranks.
         threads: Threads per rank.
+        prepare: Called in the process of every rank before it trains, if given.
     """
 
-    def __init__(self, arguments: Sequence[str], folder: Path, ranks: int, threads: int) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        ranks: int,
+        threads: int,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, *_PRELOADED])
         self._store = loopback_store()
@@ -62,7 +70,7 @@ class ForkedRun:
             variables = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             spent, own = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank, args=(list(arguments), variables, str(log), threads, own)
+                target=_rank, args=(list(arguments), variables, str(log), threads, own, prepare)
             )
             process.start()
             own.close()
@@ -105,9 +113,19 @@ class ForkedRun:
 
     def terminate(self) -> None:
         """Pass a stop signal to all ranks, which finish the step and save."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill all ranks and wait for their end."""
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+            process.kill()
+        self._wait()
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to all ranks that have not ended."""
+        for process in self._processes:
+            if process.exitcode is None:
+                os.kill(process.pid, number)
 
     def _wait(self, seconds: float | None = None) -> None:
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -116,7 +134,12 @@ class ForkedRun:
 
 
 def _rank(
-    arguments: list[str], variables: Mapping[str, str], log: str, threads: int, spent: Connection
+    arguments: list[str],
+    variables: Mapping[str, str],
+    log: str,
+    threads: int,
+    spent: Connection,
+    prepare: Callable[[], None] | None,
 ) -> None:
     """Execute a rank of a run, in a process of its own."""
     os.setsid()  # only the process that started the run receives Ctrl-C
@@ -131,6 +154,8 @@ def _rank(
     from torchtitan_lr.train import main
 
     torch.set_num_threads(threads)
+    if prepare is not None:
+        prepare()
     try:
         status = main(arguments)
     except Exception:

@@ -202,25 +202,36 @@ def draw(steps: Sequence[dict[str, Any]], events: Sequence[tuple[float, str]], p
         events: Time and text of starts and kills.
         path: The PNG.
     """
-    begin = events[0][0]
+    begin = steps[0]["time"]
     figure = new_figure(6.6, 5.6)
     panels = figure.subplots(3, 1, sharex=True)
     seconds = [record["time"] - begin for record in steps]
-    panels[0].plot(seconds, [record["loss"] for record in steps])
-    panels[0].set_ylabel("loss, nats/token")
-    panels[1].step(seconds, [len(record["replicas"]) for record in steps], where="post")
-    panels[1].set_ylabel("replicas in the step")
-    panels[1].set_ylim(bottom=0)
-    panels[2].semilogy(seconds, [record["bytes_sent"] for record in steps])
-    panels[2].set_ylabel("bytes sent per step")
-    panels[2].set_xlabel("seconds")
+    style: dict[str, Any] = {"color": "tab:blue", "linewidth": 1.2}
+    panels[0].plot(seconds, [record["loss"] for record in steps], **style)
+    panels[0].set_ylabel("loss\n(nats per token)")
+    members = [len(record["replicas"]) for record in steps]
+    panels[1].step(seconds, members, where="post", **style)
+    panels[1].set_ylabel("replicas\nin the step")
+    panels[1].set_ylim(0, max(members) + 0.5)
+    sent = [record["bytes_sent"] / 1e6 for record in steps]
+    # Dots: a line would lead through times at which nothing was sent.
+    panels[2].plot(seconds, sent, ".", markersize=4, color="tab:blue")
+    panels[2].set_ylabel("MB sent\nper step and replica")
+    panels[2].set_ylim(0, 1.1 * max(sent))
+    panels[2].set_xlabel("seconds since the first committed step")
     for at, text in events:
+        if at < begin:  # the first start of a replica
+            continue
         color = "tab:red" if text.startswith("kill") else "tab:green"
         for panel in panels:
             panel.axvline(at - begin, color=color, linewidth=0.8)
+        place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
         panels[0].annotate(
-            text, (at - begin, 1), xycoords=("data", "axes fraction"), rotation=90, fontsize=8
+            text, (at - begin, 1), (3, -4), rotation=90, va="top", fontsize=8, color=color, **place
         )
-    figure.suptitle("replicas that are killed and start again", fontsize=10)
-    figure.tight_layout()
+    for panel in panels:
+        panel.grid(alpha=0.3)
+    title = "replicas that are killed and start again"
+    figure.suptitle(f"{title}\nred: SIGKILL, green: started again", fontsize=10)
+    figure.set_layout_engine("constrained")
     figure.savefig(path)

@@ -5,9 +5,9 @@ A point is a small CoLA model under BTP, whose step runs on gloo ranks of this m
 """
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchtitan_lr.compat.dtensor import local_part
-from torchtitan_lr.estimate.kernels import Work
+from torchtitan_lr.estimate.kernels import Product, Work
 from torchtitan_lr.estimate.rehearsal import Workload, rehearse
 from torchtitan_lr.estimate.step_time import (
     Hardware,
@@ -38,6 +38,7 @@ from torchtitan_lr.parallel.tensor.tensor_parallel import (
     apply_tensor_parallel,
     resolve_settings,
 )
+from torchtitan_lr.tools.calibration import Bench, calibrate
 from torchtitan_lr.tools.rank_pool import RankPool
 from torchtitan_lr.training.figures import new_figure
 
@@ -95,10 +96,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Links:
-    """What all-reduces between gloo ranks cost a rank in CPU time.
+    """What it costs a rank in CPU time that a step is split over gloo ranks of one machine.
 
     Args:
-        call: Seconds of a call.
+        call: Seconds of a collective beyond its bytes, with what surrounds it in a step: DTensors
+            are unwrapped, autograd calls Python, gloo's threads wake up.
         byte: Seconds of a byte of its message.
     """
 
@@ -106,20 +108,76 @@ class Links:
     byte: float = 0.0
 
 
-def measure_links(pool: RankPool, repeats: int, size: int = 2**20) -> Links:
-    """Time a tiny and a large all-reduce of a pool's ranks, ``size`` bytes."""
+def measure_machine(
+    pool: RankPool, bench: Bench, shapes: Sequence[tuple[int, int, int]], length: int
+) -> Hardware:
+    """Calibrate the kernels of ranks that all run at once: they share caches and memory.
+
+    Three times, the first of which is often slower.
+
+    Args:
+        pool: The ranks.
+        bench: How kernels are timed.
+        shapes: Products (m, n, k) to time.
+        length: Sequence length of the attention to time.
+
+    Returns:
+        A machine with the median of every constant; its links are not measured.
+    """
+    found = [machine for _ in range(3) for machine in pool.run(_machine, bench, shapes, length)]
+    # In a sum of products' times, a speed and the bandwidth of the same fit belong together.
+    found.sort(key=lambda machine: product_seconds(_every(shapes), machine))
+    middle: Hardware = found[len(found) // 2]
+    others = ("memory_gbytes_per_s", "kernel_us")
+    return replace(middle, **{key: median(getattr(m, key) for m in found) for key in others})
+
+
+def _every(shapes: Sequence[tuple[int, int, int]]) -> Work:
+    return Work(Counter(Product(1, *shape, 4) for shape in shapes))
+
+
+def _machine(bench: Bench, shapes: Sequence[tuple[int, int, int]], length: int) -> Hardware:
+    dist.barrier()
+    return calibrate(bench, shapes, length, links=(1.0, 1.0))[0]
+
+
+BARE = Point("layers", length=8, batch=1)
+"""A step with hardly any work: eight tokens. Its time is what surrounds its kernels."""
+
+
+def measure_links(
+    pool: RankPool, ranks: int, machine: Hardware, repeats: int, size: int = 2**20
+) -> Links:
+    """Measure what collectives cost a rank: call it outside a process group.
+
+    An all-reduce alone shows what its bytes cost. What a call costs is seen in a step with hardly
+    any work, its kernels as estimated subtracted: around an all-reduce that is repeated alone,
+    caches are warm and gloo's threads awake.
+
+    Args:
+        pool: The ranks.
+        ranks: How many.
+        machine: The calibrated machine, its links aside.
+        repeats: Timed rounds of collectives; three times as many steps.
+        size: Bytes of a large message.
+    """
     tiny, large = (median(pool.run(_reduced, n, repeats)) for n in (8, size))
-    return Links(tiny, max(0.0, large - tiny) / size)
+    byte = max(0.0, large - tiny) / size
+    point = replace(BARE, ranks=ranks)
+    (found,) = measure({ranks: pool}, [point], 3 * repeats)
+    known = estimate_point(point, machine, Links(byte=byte))["seconds"]
+    return Links(max(0.0, median(found["seconds"]) - known) / messages(point)[0], byte)
 
 
-def _reduced(size: int, repeats: int) -> float:
+def _reduced(size: int, repeats: int, times: int = 10) -> float:
+    """Return the median CPU seconds of an all-reduce, threads of gloo included."""
     x, found = torch.zeros(size // 4), []
-    for _ in range(4 * repeats + 1):
-        dist.barrier()
+    for _ in range(repeats + 1):
         begin = time.process_time()
-        dist.all_reduce(x)
-        found.append(time.process_time() - begin)
-    return min(found[1:])  # a late rank only adds time
+        for _ in range(times):
+            dist.all_reduce(x)
+        found.append((time.process_time() - begin) / times)
+    return median(found[1:])
 
 
 def estimate_point(point: Point, machine: Hardware, links: Links) -> dict[str, float]:

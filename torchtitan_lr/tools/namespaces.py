@@ -70,6 +70,19 @@ def limit(namespace: str, mbit: float, delay_ms: float = 0) -> None:
         _call(*tc, "parent", "1:", "handle", "2:", "netem", "delay", f"{delay_ms}ms")
 
 
+def unlimit(namespace: str) -> None:
+    """Take back a `limit`.
+
+    Args:
+        namespace: Its name.
+
+    Raises:
+        NotPermittedError: It has none.
+    """
+    tc = ("ip", "netns", "exec", namespace, "tc", "qdisc", "del", "dev", DEVICE)
+    _call(*tc, "root")
+
+
 def cut(names: Sequence[str]) -> None:
     """Lose every packet between two namespaces, as a broken cable does; no connection is closed.
 
@@ -84,6 +97,19 @@ def cut(names: Sequence[str]) -> None:
     for name, peer in zip(names, reversed(ADDRESSES), strict=True):
         wrong = ("lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", DEVICE)
         _call("ip", "-n", name, "neigh", "replace", peer, *wrong)
+
+
+def join(names: Sequence[str]) -> None:
+    """Take back a `cut`.
+
+    Args:
+        names: The namespaces.
+
+    Raises:
+        NotPermittedError: The kernel refuses.
+    """
+    for name, peer in zip(names, reversed(ADDRESSES), strict=True):
+        _call("ip", "-n", name, "neigh", "del", peer, "dev", DEVICE)
 
 
 def _call(*command: str) -> None:

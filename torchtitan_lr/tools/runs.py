@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG
+from torchtitan_lr.config.fault_tolerance import REPLICAS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.run_state import (
     FAILED,
@@ -105,9 +106,11 @@ def describe(folder: Path) -> Listed:
 
 def _state_of(folder: Path, step: int, steps: int | None) -> tuple[str, str]:
     """Return a run's state, and why it stopped or failed."""
-    if is_held(folder):
+    replicas = list(folder.glob(REPLICAS))
+    if any(map(is_held, (folder, *replicas))):
         return RUNNING, ""
-    record = read_state(folder)
+    found = filter(None, map(read_state, (folder, *replicas)))
+    record = max(found, key=lambda record: str(record.get("since")), default=None)
     if record is None:  # of a version without this record
         summary = _read_json(folder / SUMMARY_FILE)
         if steps is not None and summary.get("steps") == steps:

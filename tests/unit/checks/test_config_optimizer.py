@@ -34,6 +34,8 @@ REFUSALS = [
     ("optimizer.tsr_moments=forget", "'forget'", "one of 'keep', 'rotate', 'reset'"),
     ("optimizer.tsr_refresh=never", "'never'", "one of 'auto', 'sketch', 'dense'"),
     ("optimizer.tsr_core_dtype=float16", "'float16'", "one of 'float32', 'bfloat16'"),
+    ("optimizer.tsr_product_precision=tf32", "'tf32'", "'float32' or 'bfloat16' on a cpu"),
+    ("optimizer.tsr_product_precision=half", "'half'", "one of 'float32', 'tf32', 'bfloat16'"),
     ("optimizer.tsr_projection=both", "'both'", "one of 'two_sided', 'one_sided'"),
     ("optimizer.tsr_include=*.wz.weight", "'*.wz.weight'", "matches the name of a matrix"),
     ("optimizer.tsr_exclude=norm.weight", "'norm.weight'", "matches the name of a matrix"),
@@ -63,6 +65,7 @@ ACCEPTED = [
     ["--optimizer.tsr_compress_head", "--optimizer.tsr_stagger"],
     ["--optimizer.tsr_oversampling=0", "--optimizer.tsr_power_iterations=0"],
     ["--model.name=llama_cola", "--optimizer.tsr_rank=32"],
+    ["--optimizer.tsr_product_precision=bfloat16"],
     ["--parallelism.tensor_parallel_degree=2"],
     # Says nothing where another optimizer trains.
     ["--optimizer.name=AdamW", "--optimizer.tsr_rank=0"],

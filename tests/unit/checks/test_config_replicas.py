@@ -42,6 +42,8 @@ REFUSED = [
     ("parallelism__data_parallel_replicate_degree", "2", "1 with fault_tolerance.enable"),
     ("parallelism__pipeline_parallel_degree", "2", "1 with fault_tolerance.enable"),
     ("training__global_batch_size", "32", "a multiple of 24"),
+    ("comm__mode", "fake_backend", "'default'"),
+    ("checkpoint__create_seed_checkpoint", "true", "fault_tolerance.no_enable"),
 ]
 
 
@@ -54,11 +56,20 @@ def test_refusals(key, value, want):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("ranks", "device", "key"), [(2, "cpu", "NGPU"), (1, "cuda", "enable")])
-def test_what_is_untested_is_refused(ranks, device, key):
-    with pytest.raises(ConfigError) as error:
-        check_replicas(config(), ranks, device)
-    assert error.value.key.endswith(key)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_untested_is_refused(ranks):
+    with pytest.raises(ConfigError, match=r"^fault_tolerance\.enable: got True, .* on cuda"):
+        check_replicas(config(), ranks, "cuda")
+
+
+def test_the_batch_counts_the_ranks_of_a_replica(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    batch = config(training__global_batch_size="24")
+    check_replicas(batch, 1, "cpu")
+    with pytest.raises(ConfigError, match=r"a multiple of 48 .* x 2 data-parallel ranks"):
+        check_replicas(batch, 2, "cpu")
+    tensor = {"parallelism__tensor_parallel_degree": "2"}
+    check_replicas(config(training__global_batch_size="24", **tensor), 2, "cpu")
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -36,6 +36,11 @@ def test_fsdp_the_calls_of_a_unit(unit):
     unit(torch.ones(2, 3)).sum().backward()
     want = changed("FSDPParamGroup.unshard, .post_backward", "fsdp.wrap_unit_calls")
     assert set(called) == {"unshard", "post_backward"}, want
+    inner = fsdp.wrap_unit_calls(unit, wrap)
+    inner()
+    called.clear()
+    unit(torch.ones(2, 3)).sum().backward()
+    assert set(called) == {"unshard", "post_backward"}  # a ledger's, after another's within it
     undo()
     called.clear()
     unit(torch.ones(2, 3)).sum().backward()

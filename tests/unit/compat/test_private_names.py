@@ -39,6 +39,8 @@ OURS = {
     ("tools/parity_runs.py", "FLAVORS[family]._flavors"),
     ("tools/parity_runs.py", "trainer._ledger"),
     ("tools/parity_runs.py", "from unittest.mock import patch"),
+    # Methods of our own replicas, in the process of a replica that strikes itself.
+    ("tools/faults/strikes.py", "setattr(owner, name)"),
     # Ends of the names of token ids.
     ("data/encoding.py", "'_id'"),
     ("tools/hf/tokenizer.py", "'_id'"),

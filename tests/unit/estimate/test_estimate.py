@@ -18,7 +18,7 @@ from torchtitan_lr.estimate.memory import rehearse_run
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.estimate.timing import block_flops, repeated_flops, step_time
-from torchtitan_lr.estimate.traffic import bytes_by_dim, step_traffic
+from torchtitan_lr.estimate.traffic import bytes_by_dim, peak_optimizer_traffic, step_traffic
 from torchtitan_lr.formulas.flops import head_flops, layer_flops
 from torchtitan_lr.formulas.memory import static_memory
 from torchtitan_lr.tools.alternatives import alternative_modes, alternatives
@@ -159,6 +159,23 @@ def test_every_micro_batch_sends():
     assert once and len(once) == len(three_times)
     for a, b in zip(once, three_times, strict=True):
         assert (b.calls, b.elements) == (3 * a.calls, 3 * a.elements)
+
+
+def test_the_step_in_which_tsr_adam_sends_most():
+    """At 1B at most 5% of the dense gradients, with the keys of docs/tsr_adam.md, in every step."""
+    path, interval = (
+        ROOT / "train_configs/tsr_1b.toml",
+        "--optimizer.tsr_embedding_refresh_interval=100",
+    )
+    spread = ["--optimizer.tsr_compress_head", "--optimizer.tsr_stagger", interval]
+    start = ["--optimizer.tsr_start=random"]
+    halved = [*start, "--optimizer.tsr_vocabulary_power_iterations=0"]
+    for keys, expected in (([], (0.758, 0.059)), (start, (0.059, 0.059)), (halved, (0.046, 0.046))):
+        run = paper_run(path, 8, *spread, *keys)
+        dense = 4 * sum(math.prod(shape) for shape in run.global_shapes.values())
+        peaks = peak_optimizer_traffic(run, 0)
+        shares = [bytes_by_dim(rows, run.wire_dtypes)["dp_replicate"] for rows in peaks]
+        assert [sum(s.values()) / dense for s in shares] == pytest.approx(expected, abs=6e-4)
 
 
 def test_only_the_compiler_knows_what_a_memory_budget_repeats():

@@ -71,10 +71,40 @@ def test_recorded_products_have_the_formulas_flops(family, plan, tp):
 
 
 def test_a_compiler_moves_fewer_bytes():
+    """In the blocks: the trainer compiles nothing else."""
     eager, fused = recorded("cola", "btp", 2), recorded("cola", "btp", 2, fused=True)
-    for a, b in zip((*eager.block, *eager.ends), (*fused.block, *fused.ends), strict=True):
+    for a, b in zip(eager.block, fused.block, strict=True):
         assert b.products == a.products
         assert 0 < b.traffic < a.traffic and 0 < b.kernels < a.kernels
+    assert fused.ends == eager.ends
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_heads_logits_are_recorded_a_chunk_at_a_time(tp):
+    """1,024 tokens are two chunks: three products each, none over all tokens."""
+    args, tokens = replace(args_of("cola"), vocab_size=4096), 1024
+    settings = resolve_settings(TPSettings("btp"), args, tp, 512) if tp > 1 else TPSettings()
+    work = rehearse_work(Workload(args, settings, tp, 2, 512, torch.bfloat16), False)
+    products = work.ends[0].products + work.ends[1].products
+    chunk, part = tokens // 2, args.vocab_size // tp
+    shapes = [(chunk, part, args.dim), (chunk, args.dim, part), (part, args.dim, chunk)]
+    assert products == Counter({Product(1, *shape, 2): 2 for shape in shapes})
+    # Largest logit, cast, softmax, largest p, the errors' cast; with shards p's scaling.
+    per_logit = 2 + 6 + 8 + 4 + 6 + 8 * (tp > 1)
+    traffic = sum(each.traffic for each in work.ends) / (tokens * part)
+    assert per_logit < traffic < 1.4 * per_logit
+
+
+def test_bytes_of_a_table_that_is_read_or_changed_in_places():
+    table, index = torch.zeros(100, 50), torch.zeros(100, 1, dtype=torch.long)
+    with KernelRecorder() as recorder:
+        table.gather(1, index)
+    assert recorder.work(False, fused=False).traffic == 3 * 400  # of the indices, half
+    with KernelRecorder() as recorder:
+        table.scatter_add_(1, index, torch.ones(100, 1))
+        torch.log_softmax(table, 1, out=torch.empty(100, 50))
+    # The ones and their additions, then the softmax: its result is written, not read.
+    assert recorder.work(False, fused=False).traffic < 2 * 20_000 + 6 * 800
 
 
 def test_bytes_by_hand():
@@ -99,6 +129,9 @@ def test_thin_products_are_slow():
     # Without the bandwidth, as before, both take the same.
     plain = [product_seconds(Work(Counter({p: 1})), MACHINE) for p in (wide, thin)]
     assert plain[0] == plain[1] == pytest.approx(2 * 4096**3 / 50e12)
+    cached = replace(machine, product_gbytes_per_s=4000.0)
+    once = 2 * 4096**3 / 50e12 + 3 * 4096**2 * 2 / 4e12 + 5e-6
+    assert product_seconds(Work(Counter({wide: 1})), cached) == pytest.approx(once)
     attention = Work(attention=50e12, traffic=1e9, kernels=3)
     assert product_seconds(attention, machine) == pytest.approx(4.0)
     assert element_wise_seconds(attention, machine) == pytest.approx(1e-3 + 15e-6)

@@ -15,10 +15,11 @@ from tests.unit.inference.test_decode import (
 )
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.inference.cache import KeyValueCache
 from torchtitan_lr.inference.decode import Decoder
 from torchtitan_lr.inference.native import build as library
-from torchtitan_lr.inference.native.packing import pack, pack_codes
-from torchtitan_lr.inference.native.program import NativeModel
+from torchtitan_lr.inference.native.packing import fits, pack, pack_codes
+from torchtitan_lr.inference.native.program import NativeModel, Step
 from torchtitan_lr.inference.sampling import Sampling
 from torchtitan_lr.inference.screened_head import ScreenedHead, screen_head
 
@@ -98,10 +99,10 @@ def test_screened_tokens_are_those_of_all_logits():
     model = build_tiny("cola", torch.float32, vocab_size=4001).eval()
     with torch.no_grad():
         model.output.weight.copy_(torch.randn(4001, 48, generator=generator))
-    prompts = prompts_of(model, [4] * 19)
-    limits = [12] * 19
+    # Two whole vectors of rows and a part of one.
+    prompts, limits = prompts_of(model, [4] * 37), [12] * 37
     rows = natively(model, prompts, limits)
-    assert rows == decode(Decoder(model, prompts, limits, GREEDY, [0] * 19))
+    assert rows == decode(Decoder(model, prompts, limits, GREEDY, [0] * 37))
     screen_head(model)
     assert natively(model, prompts, limits) == rows
     # The control: without the bounds' width, the largest estimate would win.
@@ -111,6 +112,24 @@ def test_screened_tokens_are_those_of_all_logits():
     head.code_norm.zero_()
     head.scale.mul_(1 + 0.1 * torch.rand(4001, generator=generator))
     assert natively(model, prompts, limits) != rows
+
+
+@pytest.mark.parametrize("kind", ["full", "latent"])
+def test_products_fetch_what_comes_next(kind):
+    model = build("cola_gqa")
+    tokens = torch.zeros(3, dtype=torch.int64)
+    cache = KeyValueCache([4] * 3, 8, model.model_args.n_layers, kind, tokens.device, False)
+    model(torch.ones(3, 4, dtype=torch.int64), cache=cache)
+    ops = Step(NativeModel(model), cache, tokens, greedy=True)._ops
+    kinds = [op.kind for op in ops]
+    attention = {"full": 4, "latent": 5}[kind]
+    assert kinds.count(attention) == model.model_args.n_layers
+    for i, op in enumerate(ops):
+        if op.kind == 2:  # a product
+            for ahead, wanted in ((op.n[6], 2), (op.n[7], attention)):
+                assert wanted == kinds[i + ahead]
+                passed = kinds[i + 1 :] + kinds[: i + 1]
+                assert passed.index(wanted) == (ahead - 1) % len(ops)
 
 
 def test_packed_weights_by_hand():
@@ -143,3 +162,9 @@ def test_a_missing_compiler_is_refused(monkeypatch, tmp_path):
         monkeypatch.setenv("CXX", compiler)
         with pytest.raises(ConfigError, match=f"--native: got '{compiler}', expected .*{part}"):
             library.load_library.__wrapped__()
+
+
+def test_a_cache_is_fetched_where_it_stays():
+    """A large block's weights would push it out of the processor's cache."""
+    weights = [torch.empty(12 << 20, dtype=torch.uint8)] * 4
+    assert fits(weights, 3) and not fits(weights, 2)

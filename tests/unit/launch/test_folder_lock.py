@@ -11,7 +11,13 @@ import pytest
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch import folder_lock
-from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, LOCK_FILE, locked, locked_by_rank
+from torchtitan_lr.launch.folder_lock import (
+    HELD_VARIABLE,
+    LOCK_FILE,
+    locked,
+    locked_by_rank,
+    shared,
+)
 
 
 def test_the_second_job_is_told_who_is_at_work(tmp_path):
@@ -125,3 +131,32 @@ def test_a_later_start_stops_the_saves_of_an_earlier_one(tmp_path, monkeypatch):
             first()
     with locked_by_rank(str(tmp_path), {"RANK": "1"}) as other_rank:
         other_rank()
+
+
+def replica(folder, number):
+    """The locks of a replica that no launcher started."""
+    own = str(folder / f"replica_{number}")
+    return locked_by_rank(own, {"RANK": "0"}, common=str(folder))
+
+
+def test_replicas_share_a_folder_with_no_other_job(tmp_path):
+    with replica(tmp_path, 0), replica(tmp_path, 1):
+        with pytest.raises(ConfigError) as info, locked(str(tmp_path)):
+            pass
+        assert f"process {os.getpid()} on" in str(info.value)  # a replica's signature
+        with pytest.raises(ConfigError, match="replica_1"), replica(tmp_path, 1):
+            pass
+    with locked(str(tmp_path)):
+        with pytest.raises(ConfigError, match="no other job uses"), replica(tmp_path, 0):
+            pass
+        with pytest.raises(ConfigError), shared(str(tmp_path)):
+            pass
+    with shared(None):
+        assert {path.name for path in tmp_path.glob("replica_*")} == {"replica_0", "replica_1"}
+
+
+def test_a_rank_below_the_launcher_shares_nothing(tmp_path):
+    variables = {"RANK": "0", HELD_VARIABLE: str(tmp_path / "replica_0")}
+    own = str(tmp_path / "replica_0")
+    with locked(str(tmp_path)), locked_by_rank(own, variables, common=str(tmp_path)):
+        pass

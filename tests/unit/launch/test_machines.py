@@ -127,3 +127,9 @@ def test_a_machine_that_comes_back_meets_the_others_where_they_are():
 )
 def test_endpoints(text, found):
     assert machines._split(text) == found
+
+
+def test_a_replica_is_one_machine(config):
+    replica = config("--fault_tolerance.enable")
+    with pytest.raises(ConfigError, match=r"^NNODES: got '2:4', expected 1 with fault_tolerance"):
+        machines.check_machines(replica, TWO_TO_FOUR, "cpu")

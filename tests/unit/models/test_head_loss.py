@@ -141,6 +141,19 @@ def test_what_backward_keeps():
         assert saved_numbers(9) == 0
 
 
+def test_the_gradient_takes_no_new_memory():
+    """What forward saved becomes the weight's gradient, unless the graph is kept."""
+    for kept in (False, True):
+        x, weight, targets = inputs(torch.float32)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t.data_ptr()) or t, lambda t: t
+        ):
+            loss = in_chunks(9, x, weight, targets)
+        loss.backward(retain_graph=kept)
+        assert (weight.grad.data_ptr() in saved) is not kept
+
+
 def test_chunks():
     assert [chunk_tokens(n, 256) for n in (100, 512, 513, 4096, 16384)] == [
         100,

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.fault_tolerance import private_folder, replica_rows
@@ -216,3 +218,24 @@ def test_positions_of_a_checkpoint_are_one_entry():
     fresh = DataPositions(2)
     StoredPositions(fresh).load_state_dict(stored)
     assert fresh.taken == [0, 1]
+
+
+def test_a_checkpoint_of_other_rows_or_of_another_kind_is_refused(tmp_path, monkeypatch):
+    from torchtitan_lr.replicas.checkpoints import StoredPositions
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    positions = DataPositions(2)
+    positions.commit([1], {1: {"sample_index": 4, "lane_2": "{}"}})
+    saved = {"dataloader": StoredPositions(positions).state_dict()}
+    dcp.save(saved, checkpoint_id=tmp_path / "replicas", no_dist=True)
+    path = str(tmp_path / "replicas")
+
+    def check(*state, part=1, parts=2):
+        StoredPositions(DataPositions(parts), part, dict.fromkeys(state)).check_checkpoint(path)
+
+    check("sample_index", "lane_2")
+    check("lane_9", part=0)  # whose position was never exchanged
+    with pytest.raises(ConfigError, match=r"^NGPU: got 2, expected .* rows that it has"):
+        check("sample_index", "lane_2", "lane_3")
+    with pytest.raises(ConfigError, match=r"group_size: got 3, expected 2 as in"):
+        check("lane_2", parts=3)

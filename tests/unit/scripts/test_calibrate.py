@@ -10,7 +10,7 @@ from scripts.check import calibrate
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.hardware import load_hardware
 from torchtitan_lr.estimate.kernels import Product
-from torchtitan_lr.tools.calibration import fit_speed
+from torchtitan_lr.tools.calibration import CACHED, fit_bandwidth, fit_speed
 
 TINY = ["--repeats=3", "--megabytes=0.1", "--length=16", "--steps=1", "--cases=1"]
 SHAPES = ["--shapes", "512x512x512", "512x64x512", "128x256x64"]
@@ -23,6 +23,7 @@ def test_a_tiny_rehearsal(tmp_path, capsys):
     machine = load_hardware(str(file), Path("nowhere"))
     assert 0 < machine.matmul_efficiency <= 1 and math.isfinite(machine.memory_gbytes_per_s)
     assert machine.kernel_us > 0 and machine.attention_share > 0
+    assert machine.product_gbytes_per_s > 0  # a CPU's own
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("128 x 256 x 64") for line in lines)
     (step,) = [
@@ -43,6 +44,18 @@ def test_the_fit_finds_the_speed():
     assert fit_speed(times, math.inf, 1e-6) < 0.9e11
     with pytest.raises(ConfigError, match=r"--shapes: got '512x512x512 .*expected larger"):
         fit_speed(times, 1e6, 1.0)
+
+
+def test_the_fit_finds_the_bandwidth_of_products():
+    times = timed(1e11, 1e10, 1e-6)
+    assert fit_bandwidth(times, 1e-6) == pytest.approx(1e10)
+    # The control: launches that are left out count as bytes.
+    assert fit_bandwidth(times, 0) < 0.9e10
+    assert fit_bandwidth(timed(1e11, math.inf, 0), 0) == CACHED
+    # Noise that leaves nothing for the FLOPs: the products still have a speed.
+    largest, *rest = times
+    noisy = {largest: largest.bytes / 2e10} | {p: p.bytes / 1e10 for p in rest}
+    assert fit_bandwidth(noisy, 0) == CACHED and fit_speed(noisy, CACHED, 0) > 0
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,9 @@ def test_environment_check_reads_pyproject():
         ("pytest==1.2.3", False),
         ("no-such-distribution", False),
         ("no-such-distribution; sys_platform == 'linux'", sys.platform != "linux"),
+        ("no-such-distribution; platform_machine == 'none' and python_version < '3.99'", True),
+        ("no-such-distribution; python_version < '3.99'", False),
+        ("no-such-distribution; python_version < '3.9'", True),
     ],
 )
 def test_environment_check(requirement, expected):

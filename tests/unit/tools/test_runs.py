@@ -2,6 +2,7 @@
 """The list of runs, from folders as runs leave them."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
@@ -136,3 +137,17 @@ def test_a_record_that_cannot_be_read_or_written(tmp_path):
     write_state(tmp_path, STOPPED, "SIGTERM after step 3")
     assert read_state(tmp_path)["why"] == "SIGTERM after step 3"
     assert [path.name for path in tmp_path.iterdir()] == ["run_state.json"]
+
+
+def test_a_run_of_replicas_runs_as_long_as_one_does(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    for number in (0, 1):
+        (tmp_path / f"replica_{number}").mkdir()
+        write_state(tmp_path / f"replica_{number}", FINISHED)
+    states = []
+    for held in (True, False):
+        with locked(str(tmp_path / "replica_1")) if held else nullcontext():
+            assert runs.main([str(tmp_path), "--json"]) == 0
+        (run,) = json.loads(capsys.readouterr().out)
+        states.append(run["state"])
+    assert states == [RUNNING, FINISHED]

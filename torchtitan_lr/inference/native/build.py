@@ -15,7 +15,7 @@ from torchtitan_lr.errors import ConfigError
 
 _SOURCE = Path(__file__).with_name("step.cpp")
 
-_HEADERS = ("common.h", "products.h", "attention.h", "screen.h")
+_HEADERS = ("common.h", "fetch.h", "products.h", "attention.h", "screen.h")
 
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC")
 

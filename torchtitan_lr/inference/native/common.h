@@ -26,9 +26,17 @@ namespace {
 enum Kind { EMBED, NORM, LINEAR, MIX, ATTEND, ATTEND_LATENT, QUANTIZE, SCREEN, PICK, ARGMAX };
 enum Ending { STORE, SILU, ADD, MULTIPLY };
 
+// How far a thread has fetched what the next attention reads: in part `part` (keys or values of a
+// head) of row `row`, up to number `number`.
+struct Cursor { int64_t row, part, number, bytes; };
+
 struct Context {
     int64_t batch, column;
     int thread, threads;
+    mutable Cursor cursor;
+
+    // An attention is done: what is fetched now is for the next one.
+    void restart() const { cursor = {batch * thread / threads, 0, 0, 0}; }
 };
 
 // The part [begin, end) of `count` items that belongs to this thread.
@@ -66,6 +74,25 @@ inline void halves(vec<double> a, vec<double> b, vec<double>& even, vec<double>&
 #endif
 }
 
+// The two of each pair, exchanged.
+inline vec<float> swapped(vec<float> x) {
+#ifdef __clang__
+    return __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+#else
+    const vec<int32_t> i = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
+    return __builtin_shuffle(x, i);
+#endif
+}
+
+inline vec<double> swapped(vec<double> x) {
+#ifdef __clang__
+    return __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6);
+#else
+    const vec<int64_t> i = {1, 0, 3, 2, 5, 4, 7, 6};
+    return __builtin_shuffle(x, i);
+#endif
+}
+
 // Reduces W vectors to one, whose lane i is the reduction of vector i.
 template <typename T, typename F> vec<T> reduce(vec<T>* v, F pair) {
     for (int n = Vec<T>::W; n > 1; n /= 2)
@@ -79,21 +106,27 @@ template <typename T, typename F> vec<T> reduce(vec<T>* v, F pair) {
 
 inline double exponential(double x) { return std::exp(x); }
 
-// In fp32 within 2 units of the last place, in steps that a compiler turns into vectors.
-inline float exponential(float x) {
-    x = std::min(88.0f, std::max(-87.0f, x));
-    const float n = std::nearbyint(x * 1.44269504f);
-    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.3888889e-3f;
-    p = p * r + 8.3333333e-3f;
+inline vec<double> exponential(vec<double> x) {
+    for (int i = 0; i < Vec<double>::W; ++i) x[i] = std::exp(x[i]);
+    return x;
+}
+
+// In fp32 within 2 units of the last place.
+inline vec<float> exponential(vec<float> x) {
+    x = x < -87.0f ? vec<float>{} - 87.0f : x;
+    x = x > 88.0f ? vec<float>{} + 88.0f : x;
+    // Positive, so that cutting it off rounds down: the nearest power of 2, 127 added.
+    const vec<int32_t> power = __builtin_convertvector(x * 1.44269504f + 127.5f, vec<int32_t>);
+    const vec<float> n = __builtin_convertvector(power, vec<float>) - 127.0f;
+    const vec<float> r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    vec<float> p = r * 1.3888889e-3f + 8.3333333e-3f;
     p = p * r + 4.1666667e-2f;
     p = p * r + 1.6666667e-1f;
     p = p * r + 0.5f;
     p = (p * r * r + r) + 1.0f;
-    const int32_t bits = (int32_t(n) + 127) << 23;
-    float power;
-    std::memcpy(&power, &bits, 4);
-    return p * power;
+    return p * (vec<float>)(power << 23);
 }
+
+inline float exponential(float x) { return exponential(vec<float>{} + x)[0]; }
 
 }  // namespace

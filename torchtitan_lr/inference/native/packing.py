@@ -2,10 +2,14 @@
 """Weights in the order in which the step reads them, and its structures."""
 
 import ctypes
+from collections.abc import Sequence
+from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from torchtitan_lr.inference.memory import zeros
 
 VECTOR_BYTES = 64
 """Bytes of the step's vectors; a panel has two of them per input channel."""
@@ -44,6 +48,23 @@ def pack(weight: Tensor) -> Tensor:
     return padded.unflatten(0, (-1, size)).mT.contiguous()
 
 
+def pack_together(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Pack weights of one type as `pack` does, one after the other in large pages."""
+    size = panel_size(weights[0])
+    shapes = [(-(-len(weight) // size), weight.shape[1], size) for weight in weights]
+    sizes = [prod(shape) for shape in shapes]
+    parts = zeros((sum(sizes),), weights[0].dtype).split(sizes)
+    return [
+        part.view(shape).copy_(pack(weight))
+        for weight, part, shape in zip(weights, parts, shapes, strict=True)
+    ]
+
+
+def fits(packed: Sequence[Tensor], blocks: int) -> bool:
+    """Return whether a fetched cache remains in an L3 of 32 MiB beside the weights of a block."""
+    return sum(part.nbytes for part in packed) <= blocks * (16 << 20)
+
+
 def pack_codes(codes: Tensor) -> Tensor:
     """Pack codes (V, K) of eight bits, 128 added: [V / 16, K / 4, 16, 4].
 
@@ -53,7 +74,8 @@ def pack_codes(codes: Tensor) -> Tensor:
     padded = F.pad(padded, (0, -codes.shape[1] % TOGETHER))
     shifted = (padded.to(torch.int16) + 128).to(torch.uint8)
     parts = shifted.unflatten(1, (-1, TOGETHER)).unflatten(0, (-1, CODES))
-    return parts.transpose(1, 2).contiguous()
+    packed = parts.transpose(1, 2)
+    return zeros(packed.shape, packed.dtype).copy_(packed)
 
 
 def pack_bounds(*columns: Tensor) -> Tensor:

@@ -25,10 +25,13 @@ from torchtitan_lr.inference.native.build import load_library
 from torchtitan_lr.inference.native.packing import (
     CODES,
     TOGETHER,
+    VECTOR_BYTES,
     Op,
+    fits,
     pack,
     pack_bounds,
     pack_codes,
+    pack_together,
     panel_size,
 )
 from torchtitan_lr.inference.screened_head import ScreenedHead
@@ -97,11 +100,10 @@ class NativeModel:
         self.run = getattr(load_library(), _RUNS[dtype])
         self.run.restype = None
         self.run.argtypes = (ctypes.c_void_p, *(ctypes.c_int64,) * 3, ctypes.c_int)
-        self.packed = {
-            id(module): pack(module.weight)
-            for module in model.layers.modules()
-            if isinstance(module, nn.Linear)
-        }
+        linears = [module for module in model.layers.modules() if isinstance(module, nn.Linear)]
+        packed = pack_together([linear.weight for linear in linears])
+        self.fetches = fits(packed, len(model.layers))
+        self.packed = {id(linear): part for linear, part in zip(linears, packed, strict=True)}
         self.head = cast(nn.Linear, model.output)
         screened = self.head.head
         self.screen: tuple[Tensor, Tensor] | None = None
@@ -132,6 +134,7 @@ class Step:
         self._threads = torch.get_num_threads()
         self._ops: list[Op] = []
         self._held: list[Tensor] = []  # what the operations point to
+        self._buffers: dict[tuple[str | int, ...], Tensor] = {}
         self._carried: list[Tensor] | None = None
         model = native.model
         args = model.model_args
@@ -140,7 +143,8 @@ class Step:
         self._padding = torch.tensor(cache.padding, dtype=torch.int64)
         self._table = torch.view_as_real(model.freqs_cis).to(native.dtype).contiguous()
         self._scores = torch.zeros(
-            (self._threads, args.n_heads, cache.capacity), dtype=native.dtype
+            (self._threads, args.n_heads, cache.capacity + VECTOR_BYTES // native.dtype.itemsize),
+            dtype=native.dtype,
         )
         self._held += [tokens, self._padding, self._table, self._scores]
         embedding = cast(nn.Embedding, model.tok_embeddings)
@@ -151,6 +155,7 @@ class Step:
         self.hidden = self._normed
         if greedy:
             self._head(tokens)
+        self._look_ahead()
         self._list = (Op * len(self._ops))(*self._ops)
 
     def __call__(self) -> None:
@@ -159,10 +164,32 @@ class Step:
         address = ctypes.addressof(self._list)
         self._native.run(address, len(self._ops), self._batch, column, self._threads)
 
+    def _look_ahead(self) -> None:
+        """Write into each product how far the next product and the next attention are.
+
+        The weight of the one and the cache of the other (if `fits`) are fetched meanwhile. After
+        the last ones follow the first ones, of the next step.
+        """
+        attentions = (_Kind.ATTEND, _Kind.ATTEND_LATENT)
+        product = next(i for i, op in enumerate(self._ops) if op.kind == _Kind.LINEAR)
+        attention = next(i for i, op in enumerate(self._ops) if op.kind in attentions)
+        for i, op in reversed(list(enumerate(self._ops))):
+            if op.kind == _Kind.LINEAR:
+                op.n[6], op.n[7], product = product - i, self._native.fetches * (attention - i), i
+            elif op.kind in attentions:
+                attention = i
+
     def _new(self, width: int, dtype: torch.dtype | None = None, rows: int = 0) -> Tensor:
         buffer = torch.zeros((rows or self._batch, width), dtype=dtype or self._native.dtype)
         self._held.append(buffer)
         return buffer
+
+    def _shared(self, width: int, *name: str | int) -> Tensor:
+        """Return a buffer of rows (b, width) that all blocks use, and so remains in L2."""
+        key = (width, *name)
+        if key not in self._buffers:
+            self._buffers[key] = self._new(width)
+        return self._buffers[key]
 
     def _add(
         self,
@@ -173,13 +200,8 @@ class Step:
         wait: bool = True,
         turn: int = 0,
     ) -> None:
-        op = Op(kind, wait, turn)
-        for place, tensor in enumerate(pointers):
-            op.p[place] = None if tensor is None else tensor.data_ptr()
-        for place, number in enumerate(numbers):
-            op.n[place] = number
-        op.f[0] = factor
-        self._ops.append(op)
+        addresses = tuple([None if tensor is None else tensor.data_ptr() for tensor in pointers])
+        self._ops.append(Op(kind, wait, turn, addresses, tuple(numbers), (factor,)))
 
     def _linear(
         self,
@@ -200,13 +222,16 @@ class Step:
         self._add(_Kind.NORM, (self._x, norm.weight, self._normed), numbers, cast(float, norm.eps))
 
     def _block(self, block: TransformerBlock, index: int) -> None:
-        carried, self._raw = self._carried, cast("list[Tensor]", [])
+        carried, self._raw, self._turn = self._carried, cast("list[Tensor]", []), index % 2
         attention, ffn = block.attention, block.feed_forward
         self._norm(block.attention_norm)
-        q, k, v = (self._new(_width(linear)) for linear in _qkv(attention))
+        q, k, v = (
+            self._shared(_width(linear), name)
+            for name, linear in zip("qkv", _qkv(attention), strict=True)
+        )
         latent = isinstance(self._cache.layer(index), LatentLayerCache)
         if latent:
-            v = self._new(cast(LowRankLinear, attention.wv).B.in_features)
+            v = self._shared(cast(LowRankLinear, attention.wv).B.in_features, "latent of v")
         self._group(
             self._normed,
             _qkv(attention),
@@ -229,7 +254,7 @@ class Step:
             mixes=_mixes(attention),
         )
         self._norm(block.ffn_norm)
-        hidden = self._new(_width(ffn.w1))
+        hidden = self._shared(_width(ffn.w1), "hidden")
         gate = _Ending.SILU if ffn.outer_silu else _Ending.STORE
         self._group(
             self._normed,
@@ -290,8 +315,10 @@ class Step:
         latents = []
         for i, linear in enumerate(factors):
             rank = linear.A.out_features
-            latent = outs[i] if i >= kept else self._new(rank)
-            raw = self._new(rank) if mixes else latent
+            latent = outs[i] if i >= kept else self._shared(rank, "latent", i)
+            # The next block reads this one's.
+            turned = len(self._raw), self._turn
+            raw = self._shared(rank, "carried", *turned) if mixes else latent
             ending = _Ending.SILU if use_silu[i] and not mixes else _Ending.STORE
             weight = packed[id(linear.A)]
             self._linear(x, weight, raw, rank, ending, wait=i == last, turn=i)
@@ -316,10 +343,11 @@ class Step:
         keys, values = cast(Tensor, layer.keys), cast(Tensor, layer.values)
         latent = isinstance(layer, LatentLayerCache)
         groups, rank = keys.shape[1], values.shape[-1]
-        mixed = self._new(args.n_heads * rank) if latent else self._attended
+        mixed = self._shared(args.n_heads * rank, "mixed") if latent else self._attended
         kind = _Kind.ATTEND_LATENT if latent else _Kind.ATTEND
         buffers = (q, k, v, keys, values, mixed, self._table, self._padding, self._scores)
-        self._add(kind, buffers, (args.n_heads, groups, width, self._cache.capacity, rank))
+        numbers = (groups, width, self._cache.capacity, rank, self._scores.shape[-1])
+        self._add(kind, buffers, (args.n_heads, *numbers))
         if not latent:
             return
         factor = cast(LowRankLinear, attention.wv).B

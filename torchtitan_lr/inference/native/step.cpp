@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "common.h"
+#include "fetch.h"
 #include "products.h"
 #include "screen.h"
 
@@ -72,7 +73,8 @@ template <typename T> void run(const Op* ops, int64_t count, int64_t batch, int6
                                int threads) {
 #pragma omp parallel num_threads(threads)
     {
-        const Context c{batch, column, omp_get_thread_num(), omp_get_num_threads()};
+        const Context c{batch, column, omp_get_thread_num(), omp_get_num_threads(), {}};
+        c.restart();
         for (int64_t i = 0; i < count; ++i) {
             const Op& op = ops[i];
             switch (op.kind) {

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_lr.optim.tsr.products import Precision, multiply
 from torchtitan_lr.optim.tsr.stack import MatrixStack, Refresh
 from torchtitan_lr.optim.tsr.synchronize import Synchronizer
 
@@ -82,7 +83,7 @@ def tsr_adam_step(
         end of the micro-batch. None once more when all sums have started. Then `Synchronized`: send
         the `AdamHyperparameters` of every stack.
     """
-    due = [stack.due(steps_done) for stack in stacks]
+    due = synchronizer.due(steps_done)
     cores = synchronizer.begin(due)
     is_last = False
     while not is_last:
@@ -94,7 +95,8 @@ def tsr_adam_step(
             if synchronizer.is_projected(place):
                 s, i = place
                 stack: MatrixStack = stacks[s]
-                project(stack.take_gradient(i), *stack.bases(i), out=cores[s][i])
+                precision = stack.settings.product_precision
+                project(stack.take_gradient(i), *stack.bases(i), cores[s][i], precision)
             if is_last:
                 synchronizer.ready(place)
     # C ← ΣC over the ranks.
@@ -114,7 +116,13 @@ def tsr_adam_step(
         update(stack, core, hyper)
 
 
-def project(gradient: Tensor, left: Tensor, right: Tensor | None, out: Tensor) -> None:
+def project(
+    gradient: Tensor,
+    left: Tensor,
+    right: Tensor | None,
+    out: Tensor,
+    precision: Precision = "float32",
+) -> None:
     """Accumulate a core, C ← C + UᵀGV. It is linear in G, so cores of parts add up.
 
     Args:
@@ -122,12 +130,15 @@ def project(gradient: Tensor, left: Tensor, right: Tensor | None, out: Tensor) -
         left: U (m, r).
         right: V (n, r); None if that side is not projected.
         out: C (r, r), or (r, n) without V; changed in place.
+        precision: Of the factors, see `multiply`.
     """
-    half = left.mT @ gradient
+    half = multiply(left.mT, gradient, precision)
     if right is None:
         out.add_(half)
-    else:
+    elif precision == "float32":
         out.addmm_(half, right)
+    else:
+        out.add_(multiply(half, right, precision))
 
 
 def update(stack: MatrixStack, core: Tensor, hyper: AdamHyperparameters) -> None:
@@ -158,7 +169,8 @@ def update(stack: MatrixStack, core: Tensor, hyper: AdamHyperparameters) -> None
         torch._foreach_mul_(weights, shrink)  # all in one launch
     for i, (weight, direction) in enumerate(zip(weights, directions, strict=True)):
         factor = 1.0 if in_place else shrink
-        lift(direction, *stack.bases(i), weight, factor, -hyper.lr * hyper.scale)
+        rate, precision = -hyper.lr * hyper.scale, stack.settings.product_precision
+        lift(direction, *stack.bases(i), weight, factor, rate, precision)
 
 
 def adam_direction(
@@ -183,6 +195,7 @@ def lift(
     weight: Tensor,
     shrink: float | Tensor,
     rate: float,
+    precision: Precision = "float32",
 ) -> None:
     """Update a weight, W ← shrink·W + rate·UDVᵀ.
 
@@ -193,13 +206,19 @@ def lift(
         weight: W (m, n), possibly of a narrower dtype; changed in place.
         shrink: Factor of W; a scalar tensor costs one more pass over W.
         rate: Factor of the lifted direction.
+        precision: Of the product's factors, see `multiply`.
     """
-    factors = (left, direction) if right is None else (left @ direction, right.mT)
+    factors = (left, direction)
+    if right is not None:
+        factors = (multiply(left, direction, precision), right.mT)
     exact = weight.to(left.dtype)  # W itself if it has that dtype
     if isinstance(shrink, Tensor):
         exact.mul_(shrink)
         shrink = 1.0
-    exact.addmm_(*factors, beta=shrink, alpha=rate)
+    if precision == "float32":
+        exact.addmm_(*factors, beta=shrink, alpha=rate)
+    else:
+        exact.mul_(shrink).add_(multiply(*factors, precision), alpha=rate)
     if exact is not weight:
         weight.copy_(exact)
 

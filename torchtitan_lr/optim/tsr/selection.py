@@ -38,6 +38,7 @@ class TSRSettings:
     stagger: bool = False
     start: Literal["gradient", "random"] = "gradient"
     core_dtype: Literal["float32", "bfloat16"] = "float32"
+    product_precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     projection: Literal["two_sided", "one_sided"] = "two_sided"
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()

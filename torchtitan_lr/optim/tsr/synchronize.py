@@ -79,6 +79,10 @@ class Synchronizer:
         parts = self.all_cores.split(sizes)
         self.cores = [p.view(s.average.shape) for s, p in zip(stacks, parts, strict=True)]
 
+    def due(self, steps_done: int) -> Due:
+        """Return the matrices that refresh in the step after ``steps_done`` steps."""
+        return [stack.due(steps_done) for stack in self.stacks]
+
     def begin(self, due: Due) -> list[Tensor]:
         """Zero the cores for a new step and plan its sums; the memory is reused.
 

@@ -34,6 +34,7 @@ from torchtitan_lr.parallel.tensor.collectives import (
     start_reduce_scatter,
     wait,
 )
+from torchtitan_lr.parallel.tensor.grouped_linear import summed_products
 
 COLUMN_MULTIPLE = 8
 """A message with the statistic as a column is padded to a multiple of this width, so that the
@@ -104,11 +105,12 @@ class _OnlineDown(torch.autograd.Function):
         dgamma = torch.zeros_like(gamma, dtype=rstd.dtype)
         dweights: list[Tensor] = []
         for dh, group in zip(dhs, _payload_weights(norm, weights), strict=True):
-            weight = torch.cat(group)
-            dx = dx + dh @ (weight * gamma)
+            dx = dx + summed_products(dh, [weight * gamma for weight in group])
             dfolded = dh.flatten(0, 1).T @ x.flatten(0, 1)
-            dgamma = dgamma + (dfolded.to(rstd.dtype) * weight).sum(0)
-            dweights.extend((dfolded * gamma).split([w.shape[0] for w in group]))
+            parts = dfolded.split([weight.shape[0] for weight in group])
+            for part, weight in zip(parts, group, strict=True):
+                dgamma = dgamma + (part.to(rstd.dtype) * weight).sum(0)
+            dweights.extend(part * gamma for part in parts)
         return dx.to(x.dtype), dgamma.to(gamma.dtype), None, *dweights
 
 

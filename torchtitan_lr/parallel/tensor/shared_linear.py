@@ -24,6 +24,7 @@ from torchtitan_lr.parallel.tensor.collectives import (
     start_reduce_scatter,
     wait,
 )
+from torchtitan_lr.parallel.tensor.grouped_linear import summed_products
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,11 @@ class _SharedLinear(torch.autograd.Function):
         shared = ctx.shared
         if not shared.separate:
             (gradient,) = gradients
-            summed = shared.start_sum(gradient @ _concatenated(weights))
+            summed = shared.start_sum(summed_products(gradient, weights))
             dw = gradient.flatten(0, 1).T @ whole.flatten(0, 1)  # during the reduction
             sizes = [weight.shape[0] for weight in weights]
             return (wait(summed), None, *dw.split(sizes))
-        terms = [_input_gradient(g, run) for g, run in zip(gradients, _runs(weights), strict=True)]
-        summed = shared.start_sum(torch.cat(terms, -1).view_as(whole))
+        summed = shared.start_sum(_input_gradient(gradients, weights).view_as(whole))
         dweights: list[Tensor] = []
         for gradient, (part, run) in zip(gradients, _parts(whole, weights), strict=True):
             if len(run) == 1:
@@ -122,11 +122,19 @@ def _stacked(x: Tensor, n: int) -> Tensor:
     return x.unflatten(-1, (n, -1)).flatten(0, 1).transpose(0, 1)
 
 
-def _input_gradient(gradient: Tensor, run: Sequence[Tensor]) -> Tensor:
-    """Return the gradient (b·s, n·r) of a run's input."""
-    if len(run) == 1:
-        return (gradient @ run[0]).flatten(0, 1)
-    return torch.bmm(gradient, torch.stack(list(run))).transpose(0, 1).flatten(1)
+def _input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Return the gradient (b·s, Σ r_i) of the inputs, from one gradient per run of weights."""
+    by_weight: list[Tensor] = []
+    for gradient, run in zip(gradients, _runs(weights), strict=True):
+        by_weight += [gradient.flatten(0, 1)] if len(run) == 1 else gradient.unbind()
+    pairs = list(zip(by_weight, weights, strict=True))
+    if torch.compiler.is_compiling():
+        return torch.cat([gradient @ weight for gradient, weight in pairs], -1)
+    widths = [weight.shape[1] for weight in weights]
+    out = by_weight[0].new_empty(by_weight[0].shape[0], sum(widths))
+    for (gradient, weight), part in zip(pairs, out.split(widths, dim=-1), strict=True):
+        torch.mm(gradient, weight, out=part)
+    return out
 
 
 def shared_linear(x: Tensor, weights: Sequence[Tensor], shared: SharedInput) -> Tensor:

@@ -10,7 +10,8 @@ from torchtitan_lr.config.shipped import find_config, shipped_folder
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.tools.cli import overrides_of
 from torchtitan_lr.tools.experiments import place_run
-from torchtitan_lr.tools.scaling.experiment import Experiment, Family, Size
+from torchtitan_lr.tools.scaling.experiment import Experiment
+from torchtitan_lr.tools.scaling.shapes import write_flavor
 
 OWN_KEYS = {
     "job.dump_folder": "each run has a folder of its own",
@@ -88,36 +89,8 @@ def model_arguments(experiment: Experiment, family: str, size: str, models: Path
     arm, shape = experiment.families[family], experiment.sizes[size]
     overrides = [*experiment.overrides, *shape.overrides, *arm.overrides]
     name = arm.model or f"llama_{family}"
-    flavor = shape.flavor or _write_flavor(arm, shape, name, models)
+    flavor = shape.flavor or write_flavor(experiment, family, size, models)
     return [*overrides_of(overrides), f"--model.name={name}", f"--model.flavor={flavor}"]
-
-
-def _write_flavor(arm: Family, shape: Size, model: str, models: Path) -> str:
-    from torchtitan_lr.models.args import LlamaArgs  # late: --help needs no torch
-    from torchtitan_lr.models.families.registry import FAMILIES, find_family
-    from torchtitan_lr.models.stored_args import write_model_args
-
-    family = find_family(model)
-    if family is None:
-        choices = ", ".join(known.model_name for known in FAMILIES.values())
-        raise ConfigError(f"families.{arm.name}.model", model, f"one of {choices}")
-    rank = (shape.rank or shape.dim // 4) if family.low_rank else 0
-    # Where the nonlinearities are is the family's; the ranks are the size's.
-    settings = family.defaults("debug") | {"rank_attention": rank, "rank_ffn": rank}
-    args = LlamaArgs(
-        family=family.name,
-        dim=shape.dim,
-        ffn_dim=shape.ffn_dim,
-        n_layers=shape.n_layers,
-        n_heads=shape.n_heads,
-        n_kv_heads=shape.n_kv_heads or None,
-        vocab_size=shape.vocab_size,
-        **settings,
-    )
-    models.mkdir(parents=True, exist_ok=True)
-    path = models / f"{family.name}_{shape.name}.json"
-    write_model_args(args, path)
-    return str(path)
 
 
 def cost_of(experiment: Experiment, family: str, size: str, models: Path) -> Cost:

@@ -111,7 +111,9 @@ class Experiment:
             ``all``.
         equal: What families share at a size and budget: ``tokens_per_parameter`` (each of its own
             N), or ``tokens`` or ``flops`` of the ``reference``.
-        reference: The family of ``equal``; by default the first.
+        match: What the models of a size share: its ``sides``, or the ``parameters`` N of the
+            reference's, so that the other families get widths of their own.
+        reference: The family of ``equal`` and ``match``; by default the first.
         warmup: Share of the steps in which the learning rate grows.
         checkpoints: Checkpoints per run, from which a stopped one goes on; 0 for none.
         levels: What the levels of families are, the label of their axis.
@@ -134,6 +136,7 @@ class Experiment:
     tokens_per_parameter: list[float] = field(default_factory=lambda: [20.0])
     count: Literal["without_vocabulary", "all"] = "without_vocabulary"
     equal: Literal["tokens_per_parameter", "tokens", "flops"] = "tokens_per_parameter"
+    match: Literal["sides", "parameters"] = "sides"
     reference: str = ""
     warmup: float = 0.1
     checkpoints: int = 4
@@ -263,6 +266,9 @@ def _check(experiment: Experiment) -> None:
         raise ConfigError("reference", experiment.reference, f"one of {choices}")
     for size in experiment.sizes.values():
         _check_size(size)
+        if size.flavor and experiment.match == "parameters":
+            want = "dim, ffn_dim, n_layers and n_heads in place of a flavor, or match = 'sides'"
+            raise ConfigError(f"sizes.{size.name}.flavor", size.flavor, want)
         where = f"sizes.{size.name}" if size.seeds else "seeds"
         _check_list(where, experiment.seeds_of(size.name), least=0)
         where = f"sizes.{size.name}.budgets" if size.budgets else "tokens_per_parameter"

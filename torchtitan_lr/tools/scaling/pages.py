@@ -29,6 +29,7 @@ from torchtitan_lr.tools.scaling.report import (
     laws_table,
     parameters_table,
 )
+from torchtitan_lr.tools.scaling.shapes import model_of
 from torchtitan_lr.training.figures import series
 from torchtitan_lr.training.history import HISTORY_FILE, TRAIN_LOSS, read_history
 
@@ -112,6 +113,22 @@ def halves(plan: Plan, found: Mapping[str, Any]) -> str:
             rows.append([p.family, p.size, f"{p.flops:.3g}", tokens, str(len(gaps)), text])
     header = ["family", "size", "FLOPs", f"tokens / {reference}'s", "seeds"]
     return markdown_table([*header, f"minus {reference} at twice the FLOPs [95%]"], rows)
+
+
+def shapes(plan: Plan, found: Mapping[str, Any]) -> str:
+    """Return the widths and parameters of each family at each size."""
+    experiment = plan.experiment
+    rows = []
+    for (family, size), cost in plan.costs.items():
+        sides = ["", ""]
+        if not experiment.sizes[size].flavor:
+            args = model_of(experiment, family, size)
+            sides = [str(args.ffn_dim), str(args.rank_ffn or "")]
+        numbers = (cost.counted, cost.parameters, cost.flops_per_token)
+        rows.append([family, size, str(cost.width), *sides, *(f"{n:,}" for n in numbers)])
+    rows.sort(key=lambda row: list(experiment.sizes).index(row[1]))
+    header = ["family", "size", "d", "f", "r", "N", "all parameters", "FLOPs per token"]
+    return markdown_table(header, rows)
 
 
 def parameters(plan: Plan, found: Mapping[str, Any]) -> str:
@@ -231,6 +248,7 @@ PARTS: dict[str, Callable[[Plan, Mapping[str, Any]], str]] = {
     "table": table,
     "halves": halves,
     "parameters": parameters,
+    "shapes": shapes,
     "gaps": gaps,
     "ranks": ranks,
     "searches": searches,

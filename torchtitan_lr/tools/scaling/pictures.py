@@ -1,5 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The picture of an experiment: laws over sizes, curves of one shape, or the loss over levels."""
+"""The picture of an experiment: laws over sizes, curves of one shape, or the loss over levels.
+
+Where families are compared at equal parameters, it is the loss over the FLOPs of their budgets.
+"""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -21,7 +24,7 @@ _NONE = "none on one rank"
 
 
 def draw(plan: Plan, found: Mapping[str, Any], path: Path) -> Any:
-    """Draw what the experiment compares: levels, curves of one shape, or laws over sizes.
+    """Draw what the experiment compares: levels, budgets, curves of one shape, or laws over sizes.
 
     Args:
         plan: The plan.
@@ -33,12 +36,21 @@ def draw(plan: Plan, found: Mapping[str, Any], path: Path) -> Any:
     """
     if any(family.group for family in plan.experiment.families.values()):
         figure = draw_levels(plan, found["points"])
-    elif len({plan.costs[p].parameters for p in plan.costs if p[0] == plan.experiment.first}) == 1:
+    elif plan.experiment.match == "parameters":
+        figure = draw_budgets(plan, found["points"])
+    elif _has_one_shape(plan):
         figure = draw_curves(plan, found["points"])
     else:
         figure = draw_laws(plan, found)
     figure.savefig(path)
     return figure
+
+
+def _has_one_shape(plan: Plan) -> bool:
+    """Return whether all runs of a family at a size are repetitions, and all sizes one shape."""
+    experiment = plan.experiment
+    shapes = {plan.costs[experiment.first, size].parameters for size in experiment.sizes}
+    return len(shapes) == 1 and all(len(experiment.budgets_of(s)) == 1 for s in experiment.sizes)
 
 
 def draw_laws(plan: Plan, found: Mapping[str, Any]) -> Any:
@@ -141,6 +153,35 @@ def _training_losses(folders: Sequence[Path]) -> tuple[list[float], Any]:
     curves = [series(read_history(folder / HISTORY_FILE), TRAIN_LOSS) for folder in folders]
     count = min(len(steps) for steps, _ in curves)
     return curves[0][0][:count], np.asarray([smoothed(losses)[:count] for _, losses in curves])
+
+
+def draw_budgets(plan: Plan, points: Sequence[Point]) -> Any:
+    """Draw the loss over the FLOPs of the budgets, a line for each family and size."""
+    figure = new_figure(6.4, 4.2)
+    axes = figure.add_subplot()
+    keys: dict[str, Any] = {}
+    sizes = list(dict.fromkeys(point.size for point in points))
+    for place, name in enumerate(dict.fromkeys(point.family for point in points)):
+        color = color_of(name, place)
+        keys[name] = {"color": color}
+        for row, size in enumerate(sizes):
+            own = [point for point in points if (point.family, point.size) == (name, size)]
+            own.sort(key=lambda point: point.flops)
+            xs = [point.flops for point in own]
+            low, high = [min(p.losses) for p in own], [max(p.losses) for p in own]
+            axes.fill_between(xs, low, high, color=color, alpha=0.2, linewidth=0)
+            style = {"marker": _MARKERS[row % 5], "ms": 5, "lw": 1.4, "ls": _DASHES[row % 4]}
+            axes.plot(xs, [point.loss for point in own], color=color, **style)
+            axes.vlines(xs, low, high, color=color, lw=0.8)
+            if len(sizes) > 1:
+                keys[size] = style | {"color": "grey"}
+    axes.set_xscale("log")
+    few_log_ticks(axes.xaxis, *axes.get_xlim())
+    axes.set_xlabel(AXES["flops"])
+    axes.set_ylabel(LOSS)
+    axes.grid(alpha=0.3)
+    _finish(figure, plan, "mean and range of seeds", keys)
+    return figure
 
 
 def draw_levels(plan: Plan, points: Sequence[Point]) -> Any:

@@ -77,7 +77,7 @@ def test_other_tensors_are_saved() -> None:
     apply_low_rank_checkpoint(checkpointed, False)
     run(checkpointed)
     for model in (plain, checkpointed):
-        for p in model.layers["1"].attention.wq.parameters():
+        for p in model.layers["1"].attention.wo.parameters():
             p.requires_grad_(False)
     with NO_RECORDING, pytest.raises(AssertionError):
         run(checkpointed)

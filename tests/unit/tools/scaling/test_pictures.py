@@ -12,6 +12,7 @@ from matplotlib.colors import to_rgba
 from torchtitan_lr.tools.scaling.experiment import read_experiment
 from torchtitan_lr.tools.scaling.pictures import draw
 from torchtitan_lr.tools.scaling.plan import Plan
+from torchtitan_lr.tools.scaling.points import points_of
 from torchtitan_lr.tools.scaling.report import results
 from torchtitan_lr.training.figures import COLORS
 from torchtitan_lr.training.summary import TRAIN_LOSS
@@ -100,6 +101,22 @@ def test_curves_have_bands_of_seeds(tmp_path):
     assert bands(left)[0].get_paths()[0].get_extents().height > 2
     assert left.lines[0].get_linewidth() > left.lines[1].get_linewidth()
     assert left.lines[0].get_color() == COLORS["AdamW"]
+
+
+def test_budgets_of_equal_parameters_are_lines_over_flops(tmp_path):
+    text = TOML.replace('equal = "flops"', 'equal = "flops"\nmatch = "parameters"')
+    plan = made(tmp_path, text, (16, 32))
+    figure = draw(plan, {"points": results(plan, 2, 0.01, False)["points"]}, tmp_path / "b.png")
+    (axes,) = figure.axes
+    assert len(axes.lines) == 4 and len(bands(axes)) == 4
+    lines = {(line.get_color(), line.get_linestyle()): line for line in axes.lines}
+    assert len(lines) == 4 and {color for color, _ in lines} == {COLORS["full"], COLORS["cola"]}
+    point = min(points_of(plan), key=lambda p: (p.family != "full", p.size != "s16", p.flops))
+    first = lines[COLORS["full"], "-"]
+    assert first.get_xdata()[0] == point.flops and first.get_ydata()[0] == point.loss
+    assert bands(axes)[0].get_paths()[0].get_extents().height > 0.1  # the range of seeds
+    # The axis is that of equal FLOPs: both families have them at a budget.
+    assert lines[COLORS["cola"], "-"].get_xdata() == pytest.approx(first.get_xdata(), rel=0.1)
 
 
 def test_lines_of_levels_that_coincide_are_both_seen(tmp_path):

@@ -1,0 +1,25 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""``scripts/measure_comm.py``: blocks that differ in nothing but their overlap are one."""
+
+from tests.scripts import load_script
+
+script = load_script("measure_comm")
+
+
+def row(scope, overlapped, calls=1):
+    names = {"scope": scope, "pass": "forward", "op": "all_gather", "mesh_dim": "fsdp"}
+    counts = {"calls": calls, "elements": 8, "bytes": 32, "overlapped_flops": overlapped}
+    expected = {"expected_calls": 1, "expected_elements": 8}
+    return {**names, "dtype": "float32", **counts, **expected}
+
+
+def test_blocks_that_overlap_differently_are_one():
+    table = [row("embedding", 0), row("block 0", 0), row("block 1", 2_500_000), row("head", 0)]
+    merged = script.one_block(table)
+    assert [r["scope"] for r in merged] == ["embedding", "block", "head"]
+    assert (merged[1]["overlapped_flops"], merged[1]["most_overlapped_flops"]) == (0, 2_500_000)
+    assert script.as_text(merged).splitlines()[2].endswith("0.0 to 2.5")
+    # The controls: equal overlaps need no range, and other counts are other blocks.
+    same = script.one_block([row("block 0", 7_000_000), row("block 1", 7_000_000)])
+    assert len(same) == 1 and script.as_text(same).endswith(" 7.0")
+    assert len(script.one_block([row("block 0", 0), row("block 1", 0, calls=2)])) == 2
