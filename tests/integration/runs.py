@@ -160,8 +160,9 @@ class Process:
         self._popen.send_signal(number)
 
     def rank_pids(self):
-        """The ranks below the launcher's torchrun."""
-        return [rank for torchrun in child_pids(self.pid) for rank in child_pids(torchrun)]
+        """The ranks below the launcher's torchrun, in order; process ids wrap around."""
+        pids = [rank for torchrun in child_pids(self.pid) for rank in child_pids(torchrun)]
+        return sorted(pids, key=rank_of)
 
     def wait_for_held(self, count):
         """Waits until that many ranks hold, see `tests.integration.held_train`."""
@@ -188,6 +189,15 @@ class Process:
         for reader in self._readers:
             reader.join(30)
         raise AssertionError(f"no end within {LIMIT} s:\n{self._texts}")
+
+
+def rank_of(pid):
+    """The rank of a process by the folder of its output (Linux only); -1 before that is open."""
+    try:
+        folder = Path(os.readlink(f"/proc/{pid}/fd/2")).parent.name
+    except OSError:
+        return -1
+    return int(folder) if folder.isdecimal() else -1
 
 
 def is_pending(pid, number):

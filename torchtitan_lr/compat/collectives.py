@@ -8,7 +8,6 @@ Tested with torch 2.11 and 2.13. The ledger raises for an operator that is not i
 """
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -24,7 +23,6 @@ __all__ = [
     "AsyncCollectiveTensor",
     "all_gather",
     "functional",
-    "gloo_group",
     "group_name_of",
     "group_size",
     "make_mesh_groups_by",
@@ -119,33 +117,6 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         _SECOND[group] = second
         _FIRST_NAMES[str(second.group_name)] = str(group.group_name)
     return _SECOND[group]
-
-
-def gloo_group(
-    store: dist.Store, rank: int, ranks: int, timeout: timedelta, address: str
-) -> dist.ProcessGroup:
-    """Return a group of gloo that listens on one address, whatever ``GLOO_SOCKET_IFNAME`` says.
-
-    torch has no public way to give a group its address, or to make one outside the default group.
-    ``ProcessGroupGloo._Options``, ``ProcessGroup._set_default_backend`` and ``_register_backend``
-    are used; if one is renamed, this raises an AttributeError.
-
-    Args:
-        store: By which the ranks meet.
-        rank: This one.
-        ranks: Their number.
-        timeout: Of a collective.
-        address: Of this machine.
-    """
-    gloo: Any = dist.ProcessGroupGloo  # torch's stubs know no options
-    options = gloo._Options()
-    options._timeout = timeout
-    options._devices = [gloo.create_device(hostname=address)]
-    backend = gloo(store, rank, ranks, options)
-    group = dist.ProcessGroup(store, rank, ranks)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    return group
 
 
 def _distinct(lists: list[Any]) -> list[Any]:

@@ -5,7 +5,8 @@ gloo ends the process that receives more than it expects, and no exception can b
 agree on the calls of a step before they make them. A step of a known kind has the calls that it had
 last time: the step's first call carries a digest of their sizes, and each member compares its own
 calls with them. In the first step of a kind, and while a member does not know it, members compare
-the sizes before each call. A difference loses the step, as any other failure of a collective does.
+the sizes before each call. A difference loses the step, as any other failure of a collective does,
+and the kind is no longer known: the next attempt compares again.
 """
 
 from collections.abc import Callable
@@ -77,6 +78,7 @@ class CallAgreement:
                 raise MismatchError(f"sum {place + 1} of this step has {size}, elsewhere another")
         elif self._expected[place : place + 1] != [size]:
             before = "".join(self._expected[place : place + 1]) or "no call"
+            del self.known[self._kind]
             raise MismatchError(f"sum {place + 1} of this step has {size}, before {before}")
 
     def end(self, committed: bool) -> None:

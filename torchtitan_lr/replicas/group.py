@@ -4,10 +4,11 @@
 It is a gloo group that is built anew whenever a replica joins or leaves. Each rank of a replica has
 its own, with the ranks of the same number in the other replicas.
 
-A collective that fails marks the whole step as lost: the group is aborted, so that the other
-replicas do not wait for the timeout, and later calls do nothing. No call raises. The step goes on
-with undefined sums up to the vote, which discards it: the ranks of one replica thus make the same
-calls to one another, whichever of them has lost a sum. torchft's own wrapper averages by default.
+A collective that fails marks the whole step as lost: this replica closes its connections, so that
+no other waits for it until the timeout, and its later calls do nothing. No call raises. The step
+goes on with undefined sums up to the vote, which discards it: the ranks of one replica thus make
+the same calls to one another, whichever of them has lost a sum. torchft's own wrapper averages by
+default.
 
 Members that would sum tensors of different sizes lose the step too (`agreement`).
 """
@@ -25,7 +26,7 @@ from torchft import ProcessGroupGloo
 from torchft.process_group import create_store_client
 from torchtitan.tools.logging import logger
 
-from torchtitan_lr.compat.collectives import gloo_group
+from torchtitan_lr.compat.gloo import GlooConnections, gloo_group
 from torchtitan_lr.replicas.agreement import ANY, CallAgreement
 
 
@@ -56,6 +57,7 @@ class ReplicaGroup(ProcessGroupGloo):
         self.bytes_sent = 0
         self.calls = CallAgreement()
         self.size_is_agreed = False
+        self._connections = GlooConnections(set(), set())
 
     def configure(
         self,
@@ -86,7 +88,7 @@ class ReplicaGroup(ProcessGroupGloo):
         self.abort(errored=False)
         store = create_store_client(store_addr, timeout=self.limit)
         # torchft's own would listen on any interface.
-        self._pg = gloo_group(store, rank, world_size, self.limit, self.address)
+        self._pg, self._connections = gloo_group(store, rank, world_size, self.limit, self.address)
 
     def errored(self) -> Exception | None:
         """Return why this step is lost; torchft's manager then votes against a commit."""
@@ -97,6 +99,7 @@ class ReplicaGroup(ProcessGroupGloo):
         if self.failure is None:
             self.failure = error
             logger.info("Collective of quorum %d failed: %s", self.generation, error)
+            self._connections.shut()
             self.abort()
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:

@@ -232,7 +232,7 @@ class ReplicaTrainer(Trainer):
             last = self.step >= self.job_config.training.steps
             exchanges = self.step % EXCHANGE_STEPS == 0 or self.checkpointer.is_due(self.step, last)
             due = self.optimizers.synchronizer.due(int(next(iter(self.optimizers)).steps))
-            group.calls.begin(repr((due, exchanges)))
+            group.calls.begin(repr((due, exchanges, len(group.replicas))))
             first = FirstCall(group, len(data.microbatches), partial(self._numbers, data))
             self._first = first
             self._forward_backward(data.microbatches, self._nominal)

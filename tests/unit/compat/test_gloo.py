@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchtitan_lr.compat.collectives import gloo_group
+from torchtitan_lr.compat.gloo import gloo_group
 
 
 def listening():
@@ -19,7 +19,7 @@ def listening():
 def test_a_group_listens_on_its_address_alone(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none such")  # torch's own choice would fail
     assert "0300007F" not in listening()
-    group = gloo_group(dist.HashStore(), 0, 1, timedelta(seconds=10), "127.0.0.3")
+    group, _ = gloo_group(dist.HashStore(), 0, 1, timedelta(seconds=10), "127.0.0.3")
     assert "0300007F" in listening()
     tensor = torch.ones(2)
     group.allreduce([tensor]).wait()
