@@ -21,7 +21,7 @@ PAGES = ROOT / "docs" / "results"
 HEADER = ("method", "measured", "compared with")
 ROWS = (
     (
-        "BTP 60M, per step",
+        "BTP 60M, T = 4, per step",
         "{Plans side by side/BTP/s per step} s, {Plans side by side/BTP/MB per step} MB",
         "vanilla {Plans side by side/vanilla/s per step} s, "
         "{Plans side by side/vanilla/MB per step} MB; "
