@@ -21,8 +21,8 @@ PAGES = ROOT / "docs" / "results"
 HEADER = ("method", "measured", "compared with")
 ROWS = (
     (
-        "BTP 60M, T = 4, per step",
-        "{Plans side by side/BTP/s per step} s, {Plans side by side/BTP/MB per step} MB",
+        "BTP 60M, T = 4",
+        "{Plans side by side/BTP/s per step} s, {Plans side by side/BTP/MB per step} MB/step",
         "vanilla {Plans side by side/vanilla/s per step} s, "
         "{Plans side by side/vanilla/MB per step} MB; "
         "full {Plans side by side/full rank/s per step} s, "
