@@ -7,6 +7,7 @@ rebinds only torchtitan's names and never patches torch itself. With an accelera
 the peak FLOP/s of unknown devices.
 """
 
+import ctypes
 import math
 import os
 import platform
@@ -23,6 +24,12 @@ from torchtitan_lr.compat.titan_trainer import (
     device_type,
     known_peak_flops,
 )
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+"""Parameters of glibc's ``mallopt``, by malloc.h."""
+
+_MALLOC_VARIABLES = {"GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"}
+"""A user who sets one of these decides about malloc."""
 
 
 class CpuDevice:
@@ -90,8 +97,24 @@ def peak_flops(device_name: str) -> float:
     return math.nan if known == UNKNOWN_PEAK and "A100" not in device_name else known
 
 
+def keep_freed_memory() -> None:
+    """Let malloc keep freed memory for the next step; do nothing where the C library is not glibc.
+
+    By default it returns large tensors to the kernel, which gives empty pages, one fault per 4 KiB,
+    to the tensors of the next step. In a virtual machine they can take most of a step
+    (docs/performance.md). The peak stays; what a step frees is no longer free for other processes.
+    """
+    if platform.libc_ver()[0] != "glibc" or not _MALLOC_VARIABLES.isdisjoint(os.environ):
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_MAX, 0)
+    libc.mallopt(_M_TRIM_THRESHOLD, -1)
+
+
 def bind_device() -> str:
     """Make torchtitan use the available device; call this before building a Trainer.
+
+    On a CPU this process keeps its memory, see `keep_freed_memory`.
 
     Returns:
         The device type: ``cuda``, ``xpu`` or ``cpu``.
@@ -99,4 +122,5 @@ def bind_device() -> str:
     bind_peak_flops(peak_flops)
     if not has_accelerator():
         bind_device_holders("cpu", CpuDevice())
+        keep_freed_memory()
     return device_type()
