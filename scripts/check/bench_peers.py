@@ -30,6 +30,7 @@ import torch
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line
 from torchtitan_lr.tools.peers import MODES, PEERS, Workload, as_text, draw, measure
+from torchtitan_lr.training.device import keep_freed_memory
 
 
 @in_one_line
@@ -64,6 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: got 'cuda', expected 'cpu', the only device here")
     torch.set_num_threads(options.threads)
+    if options.device == "cpu":
+        keep_freed_memory()  # as training does
     dtype, device = getattr(torch, options.dtype), options.device
     workload = Workload(
         options.flavor,
