@@ -3,7 +3,7 @@
 
 A decoding step reads all its weights and the whole cache once. With pages of 4 KiB, which are the
 default where the kernel gives large ones on request only, a core then waits for addresses: it reads
-18 GB/s instead of 25 on the machine of ``docs/results/cola_t11.md``.
+18 GB/s instead of 25 on the AMD machine of ``docs/results/cola_t11.md``.
 """
 
 import mmap

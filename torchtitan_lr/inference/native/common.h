@@ -27,8 +27,8 @@ enum Kind { EMBED, NORM, LINEAR, MIX, ATTEND, ATTEND_LATENT, QUANTIZE, SCREEN, P
 enum Ending { STORE, SILU, ADD, MULTIPLY };
 
 // How far a thread has fetched what the next attention reads: in part `part` (keys or values of a
-// head) of row `row`, up to number `number`.
-struct Cursor { int64_t row, part, number, bytes; };
+// head) of row `row`, up to number `number`; in all `bytes`, of `due` / 2^16 vectors to be fetched.
+struct Cursor { int64_t row, part, number, bytes, due; };
 
 struct Context {
     int64_t batch, column;
@@ -36,7 +36,7 @@ struct Context {
     mutable Cursor cursor;
 
     // An attention is done: what is fetched now is for the next one.
-    void restart() const { cursor = {batch * thread / threads, 0, 0, 0}; }
+    void restart() const { cursor = {batch * thread / threads, 0, 0, 0, 0}; }
 };
 
 // The part [begin, end) of `count` items that belongs to this thread.

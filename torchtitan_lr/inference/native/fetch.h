@@ -19,13 +19,18 @@ template <typename T> struct Fetch {
     void at(int64_t k) const { __builtin_prefetch(from + (k * rate >> 16) * Vec<T>::W, 0, 2); }
 };
 
-// Takes the next vectors of the cache that the attention `op` will read, at most `most`. Only their
-// order matters: a thread fetches about the rows that it will read.
-template <typename T> Fetch<T> take(const Op& op, const Context& c, const T* unused, int64_t most) {
+// Takes the next vectors of the cache that the attention `op` will read, for a tile of `k` input
+// channels that should fetch `rate` / 2^16 vectors per channel, so that memory is evenly busy. What
+// a tile could not take follows with the next ones. A thread fetches about the rows it will read.
+template <typename T>
+Fetch<T> take(const Op& op, const Context& c, const T* unused, int64_t k, int64_t rate) {
     constexpr int W = Vec<T>::W;
     Cursor& at = c.cursor;
     const int64_t end = c.batch * (c.thread + 1) / c.threads;
     if (at.row == end || at.bytes * c.threads >= FETCHED) return {unused, 0};
+    at.due += k * rate;
+    const int64_t most = std::min((at.due >> 16) - at.bytes / 64, k);
+    if (most <= 0) return {unused, 0};
     const int64_t groups = op.n[1], capacity = op.n[3];
     const int64_t values = op.kind == ATTEND ? groups : 1;
     const bool keys = at.part < groups;
@@ -40,7 +45,7 @@ template <typename T> Fetch<T> take(const Op& op, const Context& c, const T* unu
         at.part = (at.part + 1) % (groups + values);
         at.row += at.part == 0;
     }
-    return {from, (vectors << 16) / most};
+    return {from, (vectors << 16) / k};
 }
 
 }  // namespace

@@ -50,7 +50,7 @@ void tile(const T* x, int64_t x_stride, const T* w, int64_t k_size, T* y, int64_
     int64_t k = 0;
     for (; k + U <= k_size; k += U) {
         // The next panel comes from memory while this one is multiplied.
-        if (R == 8) __builtin_prefetch(next + (2 * k >> shift) * W), fetch.at(k);
+        if (R == 8) __builtin_prefetch(next + (2 * k >> shift) * W, 0, 2), fetch.at(k);
         for (int u = 0; u < U; ++u) {
             const V a = *(const V*)(w + (k + u) * NB), b = *(const V*)(w + (k + u) * NB + W);
             for (int r = 0; r < R; ++r) {
@@ -85,7 +85,8 @@ template <typename T> const T* first_panel(const Op& op, const Context& c) {
 // y (b, N) from x (b, K) and packed W; p: x, w, y; n: x stride, K, y stride, N, ending, and the
 // number of outputs after which the next K numbers of x follow (0: all have the same input),
 // and how many operations further the next product and the next attention are, in this step or,
-// before this operation, in the next step (0: that attention's cache is not fetched).
+// before this operation, in the next step (0: that attention's cache is not fetched), and the
+// vectors of it per 2^16 input channels of a tile.
 template <typename T> void linear(const Op& op, const Context& c) {
     constexpr int NB = 2 * Vec<T>::W;
     const T *input = (const T*)op.p[0], *weight = (const T*)op.p[1];
@@ -107,7 +108,7 @@ template <typename T> void linear(const Op& op, const Context& c) {
         for (; row + 8 <= c.batch; row += 8) {
             const T* next = after + ((row / 8) * 2 * k >> shift) * (NB / 2);
             tile<T, 8>(x + row * xs, xs, w, k, out + row * ys, ys, count, ending, next, shift,
-                       op.n[7] ? take((&op)[op.n[7]], c, x, k) : none);
+                       op.n[7] ? take((&op)[op.n[7]], c, x, k, op.n[8]) : none);
         }
         for (; row + 3 <= c.batch; row += 3)
             tile<T, 3>(x + row * xs, xs, w, k, out + row * ys, ys, count, ending, w, 0, none);

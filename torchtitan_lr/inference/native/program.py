@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.inference.cache import KeyValueCache, LatentLayerCache
 from torchtitan_lr.inference.native.build import load_library
+from torchtitan_lr.inference.native.look_ahead import Kind, look_ahead
 from torchtitan_lr.inference.native.packing import (
     CODES,
     TOGETHER,
@@ -43,21 +44,6 @@ from torchtitan_lr.models.llama import LlamaModel
 _RUNS = {torch.float32: "run_float", torch.float64: "run_double"}
 
 _EDGES = (DenseEdge, DownEdge, UpEdge, HeadEdge, MixEdge, ScreenedHead)
-
-
-class _Kind(IntEnum):
-    """Operations of ``step.cpp``, in its order."""
-
-    EMBED = 0
-    NORM = auto()
-    LINEAR = auto()
-    MIX = auto()
-    ATTEND = auto()
-    ATTEND_LATENT = auto()
-    QUANTIZE = auto()
-    SCREEN = auto()
-    PICK = auto()
-    ARGMAX = auto()
 
 
 class _Ending(IntEnum):
@@ -148,14 +134,15 @@ class Step:
         )
         self._held += [tokens, self._padding, self._table, self._scores]
         embedding = cast(nn.Embedding, model.tok_embeddings)
-        self._add(_Kind.EMBED, (tokens, embedding.weight, self._x), (d,))
+        self._add(Kind.EMBED, (tokens, embedding.weight, self._x), (d,))
         for index, block in enumerate(model.layers.values()):
             self._block(cast(TransformerBlock, block), index)
         self._norm(cast(nn.RMSNorm, model.norm))
         self.hidden = self._normed
         if greedy:
             self._head(tokens)
-        self._look_ahead()
+        fetches = native.fetches and len(model.layers)
+        look_ahead(self._ops, self._batch, fetches, native.dtype.itemsize)
         self._list = (Op * len(self._ops))(*self._ops)
 
     def __call__(self) -> None:
@@ -163,21 +150,6 @@ class Step:
         column = self._cache.advance()
         address = ctypes.addressof(self._list)
         self._native.run(address, len(self._ops), self._batch, column, self._threads)
-
-    def _look_ahead(self) -> None:
-        """Write into each product how far the next product and the next attention are.
-
-        The weight of the one and the cache of the other (if `fits`) are fetched meanwhile. After
-        the last ones follow the first ones, of the next step.
-        """
-        attentions = (_Kind.ATTEND, _Kind.ATTEND_LATENT)
-        product = next(i for i, op in enumerate(self._ops) if op.kind == _Kind.LINEAR)
-        attention = next(i for i, op in enumerate(self._ops) if op.kind in attentions)
-        for i, op in reversed(list(enumerate(self._ops))):
-            if op.kind == _Kind.LINEAR:
-                op.n[6], op.n[7], product = product - i, self._native.fetches * (attention - i), i
-            elif op.kind in attentions:
-                attention = i
 
     def _new(self, width: int, dtype: torch.dtype | None = None, rows: int = 0) -> Tensor:
         buffer = torch.zeros((rows or self._batch, width), dtype=dtype or self._native.dtype)
@@ -193,7 +165,7 @@ class Step:
 
     def _add(
         self,
-        kind: _Kind,
+        kind: Kind,
         pointers: Sequence[Tensor | None],
         numbers: Sequence[int],
         factor: float = 0.0,
@@ -215,11 +187,11 @@ class Step:
     ) -> None:
         """Add y (b, N) = x (b, K) times a packed weight; ``each``: outputs per K numbers of x."""
         numbers = (x.stride(0), weight.shape[1], y.stride(0), size, ending, each)
-        self._add(_Kind.LINEAR, (x, weight, y), numbers, **extra)
+        self._add(Kind.LINEAR, (x, weight, y), numbers, **extra)
 
     def _norm(self, norm: nn.RMSNorm) -> None:
         numbers = (self._x.shape[1],)
-        self._add(_Kind.NORM, (self._x, norm.weight, self._normed), numbers, cast(float, norm.eps))
+        self._add(Kind.NORM, (self._x, norm.weight, self._normed), numbers, cast(float, norm.eps))
 
     def _block(self, block: TransformerBlock, index: int) -> None:
         carried, self._raw, self._turn = self._carried, cast("list[Tensor]", []), index % 2
@@ -329,7 +301,7 @@ class Step:
             gate = 1.0 if linear.gate is None else linear.gate.item()
             buffers = (self._raw[i - len(factors)], previous, latents[i])
             numbers = (latents[i].shape[1], int(use_silu[i]))
-            self._add(_Kind.MIX, buffers, numbers, gate, wait=i == last)
+            self._add(Kind.MIX, buffers, numbers, gate, wait=i == last)
         last = min(last, kept - 1)
         for i, linear in enumerate(factors[:kept]):
             weight, size = packed[id(linear.B)], linear.B.out_features
@@ -344,7 +316,7 @@ class Step:
         latent = isinstance(layer, LatentLayerCache)
         groups, rank = keys.shape[1], values.shape[-1]
         mixed = self._shared(args.n_heads * rank, "mixed") if latent else self._attended
-        kind = _Kind.ATTEND_LATENT if latent else _Kind.ATTEND
+        kind = Kind.ATTEND_LATENT if latent else Kind.ATTEND
         buffers = (q, k, v, keys, values, mixed, self._table, self._padding, self._scores)
         numbers = (groups, width, self._cache.capacity, rank, self._scores.shape[-1])
         self._add(kind, buffers, (args.n_heads, *numbers))
@@ -371,19 +343,19 @@ class Step:
         if native.screen is None:
             logits = self._new(size)
             self._linear(self._normed, native.packed[id(head)], logits, size)
-            self._add(_Kind.ARGMAX, (logits, tokens), (size,))
+            self._add(Kind.ARGMAX, (logits, tokens), (size,))
             return
         codes, bounds = native.screen
         width = self._normed.shape[1]
         found = [self._new(width, torch.int8)]
         found += [self._new(1, dtype) for dtype in (*(torch.float32,) * 3, torch.int32)]
-        self._add(_Kind.QUANTIZE, (self._normed, *found), (width,))
+        self._add(Kind.QUANTIZE, (self._normed, *found), (width,))
         lowest = self._new(self._batch * CODES, torch.float32, self._threads)
         highest = self._new(len(codes), torch.float32)
         buffers = (*found, codes, bounds, lowest, highest, tokens)
         addresses = (self._normed.data_ptr(), head.weight.data_ptr())
-        self._add(_Kind.SCREEN, buffers, (width, size, *addresses))
-        self._add(_Kind.PICK, buffers, (width, size, *addresses))
+        self._add(Kind.SCREEN, buffers, (width, size, *addresses))
+        self._add(Kind.PICK, buffers, (width, size, *addresses))
 
 
 def _qkv(attention: Attention) -> list[nn.Module]:
