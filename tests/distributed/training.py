@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.distributed import ParallelDims
 
+from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.data.corpora import PythonStdlib
 from torchtitan_lr.tools import parity_runs
 from torchtitan_lr.tools.rank_pool import new_folder
@@ -207,7 +208,7 @@ def _trainer_with(fault: str, config: Any) -> Any:
 
 def _spoil(weight: Any) -> None:
     if weight.grad is not None:
-        weight.grad.to_local().view(-1)[0] = float("nan")
+        local_part(weight.grad).view(-1)[0] = float("nan")
 
 
 def _spoil_on_arrival(gradients: Any, weight: Any) -> None:
