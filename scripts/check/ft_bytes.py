@@ -14,16 +14,14 @@ Exit status: 0 the sums' payloads are within 1% of the formulas, 1 not, 2 invali
 """
 
 import argparse
-import importlib.util
 import json
 import signal
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line
+from torchtitan_lr.tools.cli import OneLineParser, in_one_line, new_folder
+from torchtitan_lr.tools.lighthouse import check_torchft
 
 SMALL = [
     *("--training.steps=100000", "--validation.no_enable", "--checkpoint.no_enable"),
@@ -40,8 +38,7 @@ AGREES = 0.01
 def main(argv: list[str] | None = None) -> int:
     """Measure and print a table; return the exit status."""
     options = _parse(argv)
-    if importlib.util.find_spec("torchft") is None:
-        raise ConfigError("torchft", None, "torchft (pip install 'torchtitan_lr[ft]')")
+    check_torchft()
     # Imported late: they need torch.
     from torchtitan_lr.tools.experiments import check_run
     from torchtitan_lr.tools.faults.fleet import Fleet, Setting
@@ -51,9 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
     arguments = [f"--job.config_file={options.config}", *SMALL, *options.overrides]
     config = check_run(arguments, 1)
-    folder = Path(options.out)
-    if folder.exists():
-        raise ConfigError("--out", options.out, "a folder without earlier results")
+    folder = new_folder(options.out)
     # Exit through the end of the block: namespaces outlive their process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     expected = formulas(arguments, config.fault_tolerance.group_size)

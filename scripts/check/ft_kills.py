@@ -24,7 +24,6 @@ Exit status: 0 all checks passed, 1 one failed or a replica failed, 2 invalid ar
 """
 
 import argparse
-import importlib.util
 import json
 import signal
 import sys
@@ -32,8 +31,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line
+from torchtitan_lr.tools.cli import OneLineParser, in_one_line, new_folder
+from torchtitan_lr.tools.lighthouse import check_torchft
 
 PARTS = ("kill", "stop", "two", "newcomer", "quorum", "network")
 
@@ -51,17 +50,14 @@ SMALL = [
 def main(argv: list[str] | None = None) -> int:
     """Run the parts, check them, and print a table; return the exit status."""
     options = _parse(argv)
-    if importlib.util.find_spec("torchft") is None:
-        raise ConfigError("torchft", None, "torchft (pip install 'torchtitan_lr[ft]')")
+    check_torchft()
     # Imported late: they need torch.
     from torchtitan_lr.tools.experiments import check_run
     from torchtitan_lr.tools.faults.verdict import as_json, summary
 
     arguments = [f"--job.config_file={options.config}", *SMALL, *options.overrides]
     config = check_run(arguments, 1)
-    folder = Path(options.out)
-    if folder.exists():
-        raise ConfigError("--out", options.out, "a folder without earlier results")
+    folder = new_folder(options.out)
     # Exit through the end of every part: namespaces outlive their process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     failed, results = False, {}

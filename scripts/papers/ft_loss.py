@@ -11,30 +11,25 @@ Exit status: 0 the runs have finished, 1 one failed, 2 invalid arguments.
 """
 
 import argparse
-import importlib.util
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line
+from torchtitan_lr.tools.cli import OneLineParser, in_one_line, new_folder
+from torchtitan_lr.tools.lighthouse import check_torchft
 
 
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Train with and without kills for every seed, and print a table; return the exit status."""
     options = _parse(argv)
-    if importlib.util.find_spec("torchft") is None:
-        raise ConfigError("torchft", None, "torchft (pip install 'torchtitan_lr[ft]')")
+    check_torchft()
     # Imported late: they need torch.
     from torchtitan_lr.tools.experiments import check_run
     from torchtitan_lr.tools.faults.fleet import Fleet, Place, Setting
     from torchtitan_lr.tools.faults.losses import as_table, train
 
-    folder = Path(options.out)
-    if folder.exists():
-        raise ConfigError("--out", options.out, "a folder without earlier results")
+    folder = new_folder(options.out)
     results = []
     for seed in options.seeds:
         for every in (0, options.every):

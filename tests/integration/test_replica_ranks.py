@@ -115,6 +115,6 @@ def test_a_rank_dies_and_all_is_as_in_one_process(layout, request, tmp_path):
         for key in keys:
             assert found[record["step"]][key] == pytest.approx(record[key], rel=1e-4), (key, record)
             assert logs[0][record["step"]]["tokens"] > 0
-    # The limit tells steps apart.
+    # The control: two steps differ by more than the limit.
     norms = [record["grad_norm"] for record in expected]
     assert all(abs(a / b - 1) > 1e-3 for a, b in pairwise(norms))

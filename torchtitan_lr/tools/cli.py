@@ -276,6 +276,21 @@ def overrides_of(items: Sequence[str]) -> list[str]:
     return [f"--{item}" for item in items]
 
 
+def new_folder(out: str) -> Path:
+    """Return the path of ``--out``, a folder that is yet to be made.
+
+    Args:
+        out: Value of the option.
+
+    Raises:
+        ConfigError: The folder exists.
+    """
+    folder = Path(out)
+    if folder.exists():
+        raise ConfigError("--out", out, "a folder without earlier results")
+    return folder
+
+
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format cells as a Markdown table, without a newline at its end.
 

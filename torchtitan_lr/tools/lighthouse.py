@@ -20,6 +20,12 @@ HEARTBEAT_SECONDS = 2.0
 """After this time without a heartbeat a replica counts as dead, and nothing waits for it."""
 
 
+def check_torchft() -> None:
+    """Raise a `ConfigError` if torchft, which is an extra, is not installed."""
+    if importlib.util.find_spec("torchft") is None:
+        raise ConfigError("torchft", None, "torchft (pip install 'torchtitan_lr[ft]')")
+
+
 @contextmanager
 def lighthouse(
     bind: str, min_replicas: int, join_seconds: float, heartbeat_seconds: float
@@ -38,8 +44,7 @@ def lighthouse(
     Raises:
         ConfigError: torchft is not installed, or the port is taken.
     """
-    if importlib.util.find_spec("torchft") is None:
-        raise ConfigError("torchft", None, "torchft (pip install 'torchtitan_lr[ft]')")
+    check_torchft()
     from torchft.coordination import LighthouseServer
 
     relay = NativeLines(b" [INFO] [torchft::")  # it writes several lines per step

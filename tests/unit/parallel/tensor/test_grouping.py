@@ -1,15 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Grouped linears of the plans on one rank (T = 1): gradients, and concatenations per step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.concatenations import Concatenations
 from torchtitan_lr.parallel.tensor.collectives import Ranks
@@ -18,14 +16,6 @@ from torchtitan_lr.parallel.tensor.online_norm import OnlineNorm, online_down
 from torchtitan_lr.parallel.tensor.shared_linear import SharedInput, shared_linear, shared_linears
 
 B, S, D, R = 2, 3, 8, 5
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    assert dist.group.WORLD is not None
-    yield Ranks(dist.group.WORLD.group_name, 1, 0)
-    dist.destroy_process_group()
 
 
 def shared(ranks: Ranks, x: Tensor, gamma: Tensor, *weights: Tensor) -> list[Tensor]:

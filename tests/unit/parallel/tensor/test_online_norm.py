@@ -1,13 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The norms of a feature-sharded stream on one rank (T = 1), against fp64; ranks: distributed."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.reference import rms_norm
 from torchtitan_lr.parallel.tensor.collectives import Ranks
@@ -18,14 +15,6 @@ from torchtitan_lr.parallel.tensor.online_norm import (
     sum_of_squares,
     sync_norm,
 )
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    assert dist.group.WORLD is not None
-    yield Ranks(dist.group.WORLD.group_name, 1, 0)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
