@@ -54,6 +54,7 @@ from torchtitan_lr.parallel.tensor.collectives import Ranks
 from torchtitan_lr.parallel.tensor.plans import PLANS as PLAN_TABLE
 from torchtitan_lr.parallel.tensor.plans import TPSettings
 from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
+from torchtitan_lr.training.device import keep_freed_memory
 
 Row: TypeAlias = dict[str, Any]
 """Measurements of one variant at one batch size, by name."""
@@ -89,6 +90,8 @@ def main(argv: list[str] | None = None) -> int:
         dist.init_process_group("gloo")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device", "cuda", "cpu, or a machine with a CUDA device")
+    if options.device == "cpu":
+        keep_freed_memory()  # as training does
     if options.threads:
         torch.set_num_threads(options.threads)
     models = {name: _build(name, options, ranks) for name in options.variants}

@@ -17,6 +17,7 @@ of its own: d_kv + G r numbers.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -29,6 +30,27 @@ from torchtitan_lr.models.layers import LowRankLinear
 
 KINDS = ("full", "latent")
 """Values of ``--cache``."""
+
+
+@dataclass
+class Columns:
+    """The columns of the present forward pass; the caches of all blocks share them.
+
+    Attributes:
+        capacity: Number of columns.
+        start: Number of columns filled before the present forward pass.
+        end: Number of columns filled after it.
+        first: Whether it is the first forward pass.
+        mask: Which columns the present tokens see, bool (b or 1, 1, s, t); None for causal or all.
+        written: The columns of the present tokens (s,), where shapes are static; else None.
+    """
+
+    capacity: int
+    start: int = 0
+    end: int = 0
+    first: bool = True
+    mask: Tensor | None = None
+    written: Tensor | None = None
 
 
 class KeyValueCache:
@@ -44,11 +66,7 @@ class KeyValueCache:
             pass on. No shape then changes from step to step, as a compiled step needs it.
 
     Attributes:
-        start: Number of columns filled before the present forward pass.
-        end: Number of columns filled after it.
-        first: Whether it is the first forward pass.
-        mask: Which columns the present tokens see, bool (b or 1, 1, s, t); None for causal or all.
-        columns: The columns of the present tokens (s,), where shapes are static; else None.
+        capacity: Number of columns.
         padding: Number of padded columns of each row.
     """
 
@@ -63,18 +81,16 @@ class KeyValueCache:
     ) -> None:
         width = max(lengths)
         self._static = static
-        self.first = True
-        self.columns: Tensor | None = None
         self.capacity = capacity
-        self.start = self.end = 0
-        self.mask: Tensor | None = None
+        # A block's cache holds these and not the whole one, which would then outlive its batch.
+        self._columns = Columns(capacity)
         # Kept only where rows differ: attention without a mask has faster kernels.
         self._padding: Tensor | None = None
         self.padding = [width - length for length in lengths]
         if min(lengths) < width:
             self._padding = torch.tensor([[width - length] for length in lengths], device=device)
         layer = {"full": LayerCache, "latent": LatentLayerCache}[kind]
-        self._layers = [layer(self) for _ in range(n_layers)]
+        self._layers = [layer(self._columns) for _ in range(n_layers)]
 
     def advance(self, new: int = 1) -> int:
         """Move on by ``new`` columns and return the first of them.
@@ -82,11 +98,12 @@ class KeyValueCache:
         Raises:
             ValueError: The cache has too few columns.
         """
-        if self.end + new > self.capacity:
-            raise ValueError(f"the cache has {self.capacity} columns, not {self.end + new}")
-        self.start, self.end = self.end, self.end + new
-        self.first = self.start == 0
-        return self.start
+        now = self._columns
+        if now.end + new > self.capacity:
+            raise ValueError(f"the cache has {self.capacity} columns, not {now.end + new}")
+        now.start, now.end = now.end, now.end + new
+        now.first = now.start == 0
+        return now.start
 
     def begin(self, table: Tensor, new: int) -> Tensor:
         """Move on by ``new`` columns and return the rotations of their positions.
@@ -102,12 +119,13 @@ class KeyValueCache:
             ValueError: The cache has too few columns.
         """
         self.advance(new)
-        columns = torch.arange(self.start, self.end, device=table.device)
-        static = self._static and not self.first
-        self.columns = columns if static else None
-        self.mask = self._build_mask(columns, self.capacity if static else self.end)
+        now = self._columns
+        columns = torch.arange(now.start, now.end, device=table.device)
+        static = self._static and not now.first
+        now.written = columns if static else None
+        now.mask = self._build_mask(columns, self.capacity if static else now.end)
         if self._padding is None:
-            return table[self.start : self.end]
+            return table[now.start : now.end]
         # Padding, and rows that go on after their end, take any row of the table.
         positions = (columns - self._padding).clamp(0, len(table) - 1)
         return table[positions]
@@ -120,7 +138,8 @@ class KeyValueCache:
             width: Number of columns that attention reads.
         """
         new = len(columns)
-        if self._padding is None and self.columns is None and (new == 1 or self.first):
+        now = self._columns
+        if self._padding is None and now.written is None and (new == 1 or now.first):
             return None
         read = torch.arange(width, device=columns.device)
         rows = columns[:, None]
@@ -144,11 +163,11 @@ class LayerCache:
     """Keys and values of one block, each (b, h_kv, capacity, head_dim).
 
     Args:
-        cache: The cache of the whole model, which knows the columns.
+        columns: The columns of the present forward pass.
     """
 
-    def __init__(self, cache: KeyValueCache) -> None:
-        self.cache = cache
+    def __init__(self, columns: Columns) -> None:
+        self.columns = columns
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
@@ -168,7 +187,7 @@ class LayerCache:
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with values, q (b, h, s, head_dim), k and v (b, h_kv, t, head_dim)."""
-        cache = self.cache
+        now = self.columns
         if q.shape[2] == 1 and q.shape[0] > 1 and q.device.type == "cpu":
             # On CPUs the fused kernel needs almost twice the time for one token per row.
             return (self.weights(q, k) @ v).view_as(q)
@@ -176,8 +195,8 @@ class LayerCache:
             q,
             k,
             v,
-            attn_mask=cache.mask,
-            is_causal=cache.mask is None and cache.first,
+            attn_mask=now.mask,
+            is_causal=now.mask is None and now.first,
             enable_gqa=q.shape[1] != k.shape[1],
         )
 
@@ -186,8 +205,8 @@ class LayerCache:
         batch, heads, _, width = q.shape
         groups = k.shape[1]
         scores = q.reshape(batch, groups, -1, width) @ k.mT * width**-0.5
-        if self.cache.mask is not None:
-            hidden = ~self.cache.mask.repeat(1, 1, heads // groups, 1)
+        if self.columns.mask is not None:
+            hidden = ~self.columns.mask.repeat(1, 1, heads // groups, 1)
             scores = scores.masked_fill(hidden, float("-inf"))
         return scores.softmax(-1)
 
@@ -201,19 +220,19 @@ class LayerCache:
         Returns:
             Keys and values of all columns so far; of all columns where shapes are static.
         """
+        now = self.columns
         if self.keys is None or self.values is None:
             # Zeros, since masked columns are multiplied by zero.
-            capacity = self.cache.capacity
+            capacity = now.capacity
             self.keys = new_zeros(k, (*k.shape[:2], capacity, k.shape[-1]))
             self.values = new_zeros(v, (*v.shape[:2], capacity, v.shape[-1]))
-        if self.cache.columns is not None:
-            self.keys.index_copy_(2, self.cache.columns, k)
-            self.values.index_copy_(2, self.cache.columns, v)
+        if now.written is not None:
+            self.keys.index_copy_(2, now.written, k)
+            self.values.index_copy_(2, now.written, v)
             return self.keys, self.values
-        start, end = self.cache.start, self.cache.end
-        self.keys[:, :, start:end] = k
-        self.values[:, :, start:end] = v
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        self.keys[:, :, now.start : now.end] = k
+        self.values[:, :, now.start : now.end] = v
+        return self.keys[:, :, : now.end], self.values[:, :, : now.end]
 
 
 class ValueLatentEdge(nn.Module):
@@ -235,8 +254,8 @@ class ValueLatentEdge(nn.Module):
 class LatentLayerCache(LayerCache):
     """Keys (b, h_kv, capacity, head_dim) and latents of values (b, G, capacity, r) of one block."""
 
-    def __init__(self, cache: KeyValueCache) -> None:
-        super().__init__(cache)
+    def __init__(self, columns: Columns) -> None:
+        super().__init__(columns)
         self._edge: ValueLatentEdge | None = None
 
     def up_edge(self, up: nn.Module) -> nn.Module:
@@ -250,7 +269,7 @@ class LatentLayerCache(LayerCache):
         wv = cast(LowRankLinear, wv)
         latents = v if v.dim() == 4 else v.unsqueeze(2)  # (b, s, G, r)
         keys, stored = self.store(k, latents.transpose(1, 2))
-        if self.cache.first and self._edge is not None:
+        if self.columns.first and self._edge is not None:
             # All latents are here: expanded once, they take the training kernel.
             (values,) = self._edge.up([v], [wv])
             return self.attention(q, keys, values.unflatten(-1, (-1, k.shape[-1])).transpose(1, 2))

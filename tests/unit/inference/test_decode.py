@@ -1,6 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Cached decoding against the model that reads the whole sequence again for every token."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -109,6 +112,22 @@ def test_a_prompt_may_be_read_in_parts():
             torch.testing.assert_close(logits[-1], expected, atol=1e-12, rtol=0)
     with pytest.raises(ValueError, match="12 columns, not 13"):
         cache.begin(model.freqs_cis, 1)
+
+
+@pytest.mark.parametrize("kind", ["full", "latent"])
+def test_a_cache_does_not_outlive_its_batch(kind):
+    """Its memory is free at once, without the garbage collector."""
+    model = build("cola")
+    decoder = Decoder(model, prompts_of(model), [5, 5, 5], GREEDY, [0] * 3, cache=kind)
+    decode(decoder)
+    buffers = weakref.ref(decoder.cache.layer(1).keys)
+    assert buffers() is not None
+    gc.disable()
+    try:
+        del decoder
+        assert buffers() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", ["cola", "cola_gqa", "cola_lanes"])

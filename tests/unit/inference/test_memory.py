@@ -6,6 +6,7 @@ import mmap
 import pytest
 import torch
 
+from torchtitan_lr.inference import memory
 from torchtitan_lr.inference.memory import new_zeros, zeros
 
 PAGE = 2 << 20
@@ -21,7 +22,39 @@ def test_zeros_are_writable_and_their_own(dtype):
     assert not second.any() and (first == 3).all()
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux only")
+linux_only = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux only")
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """The pages whose buffers are gone; none at first."""
+    pages: list[mmap.mmap] = []
+    monkeypatch.setattr(memory, "_free", pages)
+    return pages
+
+
+@linux_only
+def test_pages_are_used_again_when_the_last_view_is_gone(free):
+    buffer = zeros((3, PAGE), torch.float32)
+    place, view = buffer.data_ptr(), buffer.fill_(7)[1]
+    del buffer
+    other = zeros((3, PAGE), torch.float32)
+    assert other.data_ptr() != place and (view == 7).all()
+    del view
+    smaller = zeros((PAGE // 2,), torch.float64)
+    assert smaller.data_ptr() == place and not smaller.any() and not free
+
+
+@linux_only
+def test_new_pages_replace_free_ones_that_are_too_small(free):
+    buffers = [zeros((PAGE,), torch.float32) for _ in range(4)]
+    buffers.clear()
+    assert len(free) == 4
+    larger = [zeros((2, PAGE), torch.float32) for _ in range(3)]
+    assert len(free) == 1 and not any(buffer.any() for buffer in larger)
+
+
+@linux_only
 def test_large_buffers_begin_with_a_large_page():
     large = [zeros((PAGE // 4 + 1,), torch.float32) for _ in range(3)]
     assert all(buffer.data_ptr() % PAGE == 0 for buffer in large)
