@@ -1,6 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The step of the library against the model that reads the whole sequence again."""
 
+import time
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.inference.cache import KeyValueCache
 from torchtitan_lr.inference.decode import Decoder
 from torchtitan_lr.inference.native import build as library
-from torchtitan_lr.inference.native.packing import fits, pack, pack_codes
+from torchtitan_lr.inference.native.packing import Op, pack, pack_codes
 from torchtitan_lr.inference.native.program import NativeModel, Step
 from torchtitan_lr.inference.sampling import Sampling
 from torchtitan_lr.inference.screened_head import ScreenedHead, screen_head
@@ -132,6 +134,26 @@ def test_products_fetch_what_comes_next(kind):
                 assert passed.index(wanted) == (ahead - 1) % len(ops)
 
 
+@pytest.mark.parametrize("slow", ["with", "without"])
+def test_caches_are_fetched_where_that_is_faster(slow):
+    model = build("cola")
+    native, run, calls = NativeModel(model), NativeModel(model).run, []
+
+    def held_up(address, count, *rest):
+        ops = (Op * count).from_address(address)
+        calls.append(any(op.n[7] for op in ops))
+        if calls[-1] == (slow == "with"):
+            time.sleep(0.01)
+        run(address, count, *rest)
+
+    native.run = held_up
+    prompts = prompts_of(model)
+    rows = decode(Decoder(model, prompts, [12] * 3, GREEDY, [0] * 3, native=native))
+    assert set(calls[:6]) == {False, True}
+    assert len(calls) == 11 and set(calls[6:]) == {slow == "without"}
+    assert rows == decode(Decoder(model, prompts, [12] * 3, GREEDY, [0] * 3))
+
+
 def test_packed_weights_by_hand():
     weight = torch.arange(20 * 3, dtype=torch.float64).view(20, 3)
     packed = pack(weight)  # panels of 16 channels
@@ -162,9 +184,3 @@ def test_a_missing_compiler_is_refused(monkeypatch, tmp_path):
         monkeypatch.setenv("CXX", compiler)
         with pytest.raises(ConfigError, match=f"--native: got '{compiler}', expected .*{part}"):
             library.load_library.__wrapped__()
-
-
-def test_a_cache_is_fetched_where_it_stays():
-    """A large block's weights would push it out of the processor's cache."""
-    weights = [torch.empty(12 << 20, dtype=torch.uint8)] * 4
-    assert fits(weights, 3) and not fits(weights, 2)

@@ -60,11 +60,6 @@ def pack_together(weights: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def fits(packed: Sequence[Tensor], blocks: int) -> bool:
-    """Return whether a fetched cache remains in an L3 of 32 MiB beside the weights of a block."""
-    return sum(part.nbytes for part in packed) <= blocks * (16 << 20)
-
-
 def pack_codes(codes: Tensor) -> Tensor:
     """Pack codes (V, K) of eight bits, 128 added: [V / 16, K / 4, 16, 4].
 

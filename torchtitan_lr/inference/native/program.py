@@ -12,6 +12,7 @@ and the most likely token is chosen by the same call.
 """
 
 import ctypes
+import time
 from collections.abc import Sequence
 from enum import IntEnum, auto
 from typing import Any, cast
@@ -28,7 +29,6 @@ from torchtitan_lr.inference.native.packing import (
     TOGETHER,
     VECTOR_BYTES,
     Op,
-    fits,
     pack,
     pack_bounds,
     pack_codes,
@@ -40,6 +40,9 @@ from torchtitan_lr.models.block import Attention, FeedForward, TransformerBlock
 from torchtitan_lr.models.families.lax import MixEdge
 from torchtitan_lr.models.layers import DenseEdge, DownEdge, HeadEdge, LowRankLinear, UpEdge
 from torchtitan_lr.models.llama import LlamaModel
+
+_TRIALS = 6
+"""Steps in which both ways are timed: one that is held up decides nothing."""
 
 _RUNS = {torch.float32: "run_float", torch.float64: "run_double"}
 
@@ -88,7 +91,6 @@ class NativeModel:
         self.run.argtypes = (ctypes.c_void_p, *(ctypes.c_int64,) * 3, ctypes.c_int)
         linears = [module for module in model.layers.modules() if isinstance(module, nn.Linear)]
         packed = pack_together([linear.weight for linear in linears])
-        self.fetches = fits(packed, len(model.layers))
         self.packed = {id(linear): part for linear, part in zip(linears, packed, strict=True)}
         self.head = cast(nn.Linear, model.output)
         screened = self.head.head
@@ -141,15 +143,29 @@ class Step:
         self.hidden = self._normed
         if greedy:
             self._head(tokens)
-        fetches = native.fetches and len(model.layers)
-        look_ahead(self._ops, self._batch, fetches, native.dtype.itemsize)
-        self._list = (Op * len(self._ops))(*self._ops)
+        self._lists = [self._ended(0), self._ended(len(model.layers))]
+        self._seconds: list[float] = []
 
     def __call__(self) -> None:
-        """Read the present tokens and compute the next ones."""
+        """Read the present tokens and compute the next ones.
+
+        Whether fetching caches saves time depends on the processor's own caches. The first steps
+        are computed both ways in turn, the others in the faster way. The results are the same.
+        """
         column = self._cache.advance()
-        address = ctypes.addressof(self._list)
-        self._native.run(address, len(self._ops), self._batch, column, self._threads)
+        ops = self._lists[len(self._seconds) % len(self._lists)]
+        begin = time.perf_counter()
+        self._native.run(ctypes.addressof(ops), len(ops), self._batch, column, self._threads)
+        if len(self._lists) > 1:
+            self._seconds.append(time.perf_counter() - begin)
+            if len(self._seconds) == _TRIALS:
+                plain, fetching = (min(self._seconds[way::2]) for way in (0, 1))
+                self._lists = [self._lists[fetching < plain]]
+
+    def _ended(self, fetches: int) -> ctypes.Array[Op]:
+        """Return the operations as the library reads them; ``fetches`` as in `look_ahead`."""
+        look_ahead(self._ops, self._batch, fetches, self._native.dtype.itemsize)
+        return (Op * len(self._ops))(*self._ops)
 
     def _new(self, width: int, dtype: torch.dtype | None = None, rows: int = 0) -> Tensor:
         buffer = torch.zeros((rows or self._batch, width), dtype=dtype or self._native.dtype)
