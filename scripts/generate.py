@@ -137,14 +137,11 @@ def run(args: argparse.Namespace, prompts: list[str] | None) -> None:
     from torchtitan_lr.inference.screened_head import screen_head
     from torchtitan_lr.tools.generate import Settings, complete
     from torchtitan_lr.tools.generate_ranks import from_first_rank, load_on_ranks
-    from torchtitan_lr.training.device import keep_freed_memory
 
     first = prompts is not None
     model, tokenizer, choice = load_on_ranks(
         args.checkpoint, args.config, args.device, args.cache, args.overrides
     )
-    if model.freqs_cis.device.type == "cpu":
-        keep_freed_memory()  # as training does
     prompts = from_first_rank(prompts)
     settings = Settings(
         args.max_new_tokens,

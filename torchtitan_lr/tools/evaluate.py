@@ -36,7 +36,7 @@ from torchtitan_lr.tools.ranks import (
     start_group,
     started_by_torchrun,
 )
-from torchtitan_lr.training.device import bind_device, keep_freed_memory
+from torchtitan_lr.training.device import bind_device
 from torchtitan_lr.training.validate import sum_losses
 
 
@@ -77,8 +77,6 @@ Batches = EvaluationSet | ValidationSet
 def _alone(options: argparse.Namespace, source: Source | MixtureSource | None) -> dict[str, Any]:
     """Evaluate in this process, without a process group."""
     model, tokenizer = load_for_inference(options.checkpoint, options.config, options.device)
-    if model.freqs_cis.device.type == "cpu":
-        keep_freed_memory()  # as training does
     batches: Batches
     if source is None:
         config = read_run_config(options.checkpoint, options.config)

@@ -26,6 +26,7 @@ from torchtitan_lr.parallel.tensor.collectives import Ranks
 from torchtitan_lr.parallel.tensor.plan import TPSettings
 from torchtitan_lr.tools.exported import is_export, load_export
 from torchtitan_lr.tools.loading import load_for_inference, open_weights, read_for_inference
+from torchtitan_lr.training.device import keep_freed_memory
 
 DEGREE = "parallelism.tensor_parallel_degree"
 
@@ -129,6 +130,8 @@ def _start(device: str) -> DeviceMesh:
         torch.cuda.set_device(local_rank)
     elif kind != "cpu":
         raise ConfigError("--device", device, "cpu or cuda for several ranks")
+    else:
+        keep_freed_memory()
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
     return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("tp",))

@@ -28,6 +28,7 @@ from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.stored_args import read_model_args as read_model_args
 from torchtitan_lr.tools.weights import StoredWeights, no_checkpoint, parameter_shapes
+from torchtitan_lr.training.device import keep_freed_memory
 from torchtitan_lr.training.fingerprint import (
     TOKENIZER,
     check_fingerprint,
@@ -159,6 +160,8 @@ def load_for_inference(
 ) -> tuple[LlamaModel, Any]:
     """Load a checkpoint's model onto a device, with the tokenizer of its run.
 
+    On a CPU this process keeps its memory, see `training.device.keep_freed_memory`.
+
     Args:
         step_dir: The checkpoint, ``<dump folder>/<checkpoint folder>/step-<n>``.
         config_file: A TOML to read instead of the run's saved configuration.
@@ -178,6 +181,8 @@ def load_for_inference(
     if check is not None:
         check(args)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu":
+        keep_freed_memory()
     if is_export(step_dir):
         model = load_export(step_dir)
     else:
