@@ -114,7 +114,8 @@ def test_btp_communicates_nothing_more(two_ranks: RankPool) -> None:
 def test_btp_communicates_nothing_more_compiled(
     comm: str, change: str, two_ranks: RankPool
 ) -> None:
-    case = Case("cola", TPSettings("btp", comm=comm), degree=2)
+    # In fp64 torch 2.11's inductor confuses the dtype of the CPU's attention.
+    case = Case("cola", TPSettings("btp", comm=comm), degree=2, dtype=torch.float32)
     without = two_ranks.run(measure, case, "compile_last")[0]
     assert two_ranks.run(measure, case, change, "compile_last")[0] == without
 

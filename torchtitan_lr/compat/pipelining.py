@@ -18,7 +18,21 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-__all__ = ["PipelineSchedule", "forward_only", "rank_order", "stages_built_by"]
+__all__ = [
+    "SPLITS_BACKWARD",
+    "PipelineSchedule",
+    "forward_only",
+    "rank_order",
+    "stages_built_by",
+]
+
+SPLITS_BACKWARD = torch.__version__ >= "2.13"
+"""Whether torch's two halves of a stage's backward give the right gradients.
+
+Before torch 2.13 the second half fails at a custom Function whose node nothing else holds, adds up
+the gradients of a node's several outputs, and counts a gradient twice that passes two of the nodes
+where it begins.
+"""
 
 PipelineSchedule = _PipelineSchedule
 """The common base class of all schedules, which torch does not export; used as a type only."""

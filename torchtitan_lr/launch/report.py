@@ -16,9 +16,8 @@ from torchtitan_lr.training.summary import SUMMARY_FILE
 
 # Lines that must reach the console: error messages, and how to resume (printed by rank 0 only).
 _FINAL_LINE = re.compile(r"^error: |\bStopped by .* after step ")
-_ENDED_BY_SIGNAL = re.compile(
-    r"local_rank: (\d+)\)\n\s*exitcode\s*: -\d+ \(pid: (\d+)\)\s+\((SIG\w+)\)"
-)
+# Before torch 2.13 the line ends here; later the signal's name follows.
+_ENDED_BY_SIGNAL = re.compile(r"local_rank: (\d+)\)\n\s*exitcode\s*: -(\d+) \(pid: (\d+)\)")
 _FRAME = re.compile(r'File "([^"]+)", line \d+, in (\w+)')
 _LOST_RENDEZVOUS = re.compile(r"^\S*Rendezvous(Connection|Closed|Timeout)Error", re.MULTILINE)
 _LOST_STORE = re.compile(
@@ -27,6 +26,7 @@ _LOST_STORE = re.compile(
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 DID_NOT_END = "did not end on SIGTERM, and was killed"
 """End of the ``launcher.log`` line ``rank process PID ...`` of a rank that torchrun killed."""
+_NAMES = {number.value: number.name for number in signal.Signals}
 _UNKNOWN_CAUSE = "the ranks ended with status"
 _TAIL_BYTES = 1 << 16
 _LITTLE_SPACE = 1 << 20  # bytes; a disk with less free space counts as full
@@ -197,8 +197,9 @@ def _signalled(log_folder: Path) -> list[tuple[int, str, bool]]:
     """Return the ranks ended by a signal, the signal's name, and whether torchrun killed them."""
     report = _launcher_log(log_folder)
     return [
-        (int(rank), name, f"rank process {pid} {DID_NOT_END}" in report)
-        for rank, pid, name in _ENDED_BY_SIGNAL.findall(report)
+        (int(rank), _NAMES[int(number)], f"rank process {pid} {DID_NOT_END}" in report)
+        for rank, number, pid in _ENDED_BY_SIGNAL.findall(report)
+        if int(number) in _NAMES
     ]
 
 

@@ -81,6 +81,8 @@ Root Cause (first observed failure):
     [
         ("-9 (pid: 13189)  (SIGKILL)", (1, "SIGKILL")),
         ("-11 (pid: 13189)  (SIGSEGV)", (1, "SIGSEGV")),
+        ("-9 (pid: 13189)", (1, "SIGKILL")),  # before torch 2.13
+        ("-99 (pid: 13189)", None),
         ("1 (pid: 13189)", None),
         ("-15 (pid: 13189)  (SIGTERM)", None),
     ],

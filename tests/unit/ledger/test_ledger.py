@@ -38,7 +38,8 @@ class Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        out = functional.reduce_scatter_tensor(gradient, "sum", 4, world())
+        # The gradient of a sum is expanded; before torch 2.13 the operator refuses it.
+        out = functional.reduce_scatter_tensor(gradient.contiguous(), "sum", 4, world())
         return functional.wait_tensor(functional.all_gather_into_tensor(out, 4, world()))
 
 

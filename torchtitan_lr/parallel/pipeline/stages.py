@@ -15,11 +15,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from torchtitan_lr.compat.pipelining import SPLITS_BACKWARD
 from torchtitan_lr.parallel.pipeline.boundaries import Boundary, mark
 
 
 class Stage(PipelineStage):
-    """A `PipelineStage` that labels its messages for the ledger; arguments as in torch."""
+    """A `PipelineStage` that labels its messages for the ledger; arguments as in torch.
+
+    Where torch's halves of backward are wrong, the first one is the whole, and the second nothing.
+    """
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Run backward of a micro-batch, or the half of it that makes the input's gradient."""
+        full_backward = full_backward or not SPLITS_BACKWARD
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Run the half of a micro-batch's backward that makes the weights' gradients."""
+        if SPLITS_BACKWARD:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Return operations that receive activations from the previous stage."""

@@ -3,10 +3,16 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import ScheduleZBVZeroBubble
 
 from tests.unit.tiny import build_tiny, tokens
+from torchtitan_lr.compat.pipelining import SPLITS_BACKWARD
+from torchtitan_lr.models.remade import silu_linear
+from torchtitan_lr.parallel.pipeline import stages
 from torchtitan_lr.parallel.pipeline.boundaries import Boundary, stage_boundary
-from torchtitan_lr.parallel.pipeline.stages import pack, pack_messages, unpack
+from torchtitan_lr.parallel.pipeline.stages import Stage, pack, pack_messages, unpack
 from torchtitan_lr.parallel.tensor.plans import TPSettings
 
 
@@ -82,3 +88,59 @@ def test_gradients_cross_a_boundary(family):
     for name, parameter in (*first.named_parameters(), *last.named_parameters()):
         # fp64: the same sums, in another order at most.
         assert torch.allclose(parameter.grad, expected[name], rtol=1e-10, atol=1e-12), name
+
+
+class SumAndProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x + weight.sum(0), x @ weight
+
+    @staticmethod
+    def backward(ctx, of_sum, of_product):
+        x, weight = ctx.saved_tensors
+        return of_sum + of_product @ weight.T, of_sum.sum(0) + x.T @ of_product
+
+
+PARTS = {
+    "a Function": silu_linear,
+    "two outputs": lambda x, weight: torch.mul(*SumAndProduct.apply(x, weight)),
+    "one weight used twice": lambda x, weight: torch.tanh(torch.tanh(x @ weight) @ weight),
+}
+
+
+class Part(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+        self.function = PARTS[name]
+
+    def forward(self, x):
+        return self.function(x, self.weight)
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("name", PARTS)
+def test_both_halves_of_backward_give_the_gradients(name, splits, group, monkeypatch):
+    if splits and not SPLITS_BACKWARD:
+        pytest.skip("before torch 2.13 the halves of a stage's backward are wrong")
+    monkeypatch.setattr(stages, "SPLITS_BACKWARD", splits)
+    parts = nn.Sequential(Part(name), Part(name))
+    x = torch.randn(4, 4, dtype=torch.float64)
+    expected = torch.autograd.grad(parts(x).sum(), list(parts.parameters()))
+    message = torch.empty(2, 4, dtype=torch.float64, device="meta", requires_grad=True)
+    shapes = {"input_args": message, "output_args": message, "group": group}
+    local = [Stage(part, index, 2, x.device, **shapes) for index, part in enumerate(parts)]
+    schedule = ScheduleZBVZeroBubble(
+        local, n_microbatches=2, loss_fn=lambda output, _: output.sum(), scale_grads=False
+    )
+    schedule.step(x, target=x)
+    for part, gradient in zip(parts, expected, strict=True):
+        torch.testing.assert_close(part.weight.grad, gradient)
