@@ -23,6 +23,9 @@ from torch import Tensor
 _PAGE = 2 << 20
 """Bytes of a large page."""
 
+_MOST = 8
+"""Used pages may be that many times as large as a buffer: a cache does not hold a model's pages."""
+
 _free: list[mmap.mmap] = []
 """Pages whose buffers are gone."""
 
@@ -31,8 +34,8 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return zeros in the CPU's memory, in large pages if they fill half of one.
 
     Large pages outlive their buffer. The next buffer takes the smallest free ones that are large
-    enough; new pages replace free ones that are not, so that their number does not grow. Systems
-    without large pages give small ones.
+    enough, and not far too large; else new pages replace free ones, so that their number does not
+    grow. Systems without large pages give small ones.
 
     Args:
         shape: Any shape.
@@ -43,7 +46,8 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(*shape, dtype=dtype)
     size += -size % _PAGE + _PAGE  # one more: the kernel's pages need not begin with a large one
     _free.sort(key=len)
-    fitting = next((i for i, pages in enumerate(_free) if len(pages) >= size), None)
+    fits = (i for i, pages in enumerate(_free) if size <= len(pages) <= _MOST * size)
+    fitting = next(fits, None)
     pages = _new_pages(size) if fitting is None else _free.pop(fitting)
     buffer = (ctypes.c_byte * len(pages)).from_buffer(pages)
     weakref.finalize(buffer, _free.append, pages).atexit = False

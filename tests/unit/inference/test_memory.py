@@ -55,6 +55,16 @@ def test_new_pages_replace_free_ones_that_are_too_small(free):
 
 
 @linux_only
+def test_a_small_buffer_does_not_take_a_large_one_s_pages(free):
+    large = zeros((32, PAGE), torch.float32)
+    del large
+    (pages,) = free
+    small = zeros((PAGE // 4,), torch.float32)
+    assert not free and not small.any()
+    pages.close()  # raises where a buffer lies in them
+
+
+@linux_only
 def test_large_buffers_begin_with_a_large_page(free, monkeypatch):
     # New kernels align lengths of whole large pages by themselves.
     new, more = mmap.mmap, mmap.PAGESIZE
