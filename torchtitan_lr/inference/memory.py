@@ -50,7 +50,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     fitting = next(fits, None)
     pages = _new_pages(size) if fitting is None else _free.pop(fitting)
     buffer = (ctypes.c_byte * len(pages)).from_buffer(pages)
-    weakref.finalize(buffer, _free.append, pages).atexit = False
+    weakref.finalize(buffer, _free.append, pages)
     start = -ctypes.addressof(buffer) % _PAGE
     found = torch.frombuffer(buffer, dtype=dtype, count=prod(shape), offset=start).view(*shape)
     return found if fitting is None else found.zero_()
