@@ -40,7 +40,8 @@ class Columns:
         capacity: Number of columns.
         start: Number of columns filled before the present forward pass.
         end: Number of columns filled after it.
-        first: Whether it is the first forward pass.
+        first: Whether it is the first forward pass. Kept beside ``start``, because a compiled step
+            that read ``start`` would be compiled anew for every token.
         mask: Which columns the present tokens see, bool (b or 1, 1, s, t); None for causal or all.
         written: The columns of the present tokens (s,), where shapes are static; else None.
     """

@@ -137,7 +137,8 @@ def test_products_fetch_what_comes_next(kind):
 @pytest.mark.parametrize("slow", ["with", "without"])
 def test_caches_are_fetched_where_that_is_faster(slow):
     model = build("cola")
-    native, run, calls = NativeModel(model), NativeModel(model).run, []
+    native, calls = NativeModel(model), []
+    run = native.run
 
     def held_up(address, count, *rest):
         ops = (Op * count).from_address(address)
