@@ -9,7 +9,7 @@ import math
 import sys
 from pathlib import Path
 
-from torchtitan_lr.tools.cli import OneLineParser
+from torchtitan_lr.commands.parser import OneLineParser
 
 # Loss of uniform predictions over 4096 tokens; an untrained model starts slightly above it.
 UNIFORM_LOSS = math.log(4096)

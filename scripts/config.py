@@ -24,7 +24,7 @@ import argparse
 import json
 import sys
 
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 
 
 @in_one_line
@@ -32,12 +32,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit status."""
     options = _parse(argv)
     if options.action == "list":
-        from torchtitan_lr.tools.configs import list_as_text, list_configs
+        from torchtitan_lr.commands.configs import list_as_text, list_configs
 
         rows = list_configs()
         print(json.dumps(rows, indent=1) if options.json else list_as_text(rows))
         return 0
-    from torchtitan_lr.tools.origins import as_toml, read_origins  # late: they need torch
+    from torchtitan_lr.commands.origins import as_toml, read_origins  # late: they need torch
 
     shown, note = read_origins(options.config, options.overrides)
     if options.changed:

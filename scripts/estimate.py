@@ -34,8 +34,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line
-from torchtitan_lr.tools.variants import PLANS, read_plans
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.estimate.variants import PLANS, read_plans
 
 HARDWARE = Path(__file__).parent / "hardware"
 
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     config = build_job_config([f"--job.config_file={options.config}", *options.overrides])
     world = default_world(config) if options.world is None else options.world
     report = _estimate(config, world, hardware, plans, options.checkpointing)
-    from torchtitan_lr.tools.estimate_report import as_text
+    from torchtitan_lr.estimate.report import as_text
 
     print(
         json.dumps(report, indent=2) if options.json else as_text(report, hardware, options.storage)
@@ -109,8 +109,8 @@ def _estimate(
 ) -> dict[str, Any]:
     import torchtitan_lr.training.register  # noqa: F401
     from torchtitan_lr.checks.job import check_job_config
+    from torchtitan_lr.estimate.report import estimate
     from torchtitan_lr.estimate.run import read_run
-    from torchtitan_lr.tools.estimate_report import estimate
 
     check_job_config(config, world, "cuda", on_paper=True)
     return estimate(read_run(config, world), hardware, checkpointing, plans)

@@ -29,9 +29,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.processes import end_with_torchrun, exit_without_teardown
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -149,7 +149,7 @@ def as_text(result: dict[str, Any]) -> str:
     """Format the results, one per line.
 
     Args:
-        result: What `torchtitan_lr.tools.evaluate.evaluate` returned, or that of its tasks.
+        result: What `torchtitan_lr.commands.evaluate.evaluate` returned, or that of its tasks.
     """
     if "tasks" in result:
         lines = {
@@ -177,9 +177,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_args(argv)
     # Imported late: torchtitan takes seconds, and --help and argument errors do not need it.
     if options.tasks:
-        from torchtitan_lr.tools.harness import evaluate_tasks as evaluate
+        from torchtitan_lr.commands.harness import evaluate_tasks as evaluate
     else:
-        from torchtitan_lr.tools.evaluate import evaluate
+        from torchtitan_lr.commands.evaluate import evaluate
 
     result = evaluate(options)
     if os.environ.get("RANK", "0") != "0":

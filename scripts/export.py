@@ -17,8 +17,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line
 
 DTYPES = ("checkpoint", "float32", "bfloat16")
 
@@ -78,10 +78,10 @@ def export(args: argparse.Namespace) -> None:
     # Imported late: torchtitan takes seconds, and --help and argument errors do not need it.
     import torch
 
-    from torchtitan_lr.tools.export import check_hf_exportable, export_factored
-    from torchtitan_lr.tools.hf.folder import add_tokenizer, export_folder, find_tokenizer
-    from torchtitan_lr.tools.hf.shards import read_size
-    from torchtitan_lr.tools.loading import build_model_args, open_weights, read_run_config
+    from torchtitan_lr.hf.export import check_hf_exportable, export_factored
+    from torchtitan_lr.hf.folder import add_tokenizer, export_folder, find_tokenizer
+    from torchtitan_lr.hf.loading import build_model_args, open_weights, read_run_config
+    from torchtitan_lr.hf.shards import read_size
 
     max_bytes = read_size(args.max_shard_size)
     config = read_run_config(args.checkpoint, args.config)

@@ -29,8 +29,8 @@ import sys
 import time
 from pathlib import Path
 
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line
 
 _PATIENCE = 20.0
 """Seconds that a rank waits before it prints an error; every rank meets a wrong option."""
@@ -131,12 +131,12 @@ def run(args: argparse.Namespace, prompts: list[str] | None) -> None:
         ConfigError: The model cannot be loaded, or a prompt cannot be continued.
     """
     # Imported late: torchtitan takes seconds, and --help and argument errors do not need it.
+    from torchtitan_lr.commands.generate import Settings, complete
+    from torchtitan_lr.hf.generate_ranks import from_first_rank, load_on_ranks
     from torchtitan_lr.inference.decode import compile_blocks
     from torchtitan_lr.inference.native.program import NativeModel
     from torchtitan_lr.inference.sampling import Sampling
     from torchtitan_lr.inference.screened_head import screen_head
-    from torchtitan_lr.tools.generate import Settings, complete
-    from torchtitan_lr.tools.generate_ranks import from_first_rank, load_on_ranks
 
     first = prompts is not None
     model, tokenizer, choice = load_on_ranks(
@@ -204,14 +204,14 @@ def main(argv: list[str] | None = None) -> int:
             time.sleep(_PATIENCE)
         raise
     if "WORLD_SIZE" in os.environ:
-        from torchtitan_lr.tools.generate_ranks import leave_group
+        from torchtitan_lr.hf.generate_ranks import leave_group
 
         leave_group()
     return 0
 
 
 def _read(source: Path) -> list[str]:
-    from torchtitan_lr.tools.generate import read_prompts
+    from torchtitan_lr.commands.generate import read_prompts
 
     return read_prompts(source)
 

@@ -21,8 +21,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line
 
 DTYPES = ("float32", "bfloat16")
 
@@ -79,7 +79,7 @@ def print_matrix(matrix: Any) -> None:
     """Print the error of one factorised matrix.
 
     Args:
-        matrix: A `torchtitan_lr.tools.svd_import.MatrixReport`.
+        matrix: A `torchtitan_lr.hf.svd_import.MatrixReport`.
     """
     shape = "x".join(map(str, matrix.shape))
     line = f"{matrix.name:<28}{shape:>12}  rank {matrix.rank:<5} error {matrix.error:.4f}"
@@ -92,7 +92,7 @@ def as_text(result: dict[str, Any]) -> str:
     """Format the result, with the commands that train it.
 
     Args:
-        result: What `torchtitan_lr.tools.import_hf.import_folder` returned.
+        result: What `torchtitan_lr.hf.import_hf.import_folder` returned.
     """
     lines = {"model": f"{result['model']}, {result['parameters']:,} parameters"}
     for key in ("error", "weighted_error"):
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.out.exists() and not (options.out.is_dir() and not any(options.out.iterdir())):
         raise ConfigError("OUT", str(options.out), "a folder that is empty or new")
     # Imported late: torchtitan takes seconds, and --help and argument errors do not need it.
-    from torchtitan_lr.tools.import_hf import import_folder
+    from torchtitan_lr.hf.import_hf import import_folder
 
     report = (lambda matrix: None) if options.json else print_matrix
     result = import_folder(options, report, lambda text: print(text, file=sys.stderr))

@@ -15,8 +15,8 @@ Exit status: 0, or 2 for an invalid configuration.
 
 import sys
 
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line
-from torchtitan_lr.tools.seed_checkpoint import make_seed_checkpoint
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.training.seed_checkpoint import make_seed_checkpoint
 
 
 @in_one_line

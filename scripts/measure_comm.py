@@ -20,9 +20,10 @@ import json
 import sys
 from typing import Any
 
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
-from torchtitan_lr.tools.experiments import place_run, report_from_rank, run_on_ranks
+from torchtitan_lr.scaling.experiments import place_run, report_from_rank, run_on_ranks
 
 QUIET = [
     "--training.steps=1",

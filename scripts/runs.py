@@ -14,9 +14,9 @@ Exit status: 0 success, 1 there is no run, 2 invalid arguments.
 import sys
 from pathlib import Path
 
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.commands.runs import as_json, as_text, describe, find_runs, plot
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line
-from torchtitan_lr.tools.runs import as_json, as_text, describe, find_runs, plot
 
 
 @in_one_line

@@ -31,19 +31,19 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 
 
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Execute a command; returns the exit status."""
     options = _parse(argv)
-    from torchtitan_lr.tools.scaling.experiment import read_experiment
+    from torchtitan_lr.scaling.experiment import read_experiment
 
     experiment = read_experiment(options.experiment)
     # Late: a wrong experiment is reported without torch.
-    from torchtitan_lr.tools.scaling import commands
-    from torchtitan_lr.tools.scaling.plan import Plan
+    from torchtitan_lr.scaling import commands
+    from torchtitan_lr.scaling.plan import Plan
 
     work = Path(options.work or f"outputs/{experiment.name}")
     commands.open_folder(work)

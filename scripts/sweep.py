@@ -22,12 +22,12 @@ import json
 import sys
 from pathlib import Path
 
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.folder_lock import lock_file
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line
-from torchtitan_lr.tools.experiments import Stopped, on_signals_stop
-from torchtitan_lr.tools.sweep import Sweep, as_markdown, check_own_keys, parse_grid, points_of
+from torchtitan_lr.scaling.experiments import Stopped, on_signals_stop
+from torchtitan_lr.scaling.sweep import Sweep, as_markdown, check_own_keys, parse_grid, points_of
 
 
 @in_one_line

@@ -15,10 +15,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.data.corpora import build_corpus
 from torchtitan_lr.data.llama3 import BOS, EOS, NUM_LLAMA3_SPECIALS
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line
-from torchtitan_lr.tools.train_tokenizer import make_folder, save_hf, save_tiktoken, train_bpe
+from torchtitan_lr.data.train_tokenizer import make_folder, save_hf, save_tiktoken, train_bpe
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -21,3 +21,7 @@ class ConfigError(ValueError):
 
 class DataError(ConfigError):
     """Unreadable training text; ``got`` is the file, with the line number for line formats."""
+
+
+class RunFailedError(RuntimeError):
+    """A run ended with an error; the message is one line."""

@@ -30,6 +30,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from scripts.bench.stopwatch import median_ms
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.formulas.flops import layer_flops
 from torchtitan_lr.formulas.plans.registry import FORMULAS
 from torchtitan_lr.models.args import LlamaArgs
@@ -42,8 +45,6 @@ from torchtitan_lr.parallel.tensor.tensor_parallel import (
     apply_tensor_parallel,
     resolve_settings,
 )
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
-from torchtitan_lr.tools.stopwatch import median_ms
 
 Row: TypeAlias = dict[str, Any]
 """Measurements of one variant by name; None if not measured."""

@@ -25,9 +25,10 @@ import os
 import sys
 from typing import Any
 
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
-from torchtitan_lr.tools.experiments import place_run, report_from_rank, run_on_ranks
+from torchtitan_lr.scaling.experiments import place_run, report_from_rank, run_on_ranks
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 HEADER = ["async_mode", "step", "pause", "meanwhile", "complete", "load", "read", "from device"]
@@ -46,8 +47,8 @@ QUIET = [
 
 
 def measure(arguments: list[str]) -> dict[str, Any]:
-    """Train, save and load on this rank (`torchtitan_lr.tools.checkpoint_times`)."""
-    from torchtitan_lr.tools import checkpoint_times  # imported late: --help needs no torch
+    """Train, save and load on this rank (`scripts.bench.checkpoint_times`)."""
+    from scripts.bench import checkpoint_times  # imported late: --help needs no torch
 
     return checkpoint_times.measure(arguments)
 

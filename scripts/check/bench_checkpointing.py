@@ -19,7 +19,8 @@ import time
 from statistics import median, quantiles
 from typing import TYPE_CHECKING
 
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.console.tables import text_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,11 +20,12 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.compression.codecs import CODECS, codec_bits
 from torchtitan_lr.compression.compressor import Compressor, Span
 from torchtitan_lr.compression.sizes import LEVELS
 from torchtitan_lr.config.methods import GradCompression
-from torchtitan_lr.tools.cli import OneLineParser, text_table
+from torchtitan_lr.console.tables import text_table
 
 NAMES = ("dense", "sketch", "sparse")
 

@@ -35,7 +35,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.config.schema import BUILT_IN_PLANS
+from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.formulas.generation import pass_bytes
 from torchtitan_lr.inference.decode import Choice, Decoder, compile_blocks, whole_vocabulary
@@ -53,7 +55,6 @@ from torchtitan_lr.parallel.generation import (
 from torchtitan_lr.parallel.tensor.collectives import Ranks
 from torchtitan_lr.parallel.tensor.plans import PLANS as PLAN_TABLE
 from torchtitan_lr.parallel.tensor.plans import TPSettings
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
 from torchtitan_lr.training.device import keep_freed_memory
 
 Row: TypeAlias = dict[str, Any]

@@ -22,7 +22,8 @@ from itertools import islice
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.console.tables import text_table
 
 if TYPE_CHECKING:
     from torchtitan_lr.data.dataloader import StripeDataLoader

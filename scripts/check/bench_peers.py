@@ -27,9 +27,9 @@ from pathlib import Path
 
 import torch
 
+from scripts.bench.peers import MODES, PEERS, Workload, as_text, draw, measure
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line
-from torchtitan_lr.tools.peers import MODES, PEERS, Workload, as_text, draw, measure
 from torchtitan_lr.training.device import keep_freed_memory
 
 

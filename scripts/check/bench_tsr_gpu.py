@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings
-from torchtitan_lr.tools.cli import OneLineParser
 
 PAPER = {"60M": (256, 64), "130M": (384, 96), "350M": (384, 128), "1B": (512, 256)}
 """Rank and embedding rank."""

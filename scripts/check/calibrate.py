@@ -28,8 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_lr.tools.calibration import Bench, SmallStep, as_toml, calibrate, compare_steps
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
+from scripts.bench.calibration import Bench, SmallStep, as_toml, calibrate, compare_steps
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.console.tables import text_table
 
 CPU_SHAPES = [(m, n, k) for m in (256, 1024) for n, k in ((1024, 256), (256, 1024), (512, 512))]
 CPU_SHAPES += [(1024, 64, 512), (1024, 512, 64), (512, 256, 1024), (256, 64, 256), (512, 2048, 512)]

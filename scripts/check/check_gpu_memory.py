@@ -16,8 +16,8 @@ import os
 import sys
 from typing import Any
 
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line
-from torchtitan_lr.tools.experiments import report_from_rank, run_on_ranks
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.scaling.experiments import report_from_rank, run_on_ranks
 
 TOLERANCE = 0.1
 

@@ -20,8 +20,8 @@ import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line, new_folder
-from torchtitan_lr.tools.lighthouse import check_torchft
+from tests.support.lighthouse import check_torchft
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line, new_folder
 
 SMALL = [
     *("--training.steps=100000", "--validation.no_enable", "--checkpoint.no_enable"),
@@ -40,11 +40,11 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     check_torchft()
     # Imported late: they need torch.
-    from torchtitan_lr.tools.experiments import check_run
-    from torchtitan_lr.tools.faults.fleet import Fleet, Setting
-    from torchtitan_lr.tools.faults.network import places
-    from torchtitan_lr.tools.faults.wire import as_text, formulas, measure
-    from torchtitan_lr.tools.namespaces import NotPermittedError
+    from tests.support.faults.fleet import Fleet, Setting
+    from tests.support.faults.network import places
+    from tests.support.faults.wire import as_text, formulas, measure
+    from tests.support.namespaces import NotPermittedError
+    from torchtitan_lr.scaling.experiments import check_run
 
     arguments = [f"--job.config_file={options.config}", *SMALL, *options.overrides]
     config = check_run(arguments, 1)

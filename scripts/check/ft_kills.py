@@ -31,8 +31,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line, new_folder
-from torchtitan_lr.tools.lighthouse import check_torchft
+from tests.support.lighthouse import check_torchft
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line, new_folder
 
 PARTS = ("kill", "stop", "two", "newcomer", "quorum", "network")
 
@@ -52,8 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     check_torchft()
     # Imported late: they need torch.
-    from torchtitan_lr.tools.experiments import check_run
-    from torchtitan_lr.tools.faults.verdict import as_json, summary
+    from tests.support.faults.verdict import as_json, summary
+    from torchtitan_lr.scaling.experiments import check_run
 
     arguments = [f"--job.config_file={options.config}", *SMALL, *options.overrides]
     config = check_run(arguments, 1)
@@ -77,10 +77,10 @@ def _run(
     part: str, options: argparse.Namespace, config: Any, arguments: list[str], folder: Path
 ) -> tuple[list[Any], Any]:
     """Run a part with a fleet of its own; return its outcomes and the verdict."""
-    from torchtitan_lr.tools.faults.fleet import Fleet, Place, Setting
-    from torchtitan_lr.tools.faults.network import places
-    from torchtitan_lr.tools.faults.parts import outcomes_of
-    from torchtitan_lr.tools.faults.verdict import judge
+    from tests.support.faults.fleet import Fleet, Place, Setting
+    from tests.support.faults.network import places
+    from tests.support.faults.parts import outcomes_of
+    from tests.support.faults.verdict import judge
 
     number = config.fault_tolerance.group_size
     found = []

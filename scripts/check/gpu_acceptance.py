@@ -25,10 +25,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.tools.acceptance import Job, run_job, run_part
-from torchtitan_lr.tools.acceptance_page import as_markdown
-from torchtitan_lr.tools.acceptance_parts import FULL, TINY, Scale, Site, make_parts
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
+from scripts.bench.acceptance import Job, run_job, run_part
+from scripts.bench.acceptance_page import as_markdown
+from scripts.bench.acceptance_parts import FULL, TINY, Scale, Site, make_parts
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.console.tables import text_table
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("main", "smoke", "tests", "speed", "memory", "tsr", "block", "peers")
@@ -87,7 +88,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def _machine(scale: Scale, deadline: float) -> dict[str, Any]:
     """Return the machine, and the requirements of pyproject.toml that it lacks as ``missing``."""
-    command = [sys.executable, "-m", "torchtitan_lr.tools.machine"]
+    command = [sys.executable, "-m", "torchtitan_lr.scaling.machine"]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if scale.device == "cpu" else {}
     found = run_job(Job("machine", command, json.loads, 120, hidden), ROOT, deadline)
     if found["status"] != "passed":

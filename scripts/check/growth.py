@@ -22,11 +22,8 @@ from typing import Any
 
 import torch
 
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.estimate.step_time import Hardware
-from torchtitan_lr.tools.calibration import Bench
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
-from torchtitan_lr.tools.growth import (
+from scripts.bench.calibration import Bench
+from scripts.bench.growth import (
     Links,
     Point,
     draw,
@@ -36,7 +33,11 @@ from torchtitan_lr.tools.growth import (
     measure_machine,
     table,
 )
-from torchtitan_lr.tools.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.console.tables import text_table
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.estimate.step_time import Hardware
 
 SHAPES = [(512, n, k) for n, k in ((256, 64), (64, 256), (512, 128), (128, 512), (2048, 256))]
 SHAPES += [(256, 128, 32), (256, 32, 128), (512, 1024, 128), (1024, 256, 256)]

@@ -31,8 +31,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # it runs where nothing is installed
 
-from torchtitan_lr.errors import ConfigError  # noqa: E402
-from torchtitan_lr.tools.cli import OneLineParser, RunFailedError, in_one_line  # noqa: E402
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line  # noqa: E402
+from torchtitan_lr.errors import ConfigError, RunFailedError  # noqa: E402
 
 SOURCES = ("torchtitan_lr", "scripts", "train_configs")
 FILES = ("LICENSE", "README.md", "pyproject.toml", "setup.py")

@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # scripts/ is a folder of programs, not a package
 
 from torchtitan_lr.checkpoints.layout import all_steps  # noqa: E402
+from torchtitan_lr.commands.parser import OneLineParser  # noqa: E402
 from torchtitan_lr.launch.processes import child_pids, process_state  # noqa: E402
-from torchtitan_lr.tools.cli import OneLineParser  # noqa: E402
 from torchtitan_lr.training.history import HISTORY_FILE, read_history  # noqa: E402
 
 ORPHAN_SECONDS = 5.0

@@ -275,7 +275,7 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 
 
 class _Parser(argparse.ArgumentParser):
-    """Like `torchtitan_lr.tools.cli.OneLineParser`; this process must not import the package."""
+    """As OneLineParser of the commands; this process must not import the package."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")

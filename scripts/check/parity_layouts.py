@@ -21,9 +21,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from torchtitan_lr.models.families.registry import FAMILIES
-from torchtitan_lr.tools.cli import OneLineParser
-from torchtitan_lr.tools.parity_runs import (
+from tests.support.parity_runs import (
     DEEP,
     EXACT,
     LAYOUTS,
@@ -37,8 +35,10 @@ from torchtitan_lr.tools.parity_runs import (
     train,
     write_seed_checkpoint,
 )
-from torchtitan_lr.tools.rank_pool import RankPool
-from torchtitan_lr.tools.support_matrix import SupportMatrix, world_size
+from tests.support.rank_pool import RankPool
+from tests.support.support_matrix import SupportMatrix, world_size
+from torchtitan_lr.commands.parser import OneLineParser
+from torchtitan_lr.models.families.registry import FAMILIES
 
 SCHEDULES = {
     f"{layout}_{name}": (LAYOUTS[layout][0], [*LAYOUTS[layout][1], *schedule(name)])

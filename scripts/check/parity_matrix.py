@@ -22,10 +22,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from torchtitan_lr.tools import parity_cases
-from torchtitan_lr.tools.cli import OneLineParser, text_table
-from torchtitan_lr.tools.parity_cases import TOLERANCE, Case, all_cases
-from torchtitan_lr.tools.rank_pool import RankPool
+from tests.support import parity_cases
+from tests.support.parity_cases import TOLERANCE, Case, all_cases
+from tests.support.rank_pool import RankPool
+from torchtitan_lr.commands.parser import OneLineParser
+from torchtitan_lr.console.tables import text_table
 
 
 def run_case(case: Case, backend: str) -> dict[str, float]:

@@ -9,8 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchtitan_lr.tools.cli import OneLineParser
-from torchtitan_lr.tools.support_matrix import SupportMatrix
+from tests.support.support_matrix import SupportMatrix
+from torchtitan_lr.commands.parser import OneLineParser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "support.md"

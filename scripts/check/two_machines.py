@@ -37,10 +37,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # scripts/ is a folder of programs, not a package
 
-from torchtitan_lr.checkpoints.layout import complete_steps  # noqa: E402
-from torchtitan_lr.launch.processes import child_pids, process_state  # noqa: E402
-from torchtitan_lr.tools.cli import OneLineParser, markdown_table  # noqa: E402
-from torchtitan_lr.tools.namespaces import (  # noqa: E402
+from tests.support.namespaces import (  # noqa: E402
     ADDRESSES,
     DEVICE,
     NotPermittedError,
@@ -48,6 +45,10 @@ from torchtitan_lr.tools.namespaces import (  # noqa: E402
     limit,
     two_machines,
 )
+from torchtitan_lr.checkpoints.layout import complete_steps  # noqa: E402
+from torchtitan_lr.commands.parser import OneLineParser  # noqa: E402
+from torchtitan_lr.console.tables import markdown_table  # noqa: E402
+from torchtitan_lr.launch.processes import child_pids, process_state  # noqa: E402
 from torchtitan_lr.training.history import HISTORY_FILE, read_history  # noqa: E402
 
 FAULTS = ("rank", "machine", "cut", "slow", "join", "store", "first")

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from torchtitan_lr.tools.cli import OneLineParser
+from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.training.figures import color_of, new_figure
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0)
@@ -88,9 +88,9 @@ def runs_of(group: str, fractions: list[float], lanes: list[int]) -> list[Run]:
 
 def build_model(run: Run) -> Any:
     """Build the run's model on the CPU."""
+    from scripts.research.activation_masks import mask_reductions
     from torchtitan_lr.models.args import LlamaArgs
     from torchtitan_lr.models.llama import LlamaModel
-    from torchtitan_lr.tools.activation_masks import mask_reductions
 
     low_rank, masked = run.kind == "cola", run.kind in ("top-k", "random")
     args = LlamaArgs(

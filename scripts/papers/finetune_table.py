@@ -18,8 +18,9 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.formulas.papers.published import TSR_TABLE_4
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line, markdown_table
 
 _NAME = "scripts/papers/finetune_table.py"
 SENT = "comm_bytes/dp_replicate"
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     # Imported late: --help needs no torch.
     from torchtitan_lr.config.build import build_job_config
     from torchtitan_lr.errors import ConfigError
-    from torchtitan_lr.tools.experiments import check_run
+    from torchtitan_lr.scaling.experiments import check_run
 
     given = [f"--job.config_file={options.config}", *options.overrides]
     start = build_job_config(given).checkpoint.initial_load_path
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace, method: str, lr: float, steps: int) -> Path:
     """Run the launcher, or find a finished run, and return its folder."""
-    from torchtitan_lr.tools.experiments import launch, step_records
+    from torchtitan_lr.scaling.experiments import launch, step_records
 
     folder = Path(options.work) / method
     if len(step_records(folder)) < steps:
@@ -78,7 +79,7 @@ def _train(options: argparse.Namespace, method: str, lr: float, steps: int) -> P
 
 
 def _sent(folder: Path) -> dict[str, Any]:
-    from torchtitan_lr.tools.experiments import step_records
+    from torchtitan_lr.scaling.experiments import step_records
 
     sent = [int(record[SENT]) for record in step_records(folder)]
     return {"bytes_per_step": sum(sent) / len(sent), "bytes": sum(sent), "peak_bytes": max(sent)}
@@ -86,13 +87,13 @@ def _sent(folder: Path) -> dict[str, Any]:
 
 def _score(step: Path, config: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Return the loss and the scores of a checkpoint on the run's held-out pairs."""
+    from scripts.research.answers import answer_pairs, scores
+    from torchtitan_lr.commands.evaluate import total_loss
     from torchtitan_lr.data.corpora import validation_source
     from torchtitan_lr.data.pair_corpora import PairCorpus
     from torchtitan_lr.data.validation import build_validation_set
     from torchtitan_lr.errors import ConfigError
-    from torchtitan_lr.tools.answers import answer_pairs, scores
-    from torchtitan_lr.tools.evaluate import total_loss
-    from torchtitan_lr.tools.loading import load_for_inference
+    from torchtitan_lr.hf.loading import load_for_inference
 
     corpus = validation_source(config).open()
     if not isinstance(corpus, PairCorpus):
@@ -119,8 +120,8 @@ def _table(results: dict[str, Any]) -> str:
 
 def _page(options: argparse.Namespace, config: Any, results: dict[str, Any]) -> str:
     """Return the page of the results, with the paper's numbers beside them."""
-    from torchtitan_lr.tools.machine import describe
-    from torchtitan_lr.tools.scaling.runner import current_commit
+    from torchtitan_lr.scaling.machine import describe
+    from torchtitan_lr.scaling.runner import current_commit
 
     adamw, tsr = results["AdamW"], results["TSR-Adam"]
     command = " ".join([f"--ranks={options.ranks}", *options.overrides])

@@ -15,8 +15,8 @@ import json
 import sys
 from dataclasses import asdict
 
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line, new_folder
-from torchtitan_lr.tools.lighthouse import check_torchft
+from tests.support.lighthouse import check_torchft
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line, new_folder
 
 
 @in_one_line
@@ -25,9 +25,9 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     check_torchft()
     # Imported late: they need torch.
-    from torchtitan_lr.tools.experiments import check_run
-    from torchtitan_lr.tools.faults.fleet import Fleet, Place, Setting
-    from torchtitan_lr.tools.faults.losses import as_table, train
+    from tests.support.faults.fleet import Fleet, Place, Setting
+    from tests.support.faults.losses import as_table, train
+    from torchtitan_lr.scaling.experiments import check_run
 
     folder = new_folder(options.out)
     results = []

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line
-from torchtitan_lr.tools.experiments import launch, step_records
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.scaling.experiments import launch, step_records
 from torchtitan_lr.training.figures import color_of, new_figure
 from torchtitan_lr.training.summary import TRAIN_LOSS
 

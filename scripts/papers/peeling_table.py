@@ -15,9 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.compression.peeling import PEELING_LIMIT, peels, smallest_theta, union_density
 from torchtitan_lr.compression.sizes import LEVELS
-from torchtitan_lr.tools.cli import OneLineParser, text_table
+from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.training.figures import new_figure
 
 RANKS = (2, 4, 8)

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line, markdown_table
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.console.tables import markdown_table
 
 if TYPE_CHECKING:
     from torchtitan_lr.estimate.rehearsal import Rehearsal

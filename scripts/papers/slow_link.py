@@ -26,15 +26,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from torchtitan_lr.tools.cli import OneLineParser, overrides_of
-from torchtitan_lr.tools.experiments import SECONDS, step_records
-from torchtitan_lr.tools.namespaces import (
+from tests.support.namespaces import (
     ADDRESSES,
     DEVICE,
     NotPermittedError,
     limit,
     two_machines,
 )
+from torchtitan_lr.commands.parser import OneLineParser, overrides_of
+from torchtitan_lr.scaling.experiments import SECONDS, step_records
 
 SENT = ("comm_bytes/dp_replicate", "comm_bytes/fsdp", "comm_bytes/replicas")
 

@@ -18,13 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.tools.cli import (
-    OneLineParser,
-    RunFailedError,
-    in_one_line,
-    last_error,
-    markdown_table,
-)
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line, last_error
+from torchtitan_lr.console.tables import markdown_table
+from torchtitan_lr.errors import RunFailedError
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 HEADER = ("model", "rank", "parameters", "mean error", "over activations")
@@ -119,7 +115,7 @@ def train_on(model: dict[str, Any], folder: Path, options: argparse.Namespace) -
     Returns:
         The last checkpoint.
     """
-    from torchtitan_lr.tools.experiments import launch
+    from torchtitan_lr.scaling.experiments import launch
 
     dump = folder / "run"
     last = dump / "checkpoint" / f"step-{options.steps}"

@@ -18,9 +18,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.compression.sizes import LEVELS
-from torchtitan_lr.tools.cli import OneLineParser, in_one_line, text_table
-from torchtitan_lr.tools.experiments import launch
+from torchtitan_lr.console.tables import text_table
+from torchtitan_lr.scaling.experiments import launch
 from torchtitan_lr.training.figures import color_of, new_figure
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 from torchtitan_lr.training.summary import TRAIN_LOSS, VALIDATION_LOSS

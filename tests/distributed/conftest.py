@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchtitan_lr.tools.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 
 def _pool(world_size: int) -> Iterator[RankPool]:

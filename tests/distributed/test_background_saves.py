@@ -9,11 +9,11 @@ from unittest.mock import patch
 import pytest
 
 from tests.distributed.training import train
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.checkpoints import staging
 from torchtitan_lr.checkpoints.manifest import read_manifest
 from torchtitan_lr.compression.compressor import Compressor
 from torchtitan_lr.optim.conditional import step_unless
-from torchtitan_lr.tools.rank_pool import RankPool
 from torchtitan_lr.training.checkpoint import CheckpointManager
 
 OPTIONS = [

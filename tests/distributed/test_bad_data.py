@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 
 from tests.distributed.training import train
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.data import local_corpus
-from torchtitan_lr.tools.rank_pool import RankPool
 
 STEPS, BROKEN_LINE = 10, 25
 TEXT = "".join(f"word{i} is {i * i}\n" for i in range(40))

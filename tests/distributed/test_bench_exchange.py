@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.compression.peeling import smallest_theta
 from torchtitan_lr.compression.sizes import LEVELS
-from torchtitan_lr.tools.rank_pool import RankPool
 
 
 def exchange(*arguments: str) -> dict[str, Any]:

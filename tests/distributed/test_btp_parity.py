@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor
 from tests.distributed import tp_cases
 from tests.distributed.tp_cases import parities, train_steps
 from tests.distributed.tp_faults import FAULTS
-from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
-from torchtitan_lr.tools import parity_cases
-from torchtitan_lr.tools.parity_cases import (
+from tests.support import parity_cases
+from tests.support.parity_cases import (
     Case,
     Result,
     all_cases,
@@ -29,7 +28,8 @@ from torchtitan_lr.tools.parity_cases import (
     shard_model,
     tp_mesh,
 )
-from torchtitan_lr.tools.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
 
 MATRIX = [
     case for case in all_cases() if case.settings.plan == "btp" and case.dtype == torch.float64

@@ -8,8 +8,7 @@ import pytest
 from tests.distributed.test_btp_parity import five_steps, initial_differences, worst, wrapped_parity
 from tests.distributed.test_ledger import disagreements, expected, measure
 from tests.distributed.tp_cases import faulty_parity, parities
-from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
-from torchtitan_lr.tools.parity_cases import (
+from tests.support.parity_cases import (
     BATCH,
     TOKENS,
     Case,
@@ -19,7 +18,8 @@ from torchtitan_lr.tools.parity_cases import (
     run_model,
     shard_model,
 )
-from torchtitan_lr.tools.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
 
 CAAT, WIDE = TPSettings("caat"), TPSettings("caat", wide_sums=True)
 GATHERED = TPSettings("caat", loss_parallel=False)

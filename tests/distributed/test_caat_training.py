@@ -11,9 +11,7 @@ import torch
 from tests.distributed.test_tsr_training import LAYOUTS as TSR_LAYOUTS
 from tests.distributed.test_tsr_training import TSR
 from tests.distributed.training import train
-from torchtitan_lr.tools.generate import generate
-from torchtitan_lr.tools.loading import build_model_args, load_model, read_run_config
-from torchtitan_lr.tools.parity_runs import (
+from tests.support.parity_runs import (
     BF16,
     EXACT,
     LAYOUTS,
@@ -24,7 +22,9 @@ from torchtitan_lr.tools.parity_runs import (
     rounding_excess,
     schedule,
 )
-from torchtitan_lr.tools.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from torchtitan_lr.commands.generate import generate
+from torchtitan_lr.hf.loading import build_model_args, load_model, read_run_config
 
 CAAT = ["--model.name=llama_full", "--caat.lanes=4", "--caat.sync_fraction=0.5"]
 HYBRID = ["--model.name=llama_cola", *CAAT[1:], "--parallelism.tp_plan=btp_caat"]

@@ -3,8 +3,8 @@
 
 import torch
 
-from torchtitan_lr.tools.calibration import Bench, time_links
-from torchtitan_lr.tools.rank_pool import RankPool
+from scripts.bench.calibration import Bench, time_links
+from tests.support.rank_pool import RankPool
 
 
 def measured_links() -> tuple[float, float]:

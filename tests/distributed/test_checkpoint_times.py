@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts.bench import checkpoint_times
 from tests.distributed.training import known_setup
-from torchtitan_lr.tools import checkpoint_times
-from torchtitan_lr.tools.parity_runs import TINY
-from torchtitan_lr.tools.rank_pool import RankPool
+from tests.support.parity_runs import TINY
+from tests.support.rank_pool import RankPool
 
 
 def measure(arguments: list[str]) -> dict[str, object]:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.parity_cases import tp_mesh
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.parallel.tensor import collectives
 from torchtitan_lr.parallel.tensor.collectives import Ranks
-from torchtitan_lr.tools.parity_cases import tp_mesh
-from torchtitan_lr.tools.rank_pool import RankPool
 
 SHAPE = (4, 8, 4)
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.parity_cases import tp_mesh
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.parallel.tensor import collectives
 from torchtitan_lr.parallel.tensor.collectives import Ranks
 from torchtitan_lr.parallel.tensor.grouped_linear import concatenated_linear
@@ -21,8 +23,6 @@ from torchtitan_lr.parallel.tensor.shared_linear import (
     shared_linear,
     shared_linears,
 )
-from torchtitan_lr.tools.parity_cases import tp_mesh
-from torchtitan_lr.tools.rank_pool import RankPool
 
 B, S, D, R = 1, 8, 16, 4
 

@@ -16,12 +16,12 @@ from torch import nn
 
 from tests.distributed.training import small_trainer, train
 from tests.integration import runs
+from tests.support.parity_runs import EXACT, largest_difference
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.estimate.memory import buffer_bytes
 from torchtitan_lr.estimate.run import read_run
-from torchtitan_lr.tools.loading import build_model_args, load_model, read_run_config
-from torchtitan_lr.tools.parity_runs import EXACT, largest_difference
-from torchtitan_lr.tools.rank_pool import RankPool
+from torchtitan_lr.hf.loading import build_model_args, load_model, read_run_config
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
 # Enough tokens that the embedding's gradient has more entries than are sent.

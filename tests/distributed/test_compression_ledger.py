@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.compression_cases import CASES, Case, layout
+from tests.support.rank_pool import RankPool
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.compression.fsdp import apply_gradient_compression, compressor_of
 from torchtitan_lr.compression.sizes import CodecSizes
@@ -25,7 +26,6 @@ from torchtitan_lr.ledger.comparison import compare, differences
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import sum_gradients, synchronize_gradients
-from torchtitan_lr.tools.rank_pool import RankPool
 
 
 def ledger_differences(case: Case) -> tuple[list[Any], int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import LOSS_GAP, loss_gap, train
-from torchtitan_lr.tools.parity_runs import (
+from tests.support.parity_runs import (
     BF16,
     EXACT,
     ROUNDING,
@@ -15,7 +15,7 @@ from torchtitan_lr.tools.parity_runs import (
     largest_difference,
     rounding_excess,
 )
-from torchtitan_lr.tools.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 LAYOUTS = {
     "fsdp4": ["--parallelism.data_parallel_shard_degree=4", "--training.local_batch_size=2"],

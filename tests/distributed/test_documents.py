@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import train
-from torchtitan_lr.tools.parity_runs import (
+from tests.support.parity_runs import (
     EXACT,
     LAYOUTS,
     degrees,
@@ -18,7 +18,7 @@ from torchtitan_lr.tools.parity_runs import (
     model,
     schedule,
 )
-from torchtitan_lr.tools.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 MASKED = "--training.mask_documents"
 

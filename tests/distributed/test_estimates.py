@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from tests.distributed.training import small_trainer
+from tests.support.parity_cases import Case, build_model, model_args, shard_model, tp_mesh
+from tests.support.parity_runs import BF16, TINY, degrees, model, schedule
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.estimate.memory import rehearse_run, repeated_by_block
@@ -17,9 +20,6 @@ from torchtitan_lr.estimate.traffic import bytes_by_dim, step_traffic
 from torchtitan_lr.formulas.memory import static_memory
 from torchtitan_lr.ledger.comparison import compare, differences
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, resolve_settings
-from torchtitan_lr.tools.parity_cases import Case, build_model, model_args, shard_model, tp_mesh
-from torchtitan_lr.tools.parity_runs import BF16, TINY, degrees, model, schedule
-from torchtitan_lr.tools.rank_pool import RankPool
 
 FULL_AC = ["--activation_checkpoint.mode=full"]
 LOW_RANK_AC = ["--activation_checkpoint.mode=low_rank"]
@@ -229,8 +229,8 @@ def saved_on_ranks(cases: list[Case]) -> list[dict[str, int]]:
     """Real bytes that outlive a forward pass with its loss, by case and mode, on this rank."""
     from torch.distributed.tensor import DTensor
 
+    from tests.support.parity_cases import BATCH, TOKENS
     from torchtitan_lr.estimate.storages import LivingStorages
-    from torchtitan_lr.tools.parity_cases import BATCH, TOKENS
 
     results = []
     for case in cases:
@@ -270,7 +270,7 @@ def saved(four_ranks: RankPool) -> list[dict[str, int]]:
 
 @pytest.mark.parametrize("index", range(len(PLANS)), ids=[str(case) for case in PLANS])
 def test_saved_activations(index: int, saved: list[dict[str, int]]) -> None:
-    from torchtitan_lr.tools.parity_cases import BATCH, TOKENS
+    from tests.support.parity_cases import BATCH, TOKENS
 
     case, found = PLANS[index], saved[index]
     args = model_args(case)

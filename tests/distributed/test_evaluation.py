@@ -13,10 +13,10 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from tests.distributed.evaluation_cases import WINDOW, evaluate_all, options_of, write_run
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
-from torchtitan_lr.tools.export import export_factored, export_hf
-from torchtitan_lr.tools.hf.tokenizer import export_tokenizer
-from torchtitan_lr.tools.rank_pool import RankPool
-from torchtitan_lr.tools.weights import ModelWeights
+from tests.support.rank_pool import RankPool
+from torchtitan_lr.hf.export import export_factored, export_hf
+from torchtitan_lr.hf.tokenizer import export_tokenizer
+from torchtitan_lr.hf.weights import ModelWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -172,7 +172,7 @@ def refusals(cases: list[Any]) -> list[str]:
     from torchtitan_lr.errors import ConfigError
 
     said = []
-    with patch("torchtitan_lr.tools.evaluate.start_group", side_effect=AssertionError):
+    with patch("torchtitan_lr.commands.evaluate.start_group", side_effect=AssertionError):
         for case in cases:
             try:
                 evaluate_all([case])

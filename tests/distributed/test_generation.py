@@ -15,8 +15,12 @@ import torch
 import torch.distributed as dist
 
 from tests.scripts import ROOT
+from tests.support.parity_cases import tp_mesh
+from tests.support.rank_pool import RankPool
 from tests.unit.tiny import build_tiny, tiny_args, tokens
+from torchtitan_lr.commands.generate import Settings, complete
 from torchtitan_lr.formulas.generation import pass_bytes
+from torchtitan_lr.hf.generate_ranks import load_on_ranks
 from torchtitan_lr.inference.cache import LayerCache
 from torchtitan_lr.inference.decode import Decoder
 from torchtitan_lr.inference.sampling import Sampling
@@ -28,10 +32,6 @@ from torchtitan_lr.parallel.generation import (
     split_for_generation,
 )
 from torchtitan_lr.parallel.tensor.collectives import Ranks
-from torchtitan_lr.tools.generate import Settings, complete
-from torchtitan_lr.tools.generate_ranks import load_on_ranks
-from torchtitan_lr.tools.parity_cases import tp_mesh
-from torchtitan_lr.tools.rank_pool import RankPool
 
 GREEDY, TOP, NUCLEUS = Sampling(0), Sampling(1.0, top_k=7, top_p=0.9), Sampling(1.3, top_p=0.8)
 FREE = Sampling(1.0)
@@ -214,9 +214,9 @@ def complete_on_rank(step: str, overrides: list[str], texts: list[str]) -> list[
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_is_read_in_parts(tmp_path: Path, two_ranks: RankPool) -> None:
     # Imported here: ranks need none of it.
-    from tests.unit.tools.test_export import write_run
-    from torchtitan_lr.tools.export import export_factored
-    from torchtitan_lr.tools.weights import ModelWeights
+    from tests.unit.hf.test_export import write_run
+    from torchtitan_lr.hf.export import export_factored
+    from torchtitan_lr.hf.weights import ModelWeights
 
     step, model = write_run(tmp_path, "cola", torch.float64)
     record = json.loads((tmp_path / "job_config.json").read_text())

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.compat.gloo import GlooConnections
-from torchtitan_lr.tools.rank_pool import RankPool
 
 pytest.importorskip("torchft", reason="torchft is not installed (the extra `ft`)")
 

@@ -24,11 +24,11 @@ from tests.distributed.compression_cases import (
     layout,
     step_gradients,
 )
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.compression import fsdp as gradient_compression
 from torchtitan_lr.compression.fsdp import compressor_of, compressors_of
 from torchtitan_lr.compression.sizes import CodecSizes
 from torchtitan_lr.parallel.data_parallel import sum_gradients
-from torchtitan_lr.tools.rank_pool import RankPool
 
 
 def true_sum(name: str, case: Case, step: int) -> Tensor:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan_lr.estimate.step_time import Hardware
-from torchtitan_lr.tools.calibration import Bench
-from torchtitan_lr.tools.growth import (
+from scripts.bench.calibration import Bench
+from scripts.bench.growth import (
     Links,
     Point,
     draw,
@@ -22,7 +21,8 @@ from torchtitan_lr.tools.growth import (
     messages,
     table,
 )
-from torchtitan_lr.tools.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from torchtitan_lr.estimate.step_time import Hardware
 
 SMALL = Point("length", width=128, layers=2, length=32, ranks=4, batch=2)
 POINTS = [SMALL, replace(SMALL, length=64)]

@@ -4,8 +4,8 @@
 import re
 
 from tests.distributed.training import SPOILT, train
-from torchtitan_lr.tools.parity_runs import largest_difference
-from torchtitan_lr.tools.rank_pool import RankPool
+from tests.support.parity_runs import largest_difference
+from tests.support.rank_pool import RankPool
 
 FSDP4 = [
     *("--training.local_batch_size=2", "--training.steps=3"),

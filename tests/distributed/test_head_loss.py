@@ -8,11 +8,11 @@ import torch
 
 from tests.distributed.test_btp_parity import worst
 from tests.distributed.tp_cases import fully_shard_blocks
+from tests.support.parity_cases import Case, one_process, parity
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.models import head_loss
 from torchtitan_lr.parallel.tensor import ends
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
-from torchtitan_lr.tools.parity_cases import Case, one_process, parity
-from torchtitan_lr.tools.rank_pool import RankPool
 
 CASES = {
     "features": Case("cola", TPSettings("btp")),

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.distributed.training import train
+from tests.support.parity_runs import EXACT, LAYOUTS, largest_difference
+from tests.support.rank_pool import RankPool
+from torchtitan_lr.hf.export import export_hf
+from torchtitan_lr.hf.import_hf import import_folder
+from torchtitan_lr.hf.weights import ModelWeights
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.tools.export import export_hf
-from torchtitan_lr.tools.import_hf import import_folder
-from torchtitan_lr.tools.parity_runs import EXACT, LAYOUTS, largest_difference
-from torchtitan_lr.tools.rank_pool import RankPool
-from torchtitan_lr.tools.weights import ModelWeights
 
 ASSETS = Path("torchtitan_lr/data/assets/bpe4k")
 TSR = ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=4", "--optimizer.tsr_embedding_rank=8"]

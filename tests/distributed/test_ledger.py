@@ -13,16 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.tp_cases import compile_last_block
 from tests.integration import runs
-from torchtitan_lr.formulas.communication import model_traffic
-from torchtitan_lr.formulas.data_parallel import DataParallel, data_parallel_traffic
-from torchtitan_lr.formulas.traffic import Traffic
-from torchtitan_lr.ledger.comparison import compare, differences
-from torchtitan_lr.ledger.ledger import COUNTS, CommLedger, mesh_dims_of
-from torchtitan_lr.models.loss import cross_entropy_sum
-from torchtitan_lr.parallel.data_parallel import sum_gradients
-from torchtitan_lr.parallel.recompute.low_rank_checkpoint import apply_low_rank_checkpoint
-from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
-from torchtitan_lr.tools.parity_cases import (
+from tests.support.parity_cases import (
     BATCH,
     TOKENS,
     Case,
@@ -33,7 +24,16 @@ from torchtitan_lr.tools.parity_cases import (
     shard_model,
     tp_mesh,
 )
-from torchtitan_lr.tools.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from torchtitan_lr.formulas.communication import model_traffic
+from torchtitan_lr.formulas.data_parallel import DataParallel, data_parallel_traffic
+from torchtitan_lr.formulas.traffic import Traffic
+from torchtitan_lr.ledger.comparison import compare, differences
+from torchtitan_lr.ledger.ledger import COUNTS, CommLedger, mesh_dims_of
+from torchtitan_lr.models.loss import cross_entropy_sum
+from torchtitan_lr.parallel.data_parallel import sum_gradients
+from torchtitan_lr.parallel.recompute.low_rank_checkpoint import apply_low_rank_checkpoint
+from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
 
 N = BATCH * TOKENS
 

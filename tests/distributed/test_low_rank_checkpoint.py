@@ -10,9 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.test_ledger import build, measure, run
+from tests.support.parity_cases import Case, covering
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
-from torchtitan_lr.tools.parity_cases import Case, covering
-from torchtitan_lr.tools.rank_pool import RankPool
 
 BTP = [
     TPSettings("btp", grouping, norm, stat, comm)

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.reference import rms_norm
 from tests.reference.rms_norm import DIM as DIM_64
 from tests.reference.rms_norm import EPS
+from tests.support.parity_cases import relative, tp_mesh
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.parallel.tensor.collectives import (
     FEATURES,
     TOKENS,
@@ -24,8 +26,6 @@ from torchtitan_lr.parallel.tensor.collectives import (
 )
 from torchtitan_lr.parallel.tensor.ends import scattered_norm
 from torchtitan_lr.parallel.tensor.online_norm import OnlineNorm, online_down, sync_norm
-from torchtitan_lr.tools.parity_cases import relative, tp_mesh
-from torchtitan_lr.tools.rank_pool import RankPool
 
 BATCH, SEQUENCE, DIM = 2, 4, 16
 RANKS_OF_LATENTS = (3, 5)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.distributed.training import train
+from tests.support.parity_runs import EXACT, LAYOUTS, degrees, largest_difference, model
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.data import batches
 from torchtitan_lr.data.pairs import unmask_
-from torchtitan_lr.tools.parity_runs import EXACT, LAYOUTS, degrees, largest_difference, model
-from torchtitan_lr.tools.rank_pool import RankPool
 from torchtitan_lr.training import step_data
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 

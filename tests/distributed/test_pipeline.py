@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import SPOILT, train
-from torchtitan_lr.models.families.registry import FAMILIES
-from torchtitan_lr.tools.parity_runs import (
+from tests.support.parity_runs import (
     DEEP,
     EXACT,
     LAYOUTS,
@@ -25,7 +24,8 @@ from torchtitan_lr.tools.parity_runs import (
     schedule,
     write_seed_checkpoint,
 )
-from torchtitan_lr.tools.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from torchtitan_lr.models.families.registry import FAMILIES
 
 # Sequences of another length than in training.
 VALIDATED = ["--validation.enable", "--validation.steps=2", "--validation.seq_len=8"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import train
-from torchtitan_lr.tools.parity_runs import (
+from tests.support.parity_runs import (
     BF16,
     DEEP,
     EXACT,
@@ -21,7 +21,7 @@ from torchtitan_lr.tools.parity_runs import (
     rounding_excess,
     schedule,
 )
-from torchtitan_lr.tools.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 PP2_TP2 = LAYOUTS["pp2_tp2"][1]
 PP2_FSDP2 = LAYOUTS["fsdp2_pp2"][1]

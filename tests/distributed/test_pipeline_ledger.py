@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import train
+from tests.support.parity_runs import BF16, LAYOUTS, TINY, degrees, model, schedule
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.formulas.pipeline import boundary_elements, pipeline_traffic
 from torchtitan_lr.ledger.comparison import compare, differences
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.pipeline.stage_split import layers_before_boundaries
 from torchtitan_lr.parallel.tensor.tensor_parallel import tp_settings
-from torchtitan_lr.tools.parity_runs import BF16, LAYOUTS, TINY, degrees, model, schedule
-from torchtitan_lr.tools.rank_pool import RankPool
 
 PP2_TP2 = LAYOUTS["pp2_tp2"][1]
 SHORT = ["--training.steps=2", "--metrics.comm_ledger"]

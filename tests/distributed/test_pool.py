@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from torchtitan_lr.tools.rank_pool import RankPool, new_folder
+from tests.support.rank_pool import RankPool, new_folder
 
 
 def groups_of_meshes(count: int, *names: str) -> tuple[list[list[str]], int]:

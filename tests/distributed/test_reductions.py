@@ -12,6 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torchtitan.distributed import ParallelDims
 
 from tests.reference.rms_norm import half_units
+from tests.support.parity_cases import tp_mesh
+from tests.support.rank_pool import RankPool
 from tests.unit.tiny import build_tiny, tokens
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
@@ -19,8 +21,6 @@ from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel, synchronize_gradients
 from torchtitan_lr.parallel.tensor.caat import gather_for_lanes, share_over_ranks
 from torchtitan_lr.parallel.tensor.collectives import Ranks
-from torchtitan_lr.tools.parity_cases import tp_mesh
-from torchtitan_lr.tools.rank_pool import RankPool
 from torchtitan_lr.training.device import bind_device
 from torchtitan_lr.training.grad_norm import gradient_norm, square_share
 

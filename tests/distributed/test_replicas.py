@@ -17,10 +17,10 @@ from unittest.mock import patch
 import pytest
 
 from tests.distributed.training import known_setup
+from tests.support import parity_runs
+from tests.support.parity_runs import EXACT, largest_difference
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.replicas.commits import read_commits
-from torchtitan_lr.tools import parity_runs
-from torchtitan_lr.tools.parity_runs import EXACT, largest_difference
-from torchtitan_lr.tools.rank_pool import RankPool
 
 pytest.importorskip("torchft", reason="torchft is not installed (the extra `ft`)")
 
@@ -109,7 +109,7 @@ def train_together(
         folder: Their dump folder.
         build: What creates a replica's trainer, if another one.
     """
-    from torchtitan_lr.tools.lighthouse import lighthouse
+    from tests.support.lighthouse import lighthouse
 
     with (
         lighthouse("127.0.0.1:0", 2, 20.0, 5.0) as address,

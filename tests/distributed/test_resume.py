@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import train
+from tests.support.parity_runs import EXACT, largest_difference
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.checkpoints.manifest import damage_of, read_manifest
-from torchtitan_lr.tools.parity_runs import EXACT, largest_difference
-from torchtitan_lr.tools.rank_pool import RankPool
 
 OPTIONS = [
     "--model.name=llama_lax",

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.distributed.training import train
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.checkpoints import manifest
 from torchtitan_lr.checkpoints.manifest import damage_of
-from torchtitan_lr.tools.rank_pool import RankPool
 
 RANKS_PER_MACHINE = 2
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import train
-from torchtitan_lr.tools.parity_runs import (
+from tests.support.parity_runs import (
     DEEP,
     EXACT,
     ROUNDING,
@@ -20,8 +20,8 @@ from torchtitan_lr.tools.parity_runs import (
     largest_difference,
     rounding_excess,
 )
-from torchtitan_lr.tools.rank_pool import RankPool
-from torchtitan_lr.tools.support_matrix import Combination, SupportMatrix, world_size
+from tests.support.rank_pool import RankPool
+from tests.support.support_matrix import Combination, SupportMatrix, world_size
 
 MATRIX = SupportMatrix()
 ONE = ["--training.steps=1", "--lr_scheduler.warmup_steps=0"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import train
-from torchtitan_lr.tools.parity_runs import (
+from tests.support.parity_runs import (
     BF16,
     EXACT,
     ROUNDING,
@@ -19,7 +19,7 @@ from torchtitan_lr.tools.parity_runs import (
     largest_difference,
     rounding_excess,
 )
-from torchtitan_lr.tools.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 TP2 = ["--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=8"]
 TP4 = ["--parallelism.tensor_parallel_degree=4", "--training.local_batch_size=8"]

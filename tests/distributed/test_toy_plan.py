@@ -15,9 +15,9 @@ from tests.distributed.test_btp_parity import worst
 from tests.distributed.test_ledger import disagreements, expected, measure
 from tests.distributed.tp_cases import Case, parities
 from tests.distributed.training import train
+from tests.support.parity_runs import EXACT, largest_difference
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
-from torchtitan_lr.tools.parity_runs import EXACT, largest_difference
-from torchtitan_lr.tools.rank_pool import RankPool
 
 TOY = TPSettings("gathered")
 CASES = [

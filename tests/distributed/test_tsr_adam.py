@@ -20,7 +20,7 @@ from tests.distributed.tsr_cases import (
     train,
     twin,
 )
-from torchtitan_lr.tools.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 TOLERANCE = 1e-10
 """The twin computes UᵀGV on a refresh; its rounding off the diagonal is divided by Adam's ε."""

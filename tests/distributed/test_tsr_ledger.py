@@ -11,10 +11,10 @@ import torch
 from tests.distributed import tsr_cases
 from tests.distributed.tsr_cases import BASE, DEFAULTS, Case, build_model, place, take_step
 from tests.distributed.tsr_ledger_cases import MESHES, STEPS, expected, measure
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings
-from torchtitan_lr.tools.rank_pool import RankPool
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "tok_embeddings.weight": (64, 48),

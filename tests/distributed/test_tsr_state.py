@@ -23,8 +23,8 @@ from tests.distributed.tsr_cases import (
     train,
     twin,
 )
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.tools.rank_pool import RankPool
 
 SAVED = 4
 """Steps before the checkpoint: between two refreshes."""

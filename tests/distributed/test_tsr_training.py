@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import LOSS_GAP, loss_gap, small_trainer, train
+from tests.support.parity_runs import BF16, EXACT, largest_difference
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.compat.dtensor import local_part
-from torchtitan_lr.tools.parity_runs import BF16, EXACT, largest_difference
-from torchtitan_lr.tools.rank_pool import RankPool
 
 TSR = [
     "--training.steps=3",  # the third one with new bases of the embedding

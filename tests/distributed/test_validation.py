@@ -13,10 +13,10 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from tests.distributed.training import small_trainer
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
+from tests.support.parity_runs import LAYOUTS, degrees, model
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.tools.parity_runs import LAYOUTS, degrees, model
-from torchtitan_lr.tools.rank_pool import RankPool
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
 # Ranks, data-parallel ranks among them, and arguments.

@@ -6,9 +6,9 @@ import torch
 
 from tests.distributed.test_btp_parity import worst, wrapped_parity
 from tests.distributed.tp_cases import faulty_parity
+from tests.support.parity_cases import TOLERANCE, Case, all_cases, covering, pairs, parity
+from tests.support.rank_pool import RankPool
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
-from torchtitan_lr.tools.parity_cases import TOLERANCE, Case, all_cases, covering, pairs, parity
-from torchtitan_lr.tools.rank_pool import RankPool
 
 MATRIX = [
     case

@@ -9,8 +9,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.tp_faults import FAULTS
-from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.tools.parity_cases import (
+from tests.support.parity_cases import (
     Case,
     compile_named,
     one_process,
@@ -18,6 +17,7 @@ from torchtitan_lr.tools.parity_cases import (
     run_model,
     tp_mesh,
 )
+from torchtitan_lr.models.llama import LlamaModel
 
 
 def compile_last_block(model: LlamaModel, case: Case) -> None:

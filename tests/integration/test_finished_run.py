@@ -11,8 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.integration import runs
 from tests.wandb_file import parts, values_of
+from torchtitan_lr.commands.runs import describe
 from torchtitan_lr.launch.run_state import read_state
-from torchtitan_lr.tools.runs import describe
 
 LOSS = "loss_metrics/global_avg_loss"
 VAL_LOSS = "validation_metrics/loss"

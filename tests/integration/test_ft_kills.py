@@ -7,12 +7,12 @@ import json
 import pytest
 
 from tests.scripts import load_script
+from tests.support.faults.fleet import Fleet, Place, Setting
+from tests.support.faults.orders import BEFORE, COMMITTED, DURING, PLAIN, REFRESH, Strike
+from tests.support.faults.trials import Trials
+from tests.support.faults.verdict import judge
 from torchtitan_lr.replicas.commits import COMMITS_FILE
-from torchtitan_lr.tools.experiments import check_run
-from torchtitan_lr.tools.faults.fleet import Fleet, Place, Setting
-from torchtitan_lr.tools.faults.orders import BEFORE, COMMITTED, DURING, PLAIN, REFRESH, Strike
-from torchtitan_lr.tools.faults.trials import Trials
-from torchtitan_lr.tools.faults.verdict import judge
+from torchtitan_lr.scaling.experiments import check_run
 
 STRIKES = [
     Strike("SIGKILL", DURING, REFRESH, 4),

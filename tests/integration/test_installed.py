@@ -12,8 +12,8 @@ import tarfile
 import pytest
 
 from tests.scripts import ROOT, load_script
-from torchtitan_lr.tools.cli import RunFailedError
-from torchtitan_lr.tools.commands import known
+from torchtitan_lr.commands.main import known
+from torchtitan_lr.errors import RunFailedError
 
 installed = load_script("check/installed")
 

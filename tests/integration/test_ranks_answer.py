@@ -8,7 +8,7 @@ from tests.integration import runs
 
 SCRIPT = """
 import json, os, sys
-from torchtitan_lr.tools.experiments import RunFailedError, report_from_rank, run_on_ranks
+from torchtitan_lr.scaling.experiments import RunFailedError, report_from_rank, run_on_ranks
 
 def measure(arguments):
     if "--fail" in arguments and os.environ["RANK"] == "1":

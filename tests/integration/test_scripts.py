@@ -11,8 +11,8 @@ from transformers import LlamaForCausalLM
 
 from tests.integration import runs
 from tests.scripts import load_script
+from torchtitan_lr.hf.loading import read_model_args
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.tools.loading import read_model_args
 
 EXPORT = [sys.executable, "scripts/export.py"]
 GENERATE = [sys.executable, "scripts/generate.py"]

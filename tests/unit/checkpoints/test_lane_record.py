@@ -16,7 +16,7 @@ from torchtitan_lr.checkpoints.lane_record import (
     stored_lanes,
 )
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools.loading import load_model
+from torchtitan_lr.hf.loading import load_model
 
 
 def save(folder: Path, lanes: Lanes) -> Path:

@@ -20,7 +20,7 @@ from torchtitan_lr.checkpoints.manifest import damage_of
 from torchtitan_lr.checkpoints.safe_metadata import DamagedError, describe, load, read_metadata
 from torchtitan_lr.compression.residuals import warn_of_dropped_residuals
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools.loading import load_model
+from torchtitan_lr.hf.loading import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

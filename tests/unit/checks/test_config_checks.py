@@ -15,8 +15,8 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.checks.values import check_vocabulary
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.loading import build_model_args
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.tools.loading import build_model_args
 from torchtitan_lr.training import fingerprint
 
 MAIN = ROOT / "train_configs" / "debug_cola.toml"

@@ -6,10 +6,10 @@ import random
 import pytest
 
 from scripts.check.support_table import BEGIN, END, PAGE, insert
+from tests.support.support_matrix import SupportMatrix, pairs, world_size
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.tools.support_matrix import SupportMatrix, pairs, world_size
 
 MATRIX = SupportMatrix()
 TINY = [

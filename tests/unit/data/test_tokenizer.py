@@ -32,7 +32,7 @@ def config(path):
 @pytest.fixture(scope="module")
 def rank_file(tmp_path_factory):
     """A real rank file: the shipped merges, written by the training script's own writer."""
-    from torchtitan_lr.tools.train_tokenizer import save_tiktoken, train_bpe
+    from torchtitan_lr.data.train_tokenizer import save_tiktoken, train_bpe
 
     out = tmp_path_factory.mktemp("ranks")
     save_tiktoken(train_bpe(PythonStdlib("validation", "k"), 600, []), out)

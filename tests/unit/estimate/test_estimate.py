@@ -13,6 +13,7 @@ from tests.scripts import ROOT, load_script
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.estimate.alternatives import alternative_modes, alternatives
 from torchtitan_lr.estimate.hardware import load_hardware
 from torchtitan_lr.estimate.memory import rehearse_run
 from torchtitan_lr.estimate.rehearsal import Rehearsal
@@ -21,7 +22,6 @@ from torchtitan_lr.estimate.timing import block_flops, repeated_flops, step_time
 from torchtitan_lr.estimate.traffic import bytes_by_dim, peak_optimizer_traffic, step_traffic
 from torchtitan_lr.formulas.flops import head_flops, layer_flops
 from torchtitan_lr.formulas.memory import static_memory
-from torchtitan_lr.tools.alternatives import alternative_modes, alternatives
 
 CONFIGS = [
     path

@@ -10,7 +10,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch import launcher
 from torchtitan_lr.launch.environment import Environment, read_environment
 from torchtitan_lr.launch.placement import find_device, place
-from torchtitan_lr.tools.experiments import place_run
+from torchtitan_lr.scaling.experiments import place_run
 
 MAIN = "--job.config_file=train_configs/debug_cola.toml"
 FULL = "--job.config_file=train_configs/debug_full.toml"

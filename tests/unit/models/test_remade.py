@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from scripts.bench.peers import Runner, Workload
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.models.remade import Gated, gated_linear, silu_linear
-from torchtitan_lr.tools.peers import Runner, Workload
 
 
 def plain_silu(h, weight):

@@ -7,9 +7,9 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
 from tests.unit.tiny import build_tiny, tiny_args, tokens
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.export import build_hf_config
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter, merge_factors
-from torchtitan_lr.tools.export import build_hf_config
 
 # The original context is short, so that all three regimes of the scaling occur in 6 pairs.
 SCALING = RoPEScalingArgs(original_max_position_embeddings=64)

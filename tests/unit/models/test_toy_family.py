@@ -15,10 +15,10 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.estimate.timing import block_flops
 from torchtitan_lr.formulas.parameters import count_parameters
+from torchtitan_lr.hf.export import check_hf_exportable
 from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.layers import low_rank_group
-from torchtitan_lr.tools.export import check_hf_exportable
 from torchtitan_lr.training.fingerprint import model_fingerprint
 from torchtitan_lr.training.register import PARALLELIZE
 

@@ -7,8 +7,8 @@ import pytest
 
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.generate_ranks import read_parallelism
 from torchtitan_lr.parallel.generation import generation_settings
-from torchtitan_lr.tools.generate_ranks import read_parallelism
 
 LANES = {"lanes": 4, "sync_fraction": 0.5}
 

@@ -26,10 +26,10 @@ from torchtitan_lr.training.trainer import Trainer
 
 pytest.importorskip("torchft", reason="torchft is not installed (the extra `ft`)")
 
+from tests.support.lighthouse import lighthouse
 from torchtitan_lr.replicas.commits import read_commits
 from torchtitan_lr.replicas.state import digest
 from torchtitan_lr.replicas.trainer import ReplicaTrainer
-from torchtitan_lr.tools.lighthouse import lighthouse
 
 STEPS = 5
 PLAIN, REFRESH, VOTE = 2, 3, 4

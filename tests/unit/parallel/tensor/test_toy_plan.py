@@ -17,11 +17,11 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.estimate.timing import block_flops
 from torchtitan_lr.estimate.traffic import step_traffic
+from torchtitan_lr.estimate.variants import derive
 from torchtitan_lr.formulas.communication import model_traffic
 from torchtitan_lr.formulas.plans.registry import FORMULAS
 from torchtitan_lr.parallel.tensor import plans
 from torchtitan_lr.parallel.tensor.plans import PLANS
-from torchtitan_lr.tools.variants import derive
 
 DEBUG = "train_configs/debug_cola.toml"
 NAMED = "--parallelism.tp_plan=gathered"

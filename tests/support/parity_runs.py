@@ -1,0 +1,337 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Short runs of the real trainer in several layouts, and the differences between them."""
+
+import gc
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.tensor import DTensor
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.tools.logging import logger
+
+from tests.support.rank_pool import RankPool, new_folder
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.compat.names import clean_name
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.families.registry import FAMILIES
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.training.history import read_history
+from torchtitan_lr.training.seed_checkpoint import make_seed_checkpoint
+from torchtitan_lr.training.trainer import Trainer
+
+TINY = [
+    "--model.flavor=parity",
+    "--training.dataset=python_stdlib",
+    "--training.seq_len=16",
+    "--training.shuffle_tokens=320",
+    "--training.global_batch_size=8",
+    "--training.steps=2",
+    "--training.dtype=float32",
+    "--training.mixed_precision_param=float32",
+    "--optimizer.lr=1e-3",
+    # Adam's first steps divide a gradient by its own size. With the default 1e-8, an entry of pure
+    # rounding noise would move its weight by a full learning rate in a random direction.
+    "--optimizer.eps=1e-5",
+    "--lr_scheduler.warmup_steps=2",
+    "--metrics.log_freq=1",
+    "--validation.no_enable",
+    "--checkpoint.no_enable",
+]
+"""Arguments of a run of about a second; a test adds its layout."""
+
+EXACT = 1e-9
+"""
+Limit of `largest_difference` between two fp64 runs of the same training. Rounding in fp64 is
+1.1e-16 per operation; three steps accumulated at most 2.2e-14 (measured on fourteen layouts). Every
+deliberate fault in these tests gives more than 1e-3.
+"""
+
+
+def add_parity_flavors() -> None:
+    """Add the flavors ``parity`` (2 layers) and ``parity4`` (4 layers, for deep pipelines).
+
+    No two widths coincide, and every one divides by four.
+    """
+    for family in FAMILIES:
+        low_rank = family != "full"
+        for name, layers in (("parity", 2), ("parity4", 4)):
+            FLAVORS[family]._flavors[name] = LlamaArgs(
+                family=family,
+                dim=64,
+                n_layers=layers,
+                n_heads=8,
+                n_kv_heads=4,
+                ffn_dim=88,
+                vocab_size=4096,
+                rank_attention=12 if low_rank else 0,
+                rank_ffn=20 if low_rank else 0,
+                activation="fullrank" if family in ("full", "svd") else "both",
+            )
+
+
+add_parity_flavors()
+
+
+def degrees(tensor: int = 1, pipeline: int = 1, local_batch: int = 8) -> list[str]:
+    """Return arguments for the parallel degrees; FSDP2 uses the remaining ranks.
+
+    A pipeline has at most four micro-batches, the number of stages of the deepest pipeline.
+    """
+    arguments = [
+        f"--parallelism.tensor_parallel_degree={tensor}",
+        f"--parallelism.pipeline_parallel_degree={pipeline}",
+        f"--training.local_batch_size={local_batch}",
+    ]
+    size = max(1, local_batch // 4) if pipeline > 1 else 1
+    return [*arguments, f"--parallelism.pipeline_parallel_microbatch_size={size}"]
+
+
+DEEP = ["--model.flavor=parity4"]
+"""Arguments of a model with enough layers for four stages."""
+
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "dp1": (1, degrees()),
+    "tp2": (2, degrees(tensor=2)),
+    "pp2": (2, degrees(pipeline=2)),
+    "tp4": (4, degrees(tensor=4)),
+    "pp4": (4, [*degrees(pipeline=4), *DEEP]),
+    "pp2_tp2": (4, degrees(tensor=2, pipeline=2)),
+    "fsdp2_tp2": (4, degrees(tensor=2, local_batch=4)),
+    "fsdp2_pp2": (4, degrees(pipeline=2, local_batch=4)),
+}
+"""Number of ranks and arguments of every layout; the global batch is always the same."""
+
+
+def model(family: str) -> list[str]:
+    """Return the argument that selects a family."""
+    return [f"--model.name=llama_{family}"]
+
+
+def schedule(name: str) -> list[str]:
+    """Return the arguments that select a pipeline schedule and a model with enough layers."""
+    deep = DEEP if name in ("Interleaved1F1B", "ZBVZeroBubble") else []
+    return [f"--parallelism.pipeline_parallel_schedule={name}", *deep]
+
+
+def flavor(options: list[str]) -> list[str]:
+    """Return the flavor that the options select, for the reference run."""
+    return [option for option in options if option.startswith("--model.flavor=")][-1:]
+
+
+def train(
+    arguments: list[str],
+    dump_folder: str = "",
+    exact: bool = True,
+    everywhere: bool = False,
+    build: Callable[[Any], Trainer] = Trainer,
+) -> dict[str, Any]:
+    """Train on the calling process group; call it on every rank.
+
+    Args:
+        arguments: Command-line arguments; those of `TINY` are prepended.
+        dump_folder: Output folder; a new folder by default.
+        exact: Whether to compute in float64 wherever the configuration has float32.
+        everywhere: Whether every rank returns the parameters, or only rank 0.
+        build: Creates the trainer from its configuration.
+
+    Returns:
+        ``losses``, ``grad_norms`` (one per step), ``val_losses``, ``skipped_steps``, ``step``,
+        ``dump_folder``, ``last_val_loss`` (on this rank), ``state_dtypes`` (of the optimizer),
+        ``ledger`` (this rank's rows of the last logged step) and ``parameters`` (full arrays by
+        name).
+    """
+    logger.setLevel("ERROR")
+    folders: list[Any] = [dump_folder or new_folder()]
+    dist.broadcast_object_list(folders)
+    config = build_job_config([*TINY, f"--job.dump_folder={folders[0]}", *arguments])
+    check_job_config(config, dist.get_world_size(), "cpu")
+    if exact:
+        use_float64(config)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    trainer = None
+    try:
+        trainer = build(config)
+        trainer.train()
+        result = _result_of(trainer, everywhere) | {"dump_folder": folders[0]}
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if trainer is not None:
+            trainer.close()
+        del trainer
+        torch.compiler.reset()  # compiled blocks of many models in one process reach its limit
+        gc.collect()  # torchtitan disables the collector, and a trainer has many reference cycles
+        gc.freeze()  # the rest are caches, which the next run's collection skips
+    dist.barrier()
+    return result | _curves_of(Path(folders[0]))
+
+
+def _result_of(trainer: Trainer, everywhere: bool) -> dict[str, Any]:
+    validated = trainer.job_config.validation.enable
+    return {
+        "step": trainer.step,
+        "skipped_steps": trainer.skipped_steps,
+        "ledger": trainer._ledger.rows() if trainer._ledger else [],
+        "last_val_loss": trainer.validator.last_loss if validated else None,
+        "state_dtypes": _state_dtypes(trainer.optimizers),
+        "parameters": _full_parameters(trainer.model_parts, everywhere),
+    }
+
+
+def _curves_of(folder: Path) -> dict[str, list[Any]]:
+    history = read_history(folder / "metrics.jsonl")
+    keys = {
+        "losses": "loss_metrics/global_avg_loss",
+        "grad_norms": "grad_norm",
+        "val_losses": "validation_metrics/loss",
+    }
+    return {
+        name: [record[key] for record in history if key in record] for name, key in keys.items()
+    }
+
+
+def use_float64(config: Any) -> None:
+    """Replace float32 by float64 in a configuration; leave a bf16 run unchanged.
+
+    torchtitan's table of dtypes has no float64, and our checks raise for dtypes that are not in it.
+    """
+    TORCH_DTYPE_MAP["float64"] = torch.float64
+    keys = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
+    if all(getattr(config.training, key) == "float32" for key in keys):
+        for key in keys:
+            setattr(config.training, key, "float64")
+
+
+def largest_difference(run: dict[str, Any], reference: dict[str, Any]) -> float:
+    """Return the largest max|a - b| / max|b| over losses, gradient norms and every parameter."""
+    assert run["parameters"].keys() == reference["parameters"].keys()
+    assert len(run["losses"]) == len(reference["losses"]) > 0
+    pairs = [
+        (np.array(run["losses"]), np.array(reference["losses"])),
+        (np.array(run["grad_norms"]), np.array(reference["grad_norms"])),
+        *((run["parameters"][name], value) for name, value in reference["parameters"].items()),
+    ]
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
+
+
+BF16 = ["--training.mixed_precision_param=bfloat16"]
+
+ROUNDING = 6.0
+"""
+Limit of `rounding_excess`. A layout in bf16 rounds different partial sums than one process. Its
+error was at most 1.8 times that of one process after three steps, and 3.5 times after one step,
+whose update depends almost only on the signs of the gradients (measured over the support matrix). A
+gradient averaged once too often gives 16; bf16 master weights give 39.
+"""
+
+
+def bf16_references(
+    pool: RankPool, arguments: list[str], run: Callable[..., Any] = train
+) -> list[dict[str, Any]]:
+    """Train on one process: in float64, in float64 with a learning rate of almost 0, in bf16.
+
+    Args:
+        pool: A pool of one rank.
+        arguments: Command-line arguments.
+        run: `train`, or a replacement with the same signature.
+    """
+    still = ["--optimizer.lr=1e-30"]
+    return [pool.run(run, [*arguments, *more])[0] for more in ([], still, BF16)]
+
+
+def rounding_excess(run: dict[str, Any], references: list[dict[str, Any]]) -> float:
+    """Compare the rounding error of a bf16 run with that of one process in bf16.
+
+    The error of a parameter is ‖w - w_exact‖ / ‖w_exact - w_start‖, with float64 as exact.
+
+    Args:
+        run: Returned by `train`.
+        references: Returned by `bf16_references` for the same training.
+
+    Returns:
+        The largest ratio of the two errors over all parameters. A small parameter's error may be
+        small by chance, so the reference error is at least the median over parameters.
+    """
+    exact, start, alone = (reference["parameters"] for reference in references)
+
+    def errors(parameters: dict[str, Any]) -> dict[str, float]:
+        return {
+            name: float(
+                np.linalg.norm(parameters[name] - value) / np.linalg.norm(value - start[name])
+            )
+            for name, value in exact.items()
+        }
+
+    assert run["parameters"].keys() == exact.keys()
+    usual = errors(alone)
+    median = float(np.median(list(usual.values())))
+    assert 1e-3 < median < 0.2, "the reference is no bf16 run"
+    return max(
+        error / max(usual[name], median) for name, error in errors(run["parameters"]).items()
+    )
+
+
+def _state_dtypes(optimizers: Any) -> set[str]:
+    states = [s for o in optimizers.optimizers for s in o.state.values()]
+    tensors = [value for state in states for value in state.values() if torch.is_tensor(value)]
+    return {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+
+
+def _full_parameters(model_parts: list[Any], everywhere: bool) -> dict[str, Any]:
+    """Gather full parameters as arrays by name; only on rank 0 unless ``everywhere``."""
+    parts: dict[str, _Part] = {}
+    for part in model_parts:
+        for name, parameter in part.named_parameters():
+            parts[clean_name(name)] = _part_of(parameter)
+    ranks: list[Any] = [None] * dist.get_world_size()
+    if everywhere:
+        dist.all_gather_object(ranks, parts)
+    else:
+        dist.gather_object(parts, ranks if dist.get_rank() == 0 else None)
+    whole: dict[str, Any] = {}
+    for name, (shape, offset, values) in (item for rank in ranks if rank for item in rank.items()):
+        target = whole.setdefault(name, np.full(shape, np.nan))
+        region = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
+        known = target[region]
+        assert np.isnan(known).all() or np.array_equal(known, values, equal_nan=True), (
+            f"ranks hold different values of {name}"
+        )
+        target[region] = values
+    return dict(sorted(whole.items()))
+
+
+_Part = tuple[tuple[int, ...], tuple[int, ...], Any]
+"""A parameter's global shape, the offset of this rank's part, and the part's values."""
+
+
+def _part_of(parameter: torch.Tensor) -> _Part:
+    if not isinstance(parameter, DTensor):
+        return tuple(parameter.shape), (0,) * parameter.dim(), parameter.detach().double().numpy()
+    # The offset comes from a distributed checkpoint's plan, which does not use our own slicing.
+    (item,) = create_default_local_save_plan({"parameter": parameter}, is_coordinator=True).items
+    assert item.tensor_data is not None
+    offset = tuple(item.tensor_data.chunk.offsets)
+    local = parameter.to_local().detach().double().numpy()
+    assert local.shape == tuple(item.tensor_data.chunk.sizes)
+    return tuple(parameter.shape), offset, local
+
+
+def write_seed_checkpoint(options: list[str]) -> str:
+    """Write a job's initial weights from a pool's rank, and keep its process group.
+
+    Args:
+        options: Command-line arguments without a TOML file.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    with patch.object(dist, "destroy_process_group"):  # it is the pool's
+        return str(make_seed_checkpoint(options))

@@ -1,0 +1,204 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""``scripts/evaluate.py`` against a loss computed token by token, in fp64."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from torchtitan.components.loss import IGNORE_INDEX
+
+from tests.reference.validation_loss import sequence_losses, token_losses, windows
+from tests.scripts import load_script
+from tests.unit.hf.test_export import run_record, write_run
+from torchtitan_lr.data.corpora import PythonStdlib
+from torchtitan_lr.data.evaluation import EvaluationSet
+from torchtitan_lr.hf.loading import load_for_inference
+
+script = load_script("evaluate")
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+TEXTS = ["import os\n\n\ndef café(x):\n    return x + 1\n" * 9, "x = 1\n", "", "class A:\n" * 40]
+
+
+def command(capsys, *argv):
+    try:
+        status = script.main([str(a) for a in argv])
+    except SystemExit as end:
+        status = end.code
+    return status, *capsys.readouterr()
+
+
+@pytest.fixture
+def step(tmp_path):
+    return write_run(tmp_path / "run", "cola", torch.float64)[0]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+class Words:
+    """One token per character; BOS 1 and EOS 2."""
+
+    def encode(self, text, add_bos, add_eos):
+        return [1] * add_bos + [ord(letter) for letter in text] + [2] * add_eos
+
+
+@pytest.mark.parametrize("seq_len", [1, 3, 4, 7, 50])
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_every_token_is_a_label_once(seq_len, batch):
+    documents = ["abcdef", "g", "", "hijklmnop"]
+    stream = [token for text in documents for token in Words().encode(text, True, True)]
+    found = EvaluationSet(documents, Words(), seq_len, batch)
+    labels, pairs = [], []
+    for inputs, wanted in found:
+        assert inputs["input"].shape == wanted.shape and len(wanted) <= batch
+        for x, y in zip(inputs["input"].tolist(), wanted.tolist(), strict=True):
+            kept = [token for token in y if token != IGNORE_INDEX]
+            assert y[: len(kept)] == kept  # the rest of a window is at its end
+            labels += kept
+            pairs += zip(x, kept, strict=False)
+    assert labels == stream[1:]
+    assert pairs == list(itertools.pairwise(stream))
+    assert (found.num_documents, found.num_bytes) == (4, 16)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 16])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_ranks_share_the_windows(ranks, batch):
+    documents = ["abcdef", "g", "", "hijklmnopqrstuvw" * 2]
+    windows = torch.cat([labels for _, labels in EvaluationSet(documents, Words(), 4, 99)])
+    shares = [EvaluationSet(documents, Words(), 4, batch, None, ranks, r) for r in range(ranks)]
+    batches = [list(share) for share in shares]
+    shapes = [[labels.shape for _, labels in own] for own in batches]
+    assert shapes == [shapes[0]] * ranks  # every rank has the same batches
+    assert all(len(labels) <= batch for _, labels in batches[0])
+    for rank, own in enumerate(batches):
+        labels = torch.cat([labels for _, labels in own])
+        kept = labels[(labels != IGNORE_INDEX).any(1)]
+        assert torch.equal(kept, windows[rank::ranks])
+        assert (shares[rank].num_documents, shares[rank].num_bytes) == (4, 39)
+
+
+def encode(tokenizer, text):
+    return tokenizer.encode(text, add_bos=True, add_eos=True)
+
+
+def by_hand(step, texts, seq_len):
+    """Sum of losses and number of tokens, window by window, without batches and padding."""
+    model, tokenizer = load_for_inference(step)
+    stream = [token for text in texts for token in encode(tokenizer, text)]
+    losses = []
+    for start in range(0, len(stream) - 1, seq_len):
+        window = torch.tensor(stream[start : start + seq_len + 1])
+        with torch.no_grad():
+            losses.append(token_losses(model(window[None, :-1])[0], window[1:]))
+    losses = torch.cat(losses)
+    assert len(losses) == len(stream) - 1
+    return losses.sum().item(), len(losses)
+
+
+@pytest.mark.parametrize("seq_len", [0, 24])
+def test_loss_perplexity_and_bits_per_byte(step, texts, tmp_path, capsys, seq_len):
+    usual = (step, "--corpus", "local", "--path", texts, "--device", "cpu", "--seq_len", seq_len)
+    status, out, _ = command(capsys, *usual, "--json", "--out", tmp_path / "out.json")
+    assert status == 0
+    found = json.loads(out)
+    assert json.loads((tmp_path / "out.json").read_text()) == found
+    kept = [text for text in TEXTS if text]
+    total, count = by_hand(step, kept, seq_len or 64)
+    size = sum(len(text.encode()) for text in kept)
+    assert (found["tokens"], found["bytes"], found["documents"]) == (count, size, 3)
+    assert found["loss"] == pytest.approx(total / count, rel=1e-12)
+    assert found["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-12)
+    assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-12)
+    # Another batch size changes no digit that counts; fewer documents change the result.
+    for batch in (1, 64):
+        again = json.loads(command(capsys, *usual, "--json", "--batch_size", batch)[1])
+        assert again["loss"] == pytest.approx(found["loss"], rel=1e-12)
+    fewer = json.loads(command(capsys, *usual, "--json", "--documents", 1)[1])
+    assert fewer["loss"] == pytest.approx(
+        by_hand(step, kept[:1], seq_len or 64)[0] / fewer["tokens"]
+    )
+    assert abs(fewer["loss"] - found["loss"]) > 1e-6
+    text = command(capsys, *usual)[1]
+    assert f"loss           {total / count:.4f} nats/token\n" in text
+    assert f"bits per byte  {found['bits_per_byte']:.4f}\n" in text
+
+
+def test_the_number_of_validation_is_repeated(small_library, tmp_path, capsys):
+    step, model = write_run(tmp_path, "svd", torch.float64)
+    record = run_record("svd")
+    record["training"] |= {"dataset": "python_stdlib", "dataset_path": None}
+    record["validation"] = {"dataset": "training", "dataset_path": None, "seq_len": 48}
+    workers = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
+    record["validation"] |= {"steps": -1, "local_batch_size": 4, "dataloader": workers}
+    (tmp_path / "job_config.json").write_text(json.dumps(record))
+    found = json.loads(command(capsys, step, "--as_validated", "--json", "--device", "cpu")[1])
+    _, tokenizer = load_for_inference(step)
+    documents = [encode(tokenizer, text) for text in PythonStdlib("validation", "k")]
+    losses = sequence_losses(model.eval(), windows(documents, 48))
+    assert found["tokens"] == losses.numel()
+    assert found["loss"] == pytest.approx(losses.mean().item(), rel=1e-12)
+    assert found["bits_per_byte"] is None
+    # Whole documents are the same corpus, but more tokens.
+    whole = json.loads(command(capsys, step, "--json", "--device", "cpu", "--seq_len", 48)[1])
+    assert whole["corpus"] == "python_stdlib (validation)"
+    assert whole["tokens"] == sum(map(len, documents)) - 1 > found["tokens"]
+    assert whole["loss"] != pytest.approx(found["loss"], rel=1e-6)
+
+
+def test_the_validation_split_of_c4(step, tmp_path, capsys):
+    folder = tmp_path / "c4"
+    folder.mkdir()
+    parts = [("train", "train.json"), ("validation", "validation.json")]
+    files = "".join(f"  - split: {split}\n    path: {name}\n" for split, name in parts)
+    (folder / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: en\n  data_files:\n{files}---\n"
+    )
+    for (_, name), texts in zip(parts, (["never read"], TEXTS[:2]), strict=True):
+        (folder / name).write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    usual = (step, "--device", "cpu", "--json", "--corpus", "c4", "--path", folder)
+    found = json.loads(command(capsys, *usual)[1])
+    total, count = by_hand(step, TEXTS[:2], 64)
+    assert found["corpus"] == "c4_validation (validation)" and found["tokens"] == count
+    assert found["loss"] == pytest.approx(total / count, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--corpus", "local"], "--path: got None"),
+        (["--path", "x"], "--path: got 'x', expected no path, or --corpus local"),
+        (["--corpus", "c4", "--path", "./nowhere"], "--path: got './nowhere', expected a local"),
+        (["--parallelism.tensor_parallel_degree=2"], "parallelism.tensor_parallel_degree: got '2'"),
+        (["--corpus", "local", "--path", "nowhere"], "--path: got 'nowhere', expected an existing"),
+        (["--corpus", "c5"], "argument --corpus: invalid choice: 'c5'"),
+        (["--corpus", "python_stdlib", "--seq_len", "65"], "--seq_len: got 65, expected at most"),
+        (["--seq_len", "-1"], "--seq_len: got -1"),
+        (["--batch_size", "0"], "--batch_size: got 0"),
+        (["--as_validated", "--corpus", "python_stdlib"], "--corpus: got 'python_stdlib'"),
+        (["--as_validated"], "job_config.json: got"),
+        ([], "job_config.json: got"),
+        (["--corpus", "python_stdlib", "--device", "abacus"], "--device: got 'abacus'"),
+        (["--out", "nowhere/x.json"], "--out: got 'nowhere/x.json'"),
+        (["--corpus", "local", "--path", "EMPTY"], "--path: got"),
+    ],
+)
+def test_refusals(step, tmp_path, capsys, options, line):
+    (tmp_path / "empty.txt").write_text("")
+    options = [str(tmp_path / "empty.txt") if o == "EMPTY" else o for o in options]
+    status, out, err = command(capsys, step, *options)
+    assert (status, out) == (2, ""), err
+    assert err.startswith(f"error: {line}") and err.count("\n") == 1, err
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, capsys):
+    status, _, err = command(capsys, tmp_path / "a/b/step-1", "--corpus", "python_stdlib")
+    assert status == 2 and err.startswith("error: CHECKPOINT: got") and err.count("\n") == 1

@@ -1,0 +1,228 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import io
+import json
+
+import pytest
+import torch
+
+from tests.scripts import load_script
+from tests.unit.hf.test_export import run_record, write_run
+from tests.unit.tiny import FAMILIES, build_tiny, tokens
+from torchtitan_lr.commands.generate import generate
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.loading import load_for_inference
+from torchtitan_lr.inference.sampling import Sampling, draws
+
+script = load_script("generate")
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_the_argmax_of_the_whole_sequence(family):
+    model = build_tiny(family, torch.float64)  # no two logits are equal up to rounding
+    prompt = tokens(model.model_args, b=1, s=5)
+    out = generate(model, prompt, 8, temperature=0)
+    assert out.shape == (1, 13)
+    assert torch.equal(out[:, :5], prompt)
+    with torch.no_grad():
+        predicted = model(out).argmax(-1)
+    assert torch.equal(out[0, 5:], predicted[0, 4:-1])
+
+
+def test_sampling_follows_the_seed():
+    model = build_tiny("cola")
+    prompt = tokens(model.model_args, b=1, s=5)
+    one, again, other = (generate(model, prompt, 20, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+
+
+def test_generation_beyond_the_rotary_table_is_refused():
+    model = build_tiny("cola", torch.float64)
+    prompt = tokens(model.model_args, b=1, s=30)
+    assert generate(model, prompt, 3, temperature=0).shape == (1, 33)
+    with pytest.raises(ConfigError, match="--max_new_tokens: got 4, expected from 1 to 3 after"):
+        generate(model, prompt, 4, temperature=0)
+
+
+def test_a_stop_token_ends_the_text():
+    model = build_tiny("cola")
+    prompt = tokens(model.model_args, b=1, s=5)
+    free = generate(model, prompt, 20, seed=4)
+    stop = free[0, 9].item()
+    first = free[0, 5:].tolist().index(stop)
+    assert torch.equal(generate(model, prompt, 20, seed=4, stop_id=stop), free[:, : 6 + first])
+
+
+def test_top_k_and_temperature():
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).repeat(4000, 1)
+
+    def frequencies(temperature, top_k):
+        drawn = Sampling(temperature, top_k).choose(logits, draws(0, 4000))
+        return drawn.bincount(minlength=4) / len(drawn)
+
+    top_two = frequencies(1.0, 2)
+    assert (top_two[:2] == 0).all()
+    expected = logits[0, 2:].softmax(-1)
+    torch.testing.assert_close(top_two[2:], expected, atol=0.03, rtol=0)
+    every = frequencies(2.0, 0)
+    torch.testing.assert_close(every, (logits[0] / 2).softmax(-1), atol=0.03, rtol=0)
+    assert not torch.allclose(every, logits[0].softmax(-1), atol=0.03)
+    assert frequencies(0, 0).tolist() == [0, 0, 0, 1]
+
+
+def command(capsys, *argv):
+    try:
+        status = script.main([str(a) for a in argv])
+    except SystemExit as end:
+        status = end.code
+    return status, *capsys.readouterr()
+
+
+def test_the_command_continues_the_prompt(tmp_path, capsys):
+    step, _ = write_run(tmp_path, "cola")
+    options = ("--checkpoint", step, "--prompt", "import os", "--max_new_tokens", 5)
+    status, out, _ = command(capsys, *options, "--device", "cpu")
+    assert status == 0
+    assert out.startswith("import os")
+    assert len(out.strip()) > len("import os")
+    assert command(capsys, *options, "--device", "cpu")[1] == out
+    # The checkpoint as the first argument, and data instead of the text alone.
+    said = command(capsys, *options[1:], "--device", "cpu", "--json")[1]
+    assert json.loads(said) == {"prompt": "import os", "text": out.removesuffix("\n")}
+    assert command(capsys, *options, "--device", "cpu", "--seed", 1)[1] != out
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_file_of_prompts_is_continued_in_order(tmp_path, capsys, monkeypatch):
+    step, _ = write_run(tmp_path / "run", "cola", torch.float64)
+    texts = ["import os", "def main(argv):\n    return", "x", "class A: pass"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
+    usual = (step, "--device", "cpu", "--max_new_tokens", 6, "--batch_size", 3, "--seed", 4)
+    out = tmp_path / "out.jsonl"
+    assert command(capsys, *usual, "--prompts", tmp_path / "a.jsonl", "--out", out) == (0, "", "")
+    found = records(out)
+    assert [record["prompt"] for record in found] == texts
+    # Each is what the prompt alone gives, and what another cache gives.
+    for index, record in enumerate(found):
+        alone = (*usual[:-1], 4 + index, "--prompt", texts[index], "--cache", "latent")
+        alone += ("--screen_head",) if index % 2 else ()
+        assert command(capsys, *alone)[1] == record["text"] + "\n"
+        assert record["end"] == "length" and record["new_tokens"] == 6
+    # From stdin, with lines of text and of JSON.
+    lines = ["import os", "", json.dumps({"prompt": texts[1]}), "x", "class A: pass"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    status, said, _ = command(capsys, *usual, "--prompts", "-")
+    assert status == 0 and [json.loads(line) for line in said.splitlines()] == found
+
+
+def test_texts_end_at_stop_tokens_and_strings(tmp_path, capsys):
+    step, _ = write_run(tmp_path, "cola")
+    usual = (step, "--device", "cpu", "--prompts", tmp_path / "p.txt", "--max_new_tokens", 12)
+    (tmp_path / "p.txt").write_text("import os\n")
+    (free,) = map(json.loads, command(capsys, *usual)[1].splitlines())
+    continuation = free["text"].removeprefix("import os")
+    middle = continuation[len(continuation) // 2 :][:3]
+    (cut,) = map(json.loads, command(capsys, *usual, "--stop", middle)[1].splitlines())
+    assert cut["end"] == "stop_string" and cut["new_tokens"] < 12
+    assert cut["text"] == "import os" + continuation[: continuation.index(middle)]
+    model, tokenizer = load_for_inference(step)
+    prompt = torch.tensor([tokenizer.encode("import os", add_bos=True, add_eos=False)])
+    ids = generate(model, prompt, 12, 0.8, 50)[0, prompt.shape[1] :].tolist()
+    assert tokenizer.decode(ids) == continuation
+    (cut,) = map(json.loads, command(capsys, *usual, "--stop_token", ids[3])[1].splitlines())
+    first = ids.index(ids[3])
+    assert cut["end"] == "stop_token" and cut["new_tokens"] == first + 1
+    assert cut["text"] == "import os" + tokenizer.decode(ids[:first])
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("\n \n", "--prompts: got "),
+        ('{"prompt": "a"}\n{"text": "b"}\n', "p.jsonl:2"),
+        ('{"prompt": "a"}\n\nb\n', "p.jsonl:3"),
+        ('{"prompt": "a"}\n{"prompt": "%s"}\n' % ("long " * 80), "--prompts, prompt 2: got "),
+    ],
+)
+def test_prompts_that_cannot_be_continued_are_refused(tmp_path, capsys, text, part):
+    step, _ = write_run(tmp_path, "cola")
+    (tmp_path / "p.jsonl").write_text(text)
+    status, out, err = command(capsys, step, "--prompts", tmp_path / "p.jsonl")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ") and part in err and err.count("\n") == 1, err
+
+
+def test_a_full_rank_model_has_no_latent_cache(tmp_path, capsys):
+    step, _ = write_run(tmp_path, "full")
+    status, _, err = command(capsys, step, "--prompt", "a", "--cache", "latent")
+    assert status == 2
+    assert err.startswith("error: --cache: got 'latent', expected 'full' for llama_full")
+    status, _, err = command(capsys, step)
+    assert status == 2 and "--prompt" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (["--max_new_tokens", "0"], "--max_new_tokens"),
+        (["--temperature", "-1"], "--temperature"),
+        (["--temperature", "nan"], "--temperature"),
+        (["--temperature", "warm"], "--temperature"),
+        (["--top_k", "-1"], "--top_k"),
+        (["--top_k", "9" * 30], "--top_k"),
+        (["--top_p", "0"], "--top_p"),
+        (["--top_p", "1.5"], "--top_p"),
+        (["--batch_size", "0"], "--batch_size"),
+        (["--stop", ""], "--stop"),
+        (["--max_new_tokens", "65"], "--max_new_tokens: got 65, expected from 1 to 63 after"),
+        (["--prompt", "a" * 200], "tokens', expected from 1 to 64 tokens"),
+        (["--prompts", "nowhere.txt"], "--prompts"),
+        (["--cache", "none"], "--cache"),
+        (["--out", "nowhere/x.jsonl"], "--out"),
+        (["--seed", "-1"], "--seed"),
+        (["--seed", "9" * 30], "--seed"),
+        (["--prompt", "bytes \udcff that are no UTF-8"], "--prompt"),
+        (["--device", "abacus"], "--device"),
+        (["--checkpoint", "nowhere/a/b"], "CHECKPOINT"),
+        (["--beams", "4"], "--beams"),
+        (["--parallelism.pipeline_parallel_degree=2"], "parallelism.pipeline_parallel_degree"),
+        (["--parallelism.tensor_parallel_degree=4"], "torchrun --nproc_per_node=4"),
+        (["--training.steps=4"], "training.steps"),
+        (["--screen_head", "--top_k", "0"], "--screen_head"),
+    ],
+)
+def test_refusals(tmp_path, capsys, options, key):
+    step, _ = write_run(tmp_path, "cola")
+    prompt = [] if "--prompts" in options else ["--prompt", "a"]
+    status, out, err = command(capsys, "--checkpoint", step, *prompt, *options)
+    assert (status, out) == (2, "")
+    assert key in err
+    assert err.count("\n") == 1, err
+
+
+def test_a_tokenizer_that_is_missing_or_too_large_is_refused(tmp_path, capsys):
+    step, _ = write_run(tmp_path, "cola")
+    record = run_record("cola")
+    for assets in ("nowhere", str(tmp_path / "large")):
+        record["model"]["hf_assets_path"] = assets
+        (tmp_path / "job_config.json").write_text(json.dumps(record))
+        if assets != "nowhere":
+            write_large_tokenizer(tmp_path / "large")
+        status, _, err = command(capsys, "--checkpoint", step, "--prompt", "a")
+        assert status == 2
+        assert err.startswith("error: model.hf_assets_path: got")
+        assert err.count("\n") == 1
+
+
+def write_large_tokenizer(folder):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    folder.mkdir()
+    vocabulary = {f"t{i}": i for i in range(5000)}
+    Tokenizer(WordLevel(vocabulary, unk_token="t0")).save(str(folder / "tokenizer.json"))

@@ -1,0 +1,124 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""``torchtitan-lr config show``: every key of a run, once, with its value and its origin."""
+
+import dataclasses
+
+import pytest
+
+from torchtitan_lr.commands.origins import as_toml, read_origins
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.shipped import shipped_configs
+from torchtitan_lr.launch import placement
+from torchtitan_lr.models.configured import llama_args
+
+DEFAULT, FLAVOR, TOML, LINE = "default", "flavor", "TOML", "command line"
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch, tmp_path):
+    """A folder that is no checkout, on a machine without GPUs and without settings."""
+    for name in ("NGPU", "NNODES", "LOG_RANK", "COMM_MODE", "CONFIG_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(placement, "_accelerator", lambda: ("cpu", 0))
+
+
+def shown(config, *overrides):
+    settings, _ = read_origins(config, overrides)
+    found = {setting.key: (setting.value, setting.origin) for setting in settings}
+    assert len(found) == len(settings)
+    return found
+
+
+def test_each_key_has_its_origin():
+    found = shown(
+        *("debug_cola", "--training.steps=3", "--metrics.no_enable_tensorboard"),
+        *("--training.seq-len", "64"),
+    )
+    expected = {
+        "training.steps": (3, LINE),  # over the TOML's
+        "training.seq_len": (64, LINE),
+        "metrics.enable_tensorboard": (False, LINE),
+        "training.local_batch_size": (8, TOML),
+        "optimizer.lr": (6e-3, TOML),
+        "training.max_norm": (0.5, DEFAULT),
+        "quantize.linear.mx.filter_fqns": (["output"], DEFAULT),
+        "model.vocab_size": (4096, FLAVOR),
+        "model.dim": (128, FLAVOR),
+        "low_rank.rank": (0, DEFAULT),
+        "low_rank.rank_ffn": (32, FLAVOR),
+        "low_rank.activation": ("both", FLAVOR),
+    }
+    assert {key: found[key] for key in expected} == expected
+    keys = {key for key, (_, origin) in found.items() if origin == LINE}
+    assert keys == {
+        *("job.config_file", "training.steps", "training.seq_len"),
+        "metrics.enable_tensorboard",
+    }
+
+
+def test_no_key_is_left_out():
+    """Against a walk over the configuration that knows nothing of origins."""
+
+    def walk(values, prefix=""):
+        for name, value in values.items():
+            if isinstance(value, dict):
+                yield from walk(value, f"{prefix}{name}.")
+            else:
+                yield prefix + name
+
+    keys = set(walk(dataclasses.asdict(build_job_config(["--job.config_file=debug_cola"]))))
+    settings, _ = read_origins("debug_cola", [])
+    assert {setting.key for setting in settings if setting.is_key} == keys and len(keys) > 150
+
+
+def test_a_rank_of_the_user_is_not_the_flavors(tmp_path):
+    (tmp_path / "own.toml").write_text("[low_rank]\nrank = 48\nrank_ffn = 16\n")
+    found = shown("own.toml", "--low_rank.activation=none", "--model.vocab_size=100")
+    assert found["low_rank.rank_attention"] == (48, TOML)
+    assert found["low_rank.rank_ffn"] == (16, TOML)
+    assert found["low_rank.activation"] == ("none", LINE)
+    assert found["model.vocab_size"] == (100, LINE)
+    assert shown("own.toml", "--low_rank.rank=24")["low_rank.rank_attention"] == (24, LINE)
+
+
+def test_a_full_rank_model_takes_no_rank_from_its_flavor():
+    found = shown("debug_full")
+    assert found["low_rank.rank_attention"] == (0, DEFAULT)
+    assert found["low_rank.activation"] == ("flavor", DEFAULT)
+    assert found["model.ffn_dim"] == (344, FLAVOR)
+
+
+def test_what_the_launcher_changes_is_its_own(monkeypatch):
+    monkeypatch.setenv("NGPU", "1")
+    found = shown("debug_cola")
+    assert found["parallelism.tensor_parallel_degree"] == (1, "launcher")
+    assert found["training.global_batch_size"] == (16, "launcher")
+    degree = shown("debug_cola", "--parallelism.tensor_parallel_degree=1")
+    assert degree["parallelism.tensor_parallel_degree"] == (1, LINE)
+
+
+@pytest.mark.parametrize("name", list(shipped_configs()))
+def test_what_is_shown_configures_the_same_run(name, tmp_path):
+    """The output is a TOML file; read again, it is the same configuration and the same model."""
+    settings, note = read_origins(name, [])
+    text = as_toml(settings)
+    (tmp_path / "shown.toml").write_text(text)
+    before = build_job_config([f"--job.config_file={name}"])
+    after = build_job_config(["--job.config_file=shown.toml"])
+    assert llama_args(after) == llama_args(before)
+    after.job.config_file = before.job.config_file
+    after.model.vocab_size, after.low_rank = before.model.vocab_size, before.low_rank
+    assert after == before
+    # What the ranks here cannot run is shown too.
+    if before.parallelism.tensor_parallel_degree > 4:
+        assert note.startswith("note: it does not run here: parallelism.tensor_parallel_degree")
+
+
+def test_values_in_toml():
+    settings, _ = read_origins("debug_cola", ["--training.max_norm=inf", '--job.description=a"b#'])
+    lines = as_toml(settings).splitlines()
+    assert sum(line.startswith("max_norm = inf ") for line in lines) == 1
+    assert any(line.startswith('description = "a\\"b#" ') for line in lines)
+    assert any(line.startswith("# dataset_path = null ") for line in lines)
+    assert any(line.startswith("# dim = 128 ") for line in lines)

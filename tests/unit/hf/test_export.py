@@ -1,0 +1,275 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import json
+import os
+import runpy
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from tests.scripts import ROOT, load_script
+from tests.unit.models.test_state_dict_adapter import MARGIN, fp32_noise, max_error
+from tests.unit.tiny import tiny_args, tokens
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.export import export_factored
+from torchtitan_lr.hf.loading import (
+    build_model_args,
+    load_model,
+    read_model_args,
+    read_run_config,
+)
+from torchtitan_lr.hf.weights import ModelWeights
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.llama import LlamaModel
+
+export = load_script("export")
+
+
+def run_record(family, seq_len=64, **low_rank):
+    """What a run writes about itself, as far as a model is concerned."""
+    section = {"rank": 0, "rank_attention": 0, "rank_ffn": 0}
+    section |= {"activation": "flavor", "lax_gate": "identity"}
+    return {
+        "model": {
+            "name": f"llama_{family}",
+            "flavor": "debug",
+            "hf_assets_path": "torchtitan_lr/data/assets/bpe4k",
+        },
+        "training": {"seq_len": seq_len},
+        "debug": {"seed": 3},
+        "low_rank": {**section, **low_rank},
+    }
+
+
+def write_run(folder, family, dtype=torch.float32, vocab_size=None, **low_rank):
+    """A dump folder with one checkpoint, laid out as torchtitan's CheckpointManager does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record = run_record(family, **low_rank)
+    if vocab_size is not None:
+        record["model"]["vocab_size"] = vocab_size
+    (folder / "job_config.json").write_text(json.dumps(record))
+    step = folder / "checkpoint" / "step-20"
+    args = build_model_args(read_run_config(step))
+    model = LlamaModel(args)
+    model.init_weights()
+    model.to(dtype)
+    state = dict(model.state_dict())
+    state["optimizer"] = {"state": {"output.weight": {"exp_avg": torch.ones(3)}}}
+    state["train_state"] = {"step": torch.tensor(20)}
+    state["lr_scheduler"] = {"last_epoch": 20}
+    state["dataloader"] = {"sample": 1280}
+    state["grad_compression"] = {"layers.0.residual": torch.ones(2, 5), "layers.0.exchanges": 20}
+    dcp.save(state, checkpoint_id=str(step), no_dist=True)
+    return step, model
+
+
+def refusal(capsys, *argv):
+    """The one line on stderr that a refused command prints."""
+    try:
+        status = export.main([str(a) for a in argv])
+    except SystemExit as end:
+        status = end.code
+    out, err = capsys.readouterr()
+    assert status == 2
+    assert out == ""
+    assert err.count("\n") == 1, err
+    return err
+
+
+# DCP says so when it saves without a process group, which is the point here.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.mark.parametrize(
+    ("family", "low_rank"),
+    [
+        ("full", {}),
+        ("svd", {}),
+        ("cola", {"rank_attention": 32, "activation": "lowrank"}),
+        ("lax", {"lax_gate": "scalar"}),
+    ],
+)
+def test_factored_goes_round(tmp_path, family, low_rank):
+    step, model = write_run(tmp_path / "run", family, **low_rank)
+    out = tmp_path / "out"
+    assert export.main([str(step), str(out)]) == 0
+    weights = load_file(out / "model.safetensors")
+    expected = model.state_dict()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    # The file says all that is needed to rebuild the model.
+    args = read_model_args(out / "model_args.json")
+    assert args == model.model_args
+    again = LlamaModel(args)
+    again.load_state_dict(weights)
+    ids = tokens(args)
+    assert torch.equal(again(ids), model(ids))
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_every_file_has_the_mode_of_the_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        export_factored(ModelWeights(LlamaModel(tiny_args("cola"))), tmp_path)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"model.safetensors": 0o666 & ~umask, "model_args.json": 0o666 & ~umask}
+
+
+def test_model_args_keep_the_rope_scaling(tmp_path):
+    args = tiny_args("cola", rope_scaling=FLAVORS["cola"]["8B"].rope_scaling, n_kv_heads=2)
+    export_factored(ModelWeights(LlamaModel(args)), tmp_path)
+    assert read_model_args(tmp_path / "model_args.json") == args
+    values = json.loads((tmp_path / "model_args.json").read_text())
+    for changed in ({**values, "rank_ffn": 999}, {**values, "experts": 8}, [1]):
+        (tmp_path / "model_args.json").write_text(json.dumps(changed))
+        with pytest.raises(ConfigError):
+            read_model_args(tmp_path / "model_args.json")
+
+
+@pytest.mark.parametrize("family", ["full", "svd"])
+def test_transformers_loads_the_hf_export(tmp_path, family):
+    step, model = write_run(tmp_path / "run", family)
+    from transformers import LlamaForCausalLM
+
+    out = tmp_path / "out"
+    assert export.main([str(step), str(out), "--format", "hf"]) == 0
+    theirs = LlamaForCausalLM.from_pretrained(out).eval()
+    ids = tokens(model.model_args, s=48)
+    with torch.no_grad():
+        expected, logits = model(ids), theirs(ids).logits
+    assert max_error(logits, expected) < MARGIN * fp32_noise(model, ids)
+    # Negative control: the same architecture with other weights is not as close.
+    with torch.no_grad():
+        other = LlamaForCausalLM(theirs.config)(ids).logits
+    assert max_error(other, expected) > 1e-2
+
+
+def test_a_vocabulary_of_ones_own_is_exported(tmp_path):
+    step, model = write_run(tmp_path / "run", "full", vocab_size=5000)
+    assert model.tok_embeddings.weight.shape[0] == 5056
+    for form in ("factored", "hf"):
+        out = tmp_path / form
+        assert export.main([str(step), str(out), "--format", form]) == 0
+        described = "config.json" if form == "hf" else "model_args.json"
+        assert json.loads((out / described).read_text())["vocab_size"] == 5056
+        shapes = [tuple(w.shape) for w in load_file(out / "model.safetensors").values()]
+        assert shapes.count((5056, 128)) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "dtype"), [([], "bfloat16"), (["--dtype", "float32"], "float32")]
+)
+def test_precision_of_the_export(tmp_path, option, dtype):
+    step, _ = write_run(tmp_path / "run", "svd", torch.bfloat16)
+    assert export.main([str(step), str(tmp_path / "out"), "--format", "hf", *option]) == 0
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert {str(v.dtype) for v in weights.values()} == {f"torch.{dtype}"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == dtype
+
+
+def test_a_toml_can_stand_in_for_the_record(tmp_path):
+    step, model = write_run(tmp_path / "run", "cola", rank=32)
+    (tmp_path / "run" / "job_config.json").unlink()
+    toml = tmp_path / "run.toml"
+    toml.write_text(
+        '[model]\nname = "llama_cola"\nflavor = "debug"\n[low_rank]\nrank = 32\n'
+        "[training]\nseq_len = 64\n[debug]\nseed = 3\n"
+    )
+    assert export.main([str(step), "--config", str(toml), "--out", str(tmp_path / "out")]) == 0
+    args = read_model_args(tmp_path / "out" / "model_args.json")
+    assert args == model.model_args
+
+
+def test_what_transformers_cannot_run_is_refused(tmp_path, capsys):
+    step, _ = write_run(tmp_path / "run", "full")
+    out = tmp_path / "out"
+    refused = {
+        ("--format", "hf", "--keep_factors"): "--keep_factors: got 'llama_full', expected a low-r",
+        ("--keep_factors",): "--keep_factors: got 'factored', expected --format hf",
+        ("--max_shard_size", "5 parsecs"): "--max_shard_size: got '5 parsecs', expected a size",
+        ("--max_shard_size", "0GB"): "--max_shard_size: got '0GB', expected a size",
+    }
+    for options, line in refused.items():
+        assert refusal(capsys, step, out, *options).startswith(f"error: {line}")
+    # Of a family that the exported code has no linears for: tests/unit/models/test_toy_family.py.
+    record = tmp_path / "run" / "job_config.json"
+    changed = json.loads(record.read_text())
+    changed["model"]["vocab_size"] = 64
+    record.write_text(json.dumps(changed))
+    assert "a tokenizer within the model's" in refusal(capsys, step, out, "--format", "hf")
+    assert not out.exists()
+
+
+def test_another_models_record_is_refused(tmp_path, capsys):
+    step, _ = write_run(tmp_path / "run", "cola")
+    record = tmp_path / "run" / "job_config.json"
+    record.write_text(json.dumps(run_record("cola", rank=16)))
+    assert "wk.A.weight" in refusal(capsys, step, tmp_path / "out")
+    record.write_text(json.dumps(run_record("full")))
+    assert "llama_full" in refusal(capsys, step, tmp_path / "out")
+
+
+def test_a_checkpoint_with_more_layers_than_the_model_is_refused(tmp_path, monkeypatch):
+    step, _ = write_run(tmp_path / "run", "cola")
+    args = FLAVORS["cola"]["debug"]
+    assert load_model(step, args)
+    args.n_layers = 3
+    with pytest.raises(ValueError, match=r"layers\.3"):
+        load_model(step, args)
+
+
+def test_damage_is_refused(tmp_path, capsys):
+    step, _ = write_run(tmp_path / "run", "cola")
+    (shard,) = step.glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:1000])
+    line = refusal(capsys, step, tmp_path / "out")
+    assert "found: __0_0.distcp has 1000 bytes instead of " in line
+    shard.unlink()
+    assert "__0_0.distcp is missing" in refusal(capsys, step, tmp_path / "out")
+    whole = (step / ".metadata").read_bytes()
+    for text in (b"not a pickle", whole[: len(whole) // 2], b""):
+        (step / ".metadata").write_bytes(text)
+        assert ".metadata cannot be read (" in refusal(capsys, step, tmp_path / "out")
+    (step / ".metadata").unlink()
+    assert ".metadata is missing" in refusal(capsys, step, tmp_path / "out")
+    (tmp_path / "run" / "job_config.json").write_text("{")
+    assert "job_config.json" in refusal(capsys, step, tmp_path / "out")
+    (tmp_path / "run" / "job_config.json").write_text('{"model": {}}')
+    assert "job_config.json" in refusal(capsys, step, tmp_path / "out")
+
+
+def test_wrong_arguments_are_refused(tmp_path, capsys):
+    step, _ = write_run(tmp_path / "run", "cola")
+    assert "job_config.json" in refusal(capsys, tmp_path / "nowhere" / "a" / "b", tmp_path / "out")
+    assert "empty" in refusal(capsys, step, tmp_path / "run")
+    (tmp_path / "file").write_text("")
+    assert "OUT_DIR" in refusal(capsys, step, tmp_path / "file")
+    assert "--format" in refusal(capsys, step, tmp_path / "out", "--format", "gguf")
+    assert "missing.toml" in refusal(capsys, step, tmp_path / "out", "--config", "missing.toml")
+    assert "--out" in refusal(capsys, step)
+
+
+def test_unknown_models_are_refused(tmp_path, capsys):
+    step, _ = write_run(tmp_path / "run", "cola")
+    record = run_record("cola")
+    for key, value in (("name", "llama_lora"), ("name", "cola"), ("flavor", "2B")):
+        changed = {**record, "model": {**record["model"], key: value}}
+        (tmp_path / "run" / "job_config.json").write_text(json.dumps(changed))
+        assert refusal(capsys, step, tmp_path / "out").startswith(
+            f"error: model.{key}: got '{value}'"
+        )
+
+
+def test_as_a_command(tmp_path, monkeypatch, capsys):
+    """The file itself runs, and its refusal ends with status 2 and no traceback."""
+    path = ROOT / "scripts" / "export.py"
+    arguments = [str(tmp_path / "a" / "b" / "step-1"), str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(path), run_name="__main__")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: CHECKPOINT: got")

@@ -1,0 +1,143 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What goes along with exported weights: the tokenizer, the ids, the model card."""
+
+import base64
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, processors
+
+from tests.scripts import ROOT, load_script
+from tests.unit.hf.test_export import write_run
+from torchtitan_lr.data.tokenizer import build_tokenizer
+from torchtitan_lr.data.train_tokenizer import byte_alphabet
+from torchtitan_lr.hf.tokenizer import export_tokenizer
+
+export = load_script("export")
+
+ASSETS = ROOT / "torchtitan_lr/data/assets/bpe4k"
+TEXTS = [
+    "",
+    "def main():\n    return 'naïve café'",
+    "  x\t\r\n\n 1234567",
+    "日本 🙂 don't <|end_of_text|>",
+]
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def roundtrip(folder, out):
+    """The tokenizer of training, and the exported one as transformers loads it."""
+    from transformers import AutoTokenizer
+
+    config = SimpleNamespace(model=SimpleNamespace(hf_assets_path=str(folder)))
+    ours = build_tokenizer(config)
+    out.mkdir()
+    export_tokenizer(ours, folder, out, 64)
+    return ours, AutoTokenizer.from_pretrained(out)
+
+
+def same_ids(ours, theirs):
+    wanted = [ours.encode(text, add_bos=True, add_eos=False) for text in TEXTS]
+    assert theirs(TEXTS).input_ids == wanted
+    for ids in wanted:
+        assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(
+            ids, skip_special_tokens=True
+        )
+    return wanted
+
+
+def test_the_shipped_tokenizer_adds_bos_as_training_did(tmp_path):
+    ours, theirs = roundtrip(ASSETS, tmp_path / "out")
+    wanted = same_ids(ours, theirs)
+    assert all(ids[0] == ours.bos_id and ids.count(ours.bos_id) == 1 for ids in wanted)
+    batch = theirs(["a b", "def main(x): pass"], padding=True)
+    assert sorted(batch) == ["attention_mask", "input_ids"]
+    assert batch.attention_mask[0] == [0] * (len(batch.input_ids[1]) - 3) + [1] * 3
+    ids = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert ids == {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+
+
+@pytest.mark.parametrize("kind", ["adds_it_itself", "has_none"])
+def test_bos_is_neither_doubled_nor_invented(tmp_path, kind):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    backend = Tokenizer.from_file(str(ASSETS / "tokenizer.json"))
+    config = {"eos_token": "<|end_of_text|>", "add_bos_token": False, "chat_template": "{{ 1 }}"}
+    if kind == "adds_it_itself":
+        bos = ("<|begin_of_text|>", 0)
+        backend.post_processor = processors.TemplateProcessing(
+            single=[bos[0], "$A"], special_tokens=[bos]
+        )
+        config |= {"bos_token": bos[0], "add_bos_token": True}
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = roundtrip(folder, tmp_path / "out")
+    wanted = same_ids(ours, theirs)
+    assert [ids.count(0) for ids in wanted] == [int(kind == "adds_it_itself")] * len(TEXTS)
+    assert theirs.chat_template == "{{ 1 }}"
+
+
+def test_a_rank_file_becomes_a_tokenizer_of_the_same_ids(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    byte_of = {char: byte for byte, char in byte_alphabet().items()}
+    vocab = json.loads((ASSETS / "tokenizer.json").read_text())["model"]["vocab"]
+    tokens = [t for t, _ in sorted(vocab.items(), key=lambda item: item[1]) if "<|" not in t]
+    ranked = enumerate(bytes(byte_of[char] for char in token) for token in tokens)
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in ranked]
+    (folder / "tokenizer.model").write_text("".join(lines))
+    ours, theirs = roundtrip(folder, tmp_path / "out")
+    wanted = same_ids(ours, theirs)
+    assert ours.eos_id not in wanted[-1]  # its name in a text is text
+    assert [theirs.bos_token_id, theirs.eos_token_id] == [ours.bos_id, ours.eos_id]
+
+
+def run_with_history(folder):
+    step, _ = write_run(folder, "cola", torch.bfloat16)
+    record = json.loads((folder / "job_config.json").read_text())
+    record["training"] |= {"dataset": "python_stdlib", "dataset_path": None}
+    record["job"] = {"config_file": "train_configs/debug_cola.toml"}
+    (folder / "job_config.json").write_text(json.dumps(record))
+    history = [
+        {"step": 10, "validation_metrics/loss": 3.5},
+        {"step": 20, "loss_metrics/global_avg_loss": 3.25, "n_tokens_seen": 40960},
+        {"step": 30, "validation_metrics/loss": 3.0, "n_tokens_seen": 61440},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in history))
+    return step
+
+
+def test_the_card_says_what_the_run_recorded(tmp_path):
+    step = run_with_history(tmp_path / "run")
+    out = tmp_path / "out"
+    assert export.main([str(step), str(out), "--format", "hf"]) == 0
+    card = (out / "README.md").read_text()
+    for line in (
+        "# llama_cola debug, step 20",
+        "| data | python_stdlib |",
+        "| tokens | 40,960 |",
+        "| training loss at step 20 | 3.2500 nats per token, perplexity 25.79 |",
+        "| validation loss at step 10 | 3.5000 nats per token, perplexity 33.12 |",
+        "| command | `CONFIG_FILE=train_configs/debug_cola.toml ./run_llama_train.sh` |",
+        "| ranks of attention, feed-forward | 32, 32 |",
+    ):
+        assert line in card.splitlines()
+    assert "61,440" not in card and card.count("trust_remote_code=True") == 2
+    values = json.loads((out / "config.json").read_text())
+    assert values["torch_dtype"] == "bfloat16" and values["eos_token_id"] == 1
+    # A row of padding would have no gradient in transformers' embedding.
+    assert "pad_token_id" not in values
+
+
+def test_an_export_without_its_tokenizer_says_so(tmp_path, capsys):
+    step, _ = write_run(tmp_path / "run", "full")
+    record = tmp_path / "run" / "job_config.json"
+    record.write_text(record.read_text().replace("assets/bpe4k", "assets/gone"))
+    assert export.main([str(step), str(tmp_path / "out"), "--format", "hf"]) == 0
+    assert "no tokenizer in torchtitan_lr/data/assets/gone" in capsys.readouterr().err
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"README.md", "config.json", "model.safetensors"}
+    assert "trust_remote_code" not in (tmp_path / "out" / "README.md").read_text()

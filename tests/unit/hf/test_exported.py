@@ -1,0 +1,130 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Exports of both formats, read by ``evaluate`` and ``generate``, and judged by transformers."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from tests.scripts import load_script
+from tests.unit.hf.test_export import export, write_run
+from torchtitan_lr.hf.exported import export_dtype
+
+evaluate, generate = load_script("evaluate"), load_script("generate")
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+TEXTS = ["import os\n\n\ndef café(x):\n    return x + 1\n" * 7, "x = 1\n", "class A:\n" * 40]
+SEQ_LEN = 48
+CASES = [("full", "hf"), ("svd", "hf"), ("lax", "hf"), ("cola", "hf"), ("lax", "factored")]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def code_cache(tmp_path, monkeypatch):
+    """Where transformers copies the code of models to, else below the home folder."""
+    import transformers.dynamic_module_utils as utils
+
+    monkeypatch.setattr(utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)  # another test's copies
+
+
+def judge(capsys, model, texts, *options):
+    usual = ["--corpus", "local", "--path", texts, "--seq_len", SEQ_LEN, "--device", "cpu"]
+    status = evaluate.main([str(part) for part in (model, *usual, "--json", *options)])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    return json.loads(out)
+
+
+def transformers_loss(folder, dtype):
+    """The mean of transformers' own losses over the windows, weighted by their tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = {"trust_remote_code": True, "torch_dtype": dtype}
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    stream = [i for text in TEXTS for i in (*tokenizer(text).input_ids, tokenizer.eos_token_id)]
+    total = 0.0
+    for start in range(0, len(stream) - 1, SEQ_LEN):
+        window = torch.tensor([stream[start : start + SEQ_LEN + 1]])
+        with torch.no_grad():
+            total += model(window, labels=window).loss.item() * (window.shape[1] - 1)
+    return total / (len(stream) - 1), len(stream) - 1
+
+
+@pytest.mark.parametrize(("family", "form"), CASES)
+def test_exports_are_evaluated_and_continued(family, form, tmp_path, texts, capsys):
+    step, _ = write_run(tmp_path / "run", family, torch.float64)
+    out = tmp_path / "out"
+    assert export.main(["--format", form, str(step), str(out)]) == 0
+    capsys.readouterr()
+    expected, found = judge(capsys, step, texts), judge(capsys, out, texts)
+    assert export_dtype(out) == torch.float64
+    # The factors of svd are multiplied in an hf export, which rounds.
+    tolerance = 1e-12 if (family, form) == ("svd", "hf") else 1e-13
+    assert found["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+    for key in ("tokens", "bytes", "documents"):
+        assert found[key] == expected[key]
+    options = ["--prompt", "import os", "--temperature", "0", "--max_new_tokens", "6", "--json"]
+    answers = []
+    for folder in (step, out):
+        assert generate.main([str(folder), *options, "--device", "cpu"]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["text"])
+    assert answers[0] == answers[1]
+    if form == "hf":
+        loss, tokens = transformers_loss(out, torch.float64)
+        assert tokens == found["tokens"]
+        # transformers' LLaMA has its angles and norms in fp32, the exported code has not.
+        coded = (out / "modeling_torchtitan_lr.py").is_file()
+        assert found["loss"] == pytest.approx(loss, rel=1e-12 if coded else 1e-6)
+        # The control: one token more or less per document is another loss.
+        fewer = judge(capsys, out, texts, "--documents", 2)
+        assert abs(fewer["loss"] - loss) > 1e-5
+
+
+def test_in_fp32_it_is_transformers_loss_too(tmp_path, texts, capsys):
+    step, _ = write_run(tmp_path / "run", "full")
+    out = tmp_path / "out"
+    assert export.main(["--format", "hf", str(step), str(out)]) == 0
+    capsys.readouterr()
+    loss, _ = transformers_loss(out, torch.float32)
+    assert judge(capsys, out, texts)["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ([], "--corpus: got None, expected a corpus: an export has no record"),
+        (["--as_validated"], "CHECKPOINT: got"),
+        (["--corpus", "python_stdlib", "--seq_len", "65"], "--seq_len: got 65, expected at most"),
+    ],
+)
+def test_refusals_of_exports(tmp_path, capsys, options, line):
+    step, _ = write_run(tmp_path / "run", "full")
+    assert export.main([str(step), str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    assert evaluate.main([str(tmp_path / "out"), "--device", "cpu", *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"error: {line}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model_args.json"])
+def test_a_damaged_export_is_refused(tmp_path, texts, capsys, name):
+    step, _ = write_run(tmp_path / "run", "cola")
+    assert export.main([str(step), str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    file = tmp_path / "out" / name
+    file.write_bytes(file.read_bytes()[:-20])
+    assert evaluate.main([str(tmp_path / "out"), "--corpus", "local", "--path", str(texts)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1

@@ -1,0 +1,339 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Hugging Face's LLaMAs and our own exports as checkpoints, against transformers."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tests.scripts import ROOT, load_script
+from tests.unit.hf.test_export_hf import model_of
+from tests.unit.tiny import tokens
+from torchtitan_lr.checkpoints.manifest import damage_of, read_manifest
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.export import export_factored, export_hf
+from torchtitan_lr.hf.import_hf import open_source
+from torchtitan_lr.hf.loading import build_model_args, load_for_inference, load_model
+from torchtitan_lr.hf.loading import read_run_config as record_of
+from torchtitan_lr.hf.step_zero import write_weights
+from torchtitan_lr.hf.weights import ModelWeights
+
+import_hf = load_script("import_hf")
+
+ASSETS = ROOT / "torchtitan_lr/data/assets/bpe4k"
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SHAPES = {
+    "llama2": {"rms_norm_eps": 1e-5},
+    "tinyllama": {"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+    "llama3": {"num_key_value_heads": 2, "rope_parameters": SCALED},
+    "smollm2": {
+        "num_key_value_heads": 1,
+        "num_attention_heads": 3,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+    },
+}
+
+
+def build(shape="llama2", dtype=torch.float64, **changes):
+    """A random model of transformers, whose norms are no longer one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    values = {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "vocab_size": 4096,
+        "max_position_embeddings": 128,
+    }
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(LlamaConfig(**{**values, **SHAPES[shape], **changes})).to(dtype)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.5, 1.5)
+        else:
+            parameter.data *= 4
+    return model.eval()
+
+
+def write(model, folder, version=5, **options):
+    """Save a model with its tokenizer; version 4 has the rotary keys of transformers 4."""
+    model.save_pretrained(folder, **options)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((ASSETS / name).read_bytes())
+    if version == 4:
+        rotary = SCALED if model.config.rope_parameters.get("factor") else {}
+        edit(
+            folder,
+            rope_parameters=None,
+            rope_theta=model.config.rope_parameters["rope_theta"],
+            rope_scaling={k: v for k, v in rotary.items() if k != "rope_theta"} or None,
+        )
+    return folder
+
+
+def edit(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+class Norm(nn.Module):
+    """RMSNorm in fp64; transformers computes it in fp32."""
+
+    def __init__(self, theirs):
+        super().__init__()
+        self.weight, self.eps = theirs.weight, theirs.variance_epsilon
+
+    def forward(self, x):
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
+
+
+class Rotary(nn.Module):
+    """transformers' angles in fp64; the scaling as its documentation states it."""
+
+    def __init__(self, config):
+        super().__init__()
+        rope = config.rope_parameters
+        steps = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+        angles = [rope["rope_theta"] ** -x for x in steps.tolist()]
+        if rope["rope_type"] == "llama3":
+            angles = [self.scaled(angle, rope) for angle in angles]
+        self.frequencies = torch.tensor(angles, dtype=torch.float64)
+
+    @staticmethod
+    def scaled(angle, rope):
+        length, context = 2 * math.pi / angle, rope["original_max_position_embeddings"]
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        if length < context / high:
+            return angle
+        if length > context / low:
+            return angle / rope["factor"]
+        smooth = (context / length - low) / (high - low)
+        return (1 - smooth) * angle / rope["factor"] + smooth * angle
+
+    def forward(self, x, position_ids):
+        angles = position_ids[..., None] * self.frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos(), angles.sin()
+
+
+def in_fp64(model):
+    """Replace what transformers computes in fp32 whatever the model's precision."""
+    model.model.rotary_emb = Rotary(model.config)
+    model.model.norm = Norm(model.model.norm)
+    for layer in model.model.layers:
+        layer.input_layernorm = Norm(layer.input_layernorm)
+        layer.post_attention_layernorm = Norm(layer.post_attention_layernorm)
+    return model
+
+
+def logits_of(model, ids):
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def error(a, b):
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def bring_in(folder, out, *options):
+    assert import_hf.main([str(folder), str(out), *map(str, options)]) == 0
+    step = out / "checkpoint" / "step-0"
+    assert damage_of(step) is None and read_manifest(step).finite
+    return load_for_inference(step, device="cpu")[0]
+
+
+def refused(capsys, folder, out, *options):
+    capsys.readouterr()
+    assert import_hf.main([str(folder), str(out), *map(str, options)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    return printed.err
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A folder of a LLaMA with grouped queries."""
+    return write(build("tinyllama", torch.float32), tmp_path_factory.mktemp("hf"))
+
+
+IDS = torch.randint(4096, (2, 96), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize(
+    ("shape", "version", "shards"),
+    [("llama2", 4, 1), ("tinyllama", 5, 1), ("llama3", 5, 4), ("llama3", 4, 1), ("smollm2", 5, 1)],
+)
+def test_logits_are_those_of_transformers(shape, version, shards, tmp_path, capsys):
+    theirs = build(shape)
+    size = "50GB" if shards == 1 else "400KB"
+    folder = write(theirs, tmp_path / "hf", version, max_shard_size=size)
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == (shards > 1)
+    ours = bring_in(folder, tmp_path / "out")
+    expected = logits_of(copy.deepcopy(theirs).float(), IDS)
+    tied = theirs.config.tie_word_embeddings
+    assert ("the embedding is also the head" in capsys.readouterr().err) == tied
+    assert error(ours(IDS), logits_of(in_fp64(theirs), IDS)) < 1e-12
+    assert error(ours.float()(IDS), expected) < 1e-5
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "factor"])
+def test_other_angles_would_be_noticed(key, tmp_path):
+    theirs = build("llama3")
+    folder = write(theirs, tmp_path / "hf")
+    edit(folder, rope_parameters=SCALED | {key: SCALED[key] * 1.001})
+    ours = bring_in(folder, tmp_path / "out")
+    assert error(ours(IDS), logits_of(in_fp64(theirs), IDS)) > 1e-8
+
+
+def test_halves_are_read_exactly_and_old_tables_are_skipped(tmp_path):
+    theirs = build("tinyllama", torch.bfloat16)
+    folder = write(theirs, tmp_path / "hf")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
+    save_file(weights, folder / "model.safetensors")
+    ours = bring_in(folder, tmp_path / "out")
+    assert ours.output.weight.dtype == torch.float32
+    assert torch.equal(ours.output.weight, theirs.lm_head.weight.float())
+    half = bring_in(folder, tmp_path / "half", "--dtype", "bfloat16")
+    assert torch.equal(half.output.weight, theirs.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"attention_bias": True}, "attention_bias: got True, expected false"),
+        ({"mlp_bias": True}, "mlp_bias: got True"),
+        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
+        ({"model_type": "mistral"}, "model_type: got 'mistral', expected 'llama'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: got {'bits': 4}"),
+        ({"head_dim": 16}, "head_dim: got 16, expected hidden_size / num_attention_heads = 12"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters: got 'yarn'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling: got 'li"),
+        ({"rope_parameters": SCALED | {"factor": "x"}}, "factor: got 'x', expected a positive"),
+        ({"hidden_size": None}, "hidden_size: got None, expected a positive number"),
+        ({"num_hidden_layers": 2}, "without model.layers.2."),
+        ({"num_hidden_layers": 4}, "a tensor model.layers.3."),
+        ({"intermediate_size": 96}, "of shape [96, 48] (found: [80, 48])"),
+    ],
+)
+def test_what_a_llama_full_has_not_is_refused(changes, line, plain, tmp_path, capsys):
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for path in plain.iterdir():
+        (folder / path.name).symlink_to(path)
+    values = json.loads((plain / "config.json").read_text()) | changes
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(values))
+    assert line in refused(capsys, folder, tmp_path / "out")
+    assert not (tmp_path / "out" / "checkpoint").exists()
+
+
+def test_damaged_and_other_weights_are_refused(tmp_path, capsys):
+    model = build("smollm2", torch.float32)
+    folder, file = write(model, tmp_path / "hf"), tmp_path / "hf/model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}, file)
+    line = refused(capsys, folder, tmp_path / "out")
+    assert line.startswith("error: tie_word_embeddings: got True, expected false")
+    spoilt = weights["model.norm.weight"].clone()
+    spoilt[3] = math.nan
+    save_file(weights | {"model.norm.weight": spoilt}, file)
+    assert import_hf.main([str(folder), str(tmp_path / "nan")]) == 2
+    assert "DIR: got 'norm.weight', expected finite weights" in capsys.readouterr().err
+    assert not (tmp_path / "nan/checkpoint/step-0/.metadata").exists()
+    file.write_bytes(file.read_bytes()[:5000])
+    assert "a whole file of safetensors" in refused(capsys, folder, tmp_path / "cut")
+    file.unlink()
+    (folder / "pytorch_model.bin").touch()
+    assert "save_pretrained writes it" in refused(capsys, folder, tmp_path / "bin")
+
+
+@pytest.mark.parametrize("case", ["svd", "lax_gated", "lanes_cola"])
+@pytest.mark.parametrize("form", ["factored", "hf"])
+def test_our_own_exports_become_the_same_model(case, form, tmp_path):
+    ours, folder = model_of(case), tmp_path / "exported"
+    folder.mkdir()
+    if form == "factored":
+        export_factored(ModelWeights(ours), folder, max_bytes=100_000)
+    else:
+        export_hf(ModelWeights(ours), folder, max_bytes=100_000, keep_factors=case == "svd")
+    source, tied = open_source(folder)
+    assert not tied and source.args.family == ours.model_args.family
+    write_weights(source, tmp_path / "step-0", {})
+    again = load_model(tmp_path / "step-0", source.args)
+    ids = tokens(ours.model_args)
+    assert torch.equal(again(ids), ours(ids))
+
+
+@pytest.mark.parametrize("case", ["lax_gated", "lanes"])
+def test_a_run_of_the_written_toml_builds_the_same_model(case, tmp_path):
+    ours, folder, out = model_of(case), tmp_path / "exported", tmp_path / "out"
+    folder.mkdir()
+    export_factored(ModelWeights(ours), folder)
+    assert import_hf.main([str(folder), str(out)]) == 0
+    args = build_model_args(record_of(out / "checkpoint/step-0"))
+    ids = tokens(ours.model_args)
+    assert torch.equal(load_model(out / "checkpoint/step-0", args)(ids), ours(ids))
+
+
+def test_the_written_toml_is_a_valid_job(plain, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert import_hf.main([str(plain), str(out), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["model"] == "llama_full" and result["matrices"] == []
+    assert result["parameters"] == sum(
+        v.numel() for v in load_file(plain / "model.safetensors").values()
+    )
+    config = build_job_config([f"--job.config_file={result['config']}"])
+    assert config.checkpoint.initial_load_path == result["checkpoint"]
+    check_job_config(config, 1, "cpu")
+    assert read_manifest(result["checkpoint"]).model["model.hf_assets_path"].startswith("sha256:")
+    # The fingerprint keeps another model from loading it.
+    with pytest.raises(ConfigError, match=r"model\.name: got 'llama_cola', expected 'llama_full'"):
+        check_job_config(
+            build_job_config([f"--job.config_file={result['config']}", "--model.name=llama_cola"]),
+            1,
+            "cpu",
+        )
+
+
+def test_a_folder_without_a_usable_tokenizer_comes_with_a_notice(plain, tmp_path, capsys):
+    folder = write(build("tinyllama", torch.float32, vocab_size=64), tmp_path / "hf")
+    assert import_hf.main([str(folder), str(tmp_path / "out")]) == 0
+    notice = capsys.readouterr().err
+    assert "without a tokenizer" in notice and "at most 64 tokens, not 4096" in notice
+    assert "hf_assets_path" not in (tmp_path / "out/train.toml").read_text()
+    line = refused(capsys, plain, tmp_path / "none", "--tokenizer", tmp_path, "--calibration", "x")
+    assert "--calibration" in line
+
+
+def test_tensors_are_read_one_by_one(plain, tmp_path):
+    class Spy:
+        def __init__(self, source):
+            self.args, self.shapes, self.dtype = source.args, source.shapes, source.dtype
+            self.source, self.names = source, []
+
+        def read(self, names):
+            self.names += [list(names)]
+            return self.source.read(names)
+
+    spy = Spy(open_source(plain)[0])
+    write_weights(spy, tmp_path / "step-0", {})
+    assert spy.names == [[name] for name in spy.shapes]
+    # DCP keeps all tensors of a file until the file is written.
+    assert len(list((tmp_path / "step-0").glob("*.distcp"))) == len(spy.shapes)

@@ -1,0 +1,164 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A dense model becomes llama_svd block by block, and its errors are those of its activations."""
+
+import json
+
+import pytest
+import torch
+
+from tests.scripts import load_script
+from tests.unit.tiny import build_tiny, tiny_args
+from torchtitan_lr.hf.export import export_factored
+from torchtitan_lr.hf.loading import load_for_inference
+from torchtitan_lr.hf.svd_import import TruncatedWeights, factorised_args, limit_tokens
+from torchtitan_lr.hf.weights import ModelWeights
+from torchtitan_lr.models.families.registry import FAMILIES
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.models.state_dict_adapter import merge_factors
+
+import_hf = load_script("import_hf")
+
+LINEARS = [f"attention.w{x}" for x in "qkvo"] + [f"feed_forward.w{i}" for i in (1, 2, 3)]
+
+
+def batches(number=3, b=2, s=12, padding=5):
+    """Random tokens; the last row of the last batch ends in padding."""
+    generator = torch.Generator().manual_seed(9)
+    for index in range(number):
+        tokens = torch.randint(96, (b, s), generator=generator)
+        labels = tokens.clone()
+        if index == number - 1:
+            labels[-1, s - padding :] = -100
+        yield {"input": tokens}, labels
+
+
+@pytest.fixture
+def dense():
+    model = build_tiny("full", torch.float64, n_kv_heads=2, max_seq_len=12)
+    for parameter in model.parameters():
+        parameter.data *= 3
+    return model
+
+
+def factorise(model, rank, calibration=None):
+    args = factorised_args(model.model_args, FAMILIES["svd"], rank)
+    source = TruncatedWeights(ModelWeights(model), args, calibration)
+    with torch.device("meta"):
+        made = LlamaModel(args)
+    made.double().to_empty(device="cpu")
+    made.load_state_dict(source.read(list(source.shapes)))
+    return made, source
+
+
+def inputs_of(model):
+    """What each linear of the dense model gets from the text, by hooks on the whole model."""
+    found = {}
+
+    def note(name):
+        def hook(module, inputs):
+            found.setdefault(name, []).append(inputs[0][valid])
+
+        return hook
+
+    for index in range(model.model_args.n_layers):
+        for linear in LINEARS:
+            name = f"layers.{index}.{linear}"
+            model.get_submodule(name).register_forward_pre_hook(note(name))
+    with torch.no_grad():
+        for inputs, labels in batches():
+            valid = labels >= 0
+            model(inputs["input"])
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def test_at_the_full_rank_the_logits_are_the_dense_models(dense):
+    made, _ = factorise(dense, 48)
+    tokens = next(iter(batches()))[0]["input"]
+    expected = dense(tokens)
+    assert ((made(tokens) - expected).abs().max() / expected.abs().max()) < 1e-12
+    cut, _ = factorise(dense, 40)
+    assert ((cut(tokens) - expected).abs().max() / expected.abs().max()) > 1e-3
+
+
+def test_reported_errors_are_those_over_the_activations_of_the_whole_model(dense):
+    made, source = factorise(dense, 12, batches())
+    inputs, merged = inputs_of(dense), merge_factors(made.state_dict())
+    assert sorted(inputs) == sorted(report.name for report in source.reports)
+    plain = {report.name: report for report in factorise(dense, 12)[1].reports}
+    for report in source.reports:
+        weight = dense.get_parameter(f"{report.name}.weight").detach()
+        lost, x = weight - merged[f"{report.name}.weight"], inputs[report.name].T
+        assert len(x.T) == 67 and report.rank == 12
+        assert report.error == pytest.approx(float(lost.norm() / weight.norm()), rel=1e-9)
+        # The stream is carried in fp32.
+        over_text = float((lost @ x).norm() / (weight @ x).norm())
+        assert report.weighted_error == pytest.approx(over_text, rel=1e-4)
+        assert plain[report.name].error < report.error and plain[report.name].weighted_error is None
+
+
+def test_one_block_is_kept_at_a_time(dense):
+    args = factorised_args(dense.model_args, FAMILIES["svd"], 12)
+    source = TruncatedWeights(ModelWeights(dense), args)
+    for name in source.shapes:
+        assert source.read([name])[name].shape == source.shapes[name]
+        assert len(source._factors) < 2 * len(LINEARS)
+    assert not source._factors
+
+
+def test_tokens_of_the_text_are_limited():
+    assert len(list(limit_tokens(batches(), 25))) == 2
+    assert len(list(limit_tokens(batches(), 24))) == 1
+
+
+def test_the_command_reports_every_matrix(tmp_path, capsys, dense):
+    args = tiny_args("full", vocab_size=4096, n_kv_heads=2)
+    model = LlamaModel(args)
+    model.init_weights()
+    folder, text = tmp_path / "dense", tmp_path / "text.txt"
+    folder.mkdir()
+    export_factored(ModelWeights(model), folder)
+    text.write_text("def main(argv):\n    return len(argv)\n" * 20)
+    options = [str(folder), str(tmp_path / "out"), "--family", "svd", "--rank", "8"]
+    options += ["--tokenizer", "torchtitan_lr/data/assets/bpe4k", "--calibration", str(text)]
+    assert import_hf.main([*options, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["model"] == "llama_svd" and len(result["matrices"]) == 21
+    assert all(0 < row["weighted_error"] < row["error"] < 1 for row in result["matrices"])
+    made = load_for_inference(tmp_path / "out/checkpoint/step-0")[0]
+    assert made.model_args.rank_ffn == 8 and made.model_args.family == "svd"
+    options[1] = str(tmp_path / "again")
+    assert import_hf.main(options) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:4] == ["layers.0.attention.wq", "48x48", "rank", "8"]
+    assert lines[21] == f"model                llama_svd, {result['parameters']:,} parameters"
+    assert lines[-1].endswith("train.toml ./run_llama_train.sh")
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--family", "cola", "--rank", "8"], "--family: got 'cola', expected full or svd:"),
+        (["--family", "lax", "--rank", "8"], "--family: got 'lax', expected full or svd:"),
+        (["--family", "lora"], "--family: got 'lora', expected one of full, svd, cola, lax"),
+        (["--family", "svd"], "--rank: got 'nothing', expected a rank"),
+        (["--rank", "8"], "--rank: got 8, expected nothing, or --family svd"),
+        (["--calibration", "x"], "--calibration: got 'x', expected nothing, or --family svd"),
+        (["--family", "svd", "--rank", "49"], "--rank: got 49, expected a rank from 1 to 48"),
+        (["--device", "abacus"], "--device: got 'abacus', expected a device"),
+        (["--family", "svd", "--rank", "8", "--calibration", "nope"], "--calibration: got 'nope'"),
+    ],
+)
+def test_starts_that_do_not_exist_are_refused(options, line, tmp_path, capsys, dense):
+    export_factored(ModelWeights(dense), tmp_path)
+    options = [*options, "--tokenizer", "torchtitan_lr/data/assets/bpe4k"]
+    assert import_hf.main([str(tmp_path), str(tmp_path / "out"), *options]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: {line}")
+
+
+def test_factors_are_not_multiplied_nor_factorised_again(tmp_path, capsys):
+    export_factored(ModelWeights(build_tiny("cola")), tmp_path)
+    for family in ("full", "svd"):
+        options = [str(tmp_path), str(tmp_path / "out"), "--family", family]
+        assert import_hf.main([*options, "--rank", "4"]) == 2
+        assert "--family: got" in capsys.readouterr().err

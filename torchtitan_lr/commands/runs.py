@@ -1,0 +1,184 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The runs below a folder: their configuration, state and losses. Needs no torch."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lr.checkpoints.layout import RUN_CONFIG
+from torchtitan_lr.config.fault_tolerance import REPLICAS
+from torchtitan_lr.console.tables import text_table
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch.run_state import (
+    FAILED,
+    FINISHED,
+    RUNNING,
+    STOPPED,
+    is_held,
+    read_state,
+)
+from torchtitan_lr.training.history import (
+    HISTORY_FILE,
+    TRAIN_LOSS,
+    VALIDATION_LOSS,
+    read_history,
+)
+from torchtitan_lr.training.summary import SUMMARY_FILE
+
+_NOT_SEARCHED = {"checkpoint", "logs", "tb", "wandb", "token_cache", "comm_traces"}
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A run in the list.
+
+    Args:
+        folder: Its dump folder.
+        config: Its TOML file, else its model and flavor.
+        step: The last logged step, 0 if there is none.
+        steps: The last step of the configuration, None if that is unknown.
+        state: running, finished, stopped or failed.
+        why: Why it stopped or failed; empty if it did not.
+        loss: The last training loss, nats per token.
+        val_loss: The last validation loss, nats per token.
+    """
+
+    folder: str
+    config: str
+    step: int
+    steps: int | None
+    state: str
+    why: str
+    loss: float | None
+    val_loss: float | None
+
+
+def find_runs(paths: list[Path]) -> list[Path]:
+    """Return the dump folders at and below some folders, in order of their names.
+
+    Raises:
+        ConfigError: A path is no folder.
+    """
+    found: dict[Path, None] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise ConfigError("PATH", str(path), "a folder with runs, such as ./outputs")
+        found |= dict.fromkeys(_below(path))
+    return sorted(found)
+
+
+def _below(path: Path) -> Iterator[Path]:
+    for folder, names, files in os.walk(path):
+        names[:] = [name for name in names if name not in _NOT_SEARCHED]
+        if RUN_CONFIG in files or HISTORY_FILE in files:
+            yield Path(folder)
+
+
+def describe(folder: Path) -> Listed:
+    """Read a run's configuration, history and state.
+
+    Args:
+        folder: Its dump folder.
+    """
+    config = _read_json(folder / RUN_CONFIG)
+    history = read_history(folder / HISTORY_FILE)
+    job, model = config.get("job", {}), config.get("model", {})
+    name = job.get("config_file") or " ".join(
+        str(model[key]) for key in ("name", "flavor") if model.get(key)
+    )
+    steps = config.get("training", {}).get("steps")
+    step = max((record["step"] for record in history), default=0)
+    state, why = _state_of(folder, step, steps)
+    return Listed(
+        folder=str(folder),
+        config=name or "-",
+        step=step,
+        steps=steps,
+        state=state,
+        why=why,
+        loss=_last(history, TRAIN_LOSS),
+        val_loss=_last(history, VALIDATION_LOSS),
+    )
+
+
+def _state_of(folder: Path, step: int, steps: int | None) -> tuple[str, str]:
+    """Return a run's state, and why it stopped or failed."""
+    replicas = list(folder.glob(REPLICAS))
+    if any(map(is_held, (folder, *replicas))):
+        return RUNNING, ""
+    found = filter(None, map(read_state, (folder, *replicas)))
+    record = max(found, key=lambda record: str(record.get("since")), default=None)
+    if record is None:  # of a version without this record
+        summary = _read_json(folder / SUMMARY_FILE)
+        if steps is not None and summary.get("steps") == steps:
+            return FINISHED, ""
+        return STOPPED, f"after step {step}; why is not recorded"
+    if record["state"] == RUNNING:
+        return FAILED, "killed, or its machine was: it could not record why"
+    return str(record["state"]), str(record.get("why") or "")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _last(history: list[dict[str, Any]], key: str) -> float | None:
+    values = [record[key] for record in history if record.get(key) is not None]
+    return values[-1] if values else None
+
+
+def as_text(runs: list[Listed]) -> str:
+    """Return a table of runs."""
+    header = ["run", "config", "step", "loss", "validation", "state"]
+    rows = [
+        [
+            run.folder,
+            run.config,
+            f"{run.step}/{'?' if run.steps is None else run.steps}",
+            *("-" if loss is None else f"{loss:.4f}" for loss in (run.loss, run.val_loss)),
+            f"{run.state}: {run.why}" if run.why else run.state,
+        ]
+        for run in runs
+    ]
+    lines = text_table([*header[:5], ""], [[*row[:5], ""] for row in rows], left=2).splitlines()
+    # The last column may be long: it is not padded.
+    states = [header[5], *(row[5] for row in rows)]
+    width = max(map(len, lines))
+    return "\n".join(f"{line:<{width}}  {s}" for line, s in zip(lines, states, strict=True))
+
+
+def as_json(runs: list[Listed]) -> str:
+    """Return the runs as a JSON list."""
+    return json.dumps([asdict(run) for run in runs], indent=1)
+
+
+def plot(runs: list[Listed], path: Path) -> None:
+    """Draw the losses of several runs in one picture.
+
+    Args:
+        runs: The runs; those without a logged step are left out.
+        path: The PNG to write.
+
+    Raises:
+        ConfigError: No run has a logged step, or the file cannot be written.
+    """
+    from torchtitan_lr.training.figures import draw_runs
+
+    histories = {run.folder: read_history(Path(run.folder) / HISTORY_FILE) for run in runs}
+    common = os.path.commonpath([str(Path(name).parent) for name in histories] or [""])
+    short = {os.path.relpath(name, common or "."): rows for name, rows in histories.items()}
+    drawn = {name: rows for name, rows in short.items() if any(TRAIN_LOSS in row for row in rows)}
+    if not drawn:
+        raise ConfigError("--plot", str(path), "runs with at least one logged step")
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        draw_runs(drawn, path)
+    except OSError as error:
+        raise ConfigError("--plot", str(path), f"a file to write ({error.strerror})") from error

@@ -1,0 +1,40 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Tables as text: Markdown, and aligned columns for a terminal."""
+
+from collections.abc import Sequence
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format cells as a Markdown table, without a newline at its end.
+
+    The ``tabulate`` library pads every cell to its column's width. Long cells would make all lines
+    longer than 100 columns, and one new cell would change every line of its table.
+
+    Args:
+        header: Names of the columns.
+        rows: Cells of each row, one per column.
+    """
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Format cells in aligned columns for a terminal.
+
+    The ``tabulate`` library pads headers by two more columns, which only a module global can
+    change. This function keeps the output as it is without a dependency.
+
+    Args:
+        header: Names of the columns.
+        rows: Cells of each row, one per column.
+        left: Number of left-aligned columns; the others are aligned to the right.
+    """
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

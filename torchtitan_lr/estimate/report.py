@@ -1,0 +1,233 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The estimate of a run as a dictionary and as a text table."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.estimate.alternatives import ALTERNATIVES, alternative_modes, alternatives
+from torchtitan_lr.estimate.memory import (
+    activation_bytes,
+    checkpoint_bytes,
+    in_flight,
+    rank_memory,
+    rehearse_run,
+)
+from torchtitan_lr.estimate.rehearsal import Rehearsal
+from torchtitan_lr.estimate.run import Run
+from torchtitan_lr.estimate.step_time import Hardware
+from torchtitan_lr.estimate.timing import step_time
+from torchtitan_lr.estimate.traffic import (
+    average_optimizer_traffic,
+    bytes_by_dim,
+    optimizer_traffic,
+    peak_optimizer_traffic,
+    step_traffic,
+    tsr_names,
+)
+from torchtitan_lr.estimate.work import work_of_run
+from torchtitan_lr.formulas.flops import flops_per_token
+from torchtitan_lr.formulas.parameters import count_parameters
+from torchtitan_lr.formulas.traffic import Traffic
+from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
+
+GIB = 2**30
+
+
+def estimate(
+    run: Run, hardware: Hardware, checkpointing: str = "", plans: Sequence[str] = ALTERNATIVES
+) -> dict[str, Any]:
+    """Estimate a run, and its alternatives on the same ranks.
+
+    The alternatives share one mode of activation checkpointing, so that they are comparable.
+
+    Args:
+        run: The run.
+        hardware: The machine.
+        checkpointing: Other modes of single alternatives, ``NAME=MODE,...``.
+        plans: The alternatives, as `tools.variants.read_plans` returns them.
+
+    Returns:
+        ``checkpointing`` (the mode), ``parameters``, ``flops_per_token``, ``memory_bytes`` (of the
+        rank that needs most), ``activations_by_mode``, ``comm_bytes`` (of the pipeline rank that
+        sends most, by mesh dimension and operation), ``checkpoint_bytes`` (of all ranks together,
+        by part), ``step_time`` and ``pipeline_ranks``; with
+        TSR-Adam also ``tsr_comm_bytes`` (then ``comm_bytes`` are for a step without refresh and the
+        time for an average step); and the same keys for every plan in ``alternatives``.
+        ``tokens_per_s`` in ``step_time`` counts all ranks together.
+
+    Raises:
+        ConfigError: ``checkpointing`` has an unknown or unsupported entry.
+    """
+    modes = alternative_modes(run.config, run.world, checkpointing, plans)
+    with _quiet():
+        report = _estimate(run, hardware, every_mode=True)
+        others: dict[str, Any] = {}
+        for name, other in alternatives(run, modes):
+            if isinstance(other, ConfigError):
+                others[name] = {"refused": str(other)}
+            else:
+                others[name] = _estimate(other, hardware, every_mode=False)
+    return {"world": run.world, "hardware": hardware.name, **report, "alternatives": others}
+
+
+def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
+    rehearsal = rehearse_run(run)
+    traffic = [step_traffic(run, p, rehearsal) for p in range(run.pp)]
+    ranks = [_pipeline_rank(run, p, rehearsal, traffic[p]) for p in range(run.pp)]
+    heaviest = max(ranks, key=lambda rank: int(rank["memory_bytes"]["peak"]))
+    busiest = max(ranks, key=lambda rank: _total(rank["comm_bytes"]))
+    averaged = traffic
+    if run.tsr is not None:
+        rows = [average_optimizer_traffic(run, p) for p in range(run.pp)]
+        averaged = [
+            [row for row in traffic[p] if row.scope != "step"] + rows[p] for p in range(run.pp)
+        ]
+    time = step_time(run, averaged, hardware, work_of_run(run))
+    tokens = run.tokens * run.microbatches * run.accumulation * run.shard * run.replicas
+    report = {
+        "checkpointing": run.checkpointing,
+        "parameters": count_parameters(run.args).total,
+        "flops_per_token": flops_per_token(run.args, run.seq_len),
+        "memory_bytes": heaviest["memory_bytes"],
+        "comm_bytes": busiest["comm_bytes"],
+        "checkpoint_bytes": checkpoint_bytes(run),
+        "step_time": asdict(time) | {"total": time.total, "tokens_per_s": tokens / time.total},
+    }
+    if run.tsr is not None:
+        report["tsr_comm_bytes"] = _tsr_bytes(run, busiest["rank"], averaged)
+    if run.pp > 1:
+        report["pipeline_ranks"] = ranks
+    if every_mode:
+        report["activations_by_mode"] = _by_mode(run, heaviest["rank"], rehearsal)
+    return report
+
+
+def _pipeline_rank(
+    run: Run, pp_rank: int, rehearsal: Rehearsal, traffic: list[Traffic]
+) -> dict[str, Any]:
+    units = run.units_of(pp_rank)
+    return {
+        "rank": pp_rank,
+        "stages": run.stages_of(pp_rank),
+        "units": list(units),
+        "microbatches_in_flight": in_flight(run, pp_rank, rehearsal)[1],
+        "memory_bytes": rank_memory(run, pp_rank, rehearsal),
+        "comm_bytes": bytes_by_dim(traffic, run.wire_dtypes),
+    }
+
+
+def _by_mode(run: Run, pp_rank: int, own: Rehearsal) -> dict[str, dict[str, int]]:
+    """Return the bytes saved for backward, and backward's working memory, by checkpointing mode."""
+    result = {}
+    eager = [mode.name for mode in MODES.values() if mode.eager]
+    for mode in dict.fromkeys((*eager, run.checkpointing)):
+        if MODES[mode].low_rank and not run.args.low_rank:
+            continue
+        rehearsal = own if mode == run.checkpointing else rehearse_run(run, mode)
+        kept = activation_bytes(run, pp_rank, rehearsal)
+        result[mode] = {"kept": kept, "working": rehearsal.working}
+    return result
+
+
+def _tsr_bytes(run: Run, pp_rank: int, averaged: list[list[Traffic]]) -> dict[str, Any]:
+    """Return the optimizer's bytes by kind of step, from one without refresh to the average."""
+    refreshing = range(len(tsr_names(run, pp_rank)))
+    average = [row for row in averaged[pp_rank] if row.scope == "step"]
+    first, largest = peak_optimizer_traffic(run, pp_rank)
+    rows = {
+        "ordinary": optimizer_traffic(run, pp_rank, ()),
+        "all_refresh": optimizer_traffic(run, pp_rank, refreshing),
+        "first": first,
+        "largest later": largest,
+        "average": average,
+    }
+    return {name: bytes_by_dim(traffic, run.wire_dtypes) for name, traffic in rows.items()}
+
+
+def _total(comm_bytes: dict[str, dict[str, int]]) -> int:
+    return sum(size for ops in comm_bytes.values() for size in ops.values())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress log messages of the models that a rehearsal builds."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def as_text(report: dict[str, Any], hardware: Hardware, storage: float = 0.0) -> str:
+    """Format the report as a table with one column per plan.
+
+    Args:
+        report: Result of `estimate`.
+        hardware: The machine.
+        storage: Bandwidth of the storage for all ranks together, GB/s; 0 if unknown.
+    """
+    refused = {n: c["refused"] for n, c in report["alternatives"].items() if "refused" in c}
+    columns = {"as configured": report}
+    columns |= {n: c for n, c in report["alternatives"].items() if n not in refused}
+    head = f"{report['world']} ranks, {report['hardware']}"
+    width = max(16, 2 + max(map(len, columns)))
+    lines = [f"{head:44}" + "".join(f"{name:>{width}}" for name in columns)]
+    for name, cells in _rows(list(columns.values()), storage):
+        lines.append(f"{name:44}" + "".join(f"{cell:>{width}}" for cell in cells))
+    lines += ["", "activations by checkpointing mode: kept + at work in backward (GiB)"]
+    for mode, sizes in report["activations_by_mode"].items():
+        lines.append(f"  {mode:14}{sizes['kept'] / GIB:10,.2f} +{sizes['working'] / GIB:8,.2f}")
+    for rank in report.get("pipeline_ranks", []):
+        lines.append(_rank_line(rank))
+    for kind, dims in report.get("tsr_comm_bytes", {}).items():
+        lines.append(f"TSR-Adam, {kind} step: {_total({kind: _flat(dims)}) / GIB:,.3f} GiB")
+    lines += [f"{name}: {reason}" for name, reason in refused.items()]
+    if report["memory_bytes"]["peak"] > hardware.memory_gib * GIB:
+        lines.append(f"the configured run does not fit into {hardware.memory_gib:g} GiB")
+    return "\n".join(lines)
+
+
+def _rows(columns: list[dict[str, Any]], storage: float) -> Iterator[tuple[str, list[str]]]:
+    yield "activation checkpointing", [c["checkpointing"] for c in columns]
+    yield "parameters (M)", [f"{c['parameters'] / 1e6:,.1f}" for c in columns]
+    yield "GFLOP per token", [f"{c['flops_per_token'] / 1e9:,.3f}" for c in columns]
+    for part in columns[0]["memory_bytes"]:
+        yield f"{part} (GiB per rank)", [_number(c["memory_bytes"][part] / GIB) for c in columns]
+    for dim, op in sorted(
+        {(d, op) for c in columns for d, o in c["comm_bytes"].items() for op in o}
+    ):
+        sizes = [c["comm_bytes"].get(dim, {}).get(op, 0) for c in columns]
+        yield f"{dim} {op} (GiB per step)", [_number(size / GIB) for size in sizes]
+    sizes = [sum(c["checkpoint_bytes"].values()) for c in columns]
+    yield "checkpoint (GiB, all ranks)", [_number(size / GIB) for size in sizes]
+    if storage:
+        seconds = [_number(size / storage / 1e9) for size in sizes]
+        yield f"checkpoint at {storage:g} GB/s (s)", seconds
+    for part in columns[0]["step_time"]:
+        speed = part == "tokens_per_s"
+        name = "tokens/s (all ranks, modelled)" if speed else f"{part} (s, modelled)"
+        yield name, [_number(c["step_time"][part]) for c in columns]
+
+
+def _number(x: float) -> str:
+    return f"{x:,.0f}" if x >= 1000 else f"{x:.4g}"
+
+
+def _rank_line(rank: dict[str, Any]) -> str:
+    blocks = sum(name.startswith("block") for name in rank["units"])
+    ends = [name for name in rank["units"] if not name.startswith("block")]
+    return (
+        f"pipeline rank {rank['rank']}: stages {rank['stages']}, {blocks} blocks"
+        f"{''.join(f', {name}' for name in ends)}; {rank['microbatches_in_flight']} micro-batches "
+        f"in flight, {rank['memory_bytes']['peak'] / GIB:,.2f} GiB, "
+        f"{_total(rank['comm_bytes']) / GIB:,.3f} GiB sent"
+    )
+
+
+def _flat(dims: dict[str, dict[str, int]]) -> dict[str, int]:
+    return {f"{dim} {op}": size for dim, ops in dims.items() for op, size in ops.items()}

@@ -1,0 +1,238 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Export weights as safetensors: with our names, as Hugging Face's LLaMA, or with model code."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan_lr import hf
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.shards import (
+    DEFAULT_SHARD,
+    Piece,
+    Tensors,
+    WeightSource,
+    read_size,
+    write_json,
+    write_shards,
+)
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
+from torchtitan_lr.models.stored_args import MODEL_ARGS, write_model_args
+
+HF_CONFIG = "config.json"
+CODED_TYPE = "torchtitan_lr"
+"""The ``model_type`` of an export that brings its code."""
+HF_CODE = ("configuration_torchtitan_lr", "layers_torchtitan_lr", "modeling_torchtitan_lr")
+"""Modules that an export of a model that is no LLaMA holds."""
+
+_PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+_CODED_FAMILIES = ("full", "svd", "cola", "lax")
+"""Families whose linears the exported model code has."""
+
+
+def export_factored(
+    source: WeightSource,
+    out_dir: Path,
+    dtype: torch.dtype | None = None,
+    max_bytes: int = read_size(DEFAULT_SHARD),
+) -> None:
+    """Write the weights with our names, and ``model_args.json``.
+
+    Args:
+        source: The weights.
+        out_dir: An existing folder.
+        dtype: Precision of the files; the model's own by default.
+        max_bytes: Largest size of a file.
+    """
+    write_shards(source, _as_they_are(source), out_dir, dtype, max_bytes)
+    write_model_args(source.args, out_dir / MODEL_ARGS)
+
+
+def export_hf(
+    source: WeightSource,
+    out_dir: Path,
+    dtype: torch.dtype | None = None,
+    max_bytes: int = read_size(DEFAULT_SHARD),
+    keep_factors: bool = False,
+) -> int:
+    """Write weights, ``config.json`` and, for what is no LLaMA, the code of the model.
+
+    What equals a full-rank LLaMA becomes transformers' own; factors are multiplied in fp32 or
+    better and rounded once. All others keep their tensors, by our names.
+
+    Args:
+        source: The weights.
+        out_dir: An existing folder.
+        dtype: Precision of the files; the model's own by default.
+        max_bytes: Largest size of a file.
+        keep_factors: Whether llama_svd keeps its factors too.
+
+    Returns:
+        The number of written parameters.
+
+    Raises:
+        ConfigError: There is no code for such a model.
+    """
+    args = source.args
+    check_hf_exportable(args, keep_factors)
+    dtype = dtype or source.dtype
+    if is_hf_llama(args, keep_factors):
+        written = write_shards(source, _as_llama(source), out_dir, dtype, max_bytes)
+        write_json(out_dir / HF_CONFIG, build_hf_config(args, dtype))
+        return written
+    written = write_shards(source, _as_they_are(source), out_dir, dtype, max_bytes)
+    write_json(out_dir / HF_CONFIG, build_coded_config(args, dtype))
+    for name in HF_CODE:
+        shutil.copyfile(Path(hf.__path__[0]) / f"{name}.py", out_dir / f"{name}.py")
+    return written
+
+
+def is_hf_llama(args: LlamaArgs, keep_factors: bool = False) -> bool:
+    """Return whether the export is transformers' own LLaMA.
+
+    Args:
+        args: The model's arguments.
+        keep_factors: Whether factors stay factors.
+    """
+    adapter = LlamaStateDictAdapter(args, hf_assets_path=None)
+    return adapter.is_llama and not (keep_factors and args.low_rank)
+
+
+def check_hf_exportable(args: LlamaArgs, keep_factors: bool = False) -> None:
+    """Raise for a model that transformers cannot run.
+
+    Args:
+        args: The model's arguments.
+        keep_factors: Whether llama_svd is to keep its factors.
+
+    Raises:
+        ConfigError: The family is not one of this package, or factors are to be kept where there
+            are none.
+    """
+    if keep_factors and not args.low_rank:
+        name = args.model_family.model_name
+        raise ConfigError("--keep_factors", name, "a low-rank family: llama_full has no factors")
+    if not is_hf_llama(args) and args.family not in _CODED_FAMILIES:
+        names = ", ".join(f"llama_{family}" for family in _CODED_FAMILIES)
+        raise ConfigError("--format", "hf", f"'factored' for this model: hf exports {names}")
+
+
+def build_hf_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the configuration of a model for transformers' LlamaForCausalLM.
+
+    The rotary settings have the format of transformers before version 5, which later versions also
+    read.
+
+    Args:
+        args: The model's arguments.
+        dtype: Precision of the weights.
+
+    Returns:
+        The contents of ``config.json``.
+    """
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **_shape(args),
+        "rope_theta": args.rope_theta,
+        "rope_scaling": None,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        # The tokenizer defines these ids; LLaMA's defaults would be other tokens.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if args.rope_scaling is not None:
+        config["rope_scaling"] = {"rope_type": "llama3", **_scaling(args)}
+    return config
+
+
+def build_coded_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the configuration of a model whose code is exported with it.
+
+    Args:
+        args: The model's arguments.
+        dtype: Precision of the weights.
+
+    Returns:
+        The contents of ``config.json``; `torchtitan_lr.hf.configuration_torchtitan_lr` says
+        what they mean.
+    """
+    configuration, _, modeling = HF_CODE
+    model = "TorchtitanLRForCausalLM"
+    return {
+        "architectures": [model],
+        "auto_map": {
+            "AutoConfig": f"{configuration}.TorchtitanLRConfig",
+            "AutoModelForCausalLM": f"{modeling}.{model}",
+        },
+        "model_type": CODED_TYPE,
+        "family": args.family,
+        **_shape(args),
+        # Names of their own: transformers gives "rope_theta" and "rope_scaling" other meanings
+        # from version to version.
+        "rotary_base": args.rope_theta,
+        "rotary_scaling": _scaling(args) or None,
+        "rank_attention": args.rank_attention,
+        "rank_ffn": args.rank_ffn,
+        "latent_silu": [p for p in _PROJECTIONS if args.low_rank and args.latent_silu(p)],
+        "outer_silu": args.outer_silu,
+        "lax_gate": args.lax_gate,
+        "lanes": args.lanes,
+        "sync_fraction": args.sync_fraction,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def _shape(args: LlamaArgs) -> dict[str, Any]:
+    return {
+        "hidden_size": args.dim,
+        "intermediate_size": args.ffn_dim,
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.kv_heads,
+        "vocab_size": args.vocab_size,
+        "rms_norm_eps": args.norm_eps,
+        "max_position_embeddings": args.max_seq_len,
+    }
+
+
+def _scaling(args: LlamaArgs) -> dict[str, Any]:
+    scaling = args.rope_scaling
+    if scaling is None:
+        return {}
+    return {
+        "factor": scaling.scaling_factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_position_embeddings,
+    }
+
+
+def _as_they_are(source: WeightSource) -> Iterator[Piece]:
+    for name in source.shapes:
+        yield Piece((name,), lambda tensors: tensors)
+
+
+def _as_llama(source: WeightSource) -> Iterator[Piece]:
+    """Yield one piece per weight of Hugging Face's LLaMA, of one stored tensor or two factors."""
+    adapter = LlamaStateDictAdapter(source.args, hf_assets_path=None)
+
+    def convert(tensors: Tensors) -> Tensors:
+        dtype = torch.promote_types(source.dtype, torch.float32)
+        weights: Tensors = adapter.to_hf({name: t.to(dtype) for name, t in tensors.items()})
+        return weights
+
+    for name in source.shapes:
+        if name.endswith(".B.weight"):
+            yield Piece((name, name.removesuffix("B.weight") + "A.weight"), convert)
+        elif not name.endswith(".A.weight"):
+            yield Piece((name,), convert)

@@ -1,0 +1,196 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Read back what ``scripts/export.py`` wrote, in both formats, or another LLaMA of theirs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import CheckpointException
+from torchtitan.components.checkpoint import ModelWrapper
+from torchtitan.models.llama3.model.args import RoPEScalingArgs
+
+from torchtitan_lr.checkpoints.layout import HF_INDEX
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.export import CODED_TYPE, HF_CONFIG, build_coded_config
+from torchtitan_lr.hf.folder_weights import EMBEDDING, HEAD
+from torchtitan_lr.hf.read_llama import read_llama_args
+from torchtitan_lr.hf.shards import WEIGHTS
+from torchtitan_lr.models.args import ACTIVATIONS, LlamaArgs
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
+from torchtitan_lr.models.stored_args import MODEL_ARGS, read_model_args
+
+
+def is_export(folder: Path) -> bool:
+    """Return whether a folder holds an export rather than a checkpoint."""
+    return any((folder / name).is_file() for name in (MODEL_ARGS, HF_CONFIG))
+
+
+def load_export(folder: Path) -> LlamaModel:
+    """Load an export onto the CPU.
+
+    Args:
+        folder: What ``scripts/export.py`` wrote; a merged llama_svd is a llama_full here.
+
+    Returns:
+        The model in the export's dtype, in evaluation mode.
+
+    Raises:
+        ConfigError: A file is missing or damaged, or describes another model.
+    """
+    args = read_export_args(folder)
+    weights: dict[str, torch.Tensor] = {}
+    try:
+        for file in _files(folder):
+            weights |= load_file(file)
+        if is_llama(folder):
+            if read_llama_args(folder / HF_CONFIG)[1]:
+                weights[HEAD] = weights[EMBEDDING]
+            weights = LlamaStateDictAdapter(args, None).from_hf(weights)
+        with torch.device("meta"):
+            model = LlamaModel(args)
+        model.to(weights["tok_embeddings.weight"].dtype).to_empty(device="cpu")
+        model.load_state_dict(weights)
+    # safetensors has an exception of its own, which is no OSError or ValueError.
+    except Exception as error:
+        raise _damaged(folder, error) from error
+    return model.eval()
+
+
+def export_dtype(folder: Path) -> torch.dtype:
+    """Return the precision of an export's weights, which is that of its final norm.
+
+    Args:
+        folder: The export.
+
+    Raises:
+        ConfigError: A file is missing or damaged.
+    """
+    name = "model.norm.weight" if is_llama(folder) else "norm.weight"
+    try:
+        for file in _files(folder):
+            with safe_open(file, framework="pt") as weights:
+                if name in weights.keys():  # noqa: SIM118  (the file is no mapping)
+                    found: torch.dtype = weights.get_tensor(name).dtype
+                    return found
+        raise KeyError(name)
+    except Exception as error:
+        raise _damaged(folder, error) from error
+
+
+def fill_from_export(folder: Path, model: ModelWrapper) -> None:
+    """Read an export into a model that is split over ranks; every rank reads its own shards.
+
+    Args:
+        folder: The export.
+        model: This rank's parts; every rank of the process group calls this.
+
+    Raises:
+        ConfigError: A file is missing or damaged, or holds another model.
+    """
+    adapter = LlamaStateDictAdapter(read_export_args(folder), None)
+    renamed = is_llama(folder)
+    if renamed and read_llama_args(folder / HF_CONFIG)[1]:
+        want = "a model with a head of its own under torchrun; scripts/import_hf.py makes it one"
+        raise ConfigError("CHECKPOINT", str(folder), want)
+    state = model.state_dict()
+    stored = adapter.to_hf(state) if renamed else dict(state)
+    try:
+        dcp.load(stored, storage_reader=adapter.get_hf_storage_reader(str(folder)))
+    # CheckpointException derives from BaseException.
+    except (Exception, CheckpointException) as error:
+        raise _damaged(folder, error) from error
+    model.load_state_dict(adapter.from_hf(stored) if renamed else stored)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of the weights, in order."""
+    index = folder / HF_INDEX
+    places = json.loads(index.read_text())["weight_map"] if index.is_file() else {"": WEIGHTS}
+    return [folder / Path(name).name for name in sorted(set(places.values()))]
+
+
+def _damaged(folder: Path, error: BaseException) -> ConfigError:
+    why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ConfigError("CHECKPOINT", str(folder), f"an undamaged export ({why})")
+
+
+def read_export_args(folder: Path) -> LlamaArgs:
+    """Read what an export says about its model.
+
+    Args:
+        folder: The export.
+
+    Returns:
+        The model's arguments; what does not change its function has its default.
+
+    Raises:
+        ConfigError: There is no such file, or it describes a model that is not one of ours.
+    """
+    if (folder / MODEL_ARGS).is_file():
+        return read_model_args(folder / MODEL_ARGS)
+    path = folder / HF_CONFIG
+    try:
+        values = json.loads(path.read_text())
+        if values["model_type"] != CODED_TYPE:
+            return read_llama_args(path)[0]
+        own = {name: values[name] for name in ("lax_gate", "lanes", "sync_fraction")}
+        own |= {name: values[name] for name in ("rank_attention", "rank_ffn")}
+        rotary = values["rotary_base"], values["rotary_scaling"]
+        for activation in ACTIVATIONS:
+            kind = own | {"activation": activation}
+            try:
+                args = _build_args(values, *rotary, values["family"], kind)
+            except ConfigError:  # the family does not have this activation
+                continue
+            coded = build_coded_config(args, torch.float32)
+            if all(coded[name] == values[name] for name in ("latent_silu", "outer_silu")):
+                return args
+        raise ValueError("unknown places of the nonlinearities")
+    except ConfigError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(str(path), why, "what scripts/export.py wrote") from error
+
+
+def is_llama(folder: Path) -> bool:
+    """Return whether the weights have the names and the layout of transformers' LLaMA.
+
+    Args:
+        folder: An export whose arguments can be read.
+    """
+    path = folder / HF_CONFIG
+    if (folder / MODEL_ARGS).is_file() or not path.is_file():
+        return False
+    return bool(json.loads(path.read_text())["model_type"] == "llama")
+
+
+def _build_args(
+    values: dict[str, Any], base: float, scaling: Any, family: str, kind: dict[str, Any]
+) -> LlamaArgs:
+    ranks: dict[str, Any] = {"rank_attention": 0, "rank_ffn": 0, "activation": "fullrank"}
+    return LlamaArgs(
+        family=family,
+        dim=values["hidden_size"],
+        n_layers=values["num_hidden_layers"],
+        n_heads=values["num_attention_heads"],
+        n_kv_heads=values["num_key_value_heads"],
+        ffn_dim=values["intermediate_size"],
+        vocab_size=values["vocab_size"],
+        norm_eps=values["rms_norm_eps"],
+        max_seq_len=values["max_position_embeddings"],
+        rope_theta=base,
+        rope_scaling=scaling
+        and RoPEScalingArgs(
+            scaling_factor=scaling["factor"],
+            low_freq_factor=scaling["low_freq_factor"],
+            high_freq_factor=scaling["high_freq_factor"],
+            original_max_position_embeddings=scaling["original_max_position_embeddings"],
+        ),
+        **(ranks | kind),
+    )

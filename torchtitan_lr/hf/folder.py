@@ -1,0 +1,93 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A folder that transformers can load: weights, configuration, tokenizer and model card."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan_lr.data.tokenizer import (
+    build_tokenizer,
+    check_tokenizer,
+    resolve_assets_path,
+    tokenizer_file,
+)
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.card import write_card
+from torchtitan_lr.hf.export import HF_CONFIG, export_hf, is_hf_llama
+from torchtitan_lr.hf.shards import write_json
+from torchtitan_lr.hf.tokenizer import GENERATION_CONFIG, export_tokenizer
+from torchtitan_lr.hf.weights import StoredWeights
+from torchtitan_lr.models.args import LlamaArgs
+
+# Not the padding's: transformers would leave that row of the embedding out of training.
+_MODEL_IDS = ("bos_token_id", "eos_token_id")
+
+
+def find_tokenizer(config: Any, args: LlamaArgs) -> str:
+    """Find a run's tokenizer.
+
+    Args:
+        config: The run's record, sections as attributes.
+        args: The model's arguments.
+
+    Returns:
+        ``model.hf_assets_path``; "" if there is no tokenizer any more.
+
+    Raises:
+        ConfigError: The tokenizer is damaged, or has more tokens than the model.
+    """
+    path: str = config.model.hf_assets_path
+    if tokenizer_file(resolve_assets_path(path)) is None:
+        return ""
+    if check_tokenizer(config) > args.vocab_size:
+        want = f"a tokenizer within the model's vocabulary of {args.vocab_size}"
+        raise ConfigError("model.hf_assets_path", path, want)
+    return path
+
+
+def add_tokenizer(config: Any, out_dir: Path, length: int) -> None:
+    """Write a run's tokenizer into an export.
+
+    Args:
+        config: The run's record, sections as attributes.
+        out_dir: An existing folder.
+        length: Length of the sequences that the model was trained on.
+    """
+    folder = resolve_assets_path(config.model.hf_assets_path)
+    export_tokenizer(build_tokenizer(config), folder, out_dir, length)
+
+
+def export_folder(
+    source: StoredWeights,
+    config: Any,
+    out_dir: Path,
+    dtype: torch.dtype | None,
+    max_bytes: int,
+    keep_factors: bool = False,
+    assets: str = "",
+) -> None:
+    """Export a checkpoint for transformers, with all that goes along.
+
+    Args:
+        source: The checkpoint's weights.
+        config: The run's record, sections as attributes.
+        out_dir: An existing folder.
+        dtype: Precision of the files; the checkpoint's by default.
+        max_bytes: Largest size of a file of weights.
+        keep_factors: Whether llama_svd keeps its factors.
+        assets: What `find_tokenizer` found.
+
+    Raises:
+        ConfigError: As for `export_hf`, or a file of the checkpoint is damaged.
+    """
+    args = source.args
+    written = export_hf(source, out_dir, dtype, max_bytes, keep_factors)
+    if assets:
+        add_tokenizer(config, out_dir, args.max_seq_len)
+        ids = json.loads((out_dir / GENERATION_CONFIG).read_text())
+        model = json.loads((out_dir / HF_CONFIG).read_text())
+        write_json(out_dir / HF_CONFIG, model | {k: ids[k] for k in _MODEL_IDS if k in ids})
+    coded = not is_hf_llama(args, keep_factors)
+    write_card(args, config, source.step_dir, out_dir, written, coded)

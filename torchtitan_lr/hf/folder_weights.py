@@ -1,0 +1,198 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The weights of a folder of safetensors by this package's names, read tensor by tensor."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from torchtitan_lr.checkpoints.layout import HF_INDEX
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.shards import WEIGHTS
+from torchtitan_lr.hf.weights import parameter_shapes
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+"""Tables that old versions of transformers saved."""
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+"""Hugging Face's names of the two weights that may be tied."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stored tensor is.
+
+    Attributes:
+        file: The file.
+        name: Its name there.
+        shape: Its shape.
+        dtype: Its precision there.
+    """
+
+    file: Path
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class FolderWeights:
+    """The weights of an export or of a Hugging Face LLaMA, read when they are needed.
+
+    Attributes:
+        args: The model's arguments.
+        places: Where each parameter is, by this package's names, in the model's order.
+        dtype: Precision in which they are read.
+        llama: Whether the folder has Hugging Face's names and order of rotary pairs.
+    """
+
+    args: LlamaArgs
+    places: dict[str, Place]
+    dtype: torch.dtype
+    llama: bool
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Shape of every parameter by name."""
+        return {name: place.shape for name, place in self.places.items()}
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Read whole parameters onto the CPU.
+
+        Args:
+            names: Which ones.
+
+        Raises:
+            ConfigError: A file is damaged.
+        """
+        return {name: self._read(name) for name in names}
+
+    def with_dtype(self, dtype: torch.dtype) -> "FolderWeights":
+        """Return the same weights, read in another precision."""
+        return replace(self, dtype=dtype)
+
+    def _read(self, name: str) -> Tensor:
+        place = self.places[name]
+        try:
+            with safe_open(place.file, framework="pt") as file:
+                tensor = file.get_tensor(place.name).to(self.dtype)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError("DIR", str(place.file), f"an undamaged file ({error})") from error
+        if self.llama:
+            # A tied head is the embedding, to the adapter too.
+            theirs = HEAD if name == "output.weight" else place.name
+            adapter = LlamaStateDictAdapter(self.args, None)
+            (tensor,) = adapter.from_hf({theirs: tensor}).values()
+        return tensor.contiguous()
+
+
+def open_folder(folder: Path, args: LlamaArgs, llama: bool, tied: bool = False) -> FolderWeights:
+    """Find every weight of a model in a folder, without reading it.
+
+    Args:
+        folder: The folder, with ``model.safetensors`` or several files and their index.
+        args: The model's arguments.
+        llama: Whether the names are Hugging Face's.
+        tied: Whether the head is the embedding; both get a copy then.
+
+    Returns:
+        The weights; their precision is that of the files, at least fp32.
+
+    Raises:
+        ConfigError: A file is missing or damaged, or a tensor is missing, of another shape,
+            quantized, or not of this model.
+    """
+    stored = _stored(folder)
+    with torch.device("meta"):
+        model = LlamaModel(args)
+    places: dict[str, Place] = {}
+    for name, shape in parameter_shapes(model).items():
+        theirs = name
+        if llama:
+            meta = {name: torch.empty(shape, device="meta")}
+            (theirs,) = LlamaStateDictAdapter(args, None).to_hf(meta)
+        if tied and theirs == HEAD:
+            embedding = places["tok_embeddings.weight"]
+            _check_tied(embedding, stored.pop(HEAD, embedding))
+            places[name] = embedding
+            continue
+        place = stored.pop(theirs, None)
+        if place is None or place.shape != shape:
+            found = None if place is None else list(place.shape)
+            want = f"a tensor {theirs} of shape {list(shape)} (found: {found})"
+            raise ConfigError("DIR", str(folder), want)
+        places[name] = place
+    left = [name for name in stored if not _IGNORED.fullmatch(name)]
+    if left:
+        want = f"the weights of a {args.model_family.model_name}, without {left[0]}"
+        raise ConfigError("DIR", str(folder), want)
+    dtype = torch.float32
+    for place in places.values():
+        dtype = torch.promote_types(dtype, place.dtype)
+    return FolderWeights(args, places, dtype, llama)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of weights; as transformers does, a single file before an index."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    index = folder / HF_INDEX
+    if not index.is_file():
+        want = f"a folder with {WEIGHTS} or {HF_INDEX}"
+        if any(folder.glob("*.bin")):
+            want += "; transformers' save_pretrained writes it for a model of .bin files"
+        raise ConfigError("DIR", str(folder), want)
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return [folder / Path(name).name for name in sorted(names)]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError("DIR", str(index), f"an undamaged index ({error})") from error
+
+
+def _stored(folder: Path) -> dict[str, Place]:
+    """Read the headers of the files."""
+    places: dict[str, Place] = {}
+    for path in _files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (it is no dictionary)
+                    piece = file.get_slice(name)
+                    dtype = _DTYPES.get(piece.get_dtype())
+                    if dtype is None:
+                        want = f"floating-point weights in {path.name}; {name} is something else"
+                        raise ConfigError("DIR", piece.get_dtype(), want)
+                    places[name] = Place(path, name, tuple(piece.get_shape()), dtype)
+        except (SafetensorError, OSError) as error:
+            want = f"a whole file of safetensors ({str(error).splitlines()[0]})"
+            raise ConfigError("DIR", str(path), want) from error
+    return places
+
+
+def _check_tied(embedding: Place, head: Place) -> None:
+    """Refuse a head of its own where the configuration ties it: readers disagree on these."""
+    if head is embedding:
+        return
+    tensors = []
+    for place in (embedding, head):
+        with safe_open(place.file, framework="pt") as file:
+            tensors.append(file.get_tensor(place.name))
+    if not torch.equal(*tensors):
+        want = f"false: {head.file} has an {HEAD} that differs from the embedding"
+        raise ConfigError("tie_word_embeddings", True, want)

@@ -1,0 +1,173 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Generation under torchrun: the ranks' settings, their part of the model."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchtitan_lr.config.build import config_class
+from torchtitan_lr.config.parse import apply_overrides, split_arguments
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.exported import is_export, load_export
+from torchtitan_lr.hf.loading import load_for_inference, open_weights, read_for_inference
+from torchtitan_lr.inference.decode import Choice, whole_vocabulary
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.parallel.generation import (
+    ShardedChoice,
+    generation_settings,
+    split_for_generation,
+)
+from torchtitan_lr.parallel.tensor.collectives import Ranks
+from torchtitan_lr.parallel.tensor.plan import TPSettings
+from torchtitan_lr.training.device import keep_freed_memory
+
+DEGREE = "parallelism.tensor_parallel_degree"
+
+_ONE = {
+    "parallelism.pipeline_parallel_degree": "the model as one pipeline stage",
+    "parallelism.context_parallel_degree": "whole prompts on every rank",
+    "parallelism.data_parallel_replicate_degree": "one replica",
+    "parallelism.data_parallel_shard_degree": "weights that only tensor parallelism shards",
+}
+"""Degrees that must be 1, and what generation has instead."""
+
+
+def launched() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks; (0, 1) without torchrun."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def read_parallelism(config: Any, overrides: Sequence[str], world: int) -> SimpleNamespace:
+    """Return the ``tp_*`` keys of the run's record, as the command line overrides them.
+
+    Args:
+        config: The job's sections as attributes; ``parallelism`` may be missing.
+        overrides: ``--parallelism.key=value``.
+        world: Number of ranks.
+
+    Returns:
+        The keys as attributes.
+
+    Raises:
+        ConfigError: An override that generation has no use for, or a degree that is not the number
+            of ranks.
+    """
+    section = getattr(config, "parallelism", SimpleNamespace())
+    given: dict[str, Any] = {}
+    apply_overrides(given, split_arguments(list(overrides)), config_class())
+    for name, table in given.items():
+        for key, value in table.items() if isinstance(table, dict) else [("", table)]:
+            _check_override(f"{name}.{key}" if key else name, value, world)
+    kept = {key: value for key, value in vars(section).items() if key.startswith("tp_")}
+    return SimpleNamespace(**kept | given.get("parallelism", {}))
+
+
+def _check_override(key: str, value: object, world: int) -> None:
+    if key == DEGREE:
+        if value != world:
+            want = f"{world}, the number of ranks"
+            if world == 1:
+                want = f"1, or a start with torchrun --nproc_per_node={value}"
+            raise ConfigError(key, value, want)
+    elif key in _ONE:
+        if value not in (1, -1):
+            want = f"1: generation has {_ONE[key]}, {DEGREE} splits it over ranks"
+            raise ConfigError(key, value, want)
+    elif not key.startswith("parallelism.tp_"):
+        raise ConfigError(
+            key, value, f"{DEGREE} or a key parallelism.tp_*: generation has no other"
+        )
+
+
+def load_on_ranks(
+    step_dir: Path,
+    config_file: Path | None,
+    device: str,
+    cache: str,
+    overrides: Sequence[str],
+) -> tuple[LlamaModel, Any, Choice]:
+    """Load this rank's part of a model; the process group is started if there are several ranks.
+
+    Args:
+        step_dir: A step's folder, or what ``scripts/export.py`` wrote.
+        config_file: A TOML to read instead of the run's saved configuration.
+        device: Name of the device; by default this rank's cuda device if there is one, else cpu.
+        cache: Kind of the cache, ``full`` or ``latent``.
+        overrides: ``--parallelism.key=value``.
+
+    Returns:
+        The model, the tokenizer, and what draws its tokens.
+
+    Raises:
+        ConfigError: The checkpoint, tokenizer, cache, device or layout cannot be used.
+    """
+    _, world = launched()
+    config, args, tokenizer = read_for_inference(step_dir, config_file)
+    settings = generation_settings(read_parallelism(config, overrides, world), args, world, cache)
+    if world == 1:
+        model, tokenizer = load_for_inference(step_dir, config_file, device)
+        return model, tokenizer, whole_vocabulary
+    mesh = _start(device)
+    model = _load_part(step_dir, config, args, mesh, settings)
+    return model, tokenizer, ShardedChoice(Ranks.of(mesh))
+
+
+def _start(device: str) -> DeviceMesh:
+    """Start the process group and return the mesh of all ranks."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    kind = device.split(":")[0] or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            want = f"cpu, or at most {torch.cuda.device_count()} ranks on this machine"
+            raise ConfigError("--device", device or kind, want)
+        torch.cuda.set_device(local_rank)
+    elif kind != "cpu":
+        raise ConfigError("--device", device, "cpu or cuda for several ranks")
+    else:
+        keep_freed_memory()
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def _load_part(
+    step_dir: Path, config: Any, args: LlamaArgs, mesh: DeviceMesh, settings: TPSettings
+) -> LlamaModel:
+    """Load a rank's part of the weights; an export's weights pass through the CPU whole."""
+    if is_export(step_dir):
+        model = load_export(step_dir)
+        split_for_generation(model, mesh, settings)
+        return model.to(mesh.device_type).eval()
+    stored = open_weights(step_dir, args, config.model.hf_assets_path)
+    with torch.device("meta"):
+        model = LlamaModel(args)
+    model.to(stored.dtype)
+    split_for_generation(model, mesh, settings)
+    model.to_empty(device=mesh.device_type)
+    stored.fill(model.state_dict())
+    return model.eval()
+
+
+def from_first_rank(prompts: list[str] | None) -> list[str]:
+    """Return rank 0's prompts on every rank: stdin has one reader.
+
+    Args:
+        prompts: The prompts; None on the other ranks.
+    """
+    found = [prompts]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+    return found[0] or []
+
+
+def leave_group() -> None:
+    """End the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,203 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Turn a folder of weights into a checkpoint of step 0: a Hugging Face LLaMA, or an export."""
+
+import argparse
+import math
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from torchtitan_lr.data.corpora import Source
+from torchtitan_lr.data.evaluation import EvaluationSet
+from torchtitan_lr.data.tokenizer import build_tokenizer, check_tokenizer, resolve_assets_path
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.export import HF_CONFIG
+from torchtitan_lr.hf.exported import is_export, is_llama, read_export_args
+from torchtitan_lr.hf.folder_weights import FolderWeights, open_folder
+from torchtitan_lr.hf.read_llama import read_llama_args
+from torchtitan_lr.hf.shards import WeightSource
+from torchtitan_lr.hf.step_zero import (
+    LONGEST_TRAINED,
+    TOKENIZER_FOLDER,
+    TRAIN_TOML,
+    shown,
+    step_zero_of,
+    write_step_zero,
+)
+from torchtitan_lr.hf.svd_import import (
+    Batch,
+    MatrixReport,
+    TruncatedWeights,
+    check_factorisable,
+    factorised_args,
+    limit_tokens,
+)
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.families.registry import FAMILIES
+from torchtitan_lr.models.stored_args import MODEL_ARGS
+
+STDLIB = "python_stdlib"
+"""A value of ``--calibration`` that is no path: the corpus's training part."""
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+_RANK_FILE = "tokenizer.model"
+_WINDOWS = 8
+"""Windows of the calibration text that are computed together."""
+
+
+def import_folder(
+    options: argparse.Namespace,
+    report: Callable[[MatrixReport], object] = lambda report: None,
+    notice: Callable[[str], object] = lambda text: None,
+) -> dict[str, Any]:
+    """Read a folder and write its checkpoint.
+
+    Args:
+        options: Result of ``parse_args`` of ``scripts/import_hf.py``.
+        report: Called for every factorised matrix.
+        notice: Called with one line about what the checkpoint does not have.
+
+    Returns:
+        ``checkpoint``, ``config`` (a TOML), ``model`` (its name), ``parameters``, ``tied``,
+        ``tokenizer`` and ``matrices`` (one row per factorised matrix).
+
+    Raises:
+        ConfigError: The folder cannot be read, or its model cannot become the wanted one.
+    """
+    folder, out = options.folder, options.out
+    source, tied = open_source(folder)
+    if options.dtype is not None:
+        source = source.with_dtype(getattr(torch, options.dtype))
+    family = _wanted_family(options, source.args)
+    args = source.args if family is None else factorised_args(source.args, family, options.rank)
+    device = _device(options.device)
+    if tied:
+        notice("the embedding is also the head there; here both are trained on their own")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tokenizer = _take_tokenizer(options.tokenizer or folder, out, args, notice)
+        weights: WeightSource = source
+        if family is not None:
+            batches = _calibration(options, tokenizer, args)
+            weights = TruncatedWeights(source, args, batches, device, report)
+        write_step_zero(weights, out)
+    except OSError as error:
+        raise ConfigError("OUT", str(out), f"a writable folder ({error})") from error
+    return {
+        "checkpoint": str(step_zero_of(out)),
+        "config": f"{shown(out)}/{TRAIN_TOML}",
+        "model": args.model_family.model_name,
+        "parameters": sum(math.prod(shape) for shape in weights.shapes.values()),
+        "tied": tied,
+        "tokenizer": "" if tokenizer is None else str(out / TOKENIZER_FOLDER),
+        "matrices": weights.as_rows() if isinstance(weights, TruncatedWeights) else [],
+    }
+
+
+def open_source(folder: Path) -> tuple[FolderWeights, bool]:
+    """Open a folder of weights.
+
+    Args:
+        folder: A Hugging Face LLaMA, or an export of either format.
+
+    Returns:
+        The weights, and whether embedding and head are tied in the folder.
+
+    Raises:
+        ConfigError: It is none, or has what this package's models do not have.
+    """
+    if not folder.is_dir() or not is_export(folder):
+        want = f"a folder with {HF_CONFIG} (a Hugging Face LLaMA) or {MODEL_ARGS} (an export)"
+        raise ConfigError("DIR", str(folder), want)
+    args = read_export_args(folder)
+    llama = is_llama(folder)
+    tied = llama and read_llama_args(folder / HF_CONFIG)[1]
+    return open_folder(folder, args, llama, tied), tied
+
+
+def _wanted_family(options: argparse.Namespace, args: LlamaArgs) -> Any:
+    """Return what a dense model is to become, None if every weight stays as it is."""
+    name = options.family or args.family
+    if name not in FAMILIES:
+        raise ConfigError("--family", name, "one of " + ", ".join(FAMILIES))
+    if name == args.family:
+        for key in ("rank", "calibration"):
+            if getattr(options, key) is not None:
+                want = "nothing, or --family svd with a dense model: the weights stay as they are"
+                raise ConfigError(f"--{key}", getattr(options, key), want)
+        return None
+    if not FAMILIES[name].low_rank:
+        want = f"{args.family} as in DIR; scripts/export.py --format hf multiplies factors"
+        raise ConfigError("--family", name, want)
+    family = check_factorisable(args, name)
+    if options.rank is None:
+        raise ConfigError("--rank", "nothing", "a rank such as a quarter of the model's width")
+    return family
+
+
+def _device(name: str) -> str:
+    """Return the device to compute on; raise for one that is not there."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError("--device", name, "a device of this machine, such as cpu") from error
+    return name
+
+
+def _take_tokenizer(
+    folder: Path, out: Path, args: LlamaArgs, notice: Callable[[str], object]
+) -> Any:
+    """Copy a tokenizer that training can use.
+
+    Returns:
+        The tokenizer; None if there is none, which `notice` got.
+    """
+    folder = resolve_assets_path(str(folder))
+    names = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    if _TOKENIZER_FILES[0] not in names and (folder / _RANK_FILE).is_file():
+        names.append(_RANK_FILE)
+    config = SimpleNamespace(model=SimpleNamespace(hf_assets_path=str(folder)))
+    try:
+        tokenizer = build_tokenizer(config)
+        tokens = check_tokenizer(config)
+        if tokens > args.vocab_size:
+            want = f"at most {args.vocab_size} tokens, not {tokens}"
+            raise ConfigError("--tokenizer", str(folder), want)
+    except ConfigError as error:
+        notice(f"without a tokenizer (model.hf_assets_path): {error}")
+        return None
+    (out / TOKENIZER_FOLDER).mkdir()
+    for name in names:
+        shutil.copyfile(folder / name, out / TOKENIZER_FOLDER / name)
+    return tokenizer
+
+
+def _calibration(
+    options: argparse.Namespace, tokenizer: Any, args: LlamaArgs
+) -> Iterable[Batch] | None:
+    """Open the calibration text; None without one."""
+    name = options.calibration
+    if name is None:
+        return None
+    if tokenizer is None:
+        raise ConfigError("--calibration", name, "a tokenizer in DIR or in --tokenizer, too")
+    corpus = Source("local", name, "all", "training")
+    if name == STDLIB:
+        corpus = Source(STDLIB, None, "train", "training")
+    length = min(args.max_seq_len, LONGEST_TRAINED)
+    try:
+        batches = EvaluationSet(corpus.open(), tokenizer, length, _WINDOWS)
+        return list(limit_tokens(batches, options.calibration_tokens))
+    except ConfigError as error:
+        raise ConfigError("--calibration", name, error.want) from error

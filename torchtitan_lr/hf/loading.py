@@ -1,0 +1,253 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Load a training checkpoint into a model in one process, without a process group."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torchtitan.tools.logging import logger
+
+from torchtitan_lr.checkpoints.lane_record import check_lanes
+from torchtitan_lr.checkpoints.layout import RUN_CONFIG, TRAINING_STATES
+from torchtitan_lr.checkpoints.manifest import (
+    find_damage,
+    newest_whole_before,
+    read_manifest,
+)
+from torchtitan_lr.checkpoints.safe_metadata import read_metadata
+from torchtitan_lr.data.tokenizer import build_tokenizer, check_tokenizer
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.weights import StoredWeights, no_checkpoint, parameter_shapes
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.families.registry import FAMILIES, find_family
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.models.stored_args import read_model_args as read_model_args
+from torchtitan_lr.training.device import keep_freed_memory
+from torchtitan_lr.training.fingerprint import (
+    TOKENIZER,
+    check_fingerprint,
+    model_fingerprint,
+    tokenizer_digest,
+)
+
+
+def read_run_config(step_dir: Path, config_file: Path | None = None) -> Any:
+    """Read the configuration of a checkpoint's run.
+
+    Args:
+        step_dir: The checkpoint, ``<dump folder>/<checkpoint folder>/step-<n>``.
+        config_file: A TOML to read instead of the run's saved configuration.
+
+    Returns:
+        The job's sections as attributes: ``config.model.flavor``.
+
+    Raises:
+        ConfigError: There is no readable configuration.
+    """
+    if config_file is not None:
+        # Imported late: only this case needs torchtitan's configuration classes.
+        from torchtitan_lr.config.build import build_job_config
+
+        return build_job_config([f"--job.config_file={config_file}"])
+    path = step_dir.resolve().parent.parent / RUN_CONFIG
+    try:
+        return json.loads(path.read_text(), object_hook=lambda items: SimpleNamespace(**items))
+    except FileNotFoundError:
+        want = f"a step's folder two levels below the run's {RUN_CONFIG}, or --config with its TOML"
+        raise ConfigError("CHECKPOINT", str(step_dir), want) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), str(error), "the JSON that the run wrote") from error
+
+
+def build_model_args(config: Any) -> LlamaArgs:
+    """Build the model's arguments as the trainer does: the flavor, then the job's overrides.
+
+    Args:
+        config: The job's sections as attributes.
+
+    Returns:
+        The model's arguments.
+
+    Raises:
+        ConfigError: The model or flavor is unknown, a section is missing, or an override is
+            invalid.
+    """
+    try:
+        name, flavor = config.model.name, config.model.flavor
+        family = find_family(str(name))
+        if family is None:
+            choices = ", ".join(family.model_name for family in FAMILIES.values())
+            raise ConfigError("model.name", name, f"one of {choices}")
+        flavors = FLAVORS[family.name]
+        if flavor not in flavors:
+            raise ConfigError("model.flavor", flavor, "one of " + ", ".join(flavors))
+        args = flavors[flavor]
+        args.update_from_config(config)
+    except AttributeError as error:
+        raise ConfigError(RUN_CONFIG, str(error), "the complete record of a run") from error
+    return args
+
+
+def open_weights(
+    step_dir: Path,
+    args: LlamaArgs,
+    assets_path: str = "",
+    damage_of: Callable[[Path], str | None] = find_damage,
+) -> StoredWeights:
+    """Verify a checkpoint of any number of ranks, without loading its weights.
+
+    Args:
+        step_dir: Folder of a distributed checkpoint (DCP).
+        args: The model's arguments.
+        assets_path: Folder of the tokenizer to use with it, if any.
+        damage_of: Verifies the files; `manifest.damage_of` shares them among the ranks.
+
+    Returns:
+        The weights, which are read on demand.
+
+    Raises:
+        ConfigError: The folder is not a complete checkpoint, is damaged, or contains another model.
+    """
+    if (damage := damage_of(step_dir)) is not None:
+        raise no_checkpoint(step_dir, damage, newest_whole_before(step_dir))
+    manifest, metadata = read_manifest(step_dir), read_metadata(step_dir)
+    stored = metadata.state_dict_metadata
+    with torch.device("meta"):
+        model = LlamaModel(args)
+    dtype = _check_stored(step_dir, stored, model)
+    if manifest is not None:
+        tokenizer = {TOKENIZER: tokenizer_digest(assets_path)} if assets_path else {}
+        check_fingerprint(manifest.model, model_fingerprint(args) | tokenizer, step_dir)
+    elif not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning("%s has no manifest: loading it without checksums", step_dir)
+    check_lanes(step_dir, (args.lanes, args.sync_fraction), metadata)
+    return StoredWeights(args, step_dir, metadata, parameter_shapes(model), dtype)
+
+
+def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaModel:
+    """Verify a checkpoint of any number of ranks and load its weights onto the CPU.
+
+    Args:
+        step_dir: Folder of a distributed checkpoint (DCP).
+        args: The model's arguments.
+        assets_path: Folder of the tokenizer to use with it, if any.
+
+    Returns:
+        The model in the checkpoint's dtype, in evaluation mode.
+
+    Raises:
+        ConfigError: The folder is not a complete checkpoint, is damaged, or contains another model.
+    """
+    stored = open_weights(step_dir, args, assets_path)
+    with torch.device("meta"):
+        model = LlamaModel(args)
+    model.to(stored.dtype).to_empty(device="cpu")
+    stored.fill(model.state_dict())
+    return model.eval()
+
+
+def load_for_inference(
+    step_dir: Path,
+    config_file: Path | None = None,
+    device: str = "",
+    check: Callable[[LlamaArgs], object] | None = None,
+) -> tuple[LlamaModel, Any]:
+    """Load a checkpoint's model onto a device, with the tokenizer of its run.
+
+    On a CPU this process keeps its memory, see `training.device.keep_freed_memory`.
+
+    Args:
+        step_dir: The checkpoint, ``<dump folder>/<checkpoint folder>/step-<n>``.
+        config_file: A TOML to read instead of the run's saved configuration.
+        device: Name of the device; by default cuda if there is one, else cpu.
+        check: Called with the model's arguments before the weights are read; may raise.
+
+    Returns:
+        The model in evaluation mode, and the tokenizer.
+
+    Raises:
+        ConfigError: The checkpoint, tokenizer or device cannot be used.
+    """
+    # Imported late: it reads its arguments with this module.
+    from torchtitan_lr.hf.exported import is_export, load_export
+
+    config, args, tokenizer = read_for_inference(step_dir, config_file)
+    if check is not None:
+        check(args)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu":
+        keep_freed_memory()
+    if is_export(step_dir):
+        model = load_export(step_dir)
+    else:
+        model = load_model(step_dir, args, config.model.hf_assets_path)
+    try:
+        return model.to(device), tokenizer
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError("--device", device, "a device of this machine, such as cpu") from error
+
+
+def read_for_inference(
+    step_dir: Path, config_file: Path | None = None
+) -> tuple[Any, LlamaArgs, Any]:
+    """Read what a checkpoint or an export says about its model, without the weights.
+
+    Args:
+        step_dir: A step's folder, or what ``scripts/export.py`` wrote.
+        config_file: A TOML to read instead of the run's saved configuration.
+
+    Returns:
+        The job's sections as attributes (an export has ``model`` alone), the model's arguments and
+        the tokenizer.
+
+    Raises:
+        ConfigError: One of them cannot be used.
+    """
+    from torchtitan_lr.hf.exported import is_export, read_export_args
+
+    if is_export(step_dir):
+        config: Any = SimpleNamespace(model=SimpleNamespace(hf_assets_path=str(step_dir)))
+        args = read_export_args(step_dir)
+    else:
+        config = read_run_config(step_dir, config_file)
+        args = build_model_args(config)
+    return config, args, load_tokenizer(config, args)
+
+
+def load_tokenizer(config: Any, args: LlamaArgs) -> Any:
+    """Return the tokenizer of a run.
+
+    Args:
+        config: The job's sections as attributes.
+        args: The model's arguments.
+
+    Raises:
+        ConfigError: There is none, or it does not fit the model's vocabulary.
+    """
+    if check_tokenizer(config) > args.vocab_size:
+        want = f"a tokenizer within the model's vocabulary of {args.vocab_size}"
+        raise ConfigError("model.hf_assets_path", config.model.hf_assets_path, want)
+    return build_tokenizer(config)
+
+
+def _check_stored(step_dir: Path, stored: dict[str, Any], model: LlamaModel) -> torch.dtype:
+    """Check names and shapes, since DCP ignores extra tensors, and return the dtype."""
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    found = {
+        name: tuple(value.size) if isinstance(value, TensorStorageMetadata) else None
+        for name, value in stored.items()
+        if name.split(".")[0] not in TRAINING_STATES
+    }
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            what = f"{model.model_args.model_family.model_name} with {name}"
+            what += f" of shape {expected.get(name)}"
+            want = f"a checkpoint of {what}, not {found.get(name)}; is --config the run's?"
+            raise ConfigError("CHECKPOINT", str(step_dir), want)
+    return stored["tok_embeddings.weight"].properties.dtype

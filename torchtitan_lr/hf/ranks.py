@@ -1,0 +1,296 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A trained model on the ranks of torchrun, in any layout that training has, without gradients."""
+
+import importlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.checkpoint import ModelWrapper
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import set_default_dtype
+
+from torchtitan_lr.checkpoints.layout import RUN_CONFIG, is_dcp
+from torchtitan_lr.checkpoints.manifest import damage_of
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.build import build_job_config, config_of_record
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.exported import (
+    export_dtype,
+    fill_from_export,
+    is_export,
+    read_export_args,
+)
+from torchtitan_lr.hf.loading import build_model_args, open_weights, read_run_config
+from torchtitan_lr.hf.weights import no_checkpoint
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.loss import HeadLoss
+from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
+from torchtitan_lr.training.register import register_train_specs
+from torchtitan_lr.training.validate import batch_loss, sum_over_ranks
+
+_SECTIONS = ("model", "low_rank", "caat", "training", "validation", "parallelism", "experimental")
+"""Sections of a run's record that decide its model, its corpora and its layout."""
+
+_OVERRIDES = ("parallelism", "comm")
+"""Sections that the command line may change."""
+
+_FLAVOR = "of the export"
+
+
+def started_by_torchrun() -> bool:
+    """Return whether torchrun, or a launcher like it, started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """This rank's part of a model.
+
+    Attributes:
+        args: The model's arguments.
+        parts: The model, or this rank's pipeline stages.
+        pipeline: Runs batches through the stages, None without a pipeline.
+        parallel_dims: Degrees and meshes.
+        loss_parallel: Whether the logits are split over the vocabulary.
+    """
+
+    args: LlamaArgs
+    parts: list[nn.Module]
+    pipeline: Pipeline | None
+    parallel_dims: ParallelDims
+    loss_parallel: bool
+
+    @property
+    def data_share(self) -> tuple[int, int]:
+        """Number of data-parallel ranks, and this one's place among them."""
+        return data_share(self.parallel_dims)
+
+    def total_loss(
+        self, batches: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]
+    ) -> tuple[float, int]:
+        """Return the loss summed over the tokens of all ranks, in nats, and their number.
+
+        Args:
+            batches: This rank's share; every rank has equally many batches of equal sizes.
+        """
+        context = dist_utils.get_train_context(self.loss_parallel)
+
+        def summed(inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+            with context():
+                return batch_loss(self.parts[0], HeadLoss(), self.pipeline, inputs, labels)
+
+        loss, tokens = sum_over_ranks(self.parts, batches, summed, self.parallel_dims)
+        return loss, round(tokens)
+
+
+def data_share(parallel_dims: ParallelDims) -> tuple[int, int]:
+    """Return the number of data-parallel ranks, and this rank's place among them."""
+    if not parallel_dims.dp_enabled:
+        return 1, 0
+    mesh = parallel_dims.get_mesh("batch")
+    return mesh.size(), mesh.get_local_rank()
+
+
+def build_config(
+    checkpoint: Path,
+    config_file: Path | None,
+    overrides: list[str],
+    world_size: int,
+    device_type: str,
+    seq_len: int | None = 0,
+) -> Any:
+    """Build and check the configuration of a model on several ranks; nothing is communicated.
+
+    Layout, model and corpora are those of the run, unless an override changes the layout. What only
+    training needs (optimizer, recomputation, compilation, compression) is left at its default.
+
+    Args:
+        checkpoint: A checkpoint of a run, or an export.
+        config_file: A TOML to read instead of the run's record.
+        overrides: Arguments ``--parallelism.key=value``.
+        world_size: Number of ranks.
+        device_type: ``cpu``, ``cuda`` or ``xpu``.
+        seq_len: Length of the sequences; 0 for the trained window, None for those of the run's
+            validation.
+
+    Returns:
+        torchtitan's JobConfig.
+
+    Raises:
+        ConfigError: The model does not exist, or does not fit the ranks.
+    """
+    check_overrides(overrides)
+    if is_export(checkpoint):
+        record = _record_of_export(checkpoint)
+    elif config_file is not None:
+        record = build_job_config([f"--job.config_file={config_file}"]).to_dict()
+    else:
+        read_run_config(checkpoint)  # raises for what cannot be read
+        record = json.loads((checkpoint.resolve().parent.parent / RUN_CONFIG).read_text())
+    if not (is_export(checkpoint) or is_dcp(checkpoint)):
+        raise no_checkpoint(checkpoint, "no table of contents")
+    kept = {name: record[name] for name in _SECTIONS if name in record}
+    config = config_of_record(kept, overrides)
+    if config.experimental.custom_import:
+        importlib.import_module(config.experimental.custom_import)
+    _without_training(config, seq_len)
+    register_train_specs()
+    build_model_args(config)  # refuses another package's model
+    check_job_config(config, world_size, device_type, on_paper=True)
+    return config
+
+
+def check_overrides(overrides: list[str]) -> None:
+    """Raise for an override that would not change the layout.
+
+    Args:
+        overrides: Arguments ``--section.key=value``.
+
+    Raises:
+        ConfigError: Another section.
+    """
+    for override in overrides:
+        key = override.removeprefix("--").partition("=")[0]
+        if key.partition(".")[0] not in _OVERRIDES:
+            want = "--parallelism.key=value: the checkpoint's run sets everything else"
+            raise ConfigError(key, override.partition("=")[2], want)
+
+
+def _record_of_export(folder: Path) -> dict[str, Any]:
+    """Return the record of a run whose model is that of an export, as a flavor of its family."""
+    args = read_export_args(folder)
+    FLAVORS[args.family].add(_FLAVOR, args)
+    model = {"name": args.model_family.model_name, "flavor": _FLAVOR}
+    return {
+        "model": model | {"hf_assets_path": str(folder)},
+        "training": {"seq_len": args.max_seq_len},
+        "low_rank": {"lax_gate": args.lax_gate},
+        "caat": {"lanes": args.lanes, "sync_fraction": args.sync_fraction},
+    }
+
+
+def _without_training(config: Any, seq_len: int | None) -> None:
+    """Replace what only training needs."""
+    training, section = config.training, config.parallelism
+    # A pipeline's schedule of training is built, but only its stages are used.
+    size = section.pipeline_parallel_microbatch_size
+    training.local_batch_size = 2 * max(1, size) * max(1, section.pipeline_parallel_degree)
+    training.global_batch_size = -1
+    training.enable_cpu_offload = False
+    config.activation_checkpoint.mode = "none"
+    config.validation.enable = True
+    config.comm.trace_buf_size = 0  # else a folder for traces is made
+    if seq_len is not None:
+        check_window(seq_len, training.seq_len)
+        config.validation.seq_len = seq_len or training.seq_len
+
+
+def check_window(seq_len: int, longest: int) -> None:
+    """Raise for sequences that are longer than the trained window.
+
+    Args:
+        seq_len: Value of ``--seq_len``.
+        longest: The trained window.
+
+    Raises:
+        ConfigError: There are no rotary positions beyond it.
+    """
+    if seq_len > longest:
+        raise ConfigError("--seq_len", seq_len, f"at most the trained window {longest}")
+
+
+def start_group(config: Any) -> ParallelDims:
+    """Join the process group of all ranks, and return degrees and meshes."""
+    level = logger.level
+    logger.setLevel("ERROR")  # upstream warns that it sets variables
+    world_size = dist_utils.init_distributed(config.comm)
+    logger.setLevel(level)
+    section = config.parallelism
+    return ParallelDims(
+        dp_shard=section.data_parallel_shard_degree,
+        dp_replicate=section.data_parallel_replicate_degree,
+        cp=section.context_parallel_degree,
+        tp=section.tensor_parallel_degree,
+        pp=section.pipeline_parallel_degree,
+        ep=section.expert_parallel_degree,
+        etp=section.expert_tensor_parallel_degree,
+        world_size=world_size,
+    )
+
+
+def load_on_ranks(
+    checkpoint: Path, config: Any, parallel_dims: ParallelDims, device: torch.device
+) -> RankModel:
+    """Build this rank's part of the model and read its shards of the weights.
+
+    Args:
+        checkpoint: A checkpoint of any number of ranks, or an export.
+        config: Result of `build_config`.
+        parallel_dims: Result of `start_group`.
+        device: Of this rank.
+
+    Raises:
+        ConfigError: The files are damaged or hold another model.
+    """
+    args = build_model_args(config)
+    exported = is_export(checkpoint)
+    if exported:
+        dtype = export_dtype(checkpoint)
+    else:
+        stored = open_weights(checkpoint, args, config.model.hf_assets_path, damage_of)
+        dtype = stored.dtype
+    _compute_in(config, dtype)
+    parts, pipeline = _build_parts(config, args, parallel_dims, device, dtype)
+    wrapper = ModelWrapper(parts)
+    if exported:
+        fill_from_export(checkpoint, wrapper)
+    else:
+        state = wrapper.state_dict()
+        stored.fill(state, no_dist=False)
+        wrapper.load_state_dict(state)
+    section = config.parallelism
+    loss_parallel = parallel_dims.tp_enabled and not section.disable_loss_parallel
+    return RankModel(args, parts, pipeline, parallel_dims, loss_parallel)
+
+
+def _compute_in(config: Any, dtype: torch.dtype) -> None:
+    """Make the wrappers compute in the weights' own precision, as one process does."""
+    names = {value: name for name, value in TORCH_DTYPE_MAP.items()}
+    if dtype not in names:
+        want = f"weights in one of {', '.join(TORCH_DTYPE_MAP)} on several ranks"
+        raise ConfigError("CHECKPOINT", str(dtype).removeprefix("torch."), want)
+    config.training.dtype = config.training.mixed_precision_param = names[dtype]
+
+
+def _build_parts(
+    config: Any,
+    args: LlamaArgs,
+    parallel_dims: ParallelDims,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[list[nn.Module], Pipeline | None]:
+    """Split an empty model as training does."""
+    spec = get_train_spec(config.model.name)
+    with torch.device("meta"), set_default_dtype(dtype):
+        model = spec.model_cls(args)
+    pipeline = None
+    if parallel_dims.pp_enabled:
+        split = partial(spec.pipelining_fn, model, parallel_dims, config, device, args)
+        pipeline, parts, _, _ = split(spec.parallelize_fn, HeadLoss())
+    else:
+        parts = [spec.parallelize_fn(model, parallel_dims, config)]
+    for part in parts:
+        part.to_empty(device=device)
+    return parts, pipeline

@@ -1,0 +1,254 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Start training runs from scripts and read their results."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, NoReturn
+
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.commands.parser import last_error
+from torchtitan_lr.errors import ConfigError, RunFailedError
+from torchtitan_lr.launch.environment import (
+    Environment,
+    loopback_variables,
+    read_environment,
+)
+from torchtitan_lr.launch.placement import Placement, find_device, place
+from torchtitan_lr.launch.processes import end_with, exit_without_teardown
+from torchtitan_lr.training.history import HISTORY_FILE, read_history
+from torchtitan_lr.training.summary import TRAIN_LOSS
+
+SECONDS = "time_metrics/end_to_end(s)"
+"""Key in ``metrics.jsonl``: seconds per step, averaged since the last record."""
+
+
+RANKS_RESULT = "TORCHTITAN_LR_RANKS_RESULT"
+"""Environment variable of a script's ranks: the file for rank 0's result."""
+
+
+class Stopped(BaseException):
+    """The script received a stop signal and passed it on to its run, which saves a checkpoint."""
+
+
+def launch(
+    config: str,
+    folder: Path,
+    arguments: Sequence[str],
+    ranks: int | None = None,
+    variables: Mapping[str, str] | None = None,
+    keep_open: Sequence[int] = (),
+) -> None:
+    """Train through the launcher and wait; a run with a checkpoint resumes.
+
+    If this process receives a stop signal, it passes the signal on and waits for the run to save.
+
+    Args:
+        config: The TOML file.
+        folder: The run's dump folder.
+        arguments: Overrides, ``--section.key=value``.
+        ranks: Number of processes on this machine; ``NGPU`` by default.
+        variables: Added to the environment.
+        keep_open: File descriptors that the launcher inherits, such as that of a lock.
+
+    Raises:
+        RunFailedError: The launcher's exit status was not 0.
+    """
+    started = start(config, folder, arguments, ranks, variables, keep_open)
+    try:
+        started.finish()
+    except BaseException:
+        started.stop()
+        raise
+
+
+@dataclass(frozen=True)
+class Started:
+    """A training run that `start` has started.
+
+    Args:
+        process: Its launcher.
+        said: What the launcher printed to stderr.
+    """
+
+    process: subprocess.Popen[bytes]
+    said: IO[str]
+
+    def ended(self) -> bool:
+        """Return whether the run has ended."""
+        return self.process.poll() is not None
+
+    def finish(self) -> None:
+        """Wait for the run's end.
+
+        Raises:
+            RunFailedError: The launcher's exit status was not 0.
+        """
+        if status := self.process.wait():
+            self.said.seek(0)
+            raise RunFailedError(last_error(self.said.read(), status))
+
+    def terminate(self) -> None:
+        """Pass a stop signal on."""
+        self.process.terminate()
+
+    def stop(self) -> None:
+        """Pass a stop signal on, and wait for the run to save."""
+        self.terminate()
+        self.process.wait()
+
+
+def start(
+    config: str,
+    folder: Path,
+    arguments: Sequence[str],
+    ranks: int | None = None,
+    variables: Mapping[str, str] | None = None,
+    keep_open: Sequence[int] = (),
+) -> Started:
+    """Start training through the launcher; the arguments are those of `launch`."""
+    command = [
+        *(sys.executable, "-m", "torchtitan_lr.launch"),
+        *(f"--job.config_file={config}", f"--job.dump_folder={folder}", *arguments),
+    ]
+    environment = dict(os.environ) | {"CONFIG_FILE": config} | dict(variables or {})
+    if ranks is not None:
+        environment["NGPU"] = str(ranks)
+    said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the run's record)
+    # In its own session: only this process receives Ctrl-C and passes it on once.
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=said,
+        pass_fds=tuple(keep_open),
+        start_new_session=True,
+    )
+    return Started(process, said)
+
+
+def on_signals_stop() -> None:
+    """Make SIGTERM and Ctrl-C raise `Stopped` in this process."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise Stopped(signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+
+
+def check_run(arguments: Sequence[str], ranks: int | None = None) -> Any:
+    """Check a run's configuration before it starts.
+
+    Args:
+        arguments: Arguments of a training run, ``--job.config_file`` included.
+        ranks: Number of processes on this machine; ``NGPU`` by default.
+
+    Returns:
+        The run's configuration.
+
+    Raises:
+        ConfigError: The configuration is not valid.
+    """
+    return place_run(arguments, ranks).config
+
+
+def place_run(arguments: Sequence[str], ranks: int | None = None) -> Placement:
+    """Check a run's configuration and return its ranks, as the launcher chooses them.
+
+    Args:
+        arguments: Arguments of a training run, ``--job.config_file`` included.
+        ranks: Number of processes on this machine; ``NGPU`` by default.
+
+    Raises:
+        ConfigError: The configuration is not valid.
+    """
+    placed = place(_one_machine(ranks), list(arguments))
+    check_job_config(placed.config, placed.environment.ranks, placed.device)
+    return placed
+
+
+def _one_machine(ranks: int | None) -> Environment:
+    environment = read_environment()
+    if environment.nodes > 1:
+        raise ConfigError("NNODES", environment.nodes, "1: this script starts runs on one machine")
+    if environment.comm_mode:
+        raise ConfigError("COMM_MODE", environment.comm_mode, "nothing: these runs are real")
+    if ranks is not None:
+        return replace(environment, ranks=ranks, ranks_given=True)
+    return environment
+
+
+def run_on_ranks(script: str, arguments: Sequence[str], ranks: int | None = None) -> Any:
+    """Run a script on this machine's ranks with torchrun and return rank 0's result.
+
+    Args:
+        script: The file; its ranks call `report_from_rank`.
+        arguments: Arguments of a training run; a temporary dump folder is added.
+        ranks: Number of processes on this machine; ``NGPU`` by default.
+
+    Raises:
+        ConfigError: The ranks cannot run on this machine.
+        RunFailedError: A rank failed; the message is its full output.
+    """
+    environment = _one_machine(ranks)
+    find_device(environment)
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [
+            *(sys.executable, "-m", "torchtitan_lr.launch.agent", "--rdzv_backend=loopback"),
+            *(f"--nproc_per_node={environment.ranks}", script),
+            *(*arguments, f"--job.dump_folder={folder}"),
+        ]
+        variables = {"OMP_NUM_THREADS": "1"} | loopback_variables() | os.environ
+        variables[RANKS_RESULT] = str(result)
+        done = subprocess.run(
+            command,
+            env=variables,
+            capture_output=True,
+            text=True,
+            preexec_fn=functools.partial(end_with, os.getpid()),
+        )
+        if done.returncode != 0 or not result.exists():
+            raise RunFailedError(done.stderr.strip() or "the ranks ended without a result")
+        return json.loads(result.read_text())
+
+
+def report_from_rank(measure: Callable[[list[str]], Any], arguments: list[str]) -> None:
+    """Measure and exit if `run_on_ranks` started this process; else do nothing.
+
+    Args:
+        measure: Called with the arguments; rank 0 writes its result as JSON.
+        arguments: The process's arguments.
+    """
+    if RANKS_RESULT not in os.environ:
+        return
+    found = measure(arguments)
+    if os.environ["RANK"] == "0":
+        Path(os.environ[RANKS_RESULT]).write_text(json.dumps(found))
+    exit_without_teardown(0)
+
+
+def step_records(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of training steps in a dump folder, one per step, in order.
+
+    Args:
+        folder: The run's dump folder. For a step that a resumed run repeated, only the later record
+            is returned.
+    """
+    steps = {r["step"]: r for r in read_history(folder / HISTORY_FILE) if TRAIN_LOSS in r}
+    return [steps[step] for step in sorted(steps)]
+
+
+def last_value(folder: Path, key: str) -> float | None:
+    """Return the last value of a key in a dump folder's history, or None."""
+    values = [r[key] for r in read_history(folder / HISTORY_FILE) if r.get(key) is not None]
+    return values[-1] if values else None
