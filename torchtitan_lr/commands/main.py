@@ -1,23 +1,18 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The console command ``torchtitan-lr``: every program of ``scripts/``, and the launcher.
+"""The command ``torchtitan-lr`` and its subcommands, each a module of this folder.
 
-A subcommand is a file of ``scripts/``, which the wheel contains too: ``torchtitan-lr estimate`` and
-``python scripts/estimate.py`` execute the same file. A new program is a new subcommand. Nothing
-here imports torch.
+A subcommand's module has a docstring (its help; the first line is its summary),
+``add_arguments(parser)`` and ``run(args)``, which returns the exit status. Importing one loads
+neither torch nor torchtitan; ``run`` imports what it needs.
 """
 
-import ast
 import difflib
-import importlib.util
-import runpy
+import importlib
 import sys
-from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from types import ModuleType
 
-from torchtitan_lr.commands.parser import OneLineParser, declared_parser, in_one_line, show_names
-from torchtitan_lr.config.shipped import shipped_folder
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.errors import ConfigError
 
 PROGRAM = "torchtitan-lr"
@@ -31,83 +26,56 @@ DESCRIPTION = """Pre-train low-rank LLaMA models.
 
 CONFIG is a TOML file or the name of a shipped one; `torchtitan-lr config list` lists them."""
 
-TRAIN = "train"
-"""The subcommand that starts the launcher, as ``./run_llama_train.sh`` does."""
-
-COMPLETION = "completion"
-"""The subcommand that prints a completion script."""
-
-SHELLS = ("bash", "zsh", "tcsh")
-
-
-@dataclass(frozen=True)
-class Command:
-    """A subcommand.
-
-    Args:
-        name: As typed.
-        path: The program's file.
-    """
-
-    name: str
-    path: Path
-
-    def summary(self) -> str:
-        """Return the first line of the program's docstring, without its full stop."""
-        text = ast.get_docstring(ast.parse(self.path.read_text(encoding="utf-8"))) or ""
-        return text.partition("\n")[0].removesuffix(".")
-
-    def module(self) -> ModuleType:
-        """Import the program, which runs nothing."""
-        spec = importlib.util.spec_from_file_location(f"{__name__}.{self.path.stem}", self.path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    def parser(self) -> OneLineParser:
-        """Return the parser of the program."""
-        return declared_parser(self.module().main)
-
-
-FIRST = ("estimate", "compare", "sweep", "export", "import", "generate", "evaluate")
-"""The order of the subcommands; the others follow by name."""
-
-RENAMED = {
-    "import_hf": "import",
-    "make_seed_checkpoint": "seed-checkpoint",
-    "train_tokenizer": "tokenizer",
+COMMANDS = {
+    "train": "train",
+    "estimate": "estimate",
+    "compare": "compare",
+    "sweep": "sweep",
+    "scaling": "scaling",
+    "export": "export",
+    "import": "import_hf",
+    "generate": "generate",
+    "evaluate": "evaluate",
+    "tokenizer": "tokenizer",
+    "runs": "runs",
+    "config": "config",
+    "measure-comm": "measure_comm",
 }
-"""Subcommands that are not called as their program is."""
-
-PARTS = ("check_env", "check_smoke")
-"""Programs that are parts of the checkout's shell scripts, not commands."""
+"""The module of each subcommand, in the order of the help."""
 
 
-def known() -> dict[str, Command]:
-    """Return the subcommands besides `TRAIN` and `COMPLETION` by name: one for each program."""
-    found = {}
-    for path in sorted(shipped_folder("scripts").glob("*.py")):
-        if path.stem not in PARTS:
-            name = RENAMED.get(path.stem, path.stem.replace("_", "-"))
-            found[name] = Command(name, path)
-    first = [name for name in FIRST if name in found]
-    return {name: found[name] for name in [*first, *sorted(found.keys() - set(first))]}
+def module_of(name: str) -> ModuleType:
+    """Import the module of a subcommand.
+
+    Raises:
+        ConfigError: There is no such subcommand.
+    """
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f": did you mean {near[0]}?" if near else ""
+        raise ConfigError("COMMAND", name, f"one of {', '.join(COMMANDS)}{hint}")
+    return importlib.import_module(f"torchtitan_lr.commands.{COMMANDS[name]}")
 
 
-def summaries() -> dict[str, str]:
-    """Return one line on every subcommand, by name, in order."""
-    own = {name: command.summary() for name, command in known().items()}
-    train = {TRAIN: "Train the model of a TOML file"}
-    return train | own | {COMPLETION: "Print a completion script for a shell"}
+def parser_of(name: str) -> OneLineParser:
+    """Return the parser of a subcommand with all its arguments.
+
+    Raises:
+        ConfigError: There is no such subcommand.
+    """
+    module = module_of(name)
+    parser = OneLineParser(prog=f"{PROGRAM} {name}", description=module.__doc__)
+    module.add_arguments(parser)
+    return parser
 
 
 def front_parser() -> OneLineParser:
-    """Return the parser of ``torchtitan-lr``, without the arguments of its subcommands."""
+    """Return the parser of ``torchtitan-lr`` itself: a list of the subcommands, and the version."""
     parser = OneLineParser(prog=PROGRAM, description=DESCRIPTION, usage="%(prog)s COMMAND [...]")
     parser.add_argument("--version", action="version", version=version())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name, summary in summaries().items():
+    for name in COMMANDS:
+        summary = (module_of(name).__doc__ or "").partition("\n")[0].removesuffix(".")
         commands.add_parser(name, help=summary, add_help=False)
     return parser
 
@@ -131,57 +99,18 @@ def main(argv: list[str] | None = None) -> int:
         argv: The arguments; ``sys.argv[1:]`` by default.
 
     Returns:
-        The exit status, as of the program.
+        The exit status of the subcommand; 2 for invalid arguments, 1 for a run that failed.
 
     Raises:
-        SystemExit: Of the program.
+        SystemExit: After ``--help`` (0) and for arguments that the parser refuses (2).
     """
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0].startswith("-"):
         front_parser().parse_args(argv[:1] or ["--help"])
-        raise ConfigError("COMMAND", argv[0], "a command of `torchtitan-lr --help`")
+        raise ConfigError("COMMAND", argv[0], f"a command of `{PROGRAM} --help`")
     name, *rest = argv
-    commands = known()
-    if rest and f"{name}-{rest[0]}" in commands:  # `data stats` is `data-stats`
-        name = f"{name}-{rest.pop(0)}"
-    if name not in (TRAIN, COMPLETION, *commands):
-        names = [TRAIN, *commands, COMPLETION]
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f": did you mean {near[0]}?" if near else ""
-        raise ConfigError("COMMAND", name, f"one of {', '.join(names)}{hint}")
-    show_names(f"{PROGRAM} {name}", shown_names())
-    sys.argv[:] = [PROGRAM, *rest]
-    if name == COMPLETION:
-        return _complete()
-    if name == TRAIN:
-        runpy.run_module("torchtitan_lr.launch", run_name="__main__")
-    else:
-        runpy.run_path(str(commands[name].path), run_name="__main__")
-    return 0
-
-
-def shown_names() -> dict[str, str]:
-    """Return what the help of the subcommands shows instead of the names of the scripts."""
-    names = {f"python scripts/{c.path.name}": f"{PROGRAM} {c.name}" for c in known().values()}
-    return names | {"./run_llama_train.sh": f"{PROGRAM} {TRAIN}"}
-
-
-def _complete() -> int:
-    parser = OneLineParser(
-        description=f"""Print a completion script for a shell.
-
-    source <({PROGRAM} {COMPLETION} bash)                        bash: also in ~/.bashrc
-    {PROGRAM} {COMPLETION} zsh > ~/.zfunc/_torchtitan-lr         zsh: a folder of $fpath
-
-The script knows every subcommand with its options, the keys of the configuration, and the names of
-the shipped configurations. Making it takes some seconds; completing starts no program."""
-    )
-    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
-    options = parser.parse_args()
-    from torchtitan_lr.commands.completion import script  # late: it needs torch for the keys
-
-    print(script(options.shell))
-    return 0
+    status: int = module_of(name).run(parser_of(name).parse_args(rest))
+    return status
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Argument parsing, errors and tables of all command lines in scripts/.
+"""Argument parsing and errors of all subcommands.
 
 The checkpoint or the TOML file is the first argument, ``--section.key=value`` overrides the TOML,
 ``--out`` is the output path, ``--json`` prints data instead of a table. ``--help`` shows every
@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,55 +60,6 @@ def _wait_for_first_rank() -> None:
         time.sleep(FIRST_RANK_SECONDS)
 
 
-def last_error(output: str, status: int) -> str:
-    """Return the last error line of a program.
-
-    Args:
-        output: What it printed.
-        status: Its exit status.
-
-    Returns:
-        The last line that begins with ``error: ``, else the last line, else the status in words.
-    """
-    lines = [line for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error: ")]
-    return (errors or lines or [f"it ended with status {status}"])[-1]
-
-
-@dataclass
-class ShownNames:
-    """The names that the help of a program shows.
-
-    Args:
-        program: The program's name; empty for that of its file.
-        texts: Texts of descriptions, with what is shown in their place.
-    """
-
-    program: str = ""
-    texts: dict[str, str] = field(default_factory=dict)
-
-
-SHOWN = ShownNames()
-"""The names of this process; `show_names` sets them."""
-
-
-def show_names(program: str, texts: dict[str, str]) -> None:
-    """Set the names that the help of a program shows, as ``torchtitan-lr`` does.
-
-    Args:
-        program: The program's name.
-        texts: Texts of descriptions, with what is shown in their place.
-    """
-    SHOWN.program, SHOWN.texts = program, texts
-
-
-class _DeclaredError(BaseException):
-    """A parser has all its arguments; `declared_parser` catches it."""
-
-    def __init__(self, parser: "OneLineParser") -> None:
-        self.parser = parser
-
-
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose help shows every default and whose errors are one line with status 2.
 
@@ -117,20 +67,13 @@ class OneLineParser(argparse.ArgumentParser):
         **options: Options of `argparse.ArgumentParser`; a description keeps its line breaks.
 
     Attributes:
-        arguments: The arguments that `add_argument` added, without those of groups.
-        takes_overrides: Whether `parse_with_overrides` parsed.
+        takes_overrides: Whether ``--section.key=value`` is taken; the parsed attributes then have
+            the list ``overrides``. A command sets it in ``add_arguments``.
     """
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        if SHOWN.program:
-            options.setdefault("prog", SHOWN.program)
-        for text, shown in SHOWN.texts.items():
-            if options.get("description"):
-                options["description"] = options["description"].replace(text, shown)
         self.takes_overrides = False
-        self.arguments: list[argparse.Action] = []
-        self._first: list[str] = []
         super().__init__(**options)
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
@@ -148,57 +91,28 @@ class OneLineParser(argparse.ArgumentParser):
         if not empty and text is not argparse.SUPPRESS and "default" not in text:
             shown = " ".join(map(str, default)) if isinstance(default, list) else str(default)
             options["help"] = f"{text} (default: {shown.replace('%', '%%')})".lstrip()
-        self.arguments.append(super().add_argument(*names, **options))
-        return self.arguments[-1]
+        return super().add_argument(*names, **options)
 
-    def add_first(self, name: str, old: str, **options: Any) -> None:
-        """Add the first positional argument, which an old option may replace.
-
-        Args:
-            name: Name of the argument and of the attribute.
-            old: The old option, such as ``--config``; hidden in the help.
-            **options: Options of `add_argument`; without a default the argument is required.
-        """
-        self.add_argument(name, metavar=name.upper(), nargs="?", **options)
-        self.add_argument(old, dest=f"old_{name}", type=options.get("type"), help=argparse.SUPPRESS)
-        self._first.append(name)
-
-    def parse_known_args(  # type: ignore[override]
+    def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse the known arguments, as in `argparse`; ``parse_args`` calls this too.
+    ) -> argparse.Namespace:
+        """Parse a command line, with overrides of the TOML if `takes_overrides`.
 
         Args:
             args: The arguments; None for the process's own.
             namespace: The namespace to fill; None for a new one.
 
         Returns:
-            The attributes, and the unknown arguments.
+            The attributes.
         """
-        if _declaring:
-            raise _DeclaredError(self)
         options, rest = super().parse_known_args(args, namespace)
-        for name in self._first:
-            given = vars(options).pop(f"old_{name}")
-            if given is not None:
-                setattr(options, name, given)
-            if getattr(options, name) is None:
-                self.error(f"{name.upper()}: got nothing, expected it as the first argument")
-        return options, rest
-
-    def parse_with_overrides(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse a command line that may contain overrides of the TOML.
-
-        Args:
-            argv: The arguments; None for the process's own.
-
-        Returns:
-            The attributes, with the overrides as ``overrides``.
-        """
-        self.takes_overrides = True
-        options, overrides = self.parse_known_args(argv)
-        self.check_overrides(overrides)
-        options.overrides = overrides
+        if self.takes_overrides:
+            options.overrides = rest
+        for argument in rest:
+            override = argument.startswith("--") and "." in argument.partition("=")[0]
+            if not (self.takes_overrides and override):
+                want = "--section.key=value or an option" if self.takes_overrides else "an option"
+                self.error(f"got {argument!r}, expected {want} of --help")
         return options
 
     def error(self, message: str) -> NoReturn:
@@ -210,78 +124,32 @@ class OneLineParser(argparse.ArgumentParser):
         _wait_for_first_rank()
         self.exit(2, f"error: {message}\n")
 
-    def check_at_least(self, options: argparse.Namespace, **minima: float) -> None:
-        """Exit with an error for options below their minimum.
 
-        Args:
-            options: Returned by `parse_args`.
-            **minima: The smallest allowed value of each option.
-        """
-        for name, minimum in minima.items():
-            if not getattr(options, name) >= minimum:
-                got = getattr(options, name)
-                self.error(f"--{name}: got {got}, expected at least {minimum}")
-
-    def check_toml(self, path: str, name: str = "--config") -> None:
-        """Exit with an error if a configuration file does not exist.
-
-        Args:
-            path: The file, or the name of a shipped one.
-            name: Name of the argument in the message.
-        """
-        if not Path(find_config(path)).is_file():
-            near = near_configs(path)
-            hint = f": did you mean {near}?" if near else ""
-            self.error(f"{name}: got {path!r}, expected a TOML file{hint}")
-
-    def check_overrides(self, arguments: Sequence[str]) -> None:
-        """Exit with an error for unknown arguments that are not overrides of the TOML.
-
-        Args:
-            arguments: The unknown arguments from `parse_known_args`.
-        """
-        for argument in arguments:
-            if not (argument.startswith("--") and "." in argument.partition("=")[0]):
-                self.error(f"got {argument!r}, expected --section.key=value or an option of --help")
-
-
-_declaring: list[Callable[..., int]] = []
-
-
-def declared_parser(main: Callable[[list[str] | None], int]) -> OneLineParser:
-    """Return the parser that a command's main function declares, without running the command.
+def check_toml(path: str, name: str = "CONFIG") -> None:
+    """Refuse a configuration file that does not exist.
 
     Args:
-        main: The main function, which parses its arguments before it does anything else.
+        path: The file, or the name of a shipped one.
+        name: Name of the argument in the message.
 
     Raises:
-        ValueError: The function parses nothing with a `OneLineParser`.
+        ConfigError: There is no such file.
     """
-    _declaring.append(main)
-    try:
-        main([])
-    except _DeclaredError as declared:
-        return declared.parser
-    finally:
-        _declaring.pop()
-    raise ValueError(f"{main} has no OneLineParser")
+    if not Path(find_config(path)).is_file():
+        near = near_configs(path)
+        raise ConfigError(name, path, "a TOML file" + (f": did you mean {near}?" if near else ""))
 
 
-def overrides_of(items: Sequence[str]) -> list[str]:
-    """Turn ``section.key=value`` items into arguments of a training run."""
-    return [f"--{item}" for item in items]
-
-
-def new_folder(out: str) -> Path:
-    """Return the path of ``--out``, a folder that is yet to be made.
+def check_at_least(args: argparse.Namespace, **minima: float) -> None:
+    """Refuse options below their minimum.
 
     Args:
-        out: Value of the option.
+        args: The attributes.
+        **minima: The smallest allowed value of each option.
 
     Raises:
-        ConfigError: The folder exists.
+        ConfigError: An option is below its minimum.
     """
-    folder = Path(out)
-    if folder.exists():
-        raise ConfigError("--out", out, "a folder without earlier results")
-    return folder
+    for name, minimum in minima.items():
+        if not getattr(args, name) >= minimum:
+            raise ConfigError(f"--{name}", getattr(args, name), f"at least {minimum}")

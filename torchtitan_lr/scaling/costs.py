@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.commands.parser import overrides_of
 from torchtitan_lr.config.shipped import find_config, shipped_folder
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiment import Experiment
@@ -90,7 +89,11 @@ def model_arguments(experiment: Experiment, family: str, size: str, models: Path
     overrides = [*experiment.overrides, *shape.overrides, *arm.overrides]
     name = arm.model or f"llama_{family}"
     flavor = shape.flavor or write_flavor(experiment, family, size, models)
-    return [*overrides_of(overrides), f"--model.name={name}", f"--model.flavor={flavor}"]
+    return [
+        *(f"--{item}" for item in overrides),
+        f"--model.name={name}",
+        f"--model.flavor={flavor}",
+    ]
 
 
 def cost_of(experiment: Experiment, family: str, size: str, models: Path) -> Cost:
@@ -109,7 +112,7 @@ def cost_of(experiment: Experiment, family: str, size: str, models: Path) -> Cos
         raise ConfigError("validation.enable", False, "true: the fit reads the validation loss")
     modelled = run
     if experiment.modelled_ranks:
-        arguments += overrides_of(experiment.modelled)
+        arguments += [f"--{item}" for item in experiment.modelled]
         modelled = _placed(experiment, arguments, experiment.modelled_ranks, models)
     sent, seconds = _modelled(experiment, modelled)
     parts = count_parameters(run.args)

@@ -15,7 +15,6 @@ from types import FrameType
 from typing import IO, Any, NoReturn
 
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.commands.parser import last_error
 from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.launch.environment import (
     Environment,
@@ -252,3 +251,18 @@ def last_value(folder: Path, key: str) -> float | None:
     """Return the last value of a key in a dump folder's history, or None."""
     values = [r[key] for r in read_history(folder / HISTORY_FILE) if r.get(key) is not None]
     return values[-1] if values else None
+
+
+def last_error(output: str, status: int) -> str:
+    """Return the last error line of a program.
+
+    Args:
+        output: What it printed.
+        status: Its exit status.
+
+    Returns:
+        The last line that begins with ``error: ``, else the last line, else the status in words.
+    """
+    lines = [line for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or lines or [f"it ended with status {status}"])[-1]

@@ -17,11 +17,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.commands.parser import last_error
 from torchtitan_lr.errors import RunFailedError
 from torchtitan_lr.launch.agent import GRACE_SECONDS, loopback_store
 from torchtitan_lr.launch.environment import loopback_variables
 from torchtitan_lr.launch.processes import end_with, exit_without_teardown
+from torchtitan_lr.scaling.experiments import last_error
 
 _PRELOADED = ("torchtitan_lr.train", "matplotlib.backends.backend_agg", "matplotlib.figure")
 _POLL_SECONDS = 0.02

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from torchtitan_lr.commands.parser import overrides_of
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.formulas.parameters import count_parameters
@@ -94,7 +93,7 @@ def points_of(grid: dict[str, list[str]], common: list[str], group: str) -> list
         settings = dict(zip(grid, values, strict=True))
         words = [f"{short[key]}-{value}" for key, value in settings.items()]
         name = re.sub(r"[^\w.+-]+", "-", "_".join(words))
-        arguments = overrides_of([f"{key}={value}" for key, value in settings.items()])
+        arguments = [f"--{key}={value}" for key, value in settings.items()]
         arguments += [f"--metrics.wandb_group={group}", f"--metrics.wandb_run_name={name}"]
         points.append(Point(name, settings, [*common, *arguments]))
     if len({point.name for point in points}) < len(points):
