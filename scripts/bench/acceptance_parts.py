@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.formulas.papers.published import COLA_H100_1B
+
 from scripts.bench.acceptance import Job, Part
 from scripts.bench.acceptance_readers import (
     read_block,
@@ -21,7 +23,6 @@ from scripts.bench.acceptance_readers import (
     read_smoke,
     read_speed,
 )
-from torchtitan_lr.formulas.papers.published import COLA_H100_1B
 
 OFFLINE = (
     "--model.hf_assets_path=torchtitan_lr/data/assets/bpe4k",

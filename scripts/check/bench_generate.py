@@ -35,11 +35,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.oracle.generation import pass_bytes
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.config.schema import BUILT_IN_PLANS
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.formulas.generation import pass_bytes
 from torchtitan_lr.inference.decode import Choice, Decoder, compile_blocks, whole_vocabulary
 from torchtitan_lr.inference.native.program import NativeModel
 from torchtitan_lr.inference.sampling import Sampling

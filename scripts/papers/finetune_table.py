@@ -18,9 +18,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.formulas.papers.published import TSR_TABLE_4
+
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.console.tables import markdown_table
-from torchtitan_lr.formulas.papers.published import TSR_TABLE_4
 
 _NAME = "scripts/papers/finetune_table.py"
 SENT = "comm_bytes/dp_replicate"

@@ -273,8 +273,9 @@ def main(argv: list[str] | None = None) -> int:
         if not getattr(options, name) > 0:
             parser.error(f"--{name}: got {getattr(options, name)}, expected a positive number")
     parser.check_toml(options.config, "CONFIG")
-    from torchtitan_lr.estimate.hardware import load_hardware
     from torchtitan_lr.formulas.faults import mean_time_to_failure
+
+    from torchtitan_lr.estimate.hardware import load_hardware
 
     hardware = load_hardware(options.hardware, HARDWARE)
     plans = [plan_layout(name, options.config, options.world, hardware) for name in LAYOUTS]

@@ -8,8 +8,13 @@ import torch
 
 from tests.distributed import tsr_cases
 from tests.distributed.tsr_cases import COLUMN, DEFAULTS, Case, build_model, place, take_step
-from torchtitan_lr.formulas.tsr import sketch_width
-from torchtitan_lr.formulas.tsr_traffic import TSRMatrix, TSRMesh, TSRStep, tsr_traffic
+from torchtitan_lr.formulas.tsr_traffic import (
+    TSRMatrix,
+    TSRMesh,
+    TSRStep,
+    sketch_width,
+    tsr_traffic,
+)
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices

@@ -10,8 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.oracle.activations import kept_bytes
 from tests.unit.tiny import build_tiny, tokens
-from torchtitan_lr.formulas.activations import kept_bytes
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.recompute.low_rank_checkpoint import (
     ATTENTION_OPERATORS,

@@ -29,8 +29,13 @@ from torchtitan_lr.formulas.data_parallel import DataParallel, data_parallel_tra
 from torchtitan_lr.formulas.memory import sharded
 from torchtitan_lr.formulas.pipeline import boundary_elements, pipeline_traffic
 from torchtitan_lr.formulas.traffic import Traffic, merge
-from torchtitan_lr.formulas.tsr import sketch_width
-from torchtitan_lr.formulas.tsr_traffic import TSRMatrix, TSRMesh, TSRStep, tsr_traffic
+from torchtitan_lr.formulas.tsr_traffic import (
+    TSRMatrix,
+    TSRMesh,
+    TSRStep,
+    sketch_width,
+    tsr_traffic,
+)
 from torchtitan_lr.parallel.pipeline.stage_split import layers_before_boundaries
 
 

@@ -13,10 +13,6 @@ from math import prod
 
 from torchtitan_lr.formulas.parameters import (
     ModelShape,
-    attention_sides,
-    feed_forward_sides,
-    group_ranks,
-    linear_parameters,
     ranked_sides,
 )
 from torchtitan_lr.formulas.plans.registry import formula_of
@@ -43,14 +39,6 @@ class DataParallel:
     reshard_after_forward: bool = True
     reshard_last: bool = False
     microbatches: int = 1
-
-
-def linear_volume(shape: ModelShape) -> int:
-    """Return the elements of all blocks' linears (BOOST, Table 6): L(11dr + 3·d_ff·r)."""
-    rank_attention, rank_ffn = group_ranks(shape)
-    attention = sum(linear_parameters(*side, rank_attention) for side in attention_sides(shape))
-    feed_forward = sum(linear_parameters(*side, rank_ffn) for side in feed_forward_sides(shape))
-    return shape.n_layers * (attention + feed_forward)
 
 
 def data_parallel_traffic(

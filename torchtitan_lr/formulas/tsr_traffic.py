@@ -14,7 +14,6 @@ from itertools import accumulate
 from math import ceil, prod
 
 from torchtitan_lr.formulas.traffic import Traffic, merge
-from torchtitan_lr.formulas.tsr import sketch_elements
 
 BUCKET_ELEMENTS = 2**26
 """Elements of a bucket of dense gradients, and of the sketches in memory at a time.
@@ -253,3 +252,13 @@ def _is_dense(matrix: TSRMatrix, mesh: TSRMesh, step: TSRStep) -> bool:
 def _iterations(matrix: TSRMatrix, step: TSRStep) -> int:
     q = matrix.power_iterations
     return step.power_iterations if q is None else q
+
+
+def sketch_width(side: Sequence[int], rank: int, oversampling: int) -> int:
+    """Return the columns k = min(r + p, m, n) of a sketch."""
+    return min(rank + oversampling, *side)
+
+
+def sketch_elements(rows: int, columns: int, width: int, power_iterations: int) -> int:
+    """Return the elements (1 + q)(m + n)k of all sketches of a refresh."""
+    return (1 + power_iterations) * (rows + columns) * width

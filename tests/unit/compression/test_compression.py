@@ -2,6 +2,7 @@
 import pytest
 import torch
 
+from tests.oracle.compression import paper_bits
 from torchtitan_lr.compression.codecs import SketchCodec, codec_bits, reduce_in_process, unit_codec
 from torchtitan_lr.compression.peeling import (
     load_limit,
@@ -23,7 +24,6 @@ from torchtitan_lr.formulas.compression import (
     Exchange,
     all_reduce_traffic,
     can_be_decoded,
-    paper_bits,
     reduce_scatter_traffic,
     replicated,
     returned_entries,

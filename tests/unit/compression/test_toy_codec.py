@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from tests.oracle.compression import bits_per_entry
 from tests.unit.formulas.test_formulas_disagree import RANKS, compared, four_ranks
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.compression.codecs import (
@@ -24,12 +25,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.memory import buffer_bytes
 from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.estimate.traffic import exchanged_units, step_traffic
-from torchtitan_lr.formulas.compression import (
-    FORMULAS,
-    bits_per_entry,
-    leaves_residual,
-    sent_entries,
-)
+from torchtitan_lr.formulas.compression import FORMULAS, leaves_residual, sent_entries
 
 __all__ = ["four_ranks"]  # a fixture
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torchtitan.config.job_config import ActivationCheckpoint
 
+from tests.oracle.activations import kept_bytes
 from tests.unit.parallel.recompute.test_activations import Allocations
 from tests.unit.tiny import build_tiny, tiny_args
 from torchtitan_lr.estimate.rehearsal import Workload, fused_norm_saving, rehearse
 from torchtitan_lr.estimate.storages import LivingStorages
-from torchtitan_lr.formulas.activations import kept_bytes
 from torchtitan_lr.parallel.recompute.activation_checkpoint import apply_activation_checkpoint
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
 

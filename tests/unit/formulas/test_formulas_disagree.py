@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import pad
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.oracle.compression import bits_per_entry, large_sketch_peels, least_theta
 from torchtitan_lr.compression import fsdp, peeling
 from torchtitan_lr.compression.codecs import CODECS as CODEC_CLASSES
 from torchtitan_lr.compression.codecs import bitmap, codec_bits, unit_codec
@@ -45,10 +46,7 @@ from torchtitan_lr.compression.sizes import (
 from torchtitan_lr.formulas.compression import (
     Exchange,
     all_reduce_traffic,
-    bits_per_entry,
     can_be_decoded,
-    large_sketch_peels,
-    least_theta,
     reduce_scatter_traffic,
     replicated,
     returned_entries,

@@ -16,7 +16,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import torchtitan_lr
 from tests.distributed.tsr_cases import BASE
 from tests.distributed.tsr_ledger_cases import MESHES, expected, measure
-from torchtitan_lr.formulas import tsr as formulas
 from torchtitan_lr.formulas import tsr_traffic as traffic
 from torchtitan_lr.optim.tsr import selection, sizes, stack, synchronize
 
@@ -140,7 +139,7 @@ def test_a_sketch_that_is_off_by_one(monkeypatch):
 def test_both_statements_are_equal():
     assert sizes.BUCKET_ELEMENTS == traffic.BUCKET_ELEMENTS
     for m, n, r, p in product((1, 4, 9), (3, 5, 40), (1, 3), (0, 2, 5)):
-        assert sizes.sketch_width(m, n, r, p) == formulas.sketch_width((m, n), r, p)
+        assert sizes.sketch_width(m, n, r, p) == traffic.sketch_width((m, n), r, p)
     for size, ranks in product(range(30), [(), (2,), (4,), (2, 3), (3, 2), (4, 2, 3)]):
         assert sizes.largest_block(size, ranks) == traffic.padded_block(size, ranks)
     for m, n, k, q in product((15, 16, 17), (15, 16, 17), range(1, 10), range(3)):

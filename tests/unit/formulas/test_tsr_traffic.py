@@ -1,13 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
 
-from torchtitan_lr.formulas.tsr import (
-    TSRShape,
-    honest_adamw,
-    honest_tsr,
-    linear_sides,
-    sketch_width,
-)
+from tests.oracle.tsr import TSRShape, honest_adamw, honest_tsr, linear_sides
 from torchtitan_lr.formulas.tsr_traffic import (
     TSRMatrix,
     TSRMesh,
@@ -15,6 +9,7 @@ from torchtitan_lr.formulas.tsr_traffic import (
     bucket_runs,
     padded_block,
     refresh_is_dense,
+    sketch_width,
     tsr_traffic,
 )
 from torchtitan_lr.models.flavors import FLAVORS

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchtitan_lr.formulas.papers.published import BOOST_ITERATION_SECONDS
 
 from tests.scripts import load_script
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.formulas.papers.published import BOOST_ITERATION_SECONDS
 
 script = load_script("compare")
 

@@ -1,8 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
 
-from torchtitan_lr.formulas.papers.published import TSR_ADAMW_CELLS, TSR_CELLS, TSR_GALORE_MEMORY
-from torchtitan_lr.formulas.tsr import (
+from tests.oracle.tsr import (
+    TSR_ADAMW_CELLS,
+    TSR_CELLS,
+    TSR_GALORE_MEMORY,
     TSRShape,
     honest_adamw,
     honest_tsr,

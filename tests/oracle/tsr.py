@@ -1,17 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Bytes sent and memory of TSR-Adam, by the paper's conventions and with everything counted.
+"""Bytes and memory of TSR-Adam: as its paper counts them, and with everything counted.
 
-The *published* counting reproduces Tables 3 and 6 of the paper. Its conventions: decimal gigabytes;
-4 bytes per element on the wire; no language-model head; one sketch of each side per refresh (no
-oversampling, no power iteration); in a refresh step only the attention's cores count; the embedding
-refreshes every second step (half of its sketch per step on average).
+The *published* counting reproduces Tables 3 and 6. Its conventions: decimal gigabytes; 4 bytes per
+element on the wire; no language-model head; one sketch of each side per refresh (no oversampling,
+no power iteration); in a refresh step only the attention's cores count; the embedding refreshes
+every second step (half of its sketch per step on average).
 
 The *honest* counting includes every element sent between replicas: the head, oversampling p and
-power iterations q, but no core in a refresh step, whose SVD yields it. A refresh may send the dense
-gradient if that is cheaper. `tsr_traffic` lists the same as calls of collectives.
+power iterations q, but no core in a refresh step, whose SVD yields it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,12 +19,41 @@ from torchtitan_lr.formulas.parameters import (
     count_parameters,
     feed_forward_sides,
 )
+from torchtitan_lr.formulas.tsr_traffic import sketch_elements, sketch_width
 
 Side = tuple[int, int]
 """Rows and columns of a matrix."""
 
 BYTES = 4
 """Bytes per element on the wire: gradients and cores are sent in fp32."""
+
+TSR_CELLS = {
+    ("60M", 256, 64, 100): ("0.020", "0.10", "0.17"),
+    ("130M", 384, 96, 100): ("0.058", "0.31", "0.45"),
+    ("350M", 384, 128, 100): ("0.11", "0.79", "1.19"),
+    ("1B", 512, 256, 100): ("0.21", "2.05", "3.81"),
+    ("60M", 128, 64, 200): ("0.008", "0.05", "0.14"),
+    ("130M", 256, 96, 50): ("0.032", "0.20", "0.38"),
+    ("350M", 256, 128, 50): ("0.062", "0.52", "1.02"),
+}
+"""TSR-Adam, Tables 3 and 6 (its 40k-step row repeats the first), by model, r, r_e and K: decimal
+GB per step on average, peak GB per step, and GB of memory."""
+
+TSR_ADAMW_CELLS = {
+    "60M": ("0.17", "0.17", "0.28"),
+    "130M": ("0.44", "0.44", "0.71"),
+    "350M": ("1.34", "1.34", "2.08"),
+    "1B": ("5.09", "5.09", "7.77"),
+}
+"""AdamW in the same tables."""
+
+TSR_GALORE_MEMORY = {
+    "60M": (128, "0.21"),
+    "130M": (256, "0.51"),
+    "350M": (256, "1.26"),
+    "1B": (512, "4.5"),
+}
+"""GaLore's rank and memory in these tables. We found no formula for its bytes and peaks."""
 
 
 @dataclass(frozen=True)
@@ -168,16 +195,6 @@ def refresh_elements(side: Side, rank: int, tsr: TSRShape) -> int:
     m, n = side
     sketch = sketch_elements(m, n, sketch_width(side, rank, tsr.oversampling), tsr.power_iterations)
     return {"sketch": sketch, "dense": m * n, "auto": min(sketch, m * n)}[tsr.refresh]
-
-
-def sketch_width(side: Sequence[int], rank: int, oversampling: int) -> int:
-    """Return the columns k = min(r + p, m, n) of a sketch."""
-    return min(rank + oversampling, *side)
-
-
-def sketch_elements(rows: int, columns: int, width: int, power_iterations: int) -> int:
-    """Return the elements (1 + q)(m + n)k of all sketches of a refresh."""
-    return (1 + power_iterations) * (rows + columns) * width
 
 
 def _vectors(shape: ModelShape) -> int:
