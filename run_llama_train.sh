@@ -24,4 +24,4 @@ export COMM_MODE=${COMM_MODE:-}
 
 . scripts/setup_env.sh
 setup_env
-exec "$RUN_PYTHON" -m torchtitan_lr.launch "$@"
+exec "$RUN_PYTHON" -m torchtitan_lr train "$@"

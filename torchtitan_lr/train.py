@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Entry point of every rank.
 
-Start it with ``python -m torchtitan_lr.launch`` or with ``torchrun -m torchtitan_lr.train
+Start it with ``torchtitan-lr train`` or with ``torchrun -m torchtitan_lr.train
 --job.config_file FILE``.
 """
 

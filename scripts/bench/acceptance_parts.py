@@ -34,7 +34,7 @@ OFFLINE = (
 )
 """Overrides with which a TOML for C4 trains without a network."""
 
-LAUNCH = (sys.executable, "-m", "torchtitan_lr.launch")
+LAUNCH = (sys.executable, "-m", "torchtitan_lr", "train")
 
 _MODES = {"cola_1b": ("none", "selective", "full", "low_rank"), "full_1b": ("none", "full")}
 

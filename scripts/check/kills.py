@@ -81,7 +81,7 @@ class Launched:
     def __init__(self, arguments: Sequence[str], ranks: int) -> None:
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115, it is open as long as this object exists
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "torchtitan_lr.launch", *arguments],
+            [sys.executable, "-m", "torchtitan_lr", "train", *arguments],
             cwd=ROOT,
             env=os.environ | {"NGPU": str(ranks)},
             stdout=self._output,

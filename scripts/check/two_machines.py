@@ -162,7 +162,7 @@ class Trial:
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-m", "torchtitan_lr.launch", *arguments]
+        command = [sys.executable, "-m", "torchtitan_lr", "train", *arguments]
         with console.open("wb") as file:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", name, *command, f"--job.dump_folder={self.dump}"],

@@ -19,7 +19,7 @@ from torchtitan_lr.launch.processes import child_pids, process_state
 
 LIMIT = 480  # seconds a process may take before it counts as hung; a quiet machine needs ten
 
-LAUNCH = [sys.executable, "-m", "torchtitan_lr.launch"]
+LAUNCH = [sys.executable, "-m", "torchtitan_lr", "train"]
 
 # Runs a command with the signals that its first argument names ignored, and no others.
 RESET = """

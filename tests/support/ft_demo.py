@@ -87,7 +87,7 @@ class Demo:
     def start(self, replica: int) -> None:
         """Start a replica with one thread; its output goes to its own file."""
         own = [f"--fault_tolerance.replica_id={replica}", f"--job.dump_folder={self.folder}"]
-        command = ["-m", "torchtitan_lr.launch", *self.arguments, *own]
+        command = ["-m", "torchtitan_lr", "train", *self.arguments, *own]
         self.processes[replica] = self._open(command, f"replica_{replica}")
         self.events.append((time.time(), f"start {replica}"))
 

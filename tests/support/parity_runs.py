@@ -18,13 +18,13 @@ from torchtitan.tools.logging import logger
 
 from tests.support.rank_pool import RankPool, new_folder
 from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.commands.train import make_seed_checkpoint
 from torchtitan_lr.compat.names import clean_name
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.training.history import read_history
-from torchtitan_lr.training.seed_checkpoint import make_seed_checkpoint
 from torchtitan_lr.training.trainer import Trainer
 
 TINY = [

@@ -69,11 +69,12 @@ class OneLineParser(argparse.ArgumentParser):
     Attributes:
         takes_overrides: Whether ``--section.key=value`` is taken; the parsed attributes then have
             the list ``overrides``. A command sets it in ``add_arguments``.
+        takes_all: Whether all arguments but ``--help`` are taken as they are, as ``arguments``.
     """
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        self.takes_overrides = False
+        self.takes_overrides = self.takes_all = False
         super().__init__(**options)
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
@@ -105,7 +106,10 @@ class OneLineParser(argparse.ArgumentParser):
         Returns:
             The attributes.
         """
-        options, rest = super().parse_known_args(args, namespace)
+        given = sys.argv[1:] if args is None else list(args)
+        if self.takes_all and not {"-h", "--help"} & {*given}:
+            return argparse.Namespace(arguments=given)
+        options, rest = super().parse_known_args(given, namespace)
         if self.takes_overrides:
             options.overrides = rest
         for argument in rest:

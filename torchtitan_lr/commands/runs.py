@@ -1,14 +1,27 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The runs below a folder: their configuration, state and losses. Needs no torch."""
+"""List the runs below a folder, and compare their curves.
 
+    torchtitan-lr runs outputs
+    torchtitan-lr runs outputs/a outputs/b --plot curves.png
+
+A run is a dump folder, with job_config.json or metrics.jsonl. Its state is "running" (a process
+holds its run.lock), "finished", "stopped" (by a signal, after a checkpoint) or "failed", and why.
+The losses are the last ones, in nats per token.
+
+Exit status: 0 success, 1 there is no run, 2 invalid arguments.
+"""
+
+import argparse
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG
+from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.config.fault_tolerance import REPLICAS
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
@@ -32,7 +45,7 @@ _NOT_SEARCHED = {"checkpoint", "logs", "tb", "wandb", "token_cache", "comm_trace
 
 
 @dataclass(frozen=True)
-class Listed:
+class RunInfo:
     """A run in the list.
 
     Args:
@@ -56,6 +69,27 @@ class Listed:
     val_loss: float | None
 
 
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the folders and the options."""
+    parser.add_argument("paths", metavar="PATH", nargs="*", type=Path, default=[Path("outputs")])
+    parser.add_argument("--plot", metavar="OUT.png", type=Path, help="losses of all listed runs")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the list and draw the picture; return the exit status."""
+    if args.plot is not None and args.plot.suffix != ".png":
+        raise ConfigError("--plot", str(args.plot), "a name that ends in .png")
+    runs = [describe(folder) for folder in find_runs(args.paths)]
+    if not runs:
+        print("error: there is no run below " + ", ".join(map(str, args.paths)), file=sys.stderr)
+        return 1
+    if args.plot is not None:
+        plot(runs, args.plot)
+    print(json.dumps([asdict(info) for info in runs], indent=1) if args.json else as_text(runs))
+    return 0
+
+
 def find_runs(paths: list[Path]) -> list[Path]:
     """Return the dump folders at and below some folders, in order of their names.
 
@@ -77,7 +111,7 @@ def _below(path: Path) -> Iterator[Path]:
             yield Path(folder)
 
 
-def describe(folder: Path) -> Listed:
+def describe(folder: Path) -> RunInfo:
     """Read a run's configuration, history and state.
 
     Args:
@@ -92,7 +126,7 @@ def describe(folder: Path) -> Listed:
     steps = config.get("training", {}).get("steps")
     step = max((record["step"] for record in history), default=0)
     state, why = _state_of(folder, step, steps)
-    return Listed(
+    return RunInfo(
         folder=str(folder),
         config=name or "-",
         step=step,
@@ -134,7 +168,7 @@ def _last(history: list[dict[str, Any]], key: str) -> float | None:
     return values[-1] if values else None
 
 
-def as_text(runs: list[Listed]) -> str:
+def as_text(runs: list[RunInfo]) -> str:
     """Return a table of runs."""
     header = ["run", "config", "step", "loss", "validation", "state"]
     rows = [
@@ -154,12 +188,7 @@ def as_text(runs: list[Listed]) -> str:
     return "\n".join(f"{line:<{width}}  {s}" for line, s in zip(lines, states, strict=True))
 
 
-def as_json(runs: list[Listed]) -> str:
-    """Return the runs as a JSON list."""
-    return json.dumps([asdict(run) for run in runs], indent=1)
-
-
-def plot(runs: list[Listed], path: Path) -> None:
+def plot(runs: list[RunInfo], path: Path) -> None:
     """Draw the losses of several runs in one picture.
 
     Args:

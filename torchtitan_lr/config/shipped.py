@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Files that come with the package: the folders ``train_configs/`` and ``scripts/``.
-
-In a checkout they lie beside the package. ``setup.py`` copies them into the installed package.
-"""
+"""The shipped configurations: the repository's ``train_configs/``, which a link names here too."""
 
 import difflib
 import os
@@ -10,22 +7,13 @@ from pathlib import Path, PurePath
 
 FOLDER = "train_configs"
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-
-
-def shipped_folder(name: str) -> Path:
-    """Return a folder that comes with the package: inside it if installed, else beside it.
-
-    Args:
-        name: ``train_configs`` or ``scripts``.
-    """
-    inside = _PACKAGE / name
-    return inside if inside.is_dir() else _PACKAGE.parent / name
+SHIPPED = Path(__file__).resolve().parents[1] / FOLDER
+"""The folder, through the link in a checkout, copied in an installed package."""
 
 
 def shipped_configs() -> dict[str, Path]:
     """Return the TOML files of ``train_configs`` by name, such as ``debug_cola``, sorted."""
-    return {path.stem: path for path in sorted(shipped_folder(FOLDER).glob("*.toml"))}
+    return {path.stem: path for path in sorted(SHIPPED.glob("*.toml"))}
 
 
 def find_config(text: str) -> str:

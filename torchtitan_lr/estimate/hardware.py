@@ -14,20 +14,23 @@ KEYS = {field.name: field.type for field in fields(Hardware)}
 OPTIONAL = {field.name for field in fields(Hardware) if field.default is not MISSING}
 
 
-def load_hardware(name: str, folder: Path) -> Hardware:
+MACHINES = Path(__file__).parent / "machines"
+"""Folder of the machines that come with the package."""
+
+
+def load_hardware(name: str) -> Hardware:
     """Read a hardware file.
 
     Args:
-        name: A path that ends in ``.toml``, or the name of a file in ``folder``.
-        folder: Folder of the hardware files that come with the scripts.
+        name: A path that ends in ``.toml``, or the name of a file in `MACHINES`.
 
     Raises:
         ConfigError: The file does not exist, or its keys are not the fields of `Hardware`; those
             with defaults may be left out.
     """
-    path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
+    path = Path(name) if name.endswith(".toml") else MACHINES / f"{name}.toml"
     if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in folder.glob("*.toml")))
+        known = ", ".join(sorted(file.stem for file in MACHINES.glob("*.toml")))
         raise ConfigError("--hardware", name, f"a TOML file, or one of {known}")
     try:
         values = tomli.loads(path.read_text(encoding="utf-8"))

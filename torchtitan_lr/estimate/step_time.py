@@ -30,7 +30,7 @@ _BESIDE = ("parameter", "gradient", "index", "statistic")
 
 @dataclass(frozen=True)
 class Hardware:
-    """A kind of machine, described by a file in ``scripts/hardware/``.
+    """A kind of machine, described by a file in ``torchtitan_lr/estimate/machines/``.
 
     Args:
         name: Display name.

@@ -184,6 +184,6 @@ def launched_ranks(comm_mode: str) -> int:
     for name in numbers + words:
         value = os.environ.get(name, "")
         if not value or (name in numbers and not value.isdecimal()):
-            want = "what torchrun sets: start with torchrun or python -m torchtitan_lr.launch"
+            want = "what torchrun sets: start with torchrun or torchtitan-lr train"
             raise ConfigError(name, os.environ.get(name), want)
     return int(os.environ[numbers[0]])

@@ -1,9 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The launcher: check a run, start its ranks, stop them cleanly, and print a summary.
 
-``python -m torchtitan_lr.launch ARGUMENTS`` reads torchtitan's environment variables (see
-:data:`USAGE`). An invalid configuration is reported before any rank starts, in one line, with exit
-status 2.
+The command ``train`` runs it with torchtitan's environment variables (see `commands.train`). An
+invalid configuration is reported before any rank starts, in one line, with exit status 2.
 """
 
 import os
@@ -57,27 +56,6 @@ from torchtitan_lr.launch.run_state import FAILED, is_held, read_state, write_st
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Each start of the ranks opens a store of its own. In a store that they share with torchrun, ranks
 of a later start would read keys of an earlier one, at the address of a machine that is gone."""
-
-USAGE = """\
-usage: [VARIABLE=value ...] ./run_llama_train.sh [CONFIG] [--section.key=value ...]
-       [VARIABLE=value ...] torchtitan-lr train [CONFIG] [--section.key=value ...]
-
-Trains the model of CONFIG, a TOML file or the name of a shipped one such as cola_60m; arguments
-override it, e.g. --training.steps=100.
-  CONFIG_FILE   CONFIG where none is given (default ./train_configs/debug_cola.toml)
-  NGPU          ranks on this machine, one per GPU, or CPU processes without GPUs (default: its
-                GPUs, at most 4; without GPUs 4; CUDA_VISIBLE_DEVICES= trains on the CPU)
-  LOG_RANK      ranks whose output is shown, e.g. 0,1 (default 0); the logs have all output
-  COMM_MODE     fake_backend: a dry run of one step in one process, as rank 0 of NGPU
-  NNODES, RDZV_ENDPOINT, RDZV_ID   several machines: number, host:port of one, a common name;
-                NNODES=2:4 starts with 2 to 4 machines and goes on with fewer when some are lost;
-                RDZV_ENDPOINT=host1:29500,host2:29500 goes on at the second if the first is lost
-  MAX_RESTARTS  how often failed ranks are started again, from the last checkpoint (default 0)
-  RDZV_CONF     torchrun's times, e.g. join_timeout=600,last_call_timeout=30 (seconds)
-  PYTHON        the interpreter to use or to make .venv from
-The keys are described in torchtitan_lr/config/schema.py and in torchtitan's config/job_config.py.
-SIGTERM or Ctrl-C finishes the step, saves a checkpoint and exits 0; a second one kills at once.
-SIGUSR1, a scheduler's notice, does the same and may be repeated."""
 
 
 def train_arguments(argv: list[str], environment: Environment) -> list[str]:
@@ -274,9 +252,6 @@ def main(argv: list[str] | None = None) -> int:
         The exit status: 0 for success, 2 for an invalid configuration, else the run failed.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if any(argument in ("-h", "--help") for argument in argv):
-        print(USAGE)
-        return 0
     try:
         environment = read_environment()
         arguments = train_arguments(argv, environment)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.config.shipped import find_config, shipped_folder
+from torchtitan_lr.config.shipped import find_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiment import Experiment
 from torchtitan_lr.scaling.experiments import place_run
@@ -144,7 +144,7 @@ def _modelled(experiment: Experiment, run: Any) -> tuple[float, float]:
     from torchtitan_lr.estimate.timing import step_time
     from torchtitan_lr.estimate.traffic import bytes_by_dim
 
-    hardware = load_hardware(experiment.hardware, shipped_folder("scripts") / "hardware")
+    hardware = load_hardware(experiment.hardware)
     traffic = [_average_traffic(run, pp_rank) for pp_rank in range(run.pp)]
     sent = [bytes_by_dim(rows, run.wire_dtypes) for rows in traffic]
     return float(max(map(_total, sent))), step_time(run, traffic, hardware).total

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from torchtitan_lr.config.parse import check_toml, load_toml
-from torchtitan_lr.config.shipped import find_config, shipped_folder
+from torchtitan_lr.config.shipped import SHIPPED, find_config
 from torchtitan_lr.errors import ConfigError
 
 FOLDER = "experiments"
@@ -187,7 +187,7 @@ def find_experiment(text: str) -> Path:
     Raises:
         ConfigError: There is none.
     """
-    shipped = shipped_folder("train_configs") / FOLDER
+    shipped = SHIPPED / FOLDER
     for path in (Path(text), shipped / f"{Path(text).name.removesuffix('.toml')}.toml"):
         if path.is_file():
             return path

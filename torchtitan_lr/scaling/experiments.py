@@ -31,7 +31,7 @@ SECONDS = "time_metrics/end_to_end(s)"
 
 
 RANKS_RESULT = "TORCHTITAN_LR_RANKS_RESULT"
-"""Environment variable of a script's ranks: the file for rank 0's result."""
+"""Environment variable of a module's ranks: the file for rank 0's result."""
 
 
 class Stopped(BaseException):
@@ -115,7 +115,7 @@ def start(
 ) -> Started:
     """Start training through the launcher; the arguments are those of `launch`."""
     command = [
-        *(sys.executable, "-m", "torchtitan_lr.launch"),
+        *(sys.executable, "-m", "torchtitan_lr", "train"),
         *(f"--job.config_file={config}", f"--job.dump_folder={folder}", *arguments),
     ]
     environment = dict(os.environ) | {"CONFIG_FILE": config} | dict(variables or {})
@@ -178,7 +178,7 @@ def place_run(arguments: Sequence[str], ranks: int | None = None) -> Placement:
 def _one_machine(ranks: int | None) -> Environment:
     environment = read_environment()
     if environment.nodes > 1:
-        raise ConfigError("NNODES", environment.nodes, "1: this script starts runs on one machine")
+        raise ConfigError("NNODES", environment.nodes, "1: this command starts runs on one machine")
     if environment.comm_mode:
         raise ConfigError("COMM_MODE", environment.comm_mode, "nothing: these runs are real")
     if ranks is not None:
@@ -186,11 +186,11 @@ def _one_machine(ranks: int | None) -> Environment:
     return environment
 
 
-def run_on_ranks(script: str, arguments: Sequence[str], ranks: int | None = None) -> Any:
-    """Run a script on this machine's ranks with torchrun and return rank 0's result.
+def run_on_ranks(module: str, arguments: Sequence[str], ranks: int | None = None) -> Any:
+    """Run a module on this machine's ranks with torchrun and return rank 0's result.
 
     Args:
-        script: The file; its ranks call `report_from_rank`.
+        module: Its name; its ranks call `report_from_rank`.
         arguments: Arguments of a training run; a temporary dump folder is added.
         ranks: Number of processes on this machine; ``NGPU`` by default.
 
@@ -204,7 +204,7 @@ def run_on_ranks(script: str, arguments: Sequence[str], ranks: int | None = None
         result = Path(folder) / "result.json"
         command = [
             *(sys.executable, "-m", "torchtitan_lr.launch.agent", "--rdzv_backend=loopback"),
-            *(f"--nproc_per_node={environment.ranks}", script),
+            *(f"--nproc_per_node={environment.ranks}", "-m", module),
             *(*arguments, f"--job.dump_folder={folder}"),
         ]
         variables = {"OMP_NUM_THREADS": "1"} | loopback_variables() | os.environ

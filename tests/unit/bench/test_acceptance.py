@@ -144,7 +144,7 @@ def test_missing_requirements_do_not_stop_the_main_job(tmp_path):
     """The shell scripts would install; the launcher does without."""
     machine = GPU | {"missing": "not installed: wandb"}
     main, smoke, *_ = make_parts(Site(FULL, machine, ROOT, tmp_path))
-    assert main.jobs[0].command[:3] == [sys.executable, "-m", "torchtitan_lr.launch"]
+    assert main.jobs[0].command[:3] == [sys.executable, "-m", "torchtitan_lr", "train"]
     assert smoke.jobs[0].why_not == "requirements of pyproject.toml: not installed: wandb"
 
 

@@ -43,7 +43,7 @@ def stand_in(monkeypatch, program):
     started = []
 
     def popen(command, **options):
-        assert command[1:3] == ["-m", "torchtitan_lr.launch"]
+        assert command[1:3] == ["-m", "torchtitan_lr", "train"]
         started.append(POPEN([sys.executable, "-c", program, *command[3:]], **options))
         return started[-1]
 

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Count the collectives of one training step, and print them beside the formulas.
 
-python scripts/measure_comm.py CONFIG [--json] [--section.key=value ...]
+    torchtitan-lr measure-comm CONFIG [--json] [--section.key=value ...]
 
-CONFIG is a TOML file of ./run_llama_train.sh; further arguments override it. The step is executed
+CONFIG is a TOML file or a shipped name; further arguments override it. The step is executed
 on NGPU ranks of this machine (default: its GPUs, at most 4, or 4 gloo processes without GPUs).
 Elements are those of the logical tensor, once per call. If all decoder blocks are equal, they are
 shown as one, `block`; otherwise each has its own rows. Formulas describe the model; the scalars of
@@ -16,11 +16,12 @@ device: gloo's hold up the rank, whatever it issues next.
 Exit status: 0 all rows agree, 1 rows differ or the run failed, 2 invalid configuration.
 """
 
+import argparse
 import json
 import sys
 from typing import Any
 
-from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiments import place_run, report_from_rank, run_on_ranks
@@ -113,28 +114,29 @@ def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
     config, ranks = placed.config, placed.environment.ranks
     if config.parallelism.pipeline_parallel_degree > 1:
         key = "parallelism.pipeline_parallel_degree"
-        raise ConfigError(key, config.parallelism.pipeline_parallel_degree, "1 for this script")
+        raise ConfigError(key, config.parallelism.pipeline_parallel_degree, "1 for this command")
     run = read_run(config, ranks)
     # The collectives of an optimizer over the replicas are in the scope `step`.
     expected = [row for row in step_traffic(run, 0) if row.scope != "step"]
     expected += repeated_by_block(run)
-    return compare(run_on_ranks(__file__, placed.arguments, ranks), expected, run.wire_dtypes)
+    return compare(run_on_ranks(__name__, placed.arguments, ranks), expected, run.wire_dtypes)
 
 
-@in_one_line
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return the exit status."""
-    report_from_rank(measure, sys.argv[1:] if argv is None else argv)
-    parser = OneLineParser(description=__doc__)
-    parser.add_argument("config", metavar="CONFIG", help="a TOML file")
+def add_arguments(parser: OneLineParser) -> None:
+    """Add CONFIG and the options."""
+    parser.takes_overrides = True
+    parser.add_argument("config", metavar="CONFIG", help="a TOML file, or a shipped name")
     parser.add_argument("--json", action="store_true", help="print a list of rows instead")
-    options = parser.parse_with_overrides(argv)
-    table = run_ranks([f"--job.config_file={options.config}", *options.overrides, *QUIET])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the step and print the comparison; return the exit status."""
+    table = run_ranks([f"--job.config_file={args.config}", *args.overrides, *QUIET])
     from torchtitan_lr.ledger.comparison import differences
 
     rows = one_block(table)
-    print(json.dumps(rows, indent=1) if options.json else as_text(rows))
-    return 1 if list(differences(table)) else 0
+    print(json.dumps(rows, indent=1) if args.json else as_text(rows))
+    return 1 if any(differences(table)) else 0
 
 
 def as_text(rows: list[dict[str, Any]]) -> str:
@@ -157,4 +159,4 @@ def _beside(measured: int, expected: int | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    report_from_rank(measure, sys.argv[1:])

@@ -1,0 +1,112 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""List the shipped configurations, or show what a run would use and where each key comes from.
+
+    torchtitan-lr config list
+    torchtitan-lr config show debug_cola
+    torchtitan-lr config show my.toml --training.steps=100 --changed
+
+CONFIG is a TOML file or the name of a shipped one; --section.key=value overrides it, as in a run.
+The output of `show` is a TOML file. Behind each key is its origin:
+
+    default         of this package or of torchtitan
+    flavor          of the model's size: model.flavor
+    TOML            the file
+    command line    an override
+    launcher        changed to fit the ranks: NGPU, or the GPUs of this machine
+
+Values of the flavor that no key can change are comments. A configuration that cannot run here is
+shown too, with the reason on stderr.
+
+Exit status: 0, or 2 for an invalid configuration.
+"""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from torchtitan_lr.commands.parser import OneLineParser, check_toml
+from torchtitan_lr.config.parse import load_toml
+from torchtitan_lr.config.schema import Model
+from torchtitan_lr.config.shipped import shipped_configs
+from torchtitan_lr.console.tables import text_table
+from torchtitan_lr.errors import ConfigError
+
+_DEGREES = (
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+    "data_parallel_replicate_degree",
+)
+
+
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the action, CONFIG and the options."""
+    parser.takes_overrides = True
+    parser.add_argument("action", choices=["list", "show"], help="list or show")
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="show: a TOML file or a name")
+    parser.add_argument("--changed", action="store_true", help="show: leave out the defaults")
+    parser.add_argument("--json", action="store_true", help="print a list of rows instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the list or the configuration; return the exit status."""
+    if args.action == "list":
+        if args.config or args.overrides:
+            raise ConfigError("list", args.config or args.overrides[0], "nothing behind it")
+        rows = list_configs()
+        print(json.dumps(rows, indent=1) if args.json else list_as_text(rows))
+        return 0
+    if args.config is None:
+        raise ConfigError("CONFIG", "nothing", "a TOML file or a name of `list`")
+    check_toml(args.config)
+    from torchtitan_lr.commands.origins import as_toml, read_origins
+
+    shown, note = read_origins(args.config, args.overrides)
+    if args.changed:
+        shown = [setting for setting in shown if setting.origin != "default"]
+    print(json.dumps([s.as_dict() for s in shown], indent=1) if args.json else as_toml(shown))
+    if note:
+        print(note, file=sys.stderr)
+    return 0
+
+
+def list_configs() -> list[dict[str, Any]]:
+    """Return one row per shipped configuration.
+
+    Returns:
+        ``name``, ``model``, ``flavor``, ``optimizer``, ``ranks`` (the product of the degrees
+        without FSDP's free one), ``steps`` and ``description``.
+    """
+    rows = []
+    for name, path in shipped_configs().items():
+        toml = load_toml(str(path))
+        model, layout = toml.get("model", {}), toml.get("parallelism", {})
+        ranks = max(1, layout.get("data_parallel_shard_degree", 1))
+        for degree in _DEGREES:
+            ranks *= layout.get(degree, 1)
+        rows.append(
+            {
+                "name": name,
+                "model": model.get("name", Model.name),
+                "flavor": model.get("flavor", Model.flavor),
+                "optimizer": toml.get("optimizer", {}).get("name", "AdamW"),
+                "ranks": ranks,
+                "steps": toml.get("training", {}).get("steps"),
+                "description": toml.get("job", {}).get("description", ""),
+            }
+        )
+    return rows
+
+
+def list_as_text(rows: list[dict[str, Any]]) -> str:
+    """Format the rows of `list_configs` as a table."""
+    header = ("name", "model", "flavor", "ranks", "steps", "description")
+    lines = []
+    for row in rows:
+        ranks, steps = str(row["ranks"]), "-" if row["steps"] is None else f"{row['steps']:,}"
+        shown = [row["name"], row["model"], row["flavor"], ranks, steps, row["description"]]
+        lines.append(shown)
+    widths = [max(len(line[i]) for line in [header, *lines]) for i in (3, 4)]
+    for line in lines:
+        line[3], line[4] = line[3].rjust(widths[0]), line[4].rjust(widths[1])
+    return text_table(header, lines, left=len(header))
