@@ -89,11 +89,11 @@ def _sent(folder: Path) -> dict[str, Any]:
 def _score(step: Path, config: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Return the loss and the scores of a checkpoint on the run's held-out pairs."""
     from scripts.research.answers import answer_pairs, scores
-    from torchtitan_lr.commands.evaluate import total_loss
     from torchtitan_lr.data.corpora import validation_source
     from torchtitan_lr.data.pair_corpora import PairCorpus
     from torchtitan_lr.data.validation import build_validation_set
     from torchtitan_lr.errors import ConfigError
+    from torchtitan_lr.hf.evaluate import total_loss
     from torchtitan_lr.hf.loading import load_for_inference
 
     corpus = validation_source(config).open()

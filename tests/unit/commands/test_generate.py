@@ -8,9 +8,9 @@ import torch
 from tests.scripts import load_script
 from tests.unit.hf.test_export import run_record, write_run
 from tests.unit.tiny import FAMILIES, build_tiny, tokens
-from torchtitan_lr.commands.generate import generate
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.loading import load_for_inference
+from torchtitan_lr.inference.completion import generate
 from torchtitan_lr.inference.sampling import Sampling, draws
 
 script = load_script("generate")

@@ -2,7 +2,6 @@
 """What the seed script refuses; what it writes is trained from in the tests of pipelines."""
 
 import pytest
-
 from scripts.make_seed_checkpoint import main
 
 CONFIG = "train_configs/debug_lax.toml"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchtitan_lr.estimate.alternatives import alternative_modes, alternatives
 
 from tests.scripts import ROOT, load_script
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.estimate.alternatives import alternative_modes, alternatives
 from torchtitan_lr.estimate.hardware import load_hardware
 from torchtitan_lr.estimate.memory import rehearse_run
 from torchtitan_lr.estimate.rehearsal import Rehearsal

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from torchtitan_lr.estimate.alternatives import alternative_modes
+from torchtitan_lr.estimate.variants import read_modes
 
 from tests.scripts import ROOT
 from tests.unit.tiny import build_tiny, tiny_args, tokens
@@ -18,11 +20,9 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import AC_MODES
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.estimate.alternatives import alternative_modes
 from torchtitan_lr.estimate.memory import rehearse_run, repeated_by_block
 from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.estimate.timing import repeated_flops
-from torchtitan_lr.estimate.variants import read_modes
 from torchtitan_lr.formulas.activations import layer_recompute_flops, recompute_flops
 from torchtitan_lr.formulas.flops import FORWARD_AND_BACKWARD, layer_flops
 from torchtitan_lr.parallel.recompute.activation_checkpoint import (

@@ -7,6 +7,7 @@ import sys
 from math import prod
 
 import pytest
+from torchtitan_lr.estimate.variants import derive
 
 from tests.scripts import ROOT, load_script
 from torchtitan_lr.checks.job import check_job_config
@@ -17,7 +18,6 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.estimate.timing import block_flops
 from torchtitan_lr.estimate.traffic import step_traffic
-from torchtitan_lr.estimate.variants import derive
 from torchtitan_lr.formulas.communication import model_traffic
 from torchtitan_lr.formulas.plans.registry import FORMULAS
 from torchtitan_lr.parallel.tensor import plans

@@ -1,50 +1,36 @@
-#!/usr/bin/env python3
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Write a training checkpoint as safetensors.
 
 With this package's factored names, for every model:
 
-    python scripts/export.py outputs/checkpoint/step-100 --out exported
+    torchtitan-lr export outputs/checkpoint/step-100 exported
 
 For transformers' AutoModelForCausalLM, with the tokenizer and a model card. A model that equals a
 full-rank LLaMA (llama_full, llama_svd) becomes one; others bring their code, to be loaded with
 trust_remote_code=True:
 
-    python scripts/export.py outputs/checkpoint/step-100 --out exported --format hf
+    torchtitan-lr export outputs/checkpoint/step-100 exported --format hf
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.errors import ConfigError
 
 DTYPES = ("checkpoint", "float32", "bfloat16")
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line.
-
-    Args:
-        argv: The arguments; ``sys.argv[1:]`` by default.
-
-    Returns:
-        ``checkpoint``, ``out``, ``format``, ``dtype``, ``config``, ``keep_factors`` and
-        ``max_shard_size``.
-    """
-    parser = OneLineParser(
-        description=__doc__, usage="%(prog)s CHECKPOINT --out OUT [--format hf] [...]"
-    )
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the checkpoint, the output folder and the options."""
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
         type=Path,
         help="a step's folder: .../checkpoint/step-100",
     )
-    parser.add_argument(
-        "--out", type=Path, help="folder to write into, empty or new; also a second argument"
-    )
+    add_out(parser)
     parser.add_argument(
         "--format", choices=["factored", "hf"], default="factored", help="names of the weights"
     )
@@ -56,26 +42,44 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max_shard_size", default="5GB", help="of one file of weights: 5GB, 500MB or bytes"
     )
-    options, rest = parser.parse_known_args(argv)
-    if options.out is None and rest and not rest[0].startswith("-"):
-        options.out = Path(rest.pop(0))  # the older form of --out
-    if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if options.out is None:
-        parser.error("--out: got nothing, expected a folder to write into")
-    return options
+
+
+def add_out(parser: OneLineParser) -> None:
+    """Add the output folder: the second argument, or ``--out``."""
+    parser.add_argument("out", metavar="OUT", nargs="?", type=Path, help="a new or empty folder")
+    parser.add_argument("--out", dest="out_option", metavar="OUT", type=Path, help="the same")
+
+
+def check_out(args: argparse.Namespace) -> None:
+    """Set ``args.out`` to the output folder.
+
+    Raises:
+        ConfigError: There is none, or two, or it is not empty.
+    """
+    if (args.out is None) == (args.out_option is None):
+        raise ConfigError("OUT", args.out and str(args.out), "one folder to write into")
+    args.out = args.out or args.out_option
+    if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
+        raise ConfigError("OUT", str(args.out), "a folder that is empty or new")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the export; return the exit status."""
+    check_out(args)
+    export(args)
+    print(f"{args.checkpoint} ({args.format}) -> {args.out}")
+    return 0
 
 
 def export(args: argparse.Namespace) -> None:
     """Load, convert, write.
 
     Args:
-        args: Result of ``parse_args``.
+        args: the parsed arguments.
 
     Raises:
         ConfigError: The checkpoint cannot be read, converted or written.
     """
-    # Imported late: torchtitan takes seconds, and --help and argument errors do not need it.
     import torch
 
     from torchtitan_lr.hf.export import check_hf_exportable, export_factored
@@ -105,22 +109,7 @@ def export(args: argparse.Namespace) -> None:
             if assets:
                 add_tokenizer(config, args.out, model_args.max_seq_len)
     except OSError as error:
-        raise ConfigError("OUT_DIR", str(args.out), f"a writable folder ({error})") from error
+        raise ConfigError("OUT", str(args.out), f"a writable folder ({error})") from error
     if not assets:
         path = config.model.hf_assets_path
         print(f"no tokenizer in {path}: exported without one", file=sys.stderr)
-
-
-@in_one_line
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return the exit status."""
-    args = parse_args(argv)
-    if args.out.is_dir() and any(args.out.iterdir()):
-        raise ConfigError("OUT_DIR", str(args.out), "a folder that is empty or new")
-    export(args)
-    print(f"{args.checkpoint} ({args.format}) -> {args.out}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

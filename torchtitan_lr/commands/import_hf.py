@@ -1,18 +1,17 @@
-#!/usr/bin/env python3
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Turn a folder of weights into a checkpoint of step 0, from which a run starts.
 
-The folder holds a Hugging Face LLaMA (1, 2, 3.x, TinyLlama, SmolLM2), or what scripts/export.py
+The folder holds a Hugging Face LLaMA (1, 2, 3.x, TinyLlama, SmolLM2), or what torchtitan-lr export
 wrote. A LLaMA becomes a llama_full with the same logits:
 
-    python scripts/import_hf.py TinyLlama-1.1B imported
-    CONFIG_FILE=imported/train.toml ./run_llama_train.sh
+    torchtitan-lr import TinyLlama-1.1B imported
+    torchtitan-lr train imported/train.toml
 
 or a llama_svd, whose factors are each matrix's truncated SVD. A calibration text weighs the errors
 by the model's activations:
 
-    python scripts/import_hf.py TinyLlama-1.1B imported --family svd --rank 512
-    python scripts/import_hf.py DIR OUT --family svd --rank 512 --calibration 'text/*.txt'
+    torchtitan-lr import TinyLlama-1.1B imported --family svd --rank 512
+    torchtitan-lr import DIR OUT --family svd --rank 512 --calibration 'text/*.txt'
 """
 
 import argparse
@@ -21,30 +20,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.commands.parser import OneLineParser, in_one_line
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.commands.export import add_out, check_out
+from torchtitan_lr.commands.parser import OneLineParser, check_at_least
 
 DTYPES = ("float32", "bfloat16")
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line.
-
-    Args:
-        argv: The arguments; ``sys.argv[1:]`` by default.
-
-    Returns:
-        The options by name.
-    """
-    parser = OneLineParser(
-        description=__doc__, usage="%(prog)s DIR OUT [--family svd --rank R] [...]"
-    )
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the folders and the options."""
     parser.add_argument(
         "folder", metavar="DIR", type=Path, help="a Hugging Face LLaMA, or an export"
     )
-    parser.add_argument(
-        "--out", type=Path, help="folder to write into, empty or new; also a second argument"
-    )
+    add_out(parser)
     parser.add_argument("--family", help="full or svd; default: the model's own")
     parser.add_argument("--rank", type=int, help="svd: rank of every factorised linear")
     parser.add_argument(
@@ -64,15 +51,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--device", default="", help="svd: where to compute; default: cuda where there is one"
     )
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
-    options, rest = parser.parse_known_args(argv)
-    if options.out is None and rest and not rest[0].startswith("-"):
-        options.out = Path(rest.pop(0))
-    if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if options.out is None:
-        parser.error("--out: got nothing, expected a folder to write into")
-    parser.check_at_least(options, calibration_tokens=1)
-    return options
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the checkpoint; return the exit status."""
+    check_out(args)
+    check_at_least(args, calibration_tokens=1)
+    from torchtitan_lr.hf.import_hf import import_folder
+
+    report = (lambda matrix: None) if args.json else print_matrix
+    result = import_folder(args, report, lambda text: print(text, file=sys.stderr))
+    print(json.dumps(result, indent=2) if args.json else as_text(result))
+    return 0
 
 
 def print_matrix(matrix: Any) -> None:
@@ -102,22 +92,3 @@ def as_text(result: dict[str, Any]) -> str:
     lines["checkpoint"] = result["checkpoint"]
     lines["train it"] = f"CONFIG_FILE={result['config']} ./run_llama_train.sh"
     return "\n".join(f"{name:<21}{value}" for name, value in lines.items())
-
-
-@in_one_line
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return the exit status."""
-    options = parse_args(argv)
-    if options.out.exists() and not (options.out.is_dir() and not any(options.out.iterdir())):
-        raise ConfigError("OUT", str(options.out), "a folder that is empty or new")
-    # Imported late: torchtitan takes seconds, and --help and argument errors do not need it.
-    from torchtitan_lr.hf.import_hf import import_folder
-
-    report = (lambda matrix: None) if options.json else print_matrix
-    result = import_folder(options, report, lambda text: print(text, file=sys.stderr))
-    print(json.dumps(result, indent=2) if options.json else as_text(result))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
