@@ -30,13 +30,12 @@ import json
 import sys
 from pathlib import Path
 
-from torchtitan_lr.estimate.variants import PLANS, read_plans
-
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.scaling.compare import arguments_of, cases_of, measure
 from torchtitan_lr.scaling.experiments import check_run, on_signals_stop
 from torchtitan_lr.scaling.timing import as_text, draw
+from torchtitan_lr.scaling.variants import PLANS, read_plans
 
 
 @in_one_line

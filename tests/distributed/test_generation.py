@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.commands import ROOT
 from tests.oracle.generation import pass_bytes
-from tests.scripts import ROOT
 from tests.support.parity_cases import tp_mesh
 from tests.support.rank_pool import RankPool
 from tests.unit.tiny import build_tiny, tiny_args, tokens

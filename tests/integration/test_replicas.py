@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from tests.commands import ROOT
 from tests.integration.runs import LIMIT
-from tests.scripts import ROOT
 
 SMALL = ["--training.steps=40", "--training.seq_len=32", "--training.local_batch_size=1"]
 SMALL += ["--validation.no_enable"]

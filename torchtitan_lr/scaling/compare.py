@@ -10,10 +10,10 @@ from typing import Any
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.estimate.variants import derive, read_modes, shared_mode
 from torchtitan_lr.formulas.papers.published import BOOST_ITERATION_SECONDS, BoostRun
 from torchtitan_lr.scaling.experiments import launch, step_records
 from torchtitan_lr.scaling.timing import MEASUREMENT_FILE, WATCHED_STEPS, row_of
+from torchtitan_lr.scaling.variants import derive, read_modes, shared_mode
 
 TABLES_CONFIG = "train_configs/boost_3b.toml"
 QUIET = [

@@ -13,7 +13,7 @@ from scripts.bench.acceptance import Job, Part, SkippedError, run_job, run_part
 from scripts.bench.acceptance_page import as_markdown, ratios
 from scripts.bench.acceptance_parts import FULL, Site, make_parts
 from scripts.check import bench_block, bench_tsr_gpu
-from tests.scripts import ROOT
+from tests.commands import ROOT
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.launch.environment import read_environment

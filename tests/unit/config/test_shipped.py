@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.scripts import ROOT
+from tests.commands import ROOT
 from torchtitan_lr.config import shipped
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import load_toml

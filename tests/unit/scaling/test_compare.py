@@ -7,12 +7,12 @@ import pytest
 import torch
 from torchtitan_lr.formulas.papers.published import BOOST_ITERATION_SECONDS
 
-from tests.scripts import load_script
+from tests.commands import Command
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 
-script = load_script("compare")
+script = Command("compare")
 
 CONFIG = "train_configs/debug_cola.toml"
 

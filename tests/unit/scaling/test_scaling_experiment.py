@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.scripts import ROOT
+from tests.commands import ROOT
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.costs import Cost, check_overrides
 from torchtitan_lr.scaling.experiment import read_experiment

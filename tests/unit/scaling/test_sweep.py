@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import load_script
+from tests.commands import Command
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling import sweep as grids
 from torchtitan_lr.scaling.experiments import RunFailedError, Stopped, check_run
 
-script = load_script("sweep")
+script = Command("sweep")
 
 CONFIG = "train_configs/debug_cola.toml"
 GRID = ["--set", "low_rank.rank=16,32", "--set", "parallelism.tp_plan=vanilla,btp"]

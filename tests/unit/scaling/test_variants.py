@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
-from torchtitan_lr.estimate.variants import PLANS, derive, shared_mode
 
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.scaling.variants import PLANS, derive, shared_mode
 
 TP = "--parallelism.tensor_parallel_degree=2"
 NO_CHECKPOINT = "--checkpoint.no_enable"  # whatever runs have left in ./outputs
