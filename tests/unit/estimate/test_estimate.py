@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``scripts/estimate.py`` and ``scripts/check/check_gpu_memory.py``: what they print and refuse."""
+"""``estimate``: what it prints and refuses."""
 
 import json
 import math
