@@ -174,11 +174,13 @@ class Sweep:
         self._gpus: dict[str, int] = {}  # how many each point needs, if points share the machine
         for point in points:
             path = work / point.name / POINT_FILE
-            known = json.loads(path.read_text()) if path.is_file() else {"row": {}}
-            if known["row"] and known["arguments"] != [point.config, *point.arguments]:
-                want = f"a folder without a point {point.name} of other settings"
-                raise ConfigError("--out", str(work), want)
-            point.row = {"status": "to do"} | known["row"]
+            point.row = {"status": "to do"}
+            if path.is_file():
+                known = json.loads(path.read_text())
+                if _decisive(known["arguments"]) != _decisive([point.config, *point.arguments]):
+                    want = f"a folder without a point {point.name} of other settings"
+                    raise ConfigError("--out", str(work), want)
+                point.row = known["row"]
 
     def check(self, skip_refused: bool = False) -> None:
         """Check every point's configuration before the first run.
@@ -313,6 +315,11 @@ class Sweep:
             writer.writeheader()
             writer.writerows(rows)
         (self.work / "sweep.md").write_text(as_markdown(rows) + "\n")
+
+
+def _decisive(arguments: list[str]) -> list[str]:
+    """Return the arguments that a result depends on: logging may change between starts."""
+    return [argument for argument in arguments if not argument.startswith("--metrics.")]
 
 
 def recorded(work: Path) -> dict[str, dict[str, Any]]:
