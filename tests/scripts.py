@@ -2,10 +2,9 @@
 """The programs in ``scripts/`` as modules: the folder is no package."""
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.commands import ROOT
 
 
 def load_script(name: str) -> Any:

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""BTP equals one process: part of the matrix; `scripts/check/parity_matrix.py` runs it all."""
+"""BTP equals one process: part of the matrix; `test_parity_matrix.py` has it all."""
 
 from dataclasses import replace
 from typing import Any

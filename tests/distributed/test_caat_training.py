@@ -23,8 +23,8 @@ from tests.support.parity_runs import (
     schedule,
 )
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.commands.generate import generate
 from torchtitan_lr.hf.loading import build_model_args, load_model, read_run_config
+from torchtitan_lr.inference.completion import generate
 
 CAAT = ["--model.name=llama_full", "--caat.lanes=4", "--caat.sync_fraction=0.5"]
 HYBRID = ["--model.name=llama_cola", *CAAT[1:], "--parallelism.tp_plan=btp_caat"]

@@ -172,7 +172,7 @@ def refusals(cases: list[Any]) -> list[str]:
     from torchtitan_lr.errors import ConfigError
 
     said = []
-    with patch("torchtitan_lr.commands.evaluate.start_group", side_effect=AssertionError):
+    with patch("torchtitan_lr.hf.evaluate.start_group", side_effect=AssertionError):
         for case in cases:
             try:
                 evaluate_all([case])

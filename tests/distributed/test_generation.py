@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.commands import ROOT
 from tests.oracle.generation import pass_bytes
-from tests.scripts import ROOT
 from tests.support.parity_cases import tp_mesh
 from tests.support.rank_pool import RankPool
 from tests.unit.tiny import build_tiny, tiny_args, tokens
-from torchtitan_lr.commands.generate import Settings, complete
 from torchtitan_lr.hf.generate_ranks import load_on_ranks
 from torchtitan_lr.inference.cache import LayerCache
+from torchtitan_lr.inference.completion import Settings, complete
 from torchtitan_lr.inference.decode import Decoder
 from torchtitan_lr.inference.sampling import Sampling
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of

@@ -2,7 +2,7 @@
 """A pipeline trains like one process: losses, gradient norms and parameters (fp64).
 
 All families, degrees and schedules are here, though not every combination;
-``scripts/check/parity_layouts.py`` runs them all.
+``test_parity_matrix.py`` has them all.
 """
 
 import re

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Both vanilla plans equal one process; `scripts/check/parity_matrix.py` runs the whole matrix."""
+"""Both vanilla plans equal one process; `test_parity_matrix.py` the whole matrix."""
 
 import pytest
 import torch

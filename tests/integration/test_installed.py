@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The wheel alone, installed in an environment outside the repository, trains.
 
-The environment sees this interpreter's packages, but no checkout. ``scripts/check/installed.py``
-without ``--light`` does the same in a clean environment; a job of the nightly runs it.
+The environment sees this interpreter's packages, but no checkout. ``python -m scripts.check_wheel``
+does the same in a clean environment.
 """
 
 import json
@@ -11,11 +11,9 @@ import tarfile
 
 import pytest
 
-from tests.scripts import ROOT, load_script
-from torchtitan_lr.commands.main import known
+from scripts import check_wheel as installed
+from tests.commands import ROOT
 from torchtitan_lr.errors import RunFailedError
-
-installed = load_script("check/installed")
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +39,13 @@ def test_the_wheel_has_all_files_and_the_sdist_builds_the_same(built):
     configs = {path.name for path in ROOT.glob("train_configs/**/*.toml")}
     assert package <= set(files)
     assert configs == {name.rpartition("/")[2] for name in files if "/train_configs/" in name}
-    for command in known().values():
-        assert f"torchtitan_lr/scripts/{command.path.name}" in files
-    assert "torchtitan_lr/scripts/hardware/h100.toml" in files
-    # Nothing else: no tests, no checks, no parts of the checkout's shell scripts.
+    assert "torchtitan_lr/estimate/machines/h100.toml" in files
+    # Nothing else: no tests and no scripts.
     others = {name.split("/")[0] for name in files}
     assert others == {"torchtitan_lr", f"{wheel.name.rpartition('-py3')[0]}.dist-info"}
-    assert not {name for name in files if "check_env" in name or "/scripts/check/" in name}
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"setup.py", "README.md", "train_configs/debug_cola.toml"} <= inside
+    assert {"README.md", "torchtitan_lr/train_configs/debug_cola.toml"} <= inside
 
 
 def test_it_trains_from_the_wheel(programs, work):

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``scripts/check/kills.py``: three random kills by default, all of its twenty under ``--full``."""
+"""Kills of a run: three random kills by default, all of its twenty under ``--full``."""
 
 import json
 import sys
@@ -7,23 +7,18 @@ import sys
 import pytest
 
 from tests.integration import runs
-from tests.scripts import load_script
+from tests.support import kills as script
 
 SEED = 3  # the first three victims are three different ones
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds ranks by /proc")
 
 
-@pytest.fixture(scope="module")
-def script():
-    return load_script("check/kills")
-
-
 def start(arguments):
     return runs.Process([*runs.LAUNCH, *arguments], NGPU="2")
 
 
-def test_a_killed_run_ends_like_one_left_alone(script, tmp_path, request):
+def test_a_killed_run_ends_like_one_left_alone(tmp_path, request):
     number = 20 if request.config.getoption("--full") else 3
     config = runs.write_config(tmp_path / "job")
     arguments = [f"--job.config_file={config}", *script.SMALL]
@@ -38,7 +33,7 @@ def write(folder, records):
 
 
 @pytest.mark.parametrize("fault", ["", "missing", "doubled", "other"])
-def test_a_difference_is_noticed(script, tmp_path, fault):
+def test_a_difference_is_noticed(tmp_path, fault):
     records = [{"step": step, "grad_norm": 1 / step} for step in (1, 2, 3)]
     write(tmp_path / "alone", records)
     disturbed = {

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``scripts/export.py`` and ``scripts/generate.py`` on checkpoints that ranks wrote."""
+"""``export`` and ``generate`` on checkpoints that ranks wrote."""
 
 import sys
 
@@ -9,13 +9,13 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import LlamaForCausalLM
 
+from tests.commands import Command
 from tests.integration import runs
-from tests.scripts import load_script
 from torchtitan_lr.hf.loading import read_model_args
 from torchtitan_lr.models.llama import LlamaModel
 
-EXPORT = [sys.executable, "scripts/export.py"]
-GENERATE = [sys.executable, "scripts/generate.py"]
+EXPORT = [sys.executable, "-m", "torchtitan_lr", "export"]
+GENERATE = [sys.executable, "-m", "torchtitan_lr", "generate"]
 PROMPT = ["--prompt", "import os", "--max_new_tokens=12"]
 
 
@@ -35,15 +35,15 @@ def scripts(steps, tmp_path_factory):
     commands = {
         "cola": [*EXPORT, steps["cola"], base / "cola"],
         "svd_hf": [*EXPORT, steps["svd"], base / "svd_hf", "--format", "hf"],
-        "seed_1": [*GENERATE, *PROMPT, "--checkpoint", steps["cola"], "--seed=1"],
-        "no_checkpoint": [*GENERATE, *PROMPT, "--checkpoint", base / "a" / "b" / "step-1"],
+        "seed_1": [*GENERATE, *PROMPT, steps["cola"], "--seed=1"],
+        "no_checkpoint": [*GENERATE, *PROMPT, base / "a" / "b" / "step-1"],
     }
     return base, runs.run_all({name: (command, {}) for name, command in commands.items()})
 
 
 def call(name, *arguments):
-    """Runs a script's ``main`` in this process, which has imported torch already."""
-    return load_script(name).main([str(argument) for argument in arguments])
+    """Run a command in this process, which has imported torch already."""
+    return Command(name).main([str(argument) for argument in arguments])
 
 
 def stored(step, tmp_path):
@@ -94,7 +94,7 @@ def test_generate_continues_the_prompt(scripts, steps, capsys):
     assert len(text) > len("import os\n")
     # Another process with the same seed says the same, and with another seed something else.
     for seed, same in ((1, True), (2, False)):
-        assert call("generate", *PROMPT, "--checkpoint", steps["cola"], f"--seed={seed}") == 0
+        assert call("generate", *PROMPT, steps["cola"], f"--seed={seed}") == 0
         assert (capsys.readouterr().out == text) is same
 
 
@@ -116,7 +116,7 @@ def test_a_refusal_of_generate(scripts):
 def test_refusals(steps, tmp_path, capsys, script, arguments, expected):
     where = [steps["cola"], tmp_path / "out"]
     if script == "generate":
-        where = ["--checkpoint", steps["cola"]]
+        where = [steps["cola"]]
     assert call(script, *where, *arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""

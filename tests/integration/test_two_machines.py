@@ -1,60 +1,32 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``scripts/check/two_machines.py``: two network namespaces, and what a fault on one of them costs.
-
-The faults run with ``--full`` alone: each is a run of two starts.
-"""
-
-import sys
+"""Two network namespaces, and what a fault on one of them costs; with ``--full`` alone."""
 
 import pytest
 
-from tests.integration import runs
-from tests.scripts import load_script
+from tests.support import two_machines as trials
+from tests.support.namespaces import NotPermittedError, two_machines
 
 
-def test_each_fault_costs_what_is_said(request):
+@pytest.mark.parametrize("fault", trials.FAULTS)
+def test_a_fault_costs_at_most_the_steps_since_the_last_checkpoint(fault, request, tmp_path):
     if not request.config.getoption("--full"):
         pytest.skip("takes minutes: run with --full")
-    done = runs.run(
-        [sys.executable, "scripts/check/two_machines.py", "--faults", "machine", "cut", "join"]
-    )
-    assert done.status == 0, done.everything
-    if done.out.startswith("skipped: "):
-        pytest.skip(done.out.strip())
-    rows = [line.strip("| ").split(" | ") for line in done.out.splitlines()[2:]]
-    assert [row[0] for row in rows] == ["machine", "cut", "join"]
-    for _, lost, ranks, step, then in rows[:2]:
-        assert int(lost) < 10  # the interval of its checkpoints
-        assert float(ranks) <= float(step)
-        assert then == "the first goes on alone"
-    # The ranks save before they make room for another machine.
-    assert rows[2][1] == "0" and rows[2][-1] == "both go on"
-    # A cut cable closes no connection: it is noticed by the time limit of 30 seconds.
-    assert float(rows[1][2]) > 30
-
-
-def test_it_skips_with_a_reason(capsys, monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda tool: None)
-    assert load_script("check/two_machines").main([]) == 0
-    assert capsys.readouterr().out == "skipped: ip (iproute2) is not installed\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [(["--mbit", "0"], "--mbit: got 0"), (["--steps", "0"], "--steps"), (["--faults", "x"], "x")],
-)
-def test_refused(arguments, told, capsys):
-    with pytest.raises(SystemExit) as info:
-        load_script("check/two_machines").main(arguments)
-    assert info.value.code == 2
-    assert told in capsys.readouterr().err
+    try:
+        with two_machines() as names:
+            found = trials.disturb(fault, tmp_path, names)
+    except NotPermittedError as error:
+        pytest.skip(str(error))
+    assert found.lost < 10  # the interval of its checkpoints
+    if fault == "cut":  # a cut cable closes no connection: the time limit of 30 s notices it
+        assert found.ranks is not None and found.ranks > 30
+    if fault == "join":  # the ranks save before they make room for another machine
+        assert found.lost == 0 and found.then == "both go on"
 
 
 def test_other_losses_are_noticed(monkeypatch):
     """The control: a step that is computed again must have the same loss."""
-    script = load_script("check/two_machines")
-    trial = object.__new__(script.Trial)
+    trial = object.__new__(trials.Trial)
     monkeypatch.setattr(trial, "losses", lambda: {1: 5.0, 2: 4.0001}, raising=False)
     trial._compare({1: 5.0, 2: 4.0})
-    with pytest.raises(script.BrokenError, match="step 2 had loss"):
+    with pytest.raises(trials.BrokenError, match="step 2 had loss"):
         trial._compare({1: 5.0, 2: 4.1})

@@ -25,7 +25,7 @@ from torchtitan_lr.parallel.tensor.tensor_parallel import apply_tensor_parallel,
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 """
 Tolerances of relative errors. The test suite compares in fp64, which holds on every CPU; fp32 is
-for `scripts/check/parity_matrix.py`.
+for `tests/distributed/test_parity_matrix.py`.
 """
 
 BACKEND = "aot_eager"

@@ -5,33 +5,17 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.scripts import ROOT
+from tests.commands import ROOT
 
 HEAVY = ["torch", "torchtitan", "triton", "sympy", "datasets", "pyarrow", "pandas", "tiktoken"]
 HEAVY += ["transformers", "matplotlib", "wandb", "tensorboard", "safetensors"]
 
-# Programs for several ranks or of the test suite, and pages whose every line needs the models.
-HEAVY_SCRIPTS = {"bench_block", "bench_exchange", "bench_generate", "bench_tsr_gpu", "paper_tables"}
-HEAVY_SCRIPTS |= {"bench_peers", "calibrate", "estimator_table", "parity_layouts"}
-HEAVY_SCRIPTS |= {"growth", "parity_matrix"}
-FOLDERS = ("scripts", "scripts/papers", "scripts/check")
-# No commands: a module of the page's, and what pytest is run with.
-PARTS = {"scripts/papers/cola.py", "scripts/check/trials.py"}
-COMMANDS = sorted(
-    path.relative_to(ROOT).as_posix()
-    for folder in FOLDERS
-    for path in ROOT.glob(f"{folder}/*.py")
-    if path.relative_to(ROOT).as_posix() not in PARTS
-)
-SCRIPTS = [command for command in COMMANDS if Path(command).stem not in HEAVY_SCRIPTS]
-
 LIGHT = f"""
-import contextlib, io, json, os, runpy, sys
-HEAVY, SCRIPTS = {HEAVY!r}, {SCRIPTS!r}
+import json, os, sys
+HEAVY = {HEAVY!r}
 found = {{}}
 
 def note(what, status=0):
@@ -42,21 +26,12 @@ note("errors")
 import torchtitan_lr.data.llama3, torchtitan_lr.data.local_corpus
 note("corpora")
 from torchtitan_lr.launch import launcher as launch
-note("help", launch.main(["--help"]))
 note("path", launch.main(["--job.config_file=nope.toml"]))
 os.environ["CONFIG_FILE"] = "nope.toml"
 note("CONFIG_FILE", launch.main([]))
 note("syntax", launch.main(["--job.config_file=" + sys.argv[1]]))
 os.environ["NGPU"] = "none"
 note("NGPU", launch.main([]))
-for script in SCRIPTS:
-    sys.argv = [script, "--help"]
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            runpy.run_path(script, run_name="__main__")
-    except SystemExit as end:
-        name = os.path.basename(script)
-        note(script, "shown" if not end.code and name in said.getvalue() else end.code)
 print(json.dumps(found))
 """
 
@@ -117,9 +92,8 @@ def registered():
 @pytest.mark.parametrize(
     ("what", "status"),
     [
-        *(("errors", 0), ("corpora", 0), ("help", 0)),
+        *(("errors", 0), ("corpora", 0)),
         *((refusal, 2) for refusal in ("path", "CONFIG_FILE", "syntax", "NGPU")),
-        *((script, "shown") for script in SCRIPTS),
     ],
 )
 def test_answers_without_torch(light, what, status):

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 from importlinter.cli import EXIT_STATUS_ERROR, EXIT_STATUS_SUCCESS, lint_imports
 
-from tests.scripts import ROOT
+from tests.commands import ROOT
 
 PACKAGE = ROOT / "torchtitan_lr"
 FILES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "scripts").rglob("*.py")])

@@ -1,208 +1,179 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Evaluate a checkpoint or an export on a corpus: loss, perplexity and bits per byte."""
+r"""Evaluate a checkpoint or an export: loss, perplexity and bits per byte of a text, or tasks.
+
+By default the text is the validation corpus of the run:
+
+    torchtitan-lr evaluate outputs/checkpoint/step-100
+    torchtitan-lr evaluate outputs/checkpoint/step-100 --corpus local --path 'books/*.txt'
+
+Several ranks share the text under torchrun, in the run's layout or another one:
+
+    torchrun --nproc_per_node=4 -m torchtitan_lr evaluate outputs/checkpoint/step-100 \
+        --parallelism.tensor_parallel_degree=2
+
+Tasks of EleutherAI's lm-evaluation-harness (pip install 'torchtitan_lr[eval]') give their metrics:
+
+    torchtitan-lr evaluate outputs/checkpoint/step-100 --tasks hellaswag
+
+Every token of the documents, BOS and EOS included, is predicted once, from at most --seq_len tokens
+before it. The loss is the mean over all of them. Bits per byte is the loss of all tokens, divided
+by the bytes of the text in UTF-8; it compares models with different tokenizers.
+"""
 
 import argparse
-import math
+import importlib.util
+import json
 import os
-import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from torchtitan_lr.checkpoints.layout import RUN_CONFIG
-from torchtitan_lr.console.progress import progress
-from torchtitan_lr.data.corpora import Corpus, Source, Split, validation_source
-from torchtitan_lr.data.documents import DocumentBorders, model_arguments, moved
-from torchtitan_lr.data.evaluation import EvaluationSet
-from torchtitan_lr.data.mixture import MixtureSource
-from torchtitan_lr.data.validation import ValidationSet, build_validation_set
+from torchtitan_lr.commands.parser import OneLineParser, check_at_least
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.hf.exported import is_export
-from torchtitan_lr.hf.loading import (
-    build_model_args,
-    load_for_inference,
-    load_tokenizer,
-    read_run_config,
-)
-from torchtitan_lr.hf.ranks import (
-    build_config,
-    check_window,
-    data_share,
-    load_on_ranks,
-    start_group,
-    started_by_torchrun,
-)
-from torchtitan_lr.launch.environment import launched_ranks
-from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.models.loss import perplexity
-from torchtitan_lr.training.device import bind_device
-from torchtitan_lr.training.validate import sum_losses
 
 
-def evaluate(options: argparse.Namespace) -> dict[str, Any]:
-    """Load a model and evaluate it; on the ranks of torchrun every rank calls this.
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the checkpoint and the options."""
+    parser.takes_overrides = True
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", type=Path, help="a step's folder, or an export's"
+    )
+    parser.add_argument(
+        "--corpus",
+        choices=["python_stdlib", "python_stdlib_docs", "local", "c4", "c4_validation"],
+        help="the text; local: all documents, python_stdlib: the held-out part, c4: the validation "
+        "split, streamed; default: the run's validation corpus",
+    )
+    parser.add_argument(
+        "--path",
+        help="file, folder or pattern of .txt, .jsonl or .parquet; with c4 a local copy",
+    )
+    parser.add_argument(
+        "--documents", type=int, default=0, help="at most, or questions per task; 0 reads all"
+    )
+    parser.add_argument("--seq_len", type=int, default=0, help="0 is the trained window")
+    parser.add_argument(
+        "--batch_size", type=int, default=8, help="windows per pass and data-parallel rank"
+    )
+    parser.add_argument(
+        "--as_validated",
+        action="store_true",
+        help="use the windows of the run's own validation, to repeat its number",
+    )
+    parser.add_argument(
+        "--tasks",
+        type=lambda text: [name for name in text.split(",") if name],
+        metavar="NAME[,NAME]",
+        help="tasks of the harness, instead of a text",
+    )
+    parser.add_argument("--task_path", type=Path, metavar="DIR", help="folder of more task files")
+    parser.add_argument("--num_fewshot", type=int, help="examples per request; default: the task's")
+    parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
+    parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
+    parser.add_argument("--out", type=Path, help="JSON file to write as well")
+    parser.add_argument("--json", action="store_true", help="print a dictionary instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate and print the results on rank 0; return the exit status."""
+    from torchtitan_lr.launch.processes import end_with_torchrun, exit_without_teardown
+
+    end_with_torchrun()
+    check_at_least(args, documents=0, seq_len=0, batch_size=1)
+    check_corpus(args)
+    check_tasks(args)
+    if args.tasks:
+        from torchtitan_lr.hf.harness import evaluate_tasks as evaluate
+    else:
+        from torchtitan_lr.hf.evaluate import evaluate
+
+    result = evaluate(args)
+    if os.environ.get("RANK", "0") == "0":
+        if args.out is not None:
+            args.out.write_text(json.dumps(result, indent=2) + "\n")
+        print(json.dumps(result, indent=2) if args.json else as_text(result))
+    if "RANK" in os.environ:
+        exit_without_teardown(0)
+    return 0
+
+
+def check_corpus(options: argparse.Namespace) -> None:
+    """Raise for options that do not fit together.
 
     Args:
-        options: Result of ``parse_args`` of ``scripts/evaluate.py``.
-
-    Returns:
-        The results by name: ``loss`` in nats per token, ``perplexity``, ``bits_per_byte`` (None
-        for the windows of validation, whose text is not whole), ``tokens``, ``documents``,
-        ``bytes``, ``ranks``, and what was evaluated. They are the same on every rank.
+        options: The options.
 
     Raises:
-        ConfigError: The model, corpus, layout or device cannot be used, or there is no text.
+        ConfigError: An option has an invalid value.
     """
-    ranks = started_by_torchrun()
-    if options.overrides and not ranks:
-        key, _, value = options.overrides[0].removeprefix("--").partition("=")
-        raise ConfigError(key, value, "torchrun --nproc_per_node=RANKS before the command")
-    try:
-        source = None if options.as_validated else _source(options)
-        return (_on_ranks if ranks else _alone)(options, source)
-    except ConfigError as error:
-        key = _OPTIONS.get(error.key) if options.corpus else None
-        if key is None:
-            raise
-        raise type(error)(key, error.got, error.want) from error
+    if options.corpus == "local" and not options.path:
+        want = "a file, folder or pattern of .txt, .jsonl or .parquet"
+        raise ConfigError("--path", options.path, want)
+    if options.corpus not in ("local", "c4", "c4_validation") and options.path:
+        raise ConfigError("--path", options.path, "no path, or --corpus local")
+    for name in ("corpus", "documents", "seq_len"):
+        if options.as_validated and getattr(options, name):
+            want = "no such option beside --as_validated"
+            raise ConfigError(f"--{name}", getattr(options, name), want)
+    out = options.out
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        raise ConfigError("--out", str(out), "a file in a folder that exists")
 
 
-_OPTIONS = {"validation.dataset": "--corpus", "validation.dataset_path": "--path"}
-"""What sets a key of the TOML here."""
-
-Batches = EvaluationSet | ValidationSet
-
-
-def _alone(options: argparse.Namespace, source: Source | MixtureSource | None) -> dict[str, Any]:
-    """Evaluate in this process, without a process group."""
-    model, tokenizer = load_for_inference(options.checkpoint, options.config, options.device)
-    batches: Batches
-    if source is None:
-        config = read_run_config(options.checkpoint, options.config)
-        batches, corpus = _validation_set(config, tokenizer)
-        seq_len = config.validation.seq_len
-    else:
-        check_window(options.seq_len, model.model_args.max_seq_len)
-        seq_len = options.seq_len or model.model_args.max_seq_len
-        batches, corpus = _evaluation_set(options, source.open(), tokenizer, seq_len), _name(source)
-    about = {"checkpoint": str(options.checkpoint), "corpus": corpus, "seq_len": seq_len}
-    return about | _result(batches, corpus, lambda: total_loss(model, batches)) | {"ranks": 1}
-
-
-def _on_ranks(options: argparse.Namespace, source: Source | MixtureSource | None) -> dict[str, Any]:
-    """Evaluate on all ranks of torchrun; what can be refused is refused before they connect."""
-    device_type = bind_device()
-    if options.device not in ("", device_type):
-        want = f"{device_type} under torchrun, or nothing"
-        raise ConfigError("--device", options.device, want)
-    ranks = launched_ranks("default")
-    length = None if source is None else options.seq_len
-    model = options.checkpoint, options.config, options.overrides
-    config = build_config(*model, ranks, device_type, length)
-    tokenizer = load_tokenizer(config, build_model_args(config))
-    corpus = None if source is None else source.open()
-    local = "" if device_type == "cpu" else f":{os.environ['LOCAL_RANK']}"
-    device = torch.device(f"{device_type}{local}")
-    if device_type != "cpu":
-        getattr(torch, device_type).set_device(device)
-
-    parallel_dims = start_group(config)
-    loaded = load_on_ranks(options.checkpoint, config, parallel_dims, device)
-    seq_len, share = config.validation.seq_len, data_share(parallel_dims)
-    batches: Batches
-    if source is None or corpus is None:
-        batches, name = _validation_set(config, tokenizer, share)
-    else:
-        batches, name = _evaluation_set(options, corpus, tokenizer, seq_len, share), _name(source)
-    about = {"checkpoint": str(options.checkpoint), "corpus": name, "seq_len": seq_len}
-    result = _result(batches, name, lambda: loaded.total_loss(batches))
-    return about | result | {"ranks": ranks}
-
-
-def _result(
-    batches: Batches, corpus: str, total_loss: Callable[[], tuple[float, int]]
-) -> dict[str, Any]:
-    started = time.perf_counter()
-    loss_sum, num_tokens = total_loss()
-    if num_tokens == 0:
-        raise ConfigError("--corpus", corpus, "a corpus with text")
-    loss = loss_sum / num_tokens
-    result: dict[str, Any] = {"documents": None, "bytes": None, "bits_per_byte": None}
-    result |= {"tokens": num_tokens, "loss": loss, "perplexity": perplexity(loss)}
-    result["seconds"] = time.perf_counter() - started
-    if isinstance(batches, EvaluationSet):
-        result |= {"documents": batches.num_documents, "bytes": batches.num_bytes}
-        result["bits_per_byte"] = loss_sum / math.log(2) / batches.num_bytes
-    return result
-
-
-@torch.inference_mode()
-def total_loss(model: LlamaModel, batches: Batches) -> tuple[float, int]:
-    """Return the loss summed over all valid tokens, in nats, and their number.
+def check_tasks(options: argparse.Namespace) -> None:
+    """Raise for options that do not fit ``--tasks``.
 
     Args:
-        model: The model, on one device.
-        batches: Inputs and labels, on the CPU.
+        options: The options.
+
+    Raises:
+        ConfigError: An option has an invalid value.
     """
-    device = model.freqs_cis.device
-
-    def batch_loss(inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
-        inputs, labels = moved((inputs, labels), device)
-        loss: torch.Tensor = model(inputs["input"], targets=labels, **model_arguments(inputs))
-        return loss.double()
-
-    total = len(batches) if isinstance(batches, ValidationSet) else None
-    loss_sum, num_tokens = sum_losses(progress(batches, "evaluation", total), batch_loss, device)
-    return float(loss_sum), int(num_tokens)
-
-
-def _source(options: argparse.Namespace) -> Source | MixtureSource:
-    """Return the corpus of the command line, by default the run's validation corpus."""
-    if options.corpus is None:
-        if is_export(options.checkpoint) and options.config is None:
-            want = "a corpus: an export has no record of its data"
-            raise ConfigError("--corpus", options.corpus, want)
-        config = read_run_config(options.checkpoint, options.config)
-        try:
-            return validation_source(config)
-        except AttributeError as error:
-            raise _incomplete(error) from error
-    parts: dict[str, Split] = {"local": "all"}
-    name = {"c4": "c4_validation"}.get(options.corpus, options.corpus)
-    return Source(name, options.path, parts.get(name, "validation"), "validation")
+    if options.tasks is None:
+        for name in ("task_path", "num_fewshot"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"--{name}", str(getattr(options, name)), "--tasks beside it")
+        return
+    if not options.tasks:
+        raise ConfigError("--tasks", "", "names such as hellaswag")
+    for name in ("corpus", "path", "seq_len", "as_validated"):
+        if getattr(options, name):
+            raise ConfigError(f"--{name}", getattr(options, name), "no such option beside --tasks")
+    if options.task_path is not None and not options.task_path.is_dir():
+        raise ConfigError("--task_path", str(options.task_path), "a folder of task files")
+    if options.num_fewshot is not None and options.num_fewshot < 0:
+        raise ConfigError("--num_fewshot", options.num_fewshot, "0 or a positive integer")
+    if "RANK" in os.environ:
+        raise ConfigError("--tasks", ",".join(options.tasks), "one process, without torchrun")
+    if options.overrides:
+        raise ConfigError(
+            "--tasks", ",".join(options.tasks), f"no {options.overrides[0]} beside it"
+        )
+    if importlib.util.find_spec("lm_eval") is None:
+        want = "the extra eval: pip install 'torchtitan_lr[eval]'"
+        raise ConfigError("--tasks", ",".join(options.tasks), want)
 
 
-def _name(source: Source | MixtureSource) -> str:
-    return f"{source.name} ({source.split})"
+def as_text(result: dict[str, Any]) -> str:
+    """Format the results, one per line.
 
-
-def _evaluation_set(
-    options: argparse.Namespace,
-    corpus: Corpus,
-    tokenizer: Any,
-    seq_len: int,
-    share: tuple[int, int] = (1, 0),
-) -> EvaluationSet:
-    borders = None
-    if options.config is not None or not is_export(options.checkpoint):
-        borders = DocumentBorders.of(read_run_config(options.checkpoint, options.config), tokenizer)
-    documents = options.documents or None
-    sizes = seq_len, options.batch_size, documents
-    return EvaluationSet(corpus, tokenizer, *sizes, *share, borders=borders)
-
-
-def _validation_set(
-    config: Any, tokenizer: Any, share: tuple[int, int] = (1, 0)
-) -> tuple[ValidationSet, str]:
-    """Return this rank's share of the run's own validation set, and its name."""
-    try:
-        name = f"{validation_source(config).name} (as validated)"
-        return build_validation_set(config, *share, tokenizer), name
-    except AttributeError as error:
-        raise _incomplete(error) from error
-
-
-def _incomplete(error: AttributeError) -> ConfigError:
-    want = "the complete record of a run, or --corpus"
-    return ConfigError(RUN_CONFIG, str(error), want)
+    Args:
+        result: What `torchtitan_lr.hf.evaluate.evaluate` returned, or that of its tasks.
+    """
+    if "tasks" in result:
+        lines = {
+            f"{task} {metric}": f"{value:.4f}"
+            for task, metrics in result["tasks"].items()
+            for metric, value in metrics.items()
+        }
+        width = max(map(len, lines), default=0) + 2
+        return "\n".join(f"{name:<{width}}{value}" for name, value in lines.items())
+    lines = {"corpus": result["corpus"], "tokens": f"{result['tokens']:,}"}
+    if result["bytes"] is not None:
+        lines["documents"] = f"{result['documents']:,}, {result['bytes']:,} bytes"
+    lines["loss"] = f"{result['loss']:.4f} nats/token"
+    lines["perplexity"] = f"{result['perplexity']:.2f}"
+    if result["bits_per_byte"] is not None:
+        lines["bits per byte"] = f"{result['bits_per_byte']:.4f}"
+    ranks = f" ({result['ranks']} ranks)" if result["ranks"] > 1 else ""
+    lines["tokens/s"] = f"{result['tokens'] / result['seconds']:,.0f}{ranks}"
+    return "\n".join(f"{name:<15}{value}" for name, value in lines.items())

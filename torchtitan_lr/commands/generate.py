@@ -1,222 +1,197 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Continue texts with a model: prompts from a file in batches, results in the prompts' order."""
+"""Continue text with the model of a training checkpoint.
 
+One prompt is continued on the terminal as it is generated:
+
+    torchtitan-lr generate outputs/checkpoint/step-100 --prompt "def main("
+
+A file of prompts, or stdin, gives one line of JSON per prompt:
+
+    torchtitan-lr generate outputs/checkpoint/step-100 --prompts prompts.txt --out texts.jsonl
+    echo "import os" | torchtitan-lr generate outputs/checkpoint/step-100 --prompts -
+
+torchrun splits the model over ranks by a plan of training; rank 0 prints the same text:
+
+    torchrun --nproc_per_node=4 -m torchtitan_lr generate outputs/checkpoint/step-100 --prompt "def"
+
+A prompt and its continuation fit in the window that the model was trained on, else the command
+fails.
+"""
+
+import argparse
+import contextlib
+import dataclasses
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+import time
 from pathlib import Path
-from typing import Any
 
-from torchtitan_lr.errors import ConfigError, DataError
-from torchtitan_lr.inference.decode import (
-    Choice,
-    Decoder,
-    check_limit,
-    generate,
-    room,
-    whole_vocabulary,
-)
-from torchtitan_lr.inference.native.program import NativeModel
-from torchtitan_lr.inference.sampling import Sampling
-from torchtitan_lr.inference.text import TextStream
-from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.commands.parser import OneLineParser
+from torchtitan_lr.errors import ConfigError
 
-__all__ = ["USUAL_NEW_TOKENS", "Completion", "Settings", "complete", "generate", "read_prompts"]
-
-USUAL_NEW_TOKENS = 100
-"""Limit without ``--max_new_tokens``, or what the trained window leaves if that is less."""
-
-_SEEDS = 2**63
+_PATIENCE = 20.0
+"""Seconds that a rank waits before it prints an error; every rank meets a wrong option."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How texts are continued.
-
-    Attributes:
-        max_new_tokens: Maximum number of new tokens; None for `USUAL_NEW_TOKENS`.
-        sampling: How tokens are drawn.
-        seed: Seed of the first prompt; prompt i has seed + i.
-        stops: Strings that end a text.
-        stop_ids: Tokens that end a text, beside the tokenizer's own.
-        batch_size: Prompts that are decoded together.
-        cache: Kind of the cache, ``full`` or ``latent``.
-        compiled: Whether the model went through `inference.decode.compile_blocks`.
-        choice: Draws from the model's logits, see `inference.decode.Decoder`.
-        native: The model packed for the library's steps; None for torch's.
-    """
-
-    max_new_tokens: int | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    seed: int = 0
-    stops: Sequence[str] = ()
-    stop_ids: Sequence[int] = ()
-    batch_size: int = 16
-    cache: str = "full"
-    compiled: bool = False
-    choice: Choice = whole_vocabulary
-    native: NativeModel | None = None
-
-
-@dataclass
-class Completion:
-    """One continued text.
-
-    Attributes:
-        prompt: The prompt.
-        text: The prompt and its continuation.
-        new_tokens: Number of tokens that were generated, the stop token included.
-        end: ``length``, ``stop_token`` or ``stop_string``.
-    """
-
-    prompt: str
-    text: str
-    new_tokens: int = 0
-    end: str = "length"
-
-
-def read_prompts(source: Path) -> list[str]:
-    """Read prompts.
-
-    Args:
-        source: A ``.jsonl`` file with the key ``prompt`` in each line, or any other file with one
-            prompt per line; ``-`` is stdin, where a line that begins with ``{`` is JSON.
-
-    Returns:
-        The prompts, without empty lines.
-
-    Raises:
-        ConfigError: The file cannot be read or has no prompts.
-        DataError: A line is not valid.
-    """
-    try:
-        piped = str(source) == "-"
-        text = sys.stdin.read() if piped else source.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("--prompts", str(source), f"a file in UTF-8 or - ({error})") from error
-    prompts = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        is_json = source.suffix == ".jsonl" or (piped and line.startswith("{"))
-        prompts.append(_parse(line, f"{source}:{number}") if is_json else line.rstrip("\r"))
-    if not prompts:
-        raise ConfigError("--prompts", str(source), "at least one line that is not empty")
-    return prompts
-
-
-def _parse(line: str, place: str) -> str:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, TypeError, KeyError):
-        prompt = None
-    if not isinstance(prompt, str):
-        raise DataError("--prompts", place, 'a line such as {"prompt": "text"}')
-    return prompt
-
-
-def complete(
-    model: LlamaModel,
-    tokenizer: Any,
-    prompts: Sequence[str],
-    settings: Settings,
-    write: Callable[[str], Any] | None = None,
-) -> Iterator[Completion]:
-    """Continue prompts in batches.
-
-    Args:
-        model: The model, whole on one device or a rank's part of it.
-        tokenizer: The model's tokenizer.
-        prompts: The texts to continue.
-        settings: How.
-        write: Receives the pieces of the continuation; for one prompt only.
-
-    Returns:
-        An iterator over the completions, in the order of the prompts. All prompts are checked
-        before the first one is continued.
-
-    Raises:
-        ConfigError: A prompt has no tokens or does not fit the trained window.
-    """
-    rows = []
-    for index, prompt in enumerate(prompts):
-        key = "--prompt" if len(prompts) == 1 else f"--prompts, prompt {index + 1}"
-        ids = tokenizer.encode(prompt, add_bos=True, add_eos=False)
-        seed = (settings.seed + index) % _SEEDS
-        rows.append(_Row(prompt, ids, _limit(model, ids, settings, key), seed))
-    return _batches(model, tokenizer, iter(rows), settings, write)
-
-
-@dataclass(frozen=True)
-class _Row:
-    prompt: str
-    ids: list[int]
-    limit: int
-    seed: int
-
-
-def _limit(model: LlamaModel, ids: list[int], settings: Settings, key: str) -> int:
-    args, limit = model.model_args, settings.max_new_tokens
-    if limit is None:
-        return min(USUAL_NEW_TOKENS, room(args, len(ids), key))
-    check_limit(args, len(ids), limit, key)
-    return limit
-
-
-def _batches(
-    model: LlamaModel,
-    tokenizer: Any,
-    rows: Iterator[_Row],
-    settings: Settings,
-    write: Callable[[str], Any] | None,
-) -> Iterator[Completion]:
-    while batch := list(islice(rows, settings.batch_size)):
-        yield from _complete_batch(model, tokenizer, batch, settings, write)
-
-
-def _complete_batch(
-    model: LlamaModel,
-    tokenizer: Any,
-    rows: list[_Row],
-    settings: Settings,
-    write: Callable[[str], Any] | None,
-) -> list[Completion]:
-    stop_ids = {tokenizer.eos_id, *settings.stop_ids} - {None}
-    decoder = Decoder(
-        model,
-        [row.ids for row in rows],
-        [row.limit for row in rows],
-        settings.sampling,
-        [row.seed for row in rows],
-        stop_ids,
-        settings.cache,
-        settings.compiled,
-        settings.choice,
-        settings.native,
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the checkpoint and the options."""
+    parser.takes_overrides = True
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a step's folder")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="text to continue")
+    source.add_argument(
+        "--prompts", type=Path, help="file of prompts: one per line, or .jsonl; - is stdin"
     )
-    streams = [TextStream(tokenizer, row.ids, settings.stops) for row in rows]
-    done = [Completion(row.prompt, row.prompt) for row in rows]
+    parser.add_argument("--out", type=Path, help="JSONL file to write; default: the terminal")
+    parser.add_argument(
+        "--max_new_tokens", type=int, help="at most; default: 100, or what the window leaves"
+    )
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
+    parser.add_argument("--top_k", type=int, default=50, help="0 samples among all tokens")
+    parser.add_argument("--top_p", type=float, default=1.0, help="1 samples among all tokens")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends a text; repeatable"
+    )
+    parser.add_argument(
+        "--stop_token", action="append", default=[], type=int, metavar="ID", help="likewise"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="prompt i samples with seed + i")
+    parser.add_argument("--batch_size", type=int, default=16, help="prompts decoded together")
+    parser.add_argument(
+        "--cache", choices=["full", "latent"], default="full", help="form of the cached values"
+    )
+    steps = parser.add_mutually_exclusive_group()
+    steps.add_argument("--compile", action="store_true", help="compile the step; slow to start")
+    steps.add_argument(
+        "--native", action="store_true", help="compute the step by a C++ library; for one CPU"
+    )
+    parser.add_argument(
+        "--screen_head", action="store_true", help="compute only the logits that can be drawn"
+    )
+    parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
+    parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
+    parser.add_argument("--json", action="store_true", help="print a dictionary instead")
 
-    def add(index: int, piece: str) -> None:
-        done[index].text += piece
-        if write is not None and piece:
-            write(piece)
 
-    while any(decoder.running):
-        for index, token in enumerate(decoder.step()):
-            if token is None:
-                continue
-            if token in stop_ids:
-                done[index].end = "stop_token"
-            else:
-                add(index, streams[index].push(token))
-            if not decoder.running[index]:
-                add(index, streams[index].finish())
-            if streams[index].stopped:
-                done[index].end = "stop_string"
-                decoder.stop(index)
-    for completion, count in zip(done, decoder.new_tokens, strict=True):
-        completion.new_tokens = count
-    return done
+def run(args: argparse.Namespace) -> int:
+    """Continue the prompts; return the exit status."""
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        check_args(args)
+        prompts = None
+        if rank == 0:
+            from torchtitan_lr.inference.completion import read_prompts
+
+            prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
+        write_texts(args, prompts)
+    except ConfigError:
+        if rank:
+            # Rank 0 prints the same error and ends, and torchrun then ends this rank.
+            time.sleep(_PATIENCE)
+        raise
+    if "WORLD_SIZE" in os.environ:
+        from torchtitan_lr.hf.generate_ranks import leave_group
+
+        leave_group()
+    return 0
+
+
+def check_args(args: argparse.Namespace) -> None:
+    """Raise for invalid values.
+
+    Args:
+        args: the parsed arguments.
+
+    Raises:
+        ConfigError: An option has an invalid value; the error names the first one.
+    """
+    if args.max_new_tokens is not None and args.max_new_tokens < 1:
+        raise ConfigError("--max_new_tokens", args.max_new_tokens, "a positive integer")
+    if not 0 <= args.temperature < float("inf"):
+        raise ConfigError("--temperature", args.temperature, "0 (greedy) or a positive number")
+    if not 0 <= args.top_k < 2**63:
+        raise ConfigError("--top_k", args.top_k, "0 (all tokens) or an integer up to 2**63 - 1")
+    if not 0 < args.top_p <= 1:
+        raise ConfigError("--top_p", args.top_p, "a number above 0 and at most 1 (all tokens)")
+    if not 0 <= args.seed < 2**63:
+        raise ConfigError("--seed", args.seed, "an integer from 0 to 2**63 - 1")
+    if args.screen_head and args.top_k == 0 and args.temperature > 0:
+        raise ConfigError("--screen_head", True, "--top_k above 0, or --temperature 0")
+    if args.batch_size < 1:
+        raise ConfigError("--batch_size", args.batch_size, "a positive integer")
+    for key, texts in (("--prompt", [args.prompt or ""]), ("--stop", args.stop)):
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:  # the command line is not UTF-8
+                want = f"text in UTF-8 (position {error.start}: {error.reason})"
+                raise ConfigError(key, text, want) from error
+    if "" in args.stop:
+        raise ConfigError("--stop", "", "a text of at least one character")
+    if args.out is not None and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
+        raise ConfigError("--out", str(args.out), "a file in a folder that exists")
+
+
+def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
+    """Continue the prompts; rank 0 writes the results.
+
+    Args:
+        args: the parsed arguments.
+        prompts: The texts to continue; None on the other ranks, which receive them.
+
+    Raises:
+        ConfigError: The model cannot be loaded, or a prompt cannot be continued.
+    """
+    from torchtitan_lr.hf.generate_ranks import from_first_rank, load_on_ranks
+    from torchtitan_lr.inference.completion import Settings, complete
+    from torchtitan_lr.inference.decode import compile_blocks
+    from torchtitan_lr.inference.native.program import NativeModel
+    from torchtitan_lr.inference.sampling import Sampling
+    from torchtitan_lr.inference.screened_head import screen_head
+
+    first = prompts is not None
+    model, tokenizer, choice = load_on_ranks(
+        args.checkpoint, args.config, args.device, args.cache, args.overrides
+    )
+    prompts = from_first_rank(prompts)
+    settings = Settings(
+        args.max_new_tokens,
+        Sampling(args.temperature, args.top_k, args.top_p),
+        args.seed,
+        args.stop,
+        args.stop_token,
+        args.batch_size,
+        args.cache,
+        args.compile,
+        choice,
+    )
+    if args.screen_head:
+        screen_head(model, 1 if args.temperature == 0 else args.top_k)
+    if args.compile:
+        compile_blocks(model)
+    if args.native:
+        settings = dataclasses.replace(settings, native=NativeModel(model))
+    streaming = args.prompt is not None and not args.json and args.out is None
+    write = _print if streaming and first else None
+    done = complete(model, tokenizer, prompts, settings, write)
+    if not first:
+        list(done)
+    elif streaming:
+        _print(prompts[0])
+        list(done)
+        _print("\n")
+    elif args.prompt is not None and args.out is None:
+        (completion,) = done
+        print(json.dumps({"prompt": completion.prompt, "text": completion.text}))
+    else:
+        with contextlib.ExitStack() as stack:
+            file = sys.stdout
+            if args.out is not None:
+                file = stack.enter_context(args.out.open("w", encoding="utf-8"))
+            for completion in done:
+                print(json.dumps(dataclasses.asdict(completion)), file=file, flush=True)
+
+
+def _print(piece: str) -> None:
+    print(piece, end="", flush=True)

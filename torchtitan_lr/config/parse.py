@@ -11,6 +11,7 @@ file does not import torch, so that a wrong path or a typo is reported at once.
 # and " 5 " for an int and "yes" for true, but neither "a,b" for a list nor "None" for None. Most of
 # this file, which names the key, the closest one and what works, would stay.
 import difflib
+import os
 import types
 from collections.abc import Iterator
 from contextlib import suppress
@@ -74,13 +75,49 @@ def split_arguments(argv: list[str]) -> list[Override]:
     return overrides
 
 
-def load_toml(path: str) -> dict[str, Any]:
-    """Read a TOML file.
+def load_toml(path: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Read a TOML file, over the file that its key ``include`` names.
+
+    The included file may include another one. Tables are merged key by key; a value of the file,
+    arrays included, replaces that of the included file.
+
+    Args:
+        path: The file.
+        above: Files whose inclusion led to this one.
+
+    Returns:
+        The merged tables, without the key ``include``.
 
     Raises:
-        ConfigError: The file is missing, unreadable or not TOML; a syntax error is
-            reported as ``file:line``.
+        ConfigError: A file is missing, unreadable or not TOML, or includes itself; a syntax error
+            is reported as ``file:line``.
     """
+    values = _parse_file(path)
+    if "include" not in values:
+        return values
+    base = values.pop("include")
+    where, chain = f"include of {path}", (*above, os.path.realpath(path))
+    if not isinstance(base, str) or not base:
+        raise ConfigError(where, base, 'one file, such as include = "base.toml"')
+    file = Path(path).parent / base
+    if not file.is_file():
+        raise ConfigError(where, base, f"a TOML file, relative to {Path(path).parent}")
+    if os.path.realpath(file) in chain:
+        raise ConfigError(where, base, "a file that does not lead back to this one")
+    return _merge(load_toml(str(file), chain), values)
+
+
+def _merge(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the tables of ``base`` with those of ``values`` over them."""
+    merged = dict(base)
+    for name, value in values.items():
+        known = base.get(name)
+        both = isinstance(known, dict) and isinstance(value, dict)
+        merged[name] = _merge(known, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _parse_file(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_bytes().decode("utf-8")
         return tomli.loads(text)

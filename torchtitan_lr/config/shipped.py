@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 
 FOLDER = "train_configs"
 
-SHIPPED = Path(__file__).resolve().parents[1] / FOLDER
+SHIPPED = (Path(__file__).resolve().parents[1] / FOLDER).resolve()
 """The folder, through the link in a checkout, copied in an installed package."""
 
 

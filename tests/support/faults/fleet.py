@@ -4,22 +4,29 @@
 import json
 import multiprocessing
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.ft_demo import free_port
+from tests.support.forked_runs import ForkedRun
 from tests.support.namespaces import DEVICE
 from torchtitan_lr.config.fault_tolerance import private_folder
 from torchtitan_lr.errors import RunFailedError
 from torchtitan_lr.launch.processes import end_with
 from torchtitan_lr.replicas.commits import COMMITS_FILE
-from torchtitan_lr.scaling.forked_runs import ForkedRun
 
 _POLL_SECONDS = 0.02
-_PRELOADED = ("tests.support.faults.strikes", "torchtitan_lr.scaling.forked_runs")
+_PRELOADED = ("tests.support.faults.strikes", "tests.support.forked_runs")
+
+
+def free_port() -> int:
+    """Return a free port of the loopback interface."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 @dataclass(frozen=True)

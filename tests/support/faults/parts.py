@@ -33,7 +33,7 @@ def outcomes_of(part: str, fleet: Fleet, repeats: int) -> Iterator[Outcome]:
     fleet.wait_steps(fleet.setting.interval + 2)  # a plain step and a refresh with all
     trials = Trials(fleet)
     for _ in range(repeats):
-        yield from _PARTS[part](trials)
+        yield from PARTS[part](trials)
 
 
 def _kill(trials: Trials) -> Iterator[Outcome]:
@@ -66,7 +66,7 @@ def _network(trials: Trials) -> Iterator[Outcome]:
     yield link.slow(_SLOW_MBIT, _SLOW_SECONDS)
 
 
-_PARTS: Mapping[str, Callable[[Trials], Iterator[Outcome]]] = {
+PARTS: Mapping[str, Callable[[Trials], Iterator[Outcome]]] = {
     "kill": _kill,
     "stop": _stop,
     "two": _two,

@@ -1,35 +1,30 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``scripts/check/calibrate.py``: a rehearsal at tiny size, and the fit on times that are known."""
+"""``scripts.bench.calibrate``: a rehearsal at tiny size, and the fit on times that are known."""
 
 import math
-from pathlib import Path
 
 import pytest
 
-from scripts.bench.calibration import CACHED, fit_bandwidth, fit_speed
-from scripts.check import calibrate
+from scripts.bench import calibrate
+from scripts.bench.calibrate import CACHED, fit_bandwidth, fit_speed
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.hardware import load_hardware
 from torchtitan_lr.estimate.kernels import Product
 
-TINY = ["--repeats=3", "--megabytes=0.1", "--length=16", "--steps=1", "--cases=1"]
+TINY = ["--repeats=3", "--megabytes=0.1", "--length=16"]
 SHAPES = ["--shapes", "512x512x512", "512x64x512", "128x256x64"]
 
 
 def test_a_tiny_rehearsal(tmp_path, capsys):
-    """The file it writes is a machine that scripts/estimate.py reads."""
+    """The file it writes is a machine that `estimate` reads."""
     file = tmp_path / "here.toml"
     assert calibrate.main(["--out", str(file), *TINY, *SHAPES]) == 0
-    machine = load_hardware(str(file), Path("nowhere"))
+    machine = load_hardware(str(file))
     assert 0 < machine.matmul_efficiency <= 1 and math.isfinite(machine.memory_gbytes_per_s)
     assert machine.kernel_us > 0 and machine.attention_share > 0
     assert machine.product_gbytes_per_s > 0  # a CPU's own
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("128 x 256 x 64") for line in lines)
-    (step,) = [
-        line for line in lines if line.startswith("full, width 256, 2 layers, 4 x 16 tokens")
-    ]
-    assert float(step.split()[-4]) > 0
 
 
 def timed(speed, memory, launch):

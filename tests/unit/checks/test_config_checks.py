@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.scripts import ROOT
+from tests.commands import ROOT
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.checks.values import check_vocabulary
 from torchtitan_lr.config.build import build_job_config

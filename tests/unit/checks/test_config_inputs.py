@@ -5,7 +5,7 @@ import importlib.util
 
 import pytest
 
-from tests.scripts import ROOT
+from tests.commands import ROOT
 from tests.unit.checks.test_config_checks import MAIN, SHIPPED, check, refusal
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data.corpora import validation_source

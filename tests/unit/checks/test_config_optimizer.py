@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.scripts import ROOT
+from tests.commands import ROOT
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from scripts.check.support_table import BEGIN, END, PAGE, insert
+from scripts.support_table import BEGIN, END, PAGE, insert
 from tests.support.support_matrix import SupportMatrix, pairs, world_size
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
@@ -26,7 +26,7 @@ def check(combination):
 
 
 def test_the_page_has_this_table():
-    assert MATRIX.table() in PAGE.read_text(), "run scripts/check/support_table.py"
+    assert MATRIX.table() in PAGE.read_text(), "run python -m scripts.support_table"
 
 
 def test_what_is_drawn_is_accepted_or_refused_as_the_matrix_says():

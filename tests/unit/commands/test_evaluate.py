@@ -9,14 +9,14 @@ import pytest
 import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
+from tests.commands import Command
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
-from tests.scripts import load_script
 from tests.unit.hf.test_export import run_record, write_run
 from torchtitan_lr.data.corpora import PythonStdlib
 from torchtitan_lr.data.evaluation import EvaluationSet
 from torchtitan_lr.hf.loading import load_for_inference
 
-script = load_script("evaluate")
+script = Command("evaluate")
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -5,15 +5,15 @@ import json
 import pytest
 import torch
 
-from tests.scripts import load_script
+from tests.commands import Command
 from tests.unit.hf.test_export import run_record, write_run
 from tests.unit.tiny import FAMILIES, build_tiny, tokens
-from torchtitan_lr.commands.generate import generate
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.loading import load_for_inference
+from torchtitan_lr.inference.completion import generate
 from torchtitan_lr.inference.sampling import Sampling, draws
 
-script = load_script("generate")
+script = Command("generate")
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -82,14 +82,13 @@ def command(capsys, *argv):
 
 def test_the_command_continues_the_prompt(tmp_path, capsys):
     step, _ = write_run(tmp_path, "cola")
-    options = ("--checkpoint", step, "--prompt", "import os", "--max_new_tokens", 5)
+    options = (step, "--prompt", "import os", "--max_new_tokens", 5)
     status, out, _ = command(capsys, *options, "--device", "cpu")
     assert status == 0
     assert out.startswith("import os")
     assert len(out.strip()) > len("import os")
     assert command(capsys, *options, "--device", "cpu")[1] == out
-    # The checkpoint as the first argument, and data instead of the text alone.
-    said = command(capsys, *options[1:], "--device", "cpu", "--json")[1]
+    said = command(capsys, *options, "--device", "cpu", "--json")[1]
     assert json.loads(said) == {"prompt": "import os", "text": out.removesuffix("\n")}
     assert command(capsys, *options, "--device", "cpu", "--seed", 1)[1] != out
 
@@ -188,7 +187,7 @@ def test_a_full_rank_model_has_no_latent_cache(tmp_path, capsys):
         (["--seed", "9" * 30], "--seed"),
         (["--prompt", "bytes \udcff that are no UTF-8"], "--prompt"),
         (["--device", "abacus"], "--device"),
-        (["--checkpoint", "nowhere/a/b"], "CHECKPOINT"),
+        (["nowhere/a/b"], "got 'nowhere/a/b'"),
         (["--beams", "4"], "--beams"),
         (["--parallelism.pipeline_parallel_degree=2"], "parallelism.pipeline_parallel_degree"),
         (["--parallelism.tensor_parallel_degree=4"], "torchrun --nproc_per_node=4"),
@@ -199,7 +198,7 @@ def test_a_full_rank_model_has_no_latent_cache(tmp_path, capsys):
 def test_refusals(tmp_path, capsys, options, key):
     step, _ = write_run(tmp_path, "cola")
     prompt = [] if "--prompts" in options else ["--prompt", "a"]
-    status, out, err = command(capsys, "--checkpoint", step, *prompt, *options)
+    status, out, err = command(capsys, step, *prompt, *options)
     assert (status, out) == (2, "")
     assert key in err
     assert err.count("\n") == 1, err
@@ -213,7 +212,7 @@ def test_a_tokenizer_that_is_missing_or_too_large_is_refused(tmp_path, capsys):
         (tmp_path / "job_config.json").write_text(json.dumps(record))
         if assets != "nowhere":
             write_large_tokenizer(tmp_path / "large")
-        status, _, err = command(capsys, "--checkpoint", step, "--prompt", "a")
+        status, _, err = command(capsys, step, "--prompt", "a")
         assert status == 2
         assert err.startswith("error: model.hf_assets_path: got")
         assert err.count("\n") == 1

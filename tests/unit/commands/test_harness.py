@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Tasks of the lm-evaluation-harness: this package's model class against the harness' own."""
 
+import importlib.util
 import json
 import sys
 from types import SimpleNamespace
@@ -8,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.commands import Command
 from tests.reference.validation_loss import token_losses
-from tests.scripts import load_script
 from tests.unit.hf.test_export import export, write_run
 from torchtitan_lr.hf.loading import load_for_inference
 
-script = load_script("evaluate")
+script = Command("evaluate")
 WINDOW = 128
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -30,7 +31,7 @@ def command(capsys, *argv):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--tasks", ","], "--tasks: got '', expected names such as python_stdlib_next"),
+        (["--tasks", ","], "--tasks: got '', expected names such as hellaswag"),
         (["--tasks", "a", "--corpus", "c4"], "--corpus: got 'c4', expected no such option"),
         (["--tasks", "a", "--seq_len", "8"], "--seq_len: got 8, expected no such option"),
         (["--tasks", "a", "--task_path", "nowhere"], "--task_path: got 'nowhere'"),
@@ -51,7 +52,7 @@ def test_no_tasks_on_the_ranks_of_torchrun(capsys, monkeypatch):
 
 
 def test_without_the_harness_the_extra_is_named(capsys, monkeypatch):
-    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     _, _, err = command(capsys, "step-1", "--tasks", "a")
     assert err == (
         "error: --tasks: got 'a', expected the extra eval: pip install 'torchtitan_lr[eval]'\n"

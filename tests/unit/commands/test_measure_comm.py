@@ -1,9 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``scripts/measure_comm.py``: blocks that differ in nothing but their overlap are one."""
+"""``measure-comm``: blocks that differ in nothing but their overlap are one."""
 
-from tests.scripts import load_script
-
-script = load_script("measure_comm")
+from torchtitan_lr.commands import measure_comm as script
 
 
 def row(scope, overlapped, calls=1):

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from tests.scripts import load_script
+from tests.commands import Command
 from torchtitan_lr.launch.folder_lock import LOCK_FILE, locked
 from torchtitan_lr.launch.run_state import (
     FAILED,
@@ -18,7 +18,7 @@ from torchtitan_lr.launch.run_state import (
     write_state,
 )
 
-runs = load_script("runs")
+runs = Command("runs")
 
 
 def leave(folder, step, steps=10, state=None, why="", config="a.toml"):

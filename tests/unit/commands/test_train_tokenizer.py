@@ -7,7 +7,7 @@ import pytest
 from tiktoken.load import load_tiktoken_bpe
 from torchtitan.config import JobConfig
 
-from scripts.train_tokenizer import main
+from tests.commands import Command
 from torchtitan_lr.data.tokenizer import build_tokenizer, resolve_assets_path
 
 WORDS = "the low rank model reads what it is given, and writes what it has read; "
@@ -23,7 +23,9 @@ def text(tmp_path):
 
 
 def train(text, out, *more):
-    return main(["--corpus", "local", "--path", str(text), "--out", str(out), *more])
+    return Command("tokenizer").main(
+        ["--corpus", "local", "--path", str(text), "--out", str(out), *more]
+    )
 
 
 def load(folder):

@@ -10,7 +10,7 @@ import re
 
 import pytest
 
-from tests.scripts import ROOT
+from tests.commands import ROOT
 from tests.unit.compat.doors import changed, parameters, resolve
 from torchtitan_lr.compat.overrides import OVERRIDES, REWRITES
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from tests.scripts import ROOT
+from tests.commands import ROOT
 from torchtitan_lr.compat.overrides import OVERRIDES
 
 PACKAGE = ROOT / "torchtitan_lr"

@@ -3,11 +3,10 @@
 
 import pytest
 
-from tests.scripts import ROOT
-from torchtitan_lr.config import shipped
+from tests.commands import ROOT
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import load_toml
-from torchtitan_lr.config.shipped import find_config, near_configs, shipped_configs, shipped_folder
+from torchtitan_lr.config.shipped import find_config, near_configs, shipped_configs
 from torchtitan_lr.errors import ConfigError
 
 SHIPPED = str(ROOT / "train_configs" / "debug_cola.toml")
@@ -63,11 +62,3 @@ def test_a_wrong_name_is_refused_with_near_ones(elsewhere):
 def test_every_shipped_file_has_a_name():
     files = sorted((ROOT / "train_configs").glob("*.toml"))
     assert list(shipped_configs().values()) == files and len(files) > 20
-
-
-def test_an_installed_package_has_its_own_folder(monkeypatch, tmp_path):
-    package = tmp_path / "site" / "torchtitan_lr"
-    monkeypatch.setattr(shipped, "_PACKAGE", package)
-    assert shipped_folder("scripts") == tmp_path / "site" / "scripts"
-    (package / "scripts").mkdir(parents=True)
-    assert shipped_folder("scripts") == package / "scripts"

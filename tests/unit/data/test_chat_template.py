@@ -7,7 +7,7 @@ import shutil
 import pytest
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from tests.scripts import ROOT
+from tests.commands import ROOT
 from torchtitan_lr.data.chat_template import ChatTemplate
 from torchtitan_lr.data.dataloader import _fingerprint
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair

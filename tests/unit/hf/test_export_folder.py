@@ -9,13 +9,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, processors
 
-from tests.scripts import ROOT, load_script
+from tests.commands import ROOT, Command
 from tests.unit.hf.test_export import write_run
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.data.train_tokenizer import byte_alphabet
 from torchtitan_lr.hf.tokenizer import export_tokenizer
 
-export = load_script("export")
+export = Command("export")
 
 ASSETS = ROOT / "torchtitan_lr/data/assets/bpe4k"
 TEXTS = [

@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
-from tests.scripts import load_script
+from tests.commands import Command
 from tests.unit.hf.test_export import export, write_run
 from torchtitan_lr.hf.exported import export_dtype
 
-evaluate, generate = load_script("evaluate"), load_script("generate")
+evaluate, generate = Command("evaluate"), Command("generate")
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

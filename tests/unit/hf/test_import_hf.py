@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.scripts import ROOT, load_script
+from tests.commands import ROOT, Command
 from tests.unit.hf.test_export_hf import model_of
 from tests.unit.tiny import tokens
 from torchtitan_lr.checkpoints.manifest import damage_of, read_manifest
@@ -24,7 +24,7 @@ from torchtitan_lr.hf.loading import read_run_config as record_of
 from torchtitan_lr.hf.step_zero import write_weights
 from torchtitan_lr.hf.weights import ModelWeights
 
-import_hf = load_script("import_hf")
+import_hf = Command("import")
 
 ASSETS = ROOT / "torchtitan_lr/data/assets/bpe4k"
 SCALED = {

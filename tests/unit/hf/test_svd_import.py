@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from tests.scripts import load_script
+from tests.commands import Command
 from tests.unit.tiny import build_tiny, tiny_args
 from torchtitan_lr.hf.export import export_factored
 from torchtitan_lr.hf.loading import load_for_inference
@@ -16,7 +16,7 @@ from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import merge_factors
 
-import_hf = load_script("import_hf")
+import_hf = Command("import")
 
 LINEARS = [f"attention.w{x}" for x in "qkvo"] + [f"feed_forward.w{i}" for i in (1, 2, 3)]
 

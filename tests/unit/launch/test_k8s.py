@@ -11,7 +11,7 @@ import re
 import pytest
 import yaml
 
-from tests.scripts import ROOT
+from tests.commands import ROOT
 
 _FOR_EVER = "AndIgnoreMaxRestarts"
 NAME = re.compile("[a-z0-9]([-a-z0-9]*[a-z0-9])?")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.scripts import ROOT
+from tests.commands import ROOT
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch import launcher as launch
 

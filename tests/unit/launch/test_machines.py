@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.scripts import ROOT
+from tests.commands import ROOT
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch import machines

@@ -5,7 +5,7 @@ import ast
 
 import pytest
 
-from tests.scripts import ROOT
+from tests.commands import ROOT
 from torchtitan_lr.config.schema import MODELS
 from torchtitan_lr.models.families.registry import FAMILIES, find_family
 

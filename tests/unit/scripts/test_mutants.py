@@ -18,7 +18,7 @@ from scripts.check.mutants import (
     read_package,
     what_is_wrong,
 )
-from tests.scripts import ROOT
+from tests.commands import ROOT
 
 SCRIPT = ROOT / "scripts/check/mutants.py"
 

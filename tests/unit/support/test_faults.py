@@ -5,8 +5,6 @@ import json
 
 import pytest
 
-import torchtitan_lr.training.register  # noqa: F401 (the families)
-from tests.support.faults.losses import Trained, as_table
 from tests.support.faults.orders import (
     BEFORE,
     COMMITTED,
@@ -23,7 +21,6 @@ from tests.support.faults.orders import (
 )
 from tests.support.faults.trials import Outcome, cost, strikes
 from tests.support.faults.verdict import Verdict, summary
-from tests.support.faults.wire import formulas
 from tests.support.replay import merge_commits
 from torchtitan_lr.replicas.commits import COMMITS_FILE
 
@@ -118,24 +115,10 @@ def test_a_verdict_holds_if_nothing_is_wrong(missing, unequal, twice, largest, h
     assert Verdict(9, missing, unequal, twice, largest, 27).holds is holds
 
 
-def test_tables_sum_up_alike_faults_and_seeds():
+def test_tables_sum_up_alike_faults():
     outcomes = [
         Outcome("plain step, in collective", "SIGKILL", index, (index,), 9, lost, 1, 0.0)
         for index, lost in enumerate((1.0, 2.0, 6.0))
     ]
     row = "| plain step, in collective | SIGKILL | 3 | 2.0, at most 6.0 | 3 | 0.0, at most 0.0 |"
     assert summary(outcomes).splitlines()[2:] == [row]
-    runs = [
-        (seed, every, Trained(5.0 + seed / 10, 3.0, 100, 0, 9.0))
-        for seed in (1, 2, 3)
-        for every in (0, 20)
-    ]
-    assert "| never | mean | 5.2000 ± 0.1000 |" in as_table(runs)
-
-
-def test_the_formula_of_the_replicas_sums():
-    # Counted by hand for the debug model: head and norms are dense, every matrix has a core of
-    # 32 x 32; a refresh sends dense gradients, two rounds of sketches and the checksums.
-    arguments = ["--job.config_file=debug_replicas", "--optimizer.tsr_refresh_interval=8"]
-    found = formulas(arguments, 2)
-    assert found == {PLAIN: 2_335_232, REFRESH: 4_536_720}

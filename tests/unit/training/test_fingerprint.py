@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.scripts import ROOT
+from tests.commands import ROOT
 from tests.unit.tiny import build_tiny, tiny_args
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs

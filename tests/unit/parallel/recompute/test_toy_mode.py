@@ -11,24 +11,24 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.scripts import ROOT
+from tests.commands import ROOT
 from tests.unit.tiny import build_tiny, tiny_args, tokens
 from tests.unit.tiny_trainer import history, tiny_trainer
 from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.commands.estimate_report import alternative_modes
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import AC_MODES
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.estimate.alternatives import alternative_modes
 from torchtitan_lr.estimate.memory import rehearse_run, repeated_by_block
 from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.estimate.timing import repeated_flops
-from torchtitan_lr.estimate.variants import read_modes
 from torchtitan_lr.formulas.activations import layer_recompute_flops, recompute_flops
 from torchtitan_lr.formulas.flops import FORWARD_AND_BACKWARD, layer_flops
 from torchtitan_lr.parallel.recompute.activation_checkpoint import (
     MODES,
     apply_activation_checkpoint,
 )
+from torchtitan_lr.scaling.variants import read_modes
 
 DEBUG = f"--job.config_file={ROOT}/train_configs/debug_cola.toml"
 NAMED = "--activation_checkpoint.mode=feed_forward"

@@ -8,7 +8,7 @@ from math import prod
 
 import pytest
 
-from tests.scripts import ROOT, load_script
+from tests.commands import ROOT, Command
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config import schema
 from torchtitan_lr.config.build import build_job_config
@@ -17,11 +17,11 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.estimate.timing import block_flops
 from torchtitan_lr.estimate.traffic import step_traffic
-from torchtitan_lr.estimate.variants import derive
 from torchtitan_lr.formulas.communication import model_traffic
 from torchtitan_lr.formulas.plans.registry import FORMULAS
 from torchtitan_lr.parallel.tensor import plans
 from torchtitan_lr.parallel.tensor.plans import PLANS
+from torchtitan_lr.scaling.variants import derive
 
 DEBUG = "train_configs/debug_cola.toml"
 NAMED = "--parallelism.tp_plan=gathered"
@@ -133,7 +133,7 @@ def test_the_estimate_counts_it():
 
 
 def test_compare_lists_it(capsys):
-    compare = load_script("compare")
+    compare = Command("compare")
     options = compare._parse([DEBUG, "--plans", "full,gathered", MODULE])
     cases = compare.cases_of(options)
     assert [case.name for case in cases] == ["full", "gathered"]
@@ -149,7 +149,7 @@ def test_compare_lists_it(capsys):
 
 
 def test_an_estimate_has_it_as_a_column(capsys):
-    estimate = load_script("estimate")
+    estimate = Command("estimate")
     options = [DEBUG, MODULE, TP, NO_CHECKPOINT, "--training.global_batch_size=-1"]
     assert estimate.main([*options, "--plans", "full,gathered", "--json"]) == 0
     columns = json.loads(capsys.readouterr().out)["alternatives"]

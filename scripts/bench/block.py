@@ -1,0 +1,257 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+r"""Time one decoder block of a T-way split on one device, plan by plan.
+
+Without torchrun, the script runs rank 0 of T with a fake process group and measures the compute of
+one rank, next to the device's own matmul ceiling. Under torchrun the collectives are real and the
+ranks are torchrun's:
+
+    python -m scripts.bench.block --flavor 7B --ranks 4 --compile
+    torchrun --nproc_per_node=4 -m scripts.bench.block \
+        --device cpu --flavor 60M --dtype float32
+
+Times are medians over the steps, in milliseconds; on a GPU they are taken between events, so the
+host is not waited for. TFLOP/s counts the block's own products
+(formulas/flops.py) divided by T; work that a plan repeats on every rank counts once. Memory is the
+memory allocated between forward and backward; checkpointing is rated by the memory it frees per
+added millisecond. Without a CUDA device the script prints a note and exits, unless --device cpu is
+given.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from scripts.bench.harness import median_ms
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.console.tables import text_table
+from torchtitan_lr.formulas.flops import layer_flops
+from torchtitan_lr.formulas.plans.registry import FORMULAS
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.parallel.parallelize import apply_compile
+from torchtitan_lr.parallel.recompute.low_rank_checkpoint import apply_low_rank_checkpoint
+from torchtitan_lr.parallel.tensor.tensor_parallel import (
+    TPSettings,
+    apply_tensor_parallel,
+    resolve_settings,
+)
+
+Row: TypeAlias = dict[str, Any]
+"""Measurements of one variant by name; None if not measured."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row: a family, a plan, and whether low-rank checkpointing saves attention's output."""
+
+    family: Any
+    settings: TPSettings
+    checkpoint: str = ""
+
+
+VARIANTS = {
+    "full": Variant("full", TPSettings("megatron")),
+    "vanilla_replicated": Variant("cola", TPSettings("vanilla_replicated")),
+    "vanilla": Variant("cola", TPSettings("vanilla")),
+    "btp_ungrouped": Variant("cola", TPSettings("btp", grouping=False)),
+    "btp": Variant("cola", TPSettings("btp")),
+    "btp_column": Variant("cola", TPSettings("btp", norm_stat="column")),
+    "btp_sync": Variant("cola", TPSettings("btp", norm="sync")),
+    "btp_sequence": Variant("cola", TPSettings("btp", comm="sequence")),
+    "btp_low_rank_ac": Variant("cola", TPSettings("btp"), "recompute"),
+    "btp_low_rank_ac_keep_attention": Variant("cola", TPSettings("btp"), "keep"),
+}
+
+
+@in_one_line
+def main(argv: list[str] | None = None) -> int:
+    """Time the variants and print a table, or JSON."""
+    options = _parse(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("skipped: no CUDA device here (--device cpu times this processor instead)")
+        return 0
+    mesh = _join(options)
+    try:
+        names = [name for name in VARIANTS if name.startswith(options.only)]
+        report: dict[str, Any] = {
+            "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "options": vars(options),
+            "matmul_tflops": _matmul_ceiling(options),
+            "variants": {name: _measure(VARIANTS[name], mesh, options) for name in names},
+        }
+        _rate_checkpointing(report["variants"])
+        if dist.get_rank() == 0:
+            print(json.dumps(report, indent=2) if options.json else _table(report))
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(description=__doc__)
+    parser.add_argument(
+        "--flavor", choices=sorted(FLAVORS["cola"]), default="7B", help="flavor of the model"
+    )
+    parser.add_argument("--ranks", type=int, default=4, help="T; ignored under torchrun")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per micro-batch")
+    parser.add_argument("--seq_len", type=int, default=4096, help="tokens per sequence")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the block"
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="device to run on"
+    )
+    parser.add_argument("--compile", action="store_true", help="compile the block")
+    parser.add_argument("--steps", type=int, default=20, help="timed repetitions")
+    parser.add_argument("--warmup", type=int, default=3, help="untimed repetitions")
+    parser.add_argument("--only", default="", help="only rows with this prefix, e.g. btp")
+    parser.add_argument("--json", action="store_true", help="print a dictionary instead")
+    options = parser.parse_args(argv)
+    for key in ("ranks", "batch", "seq_len", "steps"):
+        if getattr(options, key) < 1:
+            parser.error(f"--{key} must be at least 1")
+    if not any(name.startswith(options.only) for name in VARIANTS):
+        parser.error(f"--only must begin one of {', '.join(VARIANTS)}")
+    return options
+
+
+def _join(options: argparse.Namespace) -> DeviceMesh:
+    """Return the mesh of torchrun's process group, or of a fake one of `--ranks` ranks."""
+    if "WORLD_SIZE" in os.environ:
+        if options.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+        options.ranks = dist.get_world_size()
+    else:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=0, world_size=options.ranks, store=FakeStore())
+    return init_device_mesh(options.device, (options.ranks,), mesh_dim_names=("tp",))
+
+
+def _measure(variant: Variant, mesh: DeviceMesh, options: argparse.Namespace) -> Row:
+    """Return times (ms), TFLOP/s and activation memory (MiB) of one variant."""
+    args = replace(FLAVORS[variant.family][options.flavor], n_layers=1)
+    args.max_seq_len = options.seq_len
+    settings = resolve_settings(variant.settings, args, options.ranks, options.seq_len)
+    model = _build(args, settings, variant, mesh, options)
+    block = model.layers["0"]
+    x = _input(args, settings, options)
+    cotangent = torch.randn_like(x)
+
+    def forward() -> torch.Tensor:
+        out: torch.Tensor = block(x, torch.view_as_real(model.freqs_cis))[0]
+        return out
+
+    def both() -> None:
+        forward().backward(cotangent)
+        block.zero_grad()
+        x.grad = None
+
+    flops = layer_flops(args, options.seq_len).total * options.batch / options.ranks
+    forward_ms, both_ms = (_time(f, options) for f in (forward, both))
+    return {
+        "forward_ms": forward_ms,
+        "forward_backward_ms": both_ms,
+        "tflops": flops / both_ms / 1e9,
+        "activation_mib": _activation_memory(forward, options),
+    }
+
+
+def _build(
+    args: LlamaArgs,
+    settings: TPSettings,
+    variant: Variant,
+    mesh: DeviceMesh,
+    options: argparse.Namespace,
+) -> LlamaModel:
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        model = LlamaModel(args)
+    model.to(getattr(torch, options.dtype))
+    apply_tensor_parallel(model, mesh, settings)
+    if variant.checkpoint:
+        apply_low_rank_checkpoint(model, variant.checkpoint == "keep")
+    if options.compile:
+        apply_compile(model, "inductor")
+    model.tok_embeddings, model.output = None, None
+    model.to_empty(device=options.device)
+    model.init_weights()
+    return model
+
+
+def _input(args: LlamaArgs, settings: TPSettings, options: argparse.Namespace) -> torch.Tensor:
+    """Return this rank's part of a random stream: (b, s, d/T), (b, s/T, d) or (b, s, d)."""
+    s, d, t = options.seq_len, args.dim, options.ranks
+    if FORMULAS[settings.plan].shards_stream:
+        d //= t
+    elif settings.comm == "sequence":
+        s //= t
+    dtype = getattr(torch, options.dtype)
+    return torch.randn(options.batch, s, d, dtype=dtype, device=options.device, requires_grad=True)
+
+
+def _time(run: Callable[[], object], options: argparse.Namespace) -> float:
+    """Return the median time of a call in milliseconds."""
+    # Ranks on CPUs begin each call together; on GPUs a barrier would be part of the time.
+    together = dist.barrier if "WORLD_SIZE" in os.environ else None
+    return median_ms(run, options.device, options.steps, options.warmup, together)
+
+
+def _activation_memory(forward: Callable[[], object], options: argparse.Namespace) -> float | None:
+    """Return the MiB that forward leaves allocated; None if the device does not count them."""
+    if options.device != "cuda":
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    out = forward()
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before
+    del out
+    return kept / 2**20
+
+
+def _matmul_ceiling(options: argparse.Namespace) -> float:
+    """Return the TFLOP/s of a large square product on this device."""
+    n = 8192 if options.device == "cuda" else 512
+    a, b = (
+        torch.randn(n, n, dtype=getattr(torch, options.dtype), device=options.device)
+        for _ in range(2)
+    )
+    return 2 * n**3 / _time(lambda: a @ b, options) / 1e9
+
+
+def _rate_checkpointing(variants: dict[str, Row]) -> None:
+    plain = variants.get("btp")
+    for name, row in variants.items():
+        if plain and name.startswith("btp_low_rank_ac") and row["activation_mib"] is not None:
+            freed = plain["activation_mib"] - row["activation_mib"]
+            added = row["forward_backward_ms"] - plain["forward_backward_ms"]
+            row["freed_mib_per_ms"] = freed / added if added > 0 else None
+
+
+def _table(report: dict[str, Any]) -> str:
+    ceiling = report["matmul_tflops"]
+    title = f"{report['device']}, torch {report['torch']}, matmul ceiling {ceiling:.3g} TFLOP/s"
+    header = ["variant", "fwd ms", "fwd+bwd ms", "TFLOP/s", "of ceiling", "act. MiB", "MiB/ms"]
+    lines = []
+    for name, row in report["variants"].items():
+        cells = [name, f"{row['forward_ms']:.2f}", f"{row['forward_backward_ms']:.2f}"]
+        cells += [f"{row['tflops']:.3g}", f"{row['tflops'] / ceiling:.0%}"]
+        sizes = (row["activation_mib"], row.get("freed_mib_per_ms"))
+        lines.append([*cells, *("-" if size is None else f"{size:.1f}" for size in sizes)])
+    return f"{title}\n{text_table(header, lines)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

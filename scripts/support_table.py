@@ -1,0 +1,59 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Write the table of ``docs/support.md`` from ``docs/support_matrix.toml``.
+
+The table is inserted between the page's two markers; ``--print`` only prints it.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tests.support.support_matrix import SupportMatrix
+from torchtitan_lr.commands.parser import OneLineParser
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "support.md"
+BEGIN, END = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
+
+
+def insert(text: str, table: str) -> str:
+    """Return a text with the table between its markers.
+
+    Args:
+        text: Text of the page.
+        table: The new table.
+
+    Raises:
+        ValueError: The markers do not occur once each, in order.
+    """
+    before, found_begin, rest = text.partition(BEGIN)
+    _, found_end, after = rest.partition(END)
+    if not (found_begin and found_end):
+        raise ValueError(f"{PAGE.name} has no {BEGIN} ... {END}")
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = OneLineParser(description=__doc__)
+    parser.add_argument("--print", action="store_true", help="print it, change nothing")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return the exit status."""
+    arguments = parse_args(argv)
+    table = SupportMatrix().table()
+    if arguments.print:
+        print(table)
+        return 0
+    try:
+        PAGE.write_text(insert(PAGE.read_text(), table))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,18 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Subcommands of ``torchtitan-lr``, called in this process."""
+
+from pathlib import Path
+
+from torchtitan_lr.commands.main import main
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Command:
+    """A subcommand by its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def main(self, argv: list[str]) -> int:
+        return main([self.name, *argv])

@@ -1,0 +1,115 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Write a training checkpoint as safetensors.
+
+With this package's factored names, for every model:
+
+    torchtitan-lr export outputs/checkpoint/step-100 exported
+
+For transformers' AutoModelForCausalLM, with the tokenizer and a model card. A model that equals a
+full-rank LLaMA (llama_full, llama_svd) becomes one; others bring their code, to be loaded with
+trust_remote_code=True:
+
+    torchtitan-lr export outputs/checkpoint/step-100 exported --format hf
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from torchtitan_lr.commands.parser import OneLineParser
+from torchtitan_lr.errors import ConfigError
+
+DTYPES = ("checkpoint", "float32", "bfloat16")
+
+
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the checkpoint, the output folder and the options."""
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        type=Path,
+        help="a step's folder: .../checkpoint/step-100",
+    )
+    add_out(parser)
+    parser.add_argument(
+        "--format", choices=["factored", "hf"], default="factored", help="names of the weights"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="checkpoint", help="precision written")
+    parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
+    parser.add_argument(
+        "--keep_factors", action="store_true", help="hf: keep the factors of llama_svd too"
+    )
+    parser.add_argument(
+        "--max_shard_size", default="5GB", help="of one file of weights: 5GB, 500MB or bytes"
+    )
+
+
+def add_out(parser: OneLineParser) -> None:
+    """Add the output folder: the second argument, or ``--out``."""
+    parser.add_argument("out", metavar="OUT", nargs="?", type=Path, help="a new or empty folder")
+    parser.add_argument("--out", dest="out_option", metavar="OUT", type=Path, help="the same")
+
+
+def check_out(args: argparse.Namespace) -> None:
+    """Set ``args.out`` to the output folder.
+
+    Raises:
+        ConfigError: There is none, or two, or it is not empty.
+    """
+    if (args.out is None) == (args.out_option is None):
+        raise ConfigError("OUT", args.out and str(args.out), "one folder to write into")
+    args.out = args.out or args.out_option
+    if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
+        raise ConfigError("OUT", str(args.out), "a folder that is empty or new")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the export; return the exit status."""
+    check_out(args)
+    export(args)
+    print(f"{args.checkpoint} ({args.format}) -> {args.out}")
+    return 0
+
+
+def export(args: argparse.Namespace) -> None:
+    """Load, convert, write.
+
+    Args:
+        args: the parsed arguments.
+
+    Raises:
+        ConfigError: The checkpoint cannot be read, converted or written.
+    """
+    import torch
+
+    from torchtitan_lr.hf.export import check_hf_exportable, export_factored
+    from torchtitan_lr.hf.folder import add_tokenizer, export_folder, find_tokenizer
+    from torchtitan_lr.hf.loading import build_model_args, open_weights, read_run_config
+    from torchtitan_lr.hf.shards import read_size
+
+    max_bytes = read_size(args.max_shard_size)
+    config = read_run_config(args.checkpoint, args.config)
+    model_args = build_model_args(config)
+    hf = args.format == "hf"
+    if args.keep_factors and not hf:
+        raise ConfigError(
+            "--keep_factors", args.format, "--format hf; 'factored' always keeps them"
+        )
+    if hf:
+        check_hf_exportable(model_args, args.keep_factors)
+    assets = find_tokenizer(config, model_args)
+    source = open_weights(args.checkpoint, model_args, assets)
+    dtype = None if args.dtype == "checkpoint" else getattr(torch, args.dtype)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        if hf:
+            export_folder(source, config, args.out, dtype, max_bytes, args.keep_factors, assets)
+        else:
+            export_factored(source, args.out, dtype, max_bytes)
+            if assets:
+                add_tokenizer(config, args.out, model_args.max_seq_len)
+    except OSError as error:
+        raise ConfigError("OUT", str(args.out), f"a writable folder ({error})") from error
+    if not assets:
+        path = config.model.hf_assets_path
+        print(f"no tokenizer in {path}: exported without one", file=sys.stderr)

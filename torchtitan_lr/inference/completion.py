@@ -1,0 +1,222 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Continue texts with a model: prompts from a file in batches, results in the prompts' order."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.inference.decode import (
+    Choice,
+    Decoder,
+    check_limit,
+    generate,
+    room,
+    whole_vocabulary,
+)
+from torchtitan_lr.inference.native.program import NativeModel
+from torchtitan_lr.inference.sampling import Sampling
+from torchtitan_lr.inference.text import TextStream
+from torchtitan_lr.models.llama import LlamaModel
+
+__all__ = ["USUAL_NEW_TOKENS", "Completion", "Settings", "complete", "generate", "read_prompts"]
+
+USUAL_NEW_TOKENS = 100
+"""Limit without ``--max_new_tokens``, or what the trained window leaves if that is less."""
+
+_SEEDS = 2**63
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How texts are continued.
+
+    Attributes:
+        max_new_tokens: Maximum number of new tokens; None for `USUAL_NEW_TOKENS`.
+        sampling: How tokens are drawn.
+        seed: Seed of the first prompt; prompt i has seed + i.
+        stops: Strings that end a text.
+        stop_ids: Tokens that end a text, beside the tokenizer's own.
+        batch_size: Prompts that are decoded together.
+        cache: Kind of the cache, ``full`` or ``latent``.
+        compiled: Whether the model went through `inference.decode.compile_blocks`.
+        choice: Draws from the model's logits, see `inference.decode.Decoder`.
+        native: The model packed for the library's steps; None for torch's.
+    """
+
+    max_new_tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    stops: Sequence[str] = ()
+    stop_ids: Sequence[int] = ()
+    batch_size: int = 16
+    cache: str = "full"
+    compiled: bool = False
+    choice: Choice = whole_vocabulary
+    native: NativeModel | None = None
+
+
+@dataclass
+class Completion:
+    """One continued text.
+
+    Attributes:
+        prompt: The prompt.
+        text: The prompt and its continuation.
+        new_tokens: Number of tokens that were generated, the stop token included.
+        end: ``length``, ``stop_token`` or ``stop_string``.
+    """
+
+    prompt: str
+    text: str
+    new_tokens: int = 0
+    end: str = "length"
+
+
+def read_prompts(source: Path) -> list[str]:
+    """Read prompts.
+
+    Args:
+        source: A ``.jsonl`` file with the key ``prompt`` in each line, or any other file with one
+            prompt per line; ``-`` is stdin, where a line that begins with ``{`` is JSON.
+
+    Returns:
+        The prompts, without empty lines.
+
+    Raises:
+        ConfigError: The file cannot be read or has no prompts.
+        DataError: A line is not valid.
+    """
+    try:
+        piped = str(source) == "-"
+        text = sys.stdin.read() if piped else source.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--prompts", str(source), f"a file in UTF-8 or - ({error})") from error
+    prompts = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        is_json = source.suffix == ".jsonl" or (piped and line.startswith("{"))
+        prompts.append(_parse(line, f"{source}:{number}") if is_json else line.rstrip("\r"))
+    if not prompts:
+        raise ConfigError("--prompts", str(source), "at least one line that is not empty")
+    return prompts
+
+
+def _parse(line: str, place: str) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, TypeError, KeyError):
+        prompt = None
+    if not isinstance(prompt, str):
+        raise DataError("--prompts", place, 'a line such as {"prompt": "text"}')
+    return prompt
+
+
+def complete(
+    model: LlamaModel,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    settings: Settings,
+    write: Callable[[str], Any] | None = None,
+) -> Iterator[Completion]:
+    """Continue prompts in batches.
+
+    Args:
+        model: The model, whole on one device or a rank's part of it.
+        tokenizer: The model's tokenizer.
+        prompts: The texts to continue.
+        settings: How.
+        write: Receives the pieces of the continuation; for one prompt only.
+
+    Returns:
+        An iterator over the completions, in the order of the prompts. All prompts are checked
+        before the first one is continued.
+
+    Raises:
+        ConfigError: A prompt has no tokens or does not fit the trained window.
+    """
+    rows = []
+    for index, prompt in enumerate(prompts):
+        key = "--prompt" if len(prompts) == 1 else f"--prompts, prompt {index + 1}"
+        ids = tokenizer.encode(prompt, add_bos=True, add_eos=False)
+        seed = (settings.seed + index) % _SEEDS
+        rows.append(_Row(prompt, ids, _limit(model, ids, settings, key), seed))
+    return _batches(model, tokenizer, iter(rows), settings, write)
+
+
+@dataclass(frozen=True)
+class _Row:
+    prompt: str
+    ids: list[int]
+    limit: int
+    seed: int
+
+
+def _limit(model: LlamaModel, ids: list[int], settings: Settings, key: str) -> int:
+    args, limit = model.model_args, settings.max_new_tokens
+    if limit is None:
+        return min(USUAL_NEW_TOKENS, room(args, len(ids), key))
+    check_limit(args, len(ids), limit, key)
+    return limit
+
+
+def _batches(
+    model: LlamaModel,
+    tokenizer: Any,
+    rows: Iterator[_Row],
+    settings: Settings,
+    write: Callable[[str], Any] | None,
+) -> Iterator[Completion]:
+    while batch := list(islice(rows, settings.batch_size)):
+        yield from _complete_batch(model, tokenizer, batch, settings, write)
+
+
+def _complete_batch(
+    model: LlamaModel,
+    tokenizer: Any,
+    rows: list[_Row],
+    settings: Settings,
+    write: Callable[[str], Any] | None,
+) -> list[Completion]:
+    stop_ids = {tokenizer.eos_id, *settings.stop_ids} - {None}
+    decoder = Decoder(
+        model,
+        [row.ids for row in rows],
+        [row.limit for row in rows],
+        settings.sampling,
+        [row.seed for row in rows],
+        stop_ids,
+        settings.cache,
+        settings.compiled,
+        settings.choice,
+        settings.native,
+    )
+    streams = [TextStream(tokenizer, row.ids, settings.stops) for row in rows]
+    done = [Completion(row.prompt, row.prompt) for row in rows]
+
+    def add(index: int, piece: str) -> None:
+        done[index].text += piece
+        if write is not None and piece:
+            write(piece)
+
+    while any(decoder.running):
+        for index, token in enumerate(decoder.step()):
+            if token is None:
+                continue
+            if token in stop_ids:
+                done[index].end = "stop_token"
+            else:
+                add(index, streams[index].push(token))
+            if not decoder.running[index]:
+                add(index, streams[index].finish())
+            if streams[index].stopped:
+                done[index].end = "stop_string"
+                decoder.stop(index)
+    for completion, count in zip(done, decoder.new_tokens, strict=True):
+        completion.new_tokens = count
+    return done
