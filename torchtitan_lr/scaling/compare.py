@@ -1,152 +1,172 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Runs of a cost comparison: their selection, their arguments, and one table row for each."""
+"""What runs of a few steps cost, side by side: points of a sweep, a table and a picture."""
 
 import argparse
-import json
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.shipped import find_config
+from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.formulas.papers.published import BOOST_ITERATION_SECONDS, BoostRun
-from torchtitan_lr.scaling.experiments import launch, step_records
-from torchtitan_lr.scaling.timing import MEASUREMENT_FILE, WATCHED_STEPS, row_of
-from torchtitan_lr.scaling.variants import derive, read_modes, shared_mode
+from torchtitan_lr.scaling.experiments import SECONDS, step_records
+from torchtitan_lr.scaling.sweep import FINISHED, Point
+from torchtitan_lr.scaling.variants import derive, read_modes, read_plans, shared_mode
+from torchtitan_lr.training.figures import color_of, new_figure
 
-TABLES_CONFIG = "train_configs/boost_3b.toml"
-QUIET = [
-    *("--metrics.log_freq=1", "--metrics.no_comm_ledger", "--metrics.no_enable_tensorboard"),
-    *("--metrics.no_enable_wandb", "--validation.no_enable", "--checkpoint.no_enable"),
+COUNTED = "-bytes"
+"""Suffix of the point whose collectives are counted: a counted step is slower, so it is not timed.
+Its second step counts; the first one is special for some optimizers."""
+
+_QUIET = [
+    *("--metrics.log_freq=1", "--metrics.no_enable_tensorboard"),
+    *("--validation.no_enable", "--checkpoint.no_enable"),
 ]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One run.
+def points_of(args: argparse.Namespace) -> list[Point]:
+    """Return two points of each run: one that is timed, and one whose collectives are counted.
 
     Args:
-        name: Name of the run.
-        config: Its TOML file.
-        arguments: Overrides of the TOML.
-        checkpointing: Its mode of activation checkpointing.
-        ranks: Number of processes; None for NGPU.
-        published: The paper's seconds per step.
-    """
-
-    name: str
-    config: str
-    arguments: list[str]
-    checkpointing: str
-    ranks: int | None = None
-    published: float | None = None
-
-
-def cases_of(options: argparse.Namespace) -> list[Case]:
-    """Return the runs to measure.
+        args: The arguments of ``torchtitan-lr compare``.
 
     Raises:
-        ConfigError: A TOML cannot be read, two have the same name, or modes of activation
-            checkpointing differ without having been named.
+        ConfigError: A TOML cannot be read, two have the same name, a plan does not exist, or modes
+            of activation checkpointing differ without having been named.
     """
-    if options.tables:
-        return table_cases(options)
-    if len(options.configs) > 1:
-        return file_cases(options)
-    (config,) = options.configs
-    overrides = options.overrides
-    named = read_modes(options.checkpointing, options.plans)
-    shared = shared_mode(configured_mode(config, overrides), options.plans)
-    return [
-        Case(p, config, [*overrides, *derive(config, p, overrides)], named.get(p, shared))
-        for p in options.plans
-    ]
+    runs = _plans(args) if len(args.configs) == 1 else _files(args)
+    points = []
+    for name, (config, arguments, mode) in runs.items():
+        arguments = [*arguments, f"--activation_checkpoint.mode={mode}", *_QUIET]
+        arguments.append(f"--metrics.wandb_group={args.group or Path(args.out).name}")
+        lengths = {"": args.warmup + args.steps, COUNTED: 2}
+        for suffix, steps in lengths.items():
+            own = [f"--training.steps={steps}", f"--lr_scheduler.warmup_steps={steps // 2}"]
+            own.append(f"--metrics.{'' if suffix else 'no_'}comm_ledger")
+            own.append(f"--metrics.wandb_run_name={name}{suffix}")
+            settings = {"run": name, "checkpointing": mode}
+            points.append(Point(name + suffix, config, [*arguments, *own], settings))
+    return points
 
 
-def configured_mode(config: str, overrides: list[str]) -> str:
-    """Return a TOML's mode of activation checkpointing, overrides included."""
+def _mode(config: str, overrides: list[str]) -> str:
     given = build_job_config([f"--job.config_file={config}", *overrides])
     return str(given.activation_checkpoint.mode)
 
 
-def file_cases(options: argparse.Namespace) -> list[Case]:
-    """Return the runs of several TOMLs, unchanged; their modes of checkpointing must be equal."""
-    configs = {Path(config).stem: config for config in options.configs}
-    for name, times in Counter(Path(config).stem for config in options.configs).items():
+def _plans(args: argparse.Namespace) -> dict[str, tuple[str, list[str], str]]:
+    """Return the plans of one TOML: its path, overrides and mode of checkpointing by name."""
+    config, overrides = find_config(args.configs[0]), args.overrides
+    plans = read_plans(args.plans, config, overrides)
+    named = read_modes(args.checkpointing, plans)
+    shared = shared_mode(_mode(config, overrides), plans)
+    return {
+        plan: (config, [*overrides, *derive(config, plan, overrides)], named.get(plan, shared))
+        for plan in plans
+    }
+
+
+def _files(args: argparse.Namespace) -> dict[str, tuple[str, list[str], str]]:
+    """Return several TOMLs, unchanged; their modes of checkpointing must be equal, or named."""
+    for name, times in Counter(Path(config).stem for config in args.configs).items():
         if times > 1:
             raise ConfigError("CONFIG", name, "files of different names")
-    named = read_modes(options.checkpointing, configs)
-    modes = {name: configured_mode(file, options.overrides) for name, file in configs.items()}
+    configs = {Path(config).stem: find_config(config) for config in args.configs}
+    named = read_modes(args.checkpointing, configs)
+    modes = {name: _mode(file, args.overrides) for name, file in configs.items()}
     if len({mode for name, mode in modes.items() if name not in named}) > 1:
         got = ",".join(f"{name}={mode}" for name, mode in modes.items())
         want = f"one mode for all, or those of single files named: --checkpointing {got}"
         raise ConfigError("activation_checkpoint.mode", got, want)
     modes |= named
-    return [Case(name, file, options.overrides, modes[name]) for name, file in configs.items()]
+    return {name: (file, args.overrides, modes[name]) for name, file in configs.items()}
 
 
-def table_cases(options: argparse.Namespace) -> list[Case]:
-    """Return the runs of BOOST's Figure 6 (left) that fit this machine's GPUs."""
-    import torch
+def rows_of(work: Path, points: Sequence[Point], warmup: int) -> list[dict[str, Any]]:
+    """Return one row per run that finished, as in compare.json.
 
-    cases, gpus = [], torch.cuda.device_count()
-    named = read_modes(options.checkpointing, ("full", "vanilla_replicated", "btp"))
-    for row in BOOST_ITERATION_SECONDS:
-        if row.ranks > gpus:
-            print(f"skipped: {row.flavor} needs {row.ranks} GPUs, this machine has {gpus}")
+    Args:
+        work: The folder of the sweep.
+        points: Returned by `points_of`, after their runs.
+        warmup: Steps that are not timed.
+
+    Returns:
+        ``run``, ``checkpointing``, ``seconds`` per step (median, ``_min``, ``_max``),
+        ``tokens_per_s`` of all ranks, ``mfu`` (percent; None if the device's peak is unknown),
+        ``comm_bytes`` of rank 0 per step and ``comm_bytes_by_mesh_dim`` (elements once per call
+        times item size; None if the counted run failed), ``peak_memory_gib`` of the largest rank,
+        and ``steps``, the seconds of every timed step.
+    """
+    rows = []
+    for timed, counted in zip(points[::2], points[1::2], strict=True):
+        if timed.row["status"] != FINISHED:
             continue
-        plans = {"full": row.full, "vanilla_replicated": row.vanilla, "btp": row.boost}
-        for plan, seconds in plans.items():
-            arguments = [*boost_arguments(row), *options.overrides]
-            shared = shared_mode(configured_mode(TABLES_CONFIG, arguments), plans)
-            arguments += derive(TABLES_CONFIG, plan, arguments)
-            name, mode = f"{row.flavor} {plan}", named.get(plan, shared)
-            cases.append(Case(name, TABLES_CONFIG, arguments, mode, row.ranks, seconds))
-    return cases
+        records = [r for r in step_records(work / timed.name) if r["step"] > warmup]
+        seconds = [record[SECONDS] for record in records]
+        mfu = [record["mfu(%)"] for record in records if record.get("mfu(%)") is not None]
+        sent = None
+        if counted.row["status"] == FINISHED:
+            last, prefix = step_records(work / counted.name)[-1], "comm_bytes/"
+            sent = {k.removeprefix(prefix): v for k, v in last.items() if k.startswith(prefix)}
+        rows.append(
+            {
+                **timed.settings,
+                "seconds": median(seconds),
+                "seconds_min": min(seconds),
+                "seconds_max": max(seconds),
+                "tokens_per_s": median(record["throughput/tokens_per_s"] for record in records),
+                "mfu": median(mfu) if mfu else None,
+                "comm_bytes": None if sent is None else sum(sent.values()),
+                "comm_bytes_by_mesh_dim": sent,
+                "peak_memory_gib": timed.row["peak_memory_gib"],
+                "steps": seconds,
+            }
+        )
+    return rows
 
 
-def boost_arguments(row: BoostRun) -> list[str]:
-    """Return BOOST's setting: pure bf16, 4 sequences of 4096 tokens, no recomputation.
-
-    Text and tokenizer come with this package, so that nothing is downloaded; the vocabulary size is
-    the flavor's.
-    """
-    return [
-        f"--model.flavor={row.flavor}",
-        "--model.hf_assets_path=torchtitan_lr/data/assets/bpe4k",
-        "--training.dataset=python_stdlib",
-        *("--training.local_batch_size=4", "--training.global_batch_size=4"),
-        *("--training.seq_len=4096", "--training.dtype=bfloat16", "--compile.no_enable"),
-        "--activation_checkpoint.mode=none",
-        f"--parallelism.tensor_parallel_degree={row.tensor_parallel}",
-        f"--parallelism.pipeline_parallel_degree={row.pipeline_parallel}",
-    ]
+def as_text(rows: list[dict[str, Any]]) -> str:
+    """Lay the rows out as a table; the speed-up is over the first run."""
+    header = ["run", "checkpointing", "s/step", "range", "speed-up", "tokens/s", "MFU %"]
+    lines = []
+    for row in rows:
+        mfu, sent = row["mfu"], row["comm_bytes"]
+        cells = [row["run"], row["checkpointing"], f"{row['seconds']:.3f}"]
+        cells += [f"{row['seconds_min']:.3f}-{row['seconds_max']:.3f}"]
+        cells += [f"{rows[0]['seconds'] / row['seconds']:.2f}x", f"{row['tokens_per_s']:,.0f}"]
+        cells += ["-" if mfu is None else f"{mfu:.1f}"]
+        cells += ["-" if sent is None else f"{sent / 1e6:.2f}", f"{row['peak_memory_gib']:.2f}"]
+        lines.append(cells)
+    return text_table([*header, "comm MB", "peak GiB"], lines, left=2)
 
 
-def arguments_of(case: Case, options: argparse.Namespace) -> list[str]:
-    """Return all command-line overrides of a run."""
-    steps = options.warmup + options.steps + WATCHED_STEPS
-    length = [f"--training.steps={steps}", f"--lr_scheduler.warmup_steps={steps // 2}"]
-    mode = f"--activation_checkpoint.mode={case.checkpointing}"
-    return [*case.arguments, mode, *QUIET, *length]
-
-
-def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    """Run a case and return its table row.
-
-    Raises:
-        RunFailedError: The run failed.
-    """
-    folder = Path(options.work) / case.name.replace(" ", "_")
-    (folder / MEASUREMENT_FILE).unlink(missing_ok=True)
-    module = {"TRAIN_FILE": "torchtitan_lr.scaling.measure"}
-    launch(case.config, folder, arguments_of(case, options), case.ranks, module)
-    found = json.loads((folder / MEASUREMENT_FILE).read_text())
-    timed = [
-        record
-        for record in step_records(folder)
-        if options.warmup < record["step"] <= options.warmup + options.steps
-    ]
-    row = row_of(case.name, case.checkpointing, timed, found)
-    return row | {"published_seconds": case.published}
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw seconds, bytes and memory as bars, one a run."""
+    figure = new_figure(7.4, 1 + 0.35 * len(rows))
+    panels = {
+        "seconds per step": [row["seconds"] for row in rows],
+        "MB of collectives per step and rank": [(row["comm_bytes"] or 0) / 1e6 for row in rows],
+        "peak memory of a rank (GiB)": [row["peak_memory_gib"] for row in rows],
+    }
+    colors = [color_of(row["run"], place) for place, row in enumerate(rows)]
+    names = [f"{row['run']}\n({row['checkpointing']})" for row in rows]
+    for axes, (label, values) in zip(
+        figure.subplots(1, 3, sharey=True), panels.items(), strict=True
+    ):
+        axes.barh(range(len(rows)), values, color=colors, edgecolor="black", linewidth=0.6)
+        axes.set_xlabel(label, fontsize=8)
+        axes.set_yticks(range(len(rows)), names, fontsize=8)
+        axes.invert_yaxis()
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
+    ends = [[row["seconds"] - row["seconds_min"] for row in rows]]
+    ends.append([row["seconds_max"] - row["seconds"] for row in rows])
+    figure.axes[0].errorbar(
+        *([row["seconds"] for row in rows], range(len(rows))), xerr=ends, fmt="none", ecolor="grey"
+    )
+    figure.suptitle("median and range of steps; activation checkpointing in brackets", fontsize=9)
+    figure.set_layout_engine("constrained")
+    figure.savefig(path)

@@ -3,18 +3,18 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torchtitan_lr.config.parse import check_toml, load_toml
 from torchtitan_lr.config.shipped import SHIPPED, find_config
 from torchtitan_lr.errors import ConfigError
 
-FOLDER = "experiments"
-"""Folder of the shipped experiments, below ``train_configs``."""
+FOLDER = SHIPPED / "experiments"
+"""The shipped experiments."""
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 
@@ -24,24 +24,18 @@ class Family:
     """A family of models to compare, ``[families.NAME]``: an architecture, or an optimizer with it.
 
     Args:
-        name: Its name in tables and pictures.
         model: ``model.name``; by default ``llama_NAME``.
         overrides: Overrides of its runs, ``section.key=value``.
         learning_rates: Its own grid; empty for that of ``[learning_rate]``.
         rate_of: A family whose learning rate it takes; empty to search its own.
         ranks: Ranks of its runs; 0 for those of the experiment.
-        group: The line of a picture of levels that it belongs to; its colour is that of the group.
-        level: Its place on that line.
     """
 
-    name: str = ""
     model: str = ""
     overrides: list[str] = field(default_factory=list)
     learning_rates: list[float] = field(default_factory=list)
     rate_of: str = ""
     ranks: int = 0
-    group: str = ""
-    level: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +43,6 @@ class Size:
     """A shape of the ladder, ``[sizes.NAME]``: a flavor, or the sides of the model.
 
     Args:
-        name: Its name.
         flavor: ``model.flavor``; empty where the sides below are given.
         dim: Width d of the residual stream.
         ffn_dim: Hidden width f of the feed-forward.
@@ -63,7 +56,6 @@ class Size:
         budgets: Its own tokens per parameter; empty for those of the experiment.
     """
 
-    name: str = ""
     flavor: str = ""
     dim: int = 0
     ffn_dim: int = 0
@@ -111,17 +103,9 @@ class Experiment:
             ``all``.
         equal: What families share at a size and budget: ``tokens_per_parameter`` (each of its own
             N), or ``tokens`` or ``flops`` of the ``reference``.
-        match: What the models of a size share: its ``sides``, or the ``parameters`` N of the
-            reference's, so that the other families get widths of their own.
-        reference: The family of ``equal`` and ``match``; by default the first.
+        reference: The family that others are compared with; by default the first.
         warmup: Share of the steps in which the learning rate grows.
         checkpoints: Checkpoints per run, from which a stopped one goes on; 0 for none.
-        levels: What the levels of families are, the label of their axis.
-        modelled: Overrides of the layout whose bytes and seconds are modelled; empty for that of
-            the runs. A loss does not depend on the layout, its bytes do.
-        modelled_ranks: Ranks of that layout.
-        hardware: Machine of the modelled seconds, as ``scripts/estimate.py --hardware``.
-        flops_per_second: Rate of a run for the expected time; 0 to measure it.
         learning_rate: The search.
         families: The families by name.
         sizes: The sizes by name, ascending.
@@ -136,32 +120,12 @@ class Experiment:
     tokens_per_parameter: list[float] = field(default_factory=lambda: [20.0])
     count: Literal["without_vocabulary", "all"] = "without_vocabulary"
     equal: Literal["tokens_per_parameter", "tokens", "flops"] = "tokens_per_parameter"
-    match: Literal["sides", "parameters"] = "sides"
     reference: str = ""
     warmup: float = 0.1
     checkpoints: int = 4
-    levels: str = "level"
-    modelled: list[str] = field(default_factory=list)
-    modelled_ranks: int = 0
-    hardware: str = "h100"
-    flops_per_second: float = 0.0
     learning_rate: LearningRate = field(default_factory=LearningRate)
     families: dict[str, Family] = field(default_factory=dict)
     sizes: dict[str, Size] = field(default_factory=dict)
-
-    def ranks_of(self, family: str) -> int:
-        """Return the number of ranks of a family's runs."""
-        return self.families[family].ranks or self.ranks
-
-    @property
-    def first(self) -> str:
-        """The family that others are compared with."""
-        return self.reference or next(iter(self.families))
-
-    @property
-    def most_ranks(self) -> int:
-        """The most ranks that a run has."""
-        return max(map(self.ranks_of, self.families))
 
     def seeds_of(self, size: str) -> list[int]:
         """Return the seeds at a size."""
@@ -187,19 +151,19 @@ def find_experiment(text: str) -> Path:
     Raises:
         ConfigError: There is none.
     """
-    shipped = SHIPPED / FOLDER
-    for path in (Path(text), shipped / f"{Path(text).name.removesuffix('.toml')}.toml"):
+    for path in (Path(text), FOLDER / f"{Path(text).name.removesuffix('.toml')}.toml"):
         if path.is_file():
             return path
-    known = ", ".join(sorted(path.stem for path in shipped.glob("*.toml")))
+    known = ", ".join(sorted(path.stem for path in FOLDER.glob("*.toml")))
     raise ConfigError("EXPERIMENT", text, f"a TOML file, or one of {known}")
 
 
-def read_experiment(text: str) -> Experiment:
+def read_experiment(text: str, overrides: Sequence[str] = ()) -> Experiment:
     """Read and check an experiment.
 
     Args:
         text: A path, or the name of a shipped experiment.
+        overrides: Further overrides of all runs, ``--section.key=value``.
 
     Raises:
         ConfigError: It is missing, not TOML, has an unknown key or a wrong value.
@@ -208,31 +172,23 @@ def read_experiment(text: str) -> Experiment:
     tables: dict[str, Any] = {}
     for key, kind in (("families", Family), ("sizes", Size)):
         tables[key] = _named(key, values.pop(key, {}), kind)
-    checked = _typed(values, Experiment)
+    checked = check_toml(values, Experiment)
     rates = LearningRate(**checked.pop("learning_rate", {}))
     experiment = Experiment(**checked, **tables, learning_rate=rates)
+    further = [item.removeprefix("--") for item in overrides]
+    experiment = replace(
+        experiment,
+        overrides=[*experiment.overrides, *further],
+        reference=experiment.reference or next(iter(experiment.families)),
+    )
     _check(experiment)
     return experiment
-
-
-def _typed(table: dict[str, Any], kind: Any, prefix: str = "") -> dict[str, Any]:
-    """Check a table against its dataclass; lists of numbers have a message of their own."""
-    for option in fields(kind):
-        value, items = table.get(option.name), get_args(option.type)
-        if value is None or items not in ((int,), (float,)):
-            continue
-        allowed = (int,) if items == (int,) else (int, float)
-        if not isinstance(value, list) or any(type(item) not in allowed for item in value):
-            what = "integers such as [1, 2]" if items == (int,) else "numbers such as [1e-3, 20]"
-            raise ConfigError(prefix + option.name, value, f"a list of {what}")
-    if isinstance(table.get("learning_rate"), dict):
-        _typed(table["learning_rate"], LearningRate, "learning_rate.")
-    return check_toml(table, kind, prefix=prefix)
 
 
 def _named(key: str, tables: Any, kind: Any) -> dict[str, Any]:
     if not isinstance(tables, dict) or not tables:
         raise ConfigError(key, tables, f"at least one table [{key}.NAME]")
+    known = [option.name for option in fields(kind)]
     found = {}
     for name, table in tables.items():
         where = f"{key}.{name}"
@@ -240,10 +196,9 @@ def _named(key: str, tables: Any, kind: Any) -> dict[str, Any]:
             raise ConfigError(where, table, f"a table: [{where}] with its keys below it")
         if not _NAME.fullmatch(name):
             raise ConfigError(where, name, "a name of letters, digits and . + - _")
-        known = [option.name for option in fields(kind) if option.name != "name"]
         for wrong in table.keys() - set(known):
             raise ConfigError(f"{where}.{wrong}", table[wrong], f"one of {', '.join(known)}")
-        found[name] = kind(name=name, **_typed(table, kind, f"{where}."))
+        found[name] = kind(**check_toml(table, kind, prefix=f"{where}."))
     return found
 
 
@@ -254,35 +209,24 @@ def _check(experiment: Experiment) -> None:
     if not Path(find_config(experiment.config)).is_file():
         want = "a TOML file of a run, or the name of a shipped one such as debug_full"
         raise ConfigError("config", experiment.config, want)
-    for key, least in (("ranks", 1), ("checkpoints", 0), ("modelled_ranks", 0)):
+    for key, least in (("ranks", 1), ("checkpoints", 0)):
         if getattr(experiment, key) < least:
             raise ConfigError(key, getattr(experiment, key), f"an integer of at least {least}")
     if not 0 <= experiment.warmup < 1:
         raise ConfigError("warmup", experiment.warmup, "a share of the steps, from 0 to below 1")
-    if not 0 <= experiment.flops_per_second < float("inf"):
-        raise ConfigError("flops_per_second", experiment.flops_per_second, "0 or a rate")
-    if experiment.reference and experiment.reference not in experiment.families:
+    if experiment.reference not in experiment.families:
         choices = ", ".join(experiment.families)
         raise ConfigError("reference", experiment.reference, f"one of {choices}")
-    for size in experiment.sizes.values():
-        _check_size(size)
-        if size.flavor and experiment.match == "parameters":
-            want = "dim, ffn_dim, n_layers and n_heads in place of a flavor, or match = 'sides'"
-            raise ConfigError(f"sizes.{size.name}.flavor", size.flavor, want)
-        where = f"sizes.{size.name}" if size.seeds else "seeds"
-        _check_list(where, experiment.seeds_of(size.name), least=0)
-        where = f"sizes.{size.name}.budgets" if size.budgets else "tokens_per_parameter"
-        _check_list(where, experiment.budgets_of(size.name))
+    for name, size in experiment.sizes.items():
+        sides = (size.dim, size.ffn_dim, size.n_layers, size.n_heads)
+        if bool(size.flavor) == any(sides) or not (size.flavor or min(sides) > 0):
+            want = "either flavor, or positive dim, ffn_dim, n_layers and n_heads"
+            raise ConfigError(f"sizes.{name}", size.flavor or sides, want)
+        where = f"sizes.{name}.seeds" if size.seeds else "seeds"
+        _check_list(where, experiment.seeds_of(name), least=0)
+        where = f"sizes.{name}.budgets" if size.budgets else "tokens_per_parameter"
+        _check_list(where, experiment.budgets_of(name))
     _check_rates(experiment)
-
-
-def _check_size(size: Size) -> None:
-    where, sides = f"sizes.{size.name}", (size.dim, size.ffn_dim, size.n_layers, size.n_heads)
-    if bool(size.flavor) == any(sides):
-        want = "either flavor, or dim, ffn_dim, n_layers and n_heads"
-        raise ConfigError(where, size.flavor or sides, want)
-    if not size.flavor and not all(side > 0 for side in sides):
-        raise ConfigError(where, sides, "positive dim, ffn_dim, n_layers and n_heads")
 
 
 def _check_list(key: str, values: Sequence[float], least: float = 1e-12) -> None:

@@ -1,18 +1,16 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Start training runs from scripts and read their results."""
+"""Start training runs from commands and read their results."""
 
 import functools
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.errors import ConfigError, RunFailedError
@@ -23,50 +21,13 @@ from torchtitan_lr.launch.environment import (
 )
 from torchtitan_lr.launch.placement import Placement, find_device, place
 from torchtitan_lr.launch.processes import end_with, exit_without_teardown
-from torchtitan_lr.training.history import HISTORY_FILE, read_history
-from torchtitan_lr.training.summary import TRAIN_LOSS
+from torchtitan_lr.training.history import HISTORY_FILE, TRAIN_LOSS, read_history
 
 SECONDS = "time_metrics/end_to_end(s)"
 """Key in ``metrics.jsonl``: seconds per step, averaged since the last record."""
 
-
 RANKS_RESULT = "TORCHTITAN_LR_RANKS_RESULT"
 """Environment variable of a module's ranks: the file for rank 0's result."""
-
-
-class Stopped(BaseException):
-    """The script received a stop signal and passed it on to its run, which saves a checkpoint."""
-
-
-def launch(
-    config: str,
-    folder: Path,
-    arguments: Sequence[str],
-    ranks: int | None = None,
-    variables: Mapping[str, str] | None = None,
-    keep_open: Sequence[int] = (),
-) -> None:
-    """Train through the launcher and wait; a run with a checkpoint resumes.
-
-    If this process receives a stop signal, it passes the signal on and waits for the run to save.
-
-    Args:
-        config: The TOML file.
-        folder: The run's dump folder.
-        arguments: Overrides, ``--section.key=value``.
-        ranks: Number of processes on this machine; ``NGPU`` by default.
-        variables: Added to the environment.
-        keep_open: File descriptors that the launcher inherits, such as that of a lock.
-
-    Raises:
-        RunFailedError: The launcher's exit status was not 0.
-    """
-    started = start(config, folder, arguments, ranks, variables, keep_open)
-    try:
-        started.finish()
-    except BaseException:
-        started.stop()
-        raise
 
 
 @dataclass(frozen=True)
@@ -75,11 +36,11 @@ class Started:
 
     Args:
         process: Its launcher.
-        said: What the launcher printed to stderr.
+        stderr: What the launcher prints there.
     """
 
     process: subprocess.Popen[bytes]
-    said: IO[str]
+    stderr: IO[str]
 
     def ended(self) -> bool:
         """Return whether the run has ended."""
@@ -92,17 +53,12 @@ class Started:
             RunFailedError: The launcher's exit status was not 0.
         """
         if status := self.process.wait():
-            self.said.seek(0)
-            raise RunFailedError(last_error(self.said.read(), status))
+            self.stderr.seek(0)
+            raise RunFailedError(last_error(self.stderr.read(), status))
 
     def terminate(self) -> None:
-        """Pass a stop signal on."""
+        """Pass a stop signal on: the run finishes its step and saves."""
         self.process.terminate()
-
-    def stop(self) -> None:
-        """Pass a stop signal on, and wait for the run to save."""
-        self.terminate()
-        self.process.wait()
 
 
 def start(
@@ -113,7 +69,16 @@ def start(
     variables: Mapping[str, str] | None = None,
     keep_open: Sequence[int] = (),
 ) -> Started:
-    """Start training through the launcher; the arguments are those of `launch`."""
+    """Start training through the launcher; a run with a checkpoint resumes.
+
+    Args:
+        config: The TOML file.
+        folder: The run's dump folder.
+        arguments: Overrides, ``--section.key=value``.
+        ranks: Number of processes on this machine; ``NGPU`` by default.
+        variables: Added to the environment.
+        keep_open: File descriptors that the launcher inherits, such as that of a lock.
+    """
     command = [
         *(sys.executable, "-m", "torchtitan_lr", "train"),
         *(f"--job.config_file={config}", f"--job.dump_folder={folder}", *arguments),
@@ -121,41 +86,46 @@ def start(
     environment = dict(os.environ) | {"CONFIG_FILE": config} | dict(variables or {})
     if ranks is not None:
         environment["NGPU"] = str(ranks)
-    said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the run's record)
+    stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the run's record)
     # In its own session: only this process receives Ctrl-C and passes it on once.
     process = subprocess.Popen(
         command,
         env=environment,
         stdout=subprocess.DEVNULL,
-        stderr=said,
+        stderr=stderr,
         pass_fds=tuple(keep_open),
         start_new_session=True,
     )
-    return Started(process, said)
+    return Started(process, stderr)
 
 
-def on_signals_stop() -> None:
-    """Make SIGTERM and Ctrl-C raise `Stopped` in this process."""
+def launch(
+    config: str,
+    folder: Path,
+    arguments: Sequence[str],
+    ranks: int | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> None:
+    """Train through the launcher and wait; the arguments are those of `start`.
 
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise Stopped(signal.Signals(number).name)
+    If this process is interrupted, it stops the run and waits until it has saved.
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+    Raises:
+        RunFailedError: The launcher's exit status was not 0.
+    """
+    started = start(config, folder, arguments, ranks, variables)
+    try:
+        started.finish()
+    except BaseException:
+        started.terminate()
+        started.process.wait()
+        raise
 
 
 def check_run(arguments: Sequence[str], ranks: int | None = None) -> Any:
-    """Check a run's configuration before it starts.
+    """Check a run's configuration before it starts, and return it.
 
-    Args:
-        arguments: Arguments of a training run, ``--job.config_file`` included.
-        ranks: Number of processes on this machine; ``NGPU`` by default.
-
-    Returns:
-        The run's configuration.
-
-    Raises:
-        ConfigError: The configuration is not valid.
+    The arguments and errors are those of `place_run`.
     """
     return place_run(arguments, ranks).config
 

@@ -1,24 +1,36 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The runs of an experiment: which there are, what they cost, and which have finished."""
+"""The runs of a scaling experiment: their models, lengths and learning rates, as points of a sweep.
 
-import json
+Learning rates are searched at the first budget and seed of the searched sizes. What a finished
+search determines can be planned then, so the points follow from the losses that are known.
+"""
+
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 from torchtitan_lr.config.shipped import find_config
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.scaling.costs import Cost, check_overrides, cost_of, model_arguments
 from torchtitan_lr.scaling.experiment import Experiment
-from torchtitan_lr.scaling.experiments import check_run
-from torchtitan_lr.scaling.rates import Chosen, choose
+from torchtitan_lr.scaling.experiments import place_run
+from torchtitan_lr.scaling.sweep import Point, refuse_keys
 
-RUN_FILE = "run.json"
-
-FINISHED, DIVERGED = "finished", "diverged"
+OWN_KEYS = {
+    "job.dump_folder": "each run has a folder of its own",
+    "job.config_file": "the key config names it",
+    "model.name": "the key model of a family names it",
+    "model.flavor": "the key flavor of a size names it",
+    "training.steps": "they follow from tokens_per_parameter",
+    "lr_scheduler.warmup_steps": "they follow from warmup",
+    "optimizer.lr": "it follows from [learning_rate]",
+    "debug.seed": "the key seeds has them",
+    "metrics.wandb_group": "it is the experiment's name",
+    "metrics.wandb_run_name": "it is the run's name",
+    "metrics.wandb_tags": "they are family, size, budget and seed",
+    "validation.freq": "the last step of a run is validated",
+}
+"""Keys that the experiment sets for each run, and why they cannot be overridden."""
 
 
 @dataclass(frozen=True)
@@ -30,68 +42,193 @@ class Run:
         size: Its size.
         budget: Tokens per parameter.
         seed: ``debug.seed``.
-        rate: Learning rate; None where a search is still to choose it.
+        rate: Learning rate.
     """
 
     family: str
     size: str
     budget: float
     seed: int
-    rate: float | None
+    rate: float
 
     @property
     def name(self) -> str:
         """Name of its folder and of its wandb run."""
-        parts = (f"{self.budget:g}", f"seed{self.seed}", f"lr{self.rate or 0:g}")
-        return "_".join((self.family, self.size, *parts))
+        return f"{self.family}_{self.size}_{self.budget:g}_seed{self.seed}_lr{self.rate:g}"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The model of a family at a size.
+
+    Args:
+        counted: N, the parameters of ``count``.
+        width: Width d of the residual stream.
+        flops_per_token: Forward and backward, without recomputation.
+        tokens_per_step: Tokens of all ranks per optimizer step.
+    """
+
+    counted: int
+    width: int
+    flops_per_token: int
+    tokens_per_step: int
+
+    @property
+    def flops_per_step(self) -> float:
+        """FLOPs of all ranks per optimizer step."""
+        return float(self.flops_per_token) * self.tokens_per_step
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The learning rate of a family at a size.
+
+    Args:
+        rate: The value; None while it is unknown, or if no value inside the grid is best.
+        grid: The values that are searched, those added beyond an edge included; empty without a
+            search at this size.
+        edge: The value of least loss, if it is an edge of the grid and the grid may not grow.
+    """
+
+    rate: float | None
+    grid: tuple[float, ...] = ()
+    edge: float | None = None
+
+
+def search(values: list[float], losses: Mapping[float, float], extend: int) -> Choice:
+    """Return the state of a search of the learning rate.
+
+    Args:
+        values: The grid in ascending order; one value needs no search.
+        losses: Validation loss by value; infinite for a run that diverged.
+        extend: How often the grid may grow by one value.
+    """
+    grid = tuple(values)
+    if len(grid) == 1:
+        return Choice(grid[0])
+    while all(rate in losses for rate in grid):
+        best = min(grid, key=lambda rate: losses[rate])
+        if grid[0] < best < grid[-1] and math.isfinite(losses[best]):
+            return Choice(best, grid)
+        if extend == 0 or not math.isfinite(losses[best]):
+            return Choice(None, grid, best)
+        extend -= 1
+        if best == grid[0]:
+            grid = (_rounded(grid[0] ** 2 / grid[1]), *grid)
+        else:
+            grid = (*grid, _rounded(grid[-1] ** 2 / grid[-2]))
+    return Choice(None, grid)
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.3g}")
 
 
 class Plan:
-    """An experiment with its runs and their results so far.
+    """An experiment with the cost of every family at every size.
 
     Args:
         experiment: The experiment.
-        work: Folder of all runs and results.
-        sizes: Sizes of `missing`; empty for all.
+        work: Folder of all runs; the models of the sizes are written to ``models`` in it.
+
+    Raises:
+        ConfigError: A configuration is not valid, or an override sets a key of the experiment.
     """
 
-    def __init__(self, experiment: Experiment, work: Path, sizes: Sequence[str] = ()) -> None:
-        check_overrides(experiment)
-        self.experiment, self.work, self._only = experiment, work, sizes
-        for size in sizes:
-            if size not in experiment.sizes:
-                raise ConfigError("--sizes", size, f"some of {', '.join(experiment.sizes)}")
-        models = work / "models"
+    def __init__(self, experiment: Experiment, work: Path) -> None:
+        self.experiment, self.work = experiment, work
+        self._config = find_config(experiment.config)
+        lists = {"overrides: ": experiment.overrides}
+        lists |= {f"families.{k}.overrides: ": v.overrides for k, v in experiment.families.items()}
+        lists |= {f"sizes.{k}.overrides: ": v.overrides for k, v in experiment.sizes.items()}
+        for where, items in lists.items():
+            for item in items:
+                if "." not in item.partition("=")[0] or item.startswith("-"):
+                    raise ConfigError(where.removesuffix(": "), item, "section.key=value")
+            refuse_keys(items, OWN_KEYS, where)
         pairs = [(family, size) for family in experiment.families for size in experiment.sizes]
-        self._overrides_by_model = {
-            pair: model_arguments(experiment, *pair, models) for pair in pairs
-        }
-        self.costs: dict[tuple[str, str], Cost] = {}
-        for pair in pairs:
-            self.costs[pair] = cost_of(experiment, *pair, models)
-        self.records: dict[str, dict[str, Any]] = {}
-        self.read()
+        self._overrides = {pair: self._model(*pair) for pair in pairs}
+        self.costs = {pair: self._cost(*pair) for pair in pairs}
 
-    def read(self) -> None:
-        """Read what is recorded of the runs in the folder."""
-        for path in sorted(self.work.glob(f"runs/*/{RUN_FILE}")):
-            self.records[path.parent.name] = json.loads(path.read_text())
+    def ranks_of(self, family: str) -> int:
+        """Return the number of ranks of a family's runs."""
+        return self.experiment.families[family].ranks or self.experiment.ranks
+
+    def _model(self, family: str, size: str) -> list[str]:
+        """Return the overrides of a family at a size; write the file of a flavor that is new."""
+        from torchtitan_lr.models.args import LlamaArgs
+        from torchtitan_lr.models.families.registry import FAMILIES, find_family
+        from torchtitan_lr.models.stored_args import write_model_args
+
+        arm, shape = self.experiment.families[family], self.experiment.sizes[size]
+        model, flavor = arm.model or f"llama_{family}", shape.flavor
+        if not flavor:
+            found = find_family(model)
+            if found is None:
+                choices = ", ".join(known.model_name for known in FAMILIES.values())
+                raise ConfigError(f"families.{family}.model", model, f"one of {choices}")
+            rank = max(1, shape.rank or shape.dim // 4) if found.low_rank else 0
+            # Where the nonlinearities are is the family's; the ranks are the size's.
+            settings = found.defaults("debug") | {"rank_attention": rank, "rank_ffn": rank}
+            args = LlamaArgs(
+                family=found.name,
+                dim=shape.dim,
+                ffn_dim=shape.ffn_dim,
+                n_layers=shape.n_layers,
+                n_heads=shape.n_heads,
+                n_kv_heads=shape.n_kv_heads or None,
+                vocab_size=shape.vocab_size,
+                **settings,
+            )
+            path = self.work / "models" / f"{args.family}_{size}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_model_args(args, path)
+            flavor = str(path)
+        overrides = [*self.experiment.overrides, *shape.overrides, *arm.overrides]
+        names = [f"--model.name={model}", f"--model.flavor={flavor}"]
+        return [*(f"--{item}" for item in overrides), *names]
+
+    def _cost(self, family: str, size: str) -> Cost:
+        from torchtitan_lr.estimate.run import read_run
+        from torchtitan_lr.formulas.flops import flops_per_token
+        from torchtitan_lr.formulas.parameters import count_parameters
+
+        own = [f"--job.config_file={self._config}", f"--job.dump_folder={self.work / 'none'}"]
+        ranks = self.ranks_of(family)
+        placed = place_run([*own, *self._overrides[family, size]], ranks)
+        if not placed.config.validation.enable:
+            raise ConfigError("validation.enable", False, "true: the fit reads the validation loss")
+        run = read_run(placed.config, ranks)
+        parts = count_parameters(run.args)
+        without = parts.total - parts.embedding - parts.head
+        return Cost(
+            counted=parts.total if self.experiment.count == "all" else without,
+            width=run.args.dim,
+            flops_per_token=flops_per_token(run.args, run.seq_len),
+            tokens_per_step=run.tokens
+            * (run.microbatches * run.accumulation * run.shard * run.replicas),
+        )
 
     def steps(self, run: Run) -> int:
         """Return the optimizer steps of a run, at least one."""
         own = self.costs[run.family, run.size]
-        experiment = self.experiment
-        reference = self.costs[experiment.first, run.size]
-        per_step: float = own.tokens_per_step
-        tokens = run.budget * own.counted
-        if experiment.equal != "tokens_per_parameter":
-            tokens = run.budget * reference.counted
-        if experiment.equal == "flops":
+        reference = self.costs[self.experiment.reference, run.size]
+        equal, per_step = self.experiment.equal, float(own.tokens_per_step)
+        tokens = run.budget * (own if equal == "tokens_per_parameter" else reference).counted
+        if equal == "flops":
             tokens, per_step = tokens * reference.flops_per_token, own.flops_per_step
         return max(1, round(tokens / per_step))
 
-    def arguments(self, run: Run) -> list[str]:
-        """Return the overrides of a run."""
+    def tokens(self, run: Run) -> int:
+        """Return D, the tokens of a run."""
+        return self.steps(run) * self.costs[run.family, run.size].tokens_per_step
+
+    def flops(self, run: Run) -> float:
+        """Return C, the FLOPs of a run on all ranks."""
+        return self.steps(run) * self.costs[run.family, run.size].flops_per_step
+
+    def point(self, run: Run) -> Point:
+        """Return a run as a point of a sweep."""
         steps, experiment = self.steps(run), self.experiment
         saving = ["--checkpoint.no_enable"]
         if experiment.checkpoints:
@@ -99,9 +236,9 @@ class Plan:
             saving = ["--checkpoint.enable", f"--checkpoint.interval={interval}"]
             saving.append("--checkpoint.keep_latest_k=2")
         tags = (run.family, run.size, f"tokens_per_parameter_{run.budget:g}", f"seed_{run.seed}")
-        return [
+        arguments = [
             *saving,
-            *self._overrides_by_model[run.family, run.size],
+            *self._overrides[run.family, run.size],
             f"--training.steps={steps}",
             f"--lr_scheduler.warmup_steps={round(experiment.warmup * steps)}",
             f"--validation.freq={steps}",
@@ -111,115 +248,84 @@ class Plan:
             f"--metrics.wandb_run_name={run.name}",
             f"--metrics.wandb_tags={','.join(tags)}",
         ]
+        settings = {"family": run.family, "size": run.size, "tokens_per_parameter": run.budget}
+        settings |= {"seed": run.seed, "learning_rate": f"{run.rate:g}"}
+        return Point(run.name, self._config, arguments, settings, self.ranks_of(run.family))
 
-    def check(self) -> None:
-        """Check the configuration of every family, size and budget before anything starts.
-
-        Raises:
-            ConfigError: A configuration is not valid, or a run's folder has other settings.
-        """
-        for family, size in self.costs:
-            rate = self.experiment.grid_of(family)[0]
-            seed = self.experiment.seeds_of(size)[0]
-            for budget in self.experiment.budgets_of(size):
-                run = Run(family, size, budget, seed, rate)
-                folder = f"--job.dump_folder={self.folder(run)}"
-                config = f"--job.config_file={find_config(self.experiment.config)}"
-                check_run([config, *self.arguments(run), folder], self.experiment.ranks_of(family))
-        for run in self.runs():
-            record = self.records.get(run.name)
-            if record is not None and record["arguments"] != self.arguments(run):
-                want = f"a folder without a run {run.name} of other settings"
-                raise ConfigError("--out", str(self.work), want)
-
-    def folder(self, run: Run) -> Path:
-        """Return the dump folder of a run."""
-        return self.work / "runs" / run.name
-
-    def chosen(self) -> dict[tuple[str, str], Chosen]:
-        """Return the learning rates as far as the finished runs determine them."""
-        return choose(self.experiment, self.costs, self._searched)
-
-    def _searched(self, family: str, size: str) -> dict[float, float]:
-        """Return the losses of a search by learning rate: of the first budget and seed."""
-        losses = {}
-        for record in self.records.values():
-            found = Run(**record["run"])
-            if found.rate is None or record["status"] not in (FINISHED, DIVERGED):
-                continue
-            if found == self._search_run(family, size, found.rate):
-                loss = record["row"].get("val_loss")
-                losses[found.rate] = math.inf if loss is None else float(loss)
-        return losses
-
-    def _search_run(self, family: str, size: str, rate: float) -> Run:
-        budget = self.experiment.budgets_of(size)[0]
-        return Run(family, size, budget, self.experiment.seeds_of(size)[0], rate)
-
-    def runs(self) -> list[Run]:
-        """Return all runs that are known, those of searches first; unknown rates are None."""
-        found: dict[Run, None] = {}
-        chosen = self.chosen()
-        for (family, size), choice in chosen.items():
-            if choice.search is not None and len(choice.search.grid) > 1:
-                for rate in choice.search.grid:
-                    found[self._search_run(family, size, rate)] = None
-        return [*found, *(run for run in self.main_runs(chosen) if run not in found)]
-
-    def main_runs(self, chosen: dict[tuple[str, str], Chosen] | None = None) -> list[Run]:
-        """Return the runs that the fit uses: all budgets and seeds at the chosen rates.
+    def rates(self, losses: Mapping[str, float]) -> dict[tuple[str, str], Choice]:
+        """Choose every learning rate that finished runs determine.
 
         Args:
-            chosen: Returned by `chosen`, if it is at hand.
+            losses: Validation loss by run; infinite for a run that diverged.
         """
-        chosen = self.chosen() if chosen is None else chosen
+        experiment = self.experiment
+        found: dict[tuple[str, str], Choice] = {}
+        searching = [name for name, arm in experiment.families.items() if not arm.rate_of]
+        for family in searching:
+            for size in experiment.searched:
+                prefix = self._search_run(family, size, 0.0).name.removesuffix("0")
+                known = {
+                    float(name.removeprefix(prefix)): loss
+                    for name, loss in losses.items()
+                    if name.startswith(prefix)
+                }
+                grid, extend = experiment.grid_of(family), experiment.learning_rate.extend
+                found[family, size] = search(grid, known, extend)
+            for size in experiment.sizes:
+                if (family, size) not in found:
+                    found[family, size] = Choice(self._by_rule(found, family, size))
+        for family, arm in experiment.families.items():
+            for size in experiment.sizes if arm.rate_of else ():
+                found[family, size] = Choice(found[arm.rate_of, size].rate)
+        return found
+
+    def _search_run(self, family: str, size: str, rate: float) -> Run:
+        first = self.experiment.budgets_of(size)[0], self.experiment.seeds_of(size)[0]
+        return Run(family, size, *first, rate)
+
+    def _by_rule(
+        self, found: Mapping[tuple[str, str], Choice], family: str, size: str
+    ) -> float | None:
+        rates = {s: found[family, s].rate for s in self.experiment.searched}
+        known = {s: rate for s, rate in rates.items() if rate is not None}
+        if len(known) < len(rates):
+            return None
+        own, rule = self.costs[family, size], self.experiment.learning_rate.rule
+        largest = max(known, key=lambda s: self.costs[family, s].counted)
+        if rule == "width":
+            return _rounded(known[largest] * self.costs[family, largest].width / own.width)
+        if rule == "power":
+            import numpy as np
+
+            logs = [np.log(self.costs[family, s].counted) for s in known]
+            slope, offset = np.polyfit(logs, np.log(list(known.values())), 1)
+            return _rounded(float(np.exp(offset + slope * np.log(own.counted))))
+        return known[largest]
+
+    def main_runs(self, rates: Mapping[tuple[str, str], Choice]) -> list[Run]:
+        """Return the runs that a fit uses, of all budgets and seeds, as far as rates are known."""
         return [
-            Run(family, size, budget, seed, chosen[family, size].rate)
+            Run(family, size, budget, seed, rate)
             for family, size in self.costs
+            if (rate := rates[family, size].rate) is not None
             for budget in self.experiment.budgets_of(size)
             for seed in self.experiment.seeds_of(size)
         ]
 
-    def missing(self) -> list[Run]:
-        """Return the runs that can start now, cheapest first: of a known rate and not finished."""
-        runs = [run for run in self.runs() if run.rate is not None and not self.is_done(run)]
-        runs = [run for run in runs if not self._only or run.size in self._only]
-        return sorted(runs, key=self.flops)
+    def runs(self, rates: Mapping[tuple[str, str], Choice]) -> list[Run]:
+        """Return the runs of searches and the main ones that are known, the cheapest first."""
+        found = [
+            self._search_run(family, size, rate)
+            for (family, size), choice in rates.items()
+            for rate in choice.grid
+        ]
+        return sorted(dict.fromkeys([*found, *self.main_runs(rates)]), key=self.flops)
 
-    def is_done(self, run: Run) -> bool:
-        """Return whether a run has a result."""
-        return self.records.get(run.name, {}).get("status") in (FINISHED, DIVERGED)
-
-    def flops(self, run: Run) -> float:
-        """Return C, the FLOPs of a run on all ranks."""
-        return self.steps(run) * self.costs[run.family, run.size].flops_per_step
-
-    def tokens(self, run: Run) -> float:
-        """Return D, the tokens of a run."""
-        return float(self.steps(run) * self.costs[run.family, run.size].tokens_per_step)
-
-    def rate(self) -> tuple[float, str]:
-        """Return the FLOPs per second of one run, 0 if none is known, and where they come from."""
-        rates = []
-        for record in self.records.values():
-            if record["status"] == FINISHED and record["row"].get("seconds"):
-                rates.append(record["row"]["flops"] / record["row"]["seconds"])
-        if rates:
-            return median(rates), f"the median of {len(rates)} finished runs"
-        if self.experiment.flops_per_second:
-            return self.experiment.flops_per_second, "stated in flops_per_second"
-        return 0.0, ""
-
-    def commits(self, runs: Sequence[Run] | None = None) -> dict[str, int]:
-        """Return the number of runs by the commit that they were started with.
-
-        Args:
-            runs: Runs to count; by default all that are recorded.
-        """
-        names = self.records if runs is None else [run.name for run in runs]
-        counts: dict[str, int] = {}
-        for name in names:
-            if name in self.records:
-                for commit in self.records[name]["commits"]:
-                    counts[commit] = counts.get(commit, 0) + 1
-        return counts
+    def edges(self, rates: Mapping[tuple[str, str], Choice]) -> list[str]:
+        """Return one line for each search without a best value inside its grid."""
+        return [
+            f"{family} {size}: learning rate {choice.edge:g} is an edge of its grid "
+            f"({choice.grid[0]:g} to {choice.grid[-1]:g}), or no run converged: widen the grid"
+            for (family, size), choice in rates.items()
+            if choice.edge is not None
+        ]

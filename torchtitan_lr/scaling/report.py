@@ -1,262 +1,235 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What an experiment will cost and what it found: tables, JSON and the picture."""
+"""What a scaling experiment costs and found: one table, fitted laws, JSON and a picture."""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from torchtitan_lr.console.tables import markdown_table, text_table
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.scaling.parameters import at_equal_parameters
-from torchtitan_lr.scaling.pictures import draw
-from torchtitan_lr.scaling.plan import Plan
-from torchtitan_lr.scaling.points import AXES, Fit, Point, compare, fit_family, points_of
+from torchtitan_lr.console.tables import markdown_table
+from torchtitan_lr.scaling.fit import bootstrap, fit_law, percentiles, student
+from torchtitan_lr.scaling.plan import Choice, Plan
+from torchtitan_lr.training.figures import color_of, few_log_ticks, new_figure
 
 MARKDOWN, JSON, PICTURE = "scaling.md", "scaling.json", "scaling.png"
 
-
-def plan_rows(plan: Plan, rate: float) -> list[dict[str, Any]]:
-    """Return the runs by family, size and budget, with what each costs.
-
-    Args:
-        plan: The plan.
-        rate: FLOPs per second of one run; 0 if unknown.
-    """
-    rows: dict[tuple[str, str, float], dict[str, Any]] = {}
-    for run in plan.runs():
-        cost, steps = plan.costs[run.family, run.size], plan.steps(run)
-        row = rows.setdefault(
-            (run.family, run.size, run.budget),
-            {
-                "family": run.family,
-                "size": run.size,
-                "tokens_per_parameter": run.budget,
-                "runs": 0,
-                "done": 0,
-                "all_parameters": cost.parameters,
-                "parameters": cost.counted,
-                "steps": steps,
-                "flops": plan.flops(run),
-                "bytes": cost.bytes_per_step * steps,
-                "modelled_seconds": cost.seconds_per_step * steps,
-                "expected_seconds": plan.flops(run) / rate if rate else None,
-            },
-        )
-        row["runs"] += 1
-        row["done"] += plan.is_done(run)
-    return list(rows.values())
+_MARKERS = "osv^D"
 
 
-def plan_text(plan: Plan, rows: Sequence[dict[str, Any]], jobs: int, source: str) -> str:
-    """Return the table of `plan_rows` with its totals.
+def rows_of(
+    plan: Plan, rates: Mapping[tuple[str, str], Choice], losses: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Return one row per family, size and budget.
 
     Args:
         plan: The plan.
-        rows: Returned by `plan_rows`.
-        jobs: Runs at once.
-        source: Where the expected seconds come from.
-    """
-    header = ["family", "size", "tokens/N", "runs", "done", "N", "all parameters", "steps"]
-    header += ["FLOPs per run", "MB per run", "modelled s", "expected s"]
-    cells = []
-    for row in rows:
-        expected = row["expected_seconds"]
-        cells.append(
-            [
-                *(row["family"], row["size"], f"{row['tokens_per_parameter']:g}"),
-                *(str(row["runs"]), str(row["done"])),
-                *(f"{row[key]:,}" for key in ("parameters", "all_parameters", "steps")),
-                *(f"{row['flops']:.3g}", f"{row['bytes'] / 1e6:,.1f}"),
-                f"{row['modelled_seconds']:,.1f}",
-                "-" if expected is None else f"{expected:,.0f}",
-            ]
-        )
-    left = [row["runs"] - row["done"] for row in rows]
-    flops = sum(n * row["flops"] for n, row in zip(left, rows, strict=True))
-    lines = [text_table(header, cells, left=2)]
-    total = f"{sum(left)} runs to do, {flops:.3g} FLOPs"
-    if source:
-        parts = [n * row["expected_seconds"] for n, row in zip(left, rows, strict=True)]
-        # Runs at once share the machine's cores; the rate is that of one run.
-        total += f", {sum(parts) / jobs / 3600:.2f} h expected with {jobs} at once ({source})"
-    lines.append(total)
-    unknown = [name for name, choice in plan.chosen().items() if choice.search is not None]
-    unknown = [name for name in unknown if plan.chosen()[name].rate is None]
-    if unknown:
-        names = ", ".join(" ".join(name) for name in unknown)
-        lines.append(f"learning rates still to search: {names}; a grid may grow")
-    return "\n".join(lines)
-
-
-def edges_of(plan: Plan) -> list[str]:
-    """Return one line for each search whose least loss is at an edge of its grid."""
-    lines = []
-    for (family, size), choice in plan.chosen().items():
-        if choice.search is not None and choice.search.edge is not None:
-            edge, grid = choice.search.edge, choice.search.grid
-            lines.append(
-                f"{family} {size}: learning rate {edge:g} is an edge of its grid "
-                f"({grid[0]:g} to {grid[-1]:g}) and no best: widen the grid"
-            )
-    return lines
-
-
-def results(plan: Plan, draws: int, huber: float, whole: bool) -> dict[str, Any]:
-    """Fit all families and return what was found.
-
-    Args:
-        plan: The plan, with its finished runs.
-        draws: Number of bootstrap fits.
-        huber: As in `fit.fit_law`.
-        whole: Fit all points, and not only those that no cheaper one beats.
+        rates: Returned by `Plan.rates`.
+        losses: Validation loss by run.
 
     Returns:
-        ``points``, ``fits`` (of `Fit`), ``comparisons`` (of `points.compare`), ``parameters`` (of
-        `at_equal_parameters`), ``commits``, ``edges`` and ``skipped``.
-
-    Raises:
-        ConfigError: No run has finished.
+        ``family``, ``size``, ``tokens_per_parameter``, ``learning_rate``, ``N``, ``D`` (tokens),
+        ``steps``, ``FLOPs``, ``seeds`` (all), ``losses`` (by finished seed), ``loss`` with its
+        interval, ``minus_reference`` (of seeds that both have) with its interval. An interval is
+        NaN with one seed, and a number None with none.
     """
-    points = points_of(plan)
-    if not points:
-        raise ConfigError("--out", str(plan.work), "a folder with finished runs of the experiment")
-    fits, skipped = [], []
-    for family in plan.experiment.families:
-        own = [point for point in points if point.family == family]
-        for axes in [*((axis,) for axis in AXES), ("parameters", "tokens")]:
-            fit = fit_family(family, own, axes, draws, huber, whole)
-            if fit is None:
-                skipped.append(f"{family} over {', '.join(axes)}")
-            else:
-                fits.append(fit)
-    by_flops = [fit for fit in fits if fit.axes == ("flops",)]
-    return {
-        "points": points,
-        "fits": fits,
-        "comparisons": compare(by_flops, points, "flops"),
-        "parameters": at_equal_parameters(points, plan.experiment.first),
-        "commits": plan.commits(plan.main_runs()),
-        "edges": edges_of(plan),
-        "skipped": skipped,
-    }
-
-
-def as_json(plan: Plan, found: Mapping[str, Any]) -> str:
-    """Return results as JSON."""
-    values = dict(found) | {
-        "experiment": asdict(plan.experiment),
-        "points": [
-            asdict(point) | {"loss": point.loss, "losses": point.losses}
-            for point in found["points"]
-        ],
-        "fits": [fit.as_dict() for fit in found["fits"]],
-        "searches": [
-            {"family": family, "size": size, "rate": choice.rate, "how": choice.how}
-            | ({} if choice.search is None else {"losses": _losses(choice.search.losses)})
-            for (family, size), choice in plan.chosen().items()
-        ],
-    }
-    return json.dumps(values, indent=1)
-
-
-def _losses(losses: Mapping[float, float]) -> dict[str, float | None]:
-    finite = math.isfinite
-    return {f"{rate:g}": loss if finite(loss) else None for rate, loss in losses.items()}
-
-
-def as_markdown(plan: Plan, found: Mapping[str, Any]) -> str:
-    """Return results as Markdown: points, laws and comparisons, with what limits them."""
-    parts = [f"# {plan.experiment.name}", plan.experiment.description, _points(found["points"])]
-    if found["fits"]:
-        parts.append(laws_table(found["fits"]))
-    if found["comparisons"]:
-        parts.append(comparisons_table(found["comparisons"]))
-    if found["parameters"]:
-        parts.append(parameters_table(found["parameters"], plan.experiment.first))
-    if found["skipped"]:
-        parts.append(f"Too few points for a law: {'; '.join(found['skipped'])}.")
-    mixed = "**The runs are of different commits**: " if len(found["commits"]) > 1 else "Commit: "
-    parts.append(mixed + counted(found["commits"]) + ".")
-    parts += [f"Edge: {line}." for line in found["edges"]]
-    return "\n\n".join(part for part in parts if part)
-
-
-def counted(commits: Mapping[str, int]) -> str:
-    """Return commits with their numbers of runs."""
-    return ", ".join(f"{commit} ({count} runs)" for commit, count in commits.items())
-
-
-def _points(points: Sequence[Point]) -> str:
-    header = ["family", "size", "tokens/N", "learning rate", "N", "D", "FLOPs", "MB sent"]
-    header += ["modelled s", "seeds", "validation loss", "sd"]
     rows = []
-    for p in points:
-        spread = f"{np.std(p.losses, ddof=1):.4f}" if len(p.losses) > 1 else "-"
+    by_point = lambda run: (run.family, run.size, run.budget)  # noqa: E731
+    for (family, size, budget), runs in groupby(plan.main_runs(rates), by_point):
+        every = list(runs)
+        found = {r.seed: losses[r.name] for r in every if math.isfinite(losses.get(r.name, np.nan))}
         rows.append(
-            [
-                *(p.family, p.size, f"{p.budget:g}", f"{p.rate:g}", f"{p.parameters:,}"),
-                *(f"{p.tokens:,.0f}", f"{p.flops:.3g}", f"{p.bytes / 1e6:,.1f}"),
-                *(f"{p.seconds:,.2f}", f"{len(p.losses)}/{p.wanted}", f"{p.loss:.4f}", spread),
-            ]
+            {
+                "family": family,
+                "size": size,
+                "tokens_per_parameter": budget,
+                "learning_rate": every[0].rate,
+                "N": plan.costs[family, size].counted,
+                "D": plan.tokens(every[0]),
+                "steps": plan.steps(every[0]),
+                "FLOPs": plan.flops(every[0]),
+                "seeds": [run.seed for run in every],
+                "losses": found,
+                "loss": student(list(found.values())) if found else None,
+                "minus_reference": None,
+            }
         )
-    return markdown_table(header, rows)
+    reference = plan.experiment.reference
+    first = {(r["size"], r["tokens_per_parameter"]): r for r in rows if r["family"] == reference}
+    for row in rows:
+        other = first.get((row["size"], row["tokens_per_parameter"]), row)["losses"]
+        pairs = [loss - other[seed] for seed, loss in row["losses"].items() if seed in other]
+        if pairs and row["family"] != reference:
+            row["minus_reference"] = student(pairs)
+    return rows
 
 
-def laws_table(fits: Sequence[Fit]) -> str:
-    """Return the fitted laws as Markdown, with 95% intervals."""
-    header = ["family", "over", "points", "E", "alpha", "beta"]
-    rows = []
-    for fit in fits:
-        values = fit.values()
-        shown = [
-            f"{value[0]:.3f} [{value[1]:.3f}, {value[2]:.3f}]" if value else "-"
-            for value in (values.get(name) for name in ("E", "alpha", "beta"))
-        ]
-        rows.append([fit.family, " and ".join(fit.axes), str(fit.points), *shown])
-    return markdown_table(header, rows)
-
-
-def comparisons_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the differences of `points.compare` as Markdown."""
-    header = ["at equal FLOPs", "loss of", "minus", "difference", "share of fits below 0"]
-    return markdown_table(
-        header,
+def table(rows: Sequence[Mapping[str, Any]], reference: str) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the cells of `rows_of`."""
+    header = ["family", "size", "tokens/N", "learning rate", "N", "D", "steps", "FLOPs", "seeds"]
+    header += ["validation loss [95%]", f"minus {reference} [95%]"]
+    cells = [
         [
-            [
-                *(f"{row['at']:.3g}", row["first"], row["second"]),
-                f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]",
-                f"{100 * row['first_is_lower']:.0f}%",
-            ]
-            for row in rows
-        ],
-    )
+            *(row["family"], row["size"], f"{row['tokens_per_parameter']:g}"),
+            *(f"{row['learning_rate']:g}", f"{row['N']:,}", f"{row['D']:,}", f"{row['steps']:,}"),
+            *(f"{row['FLOPs']:.3g}", f"{len(row['losses'])}/{len(row['seeds'])}"),
+            *(with_interval(row["loss"], ".4f"), with_interval(row["minus_reference"], "+.4f")),
+        ]
+        for row in rows
+    ]
+    return header, cells
 
 
-def parameters_table(rows: Sequence[dict[str, Any]], reference: str) -> str:
-    """Return the rows of `at_equal_parameters` as Markdown.
+def with_interval(value: tuple[float, float, float] | None, style: str) -> str:
+    """Return a value with its interval, if it has one; ``-`` for None."""
+    if value is None:
+        return "-"
+    middle, low, high = (f"{number:{style}}" for number in value)
+    return f"{middle} [{low}, {high}]" if math.isfinite(value[1]) else middle
+
+
+def fits_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Fit every family's laws that its points allow.
+
+    L(C) is fitted to the points that no cheaper one beats, at least four; L(N, D) to all, at least
+    six, of three sizes and two budgets. Every finished seed is a point.
+
+    Returns:
+        ``family``, ``over`` (``FLOPs`` or ``N and D``), ``points``, ``law``, ``laws`` (of the
+        bootstrap), and ``E``, ``alpha`` and ``beta`` with their intervals.
+    """
+    found = []
+    for family in dict.fromkeys(row["family"] for row in rows):
+        own = [row for row in rows if row["family"] == family and row["losses"]]
+        for over, least in ((("FLOPs",), 4), (("N", "D"), 6)):
+            used = frontier(own) if over == ("FLOPs",) else own
+            budgets = {row["tokens_per_parameter"] for row in used}
+            if over != ("FLOPs",) and (len({row["N"] for row in used}) < 3 or len(budgets) < 2):
+                continue
+            points = [([row[k] for k in over], y) for row in used for y in row["losses"].values()]
+            x = np.asarray([values for values, _ in points], dtype=float)
+            losses = np.asarray([loss for _, loss in points])
+            if len(points) == 0 or len(np.unique(x, axis=0)) < least:
+                continue
+            law, laws = fit_law(x, losses), bootstrap(x, losses)
+            fit = {"family": family, "over": over, "points": len(used), "law": law, "laws": laws}
+            getters = {"E": lambda law: law.floor, "alpha": lambda law: law.exponents[0]}
+            if len(over) == 2:
+                getters["beta"] = lambda law: law.exponents[1]
+            for name, value in getters.items():
+                fit[name] = (value(law), *map(float, percentiles(laws, value)))
+            found.append(fit)
+    return found
+
+
+def frontier(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the points of a family that no other one beats: fewer FLOPs and less loss."""
+    best: list[Mapping[str, Any]] = []
+    for row in sorted(rows, key=lambda row: (row["FLOPs"], row["loss"][0])):
+        if not best or row["loss"][0] < best[-1]["loss"][0]:
+            best.append(row)
+    return best
+
+
+def write(
+    plan: Plan,
+    rates: Mapping[tuple[str, str], Choice],
+    rows: Sequence[Mapping[str, Any]],
+    fits: Sequence[Mapping[str, Any]],
+) -> str:
+    """Write the table, the data and the picture into the plan's folder.
 
     Args:
-        rows: The rows.
-        reference: The family that the others are compared with.
+        plan: The plan.
+        rates: Returned by `Plan.rates`.
+        rows: Returned by `rows_of`.
+        fits: Returned by `fits_of`.
+
+    Returns:
+        The table, as in scaling.md.
     """
-    header = ["N", "family", f"FLOPs / {reference}'s", f"tokens / {reference}'s", "loss"]
-    lines = []
-    for row in sorted(rows, key=lambda row: float(row["parameters"])):
-        text = f"{row['difference']:+.3f}"
-        if row["low"] is not None:
-            text += f" [{row['low']:+.3f}, {row['high']:+.3f}]"
-        ratios = (f"{row['flops']:.2f}", f"{row['tokens']:.2f}")
-        n = f"{row['parameters']:,}"
-        lines.append([n, row["family"], *ratios, f"{row['loss']:.3f}", text])
-    return markdown_table([*header, f"minus {reference} of equal N [95%]"], lines)
+    experiment = plan.experiment
+    parts = [f"# {experiment.name}", experiment.description]
+    parts.append(markdown_table(*table(rows, experiment.reference)))
+    if fits:
+        laws = [
+            [fit["family"], " and ".join(fit["over"]), str(fit["points"])]
+            + [with_interval(fit.get(name), ".3f") for name in ("E", "alpha", "beta")]
+            for fit in fits
+        ]
+        header = ["family", "law over", "points", "E [95%]", "alpha [95%]", "beta [95%]"]
+        parts.append(markdown_table(header, laws))
+    parts += [f"Edge: {line}." for line in plan.edges(rates)]
+    text = "\n\n".join(part for part in parts if part)
+    (plan.work / MARKDOWN).write_text(text + "\n")
+    chosen = [{"family": f, "size": s} | asdict(choice) for (f, s), choice in rates.items()]
+    data = {"experiment": asdict(experiment), "learning_rates": chosen, "points": rows}
+    shown = [{k: v for k, v in fit.items() if k != "laws"} for fit in fits]
+    data["laws"] = [fit | {"law": asdict(fit["law"])} for fit in shown]
+    (plan.work / JSON).write_text(json.dumps(_finite(data), indent=1) + "\n")
+    draw(plan, rows, fits).savefig(plan.work / PICTURE)
+    return text
 
 
-def write(plan: Plan, found: Mapping[str, Any]) -> None:
-    """Write the table, JSON and picture into the plan's folder."""
-    (plan.work / MARKDOWN).write_text(as_markdown(plan, found) + "\n")
-    (plan.work / JSON).write_text(as_json(plan, found) + "\n")
-    draw(plan, found, plan.work / PICTURE)
+def _finite(value: Any) -> Any:
+    """Return data for JSON, which has no NaN: None in its place."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def draw(plan: Plan, rows: Sequence[Mapping[str, Any]], fits: Sequence[Mapping[str, Any]]) -> Any:
+    """Draw the loss over FLOPs: means and ranges of seeds, and each family's law with its band.
+
+    Args:
+        plan: The plan.
+        rows: Returned by `rows_of`; at least one has a loss.
+        fits: Returned by `fits_of`.
+
+    Returns:
+        The figure.
+    """
+    figure = new_figure(6.4, 4.4)
+    axes = figure.add_subplot()
+    budgets = sorted({row["tokens_per_parameter"] for row in rows})
+    families = list(dict.fromkeys(row["family"] for row in rows if row["losses"]))
+    for place, family in enumerate(families):
+        color = color_of(family, place)
+        axes.plot([], [], color=color, label=family)
+        law = next((f for f in fits if f["family"] == family and f["over"] == ("FLOPs",)), None)
+        for row_place, budget in enumerate(budgets):
+            own = [
+                row
+                for row in rows
+                if (row["family"], row["tokens_per_parameter"]) == (family, budget)
+                and row["losses"]
+            ]
+            own.sort(key=lambda row: row["FLOPs"])
+            xs, ends = [row["FLOPs"] for row in own], [[*row["losses"].values()] for row in own]
+            axes.vlines(xs, [min(y) for y in ends], [max(y) for y in ends], color=color, lw=1.2)
+            style = {"marker": _MARKERS[row_place % 5], "ms": 4, "lw": 0.0 if law else 1.0}
+            axes.plot(xs, [row["loss"][0] for row in own], color=color, **style)
+        if law is not None:
+            ends = [row["FLOPs"] for row in rows if row["family"] == family and row["losses"]]
+            at = np.geomspace(min(ends), max(ends), 60)[:, None]
+            low, high = percentiles(law["laws"], lambda drawn, at=at: drawn(at))
+            axes.fill_between(at[:, 0], low, high, color=color, alpha=0.2, linewidth=0)
+            axes.plot(at[:, 0], law["law"](at), color=color, lw=1.4)
+    for place, budget in enumerate(budgets if len(budgets) > 1 else ()):
+        style = {"color": "grey", "marker": _MARKERS[place % 5], "ls": "none", "ms": 4}
+        axes.plot([], [], label=f"{budget:g} tokens per parameter", **style)
+    axes.set_xscale("log")
+    few_log_ticks(axes.xaxis, *axes.get_xlim())
+    axes.set_xlabel("training FLOPs")
+    axes.set_ylabel("validation loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    what = "dots and bars: mean and range of seeds; lines: fit, 95% band"
+    figure.suptitle(f"{plan.experiment.description or plan.experiment.name}\n{what}", fontsize=9)
+    figure.set_layout_engine("constrained")
+    return figure

@@ -1,46 +1,71 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A grid of settings: its points, their results, and the table of all runs."""
+"""A sweep: training runs that are checked together, run once each, and end in one table."""
 
 import csv
 import itertools
 import json
+import math
+import os
 import re
+import signal
 import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError, RunFailedError
-from torchtitan_lr.formulas.parameters import count_parameters
-from torchtitan_lr.scaling.experiments import check_run, launch
+from torchtitan_lr.launch.folder_lock import lock_file
+from torchtitan_lr.scaling.experiments import Started, place_run, start
 from torchtitan_lr.training.summary import SUMMARY_FILE
 
 POINT_FILE = "point.json"
+"""In a point's folder: its arguments, and its row of the table."""
+
+FINISHED, DIVERGED = "finished", "diverged"
+"""Statuses of a point with a result; all others run (again)."""
+
+RESULTS = ("val_loss", "val_ppl", "train_loss", "tokens_per_s", "mfu", "peak_memory_gib")
+
 OWN_KEYS = {
-    "job.dump_folder": "each point has a folder of its own in --work",
+    "job.dump_folder": "each point has a folder of its own in --out",
     "job.config_file": "the TOML file is the first argument",
     "metrics.wandb_run_name": "each point has a name of its own",
     "metrics.wandb_group": "use --group",
 }
-RESULTS = ("val_loss", "val_ppl", "train_loss", "tokens_per_s", "mfu", "peak_memory_gib")
+"""Keys that a sweep sets for each point, and what to do instead."""
+
+_POLL_SECONDS = 0.1
 
 
 @dataclass
 class Point:
-    """One run of the grid.
+    """One run of a sweep.
 
     Args:
         name: Name of its folder and of its wandb run.
-        settings: Value by TOML key, as text.
+        config: Its TOML file.
         arguments: All overrides.
-        row: Its results so far, see `Sweep.rows`.
+        settings: What makes it differ from the others: the first columns of the table.
+        ranks: Number of processes; None for ``NGPU``.
+        row: Its status and results so far.
     """
 
     name: str
-    settings: dict[str, str]
+    config: str
     arguments: list[str]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int | None = None
     row: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_result(self) -> bool:
+        """Whether the run has finished or diverged."""
+        return self.row.get("status") in (FINISHED, DIVERGED)
 
 
 def parse_grid(items: list[str]) -> dict[str, list[str]]:
@@ -63,28 +88,36 @@ def parse_grid(items: list[str]) -> dict[str, list[str]]:
     return grid
 
 
-def check_own_keys(items: list[str]) -> None:
-    """Raise for keys that the sweep itself sets for each point.
+def refuse_keys(items: Sequence[str], own: Mapping[str, str], where: str = "") -> None:
+    """Refuse overrides of keys that a command sets itself.
 
     Args:
-        items: Items of ``--set``, and further overrides.
+        items: ``section.key=value``, with or without dashes in front.
+        own: What to do instead, by key.
+        where: Prefix of the key in the message.
 
     Raises:
         ConfigError: An item sets such a key.
     """
     for item in items:
         key = item.removeprefix("--").partition("=")[0].replace("-", "_")
-        if key in OWN_KEYS:
-            raise ConfigError(key, item, f"nothing: {OWN_KEYS[key]}")
+        if key in own:
+            raise ConfigError(where + key, item, f"nothing: {own[key]}")
 
 
-def points_of(grid: dict[str, list[str]], common: list[str], group: str) -> list[Point]:
+def points_of(
+    config: str, grid: dict[str, list[str]], common: list[str], group: str
+) -> list[Point]:
     """Return every point of a grid.
 
     Args:
+        config: The TOML file.
         grid: Values by TOML key.
         common: Overrides for all points.
         group: The wandb group.
+
+    Raises:
+        ConfigError: Two points have the same name.
     """
     last = [key.rpartition(".")[2] for key in grid]
     short = {k: name if last.count(name) == 1 else k for k, name in zip(grid, last, strict=True)}
@@ -95,88 +128,172 @@ def points_of(grid: dict[str, list[str]], common: list[str], group: str) -> list
         name = re.sub(r"[^\w.+-]+", "-", "_".join(words))
         arguments = [f"--{key}={value}" for key, value in settings.items()]
         arguments += [f"--metrics.wandb_group={group}", f"--metrics.wandb_run_name={name}"]
-        points.append(Point(name, settings, [*common, *arguments]))
+        points.append(Point(name, config, [*common, *arguments], settings))
     if len({point.name for point in points}) < len(points):
         raise ConfigError("--set", group, "values whose names differ in letters or digits")
     return points
 
 
+@contextmanager
+def locked_folder(work: Path) -> Iterator[IO[str]]:
+    """Create and lock the folder of a sweep; runs that inherit the file keep the lock.
+
+    Raises:
+        ConfigError: The folder is not writable, or another sweep uses it.
+    """
+    path = work / ".lock"
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        want = f"a folder to write to ({error.strerror})"
+        raise ConfigError("--out", str(work), want) from error
+    with file:
+        try:
+            lock_file(file, path)
+        except BlockingIOError:
+            want = "a folder that no other sweep, nor a run left by one, is using"
+            raise ConfigError("--out", str(work), want) from None
+        yield file
+
+
 class Sweep:
-    """A grid, the results of its points, and the table.
+    """Points, their results, and the table.
 
     Args:
-        config: The TOML file.
         work: The folder of all runs.
-        points: The points of the grid.
-        lock: A locked file in ``work``; each run inherits the lock.
+        points: The points, with different names.
+        jobs: Points at once; on GPUs each has GPUs of its own.
+
+    Raises:
+        ConfigError: A point's folder belongs to a point with other settings.
     """
 
-    def __init__(self, config: str, work: Path, points: list[Point], lock: IO[str]) -> None:
-        self.config, self.work, self.points, self._lock = config, work, points, lock
+    def __init__(self, work: Path, points: Sequence[Point], jobs: int = 1) -> None:
+        self.work, self.points, self.jobs = work, points, jobs
+        self._gpus: dict[str, int] = {}  # how many each point needs, if points share the machine
+        for point in points:
+            path = work / point.name / POINT_FILE
+            point.row = {"status": "to do"}
+            if path.is_file():
+                known = json.loads(path.read_text())
+                if _decisive(known["arguments"]) != _decisive([point.config, *point.arguments]):
+                    want = f"a folder without a point {point.name} of other settings"
+                    raise ConfigError("--out", str(work), want)
+                point.row = known["row"]
 
-    def check(self, skip_refused: bool) -> None:
-        """Check every point, and find the finished ones.
+    def check(self, skip_refused: bool = False) -> None:
+        """Check every point's configuration before the first run.
+
+        Args:
+            skip_refused: Note what refuses a point in its status, instead of raising.
 
         Raises:
-            ConfigError: A point's configuration is not valid, or its folder belongs to another
-                sweep.
+            ConfigError: A point cannot run.
         """
-        from torchtitan_lr.hf.loading import build_model_args  # late, for a fast --help
+        from torchtitan_lr.formulas.parameters import count_parameters
+        from torchtitan_lr.models.configured import llama_args
 
         for point in self.points:
-            path = self.work / point.name / POINT_FILE
-            known = json.loads(path.read_text()) if path.is_file() else {}
-            if known and known["arguments"] != [self.config, *point.arguments]:
-                want = f"a folder without a point {point.name} of other settings"
-                raise ConfigError("--work", str(self.work), want)
-            point.row = known.get("row", {})
+            folder = f"--job.dump_folder={self.work / point.name}"
+            arguments = [f"--job.config_file={point.config}", *point.arguments, folder]
             try:
-                folder = f"--job.dump_folder={self.work / point.name}"
-                config = check_run([f"--job.config_file={self.config}", *point.arguments, folder])
+                placed = place_run(arguments, point.ranks)
             except ConfigError as error:
                 if not skip_refused:
                     raise
                 point.row = {"status": f"refused: {error}"}
                 continue
-            point.row.setdefault("status", "to do")
-            point.row["parameters"] = count_parameters(build_model_args(config)).total
+            args = llama_args(placed.config)  # None for another package's model
+            point.row["parameters"] = args and count_parameters(args).total
+            if self.jobs > 1 and placed.device not in ("cpu", "cuda"):
+                raise ConfigError("--jobs", self.jobs, f"1 on a machine with {placed.device}")
+            if self.jobs > 1 and placed.device == "cuda":
+                self._gpus[point.name] = placed.environment.ranks
 
-    def run(self) -> None:
-        """Run the unfinished points.
+    def run(self, lock: IO[str]) -> int:
+        """Run the points without a result; SIGTERM or Ctrl-C saves the active ones and ends.
 
-        Raises:
-            Stopped: The process received a stop signal; the running point has saved.
+        Args:
+            lock: The locked file of the folder.
+
+        Returns:
+            The exit status: 0 all have a result or were refused, 1 some failed, 130 stopped.
         """
-        self.write()
-        for point in self.points:
-            if point.row["status"] == "finished" or point.row["status"].startswith("refused"):
-                continue
-            print(f"{point.name} ...", file=sys.stderr, flush=True)
-            folder = self.work / point.name
-            self._save(point, "cut off")  # the status if this process dies here
-            try:
-                descriptors = [self._lock.fileno()]
-                launch(self.config, folder, point.arguments, keep_open=descriptors)
-                self._finish(point, folder)
-            except RunFailedError as error:
-                self._save(point, f"failed: {error}")
-                print(f"{point.name}: {error}", file=sys.stderr)
-            self.write()
+        signals: list[str] = []
 
-    def _finish(self, point: Point, folder: Path) -> None:
-        path = folder / SUMMARY_FILE
-        summary = json.loads(path.read_text()) if path.is_file() else None
-        if summary is None:
-            raise RunFailedError("stopped by a signal before its last step")
+        def stop(number: int, frame: FrameType | None) -> None:
+            signals.append(signal.Signals(number).name)
+
+        # `nohup` and `cmd &` set a signal to be ignored: keep that.
+        numbers = [n for n in (signal.SIGTERM, signal.SIGINT) if _is_caught(n)]
+        before = {number: signal.signal(number, stop) for number in numbers}
+        try:
+            self._run(lock, signals)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if signals:
+            print(f"stopped by {signals[0]}: run the same command to continue", file=sys.stderr)
+            return 130
+        return int(any(point.row["status"].startswith("failed") for point in self.points))
+
+    def _run(self, lock: IO[str], signals: list[str]) -> None:
+        self.write()
+        waiting = [p for p in self.points if not p.has_result]
+        waiting = [p for p in waiting if not p.row["status"].startswith("refused")]
+        active: list[tuple[Point, Started, list[str]]] = []
+        free = _gpu_names() if self._gpus else []
+        while active or (waiting and not signals):
+            while waiting and len(active) < self.jobs and not signals:
+                needed = self._gpus.get(waiting[0].name, 0)
+                if needed > len(free):
+                    break
+                point, gpus, free = waiting.pop(0), free[:needed], free[needed:]
+                active.append((point, self._start(point, gpus, lock), gpus))
+            if signals:
+                for _, started, _ in active:
+                    started.terminate()
+            for item in [item for item in active if signals or item[1].ended()]:
+                active.remove(item)
+                free += item[2]
+                self._finish(*item[:2])
+                self.write()
+            time.sleep(_POLL_SECONDS)
+
+    def _start(self, point: Point, gpus: list[str], lock: IO[str]) -> Started:
+        print(f"{point.name} ...", file=sys.stderr, flush=True)
+        self._save(point, "cut off")  # the status if this process dies before the run's end
+        variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+        if self.jobs > 1:
+            variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"
+        folder = self.work / point.name
+        (folder / SUMMARY_FILE).unlink(missing_ok=True)
+        keep = [lock.fileno()]
+        return start(point.config, folder, point.arguments, point.ranks, variables, keep)
+
+    def _finish(self, point: Point, started: Started) -> None:
+        path = self.work / point.name / SUMMARY_FILE
+        try:
+            started.finish()
+            if not path.is_file():
+                raise RunFailedError("stopped by a signal before its last step")
+        except RunFailedError as error:
+            diverged = re.search(r"\b(is|are) not finite", str(error))
+            self._save(point, DIVERGED if diverged else f"failed: {error}")
+            print(f"{point.name}: {error}", file=sys.stderr)
+            return
+        summary = json.loads(path.read_text())
         point.row |= {"steps": summary["steps"]} | {key: summary[key] for key in RESULTS}
-        self._save(point, "finished")
+        losses = [summary[key] for key in ("val_loss", "train_loss") if summary[key] is not None]
+        self._save(point, FINISHED if all(map(math.isfinite, losses)) else DIVERGED)
 
     def _save(self, point: Point, status: str) -> None:
         point.row["status"] = status
         path = self.work / point.name / POINT_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(".tmp")
-        record = {"arguments": [self.config, *point.arguments], "row": point.row}
+        record = {"arguments": [point.config, *point.arguments], "row": point.row}
         scratch.write_text(json.dumps(record, indent=1) + "\n")
         scratch.replace(path)
 
@@ -190,7 +307,7 @@ class Sweep:
         ]
 
     def write(self) -> None:
-        """Write the table in three formats."""
+        """Write the table in three formats: sweep.json, sweep.csv and sweep.md."""
         rows = self.rows()
         (self.work / "sweep.json").write_text(json.dumps(rows, indent=1) + "\n")
         with (self.work / "sweep.csv").open("w", newline="") as file:
@@ -198,6 +315,29 @@ class Sweep:
             writer.writeheader()
             writer.writerows(rows)
         (self.work / "sweep.md").write_text(as_markdown(rows) + "\n")
+
+
+def _decisive(arguments: list[str]) -> list[str]:
+    """Return the arguments that a result depends on: logging may change between starts."""
+    return [argument for argument in arguments if not argument.startswith("--metrics.")]
+
+
+def recorded(work: Path) -> dict[str, dict[str, Any]]:
+    """Return the rows of all points that were started in a folder, by name."""
+    paths = sorted(work.glob(f"*/{POINT_FILE}"))
+    return {path.parent.name: json.loads(path.read_text())["row"] for path in paths}
+
+
+def _is_caught(number: int) -> bool:
+    return signal.getsignal(number) is not signal.SIG_IGN
+
+
+def _gpu_names() -> list[str]:
+    """Return what ``CUDA_VISIBLE_DEVICES`` calls each GPU of this process."""
+    import torch
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
 
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:

@@ -1,0 +1,136 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Plan, run and fit a scaling experiment: families of models over sizes, budgets and seeds.
+
+    torchtitan-lr scaling plan scaling_cpu
+    torchtitan-lr scaling run scaling_cpu --out outputs/scaling_cpu --jobs 2
+    torchtitan-lr scaling fit scaling_cpu --out outputs/scaling_cpu
+
+EXPERIMENT is a TOML file, or the name of a shipped one in train_configs/experiments. Further
+arguments, --section.key=value, apply to all runs, and are given to each of the three commands.
+
+plan prints families, sizes and budgets with their parameters, tokens and FLOPs, and starts no run.
+run executes what is missing, as a sweep does: it may be stopped and goes on. Learning rates are
+searched first. A best value at the edge of its grid makes the grid grow; where it may not, the runs
+that need it do not start. In wandb (--metrics.enable_wandb) all runs are one group.
+
+fit prints the table with the losses, and fits L = E + A C^(-alpha) and, where the grid allows,
+L = E + A N^(-alpha) + B D^(-beta) by the Huber loss of log L, with bootstrap intervals. It writes
+scaling.md, scaling.json and scaling.png to --out.
+
+Exit status: 0; 1 a run failed or a learning rate is an edge of its grid; 2 an invalid experiment;
+130 stopped.
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from torchtitan_lr.commands.parser import OneLineParser, check_at_least
+from torchtitan_lr.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchtitan_lr.scaling.plan import Plan
+
+
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the command, EXPERIMENT and the options."""
+    parser.takes_overrides = True
+    parser.add_argument("command", choices=("plan", "run", "fit"), help="what to do")
+    parser.add_argument("experiment", metavar="EXPERIMENT", help="a TOML file or a shipped name")
+    parser.add_argument("--out", default="", help="folder of all runs (default: outputs/NAME)")
+    parser.add_argument("--jobs", type=int, default=1, help="run: runs at once")
+    parser.add_argument("--sizes", default="", help="run: only these sizes, with commas")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Execute a command; return the exit status."""
+    check_at_least(args, jobs=1)
+    from torchtitan_lr.scaling.experiment import read_experiment
+
+    experiment = read_experiment(args.experiment, args.overrides)
+    work = Path(args.out or f"outputs/{experiment.name}")
+    sizes = args.sizes.split(",") if args.sizes else list(experiment.sizes)
+    for size in sizes:
+        if size not in experiment.sizes:
+            raise ConfigError("--sizes", size, f"some of {', '.join(experiment.sizes)}")
+    # Late: a wrong experiment is reported without torch.
+    from torchtitan_lr.scaling.plan import Plan
+    from torchtitan_lr.scaling.sweep import Sweep, locked_folder
+
+    if args.command != "run":
+        plan = Plan(experiment, work)
+        return show(plan) if args.command == "plan" else fit(plan)
+    with locked_folder(work) as lock:
+        plan = Plan(experiment, work)
+        while True:  # a finished search determines further runs
+            points = [plan.point(run) for run in plan.runs(plan.rates(losses_of(work)))]
+            points = [point for point in points if point.settings["size"] in sizes]
+            sweep = Sweep(work, points, args.jobs)
+            if all(point.has_result for point in points):
+                break
+            sweep.check()
+            if status := sweep.run(lock):
+                return status
+    edges = plan.edges(plan.rates(losses_of(work)))
+    for line in edges:
+        print(line, file=sys.stderr)
+    return int(bool(edges))
+
+
+def losses_of(work: Path) -> dict[str, float]:
+    """Return the validation losses of the runs with a result; infinite where one diverged."""
+    from torchtitan_lr.scaling.sweep import DIVERGED, FINISHED, recorded
+
+    losses = {}
+    for name, row in recorded(work).items():
+        if row["status"] in (FINISHED, DIVERGED):
+            loss = row.get("val_loss")
+            losses[name] = math.inf if loss is None or row["status"] == DIVERGED else float(loss)
+    return losses
+
+
+def show(plan: "Plan") -> int:
+    """Print the points and what is left to do; return the exit status."""
+    from torchtitan_lr.console.tables import text_table
+    from torchtitan_lr.scaling.report import rows_of, table
+    from torchtitan_lr.scaling.sweep import Sweep, recorded
+
+    losses, known = losses_of(plan.work), recorded(plan.work)
+    rates = plan.rates(losses)
+    runs = plan.runs(rates)
+    Sweep(plan.work, [plan.point(run) for run in runs])  # refuses other settings
+    rows = rows_of(plan, rates, losses)
+    print(text_table(*table(rows, plan.experiment.reference), left=2))
+    left = [run for run in runs if run.name not in losses]
+    flops = sum(map(plan.flops, left))
+    text = f"{len(runs)} runs known, {len(left)} to do, {flops:.3g} FLOPs"
+    speeds = [
+        known[run.name]["tokens_per_s"] * plan.costs[run.family, run.size].flops_per_token
+        for run in runs
+        if known.get(run.name, {}).get("tokens_per_s")
+    ]
+    if speeds:
+        text += f", {flops / median(speeds) / 3600:.2f} h one after another, at the rate so far"
+    print(text)
+    unknown = [" ".join(pair) for pair, choice in rates.items() if choice.rate is None]
+    if unknown:
+        print(f"learning rates still to search: {', '.join(unknown)}")
+    return 0
+
+
+def fit(plan: "Plan") -> int:
+    """Fit the laws, print and write the table; return the exit status."""
+    from torchtitan_lr.scaling.report import fits_of, rows_of, write
+    from torchtitan_lr.scaling.sweep import Sweep
+
+    losses = losses_of(plan.work)
+    rates = plan.rates(losses)
+    Sweep(plan.work, [plan.point(run) for run in plan.runs(rates)])  # refuses other settings
+    rows = rows_of(plan, rates, losses)
+    if not any(row["losses"] for row in rows):
+        raise ConfigError("--out", str(plan.work), "a folder with finished runs of the experiment")
+    print(write(plan, rates, rows, fits_of(rows)))
+    return int(bool(plan.edges(rates)))

@@ -1,0 +1,71 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+r"""Train a grid of settings, one run per point, and collect the results in one table.
+
+    torchtitan-lr sweep debug_cola --set low_rank.rank=16,32 \
+        --set parallelism.tp_plan=vanilla,btp --out outputs/ranks --training.steps=100
+
+CONFIG is a TOML file or a shipped name. Each --set names a TOML key and its values; the grid has
+all combinations. Further arguments, --section.key=value, apply to all points. A run has NGPU ranks
+of this machine (default: its GPUs, at most 4, or 4 CPU processes without GPUs); --jobs runs several
+points at once, on GPUs of their own or on the cores.
+
+The whole grid is checked before the first run. The sweep may be stopped at any time (Ctrl-C saves
+the active runs) or killed: the same command skips points with a result (finished or diverged),
+resumes interrupted ones from their last checkpoint, and repeats failed ones. In wandb
+(--metrics.enable_wandb) all points are one group. The table is written to sweep.md, sweep.csv and
+sweep.json in --out after every point; each point has its own folder there.
+
+Exit status: 0 all points have a result, 1 some failed, 2 invalid configuration, 130 stopped.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from torchtitan_lr.commands.parser import OneLineParser, check_at_least, check_toml
+from torchtitan_lr.config.shipped import find_config
+
+
+def add_arguments(parser: OneLineParser) -> None:
+    """Add CONFIG and the options."""
+    parser.takes_overrides = True
+    parser.add_argument("config", metavar="CONFIG", help="a TOML file, or a shipped name")
+    parser.add_argument(
+        "--set",
+        action="append",
+        metavar="KEY=V1,V2",
+        required=True,
+        help="a key and its values; may be repeated",
+    )
+    parser.add_argument("--out", default="outputs/sweep", help="folder of runs and results")
+    parser.add_argument("--group", default="", help="wandb group (by default the folder's name)")
+    parser.add_argument("--jobs", type=int, default=1, help="points at once")
+    parser.add_argument(
+        "--skip_refused",
+        action="store_true",
+        help="leave out invalid combinations, instead of stopping with an error",
+    )
+    parser.add_argument("--json", action="store_true", help="print a list of rows instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the grid, run the points without a result, print the table; return the exit status."""
+    check_toml(args.config)
+    check_at_least(args, jobs=1)
+    from torchtitan_lr.config.build import build_job_config
+    from torchtitan_lr.scaling import sweep as sweeps
+
+    sweeps.refuse_keys([*args.set, *args.overrides], sweeps.OWN_KEYS)
+    grid, work, config = sweeps.parse_grid(args.set), Path(args.out), find_config(args.config)
+    steps = build_job_config([f"--job.config_file={config}", *args.overrides]).training.steps
+    saving = ["--checkpoint.enable", f"--checkpoint.interval={max(1, steps // 10)}"]
+    common = [*saving, "--checkpoint.keep_latest_k=2", *args.overrides]
+    points = sweeps.points_of(config, grid, common, args.group or work.name)
+    with sweeps.locked_folder(work) as lock:
+        sweep = sweeps.Sweep(work, points, args.jobs)
+        sweep.check(args.skip_refused)
+        status = sweep.run(lock)
+    rows = sweep.rows()
+    if status != 130:
+        print(json.dumps(rows, indent=1) if args.json else sweeps.as_markdown(rows))
+    return status
