@@ -37,7 +37,6 @@ _PRELOAD = (
     "torch.profiler",
     "torchtitan_lr.launch.agent",
     "torchtitan_lr.launch.launcher",
-    "torchtitan_lr.scaling.measure",
     "torchtitan_lr.hf.export",
     "torchtitan_lr.train",
     "transformers.models.llama",

@@ -3,7 +3,6 @@
 
     torchtitan-lr compare debug_cola
     NGPU=4 torchtitan-lr compare A.toml B.toml --steps 20 --training.seq_len=256
-    torchtitan-lr compare debug_cola --checkpointing full=full,btp=low_rank
 
 With one CONFIG, three runs are derived from it: full rank (Megatron's plan), and the low-rank model
 under the vanilla plan and under the bottleneck-aware plan. With several CONFIGs, each runs
@@ -11,9 +10,8 @@ unchanged. The runs are points of a sweep, one after another on NGPU ranks of th
 its GPUs, at most 4, or 4 CPU processes without GPUs). Further arguments, --section.key=value, apply
 to all runs. Each start measures anew.
 
-All runs use the same mode of activation checkpointing, which the results name: the TOML's, or
-"full" if that is "low_rank" and a full-rank run, which does not support it, is included. Several
-CONFIGs with different modes are an error. --checkpointing sets another mode for single runs.
+The plans of one CONFIG use the same mode of activation checkpointing, which the results name: the
+TOML's, or "full" if that is "low_rank" and a full-rank run, which does not support it, is included.
 
 The table has the median seconds per step and their range, tokens per second of all ranks, MFU from
 the model's own FLOPs (- if the device's peak is unknown), bytes of all collectives per step
@@ -39,12 +37,6 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument(
         "--plans", default="full,vanilla,btp", help="with one CONFIG: these, and plans of your own"
-    )
-    parser.add_argument(
-        "--checkpointing",
-        default="",
-        metavar="RUN=MODE,...",
-        help="modes of activation checkpointing of single runs (default: one mode for all)",
     )
     parser.add_argument("--out", default="outputs/compare", help="folder of runs and results")
     parser.add_argument("--group", default="", help="wandb group (by default the folder's name)")

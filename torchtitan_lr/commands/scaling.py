@@ -105,7 +105,7 @@ def show(plan: "Plan") -> int:
     rows = rows_of(plan, rates, losses)
     print(text_table(*table(rows, plan.experiment.reference), left=2))
     left = [run for run in runs if run.name not in losses]
-    flops = sum(map(plan.flops, left))
+    flops = sum(plan.tokens_and_flops(run)[1] for run in left)
     text = f"{len(runs)} runs known, {len(left)} to do, {flops:.3g} FLOPs"
     speeds = [
         known[run.name]["tokens_per_s"] * plan.costs[run.family, run.size].flops_per_token

@@ -2,7 +2,6 @@
 """What runs of a few steps cost, side by side: points of a sweep, a table and a picture."""
 
 import argparse
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -14,7 +13,7 @@ from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiments import SECONDS, step_records
 from torchtitan_lr.scaling.sweep import FINISHED, Point
-from torchtitan_lr.scaling.variants import derive, read_modes, read_plans, shared_mode
+from torchtitan_lr.scaling.variants import derive, read_plans, shared_mode
 from torchtitan_lr.training.figures import color_of, new_figure
 
 COUNTED = "-bytes"
@@ -34,55 +33,31 @@ def points_of(args: argparse.Namespace) -> list[Point]:
         args: The arguments of ``torchtitan-lr compare``.
 
     Raises:
-        ConfigError: A TOML cannot be read, two have the same name, a plan does not exist, or modes
-            of activation checkpointing differ without having been named.
+        ConfigError: A TOML cannot be read, two have the same name, or a plan does not exist.
     """
-    runs = _plans(args) if len(args.configs) == 1 else _files(args)
+    configs = {Path(config).stem: find_config(config) for config in args.configs}
+    if len(configs) < len(args.configs):
+        raise ConfigError("CONFIG", " ".join(args.configs), "files of different names")
+    runs: dict[str, tuple[str, list[str], str]] = {}
+    for name, config in configs.items():
+        given = build_job_config([f"--job.config_file={config}", *args.overrides])
+        runs[name] = config, [], given.activation_checkpoint.mode
+    if len(configs) == 1:
+        ((config, _, mode),) = runs.values()
+        plans = read_plans(args.plans, config, args.overrides)
+        mode = shared_mode(mode, plans)
+        runs = {plan: (config, derive(config, plan, args.overrides), mode) for plan in plans}
     points = []
-    for name, (config, arguments, mode) in runs.items():
-        arguments = [*arguments, f"--activation_checkpoint.mode={mode}", *_QUIET]
-        arguments.append(f"--metrics.wandb_group={args.group or Path(args.out).name}")
-        lengths = {"": args.warmup + args.steps, COUNTED: 2}
-        for suffix, steps in lengths.items():
+    for name, (config, derived, mode) in runs.items():
+        common = [*args.overrides, *derived, f"--activation_checkpoint.mode={mode}", *_QUIET]
+        common.append(f"--metrics.wandb_group={args.group or Path(args.out).name}")
+        for suffix, steps in {"": args.warmup + args.steps, COUNTED: 2}.items():
             own = [f"--training.steps={steps}", f"--lr_scheduler.warmup_steps={steps // 2}"]
             own.append(f"--metrics.{'' if suffix else 'no_'}comm_ledger")
             own.append(f"--metrics.wandb_run_name={name}{suffix}")
             settings = {"run": name, "checkpointing": mode}
-            points.append(Point(name + suffix, config, [*arguments, *own], settings))
+            points.append(Point(name + suffix, config, [*common, *own], settings))
     return points
-
-
-def _mode(config: str, overrides: list[str]) -> str:
-    given = build_job_config([f"--job.config_file={config}", *overrides])
-    return str(given.activation_checkpoint.mode)
-
-
-def _plans(args: argparse.Namespace) -> dict[str, tuple[str, list[str], str]]:
-    """Return the plans of one TOML: its path, overrides and mode of checkpointing by name."""
-    config, overrides = find_config(args.configs[0]), args.overrides
-    plans = read_plans(args.plans, config, overrides)
-    named = read_modes(args.checkpointing, plans)
-    shared = shared_mode(_mode(config, overrides), plans)
-    return {
-        plan: (config, [*overrides, *derive(config, plan, overrides)], named.get(plan, shared))
-        for plan in plans
-    }
-
-
-def _files(args: argparse.Namespace) -> dict[str, tuple[str, list[str], str]]:
-    """Return several TOMLs, unchanged; their modes of checkpointing must be equal, or named."""
-    for name, times in Counter(Path(config).stem for config in args.configs).items():
-        if times > 1:
-            raise ConfigError("CONFIG", name, "files of different names")
-    configs = {Path(config).stem: find_config(config) for config in args.configs}
-    named = read_modes(args.checkpointing, configs)
-    modes = {name: _mode(file, args.overrides) for name, file in configs.items()}
-    if len({mode for name, mode in modes.items() if name not in named}) > 1:
-        got = ",".join(f"{name}={mode}" for name, mode in modes.items())
-        want = f"one mode for all, or those of single files named: --checkpointing {got}"
-        raise ConfigError("activation_checkpoint.mode", got, want)
-    modes |= named
-    return {name: (file, args.overrides, modes[name]) for name, file in configs.items()}
 
 
 def rows_of(work: Path, points: Sequence[Point], warmup: int) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from torchtitan_lr.errors import ConfigError
 FOLDER = SHIPPED / "experiments"
 """The shipped experiments."""
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
+_NAME, _NAMES = re.compile(r"[A-Za-z0-9][\w.+-]*"), "a name of letters, digits and . + - _"
 
 
 @dataclass(frozen=True)
@@ -127,36 +126,6 @@ class Experiment:
     families: dict[str, Family] = field(default_factory=dict)
     sizes: dict[str, Size] = field(default_factory=dict)
 
-    def seeds_of(self, size: str) -> list[int]:
-        """Return the seeds at a size."""
-        return self.sizes[size].seeds or self.seeds
-
-    def budgets_of(self, size: str) -> list[float]:
-        """Return the budgets at a size, tokens per parameter."""
-        return self.sizes[size].budgets or self.tokens_per_parameter
-
-    def grid_of(self, family: str) -> list[float]:
-        """Return the grid of learning rates of a family."""
-        return self.families[family].learning_rates or self.learning_rate.grid
-
-    @property
-    def searched(self) -> list[str]:
-        """Sizes at which learning rates are searched."""
-        return self.learning_rate.search or list(self.sizes)
-
-
-def find_experiment(text: str) -> Path:
-    """Return the file of an experiment: a path, or the name of a shipped one.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    for path in (Path(text), FOLDER / f"{Path(text).name.removesuffix('.toml')}.toml"):
-        if path.is_file():
-            return path
-    known = ", ".join(sorted(path.stem for path in FOLDER.glob("*.toml")))
-    raise ConfigError("EXPERIMENT", text, f"a TOML file, or one of {known}")
-
 
 def read_experiment(text: str, overrides: Sequence[str] = ()) -> Experiment:
     """Read and check an experiment.
@@ -165,24 +134,50 @@ def read_experiment(text: str, overrides: Sequence[str] = ()) -> Experiment:
         text: A path, or the name of a shipped experiment.
         overrides: Further overrides of all runs, ``--section.key=value``.
 
+    Returns:
+        The experiment; sizes and families have what they inherit: ``seeds``, ``budgets``, ``model``
+        ``learning_rates`` and ``ranks``, and ``learning_rate.search`` the sizes that are searched.
+
     Raises:
         ConfigError: It is missing, not TOML, has an unknown key or a wrong value.
     """
-    values = load_toml(str(find_experiment(text)))
-    tables: dict[str, Any] = {}
-    for key, kind in (("families", Family), ("sizes", Size)):
-        tables[key] = _named(key, values.pop(key, {}), kind)
+    shipped = FOLDER / f"{Path(text).name.removesuffix('.toml')}.toml"
+    path = Path(text) if Path(text).is_file() else shipped
+    if not path.is_file():
+        known = ", ".join(sorted(path.stem for path in FOLDER.glob("*.toml")))
+        raise ConfigError("EXPERIMENT", text, f"a TOML file, or one of {known}")
+    values = load_toml(str(path))
+    families = _named("families", values.pop("families", {}), Family)
+    sizes = _named("sizes", values.pop("sizes", {}), Size)
     checked = check_toml(values, Experiment)
     rates = LearningRate(**checked.pop("learning_rate", {}))
-    experiment = Experiment(**checked, **tables, learning_rate=rates)
-    further = [item.removeprefix("--") for item in overrides]
-    experiment = replace(
-        experiment,
-        overrides=[*experiment.overrides, *further],
-        reference=experiment.reference or next(iter(experiment.families)),
+    given = Experiment(**checked, learning_rate=rates, families=families, sizes=sizes)
+    _check(given)
+    arms = {
+        name: replace(
+            arm,
+            model=arm.model or f"llama_{name}",
+            learning_rates=arm.learning_rates or rates.grid,
+            ranks=arm.ranks or given.ranks,
+        )
+        for name, arm in families.items()
+    }
+    shapes = {
+        name: replace(
+            size,
+            seeds=size.seeds or given.seeds,
+            budgets=size.budgets or given.tokens_per_parameter,
+        )
+        for name, size in sizes.items()
+    }
+    return replace(
+        given,
+        overrides=[*given.overrides, *(item.removeprefix("--") for item in overrides)],
+        reference=given.reference or next(iter(families)),
+        learning_rate=replace(rates, search=rates.search or list(sizes)),
+        families=arms,
+        sizes=shapes,
     )
-    _check(experiment)
-    return experiment
 
 
 def _named(key: str, tables: Any, kind: Any) -> dict[str, Any]:
@@ -195,38 +190,48 @@ def _named(key: str, tables: Any, kind: Any) -> dict[str, Any]:
         if not isinstance(table, dict):
             raise ConfigError(where, table, f"a table: [{where}] with its keys below it")
         if not _NAME.fullmatch(name):
-            raise ConfigError(where, name, "a name of letters, digits and . + - _")
+            raise ConfigError(where, name, _NAMES)
         for wrong in table.keys() - set(known):
             raise ConfigError(f"{where}.{wrong}", table[wrong], f"one of {', '.join(known)}")
         found[name] = kind(**check_toml(table, kind, prefix=f"{where}."))
     return found
 
 
-def _check(experiment: Experiment) -> None:
+def _check(given: Experiment) -> None:
     """Refuse values that cannot be run."""
-    if not _NAME.fullmatch(experiment.name):
-        raise ConfigError("name", experiment.name, "a name of letters, digits and . + - _")
-    if not Path(find_config(experiment.config)).is_file():
-        want = "a TOML file of a run, or the name of a shipped one such as debug_full"
-        raise ConfigError("config", experiment.config, want)
-    for key, least in (("ranks", 1), ("checkpoints", 0)):
-        if getattr(experiment, key) < least:
-            raise ConfigError(key, getattr(experiment, key), f"an integer of at least {least}")
-    if not 0 <= experiment.warmup < 1:
-        raise ConfigError("warmup", experiment.warmup, "a share of the steps, from 0 to below 1")
-    if experiment.reference not in experiment.families:
-        choices = ", ".join(experiment.families)
-        raise ConfigError("reference", experiment.reference, f"one of {choices}")
-    for name, size in experiment.sizes.items():
+    rates, two = given.learning_rate, "at least two sizes for the rule 'power'"
+    names, families = (f"one of {', '.join(table)}" for table in (given.sizes, given.families))
+    shipped = "a TOML file of a run, or the name of a shipped one such as debug_full"
+    sizes = rates.search or list(given.sizes)
+    for key, got, right, want in (
+        ("name", given.name, _NAME.fullmatch(given.name), _NAMES),
+        ("config", given.config, Path(find_config(given.config)).is_file(), shipped),
+        ("ranks", given.ranks, given.ranks >= 1, "an integer of at least 1"),
+        ("checkpoints", given.checkpoints, given.checkpoints >= 0, "an integer of at least 0"),
+        ("warmup", given.warmup, 0 <= given.warmup < 1, "a share of the steps, from 0 to below 1"),
+        ("reference", given.reference, given.reference in ("", *given.families), families),
+        ("learning_rate.search", sizes, {*sizes} <= {*given.sizes}, names),
+        ("learning_rate.search", sizes, rates.rule != "power" or len({*sizes}) > 1, two),
+        ("learning_rate.extend", rates.extend, rates.extend >= 0, "0 or more"),
+    ):
+        if not right:
+            raise ConfigError(key, got, want)
+    _check_list("seeds", given.seeds, least=0)
+    _check_list("tokens_per_parameter", given.tokens_per_parameter)
+    _check_grid("learning_rate.grid", rates.grid)
+    for name, size in given.sizes.items():
         sides = (size.dim, size.ffn_dim, size.n_layers, size.n_heads)
         if bool(size.flavor) == any(sides) or not (size.flavor or min(sides) > 0):
             want = "either flavor, or positive dim, ffn_dim, n_layers and n_heads"
             raise ConfigError(f"sizes.{name}", size.flavor or sides, want)
-        where = f"sizes.{name}.seeds" if size.seeds else "seeds"
-        _check_list(where, experiment.seeds_of(name), least=0)
-        where = f"sizes.{name}.budgets" if size.budgets else "tokens_per_parameter"
-        _check_list(where, experiment.budgets_of(name))
-    _check_rates(experiment)
+        _check_list(f"sizes.{name}.seeds", size.seeds or [0], least=0)
+        _check_list(f"sizes.{name}.budgets", size.budgets or [1.0])
+    for name, family in given.families.items():
+        other = given.families.get(family.rate_of)
+        if family.rate_of and (other is None or other.rate_of or family.learning_rates):
+            want = "a family with a learning rate of its own, and no learning_rates beside it"
+            raise ConfigError(f"families.{name}.rate_of", family.rate_of, want)
+        _check_grid(f"families.{name}.learning_rates", family.learning_rates or [1.0])
 
 
 def _check_list(key: str, values: Sequence[float], least: float = 1e-12) -> None:
@@ -236,25 +241,7 @@ def _check_list(key: str, values: Sequence[float], least: float = 1e-12) -> None
         raise ConfigError(key, list(values), want)
 
 
-def _check_rates(experiment: Experiment) -> None:
-    rates = experiment.learning_rate
-    for name, family in experiment.families.items():
-        other = experiment.families.get(family.rate_of)
-        if family.rate_of and (other is None or other.rate_of or family.learning_rates):
-            want = "a family with a learning rate of its own, and no learning_rates beside it"
-            raise ConfigError(f"families.{name}.rate_of", family.rate_of, want)
-        own = bool(family.learning_rates)
-        key = f"families.{name}.learning_rates" if own else "learning_rate.grid"
-        grid = experiment.grid_of(name)
-        _check_list(key, grid)
-        if any(low >= high for low, high in pairwise(grid)) or len(grid) == 2:
-            raise ConfigError(key, grid, "one value, or at least three in ascending order")
-    for size in rates.search:
-        if size not in experiment.sizes:
-            want = f"some of {', '.join(experiment.sizes)}"
-            raise ConfigError("learning_rate.search", size, want)
-    if rates.extend < 0:
-        raise ConfigError("learning_rate.extend", rates.extend, "0 or more")
-    if rates.rule == "power" and len(set(experiment.searched)) < 2:
-        want = "at least two sizes for the rule 'power'"
-        raise ConfigError("learning_rate.search", experiment.searched, want)
+def _check_grid(key: str, grid: list[float]) -> None:
+    _check_list(key, grid)
+    if grid != sorted(grid) or len(grid) == 2:
+        raise ConfigError(key, grid, "one value, or at least three in ascending order")

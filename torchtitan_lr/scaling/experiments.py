@@ -217,21 +217,12 @@ def step_records(folder: Path) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
-def last_value(folder: Path, key: str) -> float | None:
-    """Return the last value of a key in a dump folder's history, or None."""
-    values = [r[key] for r in read_history(folder / HISTORY_FILE) if r.get(key) is not None]
-    return values[-1] if values else None
-
-
 def last_error(output: str, status: int) -> str:
-    """Return the last error line of a program.
+    """Return a program's last line that begins with ``error: ``, else its last line.
 
     Args:
         output: What it printed.
-        status: Its exit status.
-
-    Returns:
-        The last line that begins with ``error: ``, else the last line, else the status in words.
+        status: Its exit status, which is named if it printed nothing.
     """
     lines = [line for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]

@@ -127,15 +127,15 @@ def percentiles(laws: Sequence[Law], value: Callable[[Law], Any]) -> tuple[Any, 
     return low, high
 
 
-def student(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of values and its interval by Student's t; NaN for one value.
+def student(values: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """Return the mean of values and its interval by Student's t; no interval for one value.
 
     Args:
         values: Losses of seeds; or differences of losses paired by seed, in which what seeds share
             cancels (the order of the data).
     """
-    mean, count = float(np.mean(values)), len(values)
-    if count < 2:
-        return mean, float("nan"), float("nan")
-    half = float(stats.t.ppf((1 + LEVEL) / 2, count - 1) * stats.sem(values))
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return mean, None, None
+    half = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * stats.sem(values))
     return mean, mean - half, mean + half

@@ -73,11 +73,6 @@ class Cost:
     flops_per_token: int
     tokens_per_step: int
 
-    @property
-    def flops_per_step(self) -> float:
-        """FLOPs of all ranks per optimizer step."""
-        return float(self.flops_per_token) * self.tokens_per_step
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -150,10 +145,6 @@ class Plan:
         self._overrides = {pair: self._model(*pair) for pair in pairs}
         self.costs = {pair: self._cost(*pair) for pair in pairs}
 
-    def ranks_of(self, family: str) -> int:
-        """Return the number of ranks of a family's runs."""
-        return self.experiment.families[family].ranks or self.experiment.ranks
-
     def _model(self, family: str, size: str) -> list[str]:
         """Return the overrides of a family at a size; write the file of a flavor that is new."""
         from torchtitan_lr.models.args import LlamaArgs
@@ -161,12 +152,12 @@ class Plan:
         from torchtitan_lr.models.stored_args import write_model_args
 
         arm, shape = self.experiment.families[family], self.experiment.sizes[size]
-        model, flavor = arm.model or f"llama_{family}", shape.flavor
+        flavor = shape.flavor
         if not flavor:
-            found = find_family(model)
+            found = find_family(arm.model)
             if found is None:
                 choices = ", ".join(known.model_name for known in FAMILIES.values())
-                raise ConfigError(f"families.{family}.model", model, f"one of {choices}")
+                raise ConfigError(f"families.{family}.model", arm.model, f"one of {choices}")
             rank = max(1, shape.rank or shape.dim // 4) if found.low_rank else 0
             # Where the nonlinearities are is the family's; the ranks are the size's.
             settings = found.defaults("debug") | {"rank_attention": rank, "rank_ffn": rank}
@@ -185,7 +176,7 @@ class Plan:
             write_model_args(args, path)
             flavor = str(path)
         overrides = [*self.experiment.overrides, *shape.overrides, *arm.overrides]
-        names = [f"--model.name={model}", f"--model.flavor={flavor}"]
+        names = [f"--model.name={arm.model}", f"--model.flavor={flavor}"]
         return [*(f"--{item}" for item in overrides), *names]
 
     def _cost(self, family: str, size: str) -> Cost:
@@ -194,7 +185,7 @@ class Plan:
         from torchtitan_lr.formulas.parameters import count_parameters
 
         own = [f"--job.config_file={self._config}", f"--job.dump_folder={self.work / 'none'}"]
-        ranks = self.ranks_of(family)
+        ranks = self.experiment.families[family].ranks
         placed = place_run([*own, *self._overrides[family, size]], ranks)
         if not placed.config.validation.enable:
             raise ConfigError("validation.enable", False, "true: the fit reads the validation loss")
@@ -213,19 +204,19 @@ class Plan:
         """Return the optimizer steps of a run, at least one."""
         own = self.costs[run.family, run.size]
         reference = self.costs[self.experiment.reference, run.size]
-        equal, per_step = self.experiment.equal, float(own.tokens_per_step)
-        tokens = run.budget * (own if equal == "tokens_per_parameter" else reference).counted
-        if equal == "flops":
-            tokens, per_step = tokens * reference.flops_per_token, own.flops_per_step
-        return max(1, round(tokens / per_step))
+        if self.experiment.equal == "tokens_per_parameter":
+            tokens = run.budget * own.counted
+        else:
+            tokens = run.budget * reference.counted
+        if self.experiment.equal == "flops":
+            tokens *= reference.flops_per_token / own.flops_per_token
+        return max(1, round(tokens / own.tokens_per_step))
 
-    def tokens(self, run: Run) -> int:
-        """Return D, the tokens of a run."""
-        return self.steps(run) * self.costs[run.family, run.size].tokens_per_step
-
-    def flops(self, run: Run) -> float:
-        """Return C, the FLOPs of a run on all ranks."""
-        return self.steps(run) * self.costs[run.family, run.size].flops_per_step
+    def tokens_and_flops(self, run: Run) -> tuple[int, float]:
+        """Return D, the tokens of a run, and C, its FLOPs, of all ranks."""
+        cost = self.costs[run.family, run.size]
+        tokens = self.steps(run) * cost.tokens_per_step
+        return tokens, float(tokens) * cost.flops_per_token
 
     def point(self, run: Run) -> Point:
         """Return a run as a point of a sweep."""
@@ -250,7 +241,9 @@ class Plan:
         ]
         settings = {"family": run.family, "size": run.size, "tokens_per_parameter": run.budget}
         settings |= {"seed": run.seed, "learning_rate": f"{run.rate:g}"}
-        return Point(run.name, self._config, arguments, settings, self.ranks_of(run.family))
+        return Point(
+            run.name, self._config, arguments, settings, experiment.families[run.family].ranks
+        )
 
     def rates(self, losses: Mapping[str, float]) -> dict[tuple[str, str], Choice]:
         """Choose every learning rate that finished runs determine.
@@ -262,15 +255,18 @@ class Plan:
         found: dict[tuple[str, str], Choice] = {}
         searching = [name for name, arm in experiment.families.items() if not arm.rate_of]
         for family in searching:
-            for size in experiment.searched:
+            for size in experiment.learning_rate.search:
                 prefix = self._search_run(family, size, 0.0).name.removesuffix("0")
                 known = {
                     float(name.removeprefix(prefix)): loss
                     for name, loss in losses.items()
                     if name.startswith(prefix)
                 }
-                grid, extend = experiment.grid_of(family), experiment.learning_rate.extend
-                found[family, size] = search(grid, known, extend)
+                found[family, size] = search(
+                    experiment.families[family].learning_rates,
+                    known,
+                    experiment.learning_rate.extend,
+                )
             for size in experiment.sizes:
                 if (family, size) not in found:
                     found[family, size] = Choice(self._by_rule(found, family, size))
@@ -280,13 +276,14 @@ class Plan:
         return found
 
     def _search_run(self, family: str, size: str, rate: float) -> Run:
-        first = self.experiment.budgets_of(size)[0], self.experiment.seeds_of(size)[0]
+        shape = self.experiment.sizes[size]
+        first = shape.budgets[0], shape.seeds[0]
         return Run(family, size, *first, rate)
 
     def _by_rule(
         self, found: Mapping[tuple[str, str], Choice], family: str, size: str
     ) -> float | None:
-        rates = {s: found[family, s].rate for s in self.experiment.searched}
+        rates = {s: found[family, s].rate for s in self.experiment.learning_rate.search}
         known = {s: rate for s, rate in rates.items() if rate is not None}
         if len(known) < len(rates):
             return None
@@ -308,8 +305,8 @@ class Plan:
             Run(family, size, budget, seed, rate)
             for family, size in self.costs
             if (rate := rates[family, size].rate) is not None
-            for budget in self.experiment.budgets_of(size)
-            for seed in self.experiment.seeds_of(size)
+            for budget in self.experiment.sizes[size].budgets
+            for seed in self.experiment.sizes[size].seeds
         ]
 
     def runs(self, rates: Mapping[tuple[str, str], Choice]) -> list[Run]:
@@ -319,7 +316,10 @@ class Plan:
             for (family, size), choice in rates.items()
             for rate in choice.grid
         ]
-        return sorted(dict.fromkeys([*found, *self.main_runs(rates)]), key=self.flops)
+        return sorted(
+            dict.fromkeys([*found, *self.main_runs(rates)]),
+            key=lambda run: self.tokens_and_flops(run)[1],
+        )
 
     def edges(self, rates: Mapping[tuple[str, str], Choice]) -> list[str]:
         """Return one line for each search without a best value inside its grid."""

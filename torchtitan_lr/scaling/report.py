@@ -1,11 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What a scaling experiment costs and found: one table, fitted laws, JSON and a picture."""
 
+import itertools
 import json
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,6 @@ from torchtitan_lr.scaling.plan import Choice, Plan
 from torchtitan_lr.training.figures import color_of, few_log_ticks, new_figure
 
 MARKDOWN, JSON, PICTURE = "scaling.md", "scaling.json", "scaling.png"
-
-_MARKERS = "osv^D"
 
 
 def rows_of(
@@ -34,12 +33,13 @@ def rows_of(
         ``family``, ``size``, ``tokens_per_parameter``, ``learning_rate``, ``N``, ``D`` (tokens),
         ``steps``, ``FLOPs``, ``seeds`` (all), ``losses`` (by finished seed), ``loss`` with its
         interval, ``minus_reference`` (of seeds that both have) with its interval. An interval is
-        NaN with one seed, and a number None with none.
+        None, None with one seed; both are None without a seed.
     """
     rows = []
     by_point = lambda run: (run.family, run.size, run.budget)  # noqa: E731
-    for (family, size, budget), runs in groupby(plan.main_runs(rates), by_point):
+    for (family, size, budget), runs in itertools.groupby(plan.main_runs(rates), by_point):
         every = list(runs)
+        tokens, flops = plan.tokens_and_flops(every[0])
         found = {r.seed: losses[r.name] for r in every if math.isfinite(losses.get(r.name, np.nan))}
         rows.append(
             {
@@ -48,9 +48,9 @@ def rows_of(
                 "tokens_per_parameter": budget,
                 "learning_rate": every[0].rate,
                 "N": plan.costs[family, size].counted,
-                "D": plan.tokens(every[0]),
+                "D": tokens,
                 "steps": plan.steps(every[0]),
-                "FLOPs": plan.flops(every[0]),
+                "FLOPs": flops,
                 "seeds": [run.seed for run in every],
                 "losses": found,
                 "loss": student(list(found.values())) if found else None,
@@ -83,12 +83,12 @@ def table(rows: Sequence[Mapping[str, Any]], reference: str) -> tuple[list[str],
     return header, cells
 
 
-def with_interval(value: tuple[float, float, float] | None, style: str) -> str:
+def with_interval(value: tuple[float, float | None, float | None] | None, style: str) -> str:
     """Return a value with its interval, if it has one; ``-`` for None."""
     if value is None:
         return "-"
-    middle, low, high = (f"{number:{style}}" for number in value)
-    return f"{middle} [{low}, {high}]" if math.isfinite(value[1]) else middle
+    middle, *ends = (f"{number:{style}}" for number in value if number is not None)
+    return f"{middle} [{', '.join(ends)}]" if ends else middle
 
 
 def fits_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -169,18 +169,9 @@ def write(
     data = {"experiment": asdict(experiment), "learning_rates": chosen, "points": rows}
     shown = [{k: v for k, v in fit.items() if k != "laws"} for fit in fits]
     data["laws"] = [fit | {"law": asdict(fit["law"])} for fit in shown]
-    (plan.work / JSON).write_text(json.dumps(_finite(data), indent=1) + "\n")
+    (plan.work / JSON).write_text(json.dumps(data, indent=1) + "\n")
     draw(plan, rows, fits).savefig(plan.work / PICTURE)
     return text
-
-
-def _finite(value: Any) -> Any:
-    """Return data for JSON, which has no NaN: None in its place."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def draw(plan: Plan, rows: Sequence[Mapping[str, Any]], fits: Sequence[Mapping[str, Any]]) -> Any:
@@ -201,35 +192,30 @@ def draw(plan: Plan, rows: Sequence[Mapping[str, Any]], fits: Sequence[Mapping[s
     for place, family in enumerate(families):
         color = color_of(family, place)
         axes.plot([], [], color=color, label=family)
-        law = next((f for f in fits if f["family"] == family and f["over"] == ("FLOPs",)), None)
-        for row_place, budget in enumerate(budgets):
-            own = [
-                row
-                for row in rows
-                if (row["family"], row["tokens_per_parameter"]) == (family, budget)
-                and row["losses"]
-            ]
-            own.sort(key=lambda row: row["FLOPs"])
-            xs, ends = [row["FLOPs"] for row in own], [[*row["losses"].values()] for row in own]
-            axes.vlines(xs, [min(y) for y in ends], [max(y) for y in ends], color=color, lw=1.2)
-            style = {"marker": _MARKERS[row_place % 5], "ms": 4, "lw": 0.0 if law else 1.0}
-            axes.plot(xs, [row["loss"][0] for row in own], color=color, **style)
-        if law is not None:
-            ends = [row["FLOPs"] for row in rows if row["family"] == family and row["losses"]]
-            at = np.geomspace(min(ends), max(ends), 60)[:, None]
-            low, high = percentiles(law["laws"], lambda drawn, at=at: drawn(at))
-            axes.fill_between(at[:, 0], low, high, color=color, alpha=0.2, linewidth=0)
-            axes.plot(at[:, 0], law["law"](at), color=color, lw=1.4)
-    for place, budget in enumerate(budgets if len(budgets) > 1 else ()):
-        style = {"color": "grey", "marker": _MARKERS[place % 5], "ls": "none", "ms": 4}
-        axes.plot([], [], label=f"{budget:g} tokens per parameter", **style)
+        fit = next((f for f in fits if (f["family"], f["over"]) == (family, ("FLOPs",))), None)
+        own = [row for row in rows if row["family"] == family and row["losses"]]
+        own.sort(key=lambda row: row["FLOPs"])
+        for marker, budget in zip(itertools.cycle("osv^D"), budgets, strict=False):
+            line = [row for row in own if row["tokens_per_parameter"] == budget]
+            xs, means = [row["FLOPs"] for row in line], [row["loss"][0] for row in line]
+            ends = [[*row["losses"].values()] for row in line]
+            axes.vlines(xs, [*map(min, ends)], [*map(max, ends)], color=color, lw=1.2)
+            axes.plot(xs, means, color=color, marker=marker, ms=4, lw=0.0 if fit else 1.0)
+        if fit is not None:
+            at = np.geomspace(own[0]["FLOPs"], own[-1]["FLOPs"], 60)[:, None]
+            band = percentiles(fit["laws"], operator.methodcaller("__call__", at))
+            axes.fill_between(at[:, 0], *band, color=color, alpha=0.2, linewidth=0)
+            axes.plot(at[:, 0], fit["law"](at), color=color, lw=1.4)
+    for marker, budget in zip(itertools.cycle("osv^D"), budgets, strict=False):
+        label = f"{budget:g} tokens per parameter"
+        axes.plot([], [], color="grey", marker=marker, ms=4, ls="none", label=label)
     axes.set_xscale("log")
     few_log_ticks(axes.xaxis, *axes.get_xlim())
     axes.set_xlabel("training FLOPs")
     axes.set_ylabel("validation loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    what = "dots and bars: mean and range of seeds; lines: fit, 95% band"
+    what = "mean and range of seeds" + ("; lines: fit and 95% band" if fits else "")
     figure.suptitle(f"{plan.experiment.description or plan.experiment.name}\n{what}", fontsize=9)
     figure.set_layout_engine("constrained")
     return figure

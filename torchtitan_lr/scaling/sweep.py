@@ -225,9 +225,10 @@ class Sweep:
         def stop(number: int, frame: FrameType | None) -> None:
             signals.append(signal.Signals(number).name)
 
-        # `nohup` and `cmd &` set a signal to be ignored: keep that.
-        numbers = [n for n in (signal.SIGTERM, signal.SIGINT) if _is_caught(n)]
-        before = {number: signal.signal(number, stop) for number in numbers}
+        before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:  # `nohup` and `cmd &` ignore a signal: keep that
+                signal.signal(number, stop)
         try:
             self._run(lock, signals)
         finally:
@@ -243,7 +244,12 @@ class Sweep:
         waiting = [p for p in self.points if not p.has_result]
         waiting = [p for p in waiting if not p.row["status"].startswith("refused")]
         active: list[tuple[Point, Started, list[str]]] = []
-        free = _gpu_names() if self._gpus else []
+        free: list[str] = []
+        if self._gpus:
+            import torch
+
+            given = os.environ.get("CUDA_VISIBLE_DEVICES")
+            free = given.split(",") if given else [*map(str, range(torch.cuda.device_count()))]
         while active or (waiting and not signals):
             while waiting and len(active) < self.jobs and not signals:
                 needed = self._gpus.get(waiting[0].name, 0)
@@ -326,18 +332,6 @@ def recorded(work: Path) -> dict[str, dict[str, Any]]:
     """Return the rows of all points that were started in a folder, by name."""
     paths = sorted(work.glob(f"*/{POINT_FILE}"))
     return {path.parent.name: json.loads(path.read_text())["row"] for path in paths}
-
-
-def _is_caught(number: int) -> bool:
-    return signal.getsignal(number) is not signal.SIG_IGN
-
-
-def _gpu_names() -> list[str]:
-    """Return what ``CUDA_VISIBLE_DEVICES`` calls each GPU of this process."""
-    import torch
-
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
 
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:

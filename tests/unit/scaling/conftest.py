@@ -1,0 +1,25 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lr.scaling import experiments
+
+POPEN = experiments.subprocess.Popen
+
+
+@pytest.fixture
+def standin(monkeypatch):
+    """Starts `standin.py` in place of the launcher; returns the commands that were started."""
+    started = []
+
+    def popen(command, **options):
+        assert command[1:4] == ["-m", "torchtitan_lr", "train"]
+        started.append(command[4:])
+        program = str(Path(__file__).with_name("standin.py"))
+        return POPEN([sys.executable, "-S", program, *command[4:]], **options)
+
+    monkeypatch.setattr(experiments.subprocess, "Popen", popen)
+    monkeypatch.setenv("NGPU", "1")
+    return started

@@ -1,0 +1,233 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""An experiment from its file to the fit, with a program in place of the training."""
+
+import json
+import math
+from itertools import pairwise
+
+import pytest
+
+from tests.commands import ROOT, Command
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.scaling.experiment import read_experiment
+from torchtitan_lr.scaling.plan import Plan, Run, search
+from torchtitan_lr.scaling.report import fits_of, frontier
+
+scaling = Command("scaling")
+
+TOML = """
+name = "x"
+config = "debug_full"
+overrides = ["training.local_batch_size=2", "validation.steps=1"]
+seeds = [0, 1]
+tokens_per_parameter = [0.05]
+
+[learning_rate]
+grid = [5e-4, 1e-3, 2e-3]
+search = ["a"]
+rule = "constant"
+
+[families.full]
+[families.cola]
+
+[sizes.a]
+dim = 32
+ffn_dim = 88
+n_layers = 1
+n_heads = 2
+
+[sizes.b]
+dim = 64
+ffn_dim = 176
+n_layers = 1
+n_heads = 2
+seeds = [5]
+"""
+
+
+def write(tmp_path, *changes):
+    text = TOML
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new, 1)
+    path = tmp_path / "x.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def plan_of(tmp_path, *changes):
+    return Plan(read_experiment(write(tmp_path, *changes)), tmp_path / "work")
+
+
+def test_what_sizes_and_families_inherit(tmp_path):
+    experiment = read_experiment(write(tmp_path), ["--optimizer.beta1=0.8"])
+    assert (experiment.sizes["a"].seeds, experiment.sizes["b"].seeds) == ([0, 1], [5])
+    assert experiment.sizes["b"].budgets == [0.05] and experiment.reference == "full"
+    assert experiment.families["cola"].model == "llama_cola"
+    assert experiment.families["cola"].learning_rates == [5e-4, 1e-3, 2e-3]
+    assert experiment.overrides[-1] == "optimizer.beta1=0.8"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('name = "x"', 'name = "x"\nnames = 1', "names: got 1"),
+        ("seeds = [0, 1]", "seeds = 3", "seeds: got 3, expected"),
+        ("seeds = [0, 1]", "seeds = [1, 1]", "different numbers"),
+        ("seeds = [5]", "sedes = [5]", "sizes.b.sedes: got [5], expected one of flavor"),
+        ("dim = 32", 'flavor = "tiny"\ndim = 32', "sizes.a: got 'tiny', expected either"),
+        ("grid = [5e-4, 1e-3, 2e-3]", "grid = [1e-3, 2e-3]", "one value, or at least three"),
+        ('search = ["a"]', 'search = ["z"]', "learning_rate.search: got ['z']"),
+        ('rule = "constant"', 'rule = "power"', "at least two sizes"),
+        ("n_heads = 2", "n_heads = 2.5", "sizes.a.n_heads: got 2.5"),
+        ("debug_full", "debug_none", "config: got 'debug_none'"),
+        ("[families.cola]", '[families.cola]\nrate_of = "lax"', "families.cola.rate_of"),
+        ("[families.cola]", "[families.coal]", "families.coal.model: got 'llama_coal'"),
+        (
+            "[families.cola]",
+            '[families.cola]\noverrides = ["optimizer.lr=1"]',
+            "families.cola.overrides: optimizer.lr: got",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, capsys, old, new, message):
+    arguments = ["plan", write(tmp_path, (old, new)), f"--out={tmp_path / 'o'}"]
+    assert scaling.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_other_mistakes_on_the_command_line(tmp_path, capsys):
+    path, out = write(tmp_path), f"--out={tmp_path / 'o'}"
+    for arguments, message in (
+        (["plan", "no_such"], "EXPERIMENT: got 'no_such', expected a TOML file, or one of"),
+        (["run", path, "--sizes=a,z"], "--sizes: got 'z', expected some of a, b"),
+        (["fit", path], "a folder with finished runs of the experiment"),
+        (["plan", path, "--training.stepz=3"], "training.stepz"),
+    ):
+        assert scaling.main([*arguments, out]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("train_configs/experiments/*.toml")))
+def test_shipped_experiments(path):
+    assert read_experiment(path.stem).name == path.stem
+
+
+def test_lengths_by_hand(tmp_path):
+    """N of full rank, without the vocabulary: 4 d^2 + 3 d f + 2 d, and d of the last norm."""
+    n = 4 * 32**2 + 3 * 32 * 88 + 3 * 32
+    for equal in ("tokens_per_parameter", "tokens", "flops"):
+        plan = plan_of(tmp_path, ('name = "x"', f'name = "x"\nequal = "{equal}"'))
+        full, cola = (plan.costs[family, "a"] for family in ("full", "cola"))
+        assert full.counted == n > 2 * cola.counted
+        one, two = (Run(family, "a", 4.0, 0, 1e-3) for family in ("full", "cola"))
+        tokens, flops = plan.tokens_and_flops(one)
+        assert tokens == round(4.0 * n / full.tokens_per_step) * full.tokens_per_step
+        other = plan.tokens_and_flops(two)
+        if equal == "flops":
+            assert other[1] == pytest.approx(flops, rel=0.01) and other[0] > tokens
+        else:
+            wanted = cola.counted if equal == "tokens_per_parameter" else n
+            assert other[0] == pytest.approx(4.0 * wanted, rel=0.01)
+
+
+def test_a_best_value_is_inside_its_grid():
+    losses = {1.0: 3.0, 2.0: 2.0, 4.0: 2.5}
+    assert search([1.0, 2.0, 4.0], losses, 0).rate == 2.0
+    losses[2.0] = 2.7
+    choice = search([1.0, 2.0, 4.0], losses, 0)
+    assert (choice.rate, choice.edge) == (None, 4.0)
+    assert search([1.0, 2.0, 4.0], losses, 1).grid == (1.0, 2.0, 4.0, 8.0)
+    # A value at which training diverges bounds the grid.
+    assert search([1.0, 2.0, 4.0], losses | {8.0: math.inf}, 1).rate == 4.0
+    diverged = dict.fromkeys(losses, math.inf)
+    assert search([1.0, 2.0, 4.0], diverged, 1).edge is not None
+
+
+@pytest.mark.parametrize("rule", ["constant", "width", "power"])
+def test_rules_lead_beyond_the_searched_sizes(tmp_path, rule):
+    size = "\n[sizes.c]\ndim = 128\nffn_dim = 352\nn_layers = 1\nn_heads = 2\n"
+    plan = plan_of(
+        tmp_path,
+        ('search = ["a"]', 'search = ["a", "b"]'),
+        ('"constant"', f'"{rule}"'),
+        ("seeds = [5]\n", "seeds = [5]\n" + size),
+    )
+    best = {"a": 4e-3, "b": 2e-3}
+    losses = {
+        Run("full", size, 0.05, seed, rate).name: abs(rate - best[size])
+        for size, seed in (("a", 0), ("b", 5))
+        for rate in (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+    }
+    rates = plan.rates(losses)
+    assert [rates["full", size].rate for size in "ab"] == [4e-3, 2e-3]
+    n = [plan.costs["full", size].counted for size in "abc"]
+    slope = math.log(2e-3 / 4e-3) / math.log(n[1] / n[0])
+    power = 2e-3 * (n[2] / n[1]) ** slope
+    expected = {"constant": 2e-3, "width": 1e-3, "power": power}[rule]
+    assert rates["full", "c"].rate == pytest.approx(expected, rel=5e-3)
+    # The control: without a result there is no rate.
+    assert rates["cola", "c"].rate is None
+
+
+def test_an_experiment_from_its_search_to_the_table(tmp_path, standin, capsys):
+    """The best rate, 2e-3, is the edge of the grid, which grows by 4e-3."""
+    path, work = write(tmp_path), tmp_path / "work"
+    command = [path, f"--out={work}", "--training.seq_len=64", "--validation.seq_len=64"]
+    assert scaling.main(["run", *command, "--sizes=a", "--jobs=2"]) == 0
+    assert scaling.main(["run", *command]) == 0
+    names = [argument[1].rpartition("/")[2] for argument in standin]
+    searched = [f"cola_a_0.05_seed0_lr{rate:g}" for rate in (5e-4, 1e-3, 2e-3, 4e-3)]
+    main = ["cola_a_0.05_seed1_lr0.002", "cola_b_0.05_seed5_lr0.002"]
+    assert sorted(n for n in names if n[0] == "c") == sorted([*searched, *main])
+    assert len(names) == 12 == len({*names})
+    groups = {a for argv in standin for a in argv if "wandb_group" in a}
+    assert groups == {"--metrics.wandb_group=x"}
+    capsys.readouterr()
+    assert scaling.main(["plan", *command]) == 0
+    assert "12 runs known, 0 to do" in capsys.readouterr().out
+    assert scaling.main(["fit", *command]) == 0
+    out = capsys.readouterr().out
+    # Two seeds, 5.00 and 5.01: t(0.975, 1) = 12.706205 times their standard error of 0.005.
+    assert out.count(f"| 5.0050 [{5.005 - 0.06353:.4f}, {5.005 + 0.06353:.4f}] |") == 2
+    assert out.count("| +0.0000 [+0.0000, +0.0000] |") == 1 and out.count("| 5.0500 |") == 2
+    found = json.loads((work / "scaling.json").read_text())
+    assert [point["losses"] for point in found["points"]] == [
+        {"0": 5.0, "1": 5.01},
+        {"5": 5.05},
+    ] * 2
+    assert (work / "scaling.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_an_edge_is_reported(tmp_path, standin, capsys):
+    path = write(
+        tmp_path, ("5e-4, 1e-3, 2e-3", "1e-4, 2e-4, 4e-4"), ("rule =", "extend = 0\nrule =")
+    )
+    assert scaling.main(["run", path, f"--out={tmp_path / 'work'}"]) == 1
+    error = capsys.readouterr().err
+    assert "full a: learning rate 0.0004 is an edge of its grid (0.0001 to 0.0004)" in error
+    assert all("seed0" in argument[1] for argument in standin)  # no run needs an unknown rate
+
+
+def row(size, budget, parameters, tokens, exponent):
+    flops = 6.0 * parameters * tokens
+    loss = 1.8 + 3 * (flops / 1e10) ** -exponent
+    return {"family": "a", "size": size, "tokens_per_parameter": budget, "N": parameters} | {
+        "D": tokens,
+        "FLOPs": flops,
+        "loss": (loss, None, None),
+        "losses": {0: loss},
+    }
+
+
+def test_a_law_is_fitted_to_what_no_cheaper_point_beats():
+    rows = [row(n, 20, n, 20 * n, 0.2) for n in (10**5, 10**6, 10**7, 10**8)]
+    worse = row(9, 5, 10**7, 10**9, 0.2)
+    worse |= {"loss": rows[0]["loss"], "losses": rows[0]["losses"]}
+    assert frontier([worse, *rows]) == rows
+    (fit,) = fits_of([worse, *rows])
+    assert fit["points"] == 4 and fit["alpha"][0] == pytest.approx(0.2, abs=0.01)
+    assert fit["alpha"][1] <= fit["alpha"][0] <= fit["alpha"][2]
+    assert fits_of(rows[:3]) == []
+    assert all(a["FLOPs"] < b["FLOPs"] for a, b in pairwise(frontier(rows)))

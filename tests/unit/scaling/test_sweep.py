@@ -1,0 +1,157 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Sweeps of a program in place of the training; tests/integration kills and resumes real ones."""
+
+import csv
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from tests.commands import Command
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.scaling.sweep import Point, Sweep, locked_folder, parse_grid, points_of
+
+sweep = Command("sweep")
+
+CONFIG = "train_configs/debug_cola.toml"
+SHORT = ["--training.steps=3", "--lr_scheduler.warmup_steps=1"]
+
+
+def command(tmp_path, ranks, *more):
+    grid = [f"--set=low_rank.rank={ranks}", "--set=optimizer.lr=1e-3,2e-3"]
+    return [CONFIG, *grid, f"--out={tmp_path / 'ranks'}", *SHORT, *more]
+
+
+def folders(started):
+    return [command[1].rpartition("/")[2] for command in started]
+
+
+def test_grid():
+    grid = parse_grid(["low_rank.rank=16,32", "optimizer.lr=1e-3"])
+    points = points_of("c.toml", grid, ["--training.steps=3"], "ranks")
+    assert [p.name for p in points] == ["rank-16_lr-1e-3", "rank-32_lr-1e-3"]
+    assert points[1].settings == {"low_rank.rank": "32", "optimizer.lr": "1e-3"}
+    assert points[1].arguments == [
+        *("--training.steps=3", "--low_rank.rank=32", "--optimizer.lr=1e-3"),
+        *("--metrics.wandb_group=ranks", "--metrics.wandb_run_name=rank-32_lr-1e-3"),
+    ]
+    both = parse_grid(["training.seq_len=64", "validation.seq_len=32,64"])
+    (first, _) = points_of("c.toml", both, [], "g")
+    assert first.name == "training.seq_len-64_validation.seq_len-32"
+    with pytest.raises(ConfigError, match="names differ"):
+        points_of("c.toml", {"a.path": ["x/y", "x:y"]}, [], "g")
+
+
+def test_failed_points_run_again_and_those_with_a_result_do_not(tmp_path, standin, capsys):
+    work = tmp_path / "ranks"
+    assert sweep.main(command(tmp_path, "16,32")) == 1
+    assert len(standin) == 4
+    rows = json.loads((work / "sweep.json").read_text())
+    statuses = ["finished"] * 2 + ["failed: error: rank 1 failed"] * 2
+    assert [row["status"] for row in rows] == statuses
+    assert rows[0]["parameters"] < rows[2]["parameters"]
+    table = (work / "sweep.md").read_text()
+    assert table.startswith("| status | low_rank.rank | optimizer.lr | parameters |")
+    assert table.strip() in capsys.readouterr().out
+    with (work / "sweep.csv").open() as file:
+        losses = [row["val_loss"] for row in csv.DictReader(file)]
+    assert losses[1:] == ["5.0", "", ""] and float(losses[0]) == pytest.approx(5.693147)
+    standin.clear()
+    assert sweep.main(command(tmp_path, "16,32")) == 1
+    assert folders(standin) == ["rank-32_lr-1e-3", "rank-32_lr-2e-3"]
+    # Logging may change between starts; what a result depends on may not.
+    standin.clear()
+    assert sweep.main(command(tmp_path, "16", "--metrics.log_freq=5")) == 0 and not standin
+    assert sweep.main(command(tmp_path, "16", "--training.seq_len=64")) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: --out: got") and "of other settings" in error
+
+
+def test_a_divergence_is_a_result(tmp_path, standin):
+    grid = [CONFIG, "--set=optimizer.lr=2e-3,2e-1", f"--out={tmp_path / 'w'}", *SHORT]
+    assert sweep.main(grid) == 0
+    rows = json.loads((tmp_path / "w/sweep.json").read_text())
+    assert [row["status"] for row in rows] == ["finished", "diverged"]
+    assert rows[1]["val_loss"] is None
+    standin.clear()
+    assert sweep.main(grid) == 0 and not standin
+
+
+def test_a_stop_signal_is_passed_on_and_nothing_more_starts(tmp_path, standin, capsys):
+    def interrupt():
+        while not list(tmp_path.glob("ranks/*/ready")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert sweep.main(command(tmp_path, "64,16")) == 130
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert folders(standin) == ["rank-64_lr-1e-3"]
+    assert "stopped by SIGTERM: run the same command to continue" in capsys.readouterr().err
+    rows = json.loads((tmp_path / "ranks/sweep.json").read_text())
+    assert "stopped by a signal" in rows[0]["status"] and rows[3]["status"] == "to do"
+
+
+def test_as_many_points_at_once_as_jobs_on_gpus_of_their_own(tmp_path, standin, monkeypatch):
+    """Five points of one GPU and one of two, on GPUs 4 to 6: never more than three in use."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    points = [Point(f"p{i}", CONFIG, SHORT) for i in range(6)]
+    work = tmp_path / "w"
+    with locked_folder(work) as lock:
+        grid = Sweep(work, points, jobs=3)
+        grid._gpus = {point.name: 1 + (point.name == "p2") for point in points}
+        assert grid.run(lock) == 0
+    found = [json.loads((work / p.name / "summary.json").read_text()) for p in points]
+    assert [len(row["gpus"].split(",")) for row in found] == [1, 1, 2, 1, 1, 1]
+    overlaps = 0
+    for one in found:
+        for two in found:
+            (a, b), (c, d) = one["time"], two["time"]
+            if one is not two and a < d and c < b:
+                overlaps += 1
+                assert not {*one["gpus"].split(",")} & {*two["gpus"].split(",")}
+    assert overlaps > 0
+
+
+def test_refused_points(tmp_path, standin, capsys, monkeypatch):
+    monkeypatch.setenv("NGPU", "4")
+    grid = [CONFIG, "--set", "parallelism.tp_plan=btp,megatron", f"--out={tmp_path / 'w'}", *SHORT]
+    assert sweep.main(grid) == 2
+    assert "parallelism.tp_plan: got 'megatron'" in capsys.readouterr().err and not standin
+    assert sweep.main([*grid, "--skip_refused", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows[1]["status"].startswith("refused: parallelism.tp_plan")
+    assert folders(standin) == ["tp_plan-btp"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "CONFIG"),
+        ([CONFIG], "--set"),
+        (["no.toml", "--set=a.b=1"], "CONFIG: got 'no.toml', expected a TOML file"),
+        ([CONFIG, "--set=low_rank.rank=3", "--beams=4"], "got '--beams=4'"),
+        ([CONFIG, "--set=rank=3"], "--set: got 'rank=3', expected section.key=value,value"),
+        ([CONFIG, "--set=a.b=1,1"], "expected each value once"),
+        ([CONFIG, "--set=a.b=1", "--set=a.b=2"], "a.b occurs twice"),
+        ([CONFIG, "--set=low_rank.rnk=3"], "low_rank.rnk"),
+        ([CONFIG, "--set=low_rank.rank=a,b"], "low_rank.rank: got 'a'"),
+        ([CONFIG, "--set=low_rank.rank=3", "--jobs=0"], "--jobs: got 0"),
+        ([CONFIG, "--set=job.dump_folder=a,b"], "each point has a folder of its own"),
+        ([CONFIG, "--set=a.b=1", "--job.dump-folder=a"], "each point has a folder of its own"),
+        ([CONFIG, "--set=a.b=1", "--metrics.wandb_group=a"], "use --group"),
+        ([CONFIG, "--set=low_rank.rank=3", "--out=README.md"], "a folder to write to ("),
+    ],
+)
+def test_refusals(monkeypatch, tmp_path, capsys, arguments, expected):
+    monkeypatch.setenv("NGPU", "4")
+    try:
+        status = sweep.main([f"--out={tmp_path}", *arguments])
+    except SystemExit as end:
+        status = end.code
+    err = capsys.readouterr().err
+    assert status == 2 and expected in err and err.count("\n") == 1
