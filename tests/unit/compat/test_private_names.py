@@ -30,24 +30,15 @@ OURS = {
     # Ends of keys of the configuration.
     ("checks/support.py", "'_parallel_degree'"),
     ("checks/support.py", "'_degree'"),
-    # A named tuple's own method, and argparse's way to hold options.
+    # A named tuple's own method, and ends of names of runs.
     ("optim/tsr/synchronize.py", "job._replace"),
-    ("tools/cli.py", "setattr(options, name)"),
-    # Parity runs look into our own trainer, flavors and configuration, and keep the pool's group
-    # where a script would destroy it.
-    ("tools/parity_runs.py", "setattr(config.training, key)"),
-    ("tools/parity_runs.py", "FLAVORS[family]._flavors"),
-    ("tools/parity_runs.py", "trainer._ledger"),
-    ("tools/parity_runs.py", "from unittest.mock import patch"),
-    # Methods of our own replicas, in the process of a replica that strikes itself.
-    ("tools/faults/strikes.py", "setattr(owner, name)"),
+    ("scaling/plan.py", "'_seed'"),
+    ("scaling/plan.py", "'_lr'"),
     # Ends of the names of token ids.
     ("data/encoding.py", "'_id'"),
-    ("tools/hf/tokenizer.py", "'_id'"),
+    ("hf/tokenizer.py", "'_id'"),
     # Code of exported models: transformers' documented attribute of models with checkpointing.
-    ("tools/hf/modeling_torchtitan_lr.py", "self._gradient_checkpointing_func"),
-    # CoLA's linears in transformers' model, which is built for it.
-    ("tools/peers.py", "setattr(module, name)"),
+    ("hf/modeling_torchtitan_lr.py", "self._gradient_checkpointing_func"),
     # An attribute that a constructor which failed early has not set.
     ("training/checkpoint.py", "'_deleting'"),
 }

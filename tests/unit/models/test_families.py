@@ -12,7 +12,7 @@ from torchtitan_lr.models.families.registry import FAMILIES, find_family
 PACKAGE = ROOT / "torchtitan_lr"
 # The pages; an independent second statement; programs of the test suite; and the code of exported
 # models, which imports nothing of this package.
-MAY_NAME = ("models/families/", "formulas/", "tools/parity_", "tools/hf/")
+MAY_NAME = ("models/families/", "formulas/", "hf/")
 
 
 def comparisons(text):

@@ -21,7 +21,6 @@ from torchtitan_lr.formulas.communication import model_traffic
 from torchtitan_lr.formulas.plans.registry import FORMULAS
 from torchtitan_lr.parallel.tensor import plans
 from torchtitan_lr.parallel.tensor.plans import PLANS
-from torchtitan_lr.scaling.variants import derive
 
 DEBUG = "train_configs/debug_cola.toml"
 NAMED = "--parallelism.tp_plan=gathered"
@@ -130,22 +129,6 @@ def test_the_estimate_counts_it():
     shapes = run.stages[0]["block 0"].values()
     assert gathers[0].elements == run.tp * sum(prod(size) for size in shapes if len(size) == 2)
     assert block_flops(run) > 0
-
-
-def test_compare_lists_it(capsys):
-    compare = Command("compare")
-    options = compare._parse([DEBUG, "--plans", "full,gathered", MODULE])
-    cases = compare.cases_of(options)
-    assert [case.name for case in cases] == ["full", "gathered"]
-    common = [f"--job.config_file={DEBUG}", TP, NO_CHECKPOINT]
-    config = build_job_config([*common, *compare.arguments_of(cases[1], options)])
-    check_job_config(config, 4, "cpu")
-    assert "--parallelism.tp_comm=all_reduce" in derive(DEBUG, "gathered", [MODULE, NO_CHECKPOINT])
-    for unknown in ("other", "megatron"):
-        with pytest.raises(SystemExit):
-            compare._parse([DEBUG, "--plans", unknown, MODULE])
-        known = "full, vanilla, vanilla_replicated, btp, gathered"
-        assert f"--plans: got '{unknown}', expected some of {known}" in capsys.readouterr().err
 
 
 def test_an_estimate_has_it_as_a_column(capsys):
