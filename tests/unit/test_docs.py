@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import ROOT, load_script
+from scripts.research import draw_btp
+from tests.commands import ROOT
 from torchtitan_lr.config.build import build_job_config
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -18,7 +19,6 @@ SECTIONS = ("activation_checkpoint", "caat", "checkpoint", "grad_compression", "
 SECTIONS += ("metrics", "model", "optimizer", "parallelism", "training", "validation")
 SUFFIXES = ("py", "md", "toml", "sh", "png")
 
-draw_btp = load_script("papers/draw_btp")
 
 
 def quoted(text):

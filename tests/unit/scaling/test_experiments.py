@@ -40,8 +40,8 @@ def stand_in(monkeypatch, program):
     started = []
 
     def popen(command, **options):
-        assert command[1:3] == ["-m", "torchtitan_lr", "train"]
-        started.append(POPEN([sys.executable, "-c", program, *command[3:]], **options))
+        assert command[1:4] == ["-m", "torchtitan_lr", "train"]
+        started.append(POPEN([sys.executable, "-c", program, *command[4:]], **options))
         return started[-1]
 
     monkeypatch.setattr(experiments.subprocess, "Popen", popen)

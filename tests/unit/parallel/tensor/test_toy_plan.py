@@ -78,7 +78,7 @@ def test_a_plan_from_outside_takes_no_name_of_the_package(name):
     assert not isinstance(PLANS.get(name), type(toy))
 
 
-@pytest.mark.parametrize("arguments", [[], ["--experimental.custom_import=tests.scripts"]])
+@pytest.mark.parametrize("arguments", [[], ["--experimental.custom_import=tests.commands"]])
 def test_an_unregistered_name_is_refused(arguments):
     known = "'auto', 'btp', 'vanilla', 'vanilla_replicated', 'megatron', 'caat', 'btp_caat'"
     with pytest.raises(ConfigError) as info:
