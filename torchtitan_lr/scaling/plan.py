@@ -42,19 +42,19 @@ class Run:
         size: Its size.
         budget: Tokens per parameter.
         seed: ``debug.seed``.
-        rate: Learning rate.
+        rate: Learning rate; None where a search is still to choose it.
     """
 
     family: str
     size: str
     budget: float
     seed: int
-    rate: float
+    rate: float | None
 
     @property
     def name(self) -> str:
         """Name of its folder and of its wandb run."""
-        return f"{self.family}_{self.size}_{self.budget:g}_seed{self.seed}_lr{self.rate:g}"
+        return f"{self.family}_{self.size}_{self.budget:g}_seed{self.seed}_lr{self.rate or 0:g}"
 
 
 @dataclass(frozen=True)
@@ -300,25 +300,24 @@ class Plan:
         return known[largest]
 
     def main_runs(self, rates: Mapping[tuple[str, str], Choice]) -> list[Run]:
-        """Return the runs that a fit uses, of all budgets and seeds, as far as rates are known."""
+        """Return the runs that a fit uses, of all budgets and seeds."""
         return [
-            Run(family, size, budget, seed, rate)
+            Run(family, size, budget, seed, rates[family, size].rate)
             for family, size in self.costs
-            if (rate := rates[family, size].rate) is not None
             for budget in self.experiment.sizes[size].budgets
             for seed in self.experiment.sizes[size].seeds
         ]
 
     def runs(self, rates: Mapping[tuple[str, str], Choice]) -> list[Run]:
-        """Return the runs of searches and the main ones that are known, the cheapest first."""
+        """Return the runs that can start: of searches, and of known rates; the cheapest first."""
         found = [
             self._search_run(family, size, rate)
             for (family, size), choice in rates.items()
             for rate in choice.grid
         ]
+        known = [run for run in self.main_runs(rates) if run.rate is not None]
         return sorted(
-            dict.fromkeys([*found, *self.main_runs(rates)]),
-            key=lambda run: self.tokens_and_flops(run)[1],
+            dict.fromkeys([*found, *known]), key=lambda run: self.tokens_and_flops(run)[1]
         )
 
     def edges(self, rates: Mapping[tuple[str, str], Choice]) -> list[str]:

@@ -30,10 +30,10 @@ def rows_of(
         losses: Validation loss by run.
 
     Returns:
-        ``family``, ``size``, ``tokens_per_parameter``, ``learning_rate``, ``N``, ``D`` (tokens),
-        ``steps``, ``FLOPs``, ``seeds`` (all), ``losses`` (by finished seed), ``loss`` with its
-        interval, ``minus_reference`` (of seeds that both have) with its interval. An interval is
-        None, None with one seed; both are None without a seed.
+        ``family``, ``size``, ``tokens_per_parameter``, ``learning_rate`` (None before its search
+        has ended), ``N``, ``D`` (tokens), ``steps``, ``FLOPs``, ``seeds`` (all), ``losses`` (by
+        finished seed), and ``loss`` and ``minus_reference`` (of seeds that both have), each the
+        mean and the ends of its interval: None with one seed, as the whole is without any.
     """
     rows = []
     by_point = lambda run: (run.family, run.size, run.budget)  # noqa: E731
@@ -74,7 +74,8 @@ def table(rows: Sequence[Mapping[str, Any]], reference: str) -> tuple[list[str],
     cells = [
         [
             *(row["family"], row["size"], f"{row['tokens_per_parameter']:g}"),
-            *(f"{row['learning_rate']:g}", f"{row['N']:,}", f"{row['D']:,}", f"{row['steps']:,}"),
+            f"{row['learning_rate']:g}" if row["learning_rate"] else "-",
+            *(f"{row['N']:,}", f"{row['D']:,}", f"{row['steps']:,}"),
             *(f"{row['FLOPs']:.3g}", f"{len(row['losses'])}/{len(row['seeds'])}"),
             *(with_interval(row["loss"], ".4f"), with_interval(row["minus_reference"], "+.4f")),
         ]

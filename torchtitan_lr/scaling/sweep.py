@@ -257,6 +257,7 @@ class Sweep:
                     break
                 point, gpus, free = waiting.pop(0), free[:needed], free[needed:]
                 active.append((point, self._start(point, gpus, lock), gpus))
+            time.sleep(_POLL_SECONDS)
             if signals:
                 for _, started, _ in active:
                     started.terminate()
@@ -265,7 +266,6 @@ class Sweep:
                 free += item[2]
                 self._finish(*item[:2])
                 self.write()
-            time.sleep(_POLL_SECONDS)
 
     def _start(self, point: Point, gpus: list[str], lock: IO[str]) -> Started:
         print(f"{point.name} ...", file=sys.stderr, flush=True)

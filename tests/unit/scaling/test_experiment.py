@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 
 from tests.commands import ROOT, Command
-from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiment import read_experiment
 from torchtitan_lr.scaling.plan import Plan, Run, search
 from torchtitan_lr.scaling.report import fits_of, frontier

@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-from torchtitan_lr.commands.parser import in_one_line
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling import experiments
 from torchtitan_lr.scaling.experiments import (
@@ -40,8 +39,8 @@ def stand_in(monkeypatch, program):
     started = []
 
     def popen(command, **options):
-        assert command[1:3] == ["-m", "torchtitan_lr", "train"]
-        started.append(POPEN([sys.executable, "-c", program, *command[3:]], **options))
+        assert command[1:4] == ["-m", "torchtitan_lr", "train"]
+        started.append(POPEN([sys.executable, "-c", program, *command[4:]], **options))
         return started[-1]
 
     monkeypatch.setattr(experiments.subprocess, "Popen", popen)
@@ -56,17 +55,6 @@ def test_a_failure_is_the_launchers_last_line(monkeypatch, tmp_path):
     stand_in(monkeypatch, "import sys; sys.exit(3)")
     with pytest.raises(RunFailedError, match="ended with status 3"):
         launch("a.toml", tmp_path, [])
-
-
-def test_scripts_tell_a_failure_in_one_line(capsys):
-    def fail(argv):
-        raise RunFailedError("error: rank 1 failed: x")
-
-    assert in_one_line(fail)() == 1
-    assert capsys.readouterr().err == "error: rank 1 failed: x\n"
-    assert in_one_line(lambda argv: 3)() == 3
-    with pytest.raises(KeyError):  # a bug is no run that failed
-        in_one_line(lambda argv: {}[1])()
 
 
 def test_arguments_and_environment(monkeypatch, tmp_path):
