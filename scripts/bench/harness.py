@@ -18,6 +18,9 @@ from torch.utils.benchmark import Timer
 
 Call = Callable[[], object]
 
+CALLS = 3
+"""Timed calls of a turn; torch's timer makes two untimed ones before them."""
+
 
 def timer_of(call: Call) -> Timer:
     """Return a timer of a call with as many threads as torch uses now."""
@@ -33,9 +36,9 @@ def median_ms(
         call: The call.
         device: ``cpu`` or ``cuda``. On a GPU each measurement is a queue of calls with one wait at
             its end: a wait per call would add the time that the host needs to launch kernels.
-        repeats: Number of measurements.
+        repeats: Number of measurements, about.
         warmup: Number of calls before them.
-        together: Waits for the other ranks, before and after each measurement.
+        together: Waits for the other ranks after each call.
     """
 
     def joined() -> None:
@@ -46,7 +49,8 @@ def median_ms(
     timer, number = timer_of(joined), 1 if device == "cpu" else 5
     for _ in range(warmup):
         joined()
-    return 1e3 * median(timer.timeit(number).mean for _ in range(repeats))
+    once = timer.timeit(number).mean
+    return 1e3 * timer.blocked_autorange(min_run_time=repeats * number * once).median
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def in_turns(calls: Mapping[str, Call], turns: int, warmup: int = 3) -> dict[str
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(turns):
         for name, timer in timers.items():
-            seconds[name].append(timer.timeit(1).mean)
+            seconds[name].append(timer.timeit(CALLS).mean)
     first = next(iter(seconds.values()))
     return {
         name: Timed(found, [a / b for a, b in zip(first, found, strict=True)])

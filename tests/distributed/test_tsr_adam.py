@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.distributed.tsr_cases import (
     BASE,
@@ -21,6 +22,7 @@ from tests.distributed.tsr_cases import (
     twin,
 )
 from tests.support.rank_pool import RankPool
+from torchtitan_lr.optim.tsr.mesh_sync import repair_drift
 
 TOLERANCE = 1e-10
 """The twin computes UᵀGV on a refresh; its rounding off the diagonal is divided by Adam's ε."""
@@ -113,7 +115,9 @@ def test_clipping_before_the_sum_is_noticed(four_ranks: RankPool) -> None:
     assert (found[name] - expected[name]).abs().max() > 1e-3
 
 
-def train_with_a_drifting_replica(case: Case) -> tuple[dict[str, torch.Tensor], list[str]]:
+def train_with_a_drifting_replica(
+    case: Case, side: str = "left", odd: int = 2
+) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Disturb one replica's bases as another machine's rounding would."""
     from torchtitan.tools.logging import logger
 
@@ -124,8 +128,8 @@ def train_with_a_drifting_replica(case: Case) -> tuple[dict[str, torch.Tensor], 
     def disturbed(*args: Any) -> list[Any]:
         results = original(*args)
         for svd in results:
-            if layout.replica[0] == 2 and hasattr(svd, "left"):
-                svd.left[0].view(-1)[0] += 1e-9
+            if layout.replica[0] == odd and hasattr(svd, side):
+                getattr(svd, side)[0].view(-1)[0] += 1e-9
         return results
 
     with (
@@ -136,14 +140,44 @@ def train_with_a_drifting_replica(case: Case) -> tuple[dict[str, torch.Tensor], 
     return {name: p.detach().clone() for name, p in model.named_parameters()}, lines
 
 
-def test_a_drifting_replica_is_repaired_and_told(four_ranks: RankPool) -> None:
-    results = four_ranks.run(train_with_a_drifting_replica, Case("replicate4"))
+@pytest.mark.parametrize(("side", "odd"), [("left", 2), ("right", 2), ("values", 1), ("left", 0)])
+def test_a_drifting_replica_is_repaired_and_told(side: str, odd: int, four_ranks: RankPool) -> None:
+    results = four_ranks.run(train_with_a_drifting_replica, Case("replicate4"), side, odd)
     expected, _ = twin(Case("replicate4"))
+    first, _ = results[0]
     for weights, lines in results:
         assert lines and all("Replicas computed different bases" in line for line in lines)
         assert "layers.0.attention" in lines[0]
         for name, weight in weights.items():
-            torch.testing.assert_close(weight, expected[name], rtol=TOLERANCE, atol=TOLERANCE)
+            assert torch.equal(weight, first[name])
+            # All take the first replica's bases, which may be the disturbed ones.
+            limit = TOLERANCE if odd else 1e-6
+            torch.testing.assert_close(weight, expected[name], rtol=limit, atol=limit)
+
+
+def repair(odd: int, which: int) -> tuple[list[int], list[torch.Tensor], list[torch.Tensor]]:
+    """Repair two batches, of which one rank has another tensor in the second one."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(5)
+    batches = [[torch.randn(3, 4, generator=generator) for _ in range(3)] for _ in range(2)]
+    if rank == odd:
+        batches[1][which][2, 1] += 1
+    own = [tensor.clone() for tensor in batches[1]]
+    group = dist.group.WORLD
+    assert group is not None
+    return repair_drift(batches, group), own, batches[1]
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("odd", [0, 3])
+def test_the_first_replicas_tensors_replace_all_others(
+    which: int, odd: int, four_ranks: RankPool
+) -> None:
+    results = four_ranks.run(repair, odd, which)
+    _, first, _ = results[0]
+    for wrong, _, repaired in results:
+        assert wrong == [1]
+        assert all(torch.equal(a, b) for a, b in zip(repaired, first, strict=True))
 
 
 def train_without_repair(case: Case) -> torch.Tensor:

@@ -35,17 +35,6 @@ def test_there_are_train_configs():
     assert {"debug_cola", "debug_full", "debug_svd", "debug_lax", "cola_60m", "full_1b"} <= names
 
 
-def test_sections_have_one_order_everywhere():
-    main = [line for line in MAIN.read_text().splitlines() if line.startswith("[")]
-    order = [*main[: main.index("[validation]")], "[compile]", *main[main.index("[validation]") :]]
-    order.insert(order.index("[training]"), "[fault_tolerance]")
-    after = order.index("[parallelism]") + 1
-    order[after:after] = ["[caat]", "[grad_compression]"]
-    for path in CONFIGS:
-        sections = [line for line in path.read_text().splitlines() if line.startswith("[")]
-        assert sections == [section for section in order if section in sections], path.name
-
-
 def test_a_local_corpus_alone_is_validated_on(tmp_path):
     """The main job's TOML, and the two arguments that name one's own text."""
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "text {i}"}}\n' for i in range(900)))

@@ -69,6 +69,20 @@ def test_shares_resume_and_split(tokenizer, entries, shuffle):
     assert {tuple(one.shares().values()) for one in again} == {tuple(loader.shares().values())}
 
 
+def test_the_marked_counts_are_those_to_save(tokenizer, entries):
+    """A step that is undone has not been read: neither its rows nor its shares."""
+    loader = build(tokenizer, 1, mixed(entries))[0]
+    steps([loader], ROWS, 3)
+    before = loader.state_dict()
+    counts = json.loads(before["lane_0"])["seen"]
+    loader.mark()
+    steps([loader], ROWS, 2)
+    assert json.loads(loader.state_dict()["lane_0"])["seen"] != counts  # the control
+    loader.return_to_mark()
+    assert json.loads(loader.state_dict()["lane_0"])["seen"] == counts
+    assert loader.state_dict() == before
+
+
 def test_a_position_of_one_part_matters(tokenizer, entries):
     """Negative control: the parts' positions and the number of windows are used on resume."""
     loader = build(tokenizer, 1, mixed(entries, False))[0]

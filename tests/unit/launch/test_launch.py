@@ -76,11 +76,6 @@ def test_refused_arguments(variables, capsys, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_help(capsys):
-    assert launch.main(["--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: ")
-
-
 def test_environment(variables):
     default = launch.Environment(4, 1, "0", "", "torchtitan_lr.train", ranks_given=False)
     assert launch.read_environment() == default

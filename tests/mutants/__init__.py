@@ -1,1 +1,2 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Faults that the tests must detect: ``python -m tests.mutants``."""

@@ -1,0 +1,303 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+r"""A GPU day in one command: parity, training, optimizer, decoding and codec on one device.
+
+    python -m scripts.bench.gpu --out outputs/gpu.json            # ten minutes on one H100 or H200
+    python -m scripts.bench.gpu --device cpu --small              # a rehearsal without a GPU
+
+Nothing is fetched. The parts:
+
+    parity    every family in bf16 and in TF32 against fp64 on the CPU: loss, and the largest error
+              of a gradient over its largest entry
+    training  CoLA and full rank, eager and compiled: tokens/s, MFU, and the peak memory of none,
+              low_rank and full activation checkpointing
+    optimizer TSR-Adam's plain and refresh step against fused AdamW's
+    decoding  one prompt and 32: tokens/s of full rank and CoLA
+    codec     TAGC: one exchange of a gradient with this process alone, by codec
+
+Exit status: 0 all parts ran and parity holds, 1 not, 2 invalid arguments.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchtitan_lr.training.register  # noqa: F401
+from scripts.bench.harness import in_turns, machine, median_ms
+from scripts.bench.peers import Runner, Workload
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.compression.codecs import CODECS
+from torchtitan_lr.compression.compressor import Compressor, Span
+from torchtitan_lr.compression.sizes import LEVELS
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.methods import GradCompression
+from torchtitan_lr.console.tables import text_table
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.formulas.flops import flops_per_token
+from torchtitan_lr.inference.decode import Decoder
+from torchtitan_lr.inference.sampling import Sampling
+from torchtitan_lr.models.families.registry import FAMILIES
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.selection import TSRSettings
+from torchtitan_lr.parallel.recompute.activation_checkpoint import apply_activation_checkpoint
+
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
+"""Dense bf16 peaks by a part of the device's name (vendor's data sheets)."""
+
+LIMITS = {"bfloat16": 6e-2, "tf32": 6e-3, "float32": 1e-4}
+"""Largest error of a gradient. bf16 has 2^-9 and TF32 2^-11 per rounding; two blocks and the head
+add about twenty of them, and a wrong product gives errors near 1."""
+
+Rows = list[dict[str, Any]]
+
+
+def parity_errors(family: str, precision: str, device: str) -> dict[str, float]:
+    """Compare a small model's loss and gradients with fp64 on the CPU.
+
+    Args:
+        family: The family.
+        precision: ``bfloat16``, ``tf32`` or ``float32``.
+        device: ``cpu`` or ``cuda``.
+
+    Returns:
+        ``loss`` and ``gradient``: relative errors, the latter the largest over all parameters of
+        max|a - b| / max|b|.
+    """
+    args = replace(FLAVORS[family]["debug"], n_layers=2, max_seq_len=64)
+    tokens = torch.randint(args.vocab_size, (2, 65), generator=torch.Generator().manual_seed(0))
+
+    def results(dtype: torch.dtype, where: str) -> tuple[float, dict[str, torch.Tensor]]:
+        torch.manual_seed(1)
+        model = LlamaModel(args)
+        model.init_weights()
+        # Weights that bf16 holds exactly, so that only the computation differs.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16().to(dtype)
+        model.to(where)
+        x = tokens.to(where)
+        loss = model(x[:, :-1].contiguous(), targets=x[:, 1:].contiguous()) / (x.numel() - 2)
+        loss.backward()
+        gradients = {
+            n: p.grad.double().cpu() for n, p in model.named_parameters() if p.grad is not None
+        }
+        return loss.item(), gradients
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    loss, found = results(dtype, device)
+    torch.set_float32_matmul_precision(before)
+    exact_loss, exact = results(torch.float64, "cpu")
+    errors = [((found[n] - g).abs().max() / g.abs().max()).item() for n, g in exact.items()]
+    return {"loss": abs(loss - exact_loss) / exact_loss, "gradient": max(errors)}
+
+
+def parity(device: str, small: bool) -> Rows:
+    """Return the errors of every family and precision."""
+    precisions = ("bfloat16", "tf32") if device == "cuda" else ("bfloat16", "float32")
+    rows = []
+    for family in FAMILIES:
+        for precision in precisions:
+            errors = parity_errors(family, precision, device)
+            holds = errors["gradient"] < LIMITS[precision]
+            rows.append({"family": family, "precision": precision, **errors, "holds": holds})
+    return rows
+
+
+def training(device: str, small: bool) -> Rows:
+    """Return tokens/s, MFU and peak memory of training steps (bf16 on a GPU)."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    shape = ("debug", 2, 32) if small else ("1B", 8, 1024)
+    workload = Workload(*shape, dtype=dtype, device=device)
+    tokens = workload.batch * workload.seq_len
+    cases = [
+        (family, mode, "none") for family in ("cola", "full") for mode in ("eager", "compiled")
+    ]
+    cases += [("cola", "eager", "low_rank"), ("cola", "eager", "full"), ("full", "eager", "full")]
+    rows = []
+    for family, mode, checkpointing in cases:
+        _reset(device)
+        runner = Runner(family, workload)
+        config = build_job_config([f"--activation_checkpoint.mode={checkpointing}"])
+        apply_activation_checkpoint(runner.model, config)
+        if mode == "compiled":
+            runner.compile()
+        milliseconds = median_ms(runner.step, device, 3 if small else 10)
+        row: dict[str, Any] = {"family": family, "mode": mode, "checkpointing": checkpointing}
+        row |= {"ms": milliseconds, "tokens_per_s": 1e3 * tokens / milliseconds}
+        if device == "cuda":
+            flops = flops_per_token(workload.args(family), workload.seq_len)
+            row["mfu"] = row["tokens_per_s"] * flops / (1e12 * _peak())
+            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        rows.append(row)
+        del runner
+    return rows
+
+
+def optimizer(device: str, small: bool) -> Rows:
+    """Return the milliseconds of steps of fused AdamW and TSR-Adam, clipping included."""
+    flavor, rank, embedding_rank = ("debug", 16, 16) if small else ("1B", 512, 256)
+    with torch.device("meta"):
+        model = LlamaModel(FLAVORS["full"][flavor])
+    model.to_empty(device=device)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    gradients = [torch.randn_like(p) * 1e-3 for p in model.parameters()]
+
+    def give() -> None:
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient.clone()
+
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    settings = TSRSettings(rank=rank, embedding_rank=embedding_rank, refresh_interval=10**9)
+    defaults = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+    tsr = TSROptimizers([model], settings, defaults)
+
+    def adamw_step() -> None:
+        give()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, foreach=True)
+        adamw.step()
+
+    def tsr_step() -> None:
+        give()
+        tsr.accumulate(last=True)
+        tsr.clip(1e9, tsr.synchronize())
+        tsr.step()
+
+    def refresh() -> None:
+        for matrices in tsr.synchronizer.stacks:
+            matrices.refreshes.zero_()  # as at the start: all matrices refresh
+        tsr_step()
+
+    timed = in_turns({"AdamW": adamw_step, "TSR-Adam": tsr_step}, 3 if small else 20)
+    rows = [{"optimizer": name, **found.as_dict()} for name, found in timed.items()]
+    milliseconds = median_ms(refresh, device, 3)
+    return [*rows, {"optimizer": "TSR-Adam, refresh of all matrices", "ms": milliseconds}]
+
+
+def decoding(device: str, small: bool) -> Rows:
+    """Return the tokens/s of greedy decoding at batch 1 and 32 with the full cache."""
+    prompt, new = (8, 4) if small else (128, 64)
+    rows = []
+    for family in ("full", "cola"):
+        _reset(device)
+        args = replace(FLAVORS[family]["debug" if small else "1B"], max_seq_len=prompt + new)
+        with torch.device("meta"):
+            model = LlamaModel(args)
+        model.to(torch.bfloat16 if device == "cuda" else torch.float32)
+        model.to_empty(device=device)
+        model.init_weights()
+        for batch in (1, 32):
+            speeds = [_decode(model.eval(), batch, prompt, new, device) for _ in range(4)]
+            rows.append({"family": family, "batch": batch, "tokens_per_s": median(speeds[1:])})
+    return rows
+
+
+def _decode(model: LlamaModel, batch: int, prompt: int, new: int, device: str) -> float:
+    """Return the tokens/s of greedy decoding behind random prompts."""
+    tokens = torch.randint(model.model_args.vocab_size, (batch, prompt)).tolist()
+    decoder = Decoder(model, tokens, [new] * batch, Sampling(0), [0] * batch, (), "full")
+    decoder.step()  # the prompts
+    begin = time.perf_counter()
+    while any(decoder.running):
+        decoder.step()  # it reads its tokens, so the device has ended
+    return batch * (new - 1) / (time.perf_counter() - begin)
+
+
+def codec(device: str, small: bool) -> Rows:
+    """Return the milliseconds of an exchange with this process alone: selecting and coding."""
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    entries = 10**4 if small else 16 * 10**6
+    gradient = torch.randn(1, entries, device=device)
+    c, theta = LEVELS["10x"]
+    rows = []
+    try:
+        for name in ("dense", "sketch", "sparse"):
+            kind = CODECS[name]
+            sizes = kind.resolve(GradCompression(auto=True), c, theta if kind.lossy else 0.0, 1)
+            compressor = Compressor(name, sizes, [Span(entries, True)], group, torch.device(device))
+            call: Callable[[], object] = lambda box=compressor: box.reduce_rows(gradient.clone())  # type: ignore[misc]  # noqa: E731
+            milliseconds = median_ms(call, device, 3 if small else 10)
+            rows.append({"codec": name, "megabytes": 4e-6 * entries, "ms": milliseconds})
+    finally:
+        dist.destroy_process_group()
+    return rows
+
+
+PARTS: dict[str, Callable[[str, bool], Rows]] = {
+    part.__name__: part for part in (parity, training, optimizer, decoding, codec)
+}
+
+
+def _reset(device: str) -> None:
+    gc.collect()
+    torch._dynamo.reset()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak() -> float:
+    name = torch.cuda.get_device_name()
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), float("nan"))
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """Format the report as one table per part."""
+    lines = [", ".join(f"{key} {value}" for key, value in report["machine"].items())]
+    for part, rows in report["parts"].items():
+        header = list(dict.fromkeys(key for row in rows for key in row))
+        cells = [[_cell(row.get(key)) for key in header] for row in rows]
+        lines += ["", part, text_table(header, cells)]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return " to ".join(map(_cell, value))
+    if isinstance(value, float):
+        return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.4g}"
+    return "-" if value is None else str(value)
+
+
+@in_one_line
+def main(argv: list[str] | None = None) -> int:
+    """Run the parts, print the tables, and write the JSON; return the exit status."""
+    parser = OneLineParser(prog="scripts.bench.gpu", description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where to run")
+    parser.add_argument("--small", action="store_true", help="tiny models: a rehearsal")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which")
+    parser.add_argument("--out", type=Path, help="JSON file to write as well")
+    options: argparse.Namespace = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device", "cuda", "cpu: there is no CUDA device here")
+    torch.manual_seed(0)
+    report: dict[str, Any] = {"machine": machine(options.device), "parts": {}}
+    for part in options.parts:
+        print(f"{part} ...", file=sys.stderr, flush=True)
+        report["parts"][part] = PARTS[part](options.device, options.small)
+        if options.out is not None:
+            options.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(as_text(report))
+    return (
+        0 if all(row.get("holds", True) for rows in report["parts"].values() for row in rows) else 1
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""``scripts.bench.gpu``: parity of every family, and a rehearsal of its parts on the CPU."""
+
+import json
+
+import pytest
+import torch
+
+from scripts.bench import gpu
+from torchtitan_lr.models.families.registry import FAMILIES
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parity_with_fp64(family, device):
+    for precision in ("bfloat16", "tf32" if device.type == "cuda" else "float32"):
+        errors = gpu.parity_errors(family, precision, device.type)
+        assert errors["gradient"] < gpu.LIMITS[precision]
+        assert errors["loss"] < gpu.LIMITS[precision]
+
+
+def test_a_wrong_product_is_beyond_the_limits(monkeypatch):
+    linear = torch.nn.functional.linear
+
+    def wrong(x, weight, bias=None):
+        scale = 1.2 if weight.dtype == torch.float32 else 1.0
+        return linear(x, scale * weight, bias)
+
+    monkeypatch.setattr("torch.nn.functional.linear", wrong)
+    assert gpu.parity_errors("full", "float32", "cpu")["gradient"] > gpu.LIMITS["bfloat16"]
+
+
+def test_a_rehearsal(tmp_path, request):
+    if not request.config.getoption("--full"):
+        pytest.skip("it compiles two models: run with --full")
+    out = tmp_path / "gpu.json"
+    assert gpu.main(["--device=cpu", "--small", f"--out={out}"]) == 0
+    parts = json.loads(out.read_text())["parts"]
+    assert list(parts) == list(gpu.PARTS) and all(parts.values())
+    assert all(row["ms"] > 0 for row in parts["training"] + parts["optimizer"] + parts["codec"])
