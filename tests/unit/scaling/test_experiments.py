@@ -102,9 +102,14 @@ def test_a_stop_is_passed_on_and_waited_for(monkeypatch, tmp_path):
         # To the main thread, as the kernel would: that one waits.
         signal.pthread_kill(main.ident, signal.SIGINT)
 
-    threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        launch("a.toml", tmp_path, [])
+    # Tests of other commands leave their own handlers behind.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            launch("a.toml", tmp_path, [])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert started[0].returncode == 0  # known: it was waited for
     assert (tmp_path / "saved").exists()
 
