@@ -72,7 +72,7 @@ def execute(plan: "Plan", sizes: list[str], jobs: int, lock: IO[str]) -> int:
 
     while True:  # a finished search determines further runs
         rates = plan.rates(losses_of(plan.work))
-        points = [plan.point(run) for run in plan.runs(rates) if run.size in sizes]
+        points = [point for point in plan.points(rates) if point.settings["size"] in sizes]
         sweep = Sweep(plan.work, points, jobs)
         if all(point.has_result for point in points):
             break
@@ -100,28 +100,26 @@ def show(plan: "Plan", fit: bool) -> int:
     """Print the table, with the fitted laws or with what is left to do; return the exit status."""
     from torchtitan_lr.console.tables import text_table
     from torchtitan_lr.scaling.report import fits_of, rows_of, table, write
-    from torchtitan_lr.scaling.sweep import Sweep, recorded
+    from torchtitan_lr.scaling.sweep import Sweep
 
-    losses = losses_of(plan.work)
-    rates = plan.rates(losses)
-    runs = plan.runs(rates)
-    Sweep(plan.work, [plan.point(run) for run in runs])  # refuses other settings
-    rows = rows_of(plan, rates, losses)
+    rates, reference = plan.rates(losses_of(plan.work)), plan.experiment.reference
+    points, main = plan.points(rates), plan.main_points(rates)
+    Sweep(plan.work, [*points, *main])  # reads results, and refuses those of other settings
+    rows = rows_of(main, reference)
     if fit:
         if not any(row["losses"] for row in rows):
             want = "a folder with finished runs of the experiment"
             raise ConfigError("--out", str(plan.work), want)
         print(write(plan, rates, rows, fits_of(rows)))
         return int(bool(plan.edges(rates)))
-    print(text_table(*table(rows, plan.experiment.reference), left=2))
-    left = [run for run in runs if run.name not in losses]
-    flops = sum(plan.tokens_and_flops(run)[1] for run in left)
-    text = f"{len(runs)} runs known, {len(left)} to do, {flops:.3g} FLOPs"
-    known = recorded(plan.work)
+    print(text_table(*table(rows, reference), left=2))
+    flops = sum(point.settings["FLOPs"] for point in points if not point.has_result)
+    left = sum(not point.has_result for point in points)
+    text = f"{len(points)} runs known, {left} to do, {flops:.3g} FLOPs"
     speeds = [
-        known[run.name]["tokens_per_s"] * plan.costs[run.family, run.size].flops_per_token
-        for run in runs
-        if known.get(run.name, {}).get("tokens_per_s")
+        point.row["tokens_per_s"] * point.settings["FLOPs"] / point.settings["D"]
+        for point in points
+        if point.row.get("tokens_per_s")
     ]
     if speeds:
         text += f", {flops / median(speeds) / 3600:.2f} h one after another, at the rate so far"
