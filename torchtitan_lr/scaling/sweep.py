@@ -257,15 +257,15 @@ class Sweep:
                     break
                 point, gpus, free = waiting.pop(0), free[:needed], free[needed:]
                 active.append((point, self._start(point, gpus, lock), gpus))
+            time.sleep(_POLL_SECONDS)
             if signals:
                 for _, started, _ in active:
-                    started.terminate()
-            for item in [item for item in active if signals or item[1].ended()]:
+                    started.process.terminate()
+            for item in [item for item in active if signals or item[1].process.poll() is not None]:
                 active.remove(item)
                 free += item[2]
                 self._finish(*item[:2])
                 self.write()
-            time.sleep(_POLL_SECONDS)
 
     def _start(self, point: Point, gpus: list[str], lock: IO[str]) -> Started:
         print(f"{point.name} ...", file=sys.stderr, flush=True)
@@ -344,5 +344,6 @@ def _cell(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}"
+        style = ",.0f" if abs(value) >= 1000 else ".4f" if abs(value) >= 0.1 else ".3g"
+        return f"{value:{style}}"
     return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "/")
