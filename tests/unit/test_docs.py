@@ -20,7 +20,6 @@ SECTIONS += ("metrics", "model", "optimizer", "parallelism", "training", "valida
 SUFFIXES = ("py", "md", "toml", "sh", "png")
 
 
-
 def quoted(text):
     """What stands between single backticks, code blocks aside."""
     return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchtitan_lr.inference import memory
-from torchtitan_lr.inference.memory import new_zeros, zeros
+from torchtitan_lr.inference.memory import zeros
 
 PAGE = 2 << 20
 
@@ -43,42 +43,6 @@ def test_pages_are_used_again_when_the_last_view_is_gone(free):
     del view
     smaller = zeros((PAGE // 2,), torch.float64)
     assert smaller.data_ptr() == place and not smaller.any() and not free
-
-
-@linux_only
-def test_new_pages_replace_free_ones_that_are_too_small(free):
-    buffers = [zeros((PAGE,), torch.float32) for _ in range(4)]
-    buffers.clear()
-    assert len(free) == 4
-    larger = [zeros((2, PAGE), torch.float32) for _ in range(3)]
-    assert len(free) == 1 and not any(buffer.any() for buffer in larger)
-
-
-@linux_only
-def test_a_small_buffer_does_not_take_a_large_one_s_pages(free):
-    large = zeros((32, PAGE), torch.float32)
-    del large
-    (pages,) = free
-    small = zeros((PAGE // 4,), torch.float32)
-    assert not free and not small.any()
-    pages.close()  # raises where a buffer lies in them
-
-
-@linux_only
-def test_large_buffers_begin_with_a_large_page(free, monkeypatch):
-    # New kernels align lengths of whole large pages by themselves.
-    new, more = mmap.mmap, mmap.PAGESIZE
-    monkeypatch.setattr(mmap, "mmap", lambda n, size, **options: new(n, size + more, **options))
-    large = [zeros((PAGE // 4 + 1,), torch.float32) for _ in range(3)]
-    assert all(buffer.data_ptr() % PAGE == 0 for buffer in large)
-    small = [zeros((100,), torch.float32) for _ in range(3)]
-    assert any(buffer.data_ptr() % PAGE for buffer in small)  # the control: chance aligns none
-
-
-def test_other_devices_allocate_as_torch_does():
-    like = torch.empty(2, device="meta", dtype=torch.float64)
-    made = new_zeros(like, (1 << 10, 1 << 10))
-    assert made.device.type == "meta" and made.dtype == torch.float64
 
 
 def test_a_system_without_large_pages_gives_zeros(monkeypatch):

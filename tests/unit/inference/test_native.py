@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The step of the library against the model that reads the whole sequence again."""
 
-import time
-
 import pytest
 import torch
 
@@ -17,11 +15,9 @@ from tests.unit.inference.test_decode import (
 )
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.inference.cache import KeyValueCache
 from torchtitan_lr.inference.decode import Decoder
 from torchtitan_lr.inference.native import build as library
-from torchtitan_lr.inference.native.packing import Op, pack, pack_codes
-from torchtitan_lr.inference.native.program import NativeModel, Step
+from torchtitan_lr.inference.native.program import NativeModel
 from torchtitan_lr.inference.sampling import Sampling
 from torchtitan_lr.inference.screened_head import ScreenedHead, screen_head
 
@@ -114,56 +110,6 @@ def test_screened_tokens_are_those_of_all_logits():
     head.code_norm.zero_()
     head.scale.mul_(1 + 0.1 * torch.rand(4001, generator=generator))
     assert natively(model, prompts, limits) != rows
-
-
-@pytest.mark.parametrize("kind", ["full", "latent"])
-def test_products_fetch_what_comes_next(kind):
-    model = build("cola_gqa")
-    tokens = torch.zeros(3, dtype=torch.int64)
-    cache = KeyValueCache([4] * 3, 8, model.model_args.n_layers, kind, tokens.device, False)
-    model(torch.ones(3, 4, dtype=torch.int64), cache=cache)
-    ops = Step(NativeModel(model), cache, tokens, greedy=True)._ops
-    kinds = [op.kind for op in ops]
-    attention = {"full": 4, "latent": 5}[kind]
-    assert kinds.count(attention) == model.model_args.n_layers
-    for i, op in enumerate(ops):
-        if op.kind == 2:  # a product
-            for ahead, wanted in ((op.n[6], 2), (op.n[7], attention)):
-                assert wanted == kinds[i + ahead]
-                passed = kinds[i + 1 :] + kinds[: i + 1]
-                assert passed.index(wanted) == (ahead - 1) % len(ops)
-
-
-@pytest.mark.parametrize("slow", ["with", "without"])
-def test_caches_are_fetched_where_that_is_faster(slow):
-    model = build("cola")
-    native, calls = NativeModel(model), []
-    run = native.run
-
-    def held_up(address, count, *rest):
-        ops = (Op * count).from_address(address)
-        calls.append(any(op.n[7] for op in ops))
-        if calls[-1] == (slow == "with"):
-            time.sleep(0.01)
-        run(address, count, *rest)
-
-    native.run = held_up
-    prompts = prompts_of(model)
-    rows = decode(Decoder(model, prompts, [12] * 3, GREEDY, [0] * 3, native=native))
-    assert set(calls[:6]) == {False, True}
-    assert len(calls) == 11 and set(calls[6:]) == {slow == "without"}
-    assert rows == decode(Decoder(model, prompts, [12] * 3, GREEDY, [0] * 3))
-
-
-def test_packed_weights_by_hand():
-    weight = torch.arange(20 * 3, dtype=torch.float64).view(20, 3)
-    packed = pack(weight)  # panels of 16 channels
-    assert packed.shape == (2, 3, 16)
-    assert packed[1, 2].tolist() == [*weight[16:, 2].tolist(), *[0.0] * 12]
-    codes = torch.arange(-60, 60).view(20, 6).to(torch.int8)
-    packed = pack_codes(codes)
-    assert packed.shape == (2, 2, 16, 4)
-    assert packed[1, 1, 3].tolist() == [*(codes[19, 4:].int() + 128).tolist(), 128, 128]
 
 
 @pytest.mark.parametrize(
