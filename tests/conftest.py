@@ -15,7 +15,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Shuffle files, and tests within their file: shared fixtures are still made once."""
+    """Skip what is marked nightly; shuffle files, and tests within their file.
+
+    Shared fixtures are still made once.
+    """
+    if not config.getoption("--full"):
+        for item in items:
+            if item.get_closest_marker("nightly"):
+                item.add_marker(pytest.mark.skip(reason="nightly: --full runs it"))
     seed = config.getoption("--shuffle")
     if seed is None:
         return

@@ -40,9 +40,7 @@ from torchtitan_lr.config.schema import BUILT_IN_PLANS
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.inference.decode import Choice, Decoder, compile_blocks, whole_vocabulary
-from torchtitan_lr.inference.native.program import NativeModel
 from torchtitan_lr.inference.sampling import Sampling
-from torchtitan_lr.inference.screened_head import screen_head
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
@@ -140,12 +138,7 @@ def _parse(argv: list[str] | None, known: dict[str, tuple[str, str]]) -> argpars
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu", help="to run on")
-    parser.add_argument(
-        "--screen_head", action="store_true", help="compute only the logits that can be drawn"
-    )
-    steps = parser.add_mutually_exclusive_group()
-    steps.add_argument("--compile", action="store_true", help="compile the decoding steps")
-    steps.add_argument("--native", action="store_true", help="decode by the library in C++")
+    parser.add_argument("--compile", action="store_true", help="compile the decoding steps")
     parser.add_argument("--threads", type=int, default=0, help="0: as torch has them")
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
     options = parser.parse_args(argv)
@@ -173,7 +166,6 @@ class Built:
         choice: What draws from its logits.
         settings: Its plan's settings; None in one process.
         mesh: The ranks; None in one process.
-        native: The model packed for the library's steps, with ``--native``.
     """
 
     model: LlamaModel
@@ -181,7 +173,6 @@ class Built:
     choice: Choice = whole_vocabulary
     settings: TPSettings | None = None
     mesh: DeviceMesh | None = None
-    native: NativeModel | None = None
 
 
 def _measure(models: dict[str, Built], batch: int, options: argparse.Namespace) -> list[Row]:
@@ -233,12 +224,8 @@ def _build(name: str, options: argparse.Namespace, ranks: int) -> Built:
         extra = {"choice": ShardedChoice(Ranks.of(mesh)), "settings": settings, "mesh": mesh}
     model.to_empty(device=options.device)
     model.init_weights()
-    if options.screen_head:
-        screen_head(model)
     if options.compile:
         compile_blocks(model)
-    if options.native:
-        extra["native"] = NativeModel(model)
     return Built(model.eval(), kind, **extra)
 
 
@@ -281,7 +268,6 @@ def _decoder(built: Built, batch: int, options: argparse.Namespace) -> Decoder:
         built.kind,
         options.compile,
         built.choice,
-        built.native,
     )
 
 
@@ -328,8 +314,7 @@ def _table(report: dict[str, Any]) -> str:
     title = (
         f"{options['flavor']} {options['dtype']}, {report['device']}, "
         f"{report['ranks']} x {report['threads']} threads, {100 * report['busy']:.0f}% busy, "
-        f"{'native' if options['native'] else 'compiled' if options['compile'] else 'eager'}"
-        f"{', screened head' if options['screen_head'] else ''}, "
+        f"{'compiled' if options['compile'] else 'eager'}, "
         f"torch {report['torch']}, prompts of {options['prompt_tokens']} tokens, "
         f"{options['new_tokens']} new"
     )

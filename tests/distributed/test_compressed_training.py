@@ -249,7 +249,8 @@ def test_the_second_residual_is_in_the_estimate(four_ranks: RankPool) -> None:
 def test_measure_comm_knows_the_codecs(layout: list[str]) -> None:
     """Its exit status says whether every row is what the formulas expect."""
     command = [
-        *(sys.executable, "scripts/measure_comm.py", "train_configs/debug_tagc.toml", "--json"),
+        *(sys.executable, "-m", "torchtitan_lr", "measure-comm"),
+        *("train_configs/debug_tagc.toml", "--json"),
         *("--training.local_batch_size=1", "--training.global_batch_size=8", *layout),
     ]
     done = runs.run(command, NGPU="4")

@@ -61,14 +61,7 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument(
         "--cache", choices=["full", "latent"], default="full", help="form of the cached values"
     )
-    steps = parser.add_mutually_exclusive_group()
-    steps.add_argument("--compile", action="store_true", help="compile the step; slow to start")
-    steps.add_argument(
-        "--native", action="store_true", help="compute the step by a C++ library; for one CPU"
-    )
-    parser.add_argument(
-        "--screen_head", action="store_true", help="compute only the logits that can be drawn"
-    )
+    parser.add_argument("--compile", action="store_true", help="compile the step; slow to start")
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
@@ -116,8 +109,6 @@ def check_args(args: argparse.Namespace) -> None:
         raise ConfigError("--top_p", args.top_p, "a number above 0 and at most 1 (all tokens)")
     if not 0 <= args.seed < 2**63:
         raise ConfigError("--seed", args.seed, "an integer from 0 to 2**63 - 1")
-    if args.screen_head and args.top_k == 0 and args.temperature > 0:
-        raise ConfigError("--screen_head", True, "--top_k above 0, or --temperature 0")
     if args.batch_size < 1:
         raise ConfigError("--batch_size", args.batch_size, "a positive integer")
     for key, texts in (("--prompt", [args.prompt or ""]), ("--stop", args.stop)):
@@ -146,9 +137,7 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
     from torchtitan_lr.hf.generate_ranks import from_first_rank, load_on_ranks
     from torchtitan_lr.inference.completion import Settings, complete
     from torchtitan_lr.inference.decode import compile_blocks
-    from torchtitan_lr.inference.native.program import NativeModel
     from torchtitan_lr.inference.sampling import Sampling
-    from torchtitan_lr.inference.screened_head import screen_head
 
     first = prompts is not None
     model, tokenizer, choice = load_on_ranks(
@@ -166,12 +155,8 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
         args.compile,
         choice,
     )
-    if args.screen_head:
-        screen_head(model, 1 if args.temperature == 0 else args.top_k)
     if args.compile:
         compile_blocks(model)
-    if args.native:
-        settings = dataclasses.replace(settings, native=NativeModel(model))
     streaming = args.prompt is not None and not args.json and args.out is None
     write = _print if streaming and first else None
     done = complete(model, tokenizer, prompts, settings, write)

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lr.inference.memory import new_zeros
 from torchtitan_lr.models.layers import LowRankLinear
 
 KINDS = ("full", "latent")
@@ -225,8 +224,8 @@ class LayerCache:
         if self.keys is None or self.values is None:
             # Zeros, since masked columns are multiplied by zero.
             capacity = now.capacity
-            self.keys = new_zeros(k, (*k.shape[:2], capacity, k.shape[-1]))
-            self.values = new_zeros(v, (*v.shape[:2], capacity, v.shape[-1]))
+            self.keys = k.new_zeros(*k.shape[:2], capacity, k.shape[-1])
+            self.values = v.new_zeros(*v.shape[:2], capacity, v.shape[-1])
         if now.written is not None:
             self.keys.index_copy_(2, now.written, k)
             self.values.index_copy_(2, now.written, v)

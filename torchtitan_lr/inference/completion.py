@@ -18,7 +18,6 @@ from torchtitan_lr.inference.decode import (
     room,
     whole_vocabulary,
 )
-from torchtitan_lr.inference.native.program import NativeModel
 from torchtitan_lr.inference.sampling import Sampling
 from torchtitan_lr.inference.text import TextStream
 from torchtitan_lr.models.llama import LlamaModel
@@ -45,7 +44,6 @@ class Settings:
         cache: Kind of the cache, ``full`` or ``latent``.
         compiled: Whether the model went through `inference.decode.compile_blocks`.
         choice: Draws from the model's logits, see `inference.decode.Decoder`.
-        native: The model packed for the library's steps; None for torch's.
     """
 
     max_new_tokens: int | None = None
@@ -57,7 +55,6 @@ class Settings:
     cache: str = "full"
     compiled: bool = False
     choice: Choice = whole_vocabulary
-    native: NativeModel | None = None
 
 
 @dataclass
@@ -194,7 +191,6 @@ def _complete_batch(
         settings.cache,
         settings.compiled,
         settings.choice,
-        settings.native,
     )
     streams = [TextStream(tokenizer, row.ids, settings.stops) for row in rows]
     done = [Completion(row.prompt, row.prompt) for row in rows]

@@ -3,18 +3,16 @@
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.inference.cache import KINDS, KeyValueCache
-from torchtitan_lr.inference.native.program import NativeModel, Step
 from torchtitan_lr.inference.sampling import Sampling, draws
-from torchtitan_lr.inference.single_row import RowHeadEdge, use_row_edges
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.layers import OutputProjection
+from torchtitan_lr.models.layers import HeadEdge
 from torchtitan_lr.models.llama import LlamaModel
 
 Choice: TypeAlias = Callable[[Sampling, Tensor, Tensor], Tensor]
@@ -81,7 +79,6 @@ class Decoder:
         compiled: Whether the model went through `compile_blocks`. The prompts are read without
             compilation: every length would be compiled anew.
         choice: Draws from the model's logits; ranks need one that knows of the others.
-        native: The same model, packed for steps in one call of a library; None for torch's steps.
 
     Attributes:
         cache: The cache.
@@ -103,7 +100,6 @@ class Decoder:
         cache: str = "full",
         compiled: bool = False,
         choice: Choice = whole_vocabulary,
-        native: NativeModel | None = None,
     ) -> None:
         args = model.model_args
         check_cache(args, cache)
@@ -123,7 +119,6 @@ class Decoder:
         columns = width + most - 1
         self.cache = KeyValueCache(lengths, columns, args.n_layers, cache, device, compiled)
         self._compiled, self._choice = compiled, choice
-        self._native, self._step = native, cast("Step | None", None)
         self.running = [True] * len(prompts)
         self.new_tokens = [0] * len(prompts)
         self._steps = 0
@@ -135,7 +130,7 @@ class Decoder:
         Returns:
             One token per row; None for a row that had ended before.
         """
-        chosen = self._choose_natively() if self._native and self._steps else self._choose()
+        chosen = self._choose()
         self._next = chosen[:, None]
         self._steps += 1
         tokens = [
@@ -151,27 +146,10 @@ class Decoder:
         return tokens
 
     def _choose(self) -> Tensor:
-        """Read the present tokens with torch; gives the next ones (b,)."""
+        """Read the present tokens and draw the next ones (b,)."""
         eager = self._compiled and self._steps == 0
         with torch.compiler.set_stance("force_eager") if eager else nullcontext():
             logits = self._model(self._next, cache=self.cache)
-        return self._draw(logits)
-
-    def _choose_natively(self) -> Tensor:
-        """Read the present tokens with the library; gives the next ones (b,)."""
-        greedy = self._sampling.temperature == 0
-        if self._step is None:
-            self._tokens = self._next[:, 0].clone()
-            self._step = Step(cast(NativeModel, self._native), self.cache, self._tokens, greedy)
-        elif not greedy:
-            self._tokens.copy_(self._next[:, 0])
-        self._step()
-        if greedy:
-            return self._tokens
-        head = cast(OutputProjection, self._model.output)
-        return self._draw(head(self._step.hidden[:, None]))
-
-    def _draw(self, logits: Tensor) -> Tensor:
         uniform = self._draws[:, self._steps] if self._draws.shape[1] else self._draws
         return self._choice(self._sampling, logits, uniform)
 
@@ -189,11 +167,10 @@ def compile_blocks(model: LlamaModel, backend: str | Callable[..., Any] = "induc
         model: The model.
         backend: A backend of ``torch.compile``.
     """
-    use_row_edges(model)
     for block in model.layers.values():
         block.compile(backend=backend, fullgraph=True)
     output = model.output
-    if output is not None and isinstance(output.head, RowHeadEdge):
+    if output is not None and isinstance(output.head, HeadEdge):
         output.compile(backend=backend, fullgraph=True)
 
 

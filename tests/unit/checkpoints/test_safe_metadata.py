@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as Format
 from tests.unit.tiny import build_tiny, tiny_args
 from torchtitan_lr.checkpoints.lane_record import check_lanes
 from torchtitan_lr.checkpoints.manifest import damage_of
-from torchtitan_lr.checkpoints.safe_metadata import DamagedError, describe, load, read_metadata
+from torchtitan_lr.checkpoints.safe_metadata import DamagedError, load, read_metadata
 from torchtitan_lr.compression.residuals import warn_of_dropped_residuals
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.loading import load_model
@@ -161,9 +161,3 @@ def test_files_elsewhere_are_not_read(name: str, saved: Path) -> None:
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(DamagedError, match="names a file outside its folder"):
         read_metadata(saved)
-
-
-def test_an_exception_without_words_is_described() -> None:
-    assert describe(EOFError()) == "EOFError"
-    assert describe(KeyError("a")) == "KeyError: 'a'"
-    assert describe(RuntimeError("one\ntwo")) == "RuntimeError: one"

@@ -46,7 +46,7 @@ def test_help_lists_the_commands_with_their_summaries():
     text, heavy, seconds = ask("--help")
     assert heavy == [] and seconds < 0.3
     for name in COMMANDS:
-        assert f"\n    {name} " in text
+        assert f"\n    {name}" in text
     assert "Train the model of a TOML file" in text
 
 

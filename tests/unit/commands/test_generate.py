@@ -109,7 +109,6 @@ def test_a_file_of_prompts_is_continued_in_order(tmp_path, capsys, monkeypatch):
     # Each is what the prompt alone gives, and what another cache gives.
     for index, record in enumerate(found):
         alone = (*usual[:-1], 4 + index, "--prompt", texts[index], "--cache", "latent")
-        alone += ("--screen_head",) if index % 2 else ()
         assert command(capsys, *alone)[1] == record["text"] + "\n"
         assert record["end"] == "length" and record["new_tokens"] == 6
     # From stdin, with lines of text and of JSON.
@@ -192,7 +191,6 @@ def test_a_full_rank_model_has_no_latent_cache(tmp_path, capsys):
         (["--parallelism.pipeline_parallel_degree=2"], "parallelism.pipeline_parallel_degree"),
         (["--parallelism.tensor_parallel_degree=4"], "torchrun --nproc_per_node=4"),
         (["--training.steps=4"], "training.steps"),
-        (["--screen_head", "--top_k", "0"], "--screen_head"),
     ],
 )
 def test_refusals(tmp_path, capsys, options, key):

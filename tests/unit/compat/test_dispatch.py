@@ -1,10 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Autograd, dispatch modes, and tensors without data."""
 
-import inspect
-
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -69,60 +66,6 @@ def test_dispatch_knows_every_fused_attention_kernel():
     assert every - others == known, changed(
         "operators aten::_scaled_dot_product_*", "dispatch.ATTENTION_OPERATORS"
     )
-
-
-def test_dispatch_reads_schemas():
-    want = changed("OpOverload._schema", "dispatch.schema_of")
-    assert dispatch.schema_of(torch.ops.aten.mul_.Tensor) == ("mul_", ["self", "other"]), want
-    assert dispatch.changes_arguments(torch.ops.aten.mul_.Tensor), want
-    assert not dispatch.changes_arguments(torch.ops.aten.mul.Tensor), want
-    assert not dispatch.changes_arguments(len)
-
-
-def test_dispatch_modes_trees_and_storages():
-    seen = []
-
-    class Mode(dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Mode():
-        x = torch.ones(3) * 2
-    assert torch.ops.aten.mul.Tensor in seen, changed("TorchDispatchMode", "dispatch")
-    leaves, spec = dispatch.tree_flatten({"a": [1, 2]})
-    want = changed("torch.utils._pytree", "dispatch")
-    assert dispatch.tree_unflatten(leaves, spec) == {"a": [1, 2]}, want
-    assert dispatch.tree_map(lambda leaf: leaf + 1, [1]) == [2], want
-    assert dispatch.tree_leaves((1, {"b": 2})) == [1, 2], want
-    want = changed("UntypedStorage._cdata", "dispatch.storage_address")
-    address = dispatch.storage_address(x)
-    assert address == dispatch.storage_address(x[1:].untyped_storage()), want
-    assert address != dispatch.storage_address(x.clone()), want
-
-
-def test_dispatch_the_registry_of_lowerings():
-    from torch._inductor.lowering import lowerings, register_lowering
-
-    want = changed("torch._inductor.lowering", "dispatch.lower_as_identity")
-    assert torch.ops.aten.mul.Tensor in lowerings, want
-    assert "type_promotion_kind" in inspect.signature(register_lowering).parameters, want
-
-
-def test_fake_tensors_have_storages_but_no_memory():
-    with fake.FakeTensorMode():
-        x, y = torch.empty(2**40), torch.empty(2**40)
-    assert isinstance(x, fake.FakeTensor), changed("FakeTensor", "fake")
-    assert dispatch.storage_address(x) != dispatch.storage_address(y), changed(
-        "UntypedStorage._cdata of fake tensors", "dispatch.storage_address"
-    )
-
-
-def test_fake_ranks_answer_at_once():
-    with fake.fake_process_group(7):
-        assert dist.get_world_size() == 7, changed("FakeStore", "fake.fake_process_group")
-        dist.all_reduce(torch.ones(1))
-    assert not dist.is_initialized()
 
 
 def test_fake_dtensor_finds_shapes_where_the_door_is(two_ranks):

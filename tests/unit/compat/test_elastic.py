@@ -39,13 +39,6 @@ def test_checkpointing_knows_every_class_that_dcp_writes(tmp_path):
             )
 
 
-def test_checkpointing_sets_a_value_by_its_path():
-    values = {}
-    checkpointing.set_element(values, ("a", 0, "b"), 3)
-    want = changed("dcp._nested_dict.set_element", "checkpointing.set_element")
-    assert values == {"a": [{"b": 3}]}, want
-
-
 def test_interpreter_runs_what_is_registered():
     code = (
         "import atexit, os; from torchtitan_lr.compat.interpreter import run_exit_functions;"

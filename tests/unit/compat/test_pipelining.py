@@ -51,24 +51,3 @@ def test_pipelining_a_known_stage_is_built(stage):
 def test_pipelining_an_unknown_argument_is_refused(stage, args, named):
     with pytest.raises(TypeError, match=r"PipelineStage .*torchtitan_lr\.compat\.pipelining"):
         stage(*args, **named)
-
-
-@pytest.mark.parametrize(
-    ("stages", "device", "group"),
-    [(5, DEVICE, GROUP), (4, torch.device("meta"), GROUP), (4, DEVICE, object())],
-)
-def test_pipelining_another_pipelines_stage_is_refused(stage, stages, device, group):
-    with pytest.raises(RuntimeError, match="expected 4 on cpu"):
-        stage("part", 3, stages, device, group=group)
-
-
-def test_pipelining_schedules():
-    from torch.distributed.pipelining import schedules
-
-    want = changed("_PipelineSchedule", "pipelining.PipelineSchedule")
-    for name in ("ScheduleGPipe", "Schedule1F1B", "ScheduleLoopedBFS", "ScheduleZBVZeroBubble"):
-        assert issubclass(getattr(schedules, name), pipelining.PipelineSchedule), want
-    order = pipelining.rank_order("Interleaved1F1B", 0, 2, 2, 4)
-    assert len(order) == 2 * 2 * 4, changed(
-        "_calculate_single_rank_operations", "pipelining.rank_order"
-    )

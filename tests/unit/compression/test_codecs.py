@@ -14,9 +14,9 @@ from torchtitan_lr.compression.codecs import (
     reduce_in_process,
     sketch,
 )
-from torchtitan_lr.compression.codecs.sparsify import largest, left_over
+from torchtitan_lr.compression.codecs.sparsify import largest
 from torchtitan_lr.compression.peeling import sketch_row, smallest_theta
-from torchtitan_lr.compression.sizes import candidates, kept_entries, verdict_block
+from torchtitan_lr.compression.sizes import kept_entries
 
 W, M = 4, 3001
 
@@ -72,13 +72,6 @@ def test_sent_and_residual_are_the_gradient_exactly_over_many_steps(codec):
         assert torch.equal(totals + after.sum(0), (x + owed).sum(0))
         assert totals.count_nonzero() > 0
         owed = after
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=name)
-def test_sent_and_residual_are_the_gradient_up_to_rounding(codec):
-    x = rows()
-    totals, owed, _ = reduce_in_process(codec, x, 1)
-    assert error(totals + owed.sum(0), x.sum(0)) < 1e-12
 
 
 def test_what_is_sent_is_the_sum_of_every_ranks_largest():
@@ -178,23 +171,6 @@ def test_one_stuck_pair_costs_two_blocks_and_parts_with_the_next_seed():
     assert any(torch.equal(total, x.sum(0)) for total in others)
 
 
-def test_verdict_blocks_keep_the_rest_of_a_large_row():
-    m = 5000
-    block = verdict_block(m)
-    assert block == 5
-    unknown = torch.tensor([4, 5, 4999, m])
-    failed, verdict = sketch._judge(unknown, torch.tensor([False, True, True, False]), m)
-    assert failed.nonzero().flatten().tolist() == [*range(5, 10), *range(4995, 5000)]
-    assert bitmap.unpack(verdict, 1000).nonzero().flatten().tolist() == [1, 999]
-    back = left_over(
-        torch.arange(m).float()[None].clone(),
-        torch.tensor([[4, 5, 100]]),
-        torch.tensor([[4.0, 5.0, 100.0]]),
-        verdict[None],
-    )
-    assert back[0, 5] == 5 and back[0, 4] == 0 and back[0, 100] == 0 and back[0, 6] == 6
-
-
 def test_a_summed_one_bit_index_is_wrong_where_ranks_overlap_and_says_so():
     x = rows(whole=True)
     codec = SketchCodec(W, 2, 0.92, "sum1")
@@ -220,15 +196,6 @@ def test_a_four_bit_sum_counts_fifteen_ranks_and_not_sixteen():
     full = bitmap.pack(torch.ones(1, 4, dtype=torch.bool), 4)
     assert bitmap.unpack(full * 15, 4, 4).all()
     assert not bitmap.unpack(full * 16, 4, 4).all()
-
-
-@pytest.mark.parametrize("bits", [1, 4])
-@pytest.mark.parametrize("m", [1, 7, 8, 9, 1001])
-def test_packing_round_trip(bits, m):
-    mask = torch.rand(3, m, generator=torch.Generator().manual_seed(m)) < 0.5
-    packed = bitmap.pack(mask, bits)
-    assert packed.dtype == torch.uint8 and packed.shape == (3, -(-m * bits // 8))
-    assert torch.equal(bitmap.unpack(packed, m, bits), mask)
 
 
 def test_the_first_entry_is_the_lowest_bit():
@@ -318,16 +285,3 @@ def test_a_gradient_that_is_not_finite_is_sent():
         totals, _, _ = reduce_in_process(codec, x, 1)
         assert totals[:2].isfinite().all()
         assert not totals[2].isfinite().all() and not totals[3].isfinite().all()
-
-
-def test_sizes_are_fixed_by_the_shape_alone():
-    """No size depends on the data, so no phase makes the host wait for the device."""
-    for x in (rows(), torch.zeros(W, W, M, dtype=torch.float64)):
-        codec = SketchCodec(W, 10, 0.9875)
-        message = codec.encode(x[0], 0)
-        assert message.swapped["index"].shape == (W, -(-M // 8))
-        assert message.summed["sketch"].shape == (W, 3 * sketch_row(M, 10))
-    unknown = torch.full((candidates(W, M, 0.9875),), M)
-    for solve in (sketch.peel, sketch.peel_remaining):
-        values, stuck = solve(torch.zeros(3 * 10), unknown, M, 0, 4)
-        assert not values.any() and not stuck.any()

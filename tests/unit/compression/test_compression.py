@@ -2,7 +2,6 @@
 import pytest
 import torch
 
-from tests.oracle.compression import paper_bits
 from torchtitan_lr.compression.codecs import SketchCodec, codec_bits, reduce_in_process, unit_codec
 from torchtitan_lr.compression.peeling import (
     load_limit,
@@ -14,11 +13,8 @@ from torchtitan_lr.compression.peeling import (
 from torchtitan_lr.compression.sizes import (
     LEVELS,
     CodecSizes,
-    Unit,
     candidates,
     kept_entries,
-    spreads_packed,
-    verdict_block,
 )
 from torchtitan_lr.formulas.compression import (
     Exchange,
@@ -27,35 +23,10 @@ from torchtitan_lr.formulas.compression import (
     reduce_scatter_traffic,
     replicated,
     returned_entries,
-    returns_packed,
     sent_entries,
     sketch_cells,
     verdict_bytes,
 )
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "index_bits", "c", "bits"),
-    [
-        # Figure 1: LHC all-reduces the sketch too.
-        ("lhc", 4, 2, 8 + 32),
-        ("tagc", 4, 2, 8 + 16),
-        ("lhc", 1, 2, 2 + 32),
-        ("tagc", 1, 2, 2 + 16),
-        # Figure 2.
-        ("tagc", 1, 4, 2 + 8),
-        ("tagc", 4, 4, 8 + 8),
-        ("tagc", 4, 10, 8 + 3.2),
-        ("tagc", 1, 10, 5.2),
-        ("tagc", 0, 1, 32),
-    ],
-)
-def test_bits_of_the_papers_figures(algorithm, index_bits, c, bits):
-    assert sum(paper_bits(c, index_bits, algorithm).values()) == pytest.approx(bits)
-
-
-def test_the_published_saving():
-    assert 32 / sum(paper_bits(10, 1).values()) == pytest.approx(6.15, abs=0.005)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -97,14 +68,6 @@ def test_exact_bytes_of_an_all_reduce_are_its_bits(codec, level, replicas):
     verdicts = 8 * replicas * verdict_bytes(unit.compressed) if codec == "sketch" else 0
     assert total - verdicts == pytest.approx(bits * shard, rel=1e-6)
     assert bits > sum(codec_bits(kind).values()) + 1
-
-
-def test_bits_on_two_replicas():
-    """1 + 3.2 there and 1 + 0.8 back."""
-    kind = CodecSizes("sketch", *LEVELS["10x"])
-    assert sum(codec_bits(kind, 2).values()) == pytest.approx(6.0)
-    assert codec_bits(CodecSizes("sparse", 1, 0.4), 2)["returned"] == 32
-    assert codec_bits(CodecSizes("dense"), 2) == {"values": 32}
 
 
 @pytest.mark.parametrize(
@@ -217,47 +180,3 @@ def test_known_sizes_of_a_row():
     assert returned_entries(4, 100, 0.8) == 80 and returned_entries(8, 100, 0.8) == 100
     assert sketch_row(3001, 10) == 101 and sketch_row(1, 10) == 1
     assert sketch_cells(3001, 10) == 303 and sketch_cells(1, 10) == 3
-
-
-@pytest.mark.parametrize("m", [1, 7, 1024, 1025, 2049, 10**7])
-def test_a_verdict_is_at_most_128_bytes(m):
-    assert verdict_bytes(m) <= 128
-    assert verdict_block(m) * 8 * verdict_bytes(m) >= m
-
-
-def test_rows_of_an_uncompressed_unit():
-    dense = Exchange(4, 0, 128)
-    for codec in (
-        CodecSizes("sketch", 10, 0.9875),
-        CodecSizes("sparse", 1, 0.9),
-        CodecSizes("dense"),
-    ):
-        (row,) = reduce_scatter_traffic(dense, codec, "head")
-        assert (row.op, row.elements, row.calls) == ("reduce_scatter", 512, 1)
-        (row,) = all_reduce_traffic(dense, codec, "head")
-        assert (row.op, row.elements) == ("all_reduce", 128)
-
-
-def test_small_tensors_ride_with_the_sketch():
-    rows = reduce_scatter_traffic(
-        Exchange(4, 3000, 100), CodecSizes("sketch", 10, 0.9875), "block 1"
-    )
-    assert [(row.op, row.role, row.elements) for row in rows] == [
-        ("all_to_all", "index", 4 * 375),
-        ("reduce_scatter", "gradient", 4 * (300 + 100)),
-        ("all_gather", "index", 4 * 125),
-    ]
-
-
-def test_the_sum_returns_packed_only_where_that_is_less():
-    for unit, packs in ((Unit, spreads_packed), (Exchange, returns_packed)):
-        assert packs(unit(2, 10_000), CodecSizes("sketch", 10, 0.9875))
-        assert not packs(unit(8, 10_000), CodecSizes("sparse", 1, 0.8))
-    packed = all_reduce_traffic(Exchange(2, 10_000, 7), CodecSizes("sparse", 1, 0.9), "head")
-    assert [(row.op, row.role, row.elements) for row in packed] == [
-        ("all_to_all", "index", 2500),
-        ("all_to_all", "gradient", 2000),
-        ("all_gather", "index", 2500),
-        ("all_gather", "gradient", 4000),
-        ("all_reduce", "gradient", 7),
-    ]

@@ -2,13 +2,9 @@
 import pytest
 import torch
 
-from torchtitan_lr.compat.names import clean_name
-from torchtitan_lr.compression.codecs import build_codec
 from torchtitan_lr.compression.settings import (
     compresses,
     compression_settings,
-    describe_selection,
-    describe_small_units,
     exchanging_ranks,
     is_compressed,
 )
@@ -61,13 +57,6 @@ def test_patterns():
     }
 
 
-def test_the_log_names_layers_once_and_their_share():
-    text = describe_selection(SIZES, chosen(layers="patterns", patterns=["layers.?.feed*"]))
-    assert text.startswith("2 of 9 tensors compressed, 20.0% of 4,000 parameters (layers.*.feed_")
-    assert text.count("feed_forward.w1") == 1
-    assert "dense: tok_embeddings, layers.*.attention_norm, layers.*.attention.wq" in text
-
-
 @pytest.mark.parametrize(
     ("ranks", "auto", "theta"), [(4, False, 0.9875), (4, True, 0.9875), (8, True, 0.9904)]
 )
@@ -77,25 +66,11 @@ def test_auto_raises_theta_only_where_needed(ranks, auto, theta):
     assert resolved.codec.c == 10 and resolved.residual_dtype == torch.float32
 
 
-def test_small_units_are_named_by_size_with_the_reason():
-    units = {"layers.0": 16, "layers.1": 16, "output": 64}
-    assert describe_small_units(build_codec(settings().codec, 4), units) == (
-        "too small for a sketch to peel, so dense: "
-        "layers.* (16 entries a destination: load 1.21 above 0.00), "
-        "output (64 entries a destination: load 0.43 above 0.24)"
-    )
-
-
 def test_levels_override_c_and_theta_and_custom_does_not():
     assert settings(2, level="2x", c=7.0, theta=0.5).codec.theta == 0.8
     custom = settings(2, level="custom", c=1.0, theta=0.5, residual_dtype="bfloat16")
     assert (custom.codec.c, custom.codec.theta) == (1.0, 0.5)
     assert custom.residual_dtype == torch.bfloat16
-
-
-def test_wrapped_names_are_those_of_the_model():
-    wrapped = "layers.0._orig_mod._checkpoint_wrapped_module.attention.wq.weight"
-    assert clean_name(wrapped) == "layers.0.attention.wq.weight"
 
 
 def test_the_dimension_that_is_exchanged():

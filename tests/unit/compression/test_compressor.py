@@ -5,14 +5,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_lr.compression.codecs import DenseCodec, SketchCodec, SparseCodec, build_codec
 from torchtitan_lr.compression.compressor import (
     Compressor,
     Span,
     join_spans,
     split_spans,
 )
-from torchtitan_lr.compression.peeling import sketch_row
 from torchtitan_lr.compression.sizes import CodecSizes
 
 SPANS = [Span(3, True), Span(2, False), Span(4, True), Span(1, False)]
@@ -34,19 +32,6 @@ def test_spans_come_apart_and_together():
     assert flat[0, 1] == 1  # a copy: FSDP's buffer stays as it is
 
 
-def test_sizes_of_a_reduce_scatter_and_of_an_all_reduce():
-    sizes = CodecSizes("sketch", 2, 0.9)
-    scatter = compressor(sizes)
-    assert (scatter.unit.compressed, scatter.unit.dense) == (7, 3)
-    assert scatter.residual.shape == (4, 7)
-    # 40 entries dense; 4 index bytes, 4 * (6 cells + 3) values, 4 verdict bytes.
-    assert sketch_row(7, 2) == 2
-    assert scatter.bytes_saved() == 4 * 40 - (4 + 4 * 4 * 9 + 4)
-    whole = compressor(sizes, all_reduce=True)
-    assert (whole.unit.compressed, whole.unit.dense) == (2, 3)
-    assert whole.residual.shape == (4, 2)
-
-
 @pytest.mark.parametrize(("all_reduce", "bits"), [(False, 4.2), (True, 6.0)])
 def test_bytes_saved_count_what_returns_to_the_replicas(all_reduce, bits):
     size = 1_600_000
@@ -55,21 +40,6 @@ def test_bytes_saved_count_what_returns_to_the_replicas(all_reduce, bits):
     own = Compressor("u", sizes, [Span(size, True)], group, device, all_reduce=all_reduce)
     exchanged = size if all_reduce else 2 * size  # a reduce-scatter's input has a row for each rank
     assert 8 * own.bytes_saved() / exchanged == pytest.approx(32 - bits, abs=2e-3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_residual_has_the_dtype_that_was_asked_for(dtype):
-    residual = compressor(CodecSizes("sparse", 1, 0.9), residual_dtype=dtype).residual
-    assert residual.dtype == dtype and not residual.any()
-
-
-def test_every_name_has_its_codec():
-    assert isinstance(build_codec(CodecSizes("dense"), 4), DenseCodec)
-    assert build_codec(CodecSizes("sparse", 1, 0.9), 4).theta == 0.9
-    assert isinstance(build_codec(CodecSizes("sparse", 1, 0.9), 4), SparseCodec)
-    sketch = build_codec(CodecSizes("sketch", 4, 0.9, "sum4"), 2)
-    assert isinstance(sketch, SketchCodec)
-    assert (sketch.ranks, sketch.c, sketch.theta, sketch.index) == (2, 4, 0.9, "sum4")
 
 
 @pytest.fixture

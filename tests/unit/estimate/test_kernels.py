@@ -95,18 +95,6 @@ def test_the_heads_logits_are_recorded_a_chunk_at_a_time(tp):
     assert per_logit < traffic < 1.4 * per_logit
 
 
-def test_bytes_of_a_table_that_is_read_or_changed_in_places():
-    table, index = torch.zeros(100, 50), torch.zeros(100, 1, dtype=torch.long)
-    with KernelRecorder() as recorder:
-        table.gather(1, index)
-    assert recorder.work(False, fused=False).traffic == 3 * 400  # of the indices, half
-    with KernelRecorder() as recorder:
-        table.scatter_add_(1, index, torch.ones(100, 1))
-        torch.log_softmax(table, 1, out=torch.empty(100, 50))
-    # The ones and their additions, then the softmax: its result is written, not read.
-    assert recorder.work(False, fused=False).traffic < 2 * 20_000 + 6 * 800
-
-
 def test_bytes_by_hand():
     """SiLU reads and writes x; the product reads two and writes one; views move nothing."""
     x, z, w = torch.randn(10, 100), torch.randn(10, 100), torch.randn(100, 8)

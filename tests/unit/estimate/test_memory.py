@@ -74,14 +74,6 @@ def test_the_last_rank_may_hold_nothing():
     assert sum(held) == sum(prod(shape) for shape in parts[0].values())
 
 
-def test_parts_of_a_rank_add_up():
-    first, second = {"a": (4, 3)}, {"b": (8,)}
-    both = static_memory([first, second], 2, FP32)
-    alone = [static_memory([part], 2, FP32) for part in (first, second)]
-    assert both.weights == sum(one.weights for one in alone) == 4 * (2 * 3 + 4)
-    assert both.optimizer == sum(one.optimizer for one in alone)
-
-
 def test_gathered():
     units = [{"e": (100,)}, {"b0": (10,)}, {"b1": (10,)}, {"h": (200,)}]
     precision = Precision(4, 2, 4)

@@ -82,9 +82,3 @@ def test_the_largest_stage_sets_the_pace():
     orders = pipeline_order("1F1B", 2, 1, 4)
     equal = makespan(orders, [StageSeconds(1, 2), StageSeconds(1, 2)])
     assert makespan(orders, [StageSeconds(1, 2), StageSeconds(2, 4)]) == 4 * 6 + 1 + 2 > equal
-
-
-def test_a_deadlock_is_told():
-    orders = [[Action("B", 0, 0), Action("F", 0, 0)], [Action("F", 1, 0), Action("B", 1, 0)]]
-    with pytest.raises(ValueError, match="has a deadlock"):
-        makespan(orders, [StageSeconds(1, 2)] * 2)

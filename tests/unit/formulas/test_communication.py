@@ -1,25 +1,19 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The formulas of communication against the published numbers and the table they generalise."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from torchtitan_lr.formulas.communication import (
     block_traffic,
-    embedding_traffic,
-    head_traffic,
-    loss_traffic,
-    model_traffic,
 )
 from torchtitan_lr.formulas.data_parallel import (
     DataParallel,
     data_parallel_traffic,
-    padded,
 )
 from torchtitan_lr.formulas.parameters import count_parameters
-from torchtitan_lr.formulas.traffic import Traffic, count, merge
+from torchtitan_lr.formulas.traffic import count
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.tensor.plans import TPSettings
@@ -88,117 +82,6 @@ def test_table(row: str) -> None:
     assert [*count(traffic, "forward"), *count(traffic, "backward")] == numbers
 
 
-def test_rows_of_the_table_differ() -> None:
-    counts = {tuple(numbers) for _, *numbers in TABLE.values()}
-    assert len(counts) == len(TABLE)
-
-
-@pytest.mark.parametrize("grouping", [True, False])
-def test_async_statistic_is_one_call_more_per_norm(grouping: bool) -> None:
-    column = block_traffic(shape(), btp(grouping=grouping, norm_stat="column"), BS, False, 1)
-    hidden = block_traffic(shape(), btp(grouping=grouping), BS)
-    calls, elements = count(column, "forward")
-    assert count(hidden, "forward") == (calls + 2, elements)
-    assert count(hidden, "backward") == count(column, "backward")
-    assert {r.role for r in hidden} == {"activation", "statistic"}
-    assert {r.role for r in column} == {"activation"}
-
-
-@pytest.mark.parametrize(
-    ("grouping", "padding"), [(True, (8, 8)), (False, (8, 8))], ids=["grouped", "ungrouped"]
-)
-def test_column_is_padded(grouping: bool, padding: tuple[int, int]) -> None:
-    # 3·16 + 1 and 2·16 + 1, or 16 + 1 twice, rounded up to multiples of 8: 7 more than the column.
-    traffic = block_traffic(shape(), btp(grouping=grouping, norm_stat="column"), BS)
-    assert count(traffic, "forward")[1] == 7 * BSR + sum(padding) * BS
-
-
-def test_grouped_query_attention_shortens_k_and_v() -> None:
-    gqa = shape(n_kv_heads=2)
-    kv = BS * D_KV
-    for plan, forward in (
-        ("vanilla", 4 * BSD + 2 * kv + 2 * BSF),
-        ("vanilla_replicated", 3 * BSD + 2 * kv + 2 * BSF),
-    ):
-        assert count(block_traffic(gqa, TPSettings(plan), BS), "forward")[1] == forward
-    fair = block_traffic(gqa, TPSettings("vanilla"), BS)
-    assert count(fair, "backward") == (7, 4 * BSD + 2 * kv + BSF)
-    assert block_traffic(gqa, btp(), BS) == block_traffic(shape(), btp(), BS)
-
-
-def by_op(traffic: list[Traffic], pass_: str) -> dict[tuple[str, str], tuple[int, int]]:
-    rows = [r for r in merge(traffic) if r.pass_ == pass_]
-    return {(r.op, r.role): (r.calls, r.elements) for r in rows}
-
-
-def test_token_shards_in_rank_space() -> None:
-    traffic = block_traffic(shape(), btp(comm="sequence"), BS)
-    assert by_op(traffic, "forward") == {
-        ("reduce_scatter", "activation"): (4, 7 * BSR),
-        ("all_gather", "activation"): (4, 7 * BSR),
-        ("reduce_scatter", "statistic"): (2, 2 * BS),
-    }
-    assert by_op(traffic, "backward") == {
-        ("reduce_scatter", "activation"): (4, 7 * BSR),
-        ("all_gather", "activation"): (4, 7 * BSR),
-        ("all_gather", "statistic"): (2, 2 * BS),
-    }
-
-
-def test_token_shards_at_full_rank() -> None:
-    traffic = block_traffic(shape("full"), TPSettings("megatron", comm="sequence"), BS)
-    halves = {(op, "activation"): (2, 2 * BSD) for op in ("all_gather", "reduce_scatter")}
-    assert by_op(traffic, "forward") == halves
-    assert by_op(traffic, "backward") == halves | {("all_reduce", "activation"): (2, 2 * D)}
-
-
-@pytest.mark.parametrize("comm", ["all_reduce", "sequence"])
-def test_learned_gates_on_shards(comm: str) -> None:
-    lax = shape("lax", lax_gate="scalar")
-    settings = btp(comm=comm)
-    first, later = (block_traffic(lax, settings, BS, first_block=f) for f in (True, False))
-    more = (4, 7) if comm == "sequence" else (0, 0)
-    calls, elements = count(first, "backward")
-    assert count(later, "backward") == (calls + more[0], elements + more[1])
-    assert first == block_traffic(shape("cola"), settings, BS)
-
-
-def test_heads() -> None:
-    plain = head_traffic(shape(), btp(), BS)
-    assert by_op(plain, "forward") == {("all_gather", "activation"): (1, BSD)}
-    assert by_op(plain, "backward") == {("all_reduce", "activation"): (1, BSD)}
-    scatter = head_traffic(shape(), btp(head="scatter"), BS)
-    assert by_op(scatter, "forward") == {
-        ("all_gather", "activation"): (1, BSD),
-        ("all_reduce", "statistic"): (1, BS),
-    }
-    assert by_op(scatter, "backward") == {
-        ("reduce_scatter", "activation"): (1, BSD),
-        ("all_reduce", "statistic"): (1, BS),
-    }
-    gathered = head_traffic(shape(), btp(loss_parallel=False), BS)
-    assert by_op(gathered, "forward") == {("all_gather", "activation"): (2, BSD + BS * 128)}
-    vanilla = head_traffic(shape(), TPSettings("vanilla"), BS)
-    assert count(vanilla, "forward") == (0, 0) and count(vanilla, "backward") == (1, BSD)
-
-
-def test_embedding_and_loss() -> None:
-    assert embedding_traffic(shape(), btp(), BS) == []
-    assert count(embedding_traffic(shape(), TPSettings("vanilla"), BS), "forward") == (1, BSD)
-    assert count(loss_traffic(shape(), btp(), BS, 4), "forward") == (2, 4 * BS + 1)
-    calls, elements = count(loss_traffic(shape(), btp(), 5000, 4), "forward")
-    assert (calls, elements) == (-(-5000 // 625) + 1, 4 * 5000 + 1)
-    assert loss_traffic(shape(), btp(loss_parallel=False), BS, 4) == []
-
-
-def test_model_is_its_parts() -> None:
-    assert model_traffic(shape(), btp(), 1, BS) == []
-    rows = model_traffic(shape(), btp(), 4, BS)
-    assert {row.scope for row in rows} == {"block 0", "block 1", "block 2", "head"}
-    one = count(block_traffic(shape(), btp(), BS), "backward")
-    assert count([r for r in rows if r.scope == "block 2"], "backward") == one
-
-
 @pytest.mark.parametrize(
     ("plan", "gib"), [("megatron", 0.250), ("vanilla_replicated", 1.297), ("btp", 0.219)]
 )
@@ -250,36 +133,3 @@ def test_fsdp_and_hsdp() -> None:
     replicated = data_parallel_traffic(args, btp(), 1, DataParallel(4, 1, microbatches=3))
     assert count(replicated, "backward") == (6, everything)
     assert count(replicated, "forward") == (0, 0)
-
-
-@pytest.mark.parametrize("plan", ["btp", "vanilla"])
-def test_tensor_parallelism_divides_the_weights(plan: str) -> None:
-    layout = DataParallel(1, 2)
-    whole = data_parallel_traffic(shape(), TPSettings(plan), 1, layout)
-    part = data_parallel_traffic(shape(), TPSettings(plan, head="scatter"), 2, layout)
-    linears = 11 * D * R + 3 * F * R
-    norms = {"btp": D, "vanilla": 2 * D}[plan]
-    sizes = {r.scope: r.elements for r in part if r.pass_ == "forward"}
-    assert sizes["block 1"] == linears // 2 + norms
-    assert count(part, "forward")[0] == count(whole, "forward")[0]
-
-
-def test_padding() -> None:
-    assert padded([(5, 3), (1,), (8,)], 4) == 8 * 3 + 4 + 8
-
-
-def test_gates_are_padded_too() -> None:
-    lax = shape("lax", lax_gate="scalar")
-    cola = shape("cola")
-    layout = DataParallel(1, 4)
-    sizes = [
-        {r.scope: r.elements for r in data_parallel_traffic(a, btp(), 1, layout)}
-        for a in (lax, cola)
-    ]
-    assert sizes[0]["block 0"] == sizes[1]["block 0"]
-    assert sizes[0]["block 1"] == sizes[1]["block 1"] + 7 * 4
-
-
-def test_wrong_widths_are_noticed() -> None:
-    traffic = block_traffic(replace(shape(), rank_ffn=24), btp(), BS)
-    assert count(traffic, "backward")[1] == BS * (4 * R + 3 * 24) != 7 * BSR

@@ -53,11 +53,6 @@ def test_formula_equals_what_the_model_counts_for_the_mfu(family, flavor):
     assert counted != (count_parameters(args).total, flops_per_token(args, 2048))
 
 
-def test_gates_cost_nothing_that_is_counted():
-    model = build_tiny("lax", lax_gate="scalar")
-    assert count(model, 1, 16) == flops_per_sequence(model.model_args, 16)
-
-
 def test_a_formula_for_another_shape_differs():
     # Negative control: the counter sees what grouped queries, ranks and attention cost.
     grouped = build_tiny("cola", n_kv_heads=2)

@@ -58,7 +58,3 @@ def test_what_does_not_fit_is_refused(context, continuation):
     model = build_tiny("full").eval()
     with pytest.raises(ConfigError, match=f"got '{context} and {continuation} tokens'"):
         score_continuations(model, [Pair([1] * context, [2] * continuation)])
-
-
-def test_nothing_to_score():
-    assert score_continuations(build_tiny("full").eval(), []) == []

@@ -61,16 +61,3 @@ def test_a_prompt_does_not_hold_a_stop_string(tokenizer):
     """A stop string that begins in the prompt is none."""
     found, stream = pieces(tokenizer, "\nx", ["\n\n"])
     assert "".join(found) + stream.finish() == "\nx" and not stream.stopped
-
-
-def test_few_tokens_are_decoded_again(tokenizer):
-    class Counting:
-        def decode(self, ids, skip_special_tokens):
-            seen.append(len(ids))
-            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-
-    seen = []
-    stream = TextStream(Counting(), [5] * 100)
-    for token in tokenizer.encode(TEXT * 5, add_bos=False, add_eos=False):
-        stream.push(token)
-    assert max(seen) <= 16

@@ -15,7 +15,6 @@ from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.ledger.comparison import compare, differences
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.ledger.operations import OPERATIONS, identify
-from torchtitan_lr.ledger.scopes import named_scopes
 
 functional = torch.ops._c10d_functional
 
@@ -107,19 +106,6 @@ def test_a_group_of_one_is_not_counted() -> None:
     assert [row["bytes"] for row in ledger.rows()] == [32]
 
 
-def test_two_microbatches_add_up() -> None:
-    model = Model()
-    once, twice = new_ledger(model), new_ledger(model)
-    step(model, once)
-    for _ in range(2):
-        step(model, twice)
-    double = {"calls": 2, "elements": 2, "bytes": 2}
-    assert twice.rows() == [{k: v * double.get(k, 1) for k, v in r.items()} for r in once.rows()]
-    twice.clear()
-    assert twice.rows() == []
-    assert once.bytes_by_mesh_dim() == {"world": sum(row["bytes"] for row in once.rows())}
-
-
 def test_order_of_backward_does_not_matter() -> None:
     """Two micro-batches forward, then both backward, as a pipeline schedule does."""
     model = Model()
@@ -132,24 +118,6 @@ def test_order_of_backward_does_not_matter() -> None:
         for _ in range(2):
             model(torch.ones(4, 8)).sum().backward()
     assert together.rows() == apart.rows()
-
-
-def test_recomputation_is_backward_and_flagged() -> None:
-    plain, wrapped = Model(), Model()
-    for name, block in list(wrapped.layers.items()):
-        wrapped.layers[name] = checkpoint_wrapper(block)
-    ledgers = [new_ledger(model) for model in (plain, wrapped)]
-    for model, ledger in zip((plain, wrapped), ledgers, strict=True):
-        step(model, ledger)
-    rows = ledgers[1].rows(split_recompute=True)
-    repeated = [row for row in rows if row["recompute"]]
-    assert [(r["scope"], r["pass"], r["op"], r["calls"]) for r in repeated] == [
-        (f"block {i}", "backward", "all_reduce", 1) for i in range(2)
-    ]
-    first = [
-        {k: v for k, v in row.items() if k != "recompute"} for row in rows if row not in repeated
-    ]
-    assert first == ledgers[0].rows()
 
 
 def test_recomputation_of_half_a_block_is_flagged() -> None:
@@ -166,16 +134,6 @@ def test_recomputation_of_half_a_block_is_flagged() -> None:
         for i in range(2)
         for row in (("forward", 2, False), ("backward", 1, True))
     ]
-
-
-def test_without_hooks_after_leaving() -> None:
-    model = Model()
-    ledger = new_ledger(model)
-    step(model, ledger)
-    before = ledger.rows()
-    model(torch.ones(4, 8)).sum().backward()
-    assert ledger.rows() == before
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def sizes(call: Any) -> tuple[str, int]:
@@ -234,12 +192,6 @@ def test_every_collective_of_torch_is_known() -> None:
         if namespace in NAMESPACES and arguments & GROUP_ARGUMENTS:
             unknown |= {name} - OPERATIONS.keys() - NO_PAYLOAD
     assert unknown == set()
-
-
-def test_named_scopes_of_a_pipeline_stage() -> None:
-    stage = Model()
-    stage.tok_embeddings = None
-    assert [name for name, _ in named_scopes(stage)] == ["block 0", "block 1", "head"]
 
 
 def row(**changes: Any) -> dict[str, Any]:

@@ -19,12 +19,6 @@ def test_the_job_sets_length_and_seed():
     assert (args.rank_attention, args.rank_ffn, args.activation) == (32, 32, "both")
 
 
-def test_a_missing_seed_is_zero():
-    args = FLAVORS["cola"]["debug"]
-    args.update_from_config(job_config(seed=None))
-    assert args.init_seed == 0
-
-
 @pytest.mark.parametrize(
     ("overrides", "ranks"),
     [

@@ -130,9 +130,3 @@ def test_borders_by_bos_and_by_eos():
     batch, found = DocumentBorders(EOS, False).split(inputs, labels)
     assert batch["documents"].tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1]]
     assert found.tolist() == [[BOS, 6, EOS, no, 7, 8], [6, 7, EOS, no, EOS, no]]
-
-
-def test_a_cache_holds_one_document_per_row():
-    model = build_tiny("svd")
-    with pytest.raises(ValueError, match="one document"):
-        model(torch.zeros(1, 4, dtype=torch.long), cache=object(), documents=torch.zeros(1, 4))

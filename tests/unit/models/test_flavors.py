@@ -32,12 +32,6 @@ def test_a_look_up_gives_a_fresh_copy():
     assert again != first
 
 
-def test_an_unknown_flavor_is_a_key_error():
-    with pytest.raises(KeyError):
-        FLAVORS["cola"]["2B"]
-    assert "2B" not in FLAVORS["cola"]
-
-
 @pytest.mark.parametrize(
     ("flavor", "shape"),
     [
@@ -66,18 +60,6 @@ def test_grouped_queries_and_rope_of_8b():
     assert (args.n_kv_heads, args.kv_dim, args.rope_theta, args.norm_eps) == (8, 1024, 5e5, 1e-5)
     assert args.rope_scaling is not None
     assert FLAVORS["full"]["7B"].rope_scaling is None
-
-
-@pytest.mark.parametrize("family", ["cola", "lax"])
-def test_placement_by_size(family):
-    both = {name for name, args in FLAVORS[family].items() if args.activation == "both"}
-    assert both == {"debug", "tiny", "60M", "130M"}
-    others = {args.activation for name, args in FLAVORS[family].items() if name not in both}
-    assert others == {"lowrank"}
-
-
-def test_svd_keeps_the_swiglu_of_llama():
-    assert {args.activation for args in FLAVORS["svd"].values()} == {"fullrank"}
 
 
 def test_a_file_is_a_flavor_of_its_family(tmp_path):

@@ -12,7 +12,7 @@ from tests.unit.tiny import build_tiny
 from torchtitan_lr.compat.fake import FakeTensorMode
 from torchtitan_lr.estimate.storages import LivingStorages
 from torchtitan_lr.models import head_loss
-from torchtitan_lr.models.head_loss import chunk_tokens, linear_loss
+from torchtitan_lr.models.head_loss import linear_loss
 from torchtitan_lr.models.lane_edges import lane_linear
 from torchtitan_lr.models.loss import HeadLoss, cross_entropy_sum, loss_arguments
 
@@ -92,21 +92,6 @@ def test_the_weight_gradient_in_bf16_is_rounded_once(seed):
     assert rms(added) > ROUNDED_ONCE
 
 
-def test_it_is_torchs_own_function():
-    """From torch 2.13; it is an independent reference, although less exact in fp32."""
-    if not hasattr(F, "linear_cross_entropy"):
-        pytest.skip("torch has no linear_cross_entropy")
-    x, weight, targets = inputs(torch.float64)
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=5, chunking_method=None)
-    theirs = F.linear_cross_entropy(
-        x.flatten(0, 1), weight, targets.flatten(), reduction="sum", options=options
-    )
-    found = in_chunks(5, x, weight, targets)
-    torch.testing.assert_close(found, theirs, rtol=1e-14, atol=0)
-    for a, b in zip(*(torch.autograd.grad(y, (x, weight)) for y in (found, theirs)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
-
-
 @pytest.mark.parametrize("size", [27, 5])
 def test_backward_may_run_for_one_input_at_a_time(size):
     """A zero-bubble pipeline takes the weight's gradient later."""
@@ -152,47 +137,6 @@ def test_logits_of_a_large_vocabulary_never_exist(dtype, dim):
     # The control: one chunk of all tokens.
     one = peak(lambda *arguments: in_chunks(tokens, *arguments), tokens, dim, vocabulary, dtype)
     assert one > whole_bytes / 8
-
-
-def saved_numbers(size):
-    """Floats that a loss in chunks of a size keeps for backward."""
-    x, weight, targets = inputs(torch.float32)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        in_chunks(size, x, weight, targets)
-    return sum(t.numel() for t in saved if t.dtype == torch.float32)
-
-
-def test_what_backward_keeps():
-    """In chunks the gradients; in one chunk its input, the weight and the logits' gradient."""
-    assert saved_numbers(9) == 27 * D + V * D
-    assert saved_numbers(27) == 27 * D + V * D + 27 * V
-    with torch.no_grad():
-        assert saved_numbers(9) == 0
-
-
-def test_the_gradient_takes_no_new_memory():
-    """What forward saved becomes the weight's gradient, unless the graph is kept."""
-    for kept in (False, True):
-        x, weight, targets = inputs(torch.float32)
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t, saved=saved: saved.append(t.data_ptr()) or t, lambda t: t
-        ):
-            loss = in_chunks(9, x, weight, targets)
-        loss.backward(retain_graph=kept)
-        assert (weight.grad.data_ptr() in saved) is not kept
-
-
-def test_chunks():
-    assert [chunk_tokens(n, 256) for n in (100, 512, 513, 4096, 16384)] == [
-        100,
-        512,
-        512,
-        512,
-        2048,
-    ]
-    assert chunk_tokens(2048, 4096) == 2048  # the logits are smaller than the weight's gradient
 
 
 @pytest.mark.parametrize("family", ["full", "cola"])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.unit.tiny import build_tiny, tiny_args, tokens
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.lane_edges import lane_sum, lane_terms, share_channels
+from torchtitan_lr.models.lane_edges import lane_terms, share_channels
 from torchtitan_lr.models.llama import LlamaModel
 
 WIDE = torch.float64
@@ -103,30 +103,6 @@ def test_the_partial_reduction_is_its_own_adjoint() -> None:
     torch.testing.assert_close(x.grad, share_channels(b, 3))
 
 
-def test_nothing_shared_is_left_alone() -> None:
-    x = torch.randn(2, 3, 4, 10)
-    assert share_channels(x, 0) is x
-
-
-def test_half_precision_is_added_up_in_fp32() -> None:
-    x = torch.randn(4, 16, 8, 32, generator=torch.Generator().manual_seed(0))
-    half = x.bfloat16()
-    exact = half.double().sum(2, keepdim=True)
-    errors = [(lane_sum(half, 32, wide) - exact).abs().mean().item() for wide in (True, False)]
-    assert 2 * errors[0] < errors[1]
-    assert lane_sum(half, 32, wide=True).dtype == torch.bfloat16
-
-
-def test_backward_sums_as_it_is_told() -> None:
-    x = torch.zeros(4, 16, 8, 32, dtype=torch.bfloat16, requires_grad=True)
-    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-    for wide in (True, False):
-        x.grad = None
-        share_channels(x, 32, wide).backward(upstream)
-        assert x.grad is not None
-        assert torch.equal(x.grad[:, :, :1], lane_sum(upstream, 32, wide))
-
-
 def test_gradients_are_laid_out_like_their_weights() -> None:
     weight = torch.randn(6, 8, requires_grad=True)
     (gradient,) = torch.autograd.grad(lane_terms(torch.randn(2, 3, 8), weight, 4).sum(), weight)
@@ -167,7 +143,3 @@ def test_impossible_lanes_are_refused(family: str, changes: dict[str, Any], key:
     with pytest.raises(ConfigError, match=rf"^{key}: got ") as error:
         tiny_args(family, **changes)
     assert "\n" not in str(error.value)
-
-
-def test_the_head_of_low_rank_lanes_may_have_any_vocabulary() -> None:
-    assert tiny_args("cola", lanes=4, vocab_size=97).lanes == 4

@@ -18,12 +18,6 @@ def rotate(x, freqs_cis):
     return torch.view_as_real(pairs * freqs_cis[: x.shape[1], None]).flatten(-2)
 
 
-def test_rotation_is_complex_multiplication():
-    x = torch.randn(2, 7, 3, 8, dtype=torch.float64)
-    table = build_freqs_cis(8, 16, 10000.0, None, torch.float64)
-    torch.testing.assert_close(apply_rope(x, table), rotate(x, table), rtol=0, atol=1e-15)
-
-
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
 @pytest.mark.parametrize("scaling", [None, RoPEScalingArgs(original_max_position_embeddings=8)])
 def test_real_and_complex_arithmetic_agree(dtype, limit, scaling):
@@ -65,18 +59,6 @@ def test_a_compiled_block_sees_no_complex_number():
     graphs.clear()
     torch.compile(block, backend=backend, fullgraph=True)(torch.zeros(1, 8, 48), model.freqs_cis)
     assert any(x.is_complex() for graph in graphs for x in graph)
-
-
-def test_scores_depend_on_the_distance_only():
-    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
-    table = build_freqs_cis(8, 32, 10000.0, None, torch.float64)
-
-    def score(i, j):
-        rotated_q = apply_rope(q.expand(1, 32, 1, 8), table)[0, i, 0]
-        return rotated_q @ apply_rope(k.expand(1, 32, 1, 8), table)[0, j, 0]
-
-    torch.testing.assert_close(score(9, 4), score(25, 20))
-    assert not torch.isclose(score(9, 4), score(9, 5))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

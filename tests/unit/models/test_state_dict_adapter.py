@@ -135,22 +135,3 @@ def test_others_keep_their_names(family, changes):
     converted = adapter.to_hf(weights)
     assert converted.keys() == weights.keys()
     assert all(converted[name] is weights[name] for name in weights)
-
-
-def test_cola_goes_round():
-    model = build_tiny("cola")
-    adapter = LlamaStateDictAdapter(model.model_args, None)
-    weights = model.state_dict()
-    assert adapter.from_hf(adapter.to_hf(weights)).keys() == weights.keys()
-
-
-def test_an_assets_folder_without_weights_is_no_reason_to_warn(tmp_path, caplog):
-    adapter = LlamaStateDictAdapter(tiny_args("full"), str(tmp_path))
-    assert adapter.hf_assets_path == str(tmp_path)
-    assert adapter.fqn_to_index_mapping is None
-    assert not caplog.records
-    (tmp_path / "model.safetensors.index.json").write_text(
-        '{"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}'
-    )
-    adapter = LlamaStateDictAdapter(tiny_args("full"), str(tmp_path))
-    assert adapter.fqn_to_index_mapping == {"lm_head.weight": 2}

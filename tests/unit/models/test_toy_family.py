@@ -83,23 +83,6 @@ def test_a_run_of_it_is_accepted_and_estimated(plan):
     assert block_flops(run) > 0
 
 
-@pytest.mark.parametrize(
-    ("argument", "text"),
-    [
-        ("--parallelism.tp_plan=megatron", "expected one of auto, btp, vanilla, vanilla_replicate"),
-        ("--low_rank.activation=both", "got 'both', expected 'fullrank' for llama_tanh, which"),
-        ("--low_rank.lax_gate=scalar", "got 'scalar', expected 'identity' unless llama_lax"),
-        ("--low_rank.rank=129", "got 129, expected a rank from 1 to 128"),
-        ("--model.flavor=2B", "model.flavor: got '2B', expected one of debug"),
-    ],
-)
-def test_it_is_refused_in_one_line_like_the_others(argument, text):
-    with pytest.raises(ConfigError) as info:
-        config_of(argument)
-    assert text in str(info.value)
-    assert "\n" not in str(info.value)
-
-
 def test_its_checkpoints_carry_its_name_and_it_is_no_llama():
     args = tiny_toy().model_args
     assert model_fingerprint(args)["model.name"] == "llama_tanh"

@@ -68,12 +68,6 @@ def test_steps_are_torchs_own(theirs, ours, mesh):
         assert state["step"] == 3
 
 
-def test_other_optimizers_stay_as_they_are():
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    step_on_shards(optimizer)
-    assert type(optimizer) is torch.optim.SGD
-
-
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_a_rejected_step_leaves_no_bit(kind, implementation, mesh):

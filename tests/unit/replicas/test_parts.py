@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Data positions, fingerprints, sums and healing of replicas that come and go; without torchft."""
 
-import json
 import math
 from datetime import timedelta
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.config.fault_tolerance import private_folder, replica_rows
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.replicas.commits import Sums, add_commit, read_commits
 from torchtitan_lr.replicas.fingerprint import check_same, run_fingerprint
@@ -81,22 +79,6 @@ def test_positions_survive_json_and_know_their_parts():
     assert (same.taken, same.known) == ([1, 0, 1], {2: (1, {"at": 1})})
     with pytest.raises(ValueError, match="3 parts, not 2"):
         DataPositions(2).load_json(positions.as_json())
-
-
-def test_rows_and_folders_of_a_replica(tmp_path):
-    config = build_job_config([f"--job.dump_folder={tmp_path}"])
-    assert replica_rows(config, 4, 3) == (4, 3)
-    assert private_folder(config) == tmp_path
-    config = build_job_config(
-        [
-            f"--job.dump_folder={tmp_path}",
-            "--fault_tolerance.enable",
-            "--fault_tolerance.group_size=3",
-            "--fault_tolerance.replica_id=2",
-        ]
-    )
-    assert replica_rows(config, 4, 3) == (12, 11)
-    assert private_folder(config) == tmp_path / "replica_2"
 
 
 def fingerprint(*arguments):
@@ -202,22 +184,6 @@ def test_a_state_cannot_run_code(transports, capsys):
 def test_only_a_transport_of_this_package_is_asked(transports):
     with pytest.raises(OSError, match="no transport"):
         transports({}).recv_checkpoint(0, "file:///etc/passwd", 7, WAIT)
-
-
-def test_metadata_names_the_address(transports):
-    assert transports({}).metadata().startswith("http://127.0.0.1:")
-
-
-def test_positions_of_a_checkpoint_are_one_entry():
-    from torchtitan_lr.replicas.checkpoints import StoredPositions
-
-    positions = DataPositions(2)
-    positions.commit([1], {})
-    stored = StoredPositions(positions).state_dict()
-    assert json.loads(stored["replicas"])["taken"] == [0, 1]
-    fresh = DataPositions(2)
-    StoredPositions(fresh).load_state_dict(stored)
-    assert fresh.taken == [0, 1]
 
 
 def test_a_checkpoint_of_other_rows_or_of_another_kind_is_refused(tmp_path, monkeypatch):

@@ -5,12 +5,12 @@ They are UᵀGV, which projects a gradient, and UDVᵀ, which lifts a direction.
 precision. Refreshes are not concerned.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
 from torch import Tensor
-
-from torchtitan_lr.compat.products import tf32_products
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 """Values of ``tsr_product_precision``."""
@@ -38,3 +38,14 @@ def multiply(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
         return torch.mm(a, b, out_dtype=torch.float32).to(dtype)
     # Products of bf16 numbers are exact in fp32. A bf16 product here would round its sums.
     return (a.float() @ b.float()).to(dtype)
+
+
+@contextmanager
+def tf32_products() -> Iterator[None]:
+    """Let CUDA's fp32 products round their factors to TF32; other devices compute as before."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.unit.tiny import tiny_args
-from torchtitan_lr.formulas.pipeline import boundary_elements, pipeline_traffic
+from torchtitan_lr.formulas.pipeline import boundary_elements
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.pipeline.boundaries import Boundary, stage_boundary
 from torchtitan_lr.parallel.pipeline.pipeline import NormalizedLoss, stage_boundaries
@@ -52,11 +52,6 @@ def test_lanes_in_the_bottleneck_leave_the_stream_alone():
     assert stage_boundary(args, TPSettings("btp_caat"), 1, 16, latents=True).elements == 16 * 48
 
 
-def test_no_latents_where_no_block_sends_any():
-    boundary = stage_boundary(tiny_args("lax"), TPSettings("btp"), 2, 16, latents=False)
-    assert boundary == Boundary(16, 24, ())
-
-
 def test_latents_cross_between_blocks_only():
     names = [["tok_embeddings"], ["layers.0", "layers.1"], ["layers.2"], ["norm", "output"]]
     section = SimpleNamespace(tensor_parallel_degree=1, module_fqns_per_model_part=names)
@@ -68,26 +63,6 @@ def test_latents_cross_between_blocks_only():
         for before in layers_before_boundaries(config, 3)
     ]
     assert elements == [boundary.elements for boundary in boundaries]
-
-
-def test_messages_of_a_rank():
-    boundaries = [8 * 5, 8 * 6, 8 * 7]
-    rows = {
-        (row.scope, row.pass_, row.op): (row.calls, row.elements, row.mesh_dim)
-        for row in pipeline_traffic(boundaries, [1], batch=2, microbatches=3)
-    }
-    assert rows == {
-        ("boundary 0", "forward", "recv"): (3, 3 * 2 * 8 * 5, "pp"),
-        ("boundary 0", "backward", "send"): (3, 3 * 2 * 8 * 5, "pp"),
-        ("boundary 1", "forward", "send"): (3, 3 * 2 * 8 * 6, "pp"),
-        ("boundary 1", "backward", "recv"): (3, 3 * 2 * 8 * 6, "pp"),
-    }
-
-
-def test_neighbours_on_one_rank_send_nothing():
-    boundaries = [8 * 5] * 3
-    scopes = {row.scope for row in pipeline_traffic(boundaries, [1, 2], 1, 1)}
-    assert scopes == {"boundary 0", "boundary 2"}
 
 
 def test_the_loss_is_divided_before_backward():

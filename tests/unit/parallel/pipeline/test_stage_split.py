@@ -48,9 +48,3 @@ def test_stages_a_rank():
     assert stages_per_rank(job("Interleaved1F1B", per_stage=1).parallelism, 4) == 3
     assert stages_per_rank(job(per_stage=4).parallelism, 4) == 1  # 4 + 2 make two stages
     assert stages_per_rank(job("Interleaved1F1B", per_stage=2, degree=2).parallelism, 4) == 1.5
-
-
-def test_names_that_are_given_are_taken():
-    names = [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]
-    assert modules_per_stage(job(names=names), 2) == names
-    assert layers_before_boundaries(job(names=names), 2) == [1]

@@ -18,14 +18,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.oracle.activations import Split, kept_bytes
+from tests.oracle.activations import kept_bytes
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.formulas.activations import layer_recompute_flops, recompute_flops
 from torchtitan_lr.models import layers
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.recompute.low_rank_checkpoint import apply_low_rank_checkpoint
-from torchtitan_lr.parallel.tensor.plans import TPSettings
 
 BATCH, SEQ = 2, 32
 TOKENS = BATCH * SEQ
@@ -238,20 +237,6 @@ def test_published_factors() -> None:
         layer = (22 + 6 * ffn_dim / d) * n * d * r + 4 * n * n * d
         assert layer_recompute_flops(args, n) == layer
         assert kept_bytes(args, n, 16, 2) == 2 * (n * d + 7 * n * r)
-
-
-def test_kept_bytes_when_split() -> None:
-    args, t = build().model_args, 4
-    one = kept_bytes(args, TOKENS, 4, 2)
-    latents = 2 * TOKENS * (4 * 16 + 3 * 24)
-    statistic = 2 * 4 * TOKENS
-    stream = one - latents
-    btp = kept_bytes(args, TOKENS, 4, 2, split=Split(t, TPSettings("btp")))
-    assert btp == stream // t + latents + statistic
-    shards = kept_bytes(args, TOKENS, 4, 2, split=Split(t, TPSettings("btp", comm="sequence")))
-    assert shards == stream // t + latents // t + latents + statistic // t
-    vanilla = kept_bytes(args, TOKENS, 4, 2, split=Split(t, TPSettings("vanilla")))
-    assert vanilla == stream + latents // t
 
 
 @pytest.mark.parametrize(("family", "save_attention"), [("cola", True), ("lax", False)])

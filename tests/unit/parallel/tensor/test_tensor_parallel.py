@@ -10,14 +10,11 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.parallelize import FamilyParallelize
-from torchtitan_lr.parallel.tensor.plans import PLANS, build_tp_plan
+from torchtitan_lr.parallel.tensor.plans import build_tp_plan
 from torchtitan_lr.parallel.tensor.styles import EdgeParallel
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, resolve_settings
-from torchtitan_lr.training.register import PARALLELIZE, build_train_spec
 
 
 def tiny(family: str = "cola", **changes: Any) -> LlamaArgs:
@@ -41,11 +38,6 @@ def tiny(family: str = "cola", **changes: Any) -> LlamaArgs:
 def test_auto_is_the_plan_of_the_family() -> None:
     for family, plan in (("svd", "btp"), ("cola", "btp"), ("lax", "btp"), ("full", "megatron")):
         assert resolve_settings(TPSettings(), tiny(family), 4, 16).plan == plan
-
-
-def test_possible_settings_are_left_alone() -> None:
-    settings = TPSettings("btp", False, "online", "column", "sequence", "scatter", False)
-    assert resolve_settings(settings, tiny(), 4, 16) == settings
 
 
 @pytest.mark.parametrize(
@@ -183,31 +175,3 @@ def test_a_plan_places_every_parameter_of_a_stage(family: str, plan: Any) -> Non
     gates = {name for name in placed if name.endswith(".gate")}
     assert placed - gates == wanted
     assert "tok_embeddings.weight" not in placed
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_familys_function_names_the_plans_it_emits(family: str) -> None:
-    """Those that are accepted for its models, of all the registered ones."""
-    emits = PARALLELIZE[family]
-    assert isinstance(emits, FamilyParallelize)
-    for plan in PLANS:
-        assert accepted(tiny(family), plan) == (plan in emits.plans)
-    if not FAMILIES[family].lanes:
-        assert not emits.lane_plans
-        return
-    for plan in PLANS:
-        assert accepted(tiny(family, lanes=4), plan) == (plan in emits.lane_plans)
-
-
-def accepted(args: LlamaArgs, plan: str) -> bool:
-    try:
-        resolve_settings(TPSettings(plan), args, 4, 16)
-    except ConfigError as error:
-        assert error.key == "parallelism.tp_plan"
-        return False
-    return True
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_has_a_parallelize_function_of_its_name(family: str) -> None:
-    assert build_train_spec(family).parallelize_fn.__name__ == f"parallelize_llama_{family}"
