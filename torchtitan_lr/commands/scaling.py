@@ -74,7 +74,7 @@ def execute(plan: "Plan", sizes: list[str], jobs: int, lock: IO[str]) -> int:
         rates = plan.rates(losses_of(plan.work))
         points = [point for point in plan.points(rates) if point.settings["size"] in sizes]
         sweep = Sweep(plan.work, points, jobs)
-        if all(point.has_result for point in points):
+        if all(point.is_done for point in points):
             break
         sweep.check()
         if status := sweep.run(lock):
@@ -113,8 +113,8 @@ def show(plan: "Plan", fit: bool) -> int:
         print(write(plan, rates, rows, fits_of(rows)))
         return int(bool(plan.edges(rates)))
     print(text_table(*table(rows, reference), left=2))
-    flops = sum(point.settings["FLOPs"] for point in points if not point.has_result)
-    left = sum(not point.has_result for point in points)
+    flops = sum(point.settings["FLOPs"] for point in points if not point.is_done)
+    left = sum(not point.is_done for point in points)
     text = f"{len(points)} runs known, {left} to do, {flops:.3g} FLOPs"
     speeds = [
         point.row["tokens_per_s"] * point.settings["FLOPs"] / point.settings["D"]
