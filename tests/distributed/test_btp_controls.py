@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Mistakes that a bottleneck-parallel plan invites, each injected: the parity check must fail."""
 
-from dataclasses import replace
-
 import pytest
 
 from tests.distributed.tp_cases import faulty_parity
@@ -42,11 +40,4 @@ def test_fault_is_noticed(fault: str, four_ranks: RankPool) -> None:
 def test_the_twin_without_a_fault_is_exact(family: str, four_ranks: RankPool) -> None:
     """The faults of the online norm are injected into a twin of it, which itself is right."""
     results = four_ranks.run(faulty_parity, Case(family), "no_fault")
-    assert max(max(errors.values()) for errors in results) <= 1e-12
-
-
-def test_faults_leave_nothing_behind(four_ranks: RankPool) -> None:
-    case = Case("lax", replace(SYNC, head="scatter"))
-    four_ranks.run(faulty_parity, case, "partial_latents_cross")
-    results = four_ranks.run(faulty_parity, case, "nothing")
     assert max(max(errors.values()) for errors in results) <= 1e-12

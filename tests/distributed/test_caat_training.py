@@ -127,22 +127,13 @@ def check_sampling(step_dir: Path, weights: dict[str, Any]) -> None:
         assert torch.equal(model(tokens)[:, 2:-1].argmax(-1), tokens[:, 3:])
 
 
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        (["--caat.lanes=2"], "caat.lanes: got 2, expected 4"),
-        (["--caat.sync_fraction=0.25"], "caat.sync_fraction: got 0.25, expected 0.5"),
-        (["--caat.lanes=1", "--caat.sync_fraction=1.0"], "caat.lanes: got 1, expected 4"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
 @pytest.mark.parametrize("how", ["resume", "weights"])
 def test_a_checkpoint_of_other_lanes_is_refused(
-    how: str, changes: list[str], line: str, one_rank: RankPool, tmp_path_factory: Any
+    how: str, one_rank: RankPool, tmp_path_factory: Any
 ) -> None:
     base = tmp_path_factory.getbasetemp() / "lanes"
     one = [*CAAT, *LAYOUTS["dp1"][1], *SAVED, "--training.steps=1", "--lr_scheduler.warmup_steps=0"]
-    if not base.exists():  # once for all cases
+    if not base.exists():  # once for both cases
         one_rank.run(train, one, "", str(base))
     load, folder = [], str(base)
     if how == "weights":
@@ -151,5 +142,5 @@ def test_a_checkpoint_of_other_lanes_is_refused(
             f"--checkpoint.initial_load_path={base}/checkpoint/step-1",
             "--checkpoint.initial_load_model_only",
         ]
-    (error,) = one_rank.errors(train, [*one, *changes, *load], "", folder)
-    assert f"ConfigError: {line}" in error
+    (error,) = one_rank.errors(train, [*one, "--caat.lanes=2", *load], "", folder)
+    assert "ConfigError: caat.lanes: got 2, expected 4" in error

@@ -80,30 +80,3 @@ def test_forward_and_backward(name: str, four_ranks: RankPool) -> None:
 def test_a_wrong_backward_is_noticed(name: str, meant: str, four_ranks: RankPool) -> None:
     errors = four_ranks.run(derivative_error, name, meant, -1, 4, torch.float64)
     assert min(errors) > 0.5
-
-
-def traced_error() -> float:
-    """Every collective in one compiled graph against eager, on a rank."""
-    ranks = Ranks.of(tp_mesh(4))
-
-    def chain(x: Tensor) -> Tensor:
-        y = collectives.copy_to_ranks(x, ranks) * (ranks.rank + 1)
-        y = collectives.reduce_over_ranks(y, ranks)
-        y = collectives.scatter_sum(y, ranks, 1)
-        y = collectives.gather_partial(y.sin(), ranks, 1)
-        y = collectives.split_replicated(y, ranks, -1)
-        return collectives.gather_replicated(y, ranks, -1)
-
-    (x,) = draws(1, SHAPE, 0, torch.float64)
-    results = []
-    torch._dynamo.reset()
-    for function in (chain, torch.compile(chain, backend="aot_eager", fullgraph=True)):
-        leaf = x.clone().requires_grad_()
-        out = function(leaf)
-        out.square().sum().backward()
-        results.append((out.detach(), leaf.grad))
-    return max((a - b).abs().max().item() for a, b in zip(*results, strict=True))  # type: ignore
-
-
-def test_one_graph(four_ranks: RankPool) -> None:
-    assert max(four_ranks.run(traced_error)) < 1e-12

@@ -1,9 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Whole runs of the trainer with compressed gradients: parity, metrics, resuming."""
 
-import json
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.training import small_trainer, train
-from tests.integration import runs
 from tests.support.parity_runs import EXACT, largest_difference
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.compression.fsdp import compressors_of
@@ -243,17 +240,3 @@ def test_the_second_residual_is_in_the_estimate(four_ranks: RankPool) -> None:
         assert rank["residuals"] == 2 * rank["estimate"] > 0
     once = four_ranks.run(around_a_skipped_step, [*SKIPPING, *SKETCH], False)[0]
     assert once["residuals"] == once["estimate"]
-
-
-@pytest.mark.parametrize("layout", [[], HSDP], ids=["fsdp", "hsdp"])
-def test_measure_comm_knows_the_codecs(layout: list[str]) -> None:
-    """Its exit status says whether every row is what the formulas expect."""
-    command = [
-        *(sys.executable, "-m", "torchtitan_lr", "measure-comm"),
-        *("train_configs/debug_tagc.toml", "--json"),
-        *("--training.local_batch_size=1", "--training.global_batch_size=8", *layout),
-    ]
-    done = runs.run(command, NGPU="4")
-    assert done.status == 0, done.everything
-    rows = json.loads(done.out)
-    assert {"all_to_all", "all_gather"} <= {row["op"] for row in rows if row["dtype"] == "uint8"}

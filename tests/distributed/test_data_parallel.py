@@ -94,26 +94,6 @@ def test_averaged_gradients_are_noticed(four_ranks: RankPool, reference: Any) ->
     assert largest_difference(run, reference("cola")) > 1e-2
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--activation_checkpoint.mode=full"],
-        [
-            "--activation_checkpoint.mode=selective",
-            "--activation_checkpoint.selective_ac_option=op",
-        ],
-        ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"],
-        ["--compile.enable", "--compile.backend=eager"],
-    ],
-    ids=["full_ac", "op_ac", "layer_ac", "compile"],
-)
-def test_memory_and_speed_options_change_nothing(
-    options: list[str], four_ranks: RankPool, reference: Any
-) -> None:
-    run = four_ranks.run(train, [*model("lax"), *LAYOUTS["fsdp4"], *options])[0]
-    assert largest_difference(run, reference("lax")) < EXACT
-
-
 def test_mixed_precision_is_the_same_regime_in_every_layout(
     four_ranks: RankPool, one_rank: RankPool
 ) -> None:

@@ -16,10 +16,6 @@ MATRIX = [
 SEQUENCE = Case("full", TPSettings("megatron", comm="sequence"))
 
 
-def test_the_matrix_is_run_whole() -> None:
-    assert len(MATRIX) == len(set(MATRIX)) == 8
-
-
 @pytest.mark.parametrize("case", MATRIX, ids=str)
 def test_parity(case: Case, four_ranks: RankPool) -> None:
     assert worst(four_ranks.run(parity, case)) <= TOLERANCE[case.dtype]

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.reference import rms_norm
 from tests.reference.rms_norm import DIM as DIM_64
@@ -119,94 +118,6 @@ def test_every_form_equals_rms_norm(kind: str, four_ranks: RankPool) -> None:
         for form, errors in by_form.items():
             assert len(errors) == 6
             assert max(errors) < 1e-12, form
-
-
-def check_gradients(form: Any) -> bool:
-    """`gradcheck` with whole tensors on 1 and on 4 ranks, every rank perturbing alike; on a rank.
-
-    Its fast mode compares a random combination of all derivatives, the same on every rank.
-    """
-    x, gamma, weights, _ = inputs("plain", dim=8)
-    for size in (1, 4):
-        ranks = Ranks.of(tp_mesh(size))
-
-        def function(
-            x: Tensor, gamma: Tensor, *weights: Tensor, ranks: Ranks = ranks
-        ) -> tuple[Tensor, ...]:
-            if form is None:
-                return tuple(sync(x, gamma, list(weights), 1e-2, ranks))
-            return tuple(online(x, gamma, list(weights), 1e-2, ranks, form))
-
-        arguments = [t.requires_grad_() for t in (x[:1], gamma, *(w[:2] for w in weights))]
-        if not torch.autograd.gradcheck(function, arguments, fast_mode=True):
-            return False
-    return True
-
-
-@pytest.mark.parametrize("form", [(True, False, False), (False, True, True), None])
-def test_gradcheck(form: Any, four_ranks: RankPool) -> None:
-    assert all(four_ranks.run(check_gradients, form))
-
-
-class CollectiveCounter(TorchDispatchMode):
-    """Lists the collectives that start, with the elements of their input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        if "_c10d_functional" in name and "wait" not in name:
-            self.calls.append((name.split(".")[1], args[0].numel()))
-        return func(*args, **(kwargs or {}))
-
-
-def count(form: Any) -> tuple[list[tuple[str, int]], list[tuple[str, int]], list[tuple[int, ...]]]:
-    """Collectives forward, collectives backward, shapes kept in between; on a rank."""
-    ranks = Ranks.of(tp_mesh(4))
-    x, gamma, weights, eps = inputs("plain")
-    x, gamma, *weights = (
-        t.chunk(4, -1)[ranks.rank].clone().requires_grad_() for t in (x, gamma, *weights)
-    )
-    kept: list[tuple[int, ...]] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tuple(tensor.shape))
-        return tensor
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
-        CollectiveCounter() as forward,
-    ):
-        latents = online_down(x, gamma, weights, OnlineNorm(ranks, DIM, eps, *form))
-    with CollectiveCounter() as backward:
-        torch.autograd.backward(latents, [torch.ones_like(y) for y in latents])
-    return forward.calls, backward.calls, kept
-
-
-def test_what_travels_and_what_is_kept(four_ranks: RankPool) -> None:
-    tokens, latents = BATCH * SEQUENCE, sum(RANKS_OF_LATENTS)
-    shapes = [(BATCH, SEQUENCE, DIM // 4), (DIM // 4,), (BATCH, SEQUENCE)]
-    weights = [(r, DIM // 4) for r in RANKS_OF_LATENTS]
-
-    forward, backward, kept = four_ranks.run(count, (True, False, False))[0]
-    assert forward == [("all_reduce", tokens), ("all_reduce", tokens * latents)]
-    assert backward == []  # the statistic needs none
-    assert kept == [*shapes, (BATCH, SEQUENCE, latents), *weights]
-
-    forward, backward, kept = four_ranks.run(count, (False, True, False))[0]
-    # The first payload takes the column: 3 + 1, padded to a multiple of 8.
-    assert forward == [("all_reduce", tokens * 8), ("all_reduce", tokens * 5)]
-    assert backward == []
-    assert kept == [*shapes, *((BATCH, SEQUENCE, r) for r in RANKS_OF_LATENTS), *weights]
-
-    forward, backward, _ = four_ranks.run(count, (True, False, True))[0]
-    names = [("reduce_scatter_tensor", tokens), ("reduce_scatter_tensor", tokens * latents)]
-    assert forward == names
-    shard_tokens = tokens // 4
-    assert [elements for _, elements in backward] == [shard_tokens, shard_tokens * latents]
-    assert {name for name, _ in backward} == {"all_gather_into_tensor"}
 
 
 def rounding_errors(dtype: torch.dtype) -> dict[Any, float]:

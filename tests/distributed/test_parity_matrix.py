@@ -20,18 +20,14 @@ from tests.support.parity_runs import (
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.models.families.registry import FAMILIES
 
+pytestmark = pytest.mark.nightly
+
 PLANS = sorted({case.settings.plan for case in all_cases()})
 SCHEDULES = {
     f"{layout}_{name}": (LAYOUTS[layout][0], [*LAYOUTS[layout][1], *schedule(name)])
     for layout in ("fsdp2_pp2", "pp2_tp2")
     for name in ("GPipe", "Interleaved1F1B", "ZBVZeroBubble")
 }
-
-
-@pytest.fixture(autouse=True)
-def nightly(request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--full"):
-        pytest.skip("the whole matrix: run with --full")
 
 
 def worst_errors(cases: list[Case]) -> list[float]:

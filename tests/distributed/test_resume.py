@@ -130,30 +130,36 @@ def test_a_half_written_checkpoint_is_not_trusted(
     )
 
 
-def test_a_changed_global_batch_is_refused(stopped: str, two_ranks: RankPool) -> None:
-    options = [*FSDP2, "--training.global_batch_size=16"]
-    for error in two_ranks.errors(train, options, "", stopped):
-        assert "ConfigError: training.global_batch_size: got 16" in error
-
-
 def files_of(folder: str) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
 
 
 @pytest.mark.parametrize(
-    "options",
-    [["--training.global_batch_size=16", "--metrics.enable_tensorboard"], ["--low_rank.rank=16"]],
-    ids=["batch", "model"],
+    ("options", "line"),
+    [
+        (
+            ["--training.global_batch_size=16", "--metrics.enable_tensorboard"],
+            "training.global_batch_size: got 16",
+        ),
+        (["--low_rank.rank=16"], r"low_rank.rank_attention: got 16, expected 12 as .*step-3"),
+        # Every shape fits.
+        (
+            ["--model.name=llama_cola"],
+            "model.name: got 'llama_cola', expected 'llama_lax' as .*step-3",
+        ),
+    ],
+    ids=["batch", "rank", "family"],
 )
 def test_a_refused_resume_changes_no_file(
-    options: list[str], stopped: str, two_ranks: RankPool
+    options: list[str], line: str, stopped: str, two_ranks: RankPool
 ) -> None:
     torn = Path(stopped) / "checkpoint/step-4"
     torn.mkdir()
     (torn / "__0_0.distcp").write_bytes(b"torn")
     before = files_of(stopped)
     assert f"{stopped}/job_config.json" in before
-    two_ranks.errors(train, [*FSDP2, *options], "", stopped)
+    for error in two_ranks.errors(train, [*FSDP2, *options], "", stopped):
+        assert re.search(f"ConfigError: {line}", error)
     assert files_of(stopped) == before
     # The control: the run that is not refused writes its record, curve and checkpoints.
     two_ranks.run(train, [*FSDP2, "--training.gc_freq=40"], "", stopped)
@@ -192,21 +198,6 @@ def test_a_torn_first_checkpoint_does_not_hide_the_initial_one(
     run = two_ranks.run(train, options, "", str(tmp_path))[0]
     # A trained model's first loss, on the first batch: below a fresh one's.
     assert run["losses"][0] < undisturbed["losses"][0] - 0.05
-
-
-def test_another_model_is_refused_in_one_line(stopped: str, two_ranks: RankPool) -> None:
-    for error in two_ranks.errors(train, [*FSDP2, "--low_rank.rank=16"], "", stopped):
-        assert re.search(
-            r"ConfigError: low_rank.rank_attention: got 16, expected 12 as .*step-3", error
-        )
-
-
-def test_another_family_is_refused_though_every_shape_fits(
-    stopped: str, two_ranks: RankPool
-) -> None:
-    for error in two_ranks.errors(train, [*FSDP2, "--model.name=llama_cola"], "", stopped):
-        line = r"ConfigError: model.name: got 'llama_cola', expected 'llama_lax' as .*step-3"
-        assert re.search(line, error)
 
 
 def damaged(stopped: str) -> Path:

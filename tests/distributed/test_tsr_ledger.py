@@ -47,7 +47,7 @@ SETTINGS = {
 PAIRS = [("hsdp2x2", name) for name in SETTINGS]
 PAIRS += [
     (mesh, name)
-    for mesh in ("replicate4", "fsdp2xtp2", "tp2xdp2")
+    for mesh in ("fsdp2xtp2", "tp2xdp2")
     for name in ("auto", "sketch", "stagger", "one_sided")
 ]
 

@@ -6,7 +6,7 @@ import torch
 
 from tests.distributed.test_btp_parity import worst, wrapped_parity
 from tests.distributed.tp_cases import faulty_parity
-from tests.support.parity_cases import TOLERANCE, Case, all_cases, covering, pairs, parity
+from tests.support.parity_cases import TOLERANCE, Case, all_cases, covering, parity
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
 
@@ -15,12 +15,6 @@ MATRIX = [
     for case in all_cases()
     if case.settings.plan.startswith("vanilla") and case.dtype == torch.float64
 ]
-
-
-def test_the_subset_covers_every_pair_of_values() -> None:
-    subset = covering(MATRIX)
-    assert set().union(*map(pairs, subset)) == set().union(*map(pairs, MATRIX))
-    assert {case.settings.plan for case in subset} == {"vanilla", "vanilla_replicated"}
 
 
 @pytest.mark.parametrize("case", covering(MATRIX), ids=str)
@@ -34,9 +28,8 @@ def test_compiled_parity(four_ranks: RankPool) -> None:
     assert worst(errors) <= TOLERANCE[case.dtype]
 
 
-@pytest.mark.parametrize("family", ["svd", "cola", "lax"])
-def test_slicing_an_all_reduced_output_is_noticed(family: str, four_ranks: RankPool) -> None:
-    errors = four_ranks.run(faulty_parity, Case(family, TPSettings("vanilla")), "slice_the_sum")
+def test_slicing_an_all_reduced_output_is_noticed(four_ranks: RankPool) -> None:
+    errors = four_ranks.run(faulty_parity, Case("cola", TPSettings("vanilla")), "slice_the_sum")
     # Forward is the same; the heads of the other ranks send no gradient.
     assert max(error["logits"] for error in errors) <= 1e-12
     assert max(error["layers.0.attention.wq.A.weight"] for error in errors) > 0.1

@@ -123,11 +123,11 @@ def own_tokens_statistic_gradient() -> Iterator[None]:
 
 
 @contextmanager
-def reduced_in_front_of_norms(fraction: float) -> Iterator[None]:
+def reduced_in_front_of_norms() -> Iterator[None]:
     """CAAT-Net with Megatron-LM's backward: gradients are reduced before the norms' backward.
 
     Of the shared channels, by f in front of the column-parallel linears; g has no backward, and
-    neither the norms' weights nor the embedding are reduced. Right where everything is shared.
+    neither the norms' weights nor the embedding are reduced. Half of the channels are shared.
     """
     summed = caat.summed_norm
 
@@ -136,7 +136,7 @@ def reduced_in_front_of_norms(fraction: float) -> Iterator[None]:
 
     def norm(x: Tensor, norm: Any, ranks: Ranks) -> Tensor:
         out = summed(x, norm, ranks)
-        shared = int(fraction * out.shape[-1])
+        shared = out.shape[-1] // 2
         return torch.cat((copy_to_ranks(out[..., :shared], ranks), out[..., shared:]), -1)
 
     with (
@@ -169,8 +169,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "own_tokens_gate_gradient": lambda: unsummed_copy(styles),
     "own_tokens_norm_gradient": lambda: unsummed_copy(styles),
     "own_tokens_statistic_gradient": own_tokens_statistic_gradient,
-    "reduced_in_front_of_norms_half": lambda: reduced_in_front_of_norms(0.5),
-    "reduced_in_front_of_norms_whole": lambda: reduced_in_front_of_norms(1.0),
+    "reduced_in_front_of_norms": reduced_in_front_of_norms,
     "unsummed_norm_gradient": lambda: unsummed_copy(caat),
     "own_embedding_gradient": own_embedding_gradient,
     "slice_the_sum": lambda: replaced(vanilla, "scatter_sum", slice_the_sum),

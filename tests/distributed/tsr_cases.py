@@ -269,7 +269,3 @@ def parity(case: Case) -> dict[str, float]:
     }
     errors["norms"] = relative(torch.tensor(norms), torch.tensor(expected_norms))
     return errors
-
-
-def parities(cases: list[Case]) -> list[dict[str, float]]:
-    return [parity(case) for case in cases]

@@ -13,7 +13,6 @@ import tomli
 PATH = Path(__file__).resolve().parents[2] / "docs/support_matrix.toml"
 GLOBAL_BATCH = 16
 MICRO_BATCHES = 4  # of a pipeline, at most
-DRAWS_PER_COMMIT = 25
 COLUMN_AXES = ("data", "tensor", "pipeline")
 NONE = "none"
 
@@ -45,31 +44,6 @@ class SupportMatrix:
         """Draw a value for every axis, whether refused or not."""
         return {axis: source.choice(list(values)) for axis, values in self.axes.items()}
 
-    def draws(self, seed: int, number: int, ranks: int) -> list[Combination]:
-        """Draw supported combinations, each with as many new pairs of values as possible.
-
-        Args:
-            seed: The same seed draws the same combinations.
-            number: Number of combinations; fewer if all pairs are covered.
-            ranks: Maximum number of ranks of a combination.
-        """
-        source = random.Random(seed)
-        chosen: list[Combination] = []
-        values: set[Any] = set()
-        seen: set[Any] = set()
-        while len(chosen) < number:
-            candidates = [
-                c for c in (self.draw(source) for _ in range(1500)) if self._fits(c, ranks)
-            ]
-            news = [(len(c.items() - values), len(set(pairs(c)) - seen)) for c in candidates]
-            most = max(news)
-            if most == (0, 0):
-                break
-            chosen.append(candidates[news.index(most)])
-            values.update(chosen[-1].items())
-            seen.update(pairs(chosen[-1]))
-        return chosen
-
     @cached_property
     def cells(self) -> set[Any]:
         """Return the pairs of values that the table marks as supported."""
@@ -98,15 +72,15 @@ class SupportMatrix:
                     missing.difference_update(pairs(chosen[-1]))
         return chosen
 
-    def draws_of(self, commit: str) -> list[Combination]:
-        """Return the combinations of `every_draw` that a commit trains.
-
-        Args:
-            commit: Its hexadecimal name, which selects the combinations.
-        """
-        draws = self.every_draw
-        shares = -(-len(draws) // DRAWS_PER_COMMIT)
-        return draws[int(commit, 16) % shares :: shares]
+    @property
+    def usual_draws(self) -> list[Combination]:
+        """Return some of `every_draw` that have every value of every axis."""
+        chosen: list[Combination] = []
+        missing = {item for combination in self.every_draw for item in combination.items()}
+        while missing:
+            chosen.append(max(self.every_draw, key=lambda c: len(c.items() & missing)))
+            missing -= chosen[-1].items()
+        return chosen
 
     @cached_property
     def working_pairs(self) -> set[Any]:
