@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
 from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.export import CODED_TYPE, HF_CONFIG, build_coded_config
-from torchtitan_lr.hf.folder_weights import EMBEDDING, HEAD, weight_files
+from torchtitan_lr.hf.folder_weights import FolderWeights, open_folder
 from torchtitan_lr.hf.read_llama import read_llama_args
 from torchtitan_lr.models.args import ACTIVATIONS, LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
@@ -26,6 +24,28 @@ from torchtitan_lr.models.stored_args import MODEL_ARGS, read_model_args
 def is_export(folder: Path) -> bool:
     """Return whether a folder holds an export rather than a checkpoint."""
     return any((folder / name).is_file() for name in (MODEL_ARGS, HF_CONFIG))
+
+
+def open_source(folder: Path, key: str = "DIR") -> tuple[FolderWeights, bool]:
+    """Open a folder of weights.
+
+    Args:
+        folder: A Hugging Face LLaMA, or an export of either format.
+        key: The input to name in errors.
+
+    Returns:
+        The weights, and whether embedding and head are tied in the folder.
+
+    Raises:
+        ConfigError: It is none, or has what this package's models do not have.
+    """
+    if not folder.is_dir() or not is_export(folder):
+        want = f"a folder with {HF_CONFIG} (a Hugging Face LLaMA) or {MODEL_ARGS} (an export)"
+        raise ConfigError(key, str(folder), want)
+    args = read_export_args(folder)
+    llama = is_llama(folder)
+    tied = llama and read_llama_args(folder / HF_CONFIG)[1]
+    return open_folder(folder, args, llama, tied, key), tied
 
 
 def load_export(folder: Path) -> LlamaModel:
@@ -40,29 +60,18 @@ def load_export(folder: Path) -> LlamaModel:
     Raises:
         ConfigError: A file is missing or damaged, or describes another model.
     """
-    args = read_export_args(folder)
-    weights: dict[str, torch.Tensor] = {}
-    try:
-        for file in weight_files(folder, "CHECKPOINT"):
-            weights |= load_file(file)
-        if is_llama(folder):
-            if read_llama_args(folder / HF_CONFIG)[1]:
-                weights[HEAD] = weights[EMBEDDING]
-            weights = LlamaStateDictAdapter(args, None).from_hf(weights)
-        with torch.device("meta"):
-            model = LlamaModel(args)
-        model.to(weights["tok_embeddings.weight"].dtype).to_empty(device="cpu")
-        model.load_state_dict(weights)
-    except ConfigError:
-        raise
-    # safetensors has an exception of its own, which is no OSError or ValueError.
-    except Exception as error:
-        raise _damaged(folder, error) from error
+    source = open_source(folder, "CHECKPOINT")[0]
+    dtype = source.places["tok_embeddings.weight"].dtype
+    with torch.device("meta"):
+        model = LlamaModel(source.args)
+    model.to(dtype).to_empty(device="cpu")
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(source.with_dtype(dtype).read([name])[name])
     return model.eval()
 
 
 def export_dtype(folder: Path) -> torch.dtype:
-    """Return the precision of an export's weights, which is that of its final norm.
+    """Return the precision of an export's weights.
 
     Args:
         folder: The export.
@@ -70,18 +79,7 @@ def export_dtype(folder: Path) -> torch.dtype:
     Raises:
         ConfigError: A file is missing or damaged.
     """
-    name = "model.norm.weight" if is_llama(folder) else "norm.weight"
-    try:
-        for file in weight_files(folder, "CHECKPOINT"):
-            with safe_open(file, framework="pt") as weights:
-                if name in weights.keys():  # noqa: SIM118  (the file is no mapping)
-                    found: torch.dtype = weights.get_tensor(name).dtype
-                    return found
-        raise KeyError(name)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise _damaged(folder, error) from error
+    return open_source(folder, "CHECKPOINT")[0].places["norm.weight"].dtype
 
 
 def fill_from_export(folder: Path, model: ModelWrapper) -> None:

@@ -103,7 +103,9 @@ class FolderWeights:
         return tensor.contiguous()
 
 
-def open_folder(folder: Path, args: LlamaArgs, llama: bool, tied: bool = False) -> FolderWeights:
+def open_folder(
+    folder: Path, args: LlamaArgs, llama: bool, tied: bool = False, key: str = "DIR"
+) -> FolderWeights:
     """Find every weight of a model in a folder, without reading it.
 
     Args:
@@ -111,6 +113,7 @@ def open_folder(folder: Path, args: LlamaArgs, llama: bool, tied: bool = False) 
         args: The model's arguments.
         llama: Whether the names are Hugging Face's.
         tied: Whether the head is the embedding; both get a copy then.
+        key: The input to name in errors.
 
     Returns:
         The weights; their precision is that of the files, at least fp32.
@@ -119,7 +122,7 @@ def open_folder(folder: Path, args: LlamaArgs, llama: bool, tied: bool = False) 
         ConfigError: A file is missing or damaged, or a tensor is missing, of another shape,
             quantized, or not of this model.
     """
-    stored = _stored(folder)
+    stored = _stored(folder, key)
     with torch.device("meta"):
         model = LlamaModel(args)
     places: dict[str, Place] = {}
@@ -137,12 +140,12 @@ def open_folder(folder: Path, args: LlamaArgs, llama: bool, tied: bool = False) 
         if place is None or place.shape != shape:
             found = None if place is None else list(place.shape)
             want = f"a tensor {theirs} of shape {list(shape)} (found: {found})"
-            raise ConfigError("DIR", str(folder), want)
+            raise ConfigError(key, str(folder), want)
         places[name] = place
     left = [name for name in stored if not _IGNORED.fullmatch(name)]
     if left:
         want = f"the weights of a {args.model_family.model_name}, without {left[0]}"
-        raise ConfigError("DIR", str(folder), want)
+        raise ConfigError(key, str(folder), want)
     dtype = torch.float32
     for place in places.values():
         dtype = torch.promote_types(dtype, place.dtype)
@@ -181,10 +184,10 @@ def weight_files(folder: Path, key: str = "DIR") -> list[Path]:
     return files
 
 
-def _stored(folder: Path) -> dict[str, Place]:
+def _stored(folder: Path, key: str) -> dict[str, Place]:
     """Read the headers of the files."""
     places: dict[str, Place] = {}
-    for path in weight_files(folder):
+    for path in weight_files(folder, key):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (it is no dictionary)
@@ -192,11 +195,11 @@ def _stored(folder: Path) -> dict[str, Place]:
                     dtype = _DTYPES.get(piece.get_dtype())
                     if dtype is None:
                         want = f"floating-point weights in {path.name}; {name} is something else"
-                        raise ConfigError("DIR", piece.get_dtype(), want)
+                        raise ConfigError(key, piece.get_dtype(), want)
                     places[name] = Place(path, name, tuple(piece.get_shape()), dtype)
         except (SafetensorError, OSError) as error:
             want = f"a whole file of safetensors ({str(error).splitlines()[0]})"
-            raise ConfigError("DIR", str(path), want) from error
+            raise ConfigError(key, str(path), want) from error
     return places
 
 

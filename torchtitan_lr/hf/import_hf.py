@@ -15,10 +15,7 @@ from torchtitan_lr.data.corpora import Source
 from torchtitan_lr.data.evaluation import EvaluationSet
 from torchtitan_lr.data.tokenizer import build_tokenizer, check_tokenizer, resolve_assets_path
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.hf.export import HF_CONFIG
-from torchtitan_lr.hf.exported import is_export, is_llama, read_export_args
-from torchtitan_lr.hf.folder_weights import FolderWeights, open_folder
-from torchtitan_lr.hf.read_llama import read_llama_args
+from torchtitan_lr.hf.exported import open_source
 from torchtitan_lr.hf.shards import WeightSource
 from torchtitan_lr.hf.step_zero import (
     LONGEST_TRAINED,
@@ -38,7 +35,6 @@ from torchtitan_lr.hf.svd_import import (
 )
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families.registry import FAMILIES
-from torchtitan_lr.models.stored_args import MODEL_ARGS
 
 STDLIB = "python_stdlib"
 """A value of ``--calibration`` that is no path: the corpus's training part."""
@@ -102,27 +98,6 @@ def import_folder(
         "tokenizer": "" if tokenizer is None else str(out / TOKENIZER_FOLDER),
         "matrices": weights.as_rows() if isinstance(weights, TruncatedWeights) else [],
     }
-
-
-def open_source(folder: Path) -> tuple[FolderWeights, bool]:
-    """Open a folder of weights.
-
-    Args:
-        folder: A Hugging Face LLaMA, or an export of either format.
-
-    Returns:
-        The weights, and whether embedding and head are tied in the folder.
-
-    Raises:
-        ConfigError: It is none, or has what this package's models do not have.
-    """
-    if not folder.is_dir() or not is_export(folder):
-        want = f"a folder with {HF_CONFIG} (a Hugging Face LLaMA) or {MODEL_ARGS} (an export)"
-        raise ConfigError("DIR", str(folder), want)
-    args = read_export_args(folder)
-    llama = is_llama(folder)
-    tied = llama and read_llama_args(folder / HF_CONFIG)[1]
-    return open_folder(folder, args, llama, tied), tied
 
 
 def _wanted_family(options: argparse.Namespace, args: LlamaArgs) -> Any:
