@@ -89,12 +89,6 @@ def test_each_group_has_its_own_calls(four_ranks: RankPool) -> None:
     assert counts == dict.fromkeys(("all_to_all", "reduce_scatter", "all_gather"), UNITS)
 
 
-def test_replicas_too(four_ranks: RankPool) -> None:
-    calls = four_ranks.run(order_of_a_step, True, False)[0]["calls"]
-    start, decode = places(calls, ("all_to_all", "exchange"))[0], places(calls, ("decode", ""))[0]
-    assert any(start < gather < decode for gather in places(calls, ("all_gather", "weights")))
-
-
 def test_an_exchange_that_ends_at_once_is_noticed(four_ranks: RankPool) -> None:
     """The control: same gradients, but the weights wait for the decode."""
     results = four_ranks.run(order_of_a_step, False, True)

@@ -76,12 +76,6 @@ def follows(case: Case) -> list[bool]:
     ]
 
 
-def test_only_passes_without_repeated_collectives_follow(two_ranks: RankPool) -> None:
-    for case, expected in ((BTP_CASES[0], True), (VANILLA[0], False)):
-        for found in two_ranks.run(follows, case):
-            assert found and set(found) == {expected}
-
-
 @pytest.mark.parametrize(
     ("forms", "options"),
     [(FORMS, ["fsdp"]), (["low_rank_attention"], ["compile_last", "fsdp"])],
