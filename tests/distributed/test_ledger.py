@@ -210,8 +210,7 @@ def test_fsdp_belongs_to_its_parameters(plan: str, compiled: bool, four_ranks: R
 
 def test_script() -> None:
     """On a real step of the trainer: every row agrees, and has the promised keys."""
-    command = [sys.executable, "-m", "torchtitan_lr", "measure-comm"]
-    command += ["train_configs/debug_lax.toml", "--json"]
+    command = [sys.executable, "-m", "torchtitan_lr", "measure-comm", "debug_lax", "--json"]
     # Checkpointing that repeats collectives.
     options = ["--parallelism.tensor_parallel_degree=2", "--activation_checkpoint.mode=full"]
     # It runs backward before it starts the ranks, and torch may refuse backward in forks of such a

@@ -66,16 +66,6 @@ def test_gradients_are_the_same(two_ranks: RankPool) -> None:
         assert rank == [0.0] * (2 * len(cases))
 
 
-def follows(case: Case) -> list[bool]:
-    """Whether later passes of each block follow the recorded one."""
-    model = build(case, "low_rank")
-    run(model)
-    blocks = [m for m in model.modules() if hasattr(m, "checkpoint_fn")]
-    return [
-        p is not None for m in blocks for p in m.checkpoint_fn.keywords["programs"].found.values()
-    ]
-
-
 @pytest.mark.parametrize(
     ("forms", "options"),
     [(FORMS, ["fsdp"]), (["low_rank_attention"], ["compile_last", "fsdp"])],

@@ -10,7 +10,6 @@ Two network namespaces are the machines, a veth pair is their link. Each has a l
     slow     the link is limited to --mbit
     join     the second machine starts only now
     store    everything on the first machine is killed
-    first    the same, with RDZV_ENDPOINT naming both machines; later the first one is started again
 
 "lost" are the steps that are computed again, "ranks" and "step" are seconds from the fault to the
 new start of the ranks and to the first step after it. The steps that are computed again must have
@@ -40,7 +39,7 @@ from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
 ROOT = Path(__file__).resolve().parents[2]
 
-FAULTS = ("rank", "machine", "cut", "slow", "join", "store", "first")
+FAULTS = ("rank", "machine", "cut", "slow", "join", "store")
 
 LOSS = "loss_metrics/global_avg_loss"
 
@@ -118,7 +117,6 @@ class Trial:
         folder: An empty folder.
         arguments: Arguments of both launchers.
         settings: ``RDZV_CONF``.
-        meet: How many of the machines RDZV_ENDPOINT names.
     """
 
     def __init__(
@@ -127,10 +125,9 @@ class Trial:
         folder: Path,
         arguments: Sequence[str],
         settings: str,
-        meet: int = 1,
     ) -> None:
         self.names, self.dump = names, folder / "dump"
-        self._endpoints = ",".join(f"{address}:29533" for address in ADDRESSES[:meet])
+        self._endpoint = f"{ADDRESSES[0]}:29533"
         self._folder, self._arguments, self._settings = folder, arguments, settings
         self.machines: list[Machine] = []
 
@@ -145,7 +142,7 @@ class Trial:
             "NGPU": "1",
             "NNODES": "1:2",
             "MAX_RESTARTS": "3",
-            "RDZV_ENDPOINT": self._endpoints,
+            "RDZV_ENDPOINT": self._endpoint,
             "RDZV_CONF": settings,
             "GLOO_SOCKET_IFNAME": DEVICE,
             "CUDA_VISIBLE_DEVICES": "",
@@ -199,20 +196,13 @@ class Trial:
             ended = self.wait_until(lambda: second.process.poll() is not None, "end") - begin
             then = f"the other ends with status {second.process.returncode} after {ended:.0f} s"
             return Outcome(fault, max(before) - saved, None, None, then)
-        old_ranks = {*second.ranks()}
         if fault == "rank":
             os.kill(second.ranks()[0], signal.SIGKILL)
         elif fault == "machine":
             second.kill()
-        elif fault == "first":
-            first.kill()
         elif fault == "cut":
             cut(self.names)
-        if fault == "first":  # its torchrun is a new one, which has restarted nothing
-            started = self.wait_until(lambda: bool({*second.ranks()} - old_ranks), "start")
-        else:
-            started = self.wait_until(lambda: first.restarts() > 0, "restart")
-        started -= begin
+        started = self.wait_until(lambda: first.restarts() > 0, "restart") - begin
         if fault == "join":  # the ranks have gone on, and saved before they ended
             before, saved = self.losses(), max(complete_steps(self.dump / "checkpoint"))
         # The resumed run drops the records after its checkpoint, and writes them again.
@@ -221,23 +211,7 @@ class Trial:
         self.wait_until(lambda: max(self.losses(), default=0) > max(before), "later step")
         self._compare(before)
         then = "both go on" if fault in ("rank", "join") else "the first goes on alone"
-        if fault == "first":
-            then = self._first_comes_back()
         return Outcome(fault, max(before) - saved, started, stepped, then)
-
-    def _first_comes_back(self) -> str:
-        """Start the first machine again; return what happens."""
-        second = self.machines[1]
-        before, step = second.restarts(), max(self.losses())
-        name = self.names[0]
-        console = self._folder / f"{name}-again.txt"
-        self.machines[0] = self._launch(name, console, self._arguments, self._settings)
-        self.wait_until(lambda: second.restarts() > before, "restart with the first")
-        self.wait_until(lambda: max(self.losses()) > step + 1, "step with the first")
-        last = [x for x in second.console.read_text().splitlines() if x.startswith("restart")][-1]
-        if not last.endswith("2 machines, 2 ranks"):
-            raise BrokenError(f"the first did not join: {last}")
-        return "the second goes on alone; the first, started again, joins it"
 
     def _slowed(self, mbit: float) -> Outcome:
         """Limit the link, and compare the steps' times."""
@@ -284,7 +258,7 @@ def disturb(fault: str, folder: Path, names: Sequence[str], mbit: float = 20) ->
     """
     arguments = [f"--job.config_file={ROOT}/train_configs/debug_cola.toml", *SMALL]
     arguments += ["--checkpoint.interval=10", "--comm.train_timeout_seconds=30"]
-    trial = Trial(names, folder, arguments, "last_call_timeout=10", 1 + (fault == "first"))
+    trial = Trial(names, folder, arguments, "last_call_timeout=10")
     try:
         return trial.disturb(fault, 13, mbit)
     finally:

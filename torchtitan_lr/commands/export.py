@@ -85,11 +85,11 @@ def export(args: argparse.Namespace) -> None:
     from torchtitan_lr.hf.export import check_hf_exportable, export_factored
     from torchtitan_lr.hf.folder import add_tokenizer, export_folder, find_tokenizer
     from torchtitan_lr.hf.loading import build_model_args, open_weights, read_run_config
-    from torchtitan_lr.hf.shards import read_size
+    from torchtitan_lr.hf.shards import plan_shards
 
-    max_bytes = read_size(args.max_shard_size)
+    plan_shards({}, args.max_shard_size)  # refuse a wrong size before anything is written
     config = read_run_config(args.checkpoint, args.config)
-    model_args = build_model_args(config)
+    model_args, size = build_model_args(config), args.max_shard_size
     hf = args.format == "hf"
     if args.keep_factors and not hf:
         raise ConfigError(
@@ -103,9 +103,9 @@ def export(args: argparse.Namespace) -> None:
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         if hf:
-            export_folder(source, config, args.out, dtype, max_bytes, args.keep_factors, assets)
+            export_folder(source, config, args.out, dtype, size, args.keep_factors, assets)
         else:
-            export_factored(source, args.out, dtype, max_bytes)
+            export_factored(source, args.out, dtype, size)
             if assets:
                 add_tokenizer(config, args.out, model_args.max_seq_len)
     except OSError as error:

@@ -26,7 +26,7 @@ import math
 import sys
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least
 from torchtitan_lr.errors import ConfigError
@@ -58,26 +58,30 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("--sizes", size, f"some of {', '.join(experiment.sizes)}")
     # Late: a wrong experiment is reported without torch.
     from torchtitan_lr.scaling.plan import Plan
-    from torchtitan_lr.scaling.sweep import Sweep, locked_folder
+    from torchtitan_lr.scaling.sweep import locked_folder
 
     if args.command != "run":
-        plan = Plan(experiment, work)
-        return show(plan) if args.command == "plan" else fit(plan)
+        return show(Plan(experiment, work), args.command == "fit")
     with locked_folder(work) as lock:
-        plan = Plan(experiment, work)
-        while True:  # a finished search determines further runs
-            points = [plan.point(run) for run in plan.runs(plan.rates(losses_of(work)))]
-            points = [point for point in points if point.settings["size"] in sizes]
-            sweep = Sweep(work, points, args.jobs)
-            if all(point.has_result for point in points):
-                break
-            sweep.check()
-            if status := sweep.run(lock):
-                return status
-    edges = plan.edges(plan.rates(losses_of(work)))
-    for line in edges:
+        return execute(Plan(experiment, work), sizes, args.jobs, lock)
+
+
+def execute(plan: "Plan", sizes: list[str], jobs: int, lock: IO[str]) -> int:
+    """Run what is missing of some sizes, several runs at once; return the exit status."""
+    from torchtitan_lr.scaling.sweep import Sweep
+
+    while True:  # a finished search determines further runs
+        rates = plan.rates(losses_of(plan.work))
+        points = [point for point in plan.points(rates) if point.settings["size"] in sizes]
+        sweep = Sweep(plan.work, points, jobs)
+        if all(point.is_done for point in points):
+            break
+        sweep.check()
+        if status := sweep.run(lock):
+            return status
+    for line in plan.edges(rates):
         print(line, file=sys.stderr)
-    return int(bool(edges))
+    return int(bool(plan.edges(rates)))
 
 
 def losses_of(work: Path) -> dict[str, float]:
@@ -92,25 +96,30 @@ def losses_of(work: Path) -> dict[str, float]:
     return losses
 
 
-def show(plan: "Plan") -> int:
-    """Print the points and what is left to do; return the exit status."""
+def show(plan: "Plan", fit: bool) -> int:
+    """Print the table, with the fitted laws or with what is left to do; return the exit status."""
     from torchtitan_lr.console.tables import text_table
-    from torchtitan_lr.scaling.report import rows_of, table
-    from torchtitan_lr.scaling.sweep import Sweep, recorded
+    from torchtitan_lr.scaling.report import fits_of, rows_of, table, write
+    from torchtitan_lr.scaling.sweep import Sweep
 
-    losses, known = losses_of(plan.work), recorded(plan.work)
-    rates = plan.rates(losses)
-    runs = plan.runs(rates)
-    Sweep(plan.work, [plan.point(run) for run in runs])  # refuses other settings
-    rows = rows_of(plan, rates, losses)
-    print(text_table(*table(rows, plan.experiment.reference), left=2))
-    left = [run for run in runs if run.name not in losses]
-    flops = sum(plan.tokens_and_flops(run)[1] for run in left)
-    text = f"{len(runs)} runs known, {len(left)} to do, {flops:.3g} FLOPs"
+    rates, reference = plan.rates(losses_of(plan.work)), plan.experiment.reference
+    points, main = plan.points(rates), plan.main_points(rates)
+    Sweep(plan.work, [*points, *main])  # reads results, and refuses those of other settings
+    rows = rows_of(main, reference)
+    if fit:
+        if not any(row["losses"] for row in rows):
+            want = "a folder with finished runs of the experiment"
+            raise ConfigError("--out", str(plan.work), want)
+        print(write(plan, rates, rows, fits_of(rows)))
+        return int(bool(plan.edges(rates)))
+    print(text_table(*table(rows, reference), left=2))
+    flops = sum(point.settings["FLOPs"] for point in points if not point.is_done)
+    left = sum(not point.is_done for point in points)
+    text = f"{len(points)} runs known, {left} to do, {flops:.3g} FLOPs"
     speeds = [
-        known[run.name]["tokens_per_s"] * plan.costs[run.family, run.size].flops_per_token
-        for run in runs
-        if known.get(run.name, {}).get("tokens_per_s")
+        point.row["tokens_per_s"] * point.settings["FLOPs"] / point.settings["D"]
+        for point in points
+        if point.row.get("tokens_per_s")
     ]
     if speeds:
         text += f", {flops / median(speeds) / 3600:.2f} h one after another, at the rate so far"
@@ -119,18 +128,3 @@ def show(plan: "Plan") -> int:
     if unknown:
         print(f"learning rates still to search: {', '.join(unknown)}")
     return 0
-
-
-def fit(plan: "Plan") -> int:
-    """Fit the laws, print and write the table; return the exit status."""
-    from torchtitan_lr.scaling.report import fits_of, rows_of, write
-    from torchtitan_lr.scaling.sweep import Sweep
-
-    losses = losses_of(plan.work)
-    rates = plan.rates(losses)
-    Sweep(plan.work, [plan.point(run) for run in plan.runs(rates)])  # refuses other settings
-    rows = rows_of(plan, rates, losses)
-    if not any(row["losses"] for row in rows):
-        raise ConfigError("--out", str(plan.work), "a folder with finished runs of the experiment")
-    print(write(plan, rates, rows, fits_of(rows)))
-    return int(bool(plan.edges(rates)))

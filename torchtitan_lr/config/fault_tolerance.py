@@ -23,7 +23,7 @@ class FaultTolerance:
     """
 
     lighthouse: str = "127.0.0.1:29510"
-    """host:port of the quorum server, which ``torchtitan-lr lighthouse`` starts."""
+    """host:port of the quorum server, torchft's ``torchft_lighthouse``."""
 
     address: str = "127.0.0.1"
     """Address of this machine under which the other replicas reach it: loopback or private."""

@@ -46,7 +46,7 @@ class Model:
     flavor: str = "debug"
     """
     Size: debug, tiny, 60M, 130M, 350M, 1B, 1B_boost, 3B, 7B, 8B, 13B or 30B; or the path of a
-    model_args.json, which scripts/import_hf.py and scripts/export.py write.
+    model_args.json, which torchtitan-lr import and torchtitan-lr export write.
     """
 
     vocab_size: int = 0

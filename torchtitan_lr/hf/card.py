@@ -6,6 +6,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCard, ModelCardData
+
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.training import history
 from torchtitan_lr.training.summary import TRAIN_LOSS, VALIDATION_LOSS
@@ -18,6 +20,25 @@ _KINDS = {
     "cola": "LLaMA with a nonlinearity in every bottleneck (CoLA), y = B σ(A x)",
     "lax": "CoLA whose latents cross from block to block (LaX)",
 }
+
+
+_TEXT = """# {name}, step {step}
+
+A {kind}, pre-trained with torchtitan_lr.
+
+| | |
+| --- | --- |
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("."{more})
+tokenizer = AutoTokenizer.from_pretrained("."{more})
+```
+
+A base model: it continues text.
+"""
 
 
 def write_card(
@@ -37,30 +58,14 @@ def write_card(
     name = f"{args.model_family.model_name} {config.model.flavor}"
     loading = ", trust_remote_code=True" if coded else ""
     rows = _model_rows(args, written) + _run_rows(config, step_dir.resolve(), step)
-    lines = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        f"tags: [torchtitan_lr, {args.model_family.model_name}]",
-        "---",
-        f"# {name}, step {step}",
-        "",
-        f"A {_KINDS[args.family]}, pre-trained with torchtitan_lr.",
-        "",
-        "| | |",
-        "| --- | --- |",
-        *(f"| {key} | {value} |" for key, value in rows),
-        "",
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        f'model = AutoModelForCausalLM.from_pretrained("."{loading})',
-        f'tokenizer = AutoTokenizer.from_pretrained("."{loading})',
-        "```",
-        "",
-        "A base model: it continues text.",
-    ]
-    (out_dir / CARD).write_text("\n".join(lines) + "\n")
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["torchtitan_lr", args.model_family.model_name],
+    )
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows)
+    text = _TEXT.format(name=name, step=step, kind=_KINDS[args.family], table=table, more=loading)
+    ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(out_dir / CARD)
 
 
 def _model_rows(args: LlamaArgs, written: int) -> list[tuple[str, Any]]:
@@ -108,7 +113,7 @@ def _run_rows(config: Any, step_dir: Path, step: str) -> list[tuple[str, Any]]:
             rows.append((f"{what} loss at step {at}", text))
     file = getattr(job, "config_file", None)
     if file:
-        rows.append(("command", f"`CONFIG_FILE={shlex.quote(file)} ./run_llama_train.sh`"))
+        rows.append(("command", f"`torchtitan-lr train {shlex.quote(file)}`"))
     return rows
 
 

@@ -44,7 +44,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     """Load a model and evaluate it; on the ranks of torchrun every rank calls this.
 
     Args:
-        options: Result of ``parse_args`` of ``scripts/evaluate.py``.
+        options: Arguments of ``evaluate``.
 
     Returns:
         The results by name: ``loss`` in nats per token, ``perplexity``, ``bits_per_byte`` (None

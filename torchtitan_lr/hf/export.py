@@ -15,7 +15,6 @@ from torchtitan_lr.hf.shards import (
     Piece,
     Tensors,
     WeightSource,
-    read_size,
     write_json,
     write_shards,
 )
@@ -38,7 +37,7 @@ def export_factored(
     source: WeightSource,
     out_dir: Path,
     dtype: torch.dtype | None = None,
-    max_bytes: int = read_size(DEFAULT_SHARD),
+    max_size: str = DEFAULT_SHARD,
 ) -> None:
     """Write the weights with our names, and ``model_args.json``.
 
@@ -46,9 +45,9 @@ def export_factored(
         source: The weights.
         out_dir: An existing folder.
         dtype: Precision of the files; the model's own by default.
-        max_bytes: Largest size of a file.
+        max_size: Largest size of a file, such as ``5GB``.
     """
-    write_shards(source, _as_they_are(source), out_dir, dtype, max_bytes)
+    write_shards(source, _as_they_are(source), out_dir, dtype, max_size)
     write_model_args(source.args, out_dir / MODEL_ARGS)
 
 
@@ -56,7 +55,7 @@ def export_hf(
     source: WeightSource,
     out_dir: Path,
     dtype: torch.dtype | None = None,
-    max_bytes: int = read_size(DEFAULT_SHARD),
+    max_size: str = DEFAULT_SHARD,
     keep_factors: bool = False,
 ) -> int:
     """Write weights, ``config.json`` and, for what is no LLaMA, the code of the model.
@@ -68,7 +67,7 @@ def export_hf(
         source: The weights.
         out_dir: An existing folder.
         dtype: Precision of the files; the model's own by default.
-        max_bytes: Largest size of a file.
+        max_size: Largest size of a file, such as ``5GB``.
         keep_factors: Whether llama_svd keeps its factors too.
 
     Returns:
@@ -81,10 +80,10 @@ def export_hf(
     check_hf_exportable(args, keep_factors)
     dtype = dtype or source.dtype
     if is_hf_llama(args, keep_factors):
-        written = write_shards(source, _as_llama(source), out_dir, dtype, max_bytes)
+        written = write_shards(source, _as_llama(source), out_dir, dtype, max_size)
         write_json(out_dir / HF_CONFIG, build_hf_config(args, dtype))
         return written
-    written = write_shards(source, _as_they_are(source), out_dir, dtype, max_bytes)
+    written = write_shards(source, _as_they_are(source), out_dir, dtype, max_size)
     write_json(out_dir / HF_CONFIG, build_coded_config(args, dtype))
     for name in HF_CODE:
         shutil.copyfile(Path(hf.__path__[0]) / f"{name}.py", out_dir / f"{name}.py")

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Read back what ``scripts/export.py`` wrote, in both formats, or another LLaMA of theirs."""
+"""Read back what ``export`` wrote, in both formats, or another LLaMA of theirs."""
 
 import json
 from pathlib import Path
@@ -13,12 +13,10 @@ from torch.distributed.checkpoint import CheckpointException
 from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
-from torchtitan_lr.checkpoints.layout import HF_INDEX
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.export import CODED_TYPE, HF_CONFIG, build_coded_config
-from torchtitan_lr.hf.folder_weights import EMBEDDING, HEAD
+from torchtitan_lr.hf.folder_weights import EMBEDDING, HEAD, weight_files
 from torchtitan_lr.hf.read_llama import read_llama_args
-from torchtitan_lr.hf.shards import WEIGHTS
 from torchtitan_lr.models.args import ACTIVATIONS, LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
@@ -34,7 +32,7 @@ def load_export(folder: Path) -> LlamaModel:
     """Load an export onto the CPU.
 
     Args:
-        folder: What ``scripts/export.py`` wrote; a merged llama_svd is a llama_full here.
+        folder: What ``export`` wrote; a merged llama_svd is a llama_full here.
 
     Returns:
         The model in the export's dtype, in evaluation mode.
@@ -45,7 +43,7 @@ def load_export(folder: Path) -> LlamaModel:
     args = read_export_args(folder)
     weights: dict[str, torch.Tensor] = {}
     try:
-        for file in _files(folder):
+        for file in weight_files(folder, "CHECKPOINT"):
             weights |= load_file(file)
         if is_llama(folder):
             if read_llama_args(folder / HF_CONFIG)[1]:
@@ -55,6 +53,8 @@ def load_export(folder: Path) -> LlamaModel:
             model = LlamaModel(args)
         model.to(weights["tok_embeddings.weight"].dtype).to_empty(device="cpu")
         model.load_state_dict(weights)
+    except ConfigError:
+        raise
     # safetensors has an exception of its own, which is no OSError or ValueError.
     except Exception as error:
         raise _damaged(folder, error) from error
@@ -72,12 +72,14 @@ def export_dtype(folder: Path) -> torch.dtype:
     """
     name = "model.norm.weight" if is_llama(folder) else "norm.weight"
     try:
-        for file in _files(folder):
+        for file in weight_files(folder, "CHECKPOINT"):
             with safe_open(file, framework="pt") as weights:
                 if name in weights.keys():  # noqa: SIM118  (the file is no mapping)
                     found: torch.dtype = weights.get_tensor(name).dtype
                     return found
         raise KeyError(name)
+    except ConfigError:
+        raise
     except Exception as error:
         raise _damaged(folder, error) from error
 
@@ -95,7 +97,7 @@ def fill_from_export(folder: Path, model: ModelWrapper) -> None:
     adapter = LlamaStateDictAdapter(read_export_args(folder), None)
     renamed = is_llama(folder)
     if renamed and read_llama_args(folder / HF_CONFIG)[1]:
-        want = "a model with a head of its own under torchrun; scripts/import_hf.py makes it one"
+        want = "a model with a head of its own under torchrun; `torchtitan-lr import` makes it one"
         raise ConfigError("CHECKPOINT", str(folder), want)
     state = model.state_dict()
     stored = adapter.to_hf(state) if renamed else dict(state)
@@ -105,13 +107,6 @@ def fill_from_export(folder: Path, model: ModelWrapper) -> None:
     except (Exception, CheckpointException) as error:
         raise _damaged(folder, error) from error
     model.load_state_dict(adapter.from_hf(stored) if renamed else stored)
-
-
-def _files(folder: Path) -> list[Path]:
-    """Return the files of the weights, in order."""
-    index = folder / HF_INDEX
-    places = json.loads(index.read_text())["weight_map"] if index.is_file() else {"": WEIGHTS}
-    return [folder / Path(name).name for name in sorted(set(places.values()))]
 
 
 def _damaged(folder: Path, error: BaseException) -> ConfigError:
@@ -155,7 +150,7 @@ def read_export_args(folder: Path) -> LlamaArgs:
         raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
-        raise ConfigError(str(path), why, "what scripts/export.py wrote") from error
+        raise ConfigError(str(path), why, "what `export` wrote") from error
 
 
 def is_llama(folder: Path) -> bool:

@@ -64,7 +64,7 @@ def export_folder(
     config: Any,
     out_dir: Path,
     dtype: torch.dtype | None,
-    max_bytes: int,
+    max_size: str,
     keep_factors: bool = False,
     assets: str = "",
 ) -> None:
@@ -75,7 +75,7 @@ def export_folder(
         config: The run's record, sections as attributes.
         out_dir: An existing folder.
         dtype: Precision of the files; the checkpoint's by default.
-        max_bytes: Largest size of a file of weights.
+        max_size: Largest size of a file of weights, such as ``5GB``.
         keep_factors: Whether llama_svd keeps its factors.
         assets: What `find_tokenizer` found.
 
@@ -83,7 +83,7 @@ def export_folder(
         ConfigError: As for `export_hf`, or a file of the checkpoint is damaged.
     """
     args = source.args
-    written = export_hf(source, out_dir, dtype, max_bytes, keep_factors)
+    written = export_hf(source, out_dir, dtype, max_size, keep_factors)
     if assets:
         add_tokenizer(config, out_dir, args.max_seq_len)
         ids = json.loads((out_dir / GENERATION_CONFIG).read_text())

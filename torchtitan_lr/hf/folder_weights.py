@@ -149,8 +149,19 @@ def open_folder(folder: Path, args: LlamaArgs, llama: bool, tied: bool = False) 
     return FolderWeights(args, places, dtype, llama)
 
 
-def _files(folder: Path) -> list[Path]:
-    """Return the files of weights; as transformers does, a single file before an index."""
+def weight_files(folder: Path, key: str = "DIR") -> list[Path]:
+    """List the files of a folder's weights, for every command that reads them.
+
+    Args:
+        folder: An export, or a Hugging Face LLaMA.
+        key: The input to name in errors.
+
+    Returns:
+        ``model.safetensors`` if it is there, as transformers prefers it, else those of the index.
+
+    Raises:
+        ConfigError: There are none, the index is damaged, or a file of it is missing.
+    """
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     index = folder / HF_INDEX
@@ -158,18 +169,22 @@ def _files(folder: Path) -> list[Path]:
         want = f"a folder with {WEIGHTS} or {HF_INDEX}"
         if any(folder.glob("*.bin")):
             want += "; transformers' save_pretrained writes it for a model of .bin files"
-        raise ConfigError("DIR", str(folder), want)
+        raise ConfigError(key, str(folder), want)
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
-        return [folder / Path(name).name for name in sorted(names)]
+        files = [folder / Path(name).name for name in sorted(names)]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError("DIR", str(index), f"an undamaged index ({error})") from error
+        raise ConfigError(key, str(index), f"an undamaged index ({error})") from error
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(key, str(folder), f"all files of {HF_INDEX}: {file.name} is missing")
+    return files
 
 
 def _stored(folder: Path) -> dict[str, Place]:
     """Read the headers of the files."""
     places: dict[str, Place] = {}
-    for path in _files(folder):
+    for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (it is no dictionary)

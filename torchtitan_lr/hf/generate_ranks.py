@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan_lr.config.build import config_class
 from torchtitan_lr.config.parse import apply_overrides, split_arguments
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.hf.exported import is_export, load_export
-from torchtitan_lr.hf.loading import load_for_inference, open_weights, read_for_inference
+from torchtitan_lr.hf.loading import load_for_inference, read_for_inference
+from torchtitan_lr.hf.ranks import open_on_ranks
 from torchtitan_lr.inference.decode import Choice, whole_vocabulary
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
@@ -96,7 +96,7 @@ def load_on_ranks(
     """Load this rank's part of a model; the process group is started if there are several ranks.
 
     Args:
-        step_dir: A step's folder, or what ``scripts/export.py`` wrote.
+        step_dir: A step's folder, or what ``export`` wrote.
         config_file: A TOML to read instead of the run's saved configuration.
         device: Name of the device; by default this rank's cuda device if there is one, else cpu.
         cache: Kind of the cache, ``full`` or ``latent``.
@@ -140,18 +140,14 @@ def _start(device: str) -> DeviceMesh:
 def _load_part(
     step_dir: Path, config: Any, args: LlamaArgs, mesh: DeviceMesh, settings: TPSettings
 ) -> LlamaModel:
-    """Load a rank's part of the weights; an export's weights pass through the CPU whole."""
-    if is_export(step_dir):
-        model = load_export(step_dir)
-        split_for_generation(model, mesh, settings)
-        return model.to(mesh.device_type).eval()
-    stored = open_weights(step_dir, args, config.model.hf_assets_path)
+    """Load a rank's part of the model."""
+    stored = open_on_ranks(step_dir, args, config.model.hf_assets_path)
     with torch.device("meta"):
         model = LlamaModel(args)
     model.to(stored.dtype)
     split_for_generation(model, mesh, settings)
     model.to_empty(device=mesh.device_type)
-    stored.fill(model.state_dict())
+    stored.fill([model])
     return model.eval()
 
 

@@ -22,7 +22,6 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-import torchtitan_lr.data
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.loading import load_for_inference
 from torchtitan_lr.inference.decode import Decoder
@@ -30,9 +29,6 @@ from torchtitan_lr.inference.sampling import Sampling
 from torchtitan_lr.inference.scoring import Pair, score_continuations
 from torchtitan_lr.inference.text import TextStream
 from torchtitan_lr.models.llama import LlamaModel
-
-OWN_TASKS = Path(torchtitan_lr.data.__path__[0]) / "assets" / "tasks"
-"""Folder of this package's task files."""
 
 MAX_NEW_TOKENS = 256
 """Tokens that a task without a limit of its own generates, as in the harness' own models."""
@@ -215,7 +211,7 @@ def evaluate_tasks(options: argparse.Namespace) -> dict[str, Any]:
     """Run tasks on a checkpoint or an export.
 
     Args:
-        options: Result of ``parse_args`` of ``scripts/evaluate.py``.
+        options: Arguments of ``evaluate``.
 
     Returns:
         ``tasks``, the harness' results by task and metric, and what was evaluated.
@@ -266,13 +262,13 @@ def find_tasks(names: Sequence[str], folder: Path | None) -> Any:
     Raises:
         ConfigError: A task is unknown.
     """
-    folders = [str(OWN_TASKS), *([str(folder)] if folder else [])]
+    folders = [str(folder)] if folder else []
     for defaults in (False, True):
         manager = TaskManager(include_path=folders, include_defaults=defaults)
         unknown = [name for name in names if name not in manager.all_tasks]
         if not unknown:
             return manager
-    want = f"a task of the harness or of the files below {', '.join(folders)}"
+    want = "a task of the harness" + (f" or of the files below {folder}" if folder else "")
     raise ConfigError("--tasks", unknown[0], want)
 
 

@@ -63,7 +63,7 @@ def import_folder(
     """Read a folder and write its checkpoint.
 
     Args:
-        options: Result of ``parse_args`` of ``scripts/import_hf.py``.
+        options: Arguments of ``import``.
         report: Called for every factorised matrix.
         notice: Called with one line about what the checkpoint does not have.
 
@@ -137,7 +137,7 @@ def _wanted_family(options: argparse.Namespace, args: LlamaArgs) -> Any:
                 raise ConfigError(f"--{key}", getattr(options, key), want)
         return None
     if not FAMILIES[name].low_rank:
-        want = f"{args.family} as in DIR; scripts/export.py --format hf multiplies factors"
+        want = f"{args.family} as in DIR; `torchtitan-lr export --format hf` multiplies factors"
         raise ConfigError("--family", name, want)
     family = check_factorisable(args, name)
     if options.rank is None:

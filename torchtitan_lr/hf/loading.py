@@ -199,7 +199,7 @@ def read_for_inference(
     """Read what a checkpoint or an export says about its model, without the weights.
 
     Args:
-        step_dir: A step's folder, or what ``scripts/export.py`` wrote.
+        step_dir: A step's folder, or what ``export`` wrote.
         config_file: A TOML to read instead of the run's saved configuration.
 
     Returns:

@@ -32,7 +32,7 @@ from torchtitan_lr.hf.exported import (
     read_export_args,
 )
 from torchtitan_lr.hf.loading import build_model_args, open_weights, read_run_config
-from torchtitan_lr.hf.weights import no_checkpoint
+from torchtitan_lr.hf.weights import StoredWeights, no_checkpoint
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.loss import HeadLoss
@@ -245,24 +245,59 @@ def load_on_ranks(
         ConfigError: The files are damaged or hold another model.
     """
     args = build_model_args(config)
-    exported = is_export(checkpoint)
-    if exported:
-        dtype = export_dtype(checkpoint)
-    else:
-        stored = open_weights(checkpoint, args, config.model.hf_assets_path, damage_of)
-        dtype = stored.dtype
-    _compute_in(config, dtype)
-    parts, pipeline = _build_parts(config, args, parallel_dims, device, dtype)
-    wrapper = ModelWrapper(parts)
-    if exported:
-        fill_from_export(checkpoint, wrapper)
-    else:
-        state = wrapper.state_dict()
-        stored.fill(state, no_dist=False)
-        wrapper.load_state_dict(state)
+    stored = open_on_ranks(checkpoint, args, config.model.hf_assets_path)
+    _compute_in(config, stored.dtype)
+    parts, pipeline = _build_parts(config, args, parallel_dims, device, stored.dtype)
+    stored.fill(parts)
     section = config.parallelism
     loss_parallel = parallel_dims.tp_enabled and not section.disable_loss_parallel
     return RankModel(args, parts, pipeline, parallel_dims, loss_parallel)
+
+
+@dataclass(frozen=True)
+class RankWeights:
+    """The weights of a checkpoint or an export, of which every rank reads its own shards.
+
+    Attributes:
+        checkpoint: The folder.
+        stored: A checkpoint's weights; None for an export.
+        dtype: Their precision.
+    """
+
+    checkpoint: Path
+    stored: StoredWeights | None
+    dtype: torch.dtype
+
+    def fill(self, parts: list[nn.Module]) -> None:
+        """Read into this rank's parts of the model; every rank of the process group calls this.
+
+        Raises:
+            ConfigError: A file is damaged, or holds another model.
+        """
+        wrapper = ModelWrapper(parts)
+        if self.stored is None:
+            fill_from_export(self.checkpoint, wrapper)
+        else:
+            state = wrapper.state_dict()
+            self.stored.fill(state, no_dist=False)
+            wrapper.load_state_dict(state)
+
+
+def open_on_ranks(checkpoint: Path, args: LlamaArgs, assets_path: str) -> RankWeights:
+    """Verify a checkpoint or an export on all ranks, without loading its weights.
+
+    Args:
+        checkpoint: A checkpoint of any number of ranks, or an export.
+        args: The model's arguments.
+        assets_path: Folder of the tokenizer to use with it.
+
+    Raises:
+        ConfigError: It is damaged, or contains another model.
+    """
+    if is_export(checkpoint):
+        return RankWeights(checkpoint, None, export_dtype(checkpoint))
+    stored = open_weights(checkpoint, args, assets_path, damage_of)
+    return RankWeights(checkpoint, stored, stored.dtype)
 
 
 def _compute_in(config: Any, dtype: torch.dtype) -> None:

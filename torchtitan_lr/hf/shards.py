@@ -2,7 +2,6 @@
 """Write weights as safetensors, file by file: one file's tensors are in memory at a time."""
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -22,8 +22,6 @@ WEIGHTS = "model.safetensors"
 DEFAULT_SHARD = "5GB"
 
 Tensors = dict[str, Tensor]
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 class WeightSource(Protocol):
@@ -51,31 +49,15 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors that are written from the same stored ones.
+    """One tensor to write.
 
     Attributes:
-        sources: Names of the stored tensors.
-        convert: Makes the written tensors by name; also of meta tensors.
+        sources: Names of the stored tensors that it is made of.
+        convert: Makes the written tensor, by its name; also of meta tensors.
     """
 
     sources: tuple[str, ...]
     convert: Callable[[Tensors], Tensors]
-
-
-def read_size(text: str) -> int:
-    """Read ``--max_shard_size``.
-
-    Args:
-        text: A number of bytes, or of ``KB``, ``MB`` or ``GB`` (powers of 1000).
-
-    Raises:
-        ConfigError: It is none.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]B|)", text.strip().upper())
-    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-    if size < 1:
-        raise ConfigError("--max_shard_size", text, "a size such as 5GB, 500MB or 1000000")
-    return size
 
 
 def write_shards(
@@ -83,58 +65,74 @@ def write_shards(
     pieces: Iterable[Piece],
     out_dir: Path,
     dtype: torch.dtype | None = None,
-    max_bytes: int = 5 * _UNITS["GB"],
+    max_size: str = DEFAULT_SHARD,
 ) -> int:
     """Write ``model.safetensors``, or numbered files and their index where one is not enough.
+
+    One file's tensors are in memory at a time; `huggingface_hub` decides which go together.
 
     Args:
         source: The stored weights.
         pieces: What to write.
         out_dir: An existing folder.
         dtype: Precision of the files; that of the source by default.
-        max_bytes: Largest size of a file's tensors; a larger tensor gets a file of its own.
+        max_size: Largest size of a file's tensors, such as ``5GB`` or a number of bytes; a larger
+            tensor gets a file of its own.
 
     Returns:
         The number of written parameters.
+
+    Raises:
+        ConfigError: The size is none.
     """
     dtype = dtype or source.dtype
-    shards = list(_plan(source, pieces, dtype, max_bytes))
-    single = len(shards) == 1
-    places: dict[str, str] = {}
-    count = sum(len(pieces) for pieces, _ in shards)
-    done = progress(range(count), "export", count, "tensors")
-    for number, (shard, names) in enumerate(shards, start=1):
-        file = WEIGHTS if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        places |= dict.fromkeys(names, file)
-        _save(_convert(source, shard, dtype, done), out_dir / file)
+    by_name: dict[str, Piece] = {}
+    written: Tensors = {}
+    for piece in pieces:
+        stored = {
+            name: torch.empty(source.shapes[name], dtype=dtype, device="meta")
+            for name in piece.sources
+        }
+        (name, tensor) = next(iter(piece.convert(stored).items()))
+        by_name[name], written[name] = piece, tensor.to(dtype)
+    plan = plan_shards(written, max_size)
+    done = progress(range(len(written)), "export", len(written), "tensors")
+    for file, names in plan.filename_to_tensors.items():
+        tensors = _convert(source, [by_name[name] for name in names], dtype, done)
+        _save(tensors, out_dir / file)
     next(done, None)  # the last one is done
-    total = sum(size for _, sizes in shards for size in sizes.values())
-    if not single:
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+    total = int(plan.metadata["total_size"])
+    if plan.is_sharded:
+        index = {"metadata": {"total_size": total}, "weight_map": plan.tensor_to_filename}
         write_json(out_dir / HF_INDEX, index)
     return total // dtype.itemsize
+
+
+def plan_shards(tensors: Tensors, max_size: str) -> StateDictSplit:
+    """Distribute tensors over files, as transformers names them.
+
+    Args:
+        tensors: What is to be written; tensors without data will do.
+        max_size: As for `write_shards`.
+
+    Raises:
+        ConfigError: The size is none.
+    """
+    size: int | str = int(max_size) if max_size.isdecimal() else max_size
+    try:
+        if size == 0 or re.match(r"0+[A-Z]", max_size.upper()):
+            raise ValueError
+        return split_torch_state_dict_into_shards(
+            tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=size
+        )
+    except ValueError as error:
+        want = "a size such as 5GB, 500MB or 1000000"
+        raise ConfigError("--max_shard_size", max_size, want) from error
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write a dictionary, indented."""
     path.write_text(json.dumps(values, indent=2) + "\n")
-
-
-def _plan(
-    source: WeightSource, pieces: Iterable[Piece], dtype: torch.dtype, max_bytes: int
-) -> Iterator[tuple[list[Piece], dict[str, int]]]:
-    """Group pieces into files; yields the pieces of each, and bytes by written name."""
-    shard: list[Piece] = []
-    sizes: dict[str, int] = {}
-    for piece in pieces:
-        stored = {n: torch.empty(source.shapes[n], device="meta") for n in piece.sources}
-        written = {n: math.prod(t.shape) * dtype.itemsize for n, t in piece.convert(stored).items()}
-        if shard and sum(sizes.values()) + sum(written.values()) > max_bytes:
-            yield shard, sizes
-            shard, sizes = [], {}
-        shard.append(piece)
-        sizes |= written
-    yield shard, sizes
 
 
 def _convert(

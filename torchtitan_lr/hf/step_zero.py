@@ -145,8 +145,8 @@ def build_toml(args: LlamaArgs, out_dir: Path) -> str:
     if args.lanes > 1:
         sections["caat"] = {"lanes": args.lanes, "sync_fraction": args.sync_fraction}
     lines = [
-        "# Written by scripts/import_hf.py.",
-        f"# Run: CONFIG_FILE={folder}/{TRAIN_TOML} ./run_llama_train.sh",
+        "# Written by torchtitan-lr import.",
+        f"# Run: torchtitan-lr train {folder}/{TRAIN_TOML}",
     ]
     for name, keys in sections.items():
         lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in keys.items())]

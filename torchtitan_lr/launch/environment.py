@@ -36,7 +36,7 @@ class Environment:
         min_nodes: The smallest number of machines of a range such as ``2:4``, else None.
         max_restarts: How often the ranks of a machine are started again after a failure.
         rdzv_settings: torchrun's settings of the rendezvous, from ``RDZV_CONF``.
-        endpoints: Where several machines meet, ``host:port``: at the first one, until it is lost.
+        endpoint: Where several machines meet, ``host:port``; empty for one machine.
     """
 
     ranks: int
@@ -48,7 +48,7 @@ class Environment:
     min_nodes: int | None = None
     max_restarts: int = 0
     rdzv_settings: tuple[tuple[str, str], ...] = ()
-    endpoints: tuple[str, ...] = ()
+    endpoint: str = ""
 
     @property
     def world_size(self) -> int:
@@ -74,7 +74,6 @@ def read_environment() -> Environment:
     ranks = _positive_variable("NGPU", DEFAULT_RANKS, limit)
     min_nodes, nodes = _machines()
     log_ranks = check_log_ranks(os.environ.get("LOG_RANK") or "0", ranks)
-    restarts = _restarts()
     return Environment(
         ranks=ranks,
         nodes=nodes,
@@ -83,9 +82,9 @@ def read_environment() -> Environment:
         train_module=os.environ.get("TRAIN_FILE") or "torchtitan_lr.train",
         ranks_given=bool(os.environ.get("NGPU")),
         min_nodes=min_nodes,
-        max_restarts=restarts,
+        max_restarts=_restarts(),
         rdzv_settings=_rdzv_settings(),
-        endpoints=_endpoints(nodes, restarts) if nodes > 1 else (),
+        endpoint=_endpoint(nodes) if nodes > 1 else "",
     )
 
 
@@ -121,19 +120,11 @@ def _restarts() -> int:
     return 0 if text == "0" else _positive("MAX_RESTARTS", text, MAX_MAX_RESTARTS)
 
 
-def _endpoints(nodes: int, restarts: int) -> tuple[str, ...]:
-    text = os.environ.get("RDZV_ENDPOINT") or ""
-    if not text:
-        raise ConfigError("RDZV_ENDPOINT", "", f"host:port of one of the {nodes} machines")
-    found = tuple(part.strip() for part in text.split(","))
-    if not all(found) or len({*found}) < len(found):
-        raise ConfigError(
-            "RDZV_ENDPOINT", text, "different endpoints such as host1:29500,host2:29500"
-        )
-    if len(found) > 1 and not restarts:
-        want = "one endpoint, or MAX_RESTARTS: going on at the next one is a restart"
-        raise ConfigError("RDZV_ENDPOINT", text, want)
-    return found
+def _endpoint(nodes: int) -> str:
+    text = (os.environ.get("RDZV_ENDPOINT") or "").strip()
+    if not text or "," in text:
+        raise ConfigError("RDZV_ENDPOINT", text, f"host:port of one of the {nodes} machines")
+    return text
 
 
 def _rdzv_settings() -> tuple[tuple[str, str], ...]:

@@ -33,24 +33,16 @@ LOCK_FILE = "run.lock"
 HELD_VARIABLE = "TORCHTITAN_LR_LOCKED"
 """Environment variable of the ranks: the dump folder that the launcher has locked."""
 
-WAIT_VARIABLE = "TORCHTITAN_LR_LOCK_SECONDS"
-"""Environment variable of the ranks: seconds that rank 0 waits for the lock, 0 by default."""
-
-LEASE_SECONDS = 120
-"""Longer than an NFS server keeps the lock of a machine that is gone (90 s, and as long to notice
-that ranks on the other side of a cut link have ended)."""
-
 StillOurs = Callable[[], None]
 """Raises a ConfigError if another start has taken the folder."""
 
 
 @contextmanager
-def locked(dump_folder: str, wait: float = 0.0) -> Iterator[StillOurs]:
+def locked(dump_folder: str) -> Iterator[StillOurs]:
     """Lock a job's dump folder, which is created if needed.
 
     Args:
         dump_folder: ``job.dump_folder``.
-        wait: Seconds to wait for another job's end.
 
     Yields:
         What checks that no other start has taken the folder since, for file systems without locks.
@@ -61,7 +53,7 @@ def locked(dump_folder: str, wait: float = 0.0) -> Iterator[StillOurs]:
     path = Path(dump_folder) / LOCK_FILE
     with ExitStack() as open_file:
         try:
-            file = _open_locked(dump_folder, path, open_file, wait, shared=False)
+            file = _open_locked(dump_folder, path, open_file, shared=False)
             signature = _sign(file)
         except OSError as error:
             raise _unusable(dump_folder, path, error) from error
@@ -75,12 +67,11 @@ def locked(dump_folder: str, wait: float = 0.0) -> Iterator[StillOurs]:
 
 
 @contextmanager
-def shared(dump_folder: str | None, wait: float = 0.0) -> Iterator[None]:
+def shared(dump_folder: str | None) -> Iterator[None]:
     """Share the lock of a dump folder, which is created if needed, with the run's other replicas.
 
     Args:
         dump_folder: ``job.dump_folder``; None to do nothing.
-        wait: Seconds to wait for another job's end.
 
     Raises:
         ConfigError: As for `locked`.
@@ -89,15 +80,13 @@ def shared(dump_folder: str | None, wait: float = 0.0) -> Iterator[None]:
         if dump_folder is not None:
             path = Path(dump_folder) / LOCK_FILE
             try:
-                _open_locked(dump_folder, path, open_file, wait, shared=True)
+                _open_locked(dump_folder, path, open_file, shared=True)
             except OSError as error:
                 raise _unusable(dump_folder, path, error) from error
         yield
 
 
-def _open_locked(
-    dump_folder: str, path: Path, until: ExitStack, wait: float, shared: bool
-) -> IO[bytes]:
+def _open_locked(dump_folder: str, path: Path, until: ExitStack, shared: bool) -> IO[bytes]:
     """Open and lock the file of a folder, which is created if needed.
 
     Raises:
@@ -106,17 +95,16 @@ def _open_locked(
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = until.enter_context(path.open("ab", buffering=0))
-    deadline, last = time.monotonic() + wait, False
-    while True:
+    try:
+        lock_file(file, path, shared)
+    except BlockingIOError:
+        # Listing runs holds each lock for an instant (`run_state.is_held`): try twice.
+        time.sleep(0.05)
         try:
             lock_file(file, path, shared)
-            return file
         except BlockingIOError:
-            if last:
-                raise _taken(dump_folder, path) from None
-            # Listing runs holds each lock for an instant (`run_state.is_held`): try twice at least.
-            time.sleep(0.05)
-            last = time.monotonic() > deadline
+            raise _taken(dump_folder, path) from None
+    return file
 
 
 @contextmanager
@@ -140,8 +128,7 @@ def locked_by_rank(
     if by_launcher or variables.get("RANK", "0") != "0":
         yield lambda: None
         return
-    wait = float(variables.get(WAIT_VARIABLE, 0))
-    with shared(common, wait), locked(dump_folder, wait) as check:
+    with shared(common), locked(dump_folder) as check:
         yield check
 
 

@@ -28,16 +28,12 @@ from torchtitan_lr.launch.environment import (
 )
 from torchtitan_lr.launch.folder_lock import (
     HELD_VARIABLE,
-    LEASE_SECONDS,
-    WAIT_VARIABLE,
     locked,
     shared,
 )
 from torchtitan_lr.launch.machines import (
     check_machines,
-    next_endpoint,
     rendezvous_arguments,
-    where_others_met,
 )
 from torchtitan_lr.launch.placement import DEFAULT_CONFIG_FILE, place
 from torchtitan_lr.launch.processes import RankGroup
@@ -46,7 +42,6 @@ from torchtitan_lr.launch.report import (
     full_disk,
     hidden_errors,
     killed_rank,
-    lost_store,
     read_summary,
     recorded_by_rank_0,
     summary_lines,
@@ -162,7 +157,14 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     begin = time.time()
     # A dry run is one process without torchrun; its output goes to the console.
     expected = 0 if environment.comm_mode else environment.ranks
-    group, status, log_folder = _wait_for_ranks(environment, arguments, log_folder, config)
+    command, variables = build_command(environment, arguments, log_folder)
+    if environment.nodes == 1:
+        variables[HELD_VARIABLE] = os.path.realpath(dump_folder)
+    variables[TERMINAL_VARIABLE] = shared_terminal()
+    if config.metrics.disable_color_printing:
+        variables["NO_COLOR"] = "1"
+    group = RankGroup(command, variables, log_folder / "launcher.log", expected)
+    status = group.wait()
     if group.killed:
         what = "killed" if group.was_ready else "stopped before training began"
         print(f"error: {what} by {group.signal_name}; logs: {log_folder}", file=sys.stderr)
@@ -191,42 +193,6 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     if summary is not None:
         print("\n".join(summary_lines(summary, results, log_folder)))
     return 0
-
-
-def _wait_for_ranks(
-    environment: Environment, arguments: list[str], log_folder: Path, config: Any
-) -> tuple[RankGroup, int, Path]:
-    """Run all ranks to their end, at the next endpoint where that of the rendezvous is lost.
-
-    It goes on at most ``MAX_RESTARTS`` times. Arguments as for `run`.
-
-    Returns:
-        The last start, its exit status, and its log folder.
-    """
-    moves = 0
-    while True:
-        command, variables = build_command(environment, arguments, log_folder)
-        if environment.nodes == 1:
-            variables[HELD_VARIABLE] = os.path.realpath(private_folder(config))
-        variables[TERMINAL_VARIABLE] = shared_terminal()
-        if config.metrics.disable_color_printing:
-            variables["NO_COLOR"] = "1"
-        if moves:
-            variables[WAIT_VARIABLE] = str(LEASE_SECONDS)
-        expected = 0 if environment.comm_mode else environment.ranks
-        group = RankGroup(command, variables, log_folder / "launcher.log", expected)
-        status = group.wait()
-        last = moves == environment.max_restarts or len(environment.endpoints) < 2
-        if status == 0 or last or group.signal_number or not lost_store(log_folder):
-            return group, status, log_folder
-        moves += 1
-        lost, environment = environment.endpoints[0], next_endpoint(environment)
-        print(
-            f"restart ({moves} of {environment.max_restarts} at another endpoint): the machine of "
-            f"{lost} cannot be reached; meeting at {environment.endpoints[0]}",
-            file=sys.stderr,
-        )
-        log_folder = make_log_folder(Path(config.job.dump_folder))
 
 
 def how_to_resume(config: Any) -> str:
@@ -262,7 +228,6 @@ def main(argv: list[str] | None = None) -> int:
             arguments.append(f"--job.dump_folder={Path(config.job.dump_folder) / 'dry_run'}")
             config = build_job_config(arguments)
         check_machines(config, environment, placed.device)
-        environment = where_others_met(environment)
         if placed.note:
             print(placed.note, flush=True)
         # The launchers of several machines share the folder; then rank 0 locks it.

@@ -6,17 +6,14 @@ when one is lost, as long as two are left. ``MAX_RESTARTS`` is how often the ran
 started again after one has failed. torchrun counts and restarts; a restarted rank resumes from the
 last complete checkpoint, as after any other interruption.
 
-One machine opens the store by which all meet. ``RDZV_ENDPOINT=host1:29500,host2:29500`` names a
-second one: when the first is lost, every launcher that is left goes on at the next endpoint, in the
-same order everywhere. Two groups that cannot reach each other may thus start two runs; the lock of
-the dump folder leaves one of them (`torchtitan_lr.launch.folder_lock`).
+One machine, that of ``RDZV_ENDPOINT``, opens the store by which all meet; without it a run ends,
+and the same command resumes it.
 """
 
 import contextlib
 import ipaddress
 import os
 import socket
-from dataclasses import replace
 from typing import Any
 
 from torchtitan_lr.checkpoints.layout import RESIDUALS
@@ -26,9 +23,6 @@ from torchtitan_lr.launch.environment import Environment
 
 DEFAULT_PORT = 29400
 """torchrun's port where ``RDZV_ENDPOINT`` has none."""
-
-ANSWER_SECONDS = 2.0
-"""How long a machine waits for a store to accept its connection."""
 
 _BATCH = "training.global_batch_size"
 
@@ -92,7 +86,7 @@ def rendezvous_arguments(environment: Environment) -> list[str]:
     Args:
         environment: The launch's environment, with more than one machine.
     """
-    endpoint = (environment.endpoints or (os.environ["RDZV_ENDPOINT"],))[0]
+    endpoint = environment.endpoint
     settings = dict(environment.rdzv_settings)
     arguments = [
         f"--nnodes={environment.nodes_text}",
@@ -111,34 +105,6 @@ def rendezvous_arguments(environment: Environment) -> list[str]:
         pairs = ",".join(f"{key}={value}" for key, value in settings.items())
         arguments.append(f"--rdzv_conf={pairs}")
     return arguments
-
-
-def next_endpoint(environment: Environment) -> Environment:
-    """Return an environment whose machines meet at the next endpoint; the last is before the first.
-
-    Args:
-        environment: The launch's environment, with several endpoints.
-    """
-    first, *rest = environment.endpoints
-    return replace(environment, endpoints=(*rest, first))
-
-
-def where_others_met(environment: Environment) -> Environment:
-    """Return an environment that meets at the endpoint that answers, if there are several.
-
-    A machine that comes back after the others went on without it must join them. Without an answer
-    it is one of the first, and meets at the first endpoint.
-
-    Args:
-        environment: The launch's environment.
-    """
-    turned = environment
-    for endpoint in environment.endpoints if len(environment.endpoints) > 1 else ():
-        with contextlib.suppress(OSError):
-            socket.create_connection(_split(endpoint), timeout=ANSWER_SECONDS).close()
-            return turned
-        turned = next_endpoint(turned)
-    return environment
 
 
 def owns(host: str, port: int) -> bool:

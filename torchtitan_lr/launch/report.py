@@ -20,9 +20,6 @@ _FINAL_LINE = re.compile(r"^error: |\bStopped by .* after step ")
 _ENDED_BY_SIGNAL = re.compile(r"local_rank: (\d+)\)\n\s*exitcode\s*: -(\d+) \(pid: (\d+)\)")
 _FRAME = re.compile(r'File "([^"]+)", line \d+, in (\w+)')
 _LOST_RENDEZVOUS = re.compile(r"^\S*Rendezvous(Connection|Closed|Timeout)Error", re.MULTILINE)
-_LOST_STORE = re.compile(
-    r"^\S*(RendezvousConnectionError|DistNetworkError|DistStoreError)", re.MULTILINE
-)
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 DID_NOT_END = "did not end on SIGTERM, and was killed"
 """End of the ``launcher.log`` line ``rank process PID ...`` of a rank that torchrun killed."""
@@ -122,17 +119,6 @@ def describe_failure(log_folder: Path, status: int) -> str:
         name = signal.Signals(-status).name
         return f"torchrun was ended by {name}, and its ranks with it; their output: {log_folder}"
     return f"{_UNKNOWN_CAUSE} {status}; their output: {log_folder}"
-
-
-def lost_store(log_folder: Path) -> bool:
-    """Return whether torchrun ended because the store of the rendezvous cannot be reached.
-
-    It does not where the run has ended in order on another machine, which closes the rendezvous.
-
-    Args:
-        log_folder: Holds ``launcher.log``.
-    """
-    return _LOST_STORE.search(_launcher_log(log_folder)) is not None
 
 
 def recorded_by_rank_0(failure: str, record: dict[str, Any] | None) -> bool:

@@ -15,7 +15,7 @@ from torchtitan_lr.models.args import LlamaArgs
 MODEL_ARGS = "model_args.json"
 SUFFIX = ".json"
 
-_WRITERS = "what scripts/export.py or scripts/import_hf.py wrote"
+_WRITERS = "what torchtitan-lr export or torchtitan-lr import wrote"
 
 
 def read_model_args(path: Path) -> LlamaArgs:

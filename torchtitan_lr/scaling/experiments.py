@@ -42,10 +42,6 @@ class Started:
     process: subprocess.Popen[bytes]
     stderr: IO[str]
 
-    def ended(self) -> bool:
-        """Return whether the run has ended."""
-        return self.process.poll() is not None
-
     def finish(self) -> None:
         """Wait for the run's end.
 
@@ -55,10 +51,6 @@ class Started:
         if status := self.process.wait():
             self.stderr.seek(0)
             raise RunFailedError(last_error(self.stderr.read(), status))
-
-    def terminate(self) -> None:
-        """Pass a stop signal on: the run finishes its step and saves."""
-        self.process.terminate()
 
 
 def start(
@@ -117,7 +109,7 @@ def launch(
     try:
         started.finish()
     except BaseException:
-        started.terminate()
+        started.process.terminate()
         started.process.wait()
         raise
 

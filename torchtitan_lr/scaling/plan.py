@@ -34,30 +34,6 @@ OWN_KEYS = {
 
 
 @dataclass(frozen=True)
-class Run:
-    """One training run.
-
-    Args:
-        family: Its family.
-        size: Its size.
-        budget: Tokens per parameter.
-        seed: ``debug.seed``.
-        rate: Learning rate.
-    """
-
-    family: str
-    size: str
-    budget: float
-    seed: int
-    rate: float
-
-    @property
-    def name(self) -> str:
-        """Name of its folder and of its wandb run."""
-        return f"{self.family}_{self.size}_{self.budget:g}_seed{self.seed}_lr{self.rate:g}"
-
-
-@dataclass(frozen=True)
 class Cost:
     """The model of a family at a size.
 
@@ -113,6 +89,11 @@ def search(values: list[float], losses: Mapping[float, float], extend: int) -> C
         else:
             grid = (*grid, _rounded(grid[-1] ** 2 / grid[-2]))
     return Choice(None, grid)
+
+
+def _name(family: str, size: str, budget: float, seed: int, rate: float | None) -> str:
+    """Return the name of a run's folder and of its wandb run; it ends with the learning rate."""
+    return f"{family}_{size}_{budget:g}_seed{seed}_lr{rate or 0:g}"
 
 
 def _rounded(rate: float) -> float:
@@ -200,50 +181,52 @@ class Plan:
             * (run.microbatches * run.accumulation * run.shard * run.replicas),
         )
 
-    def steps(self, run: Run) -> int:
+    def steps(self, family: str, size: str, budget: float) -> int:
         """Return the optimizer steps of a run, at least one."""
-        own = self.costs[run.family, run.size]
-        reference = self.costs[self.experiment.reference, run.size]
-        if self.experiment.equal == "tokens_per_parameter":
-            tokens = run.budget * own.counted
-        else:
-            tokens = run.budget * reference.counted
-        if self.experiment.equal == "flops":
+        own, reference = self.costs[family, size], self.costs[self.experiment.reference, size]
+        equal = self.experiment.equal
+        tokens = budget * (own if equal == "tokens_per_parameter" else reference).counted
+        if equal == "flops":
             tokens *= reference.flops_per_token / own.flops_per_token
         return max(1, round(tokens / own.tokens_per_step))
 
-    def tokens_and_flops(self, run: Run) -> tuple[int, float]:
-        """Return D, the tokens of a run, and C, its FLOPs, of all ranks."""
-        cost = self.costs[run.family, run.size]
-        tokens = self.steps(run) * cost.tokens_per_step
-        return tokens, float(tokens) * cost.flops_per_token
+    def point(self, family: str, size: str, budget: float, seed: int, rate: float | None) -> Point:
+        """Return a run as a point of a sweep.
 
-    def point(self, run: Run) -> Point:
-        """Return a run as a point of a sweep."""
-        steps, experiment = self.steps(run), self.experiment
+        Args:
+            family: Its family.
+            size: Its size.
+            budget: Tokens per parameter.
+            seed: ``debug.seed``.
+            rate: Learning rate; None where a search is still to choose it.
+
+        Returns:
+            The point; its settings have these, N, the tokens D, and the FLOPs of all ranks.
+        """
+        experiment, cost = self.experiment, self.costs[family, size]
+        steps, name = self.steps(family, size, budget), _name(family, size, budget, seed, rate)
         saving = ["--checkpoint.no_enable"]
         if experiment.checkpoints:
             interval = max(1, math.ceil(steps / experiment.checkpoints))
             saving = ["--checkpoint.enable", f"--checkpoint.interval={interval}"]
             saving.append("--checkpoint.keep_latest_k=2")
-        tags = (run.family, run.size, f"tokens_per_parameter_{run.budget:g}", f"seed_{run.seed}")
         arguments = [
             *saving,
-            *self._overrides[run.family, run.size],
+            *self._overrides[family, size],
             f"--training.steps={steps}",
             f"--lr_scheduler.warmup_steps={round(experiment.warmup * steps)}",
             f"--validation.freq={steps}",
-            f"--optimizer.lr={run.rate:g}",
-            f"--debug.seed={run.seed}",
+            f"--optimizer.lr={rate}",
+            f"--debug.seed={seed}",
             f"--metrics.wandb_group={experiment.name}",
-            f"--metrics.wandb_run_name={run.name}",
-            f"--metrics.wandb_tags={','.join(tags)}",
+            f"--metrics.wandb_run_name={name}",
+            f"--metrics.wandb_tags={family},{size},tokens_per_parameter_{budget:g},seed_{seed}",
         ]
-        settings = {"family": run.family, "size": run.size, "tokens_per_parameter": run.budget}
-        settings |= {"seed": run.seed, "learning_rate": f"{run.rate:g}"}
-        return Point(
-            run.name, self._config, arguments, settings, experiment.families[run.family].ranks
-        )
+        tokens = steps * cost.tokens_per_step
+        settings = {"family": family, "size": size, "tokens_per_parameter": budget, "seed": seed}
+        settings |= {"learning_rate": rate, "N": cost.counted, "D": tokens}
+        settings["FLOPs"] = float(tokens) * cost.flops_per_token
+        return Point(name, self._config, arguments, settings, experiment.families[family].ranks)
 
     def rates(self, losses: Mapping[str, float]) -> dict[tuple[str, str], Choice]:
         """Choose every learning rate that finished runs determine.
@@ -256,7 +239,7 @@ class Plan:
         searching = [name for name, arm in experiment.families.items() if not arm.rate_of]
         for family in searching:
             for size in experiment.learning_rate.search:
-                prefix = self._search_run(family, size, 0.0).name.removesuffix("0")
+                prefix = _name(family, size, *self._first(size), None).removesuffix("0")
                 known = {
                     float(name.removeprefix(prefix)): loss
                     for name, loss in losses.items()
@@ -275,10 +258,10 @@ class Plan:
                 found[family, size] = Choice(found[arm.rate_of, size].rate)
         return found
 
-    def _search_run(self, family: str, size: str, rate: float) -> Run:
+    def _first(self, size: str) -> tuple[float, int]:
+        """Return the budget and the seed at which learning rates are searched."""
         shape = self.experiment.sizes[size]
-        first = shape.budgets[0], shape.seeds[0]
-        return Run(family, size, *first, rate)
+        return shape.budgets[0], shape.seeds[0]
 
     def _by_rule(
         self, found: Mapping[tuple[str, str], Choice], family: str, size: str
@@ -299,27 +282,26 @@ class Plan:
             return _rounded(float(np.exp(offset + slope * np.log(own.counted))))
         return known[largest]
 
-    def main_runs(self, rates: Mapping[tuple[str, str], Choice]) -> list[Run]:
-        """Return the runs that a fit uses, of all budgets and seeds, as far as rates are known."""
+    def main_points(self, rates: Mapping[tuple[str, str], Choice]) -> list[Point]:
+        """Return the points that a fit uses: all budgets and seeds, at the chosen rates or None."""
         return [
-            Run(family, size, budget, seed, rate)
+            self.point(family, size, budget, seed, rates[family, size].rate)
             for family, size in self.costs
-            if (rate := rates[family, size].rate) is not None
             for budget in self.experiment.sizes[size].budgets
             for seed in self.experiment.sizes[size].seeds
         ]
 
-    def runs(self, rates: Mapping[tuple[str, str], Choice]) -> list[Run]:
-        """Return the runs of searches and the main ones that are known, the cheapest first."""
+    def points(self, rates: Mapping[tuple[str, str], Choice]) -> list[Point]:
+        """Return the points that can start: of searches, and of known rates; cheapest first."""
         found = [
-            self._search_run(family, size, rate)
+            self.point(family, size, *self._first(size), rate)
             for (family, size), choice in rates.items()
             for rate in choice.grid
         ]
-        return sorted(
-            dict.fromkeys([*found, *self.main_runs(rates)]),
-            key=lambda run: self.tokens_and_flops(run)[1],
-        )
+        main = self.main_points(rates)
+        found += [point for point in main if point.settings["learning_rate"] is not None]
+        different = {point.name: point for point in found}
+        return sorted(different.values(), key=lambda point: float(point.settings["FLOPs"]))
 
     def edges(self, rates: Mapping[tuple[str, str], Choice]) -> list[str]:
         """Return one line for each search without a best value inside its grid."""

@@ -3,7 +3,6 @@
 
 import itertools
 import json
-import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,68 +13,51 @@ import numpy as np
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.scaling.fit import bootstrap, fit_law, percentiles, student
 from torchtitan_lr.scaling.plan import Choice, Plan
+from torchtitan_lr.scaling.sweep import FINISHED, Point
 from torchtitan_lr.training.figures import color_of, few_log_ticks, new_figure
 
 MARKDOWN, JSON, PICTURE = "scaling.md", "scaling.json", "scaling.png"
 
 
-def rows_of(
-    plan: Plan, rates: Mapping[tuple[str, str], Choice], losses: Mapping[str, float]
-) -> list[dict[str, Any]]:
+def rows_of(points: Sequence[Point], reference: str) -> list[dict[str, Any]]:
     """Return one row per family, size and budget.
 
     Args:
-        plan: The plan.
-        rates: Returned by `Plan.rates`.
-        losses: Validation loss by run.
+        points: Returned by `Plan.main_points`, with the rows of a sweep.
+        reference: The family that others are compared with.
 
     Returns:
-        ``family``, ``size``, ``tokens_per_parameter``, ``learning_rate``, ``N``, ``D`` (tokens),
-        ``steps``, ``FLOPs``, ``seeds`` (all), ``losses`` (by finished seed), ``loss`` with its
-        interval, ``minus_reference`` (of seeds that both have) with its interval. An interval is
-        None, None with one seed; both are None without a seed.
+        The settings of a point without ``seed``, ``seeds`` (their number), ``losses`` (by finished
+        seed), and ``loss`` and ``minus_reference`` (of seeds that both have), each the mean and the
+        ends of its interval: None with one seed, as the whole is without any.
     """
-    rows = []
-    by_point = lambda run: (run.family, run.size, run.budget)  # noqa: E731
-    for (family, size, budget), runs in itertools.groupby(plan.main_runs(rates), by_point):
-        every = list(runs)
-        tokens, flops = plan.tokens_and_flops(every[0])
-        found = {r.seed: losses[r.name] for r in every if math.isfinite(losses.get(r.name, np.nan))}
-        rows.append(
-            {
-                "family": family,
-                "size": size,
-                "tokens_per_parameter": budget,
-                "learning_rate": every[0].rate,
-                "N": plan.costs[family, size].counted,
-                "D": tokens,
-                "steps": plan.steps(every[0]),
-                "FLOPs": flops,
-                "seeds": [run.seed for run in every],
-                "losses": found,
-                "loss": student(list(found.values())) if found else None,
-                "minus_reference": None,
-            }
-        )
-    reference = plan.experiment.reference
-    first = {(r["size"], r["tokens_per_parameter"]): r for r in rows if r["family"] == reference}
-    for row in rows:
-        other = first.get((row["size"], row["tokens_per_parameter"]), row)["losses"]
+    rows: dict[Any, dict[str, Any]] = {}
+    for point in points:
+        given = dict(point.settings)
+        seed = given.pop("seed")
+        key = given["family"], given["size"], given["tokens_per_parameter"]
+        row = rows.setdefault(key, given | {"seeds": 0, "losses": {}})
+        row["seeds"] += 1
+        if point.row["status"] == FINISHED:
+            row["losses"][seed] = point.row["val_loss"]
+    for (family, size, budget), row in rows.items():
+        other = rows[reference, size, budget]["losses"]
         pairs = [loss - other[seed] for seed, loss in row["losses"].items() if seed in other]
-        if pairs and row["family"] != reference:
-            row["minus_reference"] = student(pairs)
-    return rows
+        row["loss"] = student(list(row["losses"].values())) if row["losses"] else None
+        row["minus_reference"] = student(pairs) if pairs and family != reference else None
+    return list(rows.values())
 
 
 def table(rows: Sequence[Mapping[str, Any]], reference: str) -> tuple[list[str], list[list[str]]]:
     """Return the header and the cells of `rows_of`."""
-    header = ["family", "size", "tokens/N", "learning rate", "N", "D", "steps", "FLOPs", "seeds"]
+    header = ["family", "size", "tokens/N", "learning rate", "N", "D", "FLOPs", "seeds"]
     header += ["validation loss [95%]", f"minus {reference} [95%]"]
     cells = [
         [
             *(row["family"], row["size"], f"{row['tokens_per_parameter']:g}"),
-            *(f"{row['learning_rate']:g}", f"{row['N']:,}", f"{row['D']:,}", f"{row['steps']:,}"),
-            *(f"{row['FLOPs']:.3g}", f"{len(row['losses'])}/{len(row['seeds'])}"),
+            f"{row['learning_rate']:g}" if row["learning_rate"] else "-",
+            *(f"{row['N']:,}", f"{row['D']:,}", f"{row['FLOPs']:.3g}"),
+            f"{len(row['losses'])}/{row['seeds']}",
             *(with_interval(row["loss"], ".4f"), with_interval(row["minus_reference"], "+.4f")),
         ]
         for row in rows

@@ -26,8 +26,8 @@ from torchtitan_lr.training.summary import SUMMARY_FILE
 POINT_FILE = "point.json"
 """In a point's folder: its arguments, and its row of the table."""
 
-FINISHED, DIVERGED = "finished", "diverged"
-"""Statuses of a point with a result; all others run (again)."""
+FINISHED, DIVERGED, REFUSED = "finished", "diverged", "refused"
+"""Statuses of points that do not run again."""
 
 RESULTS = ("val_loss", "val_ppl", "train_loss", "tokens_per_s", "mfu", "peak_memory_gib")
 
@@ -63,9 +63,9 @@ class Point:
     row: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def has_result(self) -> bool:
-        """Whether the run has finished or diverged."""
-        return self.row.get("status") in (FINISHED, DIVERGED)
+    def is_done(self) -> bool:
+        """Whether the run has finished or diverged, or cannot run."""
+        return str(self.row["status"]).partition(":")[0] in (FINISHED, DIVERGED, REFUSED)
 
 
 def parse_grid(items: list[str]) -> dict[str, list[str]]:
@@ -202,7 +202,7 @@ class Sweep:
             except ConfigError as error:
                 if not skip_refused:
                     raise
-                point.row = {"status": f"refused: {error}"}
+                point.row = {"status": f"{REFUSED}: {error}"}
                 continue
             args = llama_args(placed.config)  # None for another package's model
             point.row["parameters"] = args and count_parameters(args).total
@@ -212,13 +212,13 @@ class Sweep:
                 self._gpus[point.name] = placed.environment.ranks
 
     def run(self, lock: IO[str]) -> int:
-        """Run the points without a result; SIGTERM or Ctrl-C saves the active ones and ends.
+        """Run the points that are not done; SIGTERM or Ctrl-C saves the active ones and ends.
 
         Args:
             lock: The locked file of the folder.
 
         Returns:
-            The exit status: 0 all have a result or were refused, 1 some failed, 130 stopped.
+            The exit status: 0 all points are done, 1 some failed, 130 stopped.
         """
         signals: list[str] = []
 
@@ -237,12 +237,11 @@ class Sweep:
         if signals:
             print(f"stopped by {signals[0]}: run the same command to continue", file=sys.stderr)
             return 130
-        return int(any(point.row["status"].startswith("failed") for point in self.points))
+        return int(any(not point.is_done for point in self.points))
 
     def _run(self, lock: IO[str], signals: list[str]) -> None:
         self.write()
-        waiting = [p for p in self.points if not p.has_result]
-        waiting = [p for p in waiting if not p.row["status"].startswith("refused")]
+        waiting = [point for point in self.points if not point.is_done]
         active: list[tuple[Point, Started, list[str]]] = []
         free: list[str] = []
         if self._gpus:
@@ -257,15 +256,15 @@ class Sweep:
                     break
                 point, gpus, free = waiting.pop(0), free[:needed], free[needed:]
                 active.append((point, self._start(point, gpus, lock), gpus))
+            time.sleep(_POLL_SECONDS)
             if signals:
                 for _, started, _ in active:
-                    started.terminate()
-            for item in [item for item in active if signals or item[1].ended()]:
+                    started.process.terminate()
+            for item in [item for item in active if signals or item[1].process.poll() is not None]:
                 active.remove(item)
                 free += item[2]
                 self._finish(*item[:2])
                 self.write()
-            time.sleep(_POLL_SECONDS)
 
     def _start(self, point: Point, gpus: list[str], lock: IO[str]) -> Started:
         print(f"{point.name} ...", file=sys.stderr, flush=True)
@@ -282,12 +281,13 @@ class Sweep:
         path = self.work / point.name / SUMMARY_FILE
         try:
             started.finish()
-            if not path.is_file():
-                raise RunFailedError("stopped by a signal before its last step")
         except RunFailedError as error:
             diverged = re.search(r"\b(is|are) not finite", str(error))
             self._save(point, DIVERGED if diverged else f"failed: {error}")
             print(f"{point.name}: {error}", file=sys.stderr)
+            return
+        if not path.is_file():
+            self._save(point, "stopped before its last step")
             return
         summary = json.loads(path.read_text())
         point.row |= {"steps": summary["steps"]} | {key: summary[key] for key in RESULTS}
@@ -344,5 +344,6 @@ def _cell(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}"
+        style = ",.0f" if abs(value) >= 1000 else ".4f" if abs(value) >= 0.1 else ".3g"
+        return f"{value:{style}}"
     return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "/")

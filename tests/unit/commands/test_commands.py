@@ -23,16 +23,8 @@ heavy = [name for name in {[*HEAVY, "numpy", "scipy"]!r} if name in sys.modules]
 used = resource.getrusage(resource.RUSAGE_SELF)
 print(json.dumps([shown.getvalue(), heavy, used.ru_utime + used.ru_stime]))
 """
-OVERRIDES = {
-    "estimate",
-    "compare",
-    "sweep",
-    "scaling",
-    "measure-comm",
-    "config",
-    "generate",
-    "evaluate",
-}
+OVERRIDES = {"estimate", "compare", "sweep", "scaling", "measure-comm", "config"}
+OVERRIDES |= {"generate", "evaluate"}
 
 
 def ask(*arguments):

@@ -121,7 +121,7 @@ def test_the_card_says_what_the_run_recorded(tmp_path):
         "| tokens | 40,960 |",
         "| training loss at step 20 | 3.2500 nats per token, perplexity 25.79 |",
         "| validation loss at step 10 | 3.5000 nats per token, perplexity 33.12 |",
-        "| command | `CONFIG_FILE=train_configs/debug_cola.toml ./run_llama_train.sh` |",
+        "| command | `torchtitan-lr train train_configs/debug_cola.toml` |",
         "| ranks of attention, feed-forward | 32, 32 |",
     ):
         assert line in card.splitlines()

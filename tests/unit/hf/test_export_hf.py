@@ -222,9 +222,9 @@ class Counted(ModelWeights):
 def test_large_models_are_written_file_by_file(tmp_path, form):
     source = Counted(model_of("svd"))
     if form == "hf":
-        export_hf(source, tmp_path, max_bytes=60_000)
+        export_hf(source, tmp_path, max_size=str(60_000))
     else:
-        export_factored(source, tmp_path, max_bytes=60_000)
+        export_factored(source, tmp_path, max_size=str(60_000))
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     count = len(files)

@@ -2,6 +2,7 @@
 """Exports of both formats, read by ``evaluate`` and ``generate``, and judged by transformers."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -128,3 +129,29 @@ def test_a_damaged_export_is_refused(tmp_path, texts, capsys, name):
     assert evaluate.main([str(tmp_path / "out"), "--corpus", "local", "--path", str(texts)]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_evaluate_and_import_read_the_same_files(tmp_path, texts, capsys):
+    """A folder with a whole file and an index of other weights: both take the whole file."""
+    for name, family, size in (("a", "full", "5GB"), ("b", "svd", "50KB")):
+        step, _ = write_run(tmp_path / name, family)
+        options = ["--format", "hf", "--max_shard_size", size]
+        assert export.main([str(step), str(tmp_path / f"out_{name}"), *options]) == 0
+    whole, parts = tmp_path / "out_a", tmp_path / "out_b"
+    capsys.readouterr()
+    alone, other = judge(capsys, whole, texts), judge(capsys, parts, texts)
+    assert alone["loss"] != other["loss"]  # the control: the parts are another model
+    files = [*parts.glob("model-*.safetensors"), parts / "model.safetensors.index.json"]
+    assert len(files) > 2
+    for file in files:
+        shutil.copy(file, whole)
+    assert judge(capsys, whole, texts)["loss"] == alone["loss"]
+    assert Command("import").main([str(whole), str(tmp_path / "in")]) == 0
+    capsys.readouterr()
+    imported = judge(capsys, tmp_path / "in" / "checkpoint" / "step-0", texts)
+    assert imported["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    next(parts.glob("model-*.safetensors")).unlink()
+    assert evaluate.main([str(parts), "--corpus", "local", "--path", str(texts)]) == 2
+    assert "is missing" in capsys.readouterr().err
+    assert Command("import").main([str(parts), str(tmp_path / "again")]) == 2
+    assert "is missing" in capsys.readouterr().err

@@ -269,9 +269,9 @@ def test_our_own_exports_become_the_same_model(case, form, tmp_path):
     ours, folder = model_of(case), tmp_path / "exported"
     folder.mkdir()
     if form == "factored":
-        export_factored(ModelWeights(ours), folder, max_bytes=100_000)
+        export_factored(ModelWeights(ours), folder, max_size=str(100_000))
     else:
-        export_hf(ModelWeights(ours), folder, max_bytes=100_000, keep_factors=case == "svd")
+        export_hf(ModelWeights(ours), folder, max_size=str(100_000), keep_factors=case == "svd")
     source, tied = open_source(folder)
     assert not tied and source.args.family == ours.model_args.family
     write_weights(source, tmp_path / "step-0", {})

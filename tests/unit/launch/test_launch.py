@@ -2,8 +2,6 @@
 """What the launcher refuses, and what it would start; its processes are in tests/integration."""
 
 import os
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -38,12 +36,8 @@ REFUSED_VARIABLES = [
     ({"LOG_RANK": "0,x"}, "LOG_RANK: got '0,x', expected ranks from 0 to 3 such as 0,1"),
     ({"COMM_MODE": "local_tensor"}, "COMM_MODE: got 'local_tensor', expected 'fake_backend'"),
     (
-        {"NNODES": "2", "RDZV_ENDPOINT": "a:1,a:1", "MAX_RESTARTS": "1"},
-        "RDZV_ENDPOINT: got 'a:1,a:1', expected different endpoints such as host1:29500,",
-    ),
-    (
         {"NNODES": "2", "RDZV_ENDPOINT": "a:1,b:1"},
-        "RDZV_ENDPOINT: got 'a:1,b:1', expected one endpoint, or MAX_RESTARTS: going on",
+        "RDZV_ENDPOINT: got 'a:1,b:1', expected host:port of one of the 2 machines",
     ),
     ({"NNODES": "2"}, "RDZV_ENDPOINT: got '', expected host:port of one of the 2 machines"),
     ({"NNODES": "4:2"}, "NNODES: got '4:2', expected a range such as 2:4"),
@@ -86,53 +80,9 @@ def test_environment(variables):
     variables.setenv("NNODES", "2")
     variables.setenv("RDZV_ENDPOINT", "host:1234")
     environment = launch.read_environment()
-    two = launch.Environment(8, 2, "0,7", "", "torchtitan_lr.train", endpoints=("host:1234",))
+    two = launch.Environment(8, 2, "0,7", "", "torchtitan_lr.train", endpoint="host:1234")
     assert environment == two
     assert environment.world_size == 16
-
-
-def test_the_next_endpoint_is_tried_where_the_first_is_lost(
-    variables, monkeypatch, capsys, tmp_path
-):
-    """At most MAX_RESTARTS times, in turn, and only if torchrun lost its store."""
-    variables.setenv("NNODES", "2")
-    variables.setenv("RDZV_ENDPOINT", "192.0.2.1:29400,192.0.2.2:29400")
-    variables.setenv("MAX_RESTARTS", "3")
-    ends = ["RendezvousConnectionError: lost"] * 4
-    met, waits = [], []
-
-    class Ended:
-        signal_number = 0
-
-        def __init__(self, command, variables, log, expected):
-            met.append(next(x for x in command if x.startswith("--rdzv_endpoint")))
-            waits.append(variables.get("TORCHTITAN_LR_LOCK_SECONDS"))
-            self.log = log
-
-        def wait(self):
-            self.log.write_text(f"Traceback\ntorch.distributed.{ends[len(met) - 1]}\n")
-            return 1
-
-    def new(*_):
-        return Path(tempfile.mkdtemp(dir=tmp_path))
-
-    variables.setattr(launch, "RankGroup", Ended)
-    variables.setattr(launch, "make_log_folder", new)
-    metrics = SimpleNamespace(disable_color_printing=False)
-    config = SimpleNamespace(job=SimpleNamespace(dump_folder=str(tmp_path)), metrics=metrics)
-    launch._wait_for_ranks(launch.read_environment(), [], new(), config)
-    first, second = (f"--rdzv_endpoint=192.0.2.{n}:29400" for n in (1, 2))
-    assert met == [first, second, first, second]
-    assert waits == [None, "120", "120", "120"]
-    lines = capsys.readouterr().err.splitlines()
-    assert [line[: line.index(" at")] for line in lines] == [
-        f"restart ({number} of 3" for number in (1, 2, 3)
-    ]
-    # A run that ended in order on the other machine closed the rendezvous: not again.
-    ends[0] = "RendezvousClosedError"
-    met.clear()
-    launch._wait_for_ranks(launch.read_environment(), [], new(), config)
-    assert met == [first]
 
 
 def test_arguments(variables):
@@ -175,8 +125,7 @@ def test_a_first_word_that_names_nothing_is_refused(variables, capsys, word, ref
 
 
 def test_several_machines(variables, tmp_path):
-    variables.setenv("RDZV_ENDPOINT", "host:1234")
-    environment = launch.Environment(8, 2, "0", "", "torchtitan_lr.train")
+    environment = launch.Environment(8, 2, "0", "", "torchtitan_lr.train", endpoint="host:1234")
     command, _ = launch.build_command(environment, ["--x.y=1"], tmp_path)
     assert "--nnodes=2" in command and "--rdzv_endpoint=host:1234" in command
     assert "--rdzv_backend=loopback" not in command

@@ -90,30 +90,15 @@ def test_the_owner_of_the_address_opens_the_store(monkeypatch):
     assert not machines.owns("192.0.2.1", free)  # of no machine
     with socket.create_server(("127.0.0.1", free)):
         assert not machines.owns("127.0.0.1", free)
-    monkeypatch.setenv("RDZV_ENDPOINT", f"127.0.0.1:{free}")
-    arguments = machines.rendezvous_arguments(TWO_TO_FOUR)
+    here = replace(TWO_TO_FOUR, endpoint=f"127.0.0.1:{free}")
+    arguments = machines.rendezvous_arguments(here)
     assert "--nnodes=2:4" in arguments and "--local_addr=127.0.0.1" in arguments
     assert "--rdzv_conf" not in " ".join(arguments)  # torchrun knows its own loopback interface
     monkeypatch.setattr(machines, "owns", lambda *_: True)
-    monkeypatch.setenv("RDZV_ENDPOINT", "192.0.2.1:29400")
-    assert "--rdzv_conf=is_host=1" in machines.rendezvous_arguments(TWO_TO_FOUR)
-    given = replace(TWO_TO_FOUR, rdzv_settings=(("is_host", "0"), ("join_timeout", "9")))
+    there = replace(TWO_TO_FOUR, endpoint="192.0.2.1:29400")
+    assert "--rdzv_conf=is_host=1" in machines.rendezvous_arguments(there)
+    given = replace(there, rdzv_settings=(("is_host", "0"), ("join_timeout", "9")))
     assert "--rdzv_conf=is_host=0,join_timeout=9" in machines.rendezvous_arguments(given)
-
-
-def test_a_machine_that_comes_back_meets_the_others_where_they_are():
-    with socket.create_server(("127.0.0.1", 0)) as store, socket.socket() as other:
-        other.bind(("127.0.0.1", 0))  # and does not listen
-        here, lost = (f"127.0.0.1:{s.getsockname()[1]}" for s in (store, other))
-        run = replace(TWO_TO_FOUR, endpoints=(lost, here, "host:1"))
-        assert machines.where_others_met(run).endpoints == (here, "host:1", lost)
-        assert machines.next_endpoint(run).endpoints == (here, "host:1", lost)
-        first = replace(TWO_TO_FOUR, endpoints=(here, lost))
-        assert machines.where_others_met(first) == first
-    nowhere = replace(TWO_TO_FOUR, endpoints=(lost, here))
-    assert machines.where_others_met(nowhere) == nowhere
-    one = replace(TWO_TO_FOUR, endpoints=("host:1",))
-    assert machines.where_others_met(one) == one
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.commands import ROOT, Command
 from torchtitan_lr.scaling.experiment import read_experiment
-from torchtitan_lr.scaling.plan import Plan, Run, search
+from torchtitan_lr.scaling.plan import Plan, search
 from torchtitan_lr.scaling.report import fits_of, frontier
 
 scaling = Command("scaling")
@@ -120,15 +120,14 @@ def test_lengths_by_hand(tmp_path):
         plan = plan_of(tmp_path, ('name = "x"', f'name = "x"\nequal = "{equal}"'))
         full, cola = (plan.costs[family, "a"] for family in ("full", "cola"))
         assert full.counted == n > 2 * cola.counted
-        one, two = (Run(family, "a", 4.0, 0, 1e-3) for family in ("full", "cola"))
-        tokens, flops = plan.tokens_and_flops(one)
-        assert tokens == round(4.0 * n / full.tokens_per_step) * full.tokens_per_step
-        other = plan.tokens_and_flops(two)
+        one, two = (plan.point(f, "a", 4.0, 0, 1e-3).settings for f in ("full", "cola"))
+        assert one["D"] == round(4.0 * n / full.tokens_per_step) * full.tokens_per_step
+        assert one["FLOPs"] == one["D"] * full.flops_per_token
         if equal == "flops":
-            assert other[1] == pytest.approx(flops, rel=0.01) and other[0] > tokens
+            assert two["FLOPs"] == pytest.approx(one["FLOPs"], rel=0.01) and two["D"] > one["D"]
         else:
             wanted = cola.counted if equal == "tokens_per_parameter" else n
-            assert other[0] == pytest.approx(4.0 * wanted, rel=0.01)
+            assert two["D"] == pytest.approx(4.0 * wanted, rel=0.01)
 
 
 def test_a_best_value_is_inside_its_grid():
@@ -155,7 +154,7 @@ def test_rules_lead_beyond_the_searched_sizes(tmp_path, rule):
     )
     best = {"a": 4e-3, "b": 2e-3}
     losses = {
-        Run("full", size, 0.05, seed, rate).name: abs(rate - best[size])
+        plan.point("full", size, 0.05, seed, rate).name: abs(rate - best[size])
         for size, seed in (("a", 0), ("b", 5))
         for rate in (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
     }

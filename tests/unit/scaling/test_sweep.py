@@ -93,7 +93,7 @@ def test_a_stop_signal_is_passed_on_and_nothing_more_starts(tmp_path, standin, c
     assert folders(standin) == ["rank-64_lr-1e-3"]
     assert "stopped by SIGTERM: run the same command to continue" in capsys.readouterr().err
     rows = json.loads((tmp_path / "ranks/sweep.json").read_text())
-    assert "stopped by a signal" in rows[0]["status"] and rows[3]["status"] == "to do"
+    assert rows[0]["status"] == "stopped before its last step" and rows[3]["status"] == "to do"
 
 
 def test_as_many_points_at_once_as_jobs_on_gpus_of_their_own(tmp_path, standin, monkeypatch):

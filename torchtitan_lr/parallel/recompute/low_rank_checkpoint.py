@@ -32,7 +32,6 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families.registry import ModelFamily, find_family
 from torchtitan_lr.models.marks import mark_in_graphs
 from torchtitan_lr.parallel.recompute.mode import BlockFlops, CheckpointingMode
-from torchtitan_lr.parallel.recompute.program import Pass, Programs, Unexpected
 from torchtitan_lr.parallel.recompute.replay import Recording
 
 
@@ -86,7 +85,6 @@ def apply_low_rank_checkpoint(model: nn.Module, save_attention: bool) -> None:
         wrapped = checkpoint_wrapper(
             block,
             checkpoint_fn=checkpoint_block,
-            programs=Programs(block),
             save_attention=save_attention,
             save_attention_compiled=save_attention or _cannot_repeat_attention_compiled(model),
         )
@@ -100,19 +98,15 @@ def apply_low_rank_checkpoint(model: nn.Module, save_attention: bool) -> None:
 def checkpoint_block(
     block: nn.Module,
     *args: Any,
-    programs: Programs,
     save_attention: bool,
     save_attention_compiled: bool,
     **kwargs: Any,
 ) -> Any:
     """Run a block forward; its backward recomputes everything but the marked tensors.
 
-    The first pass of a form of arguments is recorded, the next ones follow the recording.
-
     Args:
         block: A decoder block.
         *args: Its arguments.
-        programs: What earlier passes of this block have left.
         save_attention: Whether to save the outputs of fused attention as well.
         save_attention_compiled: The same in a compiled graph.
         **kwargs: More of its arguments.
@@ -131,18 +125,7 @@ def checkpoint_block(
     if not torch.is_grad_enabled():
         return block(*args, **kwargs)
     operators = ATTENTION_OPERATORS if save_attention else frozenset()
-    key = programs.key((args, kwargs))
-    if (program := programs.found.get(key)) is not None:
-        try:
-            return Pass(block, args, kwargs, program).forward()
-        except Unexpected:
-            del programs.found[key]
-    outside = programs.outside if key is not None and key not in programs.found else None
-    recording = Recording(block, args, kwargs, operators, outside)
-    out = recording.forward()
-    if outside is not None:
-        programs.found[key] = recording.program()
-    return out
+    return Recording(block, args, kwargs, operators).forward()
 
 
 def _without_latents(family: ModelFamily) -> ConfigError:

@@ -31,7 +31,6 @@ from torchtitan_lr.compat.dispatch import (
 )
 from torchtitan_lr.compat.fake import FakeTensor
 from torchtitan_lr.models.marks import listen
-from torchtitan_lr.parallel.recompute.program import Outside, Program, Values, build_program
 from torchtitan_lr.parallel.recompute.tape import (
     OUTSIDE,
     Call,
@@ -56,7 +55,6 @@ class Recording:
         args: Its positional arguments; tensors among them are kept.
         kwargs: Its keyword arguments.
         kept_operators: Operators whose results are kept, besides the marked tensors.
-        outside: What the function reads, for `program`.
     """
 
     def __init__(
@@ -65,7 +63,6 @@ class Recording:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         kept_operators: frozenset[Any] = frozenset(),
-        outside: Outside | None = None,
     ) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
         self.kept_operators = kept_operators
@@ -77,15 +74,9 @@ class Recording:
         self._saved: list[Saved | None] = []
         self._recomputed: dict[int, Tensor] = {}
         self._autocast = _autocast_of(args)
-        self._outside = outside
-        self._marks: list[int | None] = []
-        self.values: Values | None = None
-        """The tensors of this pass, while it runs, if it is to become a program."""
 
     def forward(self) -> Any:
         """Run the function; tensors that autograd saves are kept only where they must be."""
-        if self._outside is not None:
-            self.values = Values(self._outside.tensors((self.args, self.kwargs)))
         with (
             torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
             listen(self.keep),
@@ -100,21 +91,8 @@ class Recording:
     def keep(self, x: Tensor) -> None:
         """Keep the storage of a tensor made in this forward pass."""
         storage = self._find(x)
-        self._marks.append(storage)
-        self._keep(storage, x)
-
-    def _keep(self, storage: int | None, x: Tensor) -> None:
         if storage is not None:
             self.kept.setdefault(storage, x.detach())
-
-    def program(self) -> Program | None:
-        """Return what the next forward passes can follow; call it once, after `forward`."""
-        values, self.values = self.values, None
-        if self._outside is None or values is None:
-            return None
-        calls = [c for c, live in zip(self.calls, self.live_calls(), strict=True) if live]
-        kept = set(self.kept)
-        return build_program(self._outside, values, calls, self._saved, self._marks, kept)
 
     def record(self, func: Any, arguments: Any, result: Any) -> None:
         """Note an operator that has just run."""
@@ -128,13 +106,10 @@ class Recording:
         if changes_arguments(func) and any(o.storage in self.kept for o in places(outputs)):
             raise RuntimeError(f"{func} changes a tensor that low-rank checkpointing keeps")
         self.calls.append(call)
-        if self.values is not None:
-            call.arguments = self.values.refer(arguments)
-            call.slots = [self.values.add(x, at) for x, at in zip(leaves, outputs, strict=True)]
         if func in self.kept_operators:
             for leaf in leaves:
                 if isinstance(leaf, Tensor):
-                    self._keep(self._find(leaf), leaf)
+                    self.keep(leaf)
 
     def live_calls(self) -> list[bool]:
         """Return, operator by operator, whether backward needs its result made again."""
@@ -224,8 +199,6 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func not in _IGNORED:
             self.recording.record(func, (args, kwargs or {}), result)
-        elif self.recording.values is not None and isinstance(result, Tensor):
-            self.recording.values.add_alias(result, args[0])
         return result
 
 

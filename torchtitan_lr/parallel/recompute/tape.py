@@ -4,7 +4,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,9 +42,6 @@ class Call:
     """An `Output` for a tensor, `OUTSIDE` for a view of an argument, a parameter or a buffer,
     anything else as it was."""
     spec: TreeSpec
-    arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-    """Its arguments with slots for tensors, and below the slots of its results, for a program."""
-    slots: list[Any] = field(default_factory=list)
 
     def storages(self) -> list[int]:
         """Return the storages of its results."""
@@ -74,16 +71,6 @@ def alias(kept: Tensor, place: Output) -> Tensor:
     """Return the tensor that lay at a place of the storage of ``kept``."""
     empty = torch.empty(0, dtype=place.dtype, device=place.device)
     return empty.set_(kept.untyped_storage(), place.offset, place.size, place.stride)
-
-
-def lies_at(x: Tensor, place: Output) -> bool:
-    """Return whether a tensor on a place's storage is the one that lay there."""
-    return (
-        x.dtype == place.dtype
-        and x.shape == place.size
-        and x.stride() == place.stride
-        and x.storage_offset() == place.offset
-    )
 
 
 def shares_storage(a: Tensor, b: Tensor) -> bool:
