@@ -85,7 +85,7 @@ def found(
         if form != "step":
             where.mkdir()
             write = export_hf if form == "hf" else export_factored
-            write(ModelWeights(built), where, max_bytes=200_000)
+            write(ModelWeights(built), where, max_size="200000")
             export_tokenizer(HuggingFaceTokenizer(ASSETS), Path(ASSETS), where, WINDOW)
         cases.append(options_of(where, *layout, path=str(corpus), **options))
     ranks = four_ranks.run(evaluate_all, cases)
