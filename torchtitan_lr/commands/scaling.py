@@ -113,9 +113,10 @@ def show(plan: "Plan", fit: bool) -> int:
         print(write(plan, rates, rows, fits_of(rows)))
         return int(bool(plan.edges(rates)))
     print(text_table(*table(rows, reference), left=2))
-    flops = sum(point.settings["FLOPs"] for point in points if not point.is_done)
-    left = sum(not point.is_done for point in points)
-    text = f"{len(points)} runs known, {left} to do, {flops:.3g} FLOPs"
+    every = {point.name: point for point in [*points, *main]}.values()
+    left = [point for point in every if not point.is_done]
+    flops = sum(point.settings["FLOPs"] for point in left)
+    text = f"{len(every)} runs, {len(left)} to do, {flops:.3g} FLOPs"
     speeds = [
         point.row["tokens_per_s"] * point.settings["FLOPs"] / point.settings["D"]
         for point in points

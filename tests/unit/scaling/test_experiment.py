@@ -172,6 +172,9 @@ def test_rules_lead_beyond_the_searched_sizes(tmp_path, rule):
 def test_an_experiment_from_its_search_to_the_table(tmp_path, standin, capsys):
     """The best rate, 2e-3, is the edge of the grid, which grows by 4e-3."""
     path, work = write(tmp_path), tmp_path / "work"
+    assert scaling.main(["plan", path, f"--out={work}"]) == 0
+    # Three rates of two families, and two sizes with two and one seeds.
+    assert "\n12 runs, 12 to do, " in capsys.readouterr().out
     command = [path, f"--out={work}", "--training.seq_len=64", "--validation.seq_len=64"]
     assert scaling.main(["run", *command, "--sizes=a", "--jobs=2"]) == 0
     assert scaling.main(["run", *command]) == 0
@@ -184,7 +187,7 @@ def test_an_experiment_from_its_search_to_the_table(tmp_path, standin, capsys):
     assert groups == {"--metrics.wandb_group=x"}
     capsys.readouterr()
     assert scaling.main(["plan", *command]) == 0
-    assert "12 runs known, 0 to do" in capsys.readouterr().out
+    assert "12 runs, 0 to do" in capsys.readouterr().out
     assert scaling.main(["fit", *command]) == 0
     out = capsys.readouterr().out
     # Two seeds, 5.00 and 5.01: t(0.975, 1) = 12.706205 times their standard error of 0.005.
