@@ -1,10 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Rank pools shared by all multi-rank tests; the first test that uses one starts it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
 
 import pytest
 
+from tests.distributed.training import train
+from tests.support.parity_runs import degrees
 from tests.support.rank_pool import RankPool
 
 
@@ -36,3 +40,14 @@ def four_ranks() -> Iterator[RankPool]:
 def eight_ranks() -> Iterator[RankPool]:
     """Eight gloo ranks."""
     yield from _pool(8)
+
+
+@pytest.fixture(scope="session")
+def reference(one_rank: RankPool) -> Callable[..., dict[str, Any]]:
+    """What one process trains with these arguments, once for all tests."""
+
+    @lru_cache(maxsize=32)
+    def run(*arguments: str) -> dict[str, Any]:
+        return one_rank.run(train, [*degrees(), *arguments])[0]
+
+    return run

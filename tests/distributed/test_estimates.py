@@ -11,6 +11,7 @@ from tests.distributed.training import small_trainer
 from tests.support.parity_cases import Case, build_model, model_args, shard_model, tp_mesh
 from tests.support.parity_runs import BF16, TINY, degrees, model, schedule
 from tests.support.rank_pool import RankPool
+from tests.unit.estimate.test_rehearsal import checkpointing
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.estimate.memory import rehearse_run, repeated_by_block
@@ -189,31 +190,7 @@ PLANS = [
     Case("lax", TPSettings("vanilla"), degree=2, dtype=torch.float32),
     Case("full", TPSettings("megatron"), degree=2, dtype=torch.bfloat16),
 ]
-MODES = ("none", "selective", "full", "low_rank")
-
-
-def checkpointing(mode: str) -> Any:
-    """Return a function that applies a mode, selective by operators."""
-    from functools import partial
-    from types import SimpleNamespace
-
-    from torchtitan.config.job_config import ActivationCheckpoint
-
-    from torchtitan_lr.parallel.recompute.activation_checkpoint import apply_activation_checkpoint
-
-    section: Any = ActivationCheckpoint(mode=mode)  # type: ignore[arg-type]
-    section.selective_ac_option, section.preserve_rng_state = "op", False
-    section.low_rank_save_attention = False
-    config = SimpleNamespace(
-        activation_checkpoint=section,
-        compile=SimpleNamespace(enable=False, components=[]),
-        job=SimpleNamespace(dump_folder=""),
-    )
-    return partial(_apply, apply_activation_checkpoint, config)
-
-
-def _apply(function: Any, config: Any, part: Any) -> None:
-    function(part, config)
+MODES = ("none", "selective op", "full", "low_rank")
 
 
 def saved_on_ranks(cases: list[Case]) -> list[dict[str, int]]:

@@ -36,16 +36,16 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def order_of_a_step(hsdp: bool, at_once: bool) -> dict[str, Any]:
+def order_of_a_step(at_once: bool) -> dict[str, Any]:
     """The collectives of one backward, and each decode among them."""
-    case = CASES["sketch_hsdp" if hsdp else "sketch"]
-    meshes = layout(hsdp)
+    case = CASES["sketch"]
+    mesh = layout(False)["fsdp"]
     torch.manual_seed(0)
     model = nn.Sequential(*(Weighted() for _ in range(UNITS)))
     for unit in (*model, model):
-        fully_shard(unit, mesh=meshes["fsdp"])
+        fully_shard(unit, mesh=mesh)
     sum_gradients(model)
-    compress(model, meshes["dp_replicate" if hsdp else "fsdp"], case)
+    compress(model, mesh, case)
     step_gradients(model, case, 0)
     model.zero_grad()
     decode, calls = SketchCodec.decode, Calls()
@@ -59,8 +59,8 @@ def order_of_a_step(hsdp: bool, at_once: bool) -> dict[str, Any]:
         loss = model(torch.zeros(2, requires_grad=True)).sum()
         calls.seen.clear()  # those of forward
         loss.backward()
-    own = meshes["dp_replicate"].get_group() if hsdp else second_group(meshes["fsdp"].get_group())
-    names = {meshes["fsdp"].get_group().group_name: "weights", own.group_name: "exchange", "": ""}
+    group = mesh.get_group()
+    names = {group.group_name: "weights", second_group(group).group_name: "exchange", "": ""}
     gradients = [p.grad.full_tensor().sum().item() for p in model.parameters()]
     return {"calls": [(op, names[group]) for op, group in calls.seen], "gradients": gradients}
 
@@ -70,7 +70,7 @@ def places(calls: list[tuple[str, str]], wanted: tuple[str, str]) -> list[int]:
 
 
 def test_next_weights_are_gathered_before_the_decode(four_ranks: RankPool) -> None:
-    results = four_ranks.run(order_of_a_step, False, False)
+    results = four_ranks.run(order_of_a_step, False)
     assert all(result["calls"] == results[0]["calls"] for result in results)
     calls = results[0]["calls"]
     starts, decodes = places(calls, ("all_to_all", "exchange")), places(calls, ("decode", ""))
@@ -83,25 +83,19 @@ def test_next_weights_are_gathered_before_the_decode(four_ranks: RankPool) -> No
 
 
 def test_each_group_has_its_own_calls(four_ranks: RankPool) -> None:
-    calls = four_ranks.run(order_of_a_step, False, False)[0]["calls"]
+    calls = four_ranks.run(order_of_a_step, False)[0]["calls"]
     assert {op for op, group in calls if group == "weights"} == {"all_gather"}
     counts = {op: calls.count((op, "exchange")) for op, group in calls if group == "exchange"}
     assert counts == dict.fromkeys(("all_to_all", "reduce_scatter", "all_gather"), UNITS)
 
 
-def test_replicas_too(four_ranks: RankPool) -> None:
-    calls = four_ranks.run(order_of_a_step, True, False)[0]["calls"]
-    start, decode = places(calls, ("all_to_all", "exchange"))[0], places(calls, ("decode", ""))[0]
-    assert any(start < gather < decode for gather in places(calls, ("all_gather", "weights")))
-
-
 def test_an_exchange_that_ends_at_once_is_noticed(four_ranks: RankPool) -> None:
     """The control: same gradients, but the weights wait for the decode."""
-    results = four_ranks.run(order_of_a_step, False, True)
+    results = four_ranks.run(order_of_a_step, True)
     calls = results[0]["calls"]
     starts, decodes = places(calls, ("all_to_all", "exchange")), places(calls, ("decode", ""))
     gathers = places(calls, ("all_gather", "weights"))
     for start, decode in zip(starts, decodes, strict=True):
         assert not any(start < gather < decode for gather in gathers)
-    beside = four_ranks.run(order_of_a_step, False, False)
+    beside = four_ranks.run(order_of_a_step, False)
     assert [r["gradients"] for r in results] == [r["gradients"] for r in beside]

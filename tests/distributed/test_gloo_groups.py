@@ -41,7 +41,7 @@ def seconds_until_lost(port: int, closes: bool) -> float:
     return seconds
 
 
-@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize("closes", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_no_member_waits_for_one_that_has_given_up(closes: bool, four_ranks: RankPool) -> None:
     """In gloo's ring of four, one member waits for another that lives."""
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)

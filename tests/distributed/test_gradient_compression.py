@@ -5,29 +5,22 @@ Gradients here are whole numbers, whose sums are exact in fp32: what equals, equ
 """
 
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.compression_cases import (
     CASES,
     SHAPES,
     Case,
     build,
-    compress,
     gradient,
-    layout,
     step_gradients,
 )
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.compression import fsdp as gradient_compression
 from torchtitan_lr.compression.fsdp import compressor_of, compressors_of
-from torchtitan_lr.compression.sizes import CodecSizes
-from torchtitan_lr.parallel.data_parallel import sum_gradients
 
 
 def true_sum(name: str, case: Case, step: int) -> Tensor:
@@ -122,49 +115,6 @@ def test_a_forgotten_residual_is_noticed(four_ranks: RankPool) -> None:
 def test_a_rank_with_other_hashes_is_noticed(four_ranks: RankPool) -> None:
     result = four_ranks.run(books, CASES["sketch"], 2, "seed")[0]
     assert min(result["errors"]) > 100
-
-
-SIZES = (16, 64, 4000)
-"""Entries of a destination, by unit: the first two are too small for a tenfold sketch."""
-
-
-def units_of_all_sizes(forced: bool, steps: int = 12) -> tuple[str, list[float]]:
-    """Reduce units of three sizes; return what was logged, and what share of each was delivered."""
-    model = nn.Sequential(*(nn.Linear(size // 2, 8, bias=False) for size in SIZES))
-    mesh = layout(False)["fsdp"]
-    for unit in (*model, model):
-        fully_shard(unit, mesh=mesh)
-    sum_gradients(model)
-    case = Case(CodecSizes("sketch", 10, 0.9875), min_size=1, forced=forced)
-    with patch.object(gradient_compression.logger, "info") as log:
-        compress(model, mesh, case)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    sent, added = torch.zeros(2, len(SIZES), dtype=torch.float64)
-    for _ in range(steps):
-        model.zero_grad()
-        for index, unit in enumerate(model):
-            # Every row of the weight's gradient is this rank's input.
-            x = torch.randint(1, 9, (1, SIZES[index] // 2), generator=generator).float()
-            unit(x).sum().backward()
-            sent[index] += unit.weight.grad.full_tensor().sum()
-            added[index] += 8 * x.sum()
-    dist.all_reduce(added)
-    lines = [call.args[0] % call.args[1:] for call in log.call_args_list]
-    return "\n".join(lines), (sent / added).tolist()
-
-
-def test_a_unit_too_small_for_its_sketch_travels_dense(four_ranks: RankPool) -> None:
-    for log, delivered in four_ranks.run(units_of_all_sizes, False):
-        assert delivered[:2] == [1, 1] and 0.05 < delivered[2] < 1
-        assert "1 of 3 tensors compressed" in log and "dense: 0, 1" in log
-        assert "too small for a sketch to peel, so dense: 0 (16 entries a destination: load " in log
-        assert "1 (64 entries a destination: load 0.43 above 0.24)" in log
-
-
-def test_a_sketch_of_a_small_unit_delivers_little(four_ranks: RankPool) -> None:
-    """The control: the same units, sent by sketch."""
-    for log, delivered in four_ranks.run(units_of_all_sizes, True):
-        assert max(delivered[:2]) < 0.5 and "too small" not in log
 
 
 def after_a_nan(case: Case) -> tuple[bool, bool, float]:

@@ -75,15 +75,6 @@ def test_btp_goes_on_from_the_imported_model(
     assert largest_difference(run, reference) < EXACT
 
 
-def test_tsr_adam_goes_on_from_the_imported_model(
-    whole: list[str], dense_run: dict[str, Any], two_ranks: RankPool
-) -> None:
-    replicas = ["--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=4"]
-    run = two_ranks.run(train, [*whole, *TSR, *replicas, "--training.steps=3"])[0]
-    assert abs(run["losses"][0] / dense_run["losses"][0] - 1) < EXACT
-    assert run["losses"][2] < run["losses"][0]
-
-
 def test_a_truncated_or_a_fresh_model_would_be_noticed(
     whole: list[str],
     dense_folder: Path,

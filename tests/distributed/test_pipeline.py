@@ -1,12 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A pipeline trains like one process: losses, gradient norms and parameters (fp64).
 
-All families, degrees and schedules are here, though not every combination;
-``test_parity_matrix.py`` has them all.
+All families, degrees and schedules are here, with plans, data parallelism, checkpointing and
+compilation, though not every combination; ``test_parity_matrix.py`` has them all.
 """
 
 import re
-from functools import cache
 from typing import Any
 
 import pytest
@@ -30,14 +29,15 @@ from tests.support.rank_pool import RankPool
 VALIDATED = ["--validation.enable", "--validation.steps=2", "--validation.seq_len=8"]
 VALIDATED += ["--validation.first_step"]
 
-
-@pytest.fixture(scope="module")
-def reference(one_rank: RankPool) -> Any:
-    @cache
-    def run(family: str, *options: str) -> dict[str, Any]:
-        return one_rank.run(train, [*model(family), *LAYOUTS["dp1"][1], *options])[0]
-
-    return run
+PP4, PP2_TP2, PP2_FSDP2 = (LAYOUTS[name][1] for name in ("pp4", "pp2_tp2", "fsdp2_pp2"))
+REPLICATE2 = [
+    "--parallelism.data_parallel_replicate_degree=2",
+    "--parallelism.data_parallel_shard_degree=1",
+]
+LOW_RANK = ["--activation_checkpoint.mode=low_rank"]
+FULL = ["--activation_checkpoint.mode=full"]
+COMPILE = ["--compile.enable", "--compile.backend=eager"]
+ZBV, INTERLEAVED = schedule("ZBVZeroBubble"), schedule("Interleaved1F1B")
 
 
 @pytest.fixture(scope="module")
@@ -60,28 +60,61 @@ def test_layouts_from_a_seed_checkpoint(
     ranks, options = LAYOUTS[layout]
     assert ranks == 4
     run = four_ranks.run(train, [*model("lax"), *options, *DEEP, *seed])[0]
-    expected = reference("lax", *DEEP, *seed)
-    assert largest_difference(run, expected) < EXACT
-    assert largest_difference(run, reference("lax", *DEEP)) > 1e-3
+    assert largest_difference(run, reference(*model("lax"), *DEEP, *seed)) < EXACT
+    assert largest_difference(run, reference(*model("lax"), *DEEP)) > 1e-3
 
 
 @pytest.mark.parametrize(
-    ("family", "layout", "name"),
+    ("family", "options"),
     [
-        ("full", "fsdp2_pp2", "Interleaved1F1B"),
-        ("svd", "pp2_tp2", "GPipe"),
-        ("cola", "pp4", "1F1B"),
-        ("lax", "pp2_tp2", "ZBVZeroBubble"),
-        ("cola", "fsdp2_pp2", "ZBVZeroBubble"),
-        ("full", "pp2_tp2", "ZBVZeroBubble"),
+        ("full", [*PP2_FSDP2, *INTERLEAVED]),
+        ("svd", [*PP2_TP2, *schedule("GPipe")]),
+        ("cola", PP4),
+        ("lax", [*PP2_TP2, *ZBV]),
+        ("cola", [*PP2_FSDP2, *ZBV]),
+        ("full", [*PP2_TP2, *ZBV]),
+        ("lax", [*PP2_TP2, "--parallelism.tp_comm=sequence"]),
+        ("lax", [*PP2_TP2, "--parallelism.tp_plan=vanilla", *ZBV]),
+        ("lax", [*PP2_TP2, "--parallelism.tp_plan=vanilla_replicated", *INTERLEAVED]),
+        ("lax", [*PP2_TP2, "--parallelism.no_tp_grouping", "--parallelism.tp_norm=sync"]),
+        ("cola", [*PP2_TP2, "--parallelism.tp_head=scatter", "--parallelism.tp_comm=sequence"]),
+        ("lax", [*PP2_TP2, *LOW_RANK]),
+        ("cola", [*PP2_FSDP2, *FULL, *INTERLEAVED]),
+        ("cola", [*PP2_TP2, *COMPILE, *LOW_RANK, *INTERLEAVED]),
+        ("lax", [*degrees(pipeline=2, local_batch=2), *REPLICATE2]),
+        ("cola", [*PP2_FSDP2, "--parallelism.fsdp_reshard_after_forward=always"]),
+        ("lax", [*PP2_TP2, "--parallelism.pipeline_parallel_microbatch_size=1"]),
+        ("lax", [*PP2_TP2, "--low_rank.lax_gate=scalar", *ZBV]),
     ],
+    ids=lambda value: (
+        value if isinstance(value, str) else "-".join(o.split(".")[-1] for o in value)
+    ),
 )
-def test_families_and_schedules(
-    family: str, layout: str, name: str, four_ranks: RankPool, reference: Any
+def test_layout_equals_one_process(
+    family: str, options: list[str], four_ranks: RankPool, reference: Any
 ) -> None:
-    options = [*model(family), *LAYOUTS[layout][1], *schedule(name)]
-    run = four_ranks.run(train, options)[0]
-    assert largest_difference(run, reference(family, *flavor(options))) < EXACT
+    run = four_ranks.run(train, [*model(family), *options])[0]
+    gated = [option for option in options if "lax_gate" in option]
+    expected = reference(*model(family), *flavor(options), *gated)
+    assert largest_difference(run, expected) < EXACT
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        # HSDP, with accumulation
+        [
+            *(*degrees(pipeline=2, local_batch=1), *schedule("GPipe")),
+            "--parallelism.data_parallel_replicate_degree=2",
+        ],
+        # FSDP2 with tensor parallelism
+        [*degrees(tensor=2, pipeline=2, local_batch=4), *ZBV],
+    ],
+    ids=["hsdp", "fsdp_tp"],
+)
+def test_three_dimensions(options: list[str], eight_ranks: RankPool, reference: Any) -> None:
+    run = eight_ranks.run(train, [*model("lax"), *options])[0]
+    assert largest_difference(run, reference(*model("lax"), *flavor(options))) < EXACT
 
 
 @pytest.mark.parametrize(
@@ -89,7 +122,7 @@ def test_families_and_schedules(
 )
 def test_faults_are_noticed(fault: str, least: float, two_ranks: RankPool, reference: Any) -> None:
     run = two_ranks.run(train, [*model("lax"), *LAYOUTS["pp2"][1]], fault)[0]
-    assert largest_difference(run, reference("lax")) > least
+    assert largest_difference(run, reference(*model("lax"))) > least
 
 
 @pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])

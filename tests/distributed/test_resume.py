@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import train
-from tests.support.parity_runs import EXACT, largest_difference
+from tests.support.parity_runs import (
+    DEEP,
+    EXACT,
+    LAYOUTS,
+    degrees,
+    largest_difference,
+    model,
+    schedule,
+)
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.checkpoints.manifest import damage_of, read_manifest
 
@@ -61,6 +69,47 @@ def test_a_signal_saves_and_the_run_resumes_exactly(
     assert largest_difference(resumed, undisturbed) == 0.0
 
 
+TP4, TP2, PP4, PP2_TP2, PP2_FSDP2 = (
+    LAYOUTS[name][1] for name in ("tp4", "fsdp2_tp2", "pp4", "pp2_tp2", "fsdp2_pp2")
+)
+MOVES = {
+    "plans": (
+        model("cola"),
+        [
+            TP4,
+            degrees(),
+            [*TP2, "--parallelism.tp_plan=vanilla"],
+            [*TP4, "--parallelism.no_tp_grouping"],
+        ],
+    ),
+    "stages": (
+        [*model("lax"), *DEEP],
+        [PP4, [*PP2_TP2, *schedule("ZBVZeroBubble")], degrees(local_batch=2), PP2_FSDP2],
+    ),
+    "lanes": (
+        [*model("full"), "--caat.lanes=4", "--caat.sync_fraction=0.5"],
+        [TP4, TP2, degrees(), PP2_TP2],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MOVES)
+def test_a_checkpoint_moves_between_layouts(
+    case: str, four_ranks: RankPool, one_rank: RankPool, reference: Any
+) -> None:
+    """A signal stops the run in each layout but the last, and the next one goes on."""
+    arguments, layouts = MOVES[case]
+    arguments = [*arguments, f"--training.steps={len(layouts)}"]
+    folder = ""
+    for step, layout in enumerate(layouts, 1):
+        pool = one_rank if layout == degrees() else four_ranks
+        options = [*arguments, *layout, "--checkpoint.enable", "--checkpoint.interval=1"]
+        run = pool.run(train, options, f"sigterm@{step}" if step < 4 else "", folder)[0]
+        assert run["step"] == step
+        folder = run["dump_folder"]
+    assert largest_difference(run, reference(*arguments)) < EXACT
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -107,10 +156,11 @@ def test_a_validation_cut_off_is_made_up_for_once(
         assert len(history.read_text().splitlines()) == len(lines)
 
 
-def test_forgetting_the_data_position_would_be_noticed(
-    stopped: str, two_ranks: RankPool, undisturbed: dict[str, Any]
+@pytest.mark.parametrize("part", ["dataloader", "optimizer"])
+def test_forgetting_a_part_would_be_noticed(
+    part: str, stopped: str, two_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:
-    options = [*FSDP2, "--checkpoint.exclude_from_loading=dataloader"]
+    options = [*FSDP2, f"--checkpoint.exclude_from_loading={part}"]
     resumed = two_ranks.run(train, options, "", stopped)[0]
     assert largest_difference(resumed, undisturbed) > 1e-3
 

@@ -5,19 +5,15 @@ The mathematics of each plan is proven module by module in the parity tests; her
 trainer: loss parallel, clipping, optimizer, FSDP2, HSDP, checkpointing, compilation, DCP.
 """
 
-from functools import cache
 from typing import Any
 
 import pytest
 
 from tests.distributed.training import train
 from tests.support.parity_runs import (
-    BF16,
     EXACT,
-    ROUNDING,
-    bf16_references,
     largest_difference,
-    rounding_excess,
+    model,
 )
 from tests.support.rank_pool import RankPool
 
@@ -35,19 +31,6 @@ TP2_REPLICATE2_ACCUMULATE2 = [
 # Validation compiles the same blocks once more, without gradients.
 VALIDATED = ["--validation.enable", "--validation.steps=1", "--validation.seq_len=16"]
 VALIDATED += ["--validation.first_step"]
-
-
-def model(family: str) -> list[str]:
-    return [f"--model.name=llama_{family}"]
-
-
-@pytest.fixture(scope="module")
-def reference(one_rank: RankPool) -> Any:
-    @cache
-    def run(family: str, *options: str) -> dict[str, Any]:
-        return one_rank.run(train, [*model(family), "--training.local_batch_size=8", *options])[0]
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -69,7 +52,7 @@ def test_sequence_form_falls_back_for_an_odd_validation_length(
     options = [*model("cola"), *TP2_FSDP2, "--parallelism.tp_comm=sequence", *VALIDATED]
     run = four_ranks.run(train, [*options, "--validation.seq_len=15"])[0]
     assert len(run["val_losses"]) == 2
-    assert largest_difference(run, reference("cola")) < EXACT
+    assert largest_difference(run, reference(*model("cola"))) < EXACT
 
 
 @pytest.mark.parametrize(
@@ -97,7 +80,7 @@ def test_layout_equals_one_process(
     family: str, options: list[str], four_ranks: RankPool, reference: Any
 ) -> None:
     run = four_ranks.run(train, [*model(family), *options])[0]
-    assert largest_difference(run, reference(family)) < EXACT
+    assert largest_difference(run, reference(*model(family))) < EXACT
 
 
 @pytest.mark.parametrize(
@@ -108,7 +91,7 @@ def test_layout_equals_one_process(
 )
 def test_shapes_of_ones_own(shape: list[str], two_ranks: RankPool, reference: Any) -> None:
     run = two_ranks.run(train, [*model("cola"), *TP2, *shape])[0]
-    assert largest_difference(run, reference("cola", *shape)) < EXACT
+    assert largest_difference(run, reference(*model("cola"), *shape)) < EXACT
     rows, inner = 4160 if "vocab" in shape[0] else 4096, 48 if "rank" in shape[0] else 12
     assert run["parameters"]["output.weight"].shape == (rows, 64)
     assert run["parameters"]["layers.0.attention.wk.B.weight"].shape == (32, inner)
@@ -121,31 +104,4 @@ def test_hsdp_with_tensor_parallelism(eight_ranks: RankPool, reference: Any) -> 
         "--training.local_batch_size=2",
     ]
     run = eight_ranks.run(train, [*model("cola"), *options])[0]
-    assert largest_difference(run, reference("cola")) < EXACT
-
-
-def test_mixed_precision_is_the_same_regime_in_every_layout(
-    four_ranks: RankPool, one_rank: RankPool
-) -> None:
-    references = bf16_references(one_rank, [*model("cola"), "--training.local_batch_size=8"], train)
-    sequence = ["--parallelism.tp_comm=sequence", "--parallelism.tp_head=scatter"]
-    for layout in (TP4, [*TP2_FSDP2, *sequence]):
-        run = four_ranks.run(train, [*model("cola"), *BF16, *layout])[0]
-        assert rounding_excess(run, references) < ROUNDING, layout
-
-
-def test_a_checkpoint_moves_between_degrees_plans_and_groupings(
-    four_ranks: RankPool, one_rank: RankPool, reference: Any
-) -> None:
-    """TP4 (btp, grouped) -> one process -> TP2 x FSDP2 (vanilla) -> TP4 (btp, ungrouped)."""
-    steps = ["--training.steps=4"]
-    options = [*model("cola"), *steps, "--checkpoint.enable", "--checkpoint.interval=1"]
-    folder = four_ranks.run(train, [*options, *TP4], "sigterm@1")[0]["dump_folder"]
-    alone = [*options, "--training.local_batch_size=8"]
-    assert one_rank.run(train, alone, "sigterm@2", folder)[0]["step"] == 2
-    vanilla = [*options, *TP2_FSDP2, "--parallelism.tp_plan=vanilla"]
-    assert four_ranks.run(train, vanilla, "sigterm@3", folder)[0]["step"] == 3
-    ungrouped = [*options, *TP4, "--parallelism.no_tp_grouping"]
-    run = four_ranks.run(train, ungrouped, "", folder)[0]
-    assert run["step"] == 4
-    assert largest_difference(run, reference("cola", *steps)) < EXACT
+    assert largest_difference(run, reference(*model("cola"))) < EXACT

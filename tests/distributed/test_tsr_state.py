@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
@@ -112,29 +111,3 @@ def test_every_entry_of_the_state_matters(forget: str, four_ranks: RankPool, tmp
     expected = four_ranks.run(save, case, str(tmp_path))[0]
     found = four_ranks.run(resume, case, str(tmp_path), forget)[0]
     assert max(relative(found[name], weight) for name, weight in expected.items()) > 1e-4
-
-
-def fake_load_step(layout_name: str) -> bool:
-    """What DCP does to an optimizer whose state it takes to be missing."""
-    layout = place(layout_name)
-    case = Case(layout_name)
-    model, optimizer, _ = train(case, layout, steps=2)
-    before = [full(p.detach()).clone() for p in model.parameters()]
-    state = {k: full(v).clone() for k, v in optimizer.state_dict().items() if torch.is_tensor(v)}
-    inner = optimizer.optimizers[0]
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    inner.param_groups[0]["lr"] = 0.0
-    inner.step(closure=None)
-    inner.zero_grad(set_to_none=True)
-    same = all(
-        torch.equal(full(p.detach()), b) for p, b in zip(model.parameters(), before, strict=True)
-    )
-    after = optimizer.state_dict()
-    dist.barrier()
-    return same and all(torch.equal(full(after[k]), v) for k, v in state.items()) and bool(state)
-
-
-@pytest.mark.parametrize("layout", ["replicate4", "hsdp2x2"])
-def test_the_fake_load_step_changes_nothing(layout: str, four_ranks: RankPool) -> None:
-    assert four_ranks.run(fake_load_step, layout) == [True] * 4

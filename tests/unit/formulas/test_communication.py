@@ -8,10 +8,6 @@ import pytest
 from torchtitan_lr.formulas.communication import (
     block_traffic,
 )
-from torchtitan_lr.formulas.data_parallel import (
-    DataParallel,
-    data_parallel_traffic,
-)
 from torchtitan_lr.formulas.parameters import count_parameters
 from torchtitan_lr.formulas.traffic import count
 from torchtitan_lr.models.args import LlamaArgs
@@ -111,25 +107,3 @@ def test_data_parallel_volume() -> None:
     """BOOST, Table 6: l(11dr + 3·d_ff·r), and l(4d² + 3d·d_ff) at full rank."""
     assert sum_of_linears(shape()) == 3 * (11 * D * R + 3 * F * R)
     assert sum_of_linears(shape("full")) == 3 * (4 * D * D + 3 * D * F)
-
-
-def test_fsdp_and_hsdp() -> None:
-    args = shape()
-    block = 11 * D * R + 3 * F * R + 2 * D
-    embedding, head, norm = 128 * D, 128 * D, D
-    everything = embedding + 3 * block + head + norm
-    rows = data_parallel_traffic(args, btp(), 1, DataParallel(replicate=1, shard=4))
-    assert {r.mesh_dim for r in rows} == {"fsdp"}
-    assert count(rows, "forward") == (6, everything)
-    # Weights again, but for the head's; and gradients.
-    assert count(rows, "backward") == (5 + 6, 2 * everything - head)
-    always = DataParallel(1, 4, reshard_last=True)
-    again = data_parallel_traffic(args, btp(), 1, always)
-    assert count(again, "backward") == (12, 2 * everything)
-    hsdp = data_parallel_traffic(args, btp(), 1, DataParallel(2, 4, microbatches=3))
-    sums = [r for r in hsdp if r.mesh_dim == "dp_replicate"]
-    assert count(sums, "backward") == (6, everything // 4)
-    assert count(hsdp, "forward") == (18, 3 * everything)
-    replicated = data_parallel_traffic(args, btp(), 1, DataParallel(4, 1, microbatches=3))
-    assert count(replicated, "backward") == (6, everything)
-    assert count(replicated, "forward") == (0, 0)

@@ -64,12 +64,6 @@ def test_refusals_name_the_key_in_one_line(family, overrides, key):
     assert "\n" not in str(caught.value)
 
 
-def test_the_largest_rank_is_accepted():
-    args = FLAVORS["cola"]["debug"]
-    args.update_from_config(job_config(rank_attention=128, rank_ffn=128))
-    assert (args.rank_attention, args.rank_ffn) == (128, 128)
-
-
 def test_colas_rank_with_eight_query_heads_a_key_head():
     """r = d/4 is above the width of k and v, d/8; formulas count what the model has."""
     args = tiny_args("cola", dim=64, n_heads=8, n_kv_heads=1, rank_attention=16)

@@ -1,0 +1,63 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""In bf16 every layout rounds as one process does, in the same regime: fp32 masters and sums."""
+
+import pytest
+
+from tests.distributed.test_caat_training import CAAT
+from tests.distributed.test_data_parallel import LAYOUTS as DATA
+from tests.distributed.training import LOSS_GAP, loss_gap, train
+from tests.support.parity_runs import (
+    BF16,
+    DEEP,
+    LAYOUTS,
+    ROUNDING,
+    bf16_references,
+    degrees,
+    model,
+    rounding_excess,
+)
+from tests.support.rank_pool import RankPool
+
+PURE = [*BF16, "--training.dtype=bfloat16"]
+TP2, TP4, PP2 = (LAYOUTS[name][1] for name in ("fsdp2_tp2", "tp4", "fsdp2_pp2"))
+SEQUENCE = ["--parallelism.tp_comm=sequence", "--parallelism.tp_head=scatter"]
+# In the fixed order: in the shuffled one, batches are alike and the controls are weaker.
+COLA = [*model("cola"), "--training.no_shuffle"]
+
+CASES = {
+    "data": (COLA, [DATA["fsdp4"], DATA["replicate4_accumulate2"]]),
+    "tensors": (model("cola"), [TP4, [*TP2, *SEQUENCE]]),
+    "stages": ([*model("lax"), *DEEP], [LAYOUTS["pp4"][1], PP2]),
+    "lanes": (CAAT, [TP4, [*TP2, "--caat.backward_sum=activation"]]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_regime_is_that_of_one_process(
+    case: str, four_ranks: RankPool, one_rank: RankPool
+) -> None:
+    arguments, layouts = CASES[case]
+    references = bf16_references(one_rank, [*arguments, *degrees()], train)
+    for layout in layouts:
+        run = four_ranks.run(train, [*arguments, *BF16, *layout])[0]
+        assert rounding_excess(run, references) < ROUNDING, layout
+    if case == "data":
+        # The controls: master weights in bf16 are another regime, and a fault shows in this one.
+        pure = one_rank.run(train, [*arguments, *PURE, *degrees()])[0]
+        assert rounding_excess(pure, references) > 5 * ROUNDING
+        average = [*arguments, *DATA["replicate4"], *BF16]
+        faulty = four_ranks.run(train, average, "average")[0]
+        assert rounding_excess(faulty, references) > 2 * ROUNDING
+
+
+def test_pure_bf16_replicas_train_like_one_process(
+    four_ranks: RankPool, one_rank: RankPool
+) -> None:
+    """bf16 master weights round every update, so losses are compared, not weights."""
+    options = [*model("cola"), *PURE, "--training.steps=5", "--optimizer.lr=1e-2"]
+    alone = one_rank.run(train, [*options, *degrees()])[0]["losses"]
+    run = four_ranks.run(train, [*options, *DATA["replicate4"]])[0]["losses"]
+    assert loss_gap(run, alone) < LOSS_GAP
+    # The control: gradients divided by the ranks once more.
+    average = four_ranks.run(train, [*options, *DATA["replicate4"]], "average")[0]
+    assert loss_gap(average["losses"], alone) > 10 * LOSS_GAP
