@@ -162,7 +162,8 @@ def test_a_kill_in_mid_save_leaves_nothing_to_trust(life):
     # The folder is there and newer than every checkpoint, but no script takes it for one.
     assert stage.folders == {3: True, 4: True, 6: True, 8: True, 12: False}
     assert list(stage.copy.glob("*.distcp"))
-    done = runs.run([sys.executable, "scripts/export.py", stage.copy, stage.copy / "out"])
+    export = [sys.executable, "-m", "torchtitan_lr", "export"]
+    done = runs.run([*export, stage.copy, stage.copy / "out"])
     assert done.status == 2, done.everything
     (line,) = done.err.splitlines()
     assert ".metadata is missing" in line

@@ -1,12 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""`experiments.run_on_ranks`: a script that runs itself on all ranks and takes rank 0's answer."""
+"""`experiments.run_on_ranks`: a module that runs itself on all ranks and takes rank 0's answer."""
 
 import json
+import os
 import sys
 
 from tests.integration import runs
 
-SCRIPT = """
+MODULE = """
 import json, os, sys
 from torchtitan_lr.scaling.experiments import RunFailedError, report_from_rank, run_on_ranks
 
@@ -19,16 +20,16 @@ def measure(arguments):
 report_from_rank(measure, sys.argv[1:])
 assert "RANK" not in os.environ, "answered, but went on"
 try:
-    print(json.dumps(run_on_ranks(sys.argv[0], sys.argv[1:], ranks=2)))
+    print(json.dumps(run_on_ranks("ask", sys.argv[1:], ranks=2)))
 except RunFailedError as error:
     print(json.dumps({"failed": str(error)}))
 """
 
 
 def ask(tmp_path, *arguments):
-    script = tmp_path / "ask.py"
-    script.write_text(SCRIPT)
-    done = runs.run([sys.executable, script, *arguments])
+    (tmp_path / "ask.py").write_text(MODULE)
+    path = f"{tmp_path}{os.pathsep}{runs.ROOT}"
+    done = runs.run([sys.executable, "-m", "ask", *arguments], PYTHONPATH=path)
     assert done.status == 0, done.everything
     return json.loads(done.out)
 

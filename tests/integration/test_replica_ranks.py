@@ -5,7 +5,6 @@ import importlib.util
 import os
 import signal
 import socket
-import sys
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import LAUNCH, ROOT, Process, history, write_config
+from tests.support.lighthouse import JOIN_SECONDS
+from tests.support.lighthouse import lighthouse as quorum_server
 from torchtitan_lr.replicas.commits import read_commits
 
 if importlib.util.find_spec("torchft") is None:
@@ -51,14 +52,8 @@ def lighthouse(replicas):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         end = f"127.0.0.1:{found.getsockname()[1]}"
-    script = [sys.executable, ROOT / "scripts/lighthouse.py", "--bind", end]
-    times = ["--heartbeat-seconds", "1", "--min-replicas", str(replicas)]
-    server = Process([*script, *times], PYTHONPATH=f"{ROOT}{os.pathsep}{SITE}")
-    try:
+    with quorum_server(end, replicas, JOIN_SECONDS, heartbeat_seconds=1.0):
         yield end
-    finally:
-        server.send(signal.SIGTERM)
-        assert server.finish().status == 0
 
 
 def start(config, end, replica, *options, ranks=2):

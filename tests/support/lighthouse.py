@@ -2,8 +2,6 @@
 """The quorum server of replicas that come and go: torchft's, with times that cannot livelock."""
 
 import importlib.util
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -63,19 +61,3 @@ def lighthouse(
     finally:
         server.shutdown()
         relay.close()
-
-
-def wait_for_signal() -> str:
-    """Wait for SIGTERM or SIGINT; return its name."""
-    came: list[str] = []
-    event = threading.Event()
-
-    def stop(number: int, frame: object) -> None:
-        came.append(signal.Signals(number).name)
-        event.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    while not event.wait(0.5):  # in short intervals: handlers run between them
-        pass
-    return came[0]
