@@ -42,7 +42,7 @@ class TorchtitanLRConfig(PretrainedConfig):
 
     model_type = "torchtitan_lr"
     _auto_class = "AutoConfig"  # save_pretrained copies the code for it
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ("past_key_values", "cache")
 
     def __init__(
         self,

@@ -31,6 +31,10 @@ from .layers_torchtitan_lr import (
 N_ATTENTION = 4
 """How many of a block's seven linears (q, k, v, o, gate, up, down) attention has."""
 
+OUTPUTS = CausalLMOutputWithPast.__dataclass_fields__
+CACHE_NAME = "cache" if "cache" in OUTPUTS else "past_key_values"
+"""What transformers calls keys and values of earlier tokens: ``cache`` since 5.24."""
+
 
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped queries."""
@@ -167,7 +171,7 @@ class TorchtitanLRForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = ""
     _auto_class = "AutoModelForCausalLM"  # save_pretrained copies the code for it
     _no_split_modules = ["Block"]  # noqa: RUF012
-    _skip_keys_device_placement = "past_key_values"
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_cache_class = True
     _supports_static_cache = True
@@ -224,6 +228,7 @@ class TorchtitanLRForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Predict the next token at every position.
@@ -233,7 +238,7 @@ class TorchtitanLRForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask: 1 for tokens and 0 for padding, (b, cached + s).
             position_ids: (b or 1, s); by default counted along the attention mask, so that padding
                 has no part in it.
-            past_key_values: Keys and values of earlier tokens.
+            past_key_values: Keys and values of earlier tokens, for transformers before 5.24.
             inputs_embeds: Embeddings (b, s, d) in place of token ids.
             labels: Token ids (b, s), not shifted; -100 where there is no loss.
             use_cache: Whether to return keys and values; by default outside of training.
@@ -241,6 +246,7 @@ class TorchtitanLRForCausalLM(PreTrainedModel, GenerationMixin):
             return_dict: False for a tuple.
             logits_to_keep: How many of the last positions get logits; 0 for all.
             num_items_in_batch: What the summed loss is divided by; by default its labels' number.
+            cache: Keys and values of earlier tokens; transformers has this name since 5.24.
             **kwargs: Ignored.
 
         Returns:
@@ -249,13 +255,14 @@ class TorchtitanLRForCausalLM(PreTrainedModel, GenerationMixin):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected either input_ids or inputs_embeds")
         x = self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = past_key_values if cache is None else cache
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if self.gradient_checkpointing and self.training:
-            use_cache, past_key_values = False, None  # a block that runs twice would cache twice
-        elif use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
-        hidden, states = self._run(x, attention_mask, position_ids, past_key_values)
+            use_cache, cache = False, None  # a block that runs twice would cache twice
+        elif use_cache and cache is None:
+            cache = DynamicCache()
+        hidden, states = self._run(x, attention_mask, position_ids, cache)
         hidden = self.norm(hidden)
         logits = self.output(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         loss = None if labels is None else next_token_loss(logits, labels, num_items_in_batch)
@@ -264,8 +271,8 @@ class TorchtitanLRForCausalLM(PreTrainedModel, GenerationMixin):
         out = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=past_key_values if use_cache else None,
             hidden_states=(*states, hidden) if output_hidden_states else None,
+            **{CACHE_NAME: cache if use_cache else None},
         )
         return out.to_tuple() if return_dict is False else out
 

@@ -129,9 +129,10 @@ def test_cached_steps_and_padded_batches_are_the_whole_sequence(exported, case):
     ids = tokens(ours.model_args, b=3, s=20)
     with torch.no_grad():
         expected, cache, parts = ours(ids), None, []
+        name = next(name for name in ("cache", "past_key_values") if name in theirs(ids))
         for piece in ids.split([7, 1, 4, 8], dim=1):  # a prompt, one token, a second turn
-            out = theirs(piece, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = theirs(piece, **{name: cache}, use_cache=True)
+            cache = out[name]
             parts.append(out.logits)
         assert error(torch.cat(parts, dim=1), expected) < 1e-12
         rows, mask = padded(ids, [20, 13, 1])
