@@ -217,7 +217,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "config",
         nargs="?",
         metavar="CONFIG",
-        default="train_configs/tsr_curves.toml",
+        default="scripts/research/configs/tsr_curves.toml",
         help="the TOML file of the model",
     )
     parser.add_argument(

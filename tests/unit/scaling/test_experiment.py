@@ -108,9 +108,13 @@ def test_other_mistakes_on_the_command_line(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("train_configs/experiments/*.toml")))
-def test_shipped_experiments(path):
-    assert read_experiment(path.stem).name == path.stem
+@pytest.mark.parametrize("folder", ["train_configs", "scripts/research"])
+def test_our_experiments(folder):
+    paths = sorted(ROOT.glob(f"{folder}/experiments/*.toml"))
+    assert paths
+    for path in paths:
+        name = path.stem if folder == "train_configs" else str(path)
+        assert read_experiment(name).name == path.stem
 
 
 def test_lengths_by_hand(tmp_path):
