@@ -6,7 +6,7 @@
 #   ./scripts/run_tests.sh --quick   style, types, unit tests of changed files, one training run
 #   ./scripts/run_tests.sh --full    the whole matrices and all mutants: for nightly runs
 #   ./scripts/run_tests.sh ARGS ...  style and types, then pytest with these arguments
-# docs/testing.md lists the durations and the layout of the tests.
+# docs/contributing.md lists the limits and the layout of the tests.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

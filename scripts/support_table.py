@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Write the table of ``docs/support.md`` from ``docs/support_matrix.toml``.
+"""Write the table of ``docs/choose.md`` from ``docs/support_matrix.toml``.
 
 The table is inserted between the page's two markers; ``--print`` only prints it.
 """
@@ -12,7 +12,7 @@ from tests.support.support_matrix import SupportMatrix
 from torchtitan_lr.commands.parser import OneLineParser
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "support.md"
+PAGE = ROOT / "docs" / "choose.md"
 BEGIN, END = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
 
 

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The commands of docs/guide.md, "Use the model", run one after the other on a small checkpoint."""
+"""The first commands of docs/use_a_model.md, one after the other on a small checkpoint."""
 
 import re
 import shlex
@@ -10,26 +10,24 @@ import torch
 
 from tests.integration import runs
 
-SECTION = "## Use the model"
 CHECKPOINT = "outputs/debug_cola/checkpoint/step-150"
 TINY = ["--training.steps=2", "--validation.steps=1", "--training.local_batch_size=1"]
 TINY += ["--lr_scheduler.warmup_steps=1", "--checkpoint.interval=2"]
 
 # What makes each command short; a command that is not named here fails the test.
 SHORTER = {
-    "generate.py": ["--max_new_tokens=8", "--temperature=0"],
-    "evaluate.py": ["--documents=2"],
-    "export.py": [],
-    "import_hf.py": [],
-    "run_llama_train.sh": TINY,
+    "generate": ["--max_new_tokens=8", "--temperature=0"],
+    "evaluate": ["--documents=2"],
+    "export": [],
+    "import": [],
+    "train": TINY,
 }
 
 
 def guide_commands():
-    """The commands of the section as lists of words."""
-    text = (runs.ROOT / "docs" / "guide.md").read_text()
-    section = text.partition(f"{SECTION}\n")[2].partition("\n## ")[0]
-    (block,) = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+    """The commands of the page's first block as lists of words."""
+    text = (runs.ROOT / "docs" / "use_a_model.md").read_text()
+    block = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)[0]
     lines = block.replace("\\\n", " ").splitlines()
     return [shlex.split(line) for line in lines if not line.startswith("#")]
 
@@ -43,14 +41,12 @@ def done(finished, tmp_path_factory):
     for words in guide_commands():
         variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
         parts = words[len(variables) :]
-        program = next(p for p in parts if p.endswith((".py", ".sh")))
-        arguments = [step if p == CHECKPOINT else p for p in parts[parts.index(program) + 1 :]]
-        arguments += SHORTER[program.rpartition("/")[2]]
-        start = [sys.executable, runs.ROOT / program]
-        if program.endswith(".sh"):
-            start = runs.LAUNCH
+        assert parts[0] == "torchtitan-lr"
+        arguments = [step if p == CHECKPOINT else p for p in parts[1:]] + SHORTER[parts[1]]
+        if parts[1] == "train":
             arguments += [f"--checkpoint.initial_load_path={step}", "--job.dump_folder=tuned"]
-        ended.append((words, runs.run([*start, *arguments], cwd=base, **variables)))
+        start = [sys.executable, "-m", "torchtitan_lr", *arguments]
+        ended.append((words, runs.run(start, cwd=base, **variables)))
     return base, ended
 
 

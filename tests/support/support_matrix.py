@@ -126,7 +126,7 @@ class SupportMatrix:
         return arguments
 
     def table(self) -> str:
-        """Return the table of ``docs/support.md`` and its notes."""
+        """Return the table of ``docs/choose.md`` and its notes."""
         lines = [
             "| | " + " | ".join(self._title(*column) for column in self._columns) + " |",
             "|---|" + "---|" * len(self._columns),

@@ -19,7 +19,7 @@ The plans use the same mode of activation checkpointing: the configured one, or 
 Weights, gradients, optimizer state and bytes are exact. Activations are counted by running blocks
 on tensors without data ("working" is the additional memory of backward); "buffers" include FSDP's
 unsharded weights. Memory counts blocks as uncompiled. The step time is a model, compared with
-published times in docs/choose.md; "compute" is products and attention. A checkpoint holds every
+published times in docs/results.md; "compute" is products and attention. A checkpoint holds every
 weight and optimizer state once, and TAGC's residuals; --storage 2.5 adds its seconds at 2.5 GB/s.
 With a pipeline every rank is listed; the table shows the ranks with most memory and most bytes.
 

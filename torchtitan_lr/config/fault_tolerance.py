@@ -14,7 +14,7 @@ REPLICAS = "replica_*"
 
 @dataclass
 class FaultTolerance:
-    """Additions to torchtitan's ``[fault_tolerance]`` (experimental; docs/fault_tolerance.md)."""
+    """Additions to torchtitan's ``[fault_tolerance]`` (experimental; docs/run_and_recover.md)."""
 
     group_size: int = 0
     """

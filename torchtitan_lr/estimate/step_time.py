@@ -4,7 +4,7 @@
 A product takes its FLOPs over the speed that large products reach, plus its bytes over the memory
 bandwidth, plus the launch of a kernel. So thin products, which move many bytes per FLOP, are slow;
 that products and memory do not overlap fits the products that BOOST's authors measured on A100s
-(``docs/estimator.md``). Fused attention has a speed of its own. Other kernels take their bytes
+(``docs/results.md``). Fused attention has a speed of its own. Other kernels take their bytes
 over the memory bandwidth plus a launch. Without recorded work the model has only products at one
 speed.
 

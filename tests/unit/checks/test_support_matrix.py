@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The table of docs/support.md is the matrix, which agrees with the configuration's checks."""
+"""The table of docs/choose.md is the matrix, which agrees with the configuration's checks."""
 
 import random
 
