@@ -21,9 +21,10 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "keys.md"
 INTRODUCTION = """# Keys
 
 Every key of a run's TOML, with its default. The same key on the command line is
-`--section.key=value`. `torchtitan-lr config show NAME` prints the values of a configuration and where
-each comes from. `include = "base.toml"` at the top of a file, relative to it, starts from another file's
-keys. `python -m scripts.docs_keys` writes this page from the fields and their docstrings.
+`--section.key=value`. `torchtitan-lr config show NAME` prints the values of a configuration and
+where each comes from. `include = "base.toml"` at the top of a file, relative to it, starts from
+another file's keys. `python -m scripts.docs_keys` writes this page from the fields and their
+docstrings.
 """
 
 

@@ -5,8 +5,8 @@
     python -m scripts.research.svd_import outputs/debug_full/checkpoint/step-150 --out outputs/svd
 
 exports the checkpoint, imports it as llama_svd for every rank, with and without a calibration text,
-evaluates, trains on and evaluates again, and prints a table for docs/use_a_model.md. The dense model
-trained on as long is the last row. Finished runs are not repeated.
+evaluates, trains on and evaluates again, and prints a table. The dense model trained on as long is
+the last row. Finished runs are not repeated.
 """
 
 import argparse
