@@ -82,8 +82,9 @@ def _docstrings(kind: type) -> dict[str, str]:
     assert isinstance(body, ast.ClassDef)
     found = {}
     for field, text in zip(body.body, body.body[1:], strict=False):
-        named = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if named and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
             found[field.target.id] = inspect.cleandoc(str(text.value.value))
     return found
 
