@@ -76,11 +76,7 @@ class Plain:
         self._due = self._started + QUIET_SECONDS
 
     def done(self, count: int) -> None:
-        """Print a line if one is due.
-
-        Args:
-            count: Number of items that are done.
-        """
+        """Print a line if one is due."""
         now = self._clock()
         if now < self._due or count == self._total:
             return

@@ -51,11 +51,7 @@ LEFT_TO_THE_LAUNCHER = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIG
 
 
 def loopback_store(timeout: timedelta = timedelta(seconds=900)) -> TCPStore:
-    """Open a store on a free port of the loopback interface.
-
-    Args:
-        timeout: Of its operations.
-    """
+    """Open a store on a free port of the loopback interface."""
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     # Pass a bound socket to the store: by default it binds to all interfaces.
@@ -74,9 +70,6 @@ class LoopbackRendezvous(RendezvousHandler):
 
     The port is bound before its number is published, so two launches cannot share it. Ranks connect
     to this store; a store of their own would listen on all interfaces.
-
-    Args:
-        parameters: torchrun's parsed rendezvous options.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:

@@ -196,11 +196,7 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
 
 
 def how_to_resume(config: Any) -> str:
-    """Return the checkpoint that a killed run can resume from, as the end of a sentence.
-
-    Args:
-        config: The run's configuration.
-    """
+    """Return the checkpoint that a killed run can resume from, as the end of a sentence."""
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     steps = complete_steps(folder) if config.checkpoint.enable else []
     if not steps:
@@ -246,10 +242,6 @@ def stop_before_ranks(number: int, frame: FrameType | None) -> NoReturn:
     """Handle a signal before any rank is started: exit at once.
 
     Python's default handler would print a traceback from torch's imports.
-
-    Args:
-        number: The signal.
-        frame: The interrupted frame.
     """
     name = signal.Signals(number).name
     os.write(2, f"error: stopped before any rank started, by {name}\n".encode())

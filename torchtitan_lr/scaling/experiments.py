@@ -32,12 +32,7 @@ RANKS_RESULT = "TORCHTITAN_LR_RANKS_RESULT"
 
 @dataclass(frozen=True)
 class Started:
-    """A training run that `start` has started.
-
-    Args:
-        process: Its launcher.
-        stderr: What the launcher prints there.
-    """
+    """A training run that `start` has started."""
 
     process: subprocess.Popen[bytes]
     stderr: IO[str]
@@ -210,12 +205,7 @@ def step_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def last_error(output: str, status: int) -> str:
-    """Return a program's last line that begins with ``error: ``, else its last line.
-
-    Args:
-        output: What it printed.
-        status: Its exit status, which is named if it printed nothing.
-    """
+    """Return a program's last line that begins with ``error: ``, else its last line."""
     lines = [line for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or [f"it ended with status {status}"])[-1]
