@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +34,6 @@ from torchtitan_lr.compat.elastic import (
     ranks_started_with,
     stop_copying,
 )
-from torchtitan_lr.console.terminal import ColoredStream, wants_color
 from torchtitan_lr.launch.processes import end_with
 from torchtitan_lr.launch.report import DID_NOT_END
 
@@ -198,13 +196,10 @@ def _say(line: str) -> None:
 def main() -> None:
     """Run torchrun with this process's arguments and patched start and end of the ranks."""
     rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
-    output: Any = ColoredStream(sys.stdout) if wants_color(sys.stdout) else sys.stdout
     # Blocked, not ignored: ranks would inherit that, and torchrun sets handlers of its own.
     signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_THE_LAUNCHER)
     ranks = Ranks()
-    closed = ranks_started_with(ranks.popen, lambda *values, **keys: ranks.close(*values, **keys))
-    # torchrun copies the ranks' lines to `sys.stdout`.
-    with redirect_stdout(output), closed:
+    with ranks_started_with(ranks.popen, lambda *values, **keys: ranks.close(*values, **keys)):
         torchrun()
 
 

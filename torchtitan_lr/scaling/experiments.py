@@ -86,37 +86,6 @@ def start(
     return Started(process, stderr)
 
 
-def launch(
-    config: str,
-    folder: Path,
-    arguments: Sequence[str],
-    ranks: int | None = None,
-    variables: Mapping[str, str] | None = None,
-) -> None:
-    """Train through the launcher and wait; the arguments are those of `start`.
-
-    If this process is interrupted, it stops the run and waits until it has saved.
-
-    Raises:
-        RunFailedError: The launcher's exit status was not 0.
-    """
-    started = start(config, folder, arguments, ranks, variables)
-    try:
-        started.finish()
-    except BaseException:
-        started.process.terminate()
-        started.process.wait()
-        raise
-
-
-def check_run(arguments: Sequence[str], ranks: int | None = None) -> Any:
-    """Check a run's configuration before it starts, and return it.
-
-    The arguments and errors are those of `place_run`.
-    """
-    return place_run(arguments, ranks).config
-
-
 def place_run(arguments: Sequence[str], ranks: int | None = None) -> Placement:
     """Check a run's configuration and return its ranks, as the launcher chooses them.
 

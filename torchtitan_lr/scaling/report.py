@@ -14,7 +14,7 @@ from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.scaling.fit import bootstrap, fit_law, percentiles, student
 from torchtitan_lr.scaling.plan import Choice, Plan
 from torchtitan_lr.scaling.sweep import FINISHED, Point
-from torchtitan_lr.training.figures import color_of, few_log_ticks, new_figure
+from torchtitan_lr.training.figures import color_of, new_figure
 
 MARKDOWN, JSON, PICTURE = "scaling.md", "scaling.json", "scaling.png"
 
@@ -167,6 +167,8 @@ def draw(plan: Plan, rows: Sequence[Mapping[str, Any]], fits: Sequence[Mapping[s
     Returns:
         The figure.
     """
+    from matplotlib.ticker import EngFormatter, LogLocator, NullLocator  # late: a second
+
     figure = new_figure(6.4, 4.4)
     axes = figure.add_subplot()
     budgets = sorted({row["tokens_per_parameter"] for row in rows})
@@ -192,7 +194,9 @@ def draw(plan: Plan, rows: Sequence[Mapping[str, Any]], fits: Sequence[Mapping[s
         label = f"{budget:g} tokens per parameter"
         axes.plot([], [], color="grey", marker=marker, ms=4, ls="none", label=label)
     axes.set_xscale("log")
-    few_log_ticks(axes.xaxis, *axes.get_xlim())
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("training FLOPs")
     axes.set_ylabel("validation loss (nats per token)")
     axes.grid(alpha=0.3)

@@ -1,11 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The console: which lines are shown, what a step's line says, bars and colours on a real pty."""
+"""The console: which lines are shown, what a step's line says, a bar on a real pty."""
 
-import io
+import fcntl
 import logging
 import os
 import re
+import struct
 import sys
+import termios
 import time
 import warnings
 
@@ -15,15 +17,6 @@ from torchtitan_lr.console import progress as bars
 from torchtitan_lr.console.lines import Pace, duration, step_line, validation_line
 from torchtitan_lr.console.log import console, init_console, say
 from torchtitan_lr.console.progress import Plain, progress
-from torchtitan_lr.console.terminal import (
-    TERMINAL_VARIABLE,
-    ColoredStream,
-    colored,
-    shared_terminal,
-    wants_color,
-)
-
-CODE = re.compile("\x1b\\[[0-9;]*m")
 
 VALUES = {
     "loss": 6.981234,
@@ -159,42 +152,16 @@ def test_plain_lines_by_hand():
     assert lines[-1] == "reading: 1,200 documents in 0:01:30"
 
 
-def test_a_bar_on_the_launchers_terminal(terminal, monkeypatch, capsys):
+def test_a_bar_on_a_terminal(terminal, monkeypatch, capsys):
     reader, stream = terminal
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv(TERMINAL_VARIABLE, os.ttyname(stream.fileno()))
     monkeypatch.setattr(bars, "BAR_DELAY", 0.0)
+    fcntl.ioctl(stream, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    assert list(progress("abc", "validation", 3)) == ["a", "b", "c"]  # the control: no terminal
+    assert read_of(reader) == "" and capsys.readouterr() == ("", "")
+    monkeypatch.setattr(sys, "stderr", stream)
     assert list(progress("abc", "validation", 3, shown=False)) == ["a", "b", "c"]
-    assert read_of(reader) == ""  # the control: a rank that shows nothing
+    assert read_of(reader) == ""
     assert list(progress("abc", "validation", 3)) == ["a", "b", "c"]
     drawn = read_of(reader)
     assert "validation:" in drawn and "0/3" in drawn and "\r" in drawn
     assert drawn.rstrip(" ").endswith("\r")  # nothing is left of it
-    monkeypatch.delenv(TERMINAL_VARIABLE)
-    assert list(progress("abc", "validation", 3)) == ["a", "b", "c"]
-    assert read_of(reader) == ""
-    assert capsys.readouterr() == ("", "")
-
-
-def test_colours_are_for_terminals(terminal, monkeypatch):
-    reader, stream = terminal
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    line = "[rank0]:2026-11-23 02:41:19 " + step_line(10, 150, None, **VALUES) + "\n"
-    assert wants_color(stream) and not wants_color(io.StringIO()) and not wants_color(None)
-    ColoredStream(stream).write(line)
-    stream.flush()
-    shown = read_of(reader).replace("\r\n", "\n")
-    assert shown == colored(line) != line and CODE.sub("", shown) == line
-    assert "loss \x1b[32m6.98123\x1b[0m" in shown
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not wants_color(stream)
-
-
-def test_ranks_share_a_terminal_only_if_all_output_goes_there(terminal, monkeypatch):
-    _, stream = terminal
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setattr(sys, "stderr", stream)
-    assert shared_terminal() == os.ttyname(stream.fileno())
-    monkeypatch.setattr(sys, "stdout", io.StringIO())  # ./run_llama_train.sh | tee log
-    assert shared_terminal() == ""

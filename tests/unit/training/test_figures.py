@@ -10,9 +10,6 @@ from torchtitan_lr.training.figures import (
     color_of,
     draw_curve,
     draw_runs,
-    few_log_ticks,
-    new_figure,
-    short_number,
     smoothed,
 )
 
@@ -81,27 +78,6 @@ def test_runs_in_one_picture(tmp_path):
     assert len(axes.child_axes) == 1
     (axes,) = draw_runs({"a": history(), "b": history(batch=64)}, tmp_path / "runs.png").axes
     assert axes.child_axes == []
-
-
-@pytest.mark.parametrize(
-    ("low", "high"), [(7e10, 1.6e11), (7e10, 4e12), (0.12, 0.5), (0.3, 200), (1, 1e12), (3, 3.1)]
-)
-def test_few_ticks_on_a_logarithmic_axis(low, high):
-    axes = new_figure(3, 2).add_subplot()
-    axes.set_xscale("log")
-    axes.set_xlim(low, high)
-    few_log_ticks(axes.xaxis, low, high)
-    axes.figure.canvas.draw()
-    ticks = axes.get_xticks()
-    assert all(low <= tick <= high for tick in ticks) and len(ticks) <= 5
-    assert len(ticks) >= 2 or high < 1.2 * low
-    assert [text.get_text() for text in axes.get_xticklabels()] == [short_number(x) for x in ticks]
-    assert len(axes.xaxis.get_minorticklocs()) == 0
-
-
-def test_short_numbers():
-    values = (0.2, 15, 1e3, 2.5e4, 1e6, 3e9, 1e12, 5e20)
-    assert [short_number(x) for x in values] == ["0.2", "15", "1k", "25k", "1M", "3G", "1T", "500E"]
 
 
 def test_runs_of_methods_have_their_colours(tmp_path):
