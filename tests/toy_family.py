@@ -10,7 +10,6 @@ from torch import nn
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families.cola import RANKS
 from torchtitan_lr.models.families.family import ModelFamily
-from torchtitan_lr.parallel.parallelize import FamilyParallelize
 from torchtitan_lr.training.register import register_model_family
 
 
@@ -37,5 +36,4 @@ class Tanh(ModelFamily):
         super().check(args)
 
 
-plans = ("btp", "vanilla", "vanilla_replicated")
-register_model_family(Tanh(), FamilyParallelize("tanh", plans, lane_plans=("btp_caat",)))
+register_model_family(Tanh())

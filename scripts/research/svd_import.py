@@ -115,7 +115,7 @@ def train_on(model: dict[str, Any], folder: Path, options: argparse.Namespace) -
     Returns:
         The last checkpoint.
     """
-    from torchtitan_lr.scaling.experiments import launch
+    from torchtitan_lr.scaling.experiments import start
 
     dump = folder / "run"
     last = dump / "checkpoint" / f"step-{options.steps}"
@@ -131,7 +131,7 @@ def train_on(model: dict[str, Any], folder: Path, options: argparse.Namespace) -
     }
     arguments = [f"--{key}={value}" for key, value in settings.items()]
     if not last.exists():
-        launch(options.config, dump, [*arguments, *options.overrides])
+        start(options.config, dump, [*arguments, *options.overrides]).finish()
     return last
 
 

@@ -58,9 +58,6 @@ class Manifest:
 def read_manifest(step_dir: str | Path) -> Manifest | None:
     """Read a checkpoint's manifest.
 
-    Args:
-        step_dir: The checkpoint's folder.
-
     Returns:
         The manifest; None for an old checkpoint without one.
 
@@ -139,12 +136,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def write_manifest(step_dir: str | Path, finite: bool) -> None:
-    """Write the manifest of existing files; call it on every rank, each reads its share.
-
-    Args:
-        step_dir: The checkpoint's folder.
-        finite: Whether the weights are finite.
-    """
+    """Write the manifest of existing files; call it on every rank, each reads its share."""
     names = [path.name for path in Path(step_dir).iterdir() if path.is_file()]
     names = from_first_rank(sorted(name for name in names if name != MANIFEST))
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -162,11 +154,6 @@ def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | No
 
     A checkpoint without a manifest is compared with DCP's table of contents, which detects missing
     and truncated files.
-
-    Args:
-        step_dir: The checkpoint's folder.
-        rank: This rank.
-        ranks: Number of ranks.
 
     Returns:
         The damaged file and its damage, None if this share is whole.
@@ -206,9 +193,6 @@ def share_of(names: list[str], rank: int, ranks: int) -> list[str]:
 
 def damage_of(step_dir: str | Path) -> str | None:
     """Verify a checkpoint; call it on every rank, each reads its share.
-
-    Args:
-        step_dir: The checkpoint's folder.
 
     Returns:
         The damaged file and its damage, None if the checkpoint is whole; the same on all ranks.

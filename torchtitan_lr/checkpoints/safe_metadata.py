@@ -72,9 +72,6 @@ def _enum_member(enum: Any, name: str) -> Any:
 def read_metadata(step_dir: str | Path) -> Metadata:
     """Read a checkpoint's table of contents; nothing of it is executed.
 
-    Args:
-        step_dir: Folder of a complete checkpoint of DCP.
-
     Raises:
         DamagedError: It is missing, cut off, names what DCP does not write, or files elsewhere.
     """

@@ -103,9 +103,6 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     A backend runs the calls of one group one after the other. Every rank of the run must call this,
     with groups that do not overlap; later calls return the same group. Groups of torch's ``fake``
     backend, which send nothing, are returned as they are.
-
-    Args:
-        group: This rank's group.
     """
     if dist.get_backend(group) == "fake":
         return group

@@ -57,9 +57,6 @@ def fake_process_group(size: int) -> Iterator[None]:
 
     A module of torch's tests registers the backend ``fake`` and its store. If upstream moves it,
     the import below fails, and so do estimates at T > 1.
-
-    Args:
-        size: World size.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

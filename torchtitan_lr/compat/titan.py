@@ -17,9 +17,6 @@ def merged_job_config(extension: Any) -> Any:
     Upstream merges only inside its command-line parser, which exits the process on an error. Calls
     ``ConfigManager._merge_configs``; if upstream removes it, every start fails with an
     AttributeError.
-
-    Args:
-        extension: A dataclass of sections.
     """
     from torchtitan.config import ConfigManager, JobConfig
 
@@ -57,10 +54,6 @@ def mesh_of(parallel_dims: Any, name: str) -> Any:
     A model without data parallelism is wrapped over a group of one, see `apply_data_parallel`.
     Reads ``ParallelDims._meshes``, which ``world_mesh`` fills as a side effect. If upstream fills
     it elsewhere, this raises a KeyError or an AttributeError before the first step.
-
-    Args:
-        parallel_dims: torchtitan's ParallelDims.
-        name: Of the dimension.
     """
     parallel_dims.world_mesh  # noqa: B018  (builds the meshes)
     return parallel_dims._meshes[name]

@@ -77,9 +77,6 @@ def trainer_parts(manager: type[CheckpointManager]) -> Iterator[None]:
     Replaces ``CheckpointManager`` and ``ensure_pp_loss_visible`` in ``torchtitan.train``,
     ``maybe_enable_amp`` in ``torchtitan.distributed.utils``. If upstream renames one, this raises
     an AttributeError.
-
-    Args:
-        manager: The class to instantiate instead of torchtitan's own.
     """
     import torchtitan.train as titan_train
     from torchtitan.distributed import utils as dist_utils

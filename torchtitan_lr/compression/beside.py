@@ -35,11 +35,7 @@ def finish(steps: Steps[None], works: Works) -> None:
 
 
 class Beside:
-    """The exchanges of a model, in the order in which backward starts them.
-
-    Args:
-        device: Device of the gradients.
-    """
+    """The exchanges of a model, in the order in which backward starts them."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams: Any = None if device.type == "cpu" else torch.get_device_module(device)

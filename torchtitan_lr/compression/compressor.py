@@ -36,12 +36,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive entries of one tensor in a flat buffer.
-
-    Args:
-        size: Number of entries.
-        compressed: Whether they are compressed.
-    """
+    """Consecutive entries of one tensor in a flat buffer."""
 
     size: int
     compressed: bool

@@ -104,10 +104,6 @@ class Residuals:
     def check_checkpoint(self, checkpoint_id: str, metadata: Metadata | None = None) -> None:
         """Raise for a checkpoint with other residuals, before it is loaded.
 
-        Args:
-            checkpoint_id: A DCP folder.
-            metadata: Its table of contents, if it has been read already.
-
         Raises:
             ConfigError: It has no residuals, or residuals of other ranks or tensors.
         """
@@ -128,12 +124,7 @@ class Residuals:
 
 
 def warn_of_dropped_residuals(checkpoint_id: str, metadata: Metadata | None = None) -> None:
-    """Warn if a checkpoint has residuals, which are not loaded.
-
-    Args:
-        checkpoint_id: The checkpoint's folder.
-        metadata: Its table of contents, if it has been read already.
-    """
+    """Warn if a checkpoint has residuals, which are not loaded."""
     if _saved_shapes(checkpoint_id, metadata):
         logger.warning("The gradient residuals of %s are not loaded", checkpoint_id)
 

@@ -64,10 +64,6 @@ def exchanging_ranks(config: Any, world_size: int) -> int:
 def compression_settings(config: Any, ranks: int) -> CompressionSettings:
     """Resolve ``[grad_compression]``.
 
-    Args:
-        config: The configuration, with checked ranges.
-        ranks: Ranks that exchange gradients.
-
     Raises:
         ConfigError: The codec does not support these settings. For a sketch that would not peel,
             the message has the smallest θ that works.
@@ -116,12 +112,7 @@ def is_compressed(name: str, size: int, settings: CompressionSettings) -> bool:
 
 
 def describe_selection(sizes: Mapping[str, int], chosen: Iterable[str]) -> str:
-    """Describe the compressed tensors, blocks merged, with their share of the parameters.
-
-    Args:
-        sizes: Entries of every parameter by name.
-        chosen: Names of the compressed ones.
-    """
+    """Describe the compressed tensors, blocks merged, with their share of the parameters."""
     chosen = list(chosen)
     total = sum(sizes.values())
     share = 100 * sum(sizes[name] for name in chosen) / max(1, total)
@@ -133,12 +124,7 @@ def describe_selection(sizes: Mapping[str, int], chosen: Iterable[str]) -> str:
 
 
 def describe_small_units(codec: Codec, entries: Mapping[str, int]) -> str:
-    """Describe the units that are sent dense, with the reason, grouped by size.
-
-    Args:
-        codec: The codec for which they are too small.
-        entries: Entries of a destination by unit.
-    """
+    """Describe the units that are sent dense, with the reason, grouped by size."""
     reasons = []
     for m in sorted(set(entries.values())):
         units = _merged(name for name, size in entries.items() if size == m)

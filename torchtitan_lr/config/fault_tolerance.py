@@ -54,9 +54,6 @@ def private_folder(config: Any) -> Path:
 
     It is ``job.dump_folder``, and for one of several replicas a folder in it: checkpoints and
     metrics are common to all replicas, these are not.
-
-    Args:
-        config: The run's configuration.
     """
     folder = Path(config.job.dump_folder)
     replicas = config.fault_tolerance

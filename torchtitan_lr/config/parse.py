@@ -46,9 +46,6 @@ class Override:
 def split_arguments(argv: list[str]) -> list[Override]:
     """Split a command line into overrides, without checking keys.
 
-    Args:
-        argv: Arguments without the program's name.
-
     Returns:
         The overrides in order; a later one wins over an earlier one.
 

@@ -9,10 +9,6 @@ from torchtitan_lr.errors import ConfigError
 def user_path(path: str, key: str) -> Path:
     """Expand ``~`` and check that the file system accepts the path; it may not exist.
 
-    Args:
-        path: The path in the configuration.
-        key: The TOML key to name in errors.
-
     Returns:
         The expanded path.
 

@@ -1,2 +1,2 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The console: a rank's lines, progress bars, colours on a terminal."""
+"""The console: a rank's lines, and the progress of long work."""

@@ -7,9 +7,6 @@ class Pace:
 
     The first logged step itself is left out: it includes compilation and warm-up. Validation and
     saves between two logged steps are included.
-
-    Args:
-        steps: The run's last step.
     """
 
     def __init__(self, steps: int) -> None:

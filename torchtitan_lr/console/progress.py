@@ -1,16 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The progress of long work: a bar on a terminal, a few plain lines elsewhere."""
+"""The progress of long work: a bar on a command's terminal, a few plain lines elsewhere."""
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from typing import Any, TextIO, TypeVar
+from typing import TypeVar
 
 from torchtitan_lr.console.lines import duration
 from torchtitan_lr.console.log import say
-from torchtitan_lr.console.terminal import TERMINAL_VARIABLE, is_terminal
 
 T = TypeVar("T")
 
@@ -18,7 +15,7 @@ QUIET_SECONDS = 10.0
 """Time before the first plain line, and the shortest time between two."""
 
 BAR_DELAY = 1.0
-"""Time before a bar appears: short work needs none, and lines of the ranks arrive 0.1 s late."""
+"""Time before a bar appears: short work needs none."""
 
 
 def progress(
@@ -30,8 +27,8 @@ def progress(
 ) -> Iterator[T]:
     """Yield ``items`` and show how many are done.
 
-    A rank of the launcher draws its bar on the launcher's terminal, a command on its own. Without
-    a terminal there is a plain line after `QUIET_SECONDS`, and then at growing intervals.
+    Without a terminal, as in a rank of the launcher, there is a plain line after `QUIET_SECONDS`,
+    and then at growing intervals.
 
     Args:
         items: What to work through.
@@ -42,13 +39,15 @@ def progress(
     """
     if not shown:
         yield from items
-        return
-    with ExitStack() as stack:
-        terminal = _terminal(stack)
-        if terminal is None:
-            yield from _plain(items, Plain(what, total, unit))
-        else:
-            yield from _bar(items, terminal, desc=what, total=total, unit=f" {unit}")
+    elif sys.stderr.isatty():
+        from tqdm import tqdm  # imported late: most commands show no bar
+
+        yield from tqdm(items, what, total, leave=False, unit=f" {unit}", delay=BAR_DELAY)
+    else:
+        lines = Plain(what, total, unit)
+        for count, item in enumerate(items, 1):
+            yield item
+            lines.done(count)
 
 
 class Plain:
@@ -76,11 +75,7 @@ class Plain:
         self._due = self._started + QUIET_SECONDS
 
     def done(self, count: int) -> None:
-        """Print a line if one is due.
-
-        Args:
-            count: Number of items that are done.
-        """
+        """Print a line if one is due."""
         now = self._clock()
         if now < self._due or count == self._total:
             return
@@ -95,46 +90,3 @@ class Plain:
             f"{self._what}: {count:,} of {self._total:,} {self._unit} "
             f"({count / self._total:.0%}), {left} left"
         )
-
-
-def _plain(items: Iterable[T], lines: Plain) -> Iterator[T]:
-    for count, item in enumerate(items, 1):
-        yield item
-        lines.done(count)
-
-
-def _bar(items: Iterable[T], terminal: TextIO, **options: Any) -> Iterator[T]:
-    from tqdm import tqdm  # imported late: most commands show no bar
-
-    class Bar(tqdm):
-        monitor_interval = 0  # no thread beside training
-
-    yield from Bar(
-        items, file=terminal, leave=False, delay=BAR_DELAY, ncols=_columns(terminal), **options
-    )
-
-
-def _columns(terminal: TextIO) -> int:
-    """Return the width of a bar; a terminal without a size has 80 columns."""
-    try:
-        columns = os.get_terminal_size(terminal.fileno()).columns
-    except (OSError, ValueError):
-        columns = 0
-    return min(columns or 80, 100)
-
-
-def _terminal(stack: ExitStack) -> TextIO | None:
-    """Return the terminal for a bar: this process's, or its launcher's; None without one."""
-    if os.environ.get("TERM") == "dumb":
-        return None
-    if is_terminal(sys.stderr):
-        return sys.stderr
-    path = os.environ.get(TERMINAL_VARIABLE)
-    if not path:
-        return None
-    try:
-        # Not the controlling terminal: Ctrl-C is sent to the launcher only.
-        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_NOCTTY), "w")
-    except OSError:
-        return None
-    return stack.enter_context(file)

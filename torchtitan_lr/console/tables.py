@@ -9,10 +9,6 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     The ``tabulate`` library pads every cell to its column's width. Long cells would make all lines
     longer than 100 columns, and one new cell would change every line of its table.
-
-    Args:
-        header: Names of the columns.
-        rows: Cells of each row, one per column.
     """
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

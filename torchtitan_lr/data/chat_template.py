@@ -68,9 +68,6 @@ class ChatTemplate:
     def of(tokenizer: BaseTokenizer) -> ChatTemplate:
         """Find the template of a tokenizer's folder; a rank file has the plain form.
 
-        Args:
-            tokenizer: The run's tokenizer.
-
         Raises:
             ConfigError: The template is unreadable or has no text.
         """

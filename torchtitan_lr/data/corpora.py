@@ -276,9 +276,6 @@ def validation_source(job_config: Any) -> Source | MixtureSource:
 def held_out_source(training: Source) -> Source:
     """Return the held-out part of a training corpus.
 
-    Args:
-        training: The training corpus.
-
     Raises:
         ConfigError: It has none.
     """

@@ -31,10 +31,6 @@ def encode_documents(tokenizer: BaseTokenizer, texts: Sequence[str]) -> list[Tok
     A Hugging Face tokenizer encodes the documents on all cores and releases Python's lock (a call
     of its ``encode`` keeps it). A tiktoken tokenizer does so in threads.
 
-    Args:
-        tokenizer: The run's tokenizer.
-        texts: The documents.
-
     Returns:
         The tokens of each document.
     """
@@ -52,9 +48,6 @@ def encode_documents(tokenizer: BaseTokenizer, texts: Sequence[str]) -> list[Tok
 
 def tokenizer_identity(tokenizer: BaseTokenizer) -> str | None:
     """Return a digest of all that determines a tokenizer's ids.
-
-    Args:
-        tokenizer: The run's tokenizer.
 
     Returns:
         A digest of its contents and of its library's version; None for an unknown kind of

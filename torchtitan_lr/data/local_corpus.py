@@ -164,9 +164,6 @@ class LocalCorpus(BlockCorpus):
     def documents(self, block: int) -> Iterator[str | DataError]:
         """Yield the documents of one block that belong to the split.
 
-        Args:
-            block: The block's index.
-
         Yields:
             A document, or a DataError for an invalid line or for the unreadable rest of a block.
         """

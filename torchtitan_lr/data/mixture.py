@@ -74,10 +74,6 @@ class MixtureSource:
 class Mixture:
     """The opened corpora of a mixture, with the interface of a corpus.
 
-    Args:
-        source: What is mixed.
-        corpora: Its corpora.
-
     Attributes:
         corpora: The same.
         names: A name for each.
@@ -207,10 +203,6 @@ class MixedStripe:
 
 class SharesSeen:
     """Counts the windows of each corpus that all ranks together have read.
-
-    Args:
-        mixture: The mixture.
-        rows: Rows of the global batch.
 
     Attributes:
         counts: Windows by corpus, as a list (JSON).

@@ -48,9 +48,6 @@ def is_pair(record: Any) -> bool:
 def parse_pair(record: Any) -> str:
     """Check a record.
 
-    Args:
-        record: A JSON value.
-
     Returns:
         The record in canonical form, without other keys.
 
@@ -238,13 +235,7 @@ def unmask_(inputs: torch.Tensor, labels: torch.Tensor) -> None:
 
 
 class PairStream:
-    """The pairs of a stream as windows; those without room for an answer are left out.
-
-    Args:
-        stream: The stream of canonical records.
-        encoder: Encodes them.
-        size: Tokens of a window.
-    """
+    """The pairs of a stream as windows; those without room for an answer are left out."""
 
     def __init__(self, stream: DocumentStream, encoder: PairEncoder, size: int) -> None:
         self._stream = stream
@@ -314,12 +305,6 @@ def pair_windows(
     records: Iterator[str], tokenizer: BaseTokenizer, size: int, limit: int | None = None
 ) -> Iterator[Tokens]:
     """Yield the windows of pairs, in order.
-
-    Args:
-        records: Canonical records.
-        tokenizer: Encodes them.
-        size: Tokens of a window.
-        limit: Number of windows at most.
 
     Yields:
         Tokens ``(size,)``; see :meth:`PairEncoder.row`.

@@ -44,9 +44,6 @@ def is_compressed(path: Path) -> bool:
 def open_text(path: Path) -> Any:
     """Open a file's text for reading bytes, decompressed where it is compressed.
 
-    Args:
-        path: The file.
-
     Raises:
         OSError: It cannot be read, or (on reading) it is damaged.
     """

@@ -61,10 +61,6 @@ class TokenCache:
     def read(self, block: int, stamp: str) -> list[Tokens] | None:
         """Return the tokens of each document of a block.
 
-        Args:
-            block: The block's index.
-            stamp: The block's present stamp.
-
         Returns:
             The documents, read-only; None if there is no entry, or if it is stale or damaged.
         """
@@ -80,13 +76,7 @@ class TokenCache:
         return documents if stored == stamp else None
 
     def write(self, block: int, stamp: str, documents: list[Tokens]) -> None:
-        """Store the tokens of each document of a block; errors of the file system are logged once.
-
-        Args:
-            block: The block's index.
-            stamp: The block's stamp from before it was read.
-            documents: The tokens of all its documents.
-        """
+        """Store the tokens of each document of a block; log errors of the file system once."""
         if not self._writes:
             return
         path = self.path(block)
@@ -108,13 +98,7 @@ class TokenCache:
 
 
 class BlockRecorder:
-    """Collects the tokens of one block, and writes them once all its documents have arrived.
-
-    Args:
-        cache: Where the block is written.
-        block: The block's index.
-        stamp: The block's stamp from before it was read.
-    """
+    """Collects the tokens of one block, and writes them once all its documents have arrived."""
 
     def __init__(self, cache: TokenCache, block: int, stamp: str) -> None:
         self._cache = cache

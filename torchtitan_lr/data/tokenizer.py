@@ -85,10 +85,6 @@ class TiktokenTokenizer(BaseTokenizer):
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decode token ids into text.
 
-        Args:
-            token_ids: The ids.
-            skip_special_tokens: Whether to leave special tokens out.
-
         Returns:
             The text; bytes that are not UTF-8 become U+FFFD.
         """

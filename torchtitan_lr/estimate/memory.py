@@ -41,11 +41,6 @@ def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
 
     Gradients grow while activations are used up, so that the peak is less than the sum: both are
     there at once only where an earlier micro-batch left its gradients.
-
-    Args:
-        run: The run.
-        pp_rank: Which pipeline rank.
-        rehearsal: Of the run's blocks.
     """
     parts = asdict(
         static_memory(
@@ -205,9 +200,6 @@ def checkpoint_bytes(run: Run) -> dict[str, int]:
     """Return the bytes of a checkpoint of all ranks together; every tensor is written once.
 
     The position in the data, the schedule and the table of contents are left out (kilobytes).
-
-    Args:
-        run: The run.
 
     Returns:
         Bytes by part: weights, optimizer state, and TAGC's residuals, of which every rank has its

@@ -113,14 +113,7 @@ class CodecFormula:
     def rows(
         self, exchange: Exchange, codec: CodecNumbers, scope: str, mesh_dim: str
     ) -> list[Traffic]:
-        """Every collective of one reduce-scatter with m > 0 compressed entries, exactly.
-
-        Args:
-            exchange: Sizes.
-            codec: The codec's numbers.
-            scope: Part of the model.
-            mesh_dim: Name of the mesh dimension.
-        """
+        """Every collective of one reduce-scatter with m > 0 compressed entries, exactly."""
         raise NotImplementedError
 
     def can_be_decoded(self, codec: CodecNumbers, m: int, ranks: int) -> bool:
@@ -230,12 +223,6 @@ def reduce_scatter_traffic(
 ) -> list[Traffic]:
     """Every collective of one compressed reduce-scatter, exactly.
 
-    Args:
-        exchange: Sizes.
-        codec: What travels.
-        scope: Part of the model, as the ledger names it.
-        mesh_dim: Name of the mesh dimension.
-
     Returns:
         Rows with the roles ``gradient`` and ``index`` (bytes).
     """
@@ -246,14 +233,7 @@ def reduce_scatter_traffic(
 def all_reduce_traffic(
     exchange: Exchange, codec: CodecNumbers, scope: str, mesh_dim: str = "dp_replicate"
 ) -> list[Traffic]:
-    """Every collective of one compressed all-reduce: a reduce-scatter, then its result to all.
-
-    Args:
-        exchange: Sizes.
-        codec: What travels.
-        scope: Part of the model, as the ledger names it.
-        mesh_dim: Name of the mesh dimension.
-    """
+    """Every collective of one compressed all-reduce: a reduce-scatter, then its result to all."""
     w, m, dense = exchange.ranks, exchange.compressed, exchange.dense
     if m == 0 or not leaves_residual(codec):
         return [_row(scope, "all_reduce", "gradient", w * m + dense, mesh_dim)]

@@ -113,11 +113,7 @@ def unit_parameters(shape: ModelShape, settings: PlanSettings, tp_degree: int) -
 
 
 def unit_names(shape: ModelShape) -> dict[str, list[str]]:
-    """Return the parameter names of each FSDP unit, in the order of `unit_parameters`.
-
-    Args:
-        shape: Shape and family of the model.
-    """
+    """Return the parameter names of each FSDP unit, in the order of `unit_parameters`."""
     linears = [f"attention.w{name}" for name in "qkvo"]
     linears += [f"feed_forward.w{name}" for name in "132"]
     factors = ["weight"] if shape.family == "full" else ["A.weight", "B.weight"]

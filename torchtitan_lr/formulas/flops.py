@@ -70,10 +70,6 @@ def head_flops(shape: ModelShape, seq_len: int) -> int:
 def flops_per_sequence(shape: ModelShape, seq_len: int) -> int:
     """Return the FLOPs of the whole model for one sequence, forward and backward.
 
-    Args:
-        shape: Shape and family of the model.
-        seq_len: Tokens in the sequence.
-
     Returns:
         L · (FLOPs of a block) + FLOPs of the head.
     """
@@ -84,10 +80,6 @@ def flops_per_token(shape: ModelShape, seq_len: int) -> int:
     """Return the FLOPs of the whole model per token, forward and backward.
 
     The division is exact, since every term has a factor n.
-
-    Args:
-        shape: Shape and family of the model.
-        seq_len: Tokens in the sequence.
 
     Returns:
         ``flops_per_sequence / seq_len``.

@@ -117,9 +117,6 @@ def count_parameters(shape: ModelShape) -> ParameterCount:
     full rank and 8dr + 3r(d + f) factorized. Grouped-query attention shortens k and v to d_kv, and
     each group may have its own rank. The embedding and the head are dense and untied.
 
-    Args:
-        shape: Shape and family of the model.
-
     Returns:
         The counts by part.
     """

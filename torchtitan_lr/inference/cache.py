@@ -160,11 +160,7 @@ class KeyValueCache:
 
 
 class LayerCache:
-    """Keys and values of one block, each (b, h_kv, capacity, head_dim).
-
-    Args:
-        columns: The columns of the present forward pass.
-    """
+    """Keys and values of one block, each (b, h_kv, capacity, head_dim)."""
 
     def __init__(self, columns: Columns) -> None:
         self.columns = columns
@@ -236,11 +232,7 @@ class LayerCache:
 
 
 class ValueLatentEdge(nn.Module):
-    """The up edge of q, k and v that leaves v's latent as it is.
-
-    Args:
-        up: The block's own edge.
-    """
+    """The up edge of q, k and v that leaves v's latent as it is."""
 
     def __init__(self, up: nn.Module) -> None:
         super().__init__()

@@ -177,12 +177,6 @@ def compile_blocks(model: LlamaModel, backend: str | Callable[..., Any] = "induc
 def check_limit(args: LlamaArgs, prompt: int, limit: int, key: str = "--prompt") -> None:
     """Refuse a continuation beyond the length that the model was trained on.
 
-    Args:
-        args: The model's arguments.
-        prompt: Number of tokens of the prompt.
-        limit: Number of new tokens.
-        key: The prompt's name in errors.
-
     Raises:
         ConfigError: The prompt or the number of new tokens is too large, or one of them is zero.
     """

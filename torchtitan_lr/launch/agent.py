@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +34,6 @@ from torchtitan_lr.compat.elastic import (
     ranks_started_with,
     stop_copying,
 )
-from torchtitan_lr.console.terminal import ColoredStream, wants_color
 from torchtitan_lr.launch.processes import end_with
 from torchtitan_lr.launch.report import DID_NOT_END
 
@@ -51,11 +49,7 @@ LEFT_TO_THE_LAUNCHER = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIG
 
 
 def loopback_store(timeout: timedelta = timedelta(seconds=900)) -> TCPStore:
-    """Open a store on a free port of the loopback interface.
-
-    Args:
-        timeout: Of its operations.
-    """
+    """Open a store on a free port of the loopback interface."""
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     # Pass a bound socket to the store: by default it binds to all interfaces.
@@ -74,9 +68,6 @@ class LoopbackRendezvous(RendezvousHandler):
 
     The port is bound before its number is published, so two launches cannot share it. Ranks connect
     to this store; a store of their own would listen on all interfaces.
-
-    Args:
-        parameters: torchrun's parsed rendezvous options.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -205,13 +196,10 @@ def _say(line: str) -> None:
 def main() -> None:
     """Run torchrun with this process's arguments and patched start and end of the ranks."""
     rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
-    output: Any = ColoredStream(sys.stdout) if wants_color(sys.stdout) else sys.stdout
     # Blocked, not ignored: ranks would inherit that, and torchrun sets handlers of its own.
     signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_THE_LAUNCHER)
     ranks = Ranks()
-    closed = ranks_started_with(ranks.popen, lambda *values, **keys: ranks.close(*values, **keys))
-    # torchrun copies the ranks' lines to `sys.stdout`.
-    with redirect_stdout(output), closed:
+    with ranks_started_with(ranks.popen, lambda *values, **keys: ranks.close(*values, **keys)):
         torchrun()
 
 

@@ -91,10 +91,6 @@ def read_environment() -> Environment:
 def check_log_ranks(text: str, ranks: int) -> str:
     """Return the ranks of ``LOG_RANK``, e.g. ``0,1``.
 
-    Args:
-        text: The variable's value.
-        ranks: Ranks on this machine.
-
     Raises:
         ConfigError: A rank is none of this machine's.
     """

@@ -19,7 +19,6 @@ from torchtitan_lr.checkpoints.layout import complete_steps, step_folder
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.fault_tolerance import private_folder
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, split_arguments
-from torchtitan_lr.console.terminal import TERMINAL_VARIABLE, shared_terminal
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import (
     Environment,
@@ -160,9 +159,6 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     command, variables = build_command(environment, arguments, log_folder)
     if environment.nodes == 1:
         variables[HELD_VARIABLE] = os.path.realpath(dump_folder)
-    variables[TERMINAL_VARIABLE] = shared_terminal()
-    if config.metrics.disable_color_printing:
-        variables["NO_COLOR"] = "1"
     group = RankGroup(command, variables, log_folder / "launcher.log", expected)
     status = group.wait()
     if group.killed:
@@ -196,11 +192,7 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
 
 
 def how_to_resume(config: Any) -> str:
-    """Return the checkpoint that a killed run can resume from, as the end of a sentence.
-
-    Args:
-        config: The run's configuration.
-    """
+    """Return the checkpoint that a killed run can resume from, as the end of a sentence."""
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     steps = complete_steps(folder) if config.checkpoint.enable else []
     if not steps:
@@ -246,10 +238,6 @@ def stop_before_ranks(number: int, frame: FrameType | None) -> NoReturn:
     """Handle a signal before any rank is started: exit at once.
 
     Python's default handler would print a traceback from torch's imports.
-
-    Args:
-        number: The signal.
-        frame: The interrupted frame.
     """
     name = signal.Signals(number).name
     os.write(2, f"error: stopped before any rank started, by {name}\n".encode())

@@ -108,12 +108,7 @@ def rendezvous_arguments(environment: Environment) -> list[str]:
 
 
 def owns(host: str, port: int) -> bool:
-    """Return whether an address is one of this machine's and its port is free.
-
-    Args:
-        host: A name or an address.
-        port: The port to be opened.
-    """
+    """Return whether an address is one of this machine's and its port is free."""
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -120,14 +120,7 @@ def _most_ranks(config: Any, arguments: list[str], gpus: int) -> int:
 
 
 def _fit(config: Any, arguments: list[str], ranks: int, chosen: bool) -> list[str]:
-    """Return the overrides with which the main job trains its batches on any number of ranks.
-
-    Args:
-        config: The run's configuration.
-        arguments: The command line; its own keys are not changed.
-        ranks: Number of ranks.
-        chosen: Whether the launcher chose this number.
-    """
+    """Return the overrides with which the main job trains its batches on any number of ranks."""
     degree = _lowered(config, arguments, ranks)
     lowered = degree != _degree(config)
     if not (lowered or chosen) or not _is_main_job(config):

@@ -176,9 +176,6 @@ def _write(file: IO[bytes], line: bytes) -> None:
 def child_pids(parent: int) -> list[int]:
     """List the living children of a process.
 
-    Args:
-        parent: Process id.
-
     Returns:
         Process ids in ascending order; zombies are left out.
     """
@@ -188,9 +185,6 @@ def child_pids(parent: int) -> list[int]:
 
 def process_state(pid: int) -> str:
     """Read the state of a process (Linux only).
-
-    Args:
-        pid: Process id.
 
     Returns:
         The letter that ``ps`` shows, such as ``T`` where it is stopped; "" where there is none.
@@ -278,9 +272,6 @@ def exit_without_teardown(status: int) -> NoReturn:
 
     Interpreter shutdown can crash in a background thread of torch's libraries, which would abort a
     rank that has finished its work.
-
-    Args:
-        status: The exit status.
     """
     run_exit_functions()
     for stream in (sys.stdout, sys.stderr):

@@ -136,10 +136,6 @@ def recorded_by_rank_0(failure: str, record: dict[str, Any] | None) -> bool:
 def full_disk(folder: Path, failure: str) -> str:
     """Return a hint if the disk is full or was full; ranks often cannot report this themselves.
 
-    Args:
-        folder: A folder on the disk.
-        failure: The failure's description so far.
-
     Returns:
         The end of a sentence, empty if there is space.
     """
@@ -211,10 +207,6 @@ def hidden_errors(log_folder: Path, shown: Collection[int]) -> list[str]:
     """Return the final error lines of the ranks, unless a rank on the console printed them.
 
     The first rank that fails ends the others, so any single rank may be the only one that reports.
-
-    Args:
-        log_folder: The folder of the ranks' outputs.
-        shown: Ranks of this machine whose output is on the console.
 
     Returns:
         The lines of the lowest rank that printed an error or how to resume, with its prefix.

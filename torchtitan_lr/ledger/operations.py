@@ -39,11 +39,6 @@ class Collective:
 def identify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collective | None:
     """Identify the collective of a dispatched operator.
 
-    Args:
-        func: The operator's overload.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
     Returns:
         The call, or None if the operator moves no data between ranks.
 

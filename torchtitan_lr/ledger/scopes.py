@@ -32,11 +32,7 @@ LOSS = "loss"
 
 
 class ScopeTracker:
-    """Follows a model through forward and backward while attached.
-
-    Args:
-        model_parts: The model, or this rank's pipeline stages.
-    """
+    """Follows a model through forward and backward while attached."""
 
     def __init__(self, model_parts: Sequence[nn.Module]) -> None:
         self._model_parts = list(model_parts)

@@ -57,10 +57,6 @@ class FlavorTable(Mapping[str, LlamaArgs]):
 
     A flavor that ends with ``.json`` is read from that file, see `stored_args`. A file that is no
     model of this family raises a `ConfigError`, with ``in`` too.
-
-    Args:
-        flavors: The named ones.
-        family: Name of the family.
     """
 
     def __init__(self, flavors: Mapping[str, LlamaArgs], family: str) -> None:

@@ -58,11 +58,6 @@ def private_rows(fqn: str, rows: int, args: LlamaArgs) -> slice:
     A shared channel is the sum of G terms. A private one is a single term, which starts √G times as
     large, so that all channels have the same variance.
 
-    Args:
-        fqn: The weight's name.
-        rows: Its number of rows.
-        args: The model's arguments.
-
     Returns:
         The rows, none of them where the model has no lanes or the weight does not end in one.
     """

@@ -169,11 +169,7 @@ class LaneColumnEdge(nn.Module):
 
 
 class LaneRowEdge(nn.Module):
-    """A full-rank linear that ends in the lanes' streams, through the partial reduction.
-
-    Args:
-        args: The model's arguments.
-    """
+    """A full-rank linear that ends in the lanes' streams, through the partial reduction."""
 
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
@@ -195,9 +191,6 @@ class LaneDownEdge(nn.Module):
     Σ a_i is A x; here each lane keeps its own channels from int(p · r) on.
     Equivalently, a bottleneck of rank p · r shared by all is joined by one of (1 - p) · r in
     each lane, a block-diagonal map.
-
-    Args:
-        args: The model's arguments.
     """
 
     def __init__(self, args: LlamaArgs) -> None:

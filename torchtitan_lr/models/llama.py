@@ -23,9 +23,6 @@ class LlamaModel(ModelProtocol):
 
     A stage has ``tok_embeddings``, ``norm`` or ``output`` set to None and layers removed, as
     torchtitan's ``pipeline_llm`` leaves it.
-
-    Args:
-        model_args: The model's arguments.
     """
 
     freqs_cis: Tensor

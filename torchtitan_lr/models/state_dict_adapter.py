@@ -41,9 +41,6 @@ class LlamaStateDictAdapter(Llama3StateDictAdapter):
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Convert our weights.
 
-        Args:
-            state_dict: Weights by our names.
-
         Returns:
             Full-rank weights by Hugging Face's names for full and svd, else our own.
         """

@@ -21,9 +21,6 @@ _WRITERS = "what torchtitan-lr export or torchtitan-lr import wrote"
 def read_model_args(path: Path) -> LlamaArgs:
     """Read the ``model_args.json`` next to weights.
 
-    Args:
-        path: The file.
-
     Returns:
         The model's arguments.
 
@@ -41,12 +38,7 @@ def read_model_args(path: Path) -> LlamaArgs:
 
 
 def write_model_args(args: LlamaArgs, path: Path) -> None:
-    """Write a model's arguments as JSON.
-
-    Args:
-        args: The arguments.
-        path: The file.
-    """
+    """Write a model's arguments as JSON."""
     path.write_text(json.dumps(drop_marker(dataclasses.asdict(args)), indent=2) + "\n")
 
 

@@ -24,10 +24,6 @@ def nonfinite_gradient(model_parts: Iterable[nn.Module]) -> str | None:
 def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
     """Return what scales a gradient down to ``max_norm``, as torch's ``clip_grad_norm_`` does.
 
-    Args:
-        max_norm: The largest norm.
-        norm: The gradient's norm, a scalar.
-
     Returns:
         A scalar ≤ 1; 1 if the norm is not finite, so that the entry at fault can still be found.
     """
@@ -37,11 +33,7 @@ def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
 
 
 def finite_weights(model_parts: Iterable[nn.Module]) -> bool:
-    """Return whether every parameter on every rank has a finite norm; call it on every rank.
-
-    Args:
-        model_parts: This rank's parts of the model.
-    """
+    """Return whether every parameter on every rank has a finite norm; call it on every rank."""
     weights = [local_part(p).detach() for part in model_parts for p in part.parameters()]
     finite = torch.tensor(all_finite(weights), dtype=torch.int32, device=weights[0].device)
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -78,9 +78,6 @@ class ShardedChoice:
 
     The exchange per row is a score and an id of each candidate, T of them for greedy tokens and
     k · T for top-k. Without top-k, whole rows of logits are gathered.
-
-    Args:
-        ranks: The tensor-parallel ranks.
     """
 
     ranks: Ranks

@@ -1,10 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The parallelize functions of the families: tensor parallelism to FSDP, in one order.
+"""The parallelize function of all families: tensor parallelism to FSDP, in one order."""
 
-Each family has a function of its own name with its plans; all of them apply `parallelize_llama`.
-"""
-
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -45,49 +41,6 @@ def parallelize_llama(
         apply_compile(model, job_config.compile.backend)
     apply_data_parallel(model, parallel_dims, job_config)
     return model
-
-
-@dataclass(frozen=True)
-class FamilyParallelize:
-    """A family's ``parallelize_fn`` for torchtitan, with the plans that it emits.
-
-    Plans from outside the package are not listed: each plan states the models that it supports.
-
-    Args:
-        family: The family's name.
-        plans: Plans of this package that can split its linears, without lanes.
-        lane_plans: Plans for its models with CAAT-Net's lanes.
-    """
-
-    family: str
-    plans: tuple[str, ...]
-    lane_plans: tuple[str, ...] = ()
-
-    @property
-    def __name__(self) -> str:
-        return f"parallelize_llama_{self.family}"
-
-    def __call__(
-        self, model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
-    ) -> nn.Module:
-        """Call `parallelize_llama`."""
-        return parallelize_llama(model, parallel_dims, job_config)
-
-
-_FACTORISED = ("btp", "vanilla", "vanilla_replicated")
-
-parallelize_llama_full = FamilyParallelize("full", ("megatron",), ("caat",))
-"""Dense linears."""
-
-parallelize_llama_svd = FamilyParallelize("svd", _FACTORISED, ("btp_caat",))
-"""B A x."""
-
-parallelize_llama_cola = FamilyParallelize("cola", _FACTORISED, ("btp_caat",))
-"""B σ(A x): σ acts on complete sums A x, so it needs no communication."""
-
-parallelize_llama_lax = FamilyParallelize("lax", _FACTORISED)
-"""B σ(A x + g · A' x'): the plans' edge ``mix`` adds the latents A' x' of the previous block, which
-also cross pipeline stages."""
 
 
 def apply_compile(model: nn.Module, backend: str) -> None:

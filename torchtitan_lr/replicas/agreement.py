@@ -50,11 +50,7 @@ class CallAgreement:
         return [1.0, digest, digest**2]
 
     def decide_by(self, sums: Callable[[], list[float]]) -> None:
-        """Set what returns the sums of the claims over the members, for the calls that follow.
-
-        Args:
-            sums: Called once, before the second call.
-        """
+        """Set what returns the sums of the claims over the members, for the calls that follow."""
         self._sums = sums
 
     def check(self, size: str, same: Callable[[int], bool]) -> None:
@@ -82,11 +78,7 @@ class CallAgreement:
             raise MismatchError(f"sum {place + 1} of this step has {size}, before {before}")
 
     def end(self, committed: bool) -> None:
-        """End an attempt.
-
-        Args:
-            committed: Whether its calls are those of all members.
-        """
+        """End an attempt."""
         if committed and self._kind is not None:
             self.known[self._kind] = self._calls
         self._kind = None

@@ -68,10 +68,6 @@ class StoredPositions:
     def check_checkpoint(self, checkpoint_id: str, metadata: Metadata | None = None) -> None:
         """Raise if a checkpoint's data were split in another way; call this before loading it.
 
-        Args:
-            checkpoint_id: A DCP folder.
-            metadata: Its table of contents.
-
         Raises:
             ConfigError: It was written by a run without replicas that come and go, with another
                 ``group_size``, or by replicas that read other rows.

@@ -73,11 +73,7 @@ class Sums:
         return iter((*head, *self.means))
 
     def loss(self, nominal: float) -> float:
-        """Return the mean over the tokens of all members, in nats; NaN if one is not finite.
-
-        Args:
-            nominal: The nominal number of tokens.
-        """
+        """Return the mean over the tokens of all members, in nats; NaN if one is not finite."""
         if self.nonfinite or not self.tokens:
             return math.nan
         return self.nominal_loss * nominal / self.tokens

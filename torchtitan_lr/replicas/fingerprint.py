@@ -57,11 +57,6 @@ def run_fingerprint(config: Any, model: dict[str, Any], corpus: str, ranks: int 
 def check_same(here: Fingerprint, there: Fingerprint, who: str) -> None:
     """Raise if two replicas belong to different runs.
 
-    Args:
-        here: This replica's fingerprint.
-        there: Another one's.
-        who: Whose that is.
-
     Raises:
         ConfigError: The first key that differs.
     """

@@ -59,12 +59,7 @@ class FirstCall:
 
 
 class SeenLoss:
-    """A loss whose value is handed on before its backward pass.
-
-    Args:
-        loss: The loss, of a prediction and labels.
-        see: Called with each value.
-    """
+    """A loss whose value is handed on before its backward pass."""
 
     def __init__(self, loss: Any, see: Callable[[Tensor], None]) -> None:
         self._loss, self._see = loss, see

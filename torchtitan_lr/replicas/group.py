@@ -33,10 +33,6 @@ from torchtitan_lr.replicas.agreement import ANY, CallAgreement
 class ReplicaGroup(ProcessGroupGloo):
     """A gloo group over the replicas of the present quorum.
 
-    Args:
-        timeout: How long a collective waits for a replica that hangs.
-        address: Address of this machine on which the others reach it.
-
     Attributes:
         replicas: Ids of the replicas that take part, in the order of their ranks.
         place: This replica's rank in the group.
@@ -137,11 +133,7 @@ class GuardedWork:
         self._group, self._work = group, work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end; the group's ``failure`` says whether there is a result.
-
-        Args:
-            timeout: Not used: the group has its own.
-        """
+        """Wait for the end; the group's ``failure`` says whether there is a result."""
         try:
             if self._work is not None:
                 self._work.wait()

@@ -43,11 +43,7 @@ class DataPositions:
                 self.known[replica] = self.taken[replica], exchanged[replica]
 
     def start_of(self, part: int) -> tuple[int, dict[str, Any] | None]:
-        """Return from where a part can be read: steps, and the loader's state, None for its start.
-
-        Args:
-            part: The part.
-        """
+        """Return where a part can be read from: steps, and the loader's state (None: its start)."""
         return self.known.get(part, (0, None))
 
     def as_json(self) -> str:
@@ -87,12 +83,7 @@ class PartReader:
         self.steps = 0
 
     def next(self, positions: DataPositions, part: int) -> Any:
-        """Return the micro-batches of the first step of a part that is not committed.
-
-        Args:
-            positions: What was committed.
-            part: This replica's part.
-        """
+        """Return the micro-batches of the first step of a part that is not committed."""
         wanted = positions.taken[part]
         if self._pending is not None and wanted == self.steps + 1:
             self.committed()  # the others committed a step whose end this replica missed

@@ -15,11 +15,6 @@ def training_state(model_parts: Sequence[nn.Module], optimizers: Any, schedule: 
     """Return this rank's weights, optimizer state and schedule.
 
     The tensors share their memory with those in use.
-
-    Args:
-        model_parts: The model.
-        optimizers: The container of its optimizers.
-        schedule: torchtitan's container of schedules.
     """
     return {
         "model": [_weights(part) for part in model_parts],

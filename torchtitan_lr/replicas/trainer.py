@@ -113,9 +113,6 @@ class ReplicaTrainer(Trainer):
     def train_step(self, data_iterator: Iterator[MicroBatch]) -> None:
         """Try the next step with those that are there, until it is committed.
 
-        Args:
-            data_iterator: Yields this replica's micro-batches.
-
         Raises:
             QuorumError: Too few replicas came together in time.
             NonFiniteError: As for the trainer's.

@@ -27,10 +27,6 @@ _PATIENCE_SECONDS = 10.0
 class HealTransport:
     """Serves one state at a time, and fetches one from another replica (torchft's interface).
 
-    Args:
-        address: Address of this machine to listen on.
-        fingerprint: Of this replica's run.
-
     Attributes:
         refusal: Why the state of the others must not be loaded: another configuration. torchft
             swallows exceptions of a transport, so the trainer raises this one.

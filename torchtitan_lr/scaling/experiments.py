@@ -32,12 +32,7 @@ RANKS_RESULT = "TORCHTITAN_LR_RANKS_RESULT"
 
 @dataclass(frozen=True)
 class Started:
-    """A training run that `start` has started.
-
-    Args:
-        process: Its launcher.
-        stderr: What the launcher prints there.
-    """
+    """A training run that `start` has started."""
 
     process: subprocess.Popen[bytes]
     stderr: IO[str]
@@ -89,37 +84,6 @@ def start(
         start_new_session=True,
     )
     return Started(process, stderr)
-
-
-def launch(
-    config: str,
-    folder: Path,
-    arguments: Sequence[str],
-    ranks: int | None = None,
-    variables: Mapping[str, str] | None = None,
-) -> None:
-    """Train through the launcher and wait; the arguments are those of `start`.
-
-    If this process is interrupted, it stops the run and waits until it has saved.
-
-    Raises:
-        RunFailedError: The launcher's exit status was not 0.
-    """
-    started = start(config, folder, arguments, ranks, variables)
-    try:
-        started.finish()
-    except BaseException:
-        started.process.terminate()
-        started.process.wait()
-        raise
-
-
-def check_run(arguments: Sequence[str], ranks: int | None = None) -> Any:
-    """Check a run's configuration before it starts, and return it.
-
-    The arguments and errors are those of `place_run`.
-    """
-    return place_run(arguments, ranks).config
 
 
 def place_run(arguments: Sequence[str], ranks: int | None = None) -> Placement:
@@ -210,12 +174,7 @@ def step_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def last_error(output: str, status: int) -> str:
-    """Return a program's last line that begins with ``error: ``, else its last line.
-
-    Args:
-        output: What it printed.
-        status: Its exit status, which is named if it printed nothing.
-    """
+    """Return a program's last line that begins with ``error: ``, else its last line."""
     lines = [line for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or [f"it ended with status {status}"])[-1]

@@ -13,7 +13,7 @@ from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.scaling.fit import bootstrap, fit_law, percentiles, student
 from torchtitan_lr.scaling.plan import Choice, Plan
 from torchtitan_lr.scaling.sweep import FINISHED, Point
-from torchtitan_lr.training.figures import color_of, few_log_ticks, new_figure
+from torchtitan_lr.training.figures import color_of, new_figure
 
 MARKDOWN, JSON, PICTURE = "scaling.md", "scaling.json", "scaling.png"
 
@@ -153,6 +153,8 @@ def draw(plan: Plan, rows: Sequence[Row], fits: Mapping[str, Mapping[str, Any]])
     Returns:
         The figure.
     """
+    from matplotlib.ticker import EngFormatter, LogLocator, NullLocator  # late: a second
+
     figure = new_figure(6.4, 4.4)
     axes = figure.add_subplot()
     for place, family in enumerate(dict.fromkeys(row["family"] for row in rows if row["losses"])):
@@ -169,7 +171,9 @@ def draw(plan: Plan, rows: Sequence[Row], fits: Mapping[str, Mapping[str, Any]])
             axes.fill_between(at, low, high, color=color, alpha=0.2, linewidth=0)
             axes.plot(at, fit["law"](at), color=color, lw=1.4)
     axes.set_xscale("log")
-    few_log_ticks(axes.xaxis, *axes.get_xlim())
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("training FLOPs")
     axes.set_ylabel("validation loss (nats per token)")
     axes.grid(alpha=0.3)

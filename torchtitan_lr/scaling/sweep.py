@@ -110,12 +110,6 @@ def points_of(
 ) -> list[Point]:
     """Return every point of a grid.
 
-    Args:
-        config: The TOML file.
-        grid: Values by TOML key.
-        common: Overrides for all points.
-        group: The wandb group.
-
     Raises:
         ConfigError: Two points have the same name.
     """
@@ -213,9 +207,6 @@ class Sweep:
 
     def run(self, lock: IO[str]) -> int:
         """Run the points that are not done; SIGTERM or Ctrl-C saves the active ones and ends.
-
-        Args:
-            lock: The locked file of the folder.
 
         Returns:
             The exit status: 0 all points are done, 1 some failed, 130 stopped.

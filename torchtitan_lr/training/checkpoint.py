@@ -306,9 +306,6 @@ class CheckpointManager(OpenCheckpointManager):
     def save_interrupted(self, step: int) -> str | None:
         """Save a full checkpoint of ``step``, even if the last save should hold the model only.
 
-        Args:
-            step: The last finished step.
-
         Returns:
             The checkpoint's folder, None if checkpointing is off.
         """

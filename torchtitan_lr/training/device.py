@@ -87,9 +87,6 @@ def peak_flops(device_name: str) -> float:
 
     torchtitan returns an A100's peak for every unknown device, which would give a wrong but
     plausible MFU.
-
-    Args:
-        device_name: The name that the driver reports.
     """
     if not has_accelerator():
         return math.nan

@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Matplotlib figures: a run's curve, several runs in one picture, and the tools' pictures."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,6 @@ COLORS = {
     **{"top k": "tab:cyan", "random": "tab:olive", "another seed": "tab:gray"},
 }
 """The colour of a method in every picture that compares methods; a hyphen is a blank."""
-
-_SUBS = (
-    (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9),
-    (1, 1.5, 2, 3, 5, 7),
-    (1, 2, 3, 5),
-    (1, 2, 5),
-    (1, 3),
-)
 
 Series = tuple[list[float], list[float]]
 
@@ -70,35 +61,6 @@ def color_of(name: str, place: int = 0) -> str:
     name = name.replace("-", " ").lower()
     known = [key for key in COLORS if f"{name} ".startswith(f"{key.lower()} ")]
     return COLORS[max(known, key=len)] if known else f"C{place}"
-
-
-def few_log_ticks(axis: Any, low: float, high: float, most: int = 5) -> None:
-    """Put few, evenly spread ticks with short labels on a logarithmic axis.
-
-    Args:
-        axis: The axis.
-        low: Least value shown, positive.
-        high: Greatest value shown.
-        most: Number of ticks at most.
-    """
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    powers = [[10.0**d for d in decades if d % stride == 0] for stride in range(1, len(decades))]
-    choices = [[sub * 10.0**d for d in decades for sub in subs] for subs in _SUBS] + powers
-    shown = [[x for x in ticks if low <= x <= high] for ticks in choices]
-    ticks = next((ticks for ticks in shown if len(ticks) <= most), shown[-1])
-    axis.set_major_locator(FixedLocator(ticks))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda x, _: short_number(x)))
-
-
-def short_number(value: float) -> str:
-    """Return a number with the letter of a power of 1,000: 1500 is 1.5k."""
-    for exponent, letter in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if abs(value) >= 10**exponent:
-            return f"{value / 10**exponent:g}{letter}"
-    return f"{value:g}"
 
 
 def draw_curve(history: list[dict[str, Any]], path: Path, title: str = "") -> Any:

@@ -27,9 +27,6 @@ def model_fingerprint(args: LlamaArgs) -> dict[str, Any]:
     The length of the rotary table, the seed and the precision of backward's sums are left out:
     they do not change the function.
 
-    Args:
-        args: The model's arguments.
-
     Returns:
         JSON values by the TOML key that sets them.
     """

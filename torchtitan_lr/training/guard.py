@@ -81,11 +81,7 @@ class Findings:
 
 
 class HostCopy:
-    """A copy of a device tensor on the host; only `read` waits for it.
-
-    Args:
-        tensor: Small, on any device.
-    """
+    """A copy of a device tensor on the host; only `read` waits for it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event = None
@@ -140,9 +136,6 @@ def first_rank_with(found: str | None) -> str | None:
     """Return ``rank R: FOUND`` for the first rank whose ``found`` is not None, else None.
 
     Call it on every rank; the result is the same on all.
-
-    Args:
-        found: This rank's finding.
     """
     everywhere: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, found)

@@ -51,11 +51,7 @@ class RunLogger(BaseLogger):
 
 
 class HistoryLogger(RunLogger):
-    """Appends each record to a JSON-lines file, so that curves survive an interruption.
-
-    Args:
-        path: The file; its folder is created if needed.
-    """
+    """Appends each record to a JSON-lines file, so that curves survive an interruption."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

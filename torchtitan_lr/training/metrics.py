@@ -100,12 +100,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
             self.history.rewind(step)
 
     def set_writing(self, writes: bool, step: int) -> None:
-        """Open the loggers after ``step``, or close them: another process writes.
-
-        Args:
-            writes: Whether to write.
-            step: The last step.
-        """
+        """Open the loggers after ``step``, or close them: another process writes."""
         if writes == self.writes:
             return
         self.close()

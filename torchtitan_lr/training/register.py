@@ -2,11 +2,7 @@
 """One torchtitan TrainSpec per model family; importing this module registers them."""
 
 from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.protocols.train_spec import (
-    ParallelizeFunction,
-    TrainSpec,
-    register_train_spec,
-)
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from torchtitan_lr.compat.titan import registered_specs
 from torchtitan_lr.data.dataloader import build_dataloader
@@ -17,26 +13,10 @@ from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.loss import build_loss
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 from torchtitan_lr.optim.build import build_optimizers
-from torchtitan_lr.parallel.parallelize import (
-    parallelize_llama_cola,
-    parallelize_llama_full,
-    parallelize_llama_lax,
-    parallelize_llama_svd,
-)
+from torchtitan_lr.parallel.parallelize import parallelize_llama
 from torchtitan_lr.parallel.pipeline.pipeline import pipeline_llama
 from torchtitan_lr.training.metrics import build_metrics_processor
 from torchtitan_lr.training.validate import build_validator
-
-PARALLELIZE: dict[str, ParallelizeFunction] = {
-    function.family: function
-    for function in (
-        parallelize_llama_full,
-        parallelize_llama_svd,
-        parallelize_llama_cola,
-        parallelize_llama_lax,
-    )
-}
-"""The parallelize function of each family."""
 
 
 def build_train_spec(family: str) -> TrainSpec:
@@ -44,7 +24,7 @@ def build_train_spec(family: str) -> TrainSpec:
     return TrainSpec(
         model_cls=LlamaModel,
         model_args=FLAVORS[family],
-        parallelize_fn=PARALLELIZE[family],
+        parallelize_fn=parallelize_llama,
         pipelining_fn=pipeline_llama,
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,
@@ -57,18 +37,13 @@ def build_train_spec(family: str) -> TrainSpec:
     )
 
 
-def register_model_family(family: ModelFamily, parallelize: ParallelizeFunction) -> None:
+def register_model_family(family: ModelFamily) -> None:
     """Make a family from outside the package known: its name, its flavors and its TrainSpec.
 
     A run names the module that calls this by ``experimental.custom_import``.
-
-    Args:
-        family: The family.
-        parallelize: What splits its models, such as a `FamilyParallelize`.
     """
     register_family(family)
     FLAVORS[family.name] = build_flavors(family)
-    PARALLELIZE[family.name] = parallelize
     register_train_specs()
 
 

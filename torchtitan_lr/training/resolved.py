@@ -74,12 +74,6 @@ def report_start(
     """Print the first lines of the console: the model, the layout, the batch, the first step.
 
     Call it on every rank; the stages of a pipeline add up their parameters.
-
-    Args:
-        job_config: The run's configuration.
-        dims: The parallel degrees.
-        model_parts: This rank's model, or its pipeline stages.
-        step: The last finished step.
     """
     counts = [sum(p.numel() for part in model_parts for p in part.parameters())]
     stages = dims.get_optional_mesh("pp")

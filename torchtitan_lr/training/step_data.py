@@ -65,13 +65,7 @@ class StepReader:
         self.bad_records: set[str] = set()
 
     def read(self, data_iterator: Iterator[MicroBatch], count: int, step: int) -> StepData:
-        """Read a step's micro-batches; call it on every rank.
-
-        Args:
-            data_iterator: Yields micro-batches.
-            count: Number of micro-batches.
-            step: The step, for the log.
-        """
+        """Read a step's micro-batches; call it on every rank."""
         problem, microbatches = None, []
         if self._loader is not None:
             self._loader.mark()

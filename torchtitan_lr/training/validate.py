@@ -166,12 +166,7 @@ class Validator(BaseValidator):
         return due and not self.suspended
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        """Compute and log the validation loss and perplexity.
-
-        Args:
-            model_parts: This rank's model, or its pipeline stages.
-            step: The training step before it.
-        """
+        """Compute and log the validation loss and perplexity."""
         started = time.perf_counter()
         loss_of = partial(self._batch_loss, model_parts[0])
         first = torch.distributed.get_rank() == 0

@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from tests.unit.compat.doors import changed, parameters, resolve
-from torchtitan_lr.compat.overrides import OVERRIDES, REWRITES
+from tests.unit.compat.overrides import OVERRIDES, REWRITES
 
 
 @pytest.mark.parametrize("override", OVERRIDES, ids=lambda override: override.ours)
@@ -28,5 +28,5 @@ def test_rewritten_functions_have_not_changed_upstream(rewrite):
     digest = hashlib.sha256(source.encode()).hexdigest()[: len(rewrite.digest)]
     assert digest == rewrite.digest, (
         f"{rewrite.upstream} has changed: compare it with {rewrite.ours}, then write {digest} into "
-        "torchtitan_lr/compat/overrides.py"
+        "tests/unit/compat/overrides.py"
     )

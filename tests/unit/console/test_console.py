@@ -1,19 +1,21 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The console: which lines are shown, what a step's line says, bars and colours on a real pty."""
+"""The console: which lines are shown, what a step's line says, a bar on a real pty."""
 
-import io
+import fcntl
 import logging
 import os
 import re
+import struct
 import sys
+import termios
+import time
 import warnings
 
 import pytest
 
+from torchtitan_lr.console import progress as bars
 from torchtitan_lr.console.log import console, init_console
-from torchtitan_lr.console.terminal import (
-    shared_terminal,
-)
+from torchtitan_lr.console.progress import progress
 
 
 @pytest.fixture
@@ -34,6 +36,17 @@ def terminal():
     with open(writer, "w") as stream:
         yield reader, stream
     os.close(reader)
+
+
+def read_of(reader):
+    """What was written to a terminal; the kernel passes it on a moment later."""
+    text, until = b"", time.monotonic() + 0.2
+    while time.monotonic() < until:
+        try:
+            text += os.read(reader, 1 << 16)
+        except BlockingIOError:
+            time.sleep(0.01)
+    return text.decode()
 
 
 def speak():
@@ -78,10 +91,16 @@ def test_a_folder_without_space_ends_no_run(log, monkeypatch, tmp_path, capsys):
     assert said.out.endswith(" step 1/4\n") and said.err == ""
 
 
-def test_ranks_share_a_terminal_only_if_all_output_goes_there(terminal, monkeypatch):
-    _, stream = terminal
-    monkeypatch.setattr(sys, "stdout", stream)
+def test_a_bar_on_a_terminal(terminal, monkeypatch, capsys):
+    reader, stream = terminal
+    monkeypatch.setattr(bars, "BAR_DELAY", 0.0)
+    fcntl.ioctl(stream, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    assert list(progress("abc", "validation", 3)) == ["a", "b", "c"]  # the control: no terminal
+    assert read_of(reader) == "" and capsys.readouterr() == ("", "")
     monkeypatch.setattr(sys, "stderr", stream)
-    assert shared_terminal() == os.ttyname(stream.fileno())
-    monkeypatch.setattr(sys, "stdout", io.StringIO())  # ./run_llama_train.sh | tee log
-    assert shared_terminal() == ""
+    assert list(progress("abc", "validation", 3, shown=False)) == ["a", "b", "c"]
+    assert read_of(reader) == ""
+    assert list(progress("abc", "validation", 3)) == ["a", "b", "c"]
+    drawn = read_of(reader)
+    assert "validation:" in drawn and "0/3" in drawn and "\r" in drawn
+    assert drawn.rstrip(" ").endswith("\r")  # nothing is left of it

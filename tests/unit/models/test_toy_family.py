@@ -19,7 +19,6 @@ from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.layers import low_rank_group
 from torchtitan_lr.training.fingerprint import model_fingerprint
-from torchtitan_lr.training.register import PARALLELIZE
 
 NAMED = "--model.name=llama_tanh"
 MODULE = "--experimental.custom_import=tests.toy_family"
@@ -31,7 +30,7 @@ NO_CHECKPOINT = "--checkpoint.no_enable"  # whatever runs have left in ./outputs
 def _leaves_nothing_behind():
     yield
     sys.modules.pop("tests.toy_family", None)
-    for table in (FAMILIES, FLAVORS, PARALLELIZE):
+    for table in (FAMILIES, FLAVORS):
         table.pop("tanh", None)
     registered_specs().pop("llama_tanh", None)
 

@@ -1,17 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Runs that commands start: their records, failures and stops; tests/integration has whole ones."""
 
-import os
-import signal
+import json
 import sys
-import threading
-import time
 
 import pytest
 
 from torchtitan_lr.scaling import experiments
 from torchtitan_lr.scaling.experiments import (
-    launch,
+    RunFailedError,
+    start,
 )
 
 POPEN = experiments.subprocess.Popen
@@ -30,42 +28,27 @@ def stand_in(monkeypatch, program):
     return started
 
 
-def is_in(function, thread):
-    """Whether a thread runs a function, or what that called."""
-    frame = sys._current_frames()[thread.ident]
-    while frame is not None and frame.f_code is not function.__code__:
-        frame = frame.f_back
-    return frame is not None
+def test_a_failure_is_the_launchers_last_line(monkeypatch, tmp_path):
+    program = "import sys; print('error: rank 1 failed: x\\nmore', file=sys.stderr); sys.exit(1)"
+    stand_in(monkeypatch, program)
+    with pytest.raises(RunFailedError, match=r"^error: rank 1 failed: x$"):
+        start("a.toml", tmp_path, []).finish()
+    stand_in(monkeypatch, "import sys; sys.exit(3)")
+    with pytest.raises(RunFailedError, match="ended with status 3"):
+        start("a.toml", tmp_path, []).finish()
 
 
-def test_a_stop_is_passed_on_and_waited_for(monkeypatch, tmp_path):
+def test_arguments_and_environment(monkeypatch, tmp_path):
     program = (
-        "import os, signal, pathlib\n"
-        f"folder = pathlib.Path({str(tmp_path)!r})\n"
-        "read, write = os.pipe()\n"
-        "signal.signal(signal.SIGTERM, lambda *_: os.write(write, b'1'))\n"
-        "(folder / 'ready').open('w').close()\n"
-        "os.read(read, 1)\n"
-        "(folder / 'saved').touch()"
+        "import os, sys, json; json.dump([sys.argv[1:], os.environ['NGPU'], os.environ['X']],"
+        f" open({str(tmp_path / 'seen')!r}, 'w'))"
     )
-    os.mkfifo(tmp_path / "ready")
-    started = stand_in(monkeypatch, program)
-    main = threading.main_thread()
-
-    def interrupt():
-        (tmp_path / "ready").open().close()  # opens when the other side does
-        while not is_in(POPEN.wait, main):
-            time.sleep(0.001)
-        # To the main thread, as the kernel would: that one waits.
-        signal.pthread_kill(main.ident, signal.SIGINT)
-
-    # Tests of other commands leave their own handlers behind.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        threading.Thread(target=interrupt, daemon=True).start()
-        with pytest.raises(KeyboardInterrupt):
-            launch("a.toml", tmp_path, [])
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert started[0].returncode == 0  # known: it was waited for
-    assert (tmp_path / "saved").exists()
+    stand_in(monkeypatch, program)
+    start("a.toml", tmp_path, ["--training.steps=3"], ranks=3, variables={"X": "y"}).finish()
+    arguments, ranks, x = json.loads((tmp_path / "seen").read_text())
+    assert arguments == [
+        "--job.config_file=a.toml",
+        f"--job.dump_folder={tmp_path}",
+        "--training.steps=3",
+    ]
+    assert (ranks, x) == ("3", "y")

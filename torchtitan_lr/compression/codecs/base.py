@@ -93,12 +93,7 @@ class Codec(ABC):
     @classmethod
     @abstractmethod
     def build(cls, sizes: CodecSizes, ranks: int) -> Codec:
-        """Build the codec.
-
-        Args:
-            sizes: Its parameters.
-            ranks: Ranks W.
-        """
+        """Build the codec."""
 
     @abstractmethod
     def message_bytes(self, m: int) -> dict[str, int]:
@@ -195,10 +190,6 @@ def complete(steps: Steps[Result]) -> Result:
 
 def exchange(message: Message, group: dist.ProcessGroup) -> Steps[dict[str, Tensor]]:
     """Run a message's collectives: one all-to-all per tensor, one reduce-scatter per dtype.
-
-    Args:
-        message: This rank's message.
-        group: The W ranks.
 
     Yields:
         All of them at once.

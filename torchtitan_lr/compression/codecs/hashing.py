@@ -12,13 +12,7 @@ _MASK = 0xFFFFFFFF
 
 
 def step_seed(seed: int, unit: str, step: int) -> int:
-    """Return a 32-bit seed for one exchange, so that collisions differ between steps.
-
-    Args:
-        seed: Seed of the run.
-        unit: Name of the exchanged unit.
-        step: Number of the exchange.
-    """
+    """Return a 32-bit seed for one exchange, so that collisions differ between steps."""
     return zlib.crc32(f"{seed}/{unit}/{step}".encode())
 
 

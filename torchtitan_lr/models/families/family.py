@@ -100,9 +100,6 @@ class ModelFamily:
     def check_overrides(self, section: Any) -> None:
         """Refuse keys of ``[low_rank]`` that would have no effect.
 
-        Args:
-            section: The section, with its keys as attributes.
-
         Raises:
             ConfigError: With the first key that is set in vain.
         """
@@ -112,11 +109,7 @@ class ModelFamily:
             raise ConfigError("low_rank.lax_gate", section.lax_gate, want)
 
     def fingerprint(self, args: "LlamaArgs") -> dict[str, Any]:
-        """Return what the family adds to a checkpoint's fingerprint, by TOML key.
-
-        Args:
-            args: The model's arguments.
-        """
+        """Return what the family adds to a checkpoint's fingerprint, by TOML key."""
         return {
             "low_rank.rank_attention": args.rank_attention,
             "low_rank.rank_ffn": args.rank_ffn,
@@ -124,11 +117,7 @@ class ModelFamily:
         }
 
     def is_llama(self, args: "LlamaArgs") -> bool:
-        """Return whether a model without private channels of lanes equals a full-rank LLaMA.
-
-        Args:
-            args: The model's arguments.
-        """
+        """Return whether a model without private channels of lanes equals a full-rank LLaMA."""
         return False
 
     def check_import(self) -> None:

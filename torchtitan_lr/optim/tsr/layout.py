@@ -29,9 +29,6 @@ class Layout:
 def mesh_groups(parameters: Iterable[Tensor]) -> dict[str, dist.ProcessGroup]:
     """Return the parameters' mesh dimensions of more than one rank, with their groups.
 
-    Args:
-        parameters: All parameters of this rank.
-
     Returns:
         Process group by dimension name, in the mesh's order: the run's common order.
     """

@@ -241,9 +241,6 @@ class TSROptimizers(OptimizersContainer):
         Without a refresh in this step, only the core of a matrix is kept. FSDP2 calls the hooks
         after its reduce-scatter. Where no hook runs (a pipeline schedule that splits backward),
         `accumulate` finds the gradients.
-
-        Args:
-            last: Whether this is the step's last micro-batch.
         """
         if self._step is None:
             stacks, steps_done = self.synchronizer.stacks, int(self.optimizers[0].steps)
@@ -298,11 +295,7 @@ class TSROptimizers(OptimizersContainer):
 
     @torch.no_grad()
     def scale(self, factor: Tensor) -> None:
-        """Multiply cores and dense gradients, which are linear in the loss, by a scalar.
-
-        Args:
-            factor: The scalar.
-        """
+        """Multiply cores and dense gradients, which are linear in the loss, by a scalar."""
         assert self._synchronized is not None
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in self._synchronized.tensors:

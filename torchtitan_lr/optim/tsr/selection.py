@@ -87,12 +87,7 @@ class MatrixPlan:
     waits: bool = False
 
     def is_due(self, step: int, refreshes: int) -> bool:
-        """Return whether a step refreshes the bases.
-
-        Args:
-            step: Steps done so far.
-            refreshes: Refreshes done so far.
-        """
+        """Return whether a step refreshes the bases."""
         has_bases = self.waits or refreshes > 0
         return not has_bases or step % self.interval == self.offset
 

@@ -165,11 +165,7 @@ class MatrixStack:
         )
 
     def sketch_size(self, ranks: Sequence[int]) -> int:
-        """Return the elements (m + n)k of one matrix's sketches on a rank.
-
-        Args:
-            ranks: Size of every mesh dimension of the run.
-        """
+        """Return the elements (m + n)k of one matrix's sketches on a rank."""
         return sum(self._largest_block(ranks)) * self.plan.width
 
     def _largest_block(self, ranks: Sequence[int]) -> tuple[int, int]:
@@ -200,13 +196,7 @@ def layout_of(parameter: Tensor, plan: MatrixPlan, order: Sequence[str]) -> Layo
 def build_stacks(
     matrices: Sequence[tuple[MatrixPlan, Tensor]], order: Sequence[str], settings: TSRSettings
 ) -> list[MatrixStack]:
-    """Stack the matrices that have the same shape, rank and layout.
-
-    Args:
-        matrices: Plan and parameter of each.
-        order: Names of the run's mesh dimensions.
-        settings: The settings.
-    """
+    """Stack the matrices that have the same shape, rank and layout."""
     alike: dict[Any, list[tuple[MatrixPlan, Tensor]]] = defaultdict(list)
     for plan, parameter in matrices:
         shape = (plan.rows, plan.columns, plan.rank, plan.power_iterations, plan.transposed)

@@ -86,9 +86,6 @@ class Synchronizer:
     def begin(self, due: Due) -> list[Tensor]:
         """Zero the cores for a new step and plan its sums; the memory is reused.
 
-        Args:
-            due: The matrices that refresh in this step.
-
         Returns:
             The cores by stack.
         """

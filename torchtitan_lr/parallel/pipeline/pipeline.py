@@ -213,14 +213,7 @@ def pipeline_llama(
 def stage_boundaries(
     job_config: JobConfig, args: LlamaArgs, seq_len: int, settings: TPSettings | None = None
 ) -> list[Boundary]:
-    """Return all boundaries of a run's pipeline on one rank, for sequences of ``seq_len``.
-
-    Args:
-        job_config: The run's configuration.
-        args: The model's arguments.
-        seq_len: Tokens of a sequence.
-        settings: The tensor-parallel plan; the configured one by default.
-    """
+    """Return all boundaries of a run's pipeline on one rank, for sequences of ``seq_len``."""
     degree = job_config.parallelism.tensor_parallel_degree
     settings = settings or tp_settings(job_config, args, degree)
     return [

@@ -60,9 +60,6 @@ class CheckpointingMode:
     def check(self, config: Any) -> None:
         """Raise for a configuration in which this mode cannot run.
 
-        Args:
-            config: The run's configuration, with this mode.
-
         Raises:
             ConfigError: With one line that names the key.
         """
@@ -127,11 +124,7 @@ MODES: dict[str, CheckpointingMode] = {}
 
 
 def register_mode(mode: CheckpointingMode) -> None:
-    """Register a mode, and add its name to the values of ``activation_checkpoint.mode``.
-
-    Args:
-        mode: The mode.
-    """
+    """Register a mode, and add its name to the values of ``activation_checkpoint.mode``."""
     MODES[mode.name] = mode
     if mode.name not in AC_MODES:
         AC_MODES.append(mode.name)

@@ -127,9 +127,6 @@ class TensorParallelPlan:
     def check(self, settings: TPSettings) -> None:
         """Raise for settings without effect under this plan.
 
-        Args:
-            settings: Settings with this plan.
-
         Raises:
             ConfigError: A setting differs from its default and the plan has no such choice.
         """

@@ -56,11 +56,7 @@ class EdgeParallel(ParallelStyle):
 
 
 class Edge(nn.Module):
-    """An edge of a plan: no parameters, and the ranks over which its collectives run.
-
-    Args:
-        ranks: The tensor-parallel ranks.
-    """
+    """An edge of a plan: no parameters, and the ranks over which its collectives run."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()

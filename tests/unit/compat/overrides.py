@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Private upstream methods that our classes override, and upstream functions that we rewrite.
 
-Neither can be wrapped by a function of this folder, so both are listed here, and
-``tests/unit/compat/test_overrides.py`` compares them with upstream.
+Neither can be wrapped by a function of ``torchtitan_lr/compat``, so both are listed here, and
+``test_overrides.py`` compares them with upstream.
 
 Tested with torch 2.11 and 2.13 and with torchtitan 0.2.2.
 """
