@@ -5,8 +5,7 @@ A product takes its FLOPs over the speed that large products reach, plus its byt
 bandwidth, plus the launch of a kernel. So thin products, which move many bytes per FLOP, are slow;
 that products and memory do not overlap fits the products that BOOST's authors measured on A100s
 (``docs/results.md``). Fused attention has a speed of its own. Other kernels take their bytes
-over the memory bandwidth plus a launch. Without recorded work the model has only products at one
-speed.
+over the memory bandwidth plus a launch.
 
 A collective of N ranks costs α per call, plus its bytes times the share that crosses a link
 (2(N-1)/N for an all-reduce, (N-1)/N for a gather, a scatter or an all-to-all, 1 for a message) over

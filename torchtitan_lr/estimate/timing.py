@@ -11,7 +11,6 @@ from torchtitan_lr.estimate.schedule import StageSeconds, makespan, pipeline_ord
 from torchtitan_lr.estimate.step_time import (
     Hardware,
     StepTime,
-    compute_seconds,
     element_wise_seconds,
     exposed_seconds,
     model_step_time,
@@ -20,12 +19,8 @@ from torchtitan_lr.estimate.step_time import (
 )
 from torchtitan_lr.estimate.traffic import element_size
 from torchtitan_lr.estimate.work import PassWork
-from torchtitan_lr.formulas.activations import recompute_flops
-from torchtitan_lr.formulas.flops import FORWARD_AND_BACKWARD, head_flops, layer_flops
 from torchtitan_lr.formulas.memory import sharded
-from torchtitan_lr.formulas.plans.registry import formula_of
 from torchtitan_lr.formulas.traffic import Traffic
-from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES, BlockFlops
 
 ADAMW_PASSES = 10
 """Passes over a rank's parameters in a step of fused AdamW: clipping reads the gradients twice and
@@ -33,7 +28,7 @@ writes them once; Adam reads weight, gradient and both moments and writes all bu
 
 
 def step_time(
-    run: Run, traffic: list[list[Traffic]], hardware: Hardware, work: PassWork | None = None
+    run: Run, traffic: list[list[Traffic]], hardware: Hardware, work: PassWork
 ) -> StepTime:
     """Model a step on the pipeline rank that is busy longest.
 
@@ -41,7 +36,7 @@ def step_time(
         run: The run.
         traffic: Every pipeline rank's, of a whole step.
         hardware: The machine.
-        work: Recorded by `work_of_run`; without it only products count, all at one speed.
+        work: Recorded by `work_of_run`.
     """
     sizes = partial(element_size, dtypes=run.wire_dtypes)
     times = [
@@ -52,8 +47,8 @@ def step_time(
             run.mesh,
             hardware,
             element_wise=_over_step(run, pp_rank, hardware, work, 1)
-            + (_staging_seconds(run, pp_rank, hardware) if work else 0.0),
-            optimizer=_optimizer_seconds(run, pp_rank, hardware) if work else 0.0,
+            + _staging_seconds(run, pp_rank, hardware),
+            optimizer=_optimizer_seconds(run, pp_rank, hardware),
         )
         for pp_rank, rows in enumerate(traffic)
     ]
@@ -63,9 +58,7 @@ def step_time(
     return replace(longest, bubble=_bubble(run, traffic, hardware, work))
 
 
-def _over_step(
-    run: Run, pp_rank: int, hardware: Hardware, work: PassWork | None, part: int
-) -> float:
+def _over_step(run: Run, pp_rank: int, hardware: Hardware, work: PassWork, part: int) -> float:
     """Seconds of products (part 0) or of other kernels (1) of all a rank's passes."""
     passes = [each for s in run.stages_of(pp_rank) for each in _passes(run, s, hardware, work)]
     return sum(each[part] for each in passes) * run.microbatches * run.accumulation
@@ -90,9 +83,7 @@ def _staging_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
     return moved_seconds(run.accumulation * per_element * elements, hardware)
 
 
-def _bubble(
-    run: Run, traffic: list[list[Traffic]], hardware: Hardware, work: PassWork | None
-) -> float:
+def _bubble(run: Run, traffic: list[list[Traffic]], hardware: Hardware, work: PassWork) -> float:
     """Seconds from the first action to the last, less those of the busiest rank."""
     sizes = partial(element_size, dtypes=run.wire_dtypes)
     stages = [StageSeconds(0, 0)] * len(run.stages)
@@ -115,47 +106,11 @@ def _bubble(
     return run.accumulation * (makespan(orders, stages) - busiest)
 
 
-def _passes(
-    run: Run, stage: int, hardware: Hardware, work: PassWork | None
-) -> list[tuple[float, float]]:
+def _passes(run: Run, stage: int, hardware: Hardware, work: PassWork) -> list[tuple[float, float]]:
     """Seconds of products and of other kernels, forward and backward of a micro-batch."""
-    units = run.stages[stage]
-    if work is not None:
-        mine = [_stage_work(blocks_of(units), "head" in units, work, i) for i in (0, 1)]
-        return [(product_seconds(w, hardware), element_wise_seconds(w, hardware)) for w in mine]
-    forward = blocks_of(units) * block_flops(run)
-    if "head" in units:
-        forward += head_flops(run.args, run.seq_len) / FORWARD_AND_BACKWARD / run.tp
-    backward = (FORWARD_AND_BACKWARD - 1) * forward + blocks_of(units) * repeated_flops(run)
-    return [(compute_seconds(f * run.microbatch, hardware), 0.0) for f in (forward, backward)]
-
-
-def _stage_work(blocks: int, head: bool, work: PassWork, index: int) -> Work:
-    """Work of a stage in forward (0) or backward (1); the embedding counts with the head."""
-    return Work().plus(work.block[index], blocks).plus(work.ends[index], float(head))
-
-
-def block_flops(run: Run) -> float:
-    """FLOPs of a block's forward pass for one sequence on one rank.
-
-    Under some plans (``vanilla_replicated``) every rank attends with every head.
-    """
-    flops = layer_flops(run.args, run.seq_len)
-    heads = run.tp if formula_of(run.settings, run.tp).shards_heads else 1
-    linears = (flops.attention_linears + flops.feed_forward) / run.tp
-    return (linears + flops.attention_scores / heads) / FORWARD_AND_BACKWARD
-
-
-def repeated_flops(run: Run) -> float:
-    """FLOPs that checkpointing repeats of a block, for one sequence on one rank.
-
-    The ranks share all products evenly; under ``vanilla_replicated`` attention counts too low.
-    """
-    flops, shares = layer_flops(run.args, run.seq_len), FORWARD_AND_BACKWARD * run.tp
-    block = BlockFlops(
-        attention_linears=flops.attention_linears // shares,
-        attention_scores=flops.attention_scores // shares,
-        feed_forward=flops.feed_forward // shares,
-        up_projections=recompute_flops(run.args, run.seq_len, True, run.tp),
-    )
-    return MODES[run.checkpointing].repeated_flops(run.config.activation_checkpoint, block)
+    units, seconds = run.stages[stage], []
+    for block, ends in zip(work.block, work.ends, strict=True):
+        # The embedding counts with the head.
+        mine = Work().plus(block, blocks_of(units)).plus(ends, float("head" in units))
+        seconds.append((product_seconds(mine, hardware), element_wise_seconds(mine, hardware)))
+    return seconds

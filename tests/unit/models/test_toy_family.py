@@ -13,7 +13,6 @@ from torchtitan_lr.compat.titan import registered_specs
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.run import read_run
-from torchtitan_lr.estimate.timing import block_flops
 from torchtitan_lr.hf.export import check_hf_exportable
 from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
@@ -62,7 +61,6 @@ def test_a_run_of_it_is_accepted_and_estimated(plan):
     run = read_run(config_of(f"--parallelism.tp_plan={plan}"), 4)
     assert run.args.family == "tanh" and run.args.rank_ffn == FLAVORS["cola"]["debug"].rank_ffn
     assert run.settings.plan == plan.replace("auto", "btp")
-    assert block_flops(run) > 0
 
 
 def test_its_checkpoints_carry_its_name_and_it_is_no_llama():

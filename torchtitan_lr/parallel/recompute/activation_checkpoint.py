@@ -7,7 +7,6 @@ from torchtitan.config import JobConfig
 from torchtitan_lr.parallel.recompute.low_rank_checkpoint import LowRankCheckpointing
 from torchtitan_lr.parallel.recompute.mode import (
     MODES,
-    BlockFlops,
     CheckpointingMode,
     compiles_model,
     register_mode,
@@ -21,7 +20,6 @@ from torchtitan_lr.parallel.recompute.titan_modes import (
 
 __all__ = [
     "MODES",
-    "BlockFlops",
     "CheckpointingMode",
     "apply_activation_checkpoint",
     "compiles_model",

@@ -31,7 +31,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families.registry import ModelFamily, find_family
 from torchtitan_lr.models.marks import mark_in_graphs
-from torchtitan_lr.parallel.recompute.mode import BlockFlops, CheckpointingMode
+from torchtitan_lr.parallel.recompute.mode import CheckpointingMode
 from torchtitan_lr.parallel.recompute.replay import Recording
 
 
@@ -56,12 +56,6 @@ class LowRankCheckpointing(CheckpointingMode):
         """Call `apply_low_rank_checkpoint`."""
         section: Any = job_config.activation_checkpoint
         apply_low_rank_checkpoint(model, section.low_rank_save_attention)
-
-    def repeated_flops(self, section: Any, block: BlockFlops) -> float:
-        """Return the up-projections' FLOPs, and attention's unless its output is saved."""
-        if section.low_rank_save_attention:
-            return block.up_projections
-        return block.up_projections + block.attention_scores
 
 
 def apply_low_rank_checkpoint(model: nn.Module, save_attention: bool) -> None:

@@ -6,35 +6,12 @@ does not state its memory or its repeated collectives: the estimator measures bo
 by `CheckpointingMode.apply`.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torchtitan.config import JobConfig
 
 from torchtitan_lr.config.schema import AC_MODES
-
-
-@dataclass(frozen=True)
-class BlockFlops:
-    """FLOPs of a block's forward products, for one sequence on one rank.
-
-    Args:
-        attention_linears: q, k, v and o, both factors of each in a low-rank model.
-        attention_scores: q kᵀ, and its softmax times v.
-        feed_forward: gate, up and down, as above.
-        up_projections: The factors B of all these but down, the last; 0 at full rank.
-    """
-
-    attention_linears: float
-    attention_scores: float
-    feed_forward: float
-    up_projections: float
-
-    @property
-    def whole(self) -> float:
-        """FLOPs of all products of the block."""
-        return self.attention_linears + self.attention_scores + self.feed_forward
 
 
 class CheckpointingMode:
@@ -106,15 +83,6 @@ class CheckpointingMode:
         Returns:
             The mode that saves least, the mode that saves most, and the position between them, from
             0 (the first) to 1.
-        """
-        raise NotImplementedError
-
-    def repeated_flops(self, section: Any, block: BlockFlops) -> float:
-        """Return the recomputed FLOPs per block, for one sequence on one rank: a mean over blocks.
-
-        Args:
-            section: ``[activation_checkpoint]``.
-            block: The forward products of a block.
         """
         raise NotImplementedError
 

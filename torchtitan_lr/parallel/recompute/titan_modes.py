@@ -11,7 +11,7 @@ from torchtitan.distributed import activation_checkpoint as titan_ac
 from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS
 from torchtitan_lr.compat.titan import count_checkpointed_blocks_from
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.parallel.recompute.mode import BlockFlops, CheckpointingMode, compiles_model
+from torchtitan_lr.parallel.recompute.mode import CheckpointingMode, compiles_model
 
 SELECTIVE_SAVE_LIST = {torch.ops.aten.mm.default, *ATTENTION_OPERATORS}
 """Operators with outputs that ``selective_ac_option = "op"`` saves: the expensive ones.
@@ -29,10 +29,6 @@ class NoCheckpointing(CheckpointingMode):
 
     def apply(self, model: nn.Module, job_config: JobConfig) -> None:
         """Leave the model as it is."""
-
-    def repeated_flops(self, section: Any, block: BlockFlops) -> float:
-        """Return 0."""
-        return 0.0
 
 
 class TitanMode(CheckpointingMode):
@@ -77,21 +73,11 @@ class Selective(TitanMode):
         option = section.selective_ac_option
         return int(option) if option.isdecimal() else 1
 
-    def repeated_flops(self, section: Any, block: BlockFlops) -> float:
-        """Return one block in n; with ``op`` about half of a block's linears."""
-        if section.selective_ac_option.isdecimal():
-            return block.whole / self.period(section)
-        return (block.whole - block.attention_scores) / 2
-
 
 class Full(TitanMode):
     """``full``: save a block's input and recompute the block, collectives included."""
 
     name = "full"
-
-    def repeated_flops(self, section: Any, block: BlockFlops) -> float:
-        """Return the FLOPs of the whole block."""
-        return block.whole
 
 
 class MemoryBudget(TitanMode):
@@ -112,7 +98,3 @@ class MemoryBudget(TitanMode):
     def between(self, section: Any) -> tuple[str, str, float]:
         """Interpolate linearly between ``full`` and ``none``."""
         return Full.name, NoCheckpointing.name, section.memory_budget
-
-    def repeated_flops(self, section: Any, block: BlockFlops) -> float:
-        """Return the share of a block beyond the budget."""
-        return block.whole * (1 - float(section.memory_budget))

@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.oracle.activations import kept_bytes
+from tests.oracle.activations import kept_bytes, layer_recompute_flops, recompute_flops
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.formulas.activations import layer_recompute_flops, recompute_flops
 from torchtitan_lr.models import layers
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
