@@ -39,16 +39,17 @@ def peeled(ranks: int, c: float, theta: float, entries: int, seed: int) -> dict[
     """
     import torch  # imported late: --help does not need it
 
-    from torchtitan_lr.compression.codecs import SketchCodec, exchange_in_process
+    from torchtitan_lr.compression.codecs import SketchCodec
 
     generator = torch.Generator().manual_seed(seed)
     codec = SketchCodec(ranks, c, theta, rounds=48)
     gradients = [torch.randn(1, entries, generator=generator) for _ in range(ranks)]
     messages = [codec.encode(gradient, seed) for gradient in gradients]
-    for message in messages:  # one owner's row is enough
-        message.swapped = {name: x.expand(ranks, -1) for name, x in message.swapped.items()}
-        message.summed = {name: x.expand(ranks, -1) for name, x in message.summed.items()}
-    counts = codec.decode(exchange_in_process(messages)[0], entries, seed).counts
+    received = {
+        name: torch.cat([x.swapped[name] for x in messages]) for name in messages[0].swapped
+    }
+    received |= {n: torch.cat([x.summed[n] for x in messages]).sum(0) for n in messages[0].summed}
+    counts = codec.decode(received, entries, seed).counts
     indexed, stuck = int(counts["indexed"]), int(counts["unpeeled"])
     density = indexed / entries
     return {"density": density, "load": c * density, "peeled": 1 - stuck / max(1, indexed)}

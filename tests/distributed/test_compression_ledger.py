@@ -79,7 +79,7 @@ def dense(case: Case) -> Case:
 
 LEDGER = {
     name: replace(case, min_size=1000) for name, case in CASES.items() if "sticks" not in name
-}
+} | {"sketch_sum1": Case(CodecSizes("sketch", 4, 0.96, "sum1"), min_size=1000)}
 
 
 def all_ledger_differences() -> dict[Case, tuple[list[Any], int, int]]:

@@ -33,7 +33,6 @@ SETTINGS = {
         **{"compress_head": True, "vocabulary_power_iterations": 0},
     ),
     "buckets": replace(BASE, rank=4, refresh="sketch", overlap_buckets=3),
-    "bf16": replace(BASE, rank=4, refresh="sketch", core_dtype="bfloat16"),
     "one_sided": replace(BASE, rank=4, refresh="sketch", projection="one_sided"),
 }
 

@@ -107,7 +107,7 @@ def expected(
         settings.overlap_buckets,
     )
     dtypes = {
-        "core": settings.core_dtype,
+        "core": "float32",
         "gradient": "float32",
         "sketch": "float32",
         "norm": "float64",

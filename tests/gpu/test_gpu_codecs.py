@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan_lr.compression.codecs import SketchCodec, SparseCodec, exchange_in_process
+from tests.support.codecs import exchange_in_process
+from torchtitan_lr.compression.codecs import SketchCodec, SparseCodec
 from torchtitan_lr.compression.codecs.hashing import cells_and_signs
 from torchtitan_lr.compression.codecs.sketch import insert, peel, peel_remaining
 from torchtitan_lr.compression.peeling import HASH_ROWS, sketch_row, smallest_theta
@@ -25,8 +26,6 @@ C = 4
 THETA = smallest_theta(C, W)
 TOO_DENSE = 0.6
 """A θ at which most entries do not peel."""
-
-INDEX_BITS = {"exact": 1, "sum1": 1, "sum4": 4}
 
 
 def rows() -> np.ndarray:
@@ -44,11 +43,9 @@ def kept(x: np.ndarray, theta: float) -> np.ndarray:
     return mask
 
 
-def packed(mask: np.ndarray, bits: int) -> np.ndarray:
-    """An index, the first entry in the lowest bits."""
-    fields = np.zeros((*mask.shape, bits), np.uint8)
-    fields[..., 0] = mask
-    return np.packbits(fields.reshape(*mask.shape[:-1], -1), axis=-1, bitorder="little")
+def packed(mask: np.ndarray) -> np.ndarray:
+    """An index, the first entry in the lowest bit."""
+    return np.packbits(mask, axis=-1, bitorder="little")
 
 
 def hashed(entry: int, row: int) -> Iterator[tuple[int, int]]:
@@ -89,7 +86,7 @@ def test_sparse(device: torch.device) -> None:
     codec = SparseCodec(theta)
     messages = [codec.encode(torch.from_numpy(own.copy()).to(device), SEED) for own in x]
     for message, own, chosen in zip(messages, x, mask, strict=True):
-        assert same(message.swapped["index"], packed(chosen, 1))
+        assert same(message.swapped["index"], packed(chosen))
         assert same(message.swapped["values"], own[chosen].reshape(W, -1))
         owed = codec.unsent(torch.from_numpy(own.copy()).to(device), message, None)
         assert same(owed, np.where(chosen, 0, own))
@@ -98,17 +95,15 @@ def test_sparse(device: torch.device) -> None:
         assert same(total, np.where(mask, x, 0)[:, owner].sum(0, dtype=np.float32))
 
 
-@pytest.mark.parametrize("index", ["exact", "sum4"])
-def test_sketch(index: str, device: torch.device) -> None:
+def test_sketch(device: torch.device) -> None:
     x = rows()
     sent = np.where(kept(x, THETA), x, 0)
     # An exact index leaves zeros out, of which each row has one; they are never among the largest.
-    codec = SketchCodec(W, C, THETA, index)
+    codec = SketchCodec(W, C, THETA)
     messages = [codec.encode(torch.from_numpy(own.copy()).to(device), SEED) for own in x]
-    bits, row = INDEX_BITS[index], sketch_row(M, C)
+    row = sketch_row(M, C)
     for message, own in zip(messages, sent, strict=True):
-        place = message.swapped if index == "exact" else message.summed
-        assert same(place["index"], packed(own != 0, bits))
+        assert same(message.swapped["index"], packed(own != 0))
         assert same(message.summed["sketch"], np.stack([sketched(part, row) for part in own]))
     for owner, received in enumerate(exchange_in_process(messages)):
         decoded = codec.decode(received, M, SEED)
@@ -130,7 +125,7 @@ def test_what_does_not_peel(device: torch.device) -> None:
     assert failed.mean() > 0.1
     spread = failed.repeat(block, -1)[:, :M]
     for owner, one in enumerate(decoded):
-        assert same(one.verdict, packed(failed[owner], 1))
+        assert same(one.verdict, packed(failed[owner]))
         total = sent[:, owner].sum(0, dtype=np.float32)
         assert same(one.total, np.where(spread[owner], 0, total))
     verdicts = torch.stack([one.verdict for one in decoded])

@@ -182,8 +182,7 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
     os.environ[FOLDER_VARIABLE] = os.path.dirname(rendezvous)
     import torch
     import torch.distributed as dist
-
-    from torchtitan_lr.compat.collectives import make_mesh_groups_by
+    from torch.distributed import device_mesh
 
     torch.set_num_threads(1)
     if sys.platform == "linux":  # a stopped rank does not notice the end of its parent
@@ -193,7 +192,8 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
     )
     groups = _GroupCache(dist.new_group)
-    make_mesh_groups_by(groups)
+    assert hasattr(device_mesh, "new_group"), "its meshes would create groups of their own"
+    device_mesh.new_group = groups
     while True:
         try:
             function, args = pipe.recv()

@@ -25,7 +25,6 @@ __all__ = [
     "functional",
     "group_name_of",
     "group_size",
-    "make_mesh_groups_by",
     "reduce_scatter",
     "second_group",
 ]
@@ -144,19 +143,3 @@ def group_size(name: str) -> int:
     removes it, the ledger fails with an AttributeError.
     """
     return int(dist.distributed_c10d._resolve_process_group(cast(Any, name)).size())
-
-
-def make_mesh_groups_by(new_group: Callable[..., Any]) -> None:
-    """Replace the function that creates process groups for device meshes in this process.
-
-    Used by the ranks of a pool, whose many meshes share groups. Replaces ``new_group`` in
-    ``torch.distributed.device_mesh``; if upstream no longer looks it up there, every mesh creates
-    its own groups, and the pool's ranks slow down.
-
-    Args:
-        new_group: Takes the arguments of `torch.distributed.new_group`.
-    """
-    from torch.distributed import device_mesh
-
-    assert hasattr(device_mesh, "new_group"), "torch.distributed.device_mesh.new_group is gone"
-    device_mesh.new_group = new_group

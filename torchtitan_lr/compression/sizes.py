@@ -28,7 +28,7 @@ class CodecSizes:
         name: The registered name of the codec.
         c: Entries per cell of the sketch.
         theta: Share of unsent entries.
-        index: ``exact``, ``sum1`` or ``sum4``: the form in which a sketch's owner receives the
+        index: ``exact`` or ``sum1``: the form in which a sketch's owner receives the
             positions of sent entries.
     """
 
@@ -80,9 +80,9 @@ def kept_entries(m: int, theta: float) -> int:
     return max(1, m - math.ceil(theta * m - 1e-9 * m))
 
 
-def packed_bytes(m: int, bits: int = 1) -> int:
-    """Return the bytes of an index of m entries with ``bits`` bits each."""
-    return -(-m * bits // 8)
+def packed_bytes(m: int) -> int:
+    """Return the bytes of an index of m entries, one bit each."""
+    return -(-m // 8)
 
 
 def verdict_block(m: int) -> int:

@@ -111,9 +111,6 @@ class Optimizer:
     which all matrices refresh in the first step, or random ones without communication ('random').
     """
 
-    tsr_core_dtype: Literal["float32", "bfloat16"] = "float32"
-    """TSRAdam: dtype of the cores in the all-reduce; they are stored in fp32."""
-
     tsr_product_precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     """
     TSRAdam: precision to which the factors of UᵀGV and UDVᵀ are rounded in every step; sums are
@@ -204,12 +201,12 @@ class GradCompression:
     auto: bool = False
     """Raise theta to the smallest decodable value, instead of stopping with an error."""
 
-    index: Literal["exact", "sum1", "sum4"] = "exact"
+    index: Literal["exact", "sum1"] = "exact"
     """
     'sketch': how the owning rank gets the indices of the sent entries:
     - 'exact': the OR of all ranks' bitmaps
-    - 'sum1', 'sum4': the published sums with 1 or 4 bits per entry, for comparison. 'sum1' loses
-      entries that two ranks send, and corrupts the entries that share their cells
+    - 'sum1': the published sum, for comparison. It loses entries that two ranks send, and corrupts
+      the entries that share their cells
     """
 
     layers: Literal["all", "non_attention", "patterns"] = "all"

@@ -126,7 +126,6 @@ class Run:
             **wide,
             "gradient": training.mixed_precision_reduce,
             "stored": training.dtype,
-            "core_bf16": "bfloat16",
             "norm": "float64",
             "checksum": "int64",
             "index": "uint8",

@@ -199,9 +199,7 @@ def optimizer_traffic(run: Run, pp_rank: int, refreshing: Collection[int]) -> li
         run.tsr.overlap_buckets,
     )
     mesh = TSRMesh(sharding, run.replicas, run.pp)
-    rows = tsr_traffic(matrices, refreshing, dense, mesh, step)
-    narrow = run.tsr.core_dtype == "bfloat16"
-    return [replace(r, role="core_bf16") if narrow and r.role == "core" else r for r in rows]
+    return tsr_traffic(matrices, refreshing, dense, mesh, step)
 
 
 def tsr_names(run: Run, pp_rank: int) -> list[str]:

@@ -32,7 +32,7 @@ class CodecNumbers(Protocol):
 
     @property
     def index(self) -> str:
-        """One of exact, sum1 (1 bit an entry), sum4 (4 bits)."""
+        """``exact`` or ``sum1``."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ def sent_entries(m: int, theta: float) -> int:
     return floor(m * (1 - _decimal(theta) + Fraction(1, 10**9))) or 1
 
 
-def index_bytes(m: int, bits: int = 1) -> int:
-    """Bytes of m fields of ``bits`` bits: ⌈m·bits/8⌉."""
-    return ceil(Fraction(m * bits, 8))
+def index_bytes(m: int) -> int:
+    """Bytes of m bits: ⌈m/8⌉."""
+    return ceil(Fraction(m, 8))
 
 
 def sketch_cells(m: int, c: float) -> int:
@@ -160,10 +160,9 @@ class SketchFormula(CodecFormula):
         """Return the index (swapped or summed), cells, dense entries and gathered verdicts."""
         w, m = exchange.ranks, exchange.compressed
         op = "all_to_all" if codec.index == "exact" else "reduce_scatter"
-        packed = w * index_bytes(m, 4 if codec.index == "sum4" else 1)
         summed = w * (sketch_cells(m, codec.c) + exchange.dense)
         return [
-            _row(scope, op, "index", packed, mesh_dim),
+            _row(scope, op, "index", w * index_bytes(m), mesh_dim),
             _row(scope, "reduce_scatter", "gradient", summed, mesh_dim),
             _row(scope, "all_gather", "index", w * verdict_bytes(m), mesh_dim),
         ]

@@ -33,7 +33,6 @@ REFUSALS = [
     ("optimizer.tsr_scale=inf", "inf", "a positive number"),
     ("optimizer.tsr_moments=forget", "'forget'", "one of 'keep', 'rotate', 'reset'"),
     ("optimizer.tsr_refresh=never", "'never'", "one of 'auto', 'sketch', 'dense'"),
-    ("optimizer.tsr_core_dtype=float16", "'float16'", "one of 'float32', 'bfloat16'"),
     ("optimizer.tsr_product_precision=tf32", "'tf32'", "'float32' or 'bfloat16' on a cpu"),
     ("optimizer.tsr_product_precision=half", "'half'", "one of 'float32', 'tf32', 'bfloat16'"),
     ("optimizer.tsr_projection=both", "'both'", "one of 'two_sided', 'one_sided'"),

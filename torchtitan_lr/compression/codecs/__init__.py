@@ -10,9 +10,7 @@ from torchtitan_lr.compression.codecs.base import (
     Works,
     complete,
     exchange,
-    exchange_in_process,
     gather,
-    reduce_in_process,
     register_codec,
 )
 from torchtitan_lr.compression.codecs.dense import DenseCodec
@@ -34,9 +32,7 @@ __all__ = [
     "codec_bits",
     "complete",
     "exchange",
-    "exchange_in_process",
     "gather",
-    "reduce_in_process",
     "register_codec",
     "unit_codec",
 ]

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The interface of a gradient codec, and its exchange on real ranks or inside one process.
+"""The interface of a gradient codec, and its exchange.
 
 A reduction of W rows has four phases, each without a host synchronisation:
 
@@ -14,7 +14,7 @@ A row's sum plus its residuals on all ranks equals the sum of the inputs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -201,7 +201,10 @@ def exchange(message: Message, group: dist.ProcessGroup) -> Steps[dict[str, Tens
     for name, tensor in message.swapped.items():
         received[name] = torch.empty_like(tensor)
         works.append(dist.all_to_all_single(received[name], tensor, group=group, async_op=True))
-    for names in _by_dtype(message.summed):
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for name, tensor in message.summed.items():
+        by_dtype.setdefault(tensor.dtype, []).append(name)
+    for names in by_dtype.values():
         parts = [message.summed[name] for name in names]
         whole = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         own = whole.new_empty(whole.shape[1])
@@ -217,50 +220,3 @@ def gather(tensor: Tensor, group: dist.ProcessGroup) -> Steps[Tensor]:
     rows = tensor.new_empty(group.size() * tensor.numel())
     yield [all_gather(rows, tensor.contiguous(), group=group, async_op=True)]
     return rows.view(group.size(), -1)
-
-
-def exchange_in_process(messages: Sequence[Message]) -> list[dict[str, Tensor]]:
-    """Return what `exchange` returns on W ranks, for W messages in one process."""
-    first = messages[0]
-    received: list[dict[str, Tensor]] = []
-    for owner in range(len(messages)):
-        swapped = {n: torch.stack([x.swapped[n][owner] for x in messages]) for n in first.swapped}
-        summed = {n: _sum([x.summed[n][owner] for x in messages]) for n in first.summed}
-        received.append(swapped | summed)
-    return received
-
-
-def reduce_in_process(
-    codec: Codec, rows: Tensor, seed: int
-) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
-    """Reduce the rows of W ranks inside one process, in the same phases.
-
-    Args:
-        codec: The codec.
-        rows: (W, W, m): rank, owner, entry.
-        seed: Of this step.
-
-    Returns:
-        Sums by owner (W, m), every rank's residual (W, W, m), every owner's counts.
-    """
-    messages = [codec.encode(own.clone(), seed) for own in rows]
-    decoded = [codec.decode(x, rows.shape[-1], seed) for x in exchange_in_process(messages)]
-    verdicts = [x.verdict for x in decoded if x.verdict is not None]
-    gathered = torch.stack(verdicts) if verdicts else None
-    unsent = [codec.unsent(o.clone(), x, gathered) for o, x in zip(rows, messages, strict=True)]
-    totals = torch.stack([x.total for x in decoded])
-    return totals, torch.stack(unsent), [x.counts for x in decoded]
-
-
-def _by_dtype(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    names: dict[torch.dtype, list[str]] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(tensor.dtype, []).append(name)
-    return list(names.values())
-
-
-def _sum(parts: list[Tensor]) -> Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part  # keeps uint8 like the collective; Tensor.sum would widen it
-    return total

@@ -3,12 +3,14 @@
 
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+
+def fused(function: F) -> F:
     """Compile a function for accelerators; on a CPU it runs uncompiled.
 
     Sizes and integers stay symbolic: seeds differ in every step and must not cause recompilation.
@@ -25,4 +27,4 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         return (function if args[0].device.type == "cpu" else compiled())(*args)
 
-    return call
+    return cast(F, call)

@@ -29,8 +29,7 @@ def cells_and_signs(positions: Tensor, row: int, seed: int) -> tuple[Tensor, Ten
         (3, ...), bool.
     """
     salts = [zlib.crc32(f"{seed}:{r}".encode()) for r in range(3)]
-    hashed: tuple[Tensor, Tensor] = _hash_rows(positions, row, *salts)
-    return hashed
+    return _hash_rows(positions, row, *salts)
 
 
 @fused

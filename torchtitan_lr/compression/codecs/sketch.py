@@ -39,9 +39,6 @@ from torchtitan_lr.compression.sizes import (
 )
 from torchtitan_lr.errors import ConfigError
 
-MOST_RANKS_OF_SUM4 = 15
-"""Largest count of a four-bit field."""
-
 ROUNDS = 24
 """Rounds of peeling; a million entries take 17 at the limit of 0.75, and 12 at 0.7."""
 
@@ -53,9 +50,8 @@ class SketchCodec(Codec):
     """Count sketch with an index: 1 + 32/c bits per parameter.
 
     The exact index exchanges bitmaps, and the owner combines them by OR. For comparison the index
-    can be summed as published (by a reduce-scatter here, because only the owner needs it). With 1
-    bit, an entry sent by two ranks carries into the next field and the sum is silently wrong; with
-    4 bits, up to 15 ranks are counted correctly.
+    can be summed as published (by a reduce-scatter here, because only the owner needs it): an entry
+    that two ranks send carries into the next bit, and the sum is silently wrong.
 
     Entries that do not peel are not lost: the owner zeroes their blocks and reports them.
 
@@ -65,7 +61,7 @@ class SketchCodec(Codec):
         ranks: Ranks W.
         c: Entries per cell.
         theta: Share of unsent entries, in [0, 1).
-        index: ``exact``, ``sum1`` or ``sum4``.
+        index: ``exact`` or ``sum1``.
         rounds: Rounds of peeling.
     """
 
@@ -83,12 +79,8 @@ class SketchCodec(Codec):
         """Return the parameters, with a θ that peels for ``auto``; see `Codec.resolve`.
 
         Raises:
-            ConfigError: Too many ranks for four bits, or the sketch would not peel; the message has
-                the smallest θ that works.
+            ConfigError: The sketch would not peel; the message has the smallest θ that works.
         """
-        if section.index == "sum4" and ranks > MOST_RANKS_OF_SUM4:
-            want = f"'exact': four bits count {MOST_RANKS_OF_SUM4} ranks, here are {ranks}"
-            raise ConfigError("grad_compression.index", "sum4", want)
         if ranks > 1 and not peels(c, theta, ranks):
             least = smallest_theta(c, ranks)
             if not section.auto:
@@ -111,17 +103,17 @@ class SketchCodec(Codec):
     def message_bytes(self, m: int) -> dict[str, int]:
         """Return the bytes of index, cells and the owner's verdict; see `Codec.message_bytes`."""
         return {
-            "index": packed_bytes(m, self.index_bits),
+            "index": packed_bytes(m),
             "sketch": VALUE_BYTES * HASH_ROWS * sketch_row(m, self.c),
             "verdict": packed_bytes(-(-m // verdict_block(m))),
         }
 
     def bits(self) -> dict[str, float]:
-        """Return 1 or 4 bits of the index and 32/c of cells.
+        """Return 1 bit of the index and 32/c of cells.
 
         The verdict has at most 128 bytes per destination, which vanishes for large tensors.
         """
-        return {"index": float(self.index_bits), "sketch": 32 / self.c}
+        return {"index": 1.0, "sketch": 32 / self.c}
 
     def decodes(self, m: int) -> bool:
         """Return whether a sketch of m entries peels all but a few percent."""
@@ -153,7 +145,7 @@ class SketchCodec(Codec):
             # Zeros are not in the index: with fewer unknowns, peeling is more reliable.
             message.swapped["index"] = pack(mark(positions, m, values != 0))
         else:
-            message.summed["index"] = pack(mark(positions, m), self.index_bits)
+            message.summed["index"] = pack(mark(positions, m))
         return message
 
     def decode(self, received: Mapping[str, Tensor], m: int, seed: int) -> Decoded:
@@ -162,10 +154,7 @@ class SketchCodec(Codec):
         The counts are ``unpeeled`` and ``indexed`` entries, and ``collisions`` of a summed index.
         """
         index = received["index"]
-        if self.index == "exact":
-            marked = unpack(union(index), m)
-        else:
-            marked = unpack(index, m, self.index_bits)
+        marked = unpack(union(index) if self.index == "exact" else index, m)
         unknown = marked.nonzero_static(size=candidates(self.ranks, m, self.theta), fill_value=m)
         unknown = unknown.flatten()
         # On an accelerator, the number of remaining entries would need a host synchronisation.
@@ -184,11 +173,6 @@ class SketchCodec(Codec):
         """Return the unsent entries and those of failed blocks (W, m)."""
         assert message.positions is not None and message.values is not None
         return left_over(rows, message.positions, message.values, verdicts)
-
-    @property
-    def index_bits(self) -> int:
-        """The bits of the index per entry."""
-        return 4 if self.index == "sum4" else 1
 
 
 def insert(positions: Tensor, values: Tensor, row: int, seed: int) -> Tensor:

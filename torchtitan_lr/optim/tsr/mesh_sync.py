@@ -47,19 +47,15 @@ class PendingSum:
     Args:
         tensors: Summed in place by `wait`.
         group: The ranks.
-        dtype: On the wire; the tensors' own by default.
     """
 
-    def __init__(
-        self, tensors: Sequence[Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         self._tensors = list(tensors)
-        dtype = dtype or self._tensors[0].dtype
         first = self._tensors[0]
-        if len(self._tensors) == 1 and first.dtype == dtype and first.is_contiguous():
+        if len(self._tensors) == 1 and first.is_contiguous():
             self._wire = first
         else:
-            self._wire = torch.cat([tensor.reshape(-1).to(dtype) for tensor in self._tensors])
+            self._wire = torch.cat([tensor.reshape(-1) for tensor in self._tensors])
         self._work = dist.all_reduce(self._wire, group=group, async_op=True)
 
     def wait(self) -> None:
@@ -72,12 +68,10 @@ class PendingSum:
             torch._foreach_copy_(self._tensors, views)
 
 
-def sum_over(
-    tensors: Sequence[Tensor], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None
-) -> None:
+def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     """Sum tensors of one dtype in place over a group, in one call; do nothing without either."""
     if group is not None and tensors:
-        PendingSum(tensors, group, dtype).wait()
+        PendingSum(tensors, group).wait()
 
 
 def solve_together(

@@ -37,7 +37,6 @@ class TSRSettings:
     refresh: Literal["auto", "sketch", "dense"] = "auto"
     stagger: bool = False
     start: Literal["gradient", "random"] = "gradient"
-    core_dtype: Literal["float32", "bfloat16"] = "float32"
     product_precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     projection: Literal["two_sided", "one_sided"] = "two_sided"
     include: tuple[str, ...] = ("*",)

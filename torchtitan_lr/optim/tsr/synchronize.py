@@ -219,7 +219,6 @@ class Synchronizer:
 
     def _start_core_sum(self, bucket: Sequence[Place]) -> list[PendingSum]:
         """Sum cores over the shards, and start their sum over the replicas, if any."""
-        dtype = torch.bfloat16 if self.settings.core_dtype == "bfloat16" else None
         for dim, group in enumerate(self.groups.shards):
             # A one-sided core stays sharded along its long side.
             split = []
@@ -228,10 +227,10 @@ class Synchronizer:
                 splits = (*stack.layout.rows, *stack.layout.columns)
                 if dim in splits and dim not in stack.core_dims:
                     split.append((number, index))
-            sum_over(self._core_tensors(split), group, dtype)
+            sum_over(self._core_tensors(split), group)
         if self.groups.replicas is None:
             return []
-        return [PendingSum(self._core_tensors(bucket), self.groups.replicas, dtype)]
+        return [PendingSum(self._core_tensors(bucket), self.groups.replicas)]
 
     def _plain(self, due: Due) -> list[Place]:
         """Return the matrices that keep their bases in this step."""
