@@ -139,19 +139,6 @@ def test_resume_at_any_split_through_a_real_checkpoint(
         assert torch.equal(steps(loaders, local_batch, 30), expected)
 
 
-def test_chained_reshards_continue(tokenizer, text):
-    expected = steps(build(tokenizer, 1, ROWS, text), ROWS, 30)
-    parts, state = [], {}
-    for dp, local_batch in [(4, 2), (2, 2), (1, 4)]:
-        loaders = build(tokenizer, dp, local_batch, text)
-        for loader in loaders:
-            loader.load_state_dict(state)
-        parts.append(steps(loaders, local_batch, 10))
-        state = union(loaders)
-    assert torch.equal(torch.cat(parts, 1), expected)
-    assert state["sample_index"] == 30 * ROWS
-
-
 def test_resume_between_micro_batches(tokenizer, text):
     loader = build(tokenizer, 1, 2, text)[0]
     reader = iter(loader)

@@ -99,17 +99,6 @@ def test_entropy_is_that_of_the_labels(tokenizer, stream):
     assert abs(other - direct) > 1e-4
 
 
-@pytest.mark.parametrize("dp", [1, 2, 3])
-def test_steps_limit_the_batches(tokenizer, stream, dp):
-    sets = [build_validation_set(config(2, 3, 64), dp, rank, tokenizer) for rank in range(dp)]
-    assert all(len(list(one)) == 3 for one in sets)
-    assert sets[0].num_tokens == 3 * 2 * dp * 64
-    rows = [valid_rows(one) for one in sets]
-    assert [rows[i % dp][i // dp] for i in range(6 * dp)] == [
-        stream[i * 65 : i * 65 + 65] for i in range(6 * dp)
-    ]
-
-
 def test_the_default_is_what_training_holds_out(tokenizer, tmp_path):
     lines = [f"document {i} of many, with some words" for i in range(300)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in lines))

@@ -120,20 +120,6 @@ def test_several_machines(variables, tmp_path):
     assert command[-3:] == ["-m", "torchtitan_lr.train", "--x.y=1"]
 
 
-def test_one_machine_keeps_to_itself(variables, tmp_path):
-    variables.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    variables.setenv("RDZV_ENDPOINT", "host:1234")
-    single = launch.Environment(8, 1, "0", "", "torchtitan_lr.train")
-    command, child = launch.build_command(single, [], tmp_path)
-    assert "--rdzv_backend=loopback" in command and "host:1234" not in " ".join(command)
-    assert child["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
-    several = launch.Environment(8, 2, "0", "", "torchtitan_lr.train")
-    assert "GLOO_SOCKET_IFNAME" not in launch.build_command(several, [], tmp_path)[1]
-    # What the user says goes.
-    variables.setenv("GLOO_SOCKET_IFNAME", "eth1")
-    assert launch.build_command(single, [], tmp_path)[1]["GLOO_SOCKET_IFNAME"] == "eth1"
-
-
 def test_how_to_go_on(tmp_path):
     checkpoint = SimpleNamespace(folder="checkpoint", enable=True)
     config = SimpleNamespace(checkpoint=checkpoint, job=SimpleNamespace(dump_folder=str(tmp_path)))
