@@ -108,15 +108,11 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if group not in _SECOND:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, dist.get_process_group_ranks(group))
-        made = {tuple(ranks): dist.new_group(ranks) for ranks in _distinct(everyone)}
+        made = {ranks: dist.new_group(ranks) for ranks in dict.fromkeys(map(tuple, everyone))}
         second = made[tuple(dist.get_process_group_ranks(group))]
         _SECOND[group] = second
         _FIRST_NAMES[str(second.group_name)] = str(group.group_name)
     return _SECOND[group]
-
-
-def _distinct(lists: list[Any]) -> list[Any]:
-    return [ranks for i, ranks in enumerate(lists) if ranks not in lists[:i]]
 
 
 def group_name_of(group: Any) -> str:

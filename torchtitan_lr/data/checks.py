@@ -7,9 +7,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_lr.data.blocks import Corpus
 from torchtitan_lr.data.chat_template import TEMPLATE_FILE, ChatTemplate
 from torchtitan_lr.data.corpora import (
-    Corpus,
     Source,
     check_name,
     is_hub,

@@ -41,26 +41,6 @@ if TYPE_CHECKING:
 TRAINING_CORPORA = ("python_stdlib", "local", "c4", "c4_validation", "hf", "python_stdlib_docs")
 VALIDATION_CORPORA = ("training", "python_stdlib", "local", "c4_validation", "python_stdlib_docs")
 
-__all__ = [
-    "TRAINING_CORPORA",
-    "VALIDATION_CORPORA",
-    "BlockCorpus",
-    "Corpus",
-    "PythonStdlib",
-    "Source",
-    "Split",
-    "TextOptions",
-    "build_corpus",
-    "check_name",
-    "file_stamp",
-    "held_out_source",
-    "is_hub",
-    "text_options",
-    "training_source",
-    "validation_source",
-]
-"""Those of :mod:`torchtitan_lr.data.blocks` are here too."""
-
 
 class PythonStdlib(BlockCorpus):
     """The .py files of the standard library, one block and one document each.
@@ -238,12 +218,9 @@ def training_source(job_config: Any) -> Source | MixtureSource:
 def text_options(training: Any, **changes: Any) -> TextOptions:
     """Return the options of ``[training]``, with some of them changed; old records have none."""
     values: dict[str, Any] = asdict(TextOptions())
-    values = {name: getattr(training, _key_of(name), value) for name, value in values.items()}
+    key_of = {"column": "text_column"}
+    values = {k: getattr(training, key_of.get(k, k), value) for k, value in values.items()}
     return TextOptions(**values | changes)
-
-
-def _key_of(option: str) -> str:
-    return "text_column" if option == "column" else option
 
 
 def validation_source(job_config: Any) -> Source | MixtureSource:

@@ -149,7 +149,8 @@ class BlockStream:
                     if not isinstance(document, DataError):
                         return [self._k, self._d - 1], document
                     (unreadable or self.skip)(document)
-                if not self._infinite and self._last_of_pass(self._k):
+                last = self._stripe + (self._k + 1) * self._num_stripes >= self._corpus.num_blocks
+                if last and not self._infinite:
                     return None
                 self._k, self._d = self._k + 1, 0
                 self._documents = self._open(self._k)
@@ -188,9 +189,6 @@ class BlockStream:
                 recorder.finish(count)
             yield document
             document = following
-
-    def _last_of_pass(self, k: int) -> bool:
-        return self._stripe + (k + 1) * self._num_stripes >= self._corpus.num_blocks
 
     def _open(self, k: int) -> Iterator[str | Tokens | DataError]:
         if not self._infinite and self._stripe + k * self._num_stripes >= self._corpus.num_blocks:

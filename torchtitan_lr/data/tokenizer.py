@@ -196,17 +196,14 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     except (OSError, ValueError, binascii.Error):
         ranks = {}
-    if sorted(ranks.values()) != list(range(len(ranks))) or not _covers_bytes(ranks):
+    covers_bytes = all(bytes([i]) in ranks for i in range(256))
+    if sorted(ranks.values()) != list(range(len(ranks))) or not covers_bytes:
         raise ConfigError(
             "model.hf_assets_path",
             str(path),
             f"a tiktoken rank file (base64 token and rank per line), or a {HF_FILE} next to it",
         )
     return ranks
-
-
-def _covers_bytes(ranks: dict[bytes, int]) -> bool:
-    return all(bytes([i]) in ranks for i in range(256))
 
 
 def _pieces(text: str) -> Iterator[str]:

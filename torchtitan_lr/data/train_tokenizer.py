@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from torchtitan_lr.console.progress import progress
-from torchtitan_lr.data.corpora import Corpus
+from torchtitan_lr.data.blocks import Corpus
 from torchtitan_lr.data.llama3 import BOS, EOS, HF_FILE, LLAMA3_SPLIT, TIKTOKEN_FILE
 from torchtitan_lr.errors import ConfigError
 

@@ -14,15 +14,12 @@ from torchtitan_lr.inference.decode import (
     Choice,
     Decoder,
     check_limit,
-    generate,
     room,
     whole_vocabulary,
 )
 from torchtitan_lr.inference.sampling import Sampling
 from torchtitan_lr.inference.text import TextStream
 from torchtitan_lr.models.llama import LlamaModel
-
-__all__ = ["USUAL_NEW_TOKENS", "Completion", "Settings", "complete", "generate", "read_prompts"]
 
 USUAL_NEW_TOKENS = 100
 """Limit without ``--max_new_tokens``, or what the trained window leaves if that is less."""

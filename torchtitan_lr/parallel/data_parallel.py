@@ -66,8 +66,13 @@ def apply_data_parallel(
         shard = partial(fully_shard, mesh=mesh, mp_policy=policy, **offload)
         # On a mesh of size 1 nothing is sharded: a second all-gather would only copy.
         reshard = mesh.size() > 1 and reshard_after_forward(job_config, parallel_dims.pp_enabled)
+        # Backward needs the head first: resharding it after forward would only cause another
+        # all-gather.
+        always = job_config.parallelism.fsdp_reshard_after_forward == "always"
         _apply_by_block(
-            model, partial(shard, reshard_after_forward=reshard), _last_unit(job_config, shard)
+            model,
+            partial(shard, reshard_after_forward=reshard),
+            partial(shard, reshard_after_forward=always),
         )
         if parallel_dims.fsdp_enabled:
             prefetch_in_forward(model)
@@ -174,13 +179,6 @@ def _compress(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConf
     mesh = parallel_dims.get_mesh("dp_replicate" if crosses_hosts else "fsdp")
     settings = compression_settings(job_config, mesh.size())
     apply_gradient_compression(model, mesh, settings, all_reduce=crosses_hosts)
-
-
-def _last_unit(job_config: JobConfig, shard: Callable[..., object]) -> Callable[..., object]:
-    # Backward needs the head first: resharding it after forward would only cause another
-    # all-gather.
-    always = job_config.parallelism.fsdp_reshard_after_forward == "always"
-    return partial(shard, reshard_after_forward=always)
 
 
 def _apply_by_block(

@@ -76,21 +76,20 @@ def fit_law(x: Array, losses: Array, start: Law | None = None) -> Law:
 
     low = [-14.0] * (1 + n) + [_LEAST] * n  # exp(-14): no floor, or no such term
     high = [14.0] * (1 + n) + [_MOST] * n
+    if start is None:
+        starts = _starts(logs, losses)
+    else:  # log E, log A_i, alpha_i
+        starts = [np.asarray([*np.log([start.floor, *start.factors]), *start.exponents])]
     found = [
         optimize.least_squares(
             *(residual, np.clip(theta, low, high)), bounds=(low, high), loss="huber", f_scale=HUBER
         )
-        for theta in (_starts(logs, losses) if start is None else [_theta(start)])
+        for theta in starts
     ]
     theta = min(found, key=lambda result: float(result.cost)).x
     factors = tuple(np.exp(theta[1 : 1 + n]).tolist())
     exponents = tuple(theta[1 + n :].tolist())
     return Law(float(np.exp(theta[0])), factors, exponents, tuple(units.tolist()))
-
-
-def _theta(law: Law) -> Array:
-    """Return the parameters that are fitted: log E, log A_i, alpha_i."""
-    return np.asarray([*np.log([law.floor, *law.factors]), *law.exponents])
 
 
 def _starts(logs: Array, losses: Array) -> list[Array]:

@@ -7,10 +7,11 @@ import weakref
 import pytest
 import torch
 
+from tests.support.decoding import generate
 from tests.unit.tiny import FAMILIES, build_tiny, tokens
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.inference.cache import KeyValueCache
-from torchtitan_lr.inference.decode import Decoder, compile_blocks, generate
+from torchtitan_lr.inference.decode import Decoder, compile_blocks
 from torchtitan_lr.inference.sampling import Sampling
 
 GREEDY = Sampling(temperature=0)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lr.launch.processes import child_pids, process_state
+from tests.support.kills import process_state
+from torchtitan_lr.launch.processes import child_pids
 
 PROGRAM = """
 import atexit, threading

@@ -154,7 +154,7 @@ class Codec(ABC):
 
 
 CODECS: dict[str, type[Codec]] = {}
-"""Codecs by name; `registry` registers those of this package."""
+"""Codecs by name, those of this package from the start."""
 
 
 def register_codec(codec: type[Codec]) -> type[Codec]:
