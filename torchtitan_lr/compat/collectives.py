@@ -121,9 +121,6 @@ def group_name_of(group: Any) -> str:
     A functional operator takes the name itself. A ``c10d`` operator takes a boxed object, which the
     undocumented ``ProcessGroup.unbox`` unwraps. If upstream removes it, the ledger fails with an
     AttributeError.
-
-    Args:
-        group: The argument ``group_name`` or ``process_group``.
     """
     if not isinstance(group, str):
         unbox: Callable[[Any], Any] = getattr(dist.ProcessGroup, "unbox")  # noqa: B009

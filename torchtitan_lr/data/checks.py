@@ -72,10 +72,6 @@ def check_sequences(job_config: Any, tokenizer: BaseTokenizer) -> None:
     Only enough text for one sequence is tokenised. Hub streams are assumed to be long enough. Of
     pairs, some are encoded, and a warning says how many are cut or have no room for an answer.
 
-    Args:
-        job_config: The run's ``JobConfig``.
-        tokenizer: The run's tokenizer.
-
     Raises:
         ConfigError: A corpus has fewer tokens than one sequence, or pairs without room for an
             answer; the tokenizer cannot separate documents; or a chat template cannot be used.

@@ -141,9 +141,6 @@ def build_corpus(
         max_bad_records: Number of unreadable ``local`` records that may be skipped.
         options: The text of ``local`` and ``hf``.
 
-    Returns:
-        The corpus.
-
     Raises:
         ConfigError: An unknown name, a missing corpus, or a path for a corpus that takes none.
         DataError: A small ``local`` corpus, which is read on opening, has an unreadable record.

@@ -239,10 +239,6 @@ class StripeDataLoader(BaseDataLoader):
         DCP stops at the first missing key, and a larger batch has more stripes than were saved.
         This check comes first, so that the error names the changed setting and not a missing key.
 
-        Args:
-            checkpoint_id: A DCP folder in which this loader was saved as ``dataloader``.
-            metadata: Its table of contents, where it has been read already.
-
         Raises:
             ConfigError: The checkpoint belongs to another global batch size or another corpus.
         """

@@ -159,9 +159,6 @@ def documented_functions(source: str) -> Iterator[str]:
 
     Args:
         source: The module's text; one that this interpreter cannot parse has no pairs.
-
-    Yields:
-        Canonical records.
     """
     try:
         tree = ast.parse(source)

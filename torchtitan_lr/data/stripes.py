@@ -89,9 +89,6 @@ def stripe_block(stripe: int, num_stripes: int, num_blocks: int, k: int) -> int:
         num_stripes: Number of stripes that share the corpus.
         num_blocks: Number of blocks in the corpus.
         k: Number of blocks that the stripe has read before.
-
-    Returns:
-        A block index in ``[0, num_blocks)``.
     """
     turn = num_blocks // gcd(num_blocks, num_stripes)
     return (stripe + k * num_stripes + k // turn) % num_blocks
@@ -358,9 +355,6 @@ def fill(demands: Sequence[tuple[Stripe, int]]) -> None:
     """Read and tokenise documents until each stripe holds its windows, or its stream has ended.
 
     The documents of all stripes are encoded together, so that the tokenizer can use all cores.
-
-    Args:
-        demands: Stripes with the same tokenizer, and the windows that each shall hold.
     """
     while any(missing := [stripe.missing(windows) for stripe, windows in demands]):
         _encode([stripe for stripe, _ in demands], missing)

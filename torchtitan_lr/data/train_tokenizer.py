@@ -25,9 +25,6 @@ def train_bpe(corpus: Corpus, vocab_size: int, specials: list[str]) -> Tokenizer
         vocab_size: Total number of ids: specials, the 256 bytes, and merges.
         specials: Special tokens, which get the first ids.
 
-    Returns:
-        The tokenizer.
-
     Raises:
         ConfigError: The vocabulary is too small for the bytes or is enormous, or the text has too
             little variety.

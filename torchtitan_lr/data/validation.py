@@ -101,9 +101,6 @@ def build_validation_set(
         dp_rank: This rank.
         tokenizer: The run's tokenizer.
 
-    Returns:
-        This rank's share of the validation set.
-
     Raises:
         ConfigError: As for :func:`build_corpus`, or the corpus is shorter than one window.
     """

@@ -135,7 +135,7 @@ def checkpointing_of(run: Run, mode: str) -> partial[None]:
         compile=SimpleNamespace(enable=False, components=[]),
         job=SimpleNamespace(dump_folder=""),
     )
-    return partial(apply_activation_checkpoint, job_config=config)  # type: ignore[arg-type]
+    return partial(apply_activation_checkpoint, job_config=config)
 
 
 def activation_bytes(run: Run, pp_rank: int, rehearsal: Rehearsal) -> int:

@@ -78,9 +78,6 @@ def read_prompts(source: Path) -> list[str]:
         source: A ``.jsonl`` file with the key ``prompt`` in each line, or any other file with one
             prompt per line; ``-`` is stdin, where a line that begins with ``{`` is JSON.
 
-    Returns:
-        The prompts, without empty lines.
-
     Raises:
         ConfigError: The file cannot be read or has no prompts.
         DataError: A line is not valid.

@@ -48,10 +48,6 @@ def room(args: LlamaArgs, prompt: int, key: str = "--prompt") -> int:
 def check_cache(args: LlamaArgs, kind: str) -> None:
     """Refuse a cache that the model cannot have.
 
-    Args:
-        args: The model's arguments.
-        kind: Value of ``--cache``.
-
     Raises:
         ConfigError: An unknown kind, or ``latent`` for a full-rank model.
     """
@@ -162,10 +158,6 @@ def compile_blocks(model: LlamaModel, backend: str | Callable[..., Any] = "induc
     """Let the blocks, and the head of one process, be compiled for the steps of a `Decoder`.
 
     The model is changed in place; its weights are not.
-
-    Args:
-        model: The model.
-        backend: A backend of ``torch.compile``.
     """
     for block in model.layers.values():
         block.compile(backend=backend, fullgraph=True)

@@ -41,9 +41,6 @@ StillOurs = Callable[[], None]
 def locked(dump_folder: str) -> Iterator[StillOurs]:
     """Lock a job's dump folder, which is created if needed.
 
-    Args:
-        dump_folder: ``job.dump_folder``.
-
     Yields:
         What checks that no other start has taken the folder since, for file systems without locks.
 

@@ -96,9 +96,6 @@ def prefetch_in_forward(model: nn.Module) -> None:
     FSDP2 alone starts a unit's gather when its forward begins. It then runs beside the unit before
     only as far as the host is ahead of the device, which it is not where kernels are small. As
     without this, a rank holds the gathered weights of two units.
-
-    Args:
-        model: A model or pipeline stage whose parts are FSDP2 units.
     """
     parts = [model.tok_embeddings, *model.get_submodule("layers").children(), model.output]
     for unit, following in pairwise(part for part in parts if part is not None):
@@ -154,10 +151,6 @@ def synchronize_gradients(model_parts: Sequence[nn.Module], enabled: bool) -> No
     exchange over the replicas. FSDP still reduce-scatters each micro-batch, because keeping
     unsharded gradients would cost the memory that sharding saves. With gradient compression it
     keeps them: a compressed exchange costs time, and its residual has the same size.
-
-    Args:
-        model_parts: The pipeline stages of this rank.
-        enabled: True for the last micro-batch of a step.
     """
     for module in fsdp_modules(model_parts):
         if isinstance(module, ReplicateModule) or compressor_of(module) is not None:

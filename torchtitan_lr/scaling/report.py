@@ -129,9 +129,6 @@ def write(
         rates: Returned by `Plan.rates`.
         rows: Returned by `rows_of`.
         fits: Returned by `fits_of`.
-
-    Returns:
-        The table, as in scaling.md.
     """
     experiment = plan.experiment
     parts = [f"# {experiment.name}", experiment.description]
@@ -163,9 +160,6 @@ def draw(plan: Plan, rows: Sequence[Mapping[str, Any]], fits: Sequence[Mapping[s
         plan: The plan.
         rows: Returned by `rows_of`; at least one has a loss.
         fits: Returned by `fits_of`.
-
-    Returns:
-        The figure.
     """
     from matplotlib.ticker import EngFormatter, LogLocator, NullLocator  # late: a second
 

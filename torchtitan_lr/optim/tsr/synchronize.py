@@ -84,11 +84,7 @@ class Synchronizer:
         return [stack.due(steps_done) for stack in self.stacks]
 
     def begin(self, due: Due) -> list[Tensor]:
-        """Zero the cores for a new step and plan its sums; the memory is reused.
-
-        Returns:
-            The cores by stack.
-        """
+        """Zero the cores for a new step and plan its sums; the memory is reused."""
         self.drop()
         self.all_cores.zero_()
         self._projected = set(self._plain(due))
