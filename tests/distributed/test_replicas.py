@@ -20,7 +20,7 @@ from tests.distributed.training import known_setup
 from tests.support import parity_runs
 from tests.support.parity_runs import EXACT, largest_difference
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.replicas.commits import read_commits
+from torchtitan_lr.training.history import read_history
 
 pytest.importorskip("torchft", reason="torchft is not installed (the extra `ft`)")
 
@@ -155,7 +155,7 @@ def test_replicas_of_two_ranks_train_like_one_process(
 
 
 def commits(folder: Any, replica: int) -> list[dict[str, Any]]:
-    return read_commits(folder / f"replica_{replica}/commits.jsonl")
+    return read_history(folder / f"replica_{replica}/commits.jsonl")
 
 
 def stops_in(step: int, config: Any) -> Any:

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from tests.reference import tsr_adam as reference
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.tsr.adam import AdamHyperparameters
+from torchtitan_lr.optim.tsr.adam import AdamHyperparameters, Precision, multiply
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.optim.tsr.products import Precision, multiply
 from torchtitan_lr.optim.tsr.randomized_svd import draw_sketches
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 

@@ -14,7 +14,7 @@ import pytest
 from tests.integration.runs import LAUNCH, ROOT, Process, history, write_config
 from tests.support.lighthouse import JOIN_SECONDS
 from tests.support.lighthouse import lighthouse as quorum_server
-from torchtitan_lr.replicas.commits import read_commits
+from torchtitan_lr.training.history import read_history
 
 if importlib.util.find_spec("torchft") is None:
     pytest.skip("torchft is not installed (the extra `ft`)", allow_module_level=True)
@@ -68,7 +68,7 @@ def start(config, end, replica, *options, ranks=2):
 
 
 def commits(folder, replica):
-    return read_commits(folder / f"replica_{replica}" / "commits.jsonl")
+    return read_history(folder / f"replica_{replica}" / "commits.jsonl")
 
 
 LAYOUTS = {"shards": (8, []), "tensor": (4, ["--parallelism.tensor_parallel_degree=2"])}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan_lr.checkpoints.layout import all_steps
-from torchtitan_lr.launch.processes import child_pids, process_state
+from torchtitan_lr.launch.processes import child_pids
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
 ORPHAN_SECONDS = 5.0
@@ -116,6 +116,14 @@ def chosen(victim: str, family: Sequence[int], draw: random.Random) -> list[int]
 def below(pid: int) -> list[int]:
     """Return torchrun and the ranks below a launcher."""
     return [found for child in child_pids(pid) for found in (child, *child_pids(child))]
+
+
+def process_state(pid: int) -> str:
+    """Return the letter that ``ps`` shows, such as ``T`` where it is stopped; "" for no process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def alive(pid: int) -> bool:

@@ -32,12 +32,7 @@ def record_of(lanes: Lanes) -> dict[str, Tensor]:
 
 
 def stored_lanes(step_dir: str | Path, metadata: Metadata | None = None) -> Lanes:
-    """Read G and p from a DCP folder, without any collective.
-
-    Args:
-        step_dir: The folder of a complete checkpoint.
-        metadata: Its table of contents, where it has been read already.
-    """
+    """Read G and p from a DCP folder, without any collective."""
     metadata = metadata or read_metadata(step_dir)
     if LANES not in metadata.state_dict_metadata:
         return ORDINARY

@@ -207,9 +207,6 @@ def damage_of(step_dir: str | Path) -> str | None:
 def newest_whole_before(step_dir: str | Path) -> str | None:
     """Find the newest whole checkpoint before a damaged one; call it on every rank.
 
-    Args:
-        step_dir: The damaged checkpoint's folder, ``.../step-100``.
-
     Returns:
         The folder of the newest older step beside it that is whole, None if there is none.
     """

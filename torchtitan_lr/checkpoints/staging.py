@@ -42,9 +42,6 @@ class BackgroundStager(AsyncStager):
     def stage(self, state_dict: dict[str, Any], **_: Any) -> Future[dict[str, Any]]:
         """Start a copy.
 
-        Args:
-            state_dict: Nested dictionaries and lists with tensors and plain values.
-
         Returns:
             The copy on the host, with the same structure; DTensors keep their placements.
         """

@@ -108,15 +108,11 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if group not in _SECOND:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, dist.get_process_group_ranks(group))
-        made = {tuple(ranks): dist.new_group(ranks) for ranks in _distinct(everyone)}
+        made = {ranks: dist.new_group(ranks) for ranks in dict.fromkeys(map(tuple, everyone))}
         second = made[tuple(dist.get_process_group_ranks(group))]
         _SECOND[group] = second
         _FIRST_NAMES[str(second.group_name)] = str(group.group_name)
     return _SECOND[group]
-
-
-def _distinct(lists: list[Any]) -> list[Any]:
-    return [ranks for i, ranks in enumerate(lists) if ranks not in lists[:i]]
 
 
 def group_name_of(group: Any) -> str:
@@ -125,9 +121,6 @@ def group_name_of(group: Any) -> str:
     A functional operator takes the name itself. A ``c10d`` operator takes a boxed object, which the
     undocumented ``ProcessGroup.unbox`` unwraps. If upstream removes it, the ledger fails with an
     AttributeError.
-
-    Args:
-        group: The argument ``group_name`` or ``process_group``.
     """
     if not isinstance(group, str):
         unbox: Callable[[Any], Any] = getattr(dist.ProcessGroup, "unbox")  # noqa: B009

@@ -16,9 +16,6 @@ def remake_inputs_of_products(enabled: bool = True) -> None:
 
     Sets ``ban_recompute_materialized_backward`` of ``torch._functorch.config``. If it is gone, the
     results are the same and compiled blocks keep more for backward.
-
-    Args:
-        enabled: False for torch's default.
     """
     if hasattr(functorch_config, "ban_recompute_materialized_backward"):
         functorch_config.ban_recompute_materialized_backward = not enabled

@@ -42,10 +42,6 @@ def ranks_started_with(popen: Callable[..., Any], close: Close) -> Iterator[None
     Replaces ``Popen`` in torchrun's module of subprocesses, and ``SubprocessContext._close``. If
     upstream renames one, the launcher's start fails with an AttributeError. If upstream starts
     ranks differently, they outlive a killed launcher; a test of the launcher detects this.
-
-    Args:
-        popen: Takes the arguments of `subprocess.Popen`.
-        close: Called with the context as its first argument.
     """
     with (
         patch.object(subprocess_handler, "Popen", popen),

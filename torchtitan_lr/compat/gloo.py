@@ -34,9 +34,6 @@ def gloo_group(
         ranks: Their number.
         timeout: Of a collective.
         address: Of this machine.
-
-    Returns:
-        The group and its connections.
     """
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs know no options
     options = gloo._Options()
@@ -59,10 +56,6 @@ class GlooConnections:
     torch's ``abort`` leaves gloo's connections open: a rank that waits for one that has given up
     waits until the timeout. Of two ranks either may have connected, so that a connection has the
     port of one's device at this end or of the other's at that end.
-
-    Args:
-        own: Where this rank's device listens.
-        others: Where those of the other ranks listen.
     """
 
     def __init__(self, own: set[Endpoint], others: set[Endpoint]) -> None:

@@ -24,9 +24,6 @@ class Residuals:
     For every unit, a checkpoint has one DTensor (world, W, m), sharded along the first dimension,
     and the number of exchanges, which determines the seeds. A residual belongs to one rank's part
     of the batch, so only the same number of ranks can load it.
-
-    Args:
-        compressors: The compressors of all units, in the same order on every rank.
     """
 
     def __init__(self, compressors: Sequence[Compressor]) -> None:

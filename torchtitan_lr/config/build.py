@@ -57,7 +57,12 @@ def build_job_config(argv: list[str]) -> Any:
     Raises:
         ConfigError: The file is missing or not TOML, a key is unknown, a type is wrong.
     """
-    overrides = [_found(override) for override in split_arguments(argv)]
+    overrides = [
+        Override(CONFIG_FILE_KEY, find_config(override.value))  # of a shipped name
+        if override.key == CONFIG_FILE_KEY and override.value
+        else override
+        for override in split_arguments(argv)
+    ]
     paths = [override.value for override in overrides if override.key == CONFIG_FILE_KEY]
     if paths and paths[-1] == "":
         raise ConfigError(CONFIG_FILE_KEY, "", "a TOML file such as train_configs/debug_cola.toml")
@@ -111,8 +116,11 @@ def _fill(raw: dict[str, Any], overrides: list[Override]) -> Any:
         if (named := values.get(section, {}).get(key)) in RENAMED:
             values[section][key] = RENAMED[named]
     _check_before_merge(values)
-    if "dump_folder" in values.get("job", {}):
-        values["job"]["dump_folder"] = _dump_folder(values["job"]["dump_folder"])
+    if (folder := values.get("job", {}).get("dump_folder")) is not None:
+        if not folder.strip():
+            raise ConfigError("job.dump_folder", folder, "a folder such as ./outputs")
+        if folder.startswith("~"):  # which shells do not expand after "="
+            values["job"]["dump_folder"] = str(user_path(folder, "job.dump_folder"))
     return fill_job_config(config_cls, values)
 
 
@@ -122,13 +130,6 @@ def config_class() -> Any:
     from torchtitan_lr.config import schema as extension
 
     return merged_job_config(extension.JobConfig)
-
-
-def _found(override: Override) -> Override:
-    """Replace the name of a shipped TOML file by its path."""
-    if override.key != CONFIG_FILE_KEY or not override.value:
-        return override
-    return Override(override.key, find_config(override.value))
 
 
 def _import_unknown(raw: dict[str, Any], overrides: list[Override]) -> None:
@@ -164,13 +165,6 @@ def _check_before_merge(values: dict[str, Any]) -> None:
     if steps != -1 and steps <= 0:
         raise ConfigError("validation.steps", steps, "a positive integer, or -1 for the whole set")
     _check_import(values.get("experimental", {}).get("custom_import"))
-
-
-def _dump_folder(path: str) -> str:
-    """Return ``job.dump_folder`` with ``~`` expanded; shells do not expand it after ``=``."""
-    if not path.strip():
-        raise ConfigError("job.dump_folder", path, "a folder such as ./outputs")
-    return str(user_path(path, "job.dump_folder")) if path.startswith("~") else path
 
 
 def _check_import(module: str | None) -> None:

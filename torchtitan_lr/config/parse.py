@@ -82,9 +82,6 @@ def load_toml(path: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
         path: The file.
         above: Files whose inclusion led to this one.
 
-    Returns:
-        The merged tables, without the key ``include``.
-
     Raises:
         ConfigError: A file is missing, unreadable or not TOML, or includes itself; a syntax error
             is reported as ``file:line``.
@@ -183,9 +180,6 @@ def apply_overrides(
         values: The result of :func:`check_toml`; changed in place.
         overrides: The result of :func:`split_arguments`.
         config_cls: The dataclass whose fields are the allowed keys.
-
-    Returns:
-        ``values``.
 
     Raises:
         ConfigError: An unknown key, a missing value or a wrong type.

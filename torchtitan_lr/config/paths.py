@@ -9,9 +9,6 @@ from torchtitan_lr.errors import ConfigError
 def user_path(path: str, key: str) -> Path:
     """Expand ``~`` and check that the file system accepts the path; it may not exist.
 
-    Returns:
-        The expanded path.
-
     Raises:
         ConfigError: The home of an unknown user, a name that is too long, or a folder without
             access permission.

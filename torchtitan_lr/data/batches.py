@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from torchtitan_lr.data.corpora import BlockCorpus, Corpus
+from torchtitan_lr.data.blocks import BlockCorpus, Corpus
 from torchtitan_lr.data.documents import DocumentBorders, separated
 from torchtitan_lr.data.mixture import MixedStripe, Mixture
 from torchtitan_lr.data.order import Order

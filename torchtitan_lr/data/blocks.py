@@ -104,9 +104,6 @@ class BlockCorpus(ABC):
     def stamp(self, block: int) -> str | None:
         """Return what determines a block's documents: its file's size and times, and its part.
 
-        Args:
-            block: The block's index.
-
         Returns:
             The stamp; None if the file is gone, or if the corpus is not made of files.
         """
@@ -115,9 +112,6 @@ class BlockCorpus(ABC):
 
     def skip(self, error: DataError) -> None:
         """Record an unreadable record as skipped.
-
-        Args:
-            error: The record's location and defect.
 
         Raises:
             DataError: ``max_bad_records`` records are skipped already.

@@ -7,9 +7,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_lr.data.blocks import Corpus
 from torchtitan_lr.data.chat_template import TEMPLATE_FILE, ChatTemplate
 from torchtitan_lr.data.corpora import (
-    Corpus,
     Source,
     check_name,
     is_hub,
@@ -71,10 +71,6 @@ def check_sequences(job_config: Any, tokenizer: BaseTokenizer) -> None:
 
     Only enough text for one sequence is tokenised. Hub streams are assumed to be long enough. Of
     pairs, some are encoded, and a warning says how many are cut or have no room for an answer.
-
-    Args:
-        job_config: The run's ``JobConfig``.
-        tokenizer: The run's tokenizer.
 
     Raises:
         ConfigError: A corpus has fewer tokens than one sequence, or pairs without room for an

@@ -41,26 +41,6 @@ if TYPE_CHECKING:
 TRAINING_CORPORA = ("python_stdlib", "local", "c4", "c4_validation", "hf", "python_stdlib_docs")
 VALIDATION_CORPORA = ("training", "python_stdlib", "local", "c4_validation", "python_stdlib_docs")
 
-__all__ = [
-    "TRAINING_CORPORA",
-    "VALIDATION_CORPORA",
-    "BlockCorpus",
-    "Corpus",
-    "PythonStdlib",
-    "Source",
-    "Split",
-    "TextOptions",
-    "build_corpus",
-    "check_name",
-    "file_stamp",
-    "held_out_source",
-    "is_hub",
-    "text_options",
-    "training_source",
-    "validation_source",
-]
-"""Those of :mod:`torchtitan_lr.data.blocks` are here too."""
-
 
 class PythonStdlib(BlockCorpus):
     """The .py files of the standard library, one block and one document each.
@@ -161,9 +141,6 @@ def build_corpus(
         max_bad_records: Number of unreadable ``local`` records that may be skipped.
         options: The text of ``local`` and ``hf``.
 
-    Returns:
-        The corpus.
-
     Raises:
         ConfigError: An unknown name, a missing corpus, or a path for a corpus that takes none.
         DataError: A small ``local`` corpus, which is read on opening, has an unreadable record.
@@ -238,12 +215,9 @@ def training_source(job_config: Any) -> Source | MixtureSource:
 def text_options(training: Any, **changes: Any) -> TextOptions:
     """Return the options of ``[training]``, with some of them changed; old records have none."""
     values: dict[str, Any] = asdict(TextOptions())
-    values = {name: getattr(training, _key_of(name), value) for name, value in values.items()}
+    key_of = {"column": "text_column"}
+    values = {k: getattr(training, key_of.get(k, k), value) for k, value in values.items()}
     return TextOptions(**values | changes)
-
-
-def _key_of(option: str) -> str:
-    return "text_column" if option == "column" else option
 
 
 def validation_source(job_config: Any) -> Source | MixtureSource:

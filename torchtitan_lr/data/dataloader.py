@@ -19,9 +19,10 @@ from torchtitan_lr.config.fault_tolerance import replica_rows
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.config.schema import STEPS_AHEAD
 from torchtitan_lr.data.batches import BatchReader, MicroBatch, Prepared, Rows
+from torchtitan_lr.data.blocks import BlockCorpus, Corpus
 from torchtitan_lr.data.chat_template import ChatTemplate
 from torchtitan_lr.data.checks import check_workers
-from torchtitan_lr.data.corpora import BlockCorpus, Corpus, training_source
+from torchtitan_lr.data.corpora import training_source
 from torchtitan_lr.data.documents import DocumentBorders
 from torchtitan_lr.data.encoding import tokenizer_identity
 from torchtitan_lr.data.mixture import Mixture, SharesSeen
@@ -237,10 +238,6 @@ class StripeDataLoader(BaseDataLoader):
 
         DCP stops at the first missing key, and a larger batch has more stripes than were saved.
         This check comes first, so that the error names the changed setting and not a missing key.
-
-        Args:
-            checkpoint_id: A DCP folder in which this loader was saved as ``dataloader``.
-            metadata: Its table of contents, where it has been read already.
 
         Raises:
             ConfigError: The checkpoint belongs to another global batch size or another corpus.

@@ -42,10 +42,6 @@ class DocumentBorders:
     def of(job_config: Any, tokenizer: BaseTokenizer) -> DocumentBorders | None:
         """Return the borders of a run; None if its documents are not masked.
 
-        Args:
-            job_config: The run's ``JobConfig``, or its saved record.
-            tokenizer: The run's tokenizer.
-
         Raises:
             ConfigError: The tokenizer has neither BOS nor EOS.
         """

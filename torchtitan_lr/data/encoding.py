@@ -30,9 +30,6 @@ def encode_documents(tokenizer: BaseTokenizer, texts: Sequence[str]) -> list[Tok
 
     A Hugging Face tokenizer encodes the documents on all cores and releases Python's lock (a call
     of its ``encode`` keeps it). A tiktoken tokenizer does so in threads.
-
-    Returns:
-        The tokens of each document.
     """
     if _is_plain(tokenizer):
         return _encode_in_rust(tokenizer, texts)

@@ -21,7 +21,7 @@ import torch
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from torchtitan_lr.data.corpora import Corpus
+from torchtitan_lr.data.blocks import Corpus
 from torchtitan_lr.data.documents import DocumentBorders, separated
 from torchtitan_lr.data.pair_corpora import PairCorpus
 from torchtitan_lr.data.pairs import pair_windows, unmask_

@@ -33,9 +33,6 @@ def llama3_specials(first_id: int) -> dict[str, int]:
 
     Args:
         first_id: The id after the last ordinary token.
-
-    Returns:
-        Consecutive ids of the 256 names.
     """
     reserved = (f"<|reserved_special_token_{i}|>" for i in range(NUM_LLAMA3_SPECIALS))
     names = (_NAMED_SPECIALS.get(i) or next(reserved) for i in range(NUM_LLAMA3_SPECIALS))

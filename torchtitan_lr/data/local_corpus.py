@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_lr.config.paths import user_path
-from torchtitan_lr.data.corpora import BlockCorpus, Split, file_stamp
+from torchtitan_lr.data.blocks import BlockCorpus, Split, file_stamp
 from torchtitan_lr.data.held_out import (
     ONE_IN,
     SMALL_BYTES,

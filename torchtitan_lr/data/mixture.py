@@ -18,14 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_lr.data.corpora import (
-    BlockCorpus,
-    Corpus,
-    Source,
-    Split,
-    held_out_source,
-    text_options,
-)
+from torchtitan_lr.data.blocks import BlockCorpus, Corpus, Split
+from torchtitan_lr.data.corpora import Source, held_out_source, text_options
 from torchtitan_lr.data.order import Order, unit_number
 from torchtitan_lr.data.stripes import DocumentStream, Stripe
 from torchtitan_lr.errors import ConfigError
@@ -236,7 +230,8 @@ def mixture_source(training: Any) -> MixtureSource | None:
     Raises:
         ConfigError: An entry is not valid.
     """
-    entries = [entry if isinstance(entry, dict) else vars(entry) for entry in _entries(training)]
+    given = getattr(training, "mixture", None) or []
+    entries = [entry if isinstance(entry, dict) else vars(entry) for entry in given]
     if not entries:
         return None
     if training.dataset_path:
@@ -257,10 +252,6 @@ def mixture_source(training: Any) -> MixtureSource | None:
         raise ConfigError("training.mixture", names, want)
     total = sum(weights)
     return MixtureSource(tuple(parts), tuple(names), tuple(weight / total for weight in weights))
-
-
-def _entries(training: Any) -> list[Any]:
-    return list(getattr(training, "mixture", None) or [])
 
 
 def _check(entry: dict[str, Any], key: str) -> None:

@@ -43,9 +43,6 @@ class Order:
             num_stripes: Number of stripes that share the corpus.
             num_blocks: Number of blocks in the corpus.
             k: Number of blocks that the stripe has read before.
-
-        Returns:
-            A block index in ``[0, num_blocks)``.
         """
         turn, index = divmod(k * num_stripes + stripe, num_blocks)
         return int(_pass_order(self.seed, turn, num_blocks)[index])

@@ -14,7 +14,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan_lr.data.corpora import BlockCorpus, PythonStdlib, Split
+from torchtitan_lr.data.blocks import BlockCorpus, Split
+from torchtitan_lr.data.corpora import PythonStdlib
 from torchtitan_lr.data.held_out import document_hash
 from torchtitan_lr.data.local_corpus import HEAD_BYTES, LocalCorpus, find_files
 from torchtitan_lr.data.pairs import (
@@ -158,9 +159,6 @@ def documented_functions(source: str) -> Iterator[str]:
 
     Args:
         source: The module's text; one that this interpreter cannot parse has no pairs.
-
-    Yields:
-        Canonical records.
     """
     try:
         tree = ast.parse(source)

@@ -48,9 +48,6 @@ def is_pair(record: Any) -> bool:
 def parse_pair(record: Any) -> str:
     """Check a record.
 
-    Returns:
-        The record in canonical form, without other keys.
-
     Raises:
         ValueError: It is not a pair or a chat; the message is what was expected.
     """
@@ -122,9 +119,6 @@ class PairEncoder:
     The tokens of a prompt are those of the prompt alone, as generation gives them to the model. The
     tokens of an answer are what the tokenizer appends to them for the whole text. Where it would
     merge tokens across the border, the answer is encoded alone.
-
-    Args:
-        tokenizer: The run's tokenizer; its folder may have a chat template.
 
     Attributes:
         template: Renders chats. Texts of ``prompt`` and ``completion`` are taken as they are.

@@ -89,9 +89,6 @@ def stripe_block(stripe: int, num_stripes: int, num_blocks: int, k: int) -> int:
         num_stripes: Number of stripes that share the corpus.
         num_blocks: Number of blocks in the corpus.
         k: Number of blocks that the stripe has read before.
-
-    Returns:
-        A block index in ``[0, num_blocks)``.
     """
     turn = num_blocks // gcd(num_blocks, num_stripes)
     return (stripe + k * num_stripes + k // turn) % num_blocks
@@ -149,7 +146,8 @@ class BlockStream:
                     if not isinstance(document, DataError):
                         return [self._k, self._d - 1], document
                     (unreadable or self.skip)(document)
-                if not self._infinite and self._last_of_pass(self._k):
+                last = self._stripe + (self._k + 1) * self._num_stripes >= self._corpus.num_blocks
+                if last and not self._infinite:
                     return None
                 self._k, self._d = self._k + 1, 0
                 self._documents = self._open(self._k)
@@ -188,9 +186,6 @@ class BlockStream:
                 recorder.finish(count)
             yield document
             document = following
-
-    def _last_of_pass(self, k: int) -> bool:
-        return self._stripe + (k + 1) * self._num_stripes >= self._corpus.num_blocks
 
     def _open(self, k: int) -> Iterator[str | Tokens | DataError]:
         if not self._infinite and self._stripe + k * self._num_stripes >= self._corpus.num_blocks:
@@ -360,9 +355,6 @@ def fill(demands: Sequence[tuple[Stripe, int]]) -> None:
     """Read and tokenise documents until each stripe holds its windows, or its stream has ended.
 
     The documents of all stripes are encoded together, so that the tokenizer can use all cores.
-
-    Args:
-        demands: Stripes with the same tokenizer, and the windows that each shall hold.
     """
     while any(missing := [stripe.missing(windows) for stripe, windows in demands]):
         _encode([stripe for stripe, _ in demands], missing)

@@ -71,9 +71,6 @@ class TiktokenTokenizer(BaseTokenizer):
             text: Text of any length.
             add_bos: Whether to begin with ``<|begin_of_text|>``.
             add_eos: Whether to end with ``<|end_of_text|>``.
-
-        Returns:
-            The token ids.
         """
         tokens = [self.bos_id] if add_bos else []
         for piece in _pieces(text):
@@ -105,9 +102,6 @@ class TiktokenTokenizer(BaseTokenizer):
 def resolve_assets_path(path: str) -> Path:
     """Find an assets folder: the path itself, else relative to the package's parent folder.
 
-    Args:
-        path: ``model.hf_assets_path``.
-
     Returns:
         The first of the two that is a folder, else ``path`` itself.
 
@@ -124,9 +118,6 @@ def build_tokenizer(job_config: Any) -> BaseTokenizer:
 
     The result is cached per process until a file of the folder changes; the checks and the trainer
     share it.
-
-    Args:
-        job_config: The run's ``JobConfig``; ``model.hf_assets_path`` is read.
 
     Returns:
         torchtitan's ``HuggingFaceTokenizer`` for a ``tokenizer.json``, else
@@ -169,9 +160,6 @@ def _read(file: Path, versions: tuple[Any, ...]) -> BaseTokenizer:
 def check_tokenizer(job_config: Any) -> int:
     """Check that the tokenizer exists and is readable.
 
-    Args:
-        job_config: The run's ``JobConfig``.
-
     Returns:
         The smallest vocabulary that a model needs for it: the largest id plus one.
 
@@ -196,17 +184,14 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     except (OSError, ValueError, binascii.Error):
         ranks = {}
-    if sorted(ranks.values()) != list(range(len(ranks))) or not _covers_bytes(ranks):
+    covers_bytes = all(bytes([i]) in ranks for i in range(256))
+    if sorted(ranks.values()) != list(range(len(ranks))) or not covers_bytes:
         raise ConfigError(
             "model.hf_assets_path",
             str(path),
             f"a tiktoken rank file (base64 token and rank per line), or a {HF_FILE} next to it",
         )
     return ranks
-
-
-def _covers_bytes(ranks: dict[bytes, int]) -> bool:
-    return all(bytes([i]) in ranks for i in range(256))
 
 
 def _pieces(text: str) -> Iterator[str]:

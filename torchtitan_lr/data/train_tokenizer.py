@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from torchtitan_lr.console.progress import progress
-from torchtitan_lr.data.corpora import Corpus
+from torchtitan_lr.data.blocks import Corpus
 from torchtitan_lr.data.llama3 import BOS, EOS, HF_FILE, LLAMA3_SPLIT, TIKTOKEN_FILE
 from torchtitan_lr.errors import ConfigError
 
@@ -24,9 +24,6 @@ def train_bpe(corpus: Corpus, vocab_size: int, specials: list[str]) -> Tokenizer
         corpus: The text.
         vocab_size: Total number of ids: specials, the 256 bytes, and merges.
         specials: Special tokens, which get the first ids.
-
-    Returns:
-        The tokenizer.
 
     Raises:
         ConfigError: The vocabulary is too small for the bytes or is enormous, or the text has too

@@ -19,8 +19,9 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_lr.console.progress import progress
+from torchtitan_lr.data.blocks import Corpus
 from torchtitan_lr.data.checks import check_workers
-from torchtitan_lr.data.corpora import Corpus, validation_source
+from torchtitan_lr.data.corpora import validation_source
 from torchtitan_lr.data.documents import DocumentBorders, separated
 from torchtitan_lr.data.pair_corpora import PairCorpus
 from torchtitan_lr.data.pairs import no_room, pair_windows, unmask_
@@ -99,9 +100,6 @@ def build_validation_set(
         dp_world_size: Number of data-parallel ranks.
         dp_rank: This rank.
         tokenizer: The run's tokenizer.
-
-    Returns:
-        This rank's share of the validation set.
 
     Raises:
         ConfigError: As for :func:`build_corpus`, or the corpus is shorter than one window.

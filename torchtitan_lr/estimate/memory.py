@@ -6,7 +6,6 @@ from functools import partial
 from math import prod
 from types import SimpleNamespace
 
-from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_lr.compression.settings import compression_settings
@@ -79,7 +78,9 @@ def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> 
     if not MODES[mode].eager:
         least, most, share = MODES[mode].between(section)
         bounds = rehearse_run(run, least, fused_norm), rehearse_run(run, most, fused_norm)
-        return _between(*bounds, share)
+        block = bounds[0].block + share * (bounds[1].block - bounds[0].block)
+        working = max(bound.working for bound in bounds)
+        return Rehearsal(block, bounds[0].ends, working, bounds[0].repeated)
     workload = workload_of(run)
     # Alternatives, and runs that differ in their ranks only, often have the same blocks.
     key = repr((workload, replace(section, mode=mode)))
@@ -134,16 +135,7 @@ def checkpointing_of(run: Run, mode: str) -> partial[None]:
         compile=SimpleNamespace(enable=False, components=[]),
         job=SimpleNamespace(dump_folder=""),
     )
-    return partial(_prepare, config)
-
-
-def _prepare(config: SimpleNamespace, model: nn.Module) -> None:
-    apply_activation_checkpoint(model, config)
-
-
-def _between(least: Rehearsal, most: Rehearsal, budget: float) -> Rehearsal:
-    block = least.block + budget * (most.block - least.block)
-    return Rehearsal(block, least.ends, max(least.working, most.working), least.repeated)
+    return partial(apply_activation_checkpoint, job_config=config)
 
 
 def activation_bytes(run: Run, pp_rank: int, rehearsal: Rehearsal) -> int:
@@ -184,7 +176,9 @@ def buffer_bytes(run: Run, pp_rank: int) -> int:
     if run.shard > 1 and run.pp > 1 and run.microbatches > 1:
         total += precision.reduce * elements  # whole gradients, summed over the micro-batches
     if run.compresses:
-        total += _owed_bytes(run)
+        # Twice if a step may be skipped: the residuals after and before the step.
+        ranks = run.replicas if run.replicas > 1 else run.shard
+        total += _residual_bytes(run) * (1 + compression_settings(run.config, ranks).revocable)
         if run.accumulation > 1 and run.replicas == 1:
             total += precision.reduce * elements
     for name, plan in run.tsr_plans.items():
@@ -214,16 +208,8 @@ def checkpoint_bytes(run: Run) -> dict[str, int]:
     return parts
 
 
-def _owed_bytes(run: Run) -> int:
-    """Return the bytes of residuals: one number per compressed entry that a rank contributes to.
-
-    Twice if a step may be skipped: the residuals after and before the step.
-    """
-    settings = compression_settings(run.config, run.replicas if run.replicas > 1 else run.shard)
-    return _residual_bytes(run) * (2 if settings.revocable else 1)
-
-
 def _residual_bytes(run: Run) -> int:
+    """Return the bytes of one number per compressed entry that a rank contributes to."""
     settings = compression_settings(run.config, run.replicas if run.replicas > 1 else run.shard)
     owing = [unit for _, unit, codec in exchanged_units(run) if leaves_residual(codec)]
     return settings.residual_dtype.itemsize * sum(unit.ranks * unit.compressed for unit in owing)

@@ -106,13 +106,6 @@ def rehearse_repeats(workload: Workload, prepare: Prepare) -> Repeats:
     Blocks need not be alike: LaX's first one has no latents to add, and checkpointing may leave
     some of them alone.
 
-    Args:
-        workload: What to run.
-        prepare: Applied to the model after tensor parallelism.
-
-    Returns:
-        Of one micro-batch on one rank.
-
     Raises:
         RuntimeError: If this process has a process group already and T > 1.
     """

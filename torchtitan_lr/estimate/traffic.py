@@ -47,7 +47,9 @@ def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> 
         pp_rank: Pipeline rank.
         rehearsal: Contains the collectives that activation checkpointing repeats; None for none.
     """
-    rows = [*_tensor(run, pp_rank), *_data(run, pp_rank), *_messages(run, pp_rank)]
+    tensor = _here(run, pp_rank, model_traffic(run.args, run.settings, run.tp, run.tokens))
+    rows = _times(tensor, run.microbatches * run.accumulation)
+    rows += [*_data(run, pp_rank), *_messages(run, pp_rank)]
     if rehearsal is not None:
         rows += _repeated(run, pp_rank, rehearsal)
     if run.tsr is not None:
@@ -84,11 +86,6 @@ def _here(run: Run, pp_rank: int, rows: Iterable[Traffic]) -> list[Traffic]:
     """Return the rows of a pipeline rank's modules."""
     scopes = set(run.units_of(pp_rank))
     return [row for row in rows if row.scope in scopes]
-
-
-def _tensor(run: Run, pp_rank: int) -> list[Traffic]:
-    rows = model_traffic(run.args, run.settings, run.tp, run.tokens)
-    return _times(_here(run, pp_rank, rows), run.microbatches * run.accumulation)
 
 
 def _repeated(run: Run, pp_rank: int, rehearsal: Rehearsal) -> list[Traffic]:

@@ -63,9 +63,6 @@ def block_traffic(
         first_block: Whether it is the first block, which mixes no latents.
         column_multiple: Padding of a payload with a statistic column; 1 for none.
         ranks: T; an fp32 sum's payload is padded to a multiple of it; 1 for no padding.
-
-    Returns:
-        Rows with the scope ``block``.
     """
     formula = FORMULAS[settings.plan]
     rows = [*formula.block(shape, settings, tokens, ranks, column_multiple)]

@@ -187,12 +187,7 @@ FORMULAS: dict[str, CodecFormula] = {}
 
 
 def register_formula(name: str, formula: CodecFormula) -> None:
-    """Make a codec known to the formulas.
-
-    Args:
-        name: Under which `compression.codecs.register_codec` knows it.
-        formula: Its sizes.
-    """
+    """Make a codec known to the formulas."""
     FORMULAS[name] = formula
 
 

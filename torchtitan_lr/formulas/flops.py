@@ -46,9 +46,6 @@ def layer_flops(shape: ModelShape, seq_len: int) -> LayerFlops:
     Args:
         shape: Shape and family of the model.
         seq_len: Tokens n in the sequence.
-
-    Returns:
-        The FLOPs by part.
     """
     rank_attention, rank_ffn = group_ranks(shape)
     # A product of n rows with a linear's matrices costs 2n per parameter.
@@ -80,8 +77,5 @@ def flops_per_token(shape: ModelShape, seq_len: int) -> int:
     """Return the FLOPs of the whole model per token, forward and backward.
 
     The division is exact, since every term has a factor n.
-
-    Returns:
-        ``flops_per_sequence / seq_len``.
     """
     return flops_per_sequence(shape, seq_len) // seq_len

@@ -116,9 +116,6 @@ def count_parameters(shape: ModelShape) -> ParameterCount:
     With multi-head attention and one rank r the linears of a block have 4d² + 3df parameters at
     full rank and 8dr + 3r(d + f) factorized. Grouped-query attention shortens k and v to d_kv, and
     each group may have its own rank. The embedding and the head are dense and untied.
-
-    Returns:
-        The counts by part.
     """
     d, layers = shape.dim, shape.n_layers
     rank_attention, rank_ffn = group_ranks(shape)

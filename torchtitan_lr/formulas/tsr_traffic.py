@@ -95,9 +95,6 @@ def bucket_runs(sizes: Sequence[int], limit: int) -> list[list[int]]:
     Args:
         sizes: Elements of each entry; an entry above the limit gets its own bucket.
         limit: Elements of a bucket.
-
-    Returns:
-        Indices by bucket.
     """
     end_of = list(accumulate(sizes))
     buckets, first = [], 0

@@ -12,7 +12,8 @@ import torch
 
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG
 from torchtitan_lr.console.progress import progress
-from torchtitan_lr.data.corpora import Corpus, Source, Split, validation_source
+from torchtitan_lr.data.blocks import Corpus, Split
+from torchtitan_lr.data.corpora import Source, validation_source
 from torchtitan_lr.data.documents import DocumentBorders, model_arguments, moved
 from torchtitan_lr.data.evaluation import EvaluationSet
 from torchtitan_lr.data.mixture import MixtureSource

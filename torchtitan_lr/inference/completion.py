@@ -14,15 +14,12 @@ from torchtitan_lr.inference.decode import (
     Choice,
     Decoder,
     check_limit,
-    generate,
     room,
     whole_vocabulary,
 )
 from torchtitan_lr.inference.sampling import Sampling
 from torchtitan_lr.inference.text import TextStream
 from torchtitan_lr.models.llama import LlamaModel
-
-__all__ = ["USUAL_NEW_TOKENS", "Completion", "Settings", "complete", "generate", "read_prompts"]
 
 USUAL_NEW_TOKENS = 100
 """Limit without ``--max_new_tokens``, or what the trained window leaves if that is less."""
@@ -80,9 +77,6 @@ def read_prompts(source: Path) -> list[str]:
     Args:
         source: A ``.jsonl`` file with the key ``prompt`` in each line, or any other file with one
             prompt per line; ``-`` is stdin, where a line that begins with ``{`` is JSON.
-
-    Returns:
-        The prompts, without empty lines.
 
     Raises:
         ConfigError: The file cannot be read or has no prompts.

@@ -48,10 +48,6 @@ def room(args: LlamaArgs, prompt: int, key: str = "--prompt") -> int:
 def check_cache(args: LlamaArgs, kind: str) -> None:
     """Refuse a cache that the model cannot have.
 
-    Args:
-        args: The model's arguments.
-        kind: Value of ``--cache``.
-
     Raises:
         ConfigError: An unknown kind, or ``latent`` for a full-rank model.
     """
@@ -162,10 +158,6 @@ def compile_blocks(model: LlamaModel, backend: str | Callable[..., Any] = "induc
     """Let the blocks, and the head of one process, be compiled for the steps of a `Decoder`.
 
     The model is changed in place; its weights are not.
-
-    Args:
-        model: The model.
-        backend: A backend of ``torch.compile``.
     """
     for block in model.layers.values():
         block.compile(backend=backend, fullgraph=True)
@@ -185,38 +177,3 @@ def check_limit(args: LlamaArgs, prompt: int, limit: int, key: str = "--prompt")
         window = args.max_seq_len
         want = f"from 1 to {most} after a prompt of {prompt} tokens (trained window: {window})"
         raise ConfigError("--max_new_tokens", limit, want)
-
-
-def generate(
-    model: LlamaModel,
-    tokens: Tensor,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    seed: int = 0,
-    stop_id: int | None = None,
-) -> Tensor:
-    """Continue one sequence.
-
-    Args:
-        model: The model, on one device.
-        tokens: The prompt (1, s), at least one token.
-        max_new_tokens: Maximum number of tokens to add.
-        temperature: Divides the logits; 0 takes the most likely token.
-        top_k: Sample among that many most likely tokens; 0 among all.
-        seed: Seed of the draws.
-        stop_id: A token that ends the text.
-
-    Returns:
-        The prompt with its continuation (1, s + n).
-
-    Raises:
-        ConfigError: The result would be longer than the window that the model was trained on.
-    """
-    prompt = tokens[0].tolist()
-    stops = () if stop_id is None else (stop_id,)
-    sampling = Sampling(temperature, top_k)
-    decoder = Decoder(model, [prompt], [max_new_tokens], sampling, [seed], stops)
-    while decoder.running[0]:
-        prompt += [token for token in decoder.step() if token is not None]
-    return torch.tensor([prompt], device=tokens.device)

@@ -178,15 +178,11 @@ def why_ended(codes: Mapping[int, int]) -> str:
     """
     if not codes:
         return "the machines of the run changed"
-    rank = _first_failed(codes)
+    # A rank that a signal ended makes the others fail.
+    rank = min(codes, key=lambda rank: (codes[rank] > 0, rank))
     code = codes[rank]
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with status {code}"
     return f"rank {rank} {how}"
-
-
-def _first_failed(codes: Mapping[int, int]) -> int:
-    """Return the rank that failed first: one that a signal ended makes the others fail."""
-    return min(codes, key=lambda rank: (codes[rank] > 0, rank))
 
 
 def _say(line: str) -> None:

@@ -71,7 +71,10 @@ def read_environment() -> Environment:
     if comm_mode not in ("", "default", "fake_backend"):
         raise ConfigError("COMM_MODE", comm_mode, "'fake_backend', or leave it out")
     limit = MAX_DRY_RANKS if comm_mode == "fake_backend" else MAX_RANKS
-    ranks = _positive_variable("NGPU", DEFAULT_RANKS, limit)
+    ranks = _positive("NGPU", os.environ.get("NGPU") or str(DEFAULT_RANKS), limit)
+    restarts = os.environ.get("MAX_RESTARTS") or "0"
+    if restarts != "0":
+        _positive("MAX_RESTARTS", restarts, MAX_MAX_RESTARTS)
     min_nodes, nodes = _machines()
     log_ranks = check_log_ranks(os.environ.get("LOG_RANK") or "0", ranks)
     return Environment(
@@ -82,7 +85,7 @@ def read_environment() -> Environment:
         train_module=os.environ.get("TRAIN_FILE") or "torchtitan_lr.train",
         ranks_given=bool(os.environ.get("NGPU")),
         min_nodes=min_nodes,
-        max_restarts=_restarts(),
+        max_restarts=int(restarts),
         rdzv_settings=_rdzv_settings(),
         endpoint=_endpoint(nodes) if nodes > 1 else "",
     )
@@ -111,11 +114,6 @@ def _machines() -> tuple[int | None, int]:
     return (None if least == most else least), most
 
 
-def _restarts() -> int:
-    text = os.environ.get("MAX_RESTARTS") or "0"
-    return 0 if text == "0" else _positive("MAX_RESTARTS", text, MAX_MAX_RESTARTS)
-
-
 def _endpoint(nodes: int) -> str:
     text = (os.environ.get("RDZV_ENDPOINT") or "").strip()
     if not text or "," in text:
@@ -131,10 +129,6 @@ def _rdzv_settings() -> tuple[tuple[str, str], ...]:
             want = f"KEY=NUMBER,... with the keys {', '.join(_RDZV_SETTINGS)}"
             raise ConfigError("RDZV_CONF", text, want)
     return tuple((key, value) for key, _, value in pairs)
-
-
-def _positive_variable(name: str, default: int, limit: int) -> int:
-    return _positive(name, os.environ.get(name) or str(default), limit)
 
 
 def _positive(name: str, text: str, limit: int) -> int:

@@ -41,9 +41,6 @@ StillOurs = Callable[[], None]
 def locked(dump_folder: str) -> Iterator[StillOurs]:
     """Lock a job's dump folder, which is created if needed.
 
-    Args:
-        dump_folder: ``job.dump_folder``.
-
     Yields:
         What checks that no other start has taken the folder since, for file systems without locks.
 
@@ -165,10 +162,6 @@ def _sign(file: IO[bytes]) -> bytes:
     return signature
 
 
-def _when_signed(path: Path) -> float:
-    return path.stat().st_mtime
-
-
 def _taken(dump_folder: str, path: Path) -> ConfigError:
     want = f"a folder that no other job uses; {_holder(path)}"
     return ConfigError("job.dump_folder", dump_folder, want)
@@ -182,7 +175,8 @@ def _unusable(dump_folder: str, path: Path, error: OSError) -> ConfigError:
 def _holder(path: Path) -> str:
     try:
         # Replicas that share this lock sign those of their own folders.
-        newest = max((path, *path.parent.glob(f"{REPLICAS}/{LOCK_FILE}")), key=_when_signed)
+        paths = (path, *path.parent.glob(f"{REPLICAS}/{LOCK_FILE}"))
+        newest = max(paths, key=lambda path: path.stat().st_mtime)
         who = json.loads(newest.read_text())
         return f"process {who['pid']} on {who['host']} has used it since {who['since']}"
     except (OSError, ValueError, KeyError, TypeError):

@@ -59,9 +59,6 @@ def train_arguments(argv: list[str], environment: Environment) -> list[str]:
         argv: The launcher's arguments; the first may be CONFIG, a TOML file or a shipped name.
         environment: Result of :func:`read_environment`.
 
-    Returns:
-        Arguments for :func:`build_job_config` and for every rank.
-
     Raises:
         ConfigError: Two configuration files, or an argument that is no override.
     """
@@ -121,12 +118,6 @@ def build_command(
 
 def make_log_folder(dump_folder: Path) -> Path:
     """Create the log folder of this launch.
-
-    Args:
-        dump_folder: The run's ``job.dump_folder``.
-
-    Returns:
-        A new folder below it.
 
     Raises:
         ConfigError: The folder cannot be created.

@@ -82,9 +82,6 @@ def rendezvous_arguments(environment: Environment) -> list[str]:
     torchrun decides by names whether this machine is that of ``RDZV_ENDPOINT``, and the address of
     rank 0 is its machine's name. Neither works without name resolution. Here the machine that owns
     the endpoint's address opens the store, and each passes on the address of its interface to it.
-
-    Args:
-        environment: The launch's environment, with more than one machine.
     """
     endpoint = environment.endpoint
     settings = dict(environment.rdzv_settings)

@@ -46,10 +46,6 @@ class Placement:
 def place(environment: Environment, arguments: list[str]) -> Placement:
     """Choose the device and the number of a run's ranks, and fit the main job to them.
 
-    Args:
-        environment: Result of :func:`read_environment`.
-        arguments: Arguments of the run, ``--job.config_file`` included.
-
     Raises:
         ConfigError: The configuration cannot be read, there are fewer GPUs than requested ranks,
             or the tensor-parallel degree does not divide the ranks. The message names the override

@@ -183,16 +183,6 @@ def child_pids(parent: int) -> list[int]:
     return sorted(pid for pid, ppid, state in rows if ppid == parent and state != "Z")
 
 
-def process_state(pid: int) -> str:
-    """Read the state of a process (Linux only).
-
-    Returns:
-        The letter that ``ps`` shows, such as ``T`` where it is stopped; "" where there is none.
-    """
-    fields = _stat_of(pid)
-    return fields[0] if fields else ""
-
-
 def _stat_of(pid: int) -> list[str]:
     """Return the fields after a process's name in /proc (state, parent id, ...); [] if it ended."""
     try:

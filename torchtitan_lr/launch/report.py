@@ -82,10 +82,6 @@ def describe_failure(log_folder: Path, status: int) -> str:
 
     A rank that was ended by a signal writes no error; the other ranks then fail with network errors
     that hide the cause. Therefore this looks for such a rank first.
-
-    Args:
-        log_folder: The folder of the ranks' outputs and of ``launcher.log``.
-        status: Exit status of the command.
     """
     killed = killed_rank(log_folder)
     if killed is not None:
@@ -151,9 +147,6 @@ def killed_rank(log_folder: Path) -> tuple[int, str] | None:
 
     Excluded are ranks that reported an error before the signal (a crash during cleanup), and ranks
     that torchrun killed because they did not end after another rank had failed.
-
-    Args:
-        log_folder: Holds ``launcher.log``.
 
     Returns:
         The rank on this machine and the signal's name, or None.

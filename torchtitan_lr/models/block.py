@@ -197,12 +197,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """One decoder block.
-
-    Args:
-        layer_id: Its place in the model, from 0.
-        args: The model's arguments.
-    """
+    """One decoder block."""
 
     def __init__(self, layer_id: int, args: LlamaArgs) -> None:
         super().__init__()

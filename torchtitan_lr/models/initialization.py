@@ -36,10 +36,6 @@ def factor_std(d_in: int, d_out: int, rank: int) -> float:
 def init_parameters(model: nn.Module, args: LlamaArgs) -> None:
     """Draw every parameter of a model or of a part of one.
 
-    Args:
-        model: The model; its parameters may be DTensors in any layout.
-        args: The model's arguments; ``init_seed`` is the seed of all draws.
-
     Raises:
         RuntimeError: If a parameter belongs to no known kind of module.
     """

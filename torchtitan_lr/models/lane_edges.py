@@ -221,11 +221,7 @@ class LaneUpEdge(nn.Module):
 
 
 class LaneEmbedEdge(nn.Module):
-    """The embedding look-up: every lane starts with the same vectors.
-
-    Args:
-        lanes: Their number G.
-    """
+    """The embedding look-up: every lane starts with the same vectors."""
 
     def __init__(self, lanes: int) -> None:
         super().__init__()

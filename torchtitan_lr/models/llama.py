@@ -42,11 +42,7 @@ class LlamaModel(ModelProtocol):
         self.register_buffer("freqs_cis", self._build_freqs_cis(), persistent=False)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Draw the initial weights and fill the rotary table.
-
-        Args:
-            buffer_device: Device of the table; by default its current device.
-        """
+        """Draw the initial weights and fill the rotary table."""
         with torch.device(buffer_device or self.freqs_cis.device):
             self.freqs_cis = self._build_freqs_cis()
         init_parameters(self, self.model_args)

@@ -17,10 +17,6 @@ class LlamaStateDictAdapter(Llama3StateDictAdapter):
     Full rank goes both ways, with the permutation between the two conventions of RoPE (torchtitan's
     own). svd merges into full-rank weights, one way. cola and lax, and models whose lanes keep
     channels to themselves, have no counterpart over there: their names stay ours.
-
-    Args:
-        model_args: The model's arguments.
-        hf_assets_path: Folder with the Hugging Face files, or None.
     """
 
     def __init__(self, model_args: LlamaArgs, hf_assets_path: str | None) -> None:
@@ -51,12 +47,6 @@ class LlamaStateDictAdapter(Llama3StateDictAdapter):
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
         """Convert Hugging Face's weights.
-
-        Args:
-            hf_state_dict: Weights as ``to_hf`` names them.
-
-        Returns:
-            Weights by our names.
 
         Raises:
             ConfigError: For svd, whose factors a full matrix does not determine, and for lanes with

@@ -21,9 +21,6 @@ _WRITERS = "what torchtitan-lr export or torchtitan-lr import wrote"
 def read_model_args(path: Path) -> LlamaArgs:
     """Read the ``model_args.json`` next to weights.
 
-    Returns:
-        The model's arguments.
-
     Raises:
         ConfigError: The file is missing or unreadable, or does not describe a valid model.
     """

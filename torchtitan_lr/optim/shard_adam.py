@@ -32,9 +32,5 @@ _ON_SHARDS = {torch.optim.Adam: ShardAdam, torch.optim.AdamW: ShardAdamW}
 
 
 def step_on_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Turn torch's Adam or AdamW into its shard-local subclass; leave other optimizers alone.
-
-    Args:
-        optimizer: Before its first step.
-    """
+    """Turn torch's Adam or AdamW into its shard-local subclass; leave other optimizers alone."""
     optimizer.__class__ = _ON_SHARDS.get(type(optimizer), type(optimizer))

@@ -66,8 +66,13 @@ def apply_data_parallel(
         shard = partial(fully_shard, mesh=mesh, mp_policy=policy, **offload)
         # On a mesh of size 1 nothing is sharded: a second all-gather would only copy.
         reshard = mesh.size() > 1 and reshard_after_forward(job_config, parallel_dims.pp_enabled)
+        # Backward needs the head first: resharding it after forward would only cause another
+        # all-gather.
+        always = job_config.parallelism.fsdp_reshard_after_forward == "always"
         _apply_by_block(
-            model, partial(shard, reshard_after_forward=reshard), _last_unit(job_config, shard)
+            model,
+            partial(shard, reshard_after_forward=reshard),
+            partial(shard, reshard_after_forward=always),
         )
         if parallel_dims.fsdp_enabled:
             prefetch_in_forward(model)
@@ -91,9 +96,6 @@ def prefetch_in_forward(model: nn.Module) -> None:
     FSDP2 alone starts a unit's gather when its forward begins. It then runs beside the unit before
     only as far as the host is ahead of the device, which it is not where kernels are small. As
     without this, a rank holds the gathered weights of two units.
-
-    Args:
-        model: A model or pipeline stage whose parts are FSDP2 units.
     """
     parts = [model.tok_embeddings, *model.get_submodule("layers").children(), model.output]
     for unit, following in pairwise(part for part in parts if part is not None):
@@ -149,10 +151,6 @@ def synchronize_gradients(model_parts: Sequence[nn.Module], enabled: bool) -> No
     exchange over the replicas. FSDP still reduce-scatters each micro-batch, because keeping
     unsharded gradients would cost the memory that sharding saves. With gradient compression it
     keeps them: a compressed exchange costs time, and its residual has the same size.
-
-    Args:
-        model_parts: The pipeline stages of this rank.
-        enabled: True for the last micro-batch of a step.
     """
     for module in fsdp_modules(model_parts):
         if isinstance(module, ReplicateModule) or compressor_of(module) is not None:
@@ -174,13 +172,6 @@ def _compress(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConf
     mesh = parallel_dims.get_mesh("dp_replicate" if crosses_hosts else "fsdp")
     settings = compression_settings(job_config, mesh.size())
     apply_gradient_compression(model, mesh, settings, all_reduce=crosses_hosts)
-
-
-def _last_unit(job_config: JobConfig, shard: Callable[..., object]) -> Callable[..., object]:
-    # Backward needs the head first: resharding it after forward would only cause another
-    # all-gather.
-    always = job_config.parallelism.fsdp_reshard_after_forward == "always"
-    return partial(shard, reshard_after_forward=always)
 
 
 def _apply_by_block(

@@ -28,9 +28,6 @@ def parallelize_llama(
         model: On the meta device; the whole model or one pipeline stage.
         parallel_dims: Degrees and meshes.
         job_config: The run's configuration.
-
-    Returns:
-        The same module, wrapped in place.
     """
     if parallel_dims.tp_enabled:
         args = cast(LlamaArgs, model.model_args)
@@ -85,12 +82,7 @@ PARALLELIZE = {
 
 
 def apply_compile(model: nn.Module, backend: str) -> None:
-    """Compile each decoder block by itself: equal blocks share one compilation.
-
-    Args:
-        model: The model, already wrapped for checkpointing.
-        backend: A ``torch.compile`` backend.
-    """
+    """Compile each decoder block by itself: equal blocks share one compilation."""
     # At full rank it costs time, and the latents that low rank keeps beside are not there.
     remake_inputs_of_products(cast(LlamaArgs, model.model_args).low_rank)
     layers = model.get_submodule("layers")

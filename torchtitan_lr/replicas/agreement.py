@@ -67,7 +67,10 @@ class CallAgreement:
             return
         place = len(self._calls)
         if not place:
-            self._expected = self._agreed(*self._sums())
+            members, total, squares = self._sums()
+            # All expect the same calls; else one does not know them.
+            equal = total > 0 and members * squares == total**2
+            self._expected = self.known[self._kind] if equal else None
         self._calls.append(size)
         if self._expected is None:
             if not same(_number(size, 6)):
@@ -82,11 +85,6 @@ class CallAgreement:
         if committed and self._kind is not None:
             self.known[self._kind] = self._calls
         self._kind = None
-
-    def _agreed(self, members: float, total: float, squares: float) -> list[str] | None:
-        """Return the calls that all members expect; None if one does not know them."""
-        equal = total > 0 and members * squares == total**2
-        return self.known[self._kind or ""] if equal else None
 
 
 def _number(text: str, size: int) -> int:

@@ -112,14 +112,3 @@ def add_commit(
     }
     with path.open("a") as file:
         file.write(json.dumps(record) + "\n")
-
-
-def read_commits(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a log, oldest first; a line cut by a kill is skipped."""
-    found = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return found

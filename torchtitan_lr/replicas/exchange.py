@@ -14,12 +14,7 @@ class LostReplicaError(RuntimeError):
 
 
 class NumberSum:
-    """A sum of numbers over all ranks of all members, in fp64; it starts at once.
-
-    Args:
-        group: The `ReplicaGroup` of this rank.
-        numbers: This rank's.
-    """
+    """A sum of numbers over all ranks of all members, in fp64; it starts at once."""
 
     def __init__(self, group: Any, numbers: list[float]) -> None:
         self._sums = torch.tensor(numbers, dtype=torch.float64)
@@ -42,10 +37,6 @@ def gather_bytes(group: Any, payload: bytes) -> list[bytes]:
     """Return the payloads of the members' ranks of this rank's number, in the order of members.
 
     Two sums carry them, since payloads differ in length and gloo's gather needs equal ones.
-
-    Args:
-        group: The `ReplicaGroup`.
-        payload: This rank's.
 
     Raises:
         LostReplicaError: A collective failed.

@@ -122,12 +122,7 @@ class ReplicaGroup(ProcessGroupGloo):
 
 
 class GuardedWork:
-    """A collective under way.
-
-    Args:
-        group: Its group.
-        work: torch's handle; None if it could not start.
-    """
+    """A collective under way."""
 
     def __init__(self, group: ReplicaGroup, work: Any) -> None:
         self._group, self._work = group, work

@@ -157,11 +157,7 @@ class Membership:
         return True
 
     def commit(self, succeeded: bool) -> bool:
-        """Vote, and return whether the step is committed.
-
-        Args:
-            succeeded: Whether all collectives of this replica have succeeded.
-        """
+        """Vote, and return whether the step is committed."""
         if not succeeded:
             self._manager.report_error(self.group.failure or LostReplicaError("step abandoned"))
         committed = bool(self._manager.should_commit())

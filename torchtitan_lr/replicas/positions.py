@@ -17,9 +17,6 @@ EXCHANGE_STEPS = 20
 class DataPositions:
     """Committed steps and last known position of each part of the data.
 
-    Args:
-        parts: Number of parts, ``fault_tolerance.group_size``.
-
     Attributes:
         taken: Committed steps of each part.
         known: By part: the number of committed steps at which its position in the text was

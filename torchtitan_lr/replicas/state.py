@@ -44,11 +44,7 @@ def load_training_state(
 
 
 def digest(state: Any) -> str:
-    """Return the first 16 digits of a SHA-256 over every bit of a state's tensors and numbers.
-
-    Args:
-        state: Result of `training_state`.
-    """
+    """Return the first 16 digits of a SHA-256 over every bit of a state's tensors and numbers."""
     total = hashlib.sha256()
     for name, value in _leaves(state, ""):
         total.update(name.encode())

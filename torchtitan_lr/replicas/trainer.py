@@ -66,11 +66,7 @@ class Attempt:
 
 
 class ReplicaTrainer(Trainer):
-    """The trainer of a rank of a replica, which may die and join again at any moment.
-
-    Args:
-        job_config: A checked configuration with ``fault_tolerance.enable``.
-    """
+    """The trainer of a rank of a replica, which may die and join again at any moment."""
 
     checkpoint_manager = ReplicaCheckpoints
     checkpointer: ReplicaCheckpoints

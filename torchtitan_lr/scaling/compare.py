@@ -29,9 +29,6 @@ _QUIET = [
 def points_of(args: argparse.Namespace) -> list[Point]:
     """Return two points of each run: one that is timed, and one whose collectives are counted.
 
-    Args:
-        args: The arguments of ``torchtitan-lr compare``.
-
     Raises:
         ConfigError: A TOML cannot be read, two have the same name, or a plan does not exist.
     """

@@ -89,10 +89,6 @@ def start(
 def place_run(arguments: Sequence[str], ranks: int | None = None) -> Placement:
     """Check a run's configuration and return its ranks, as the launcher chooses them.
 
-    Args:
-        arguments: Arguments of a training run, ``--job.config_file`` included.
-        ranks: Number of processes on this machine; ``NGPU`` by default.
-
     Raises:
         ConfigError: The configuration is not valid.
     """
@@ -148,12 +144,7 @@ def run_on_ranks(module: str, arguments: Sequence[str], ranks: int | None = None
 
 
 def report_from_rank(measure: Callable[[list[str]], Any], arguments: list[str]) -> None:
-    """Measure and exit if `run_on_ranks` started this process; else do nothing.
-
-    Args:
-        measure: Called with the arguments; rank 0 writes its result as JSON.
-        arguments: The process's arguments.
-    """
+    """Measure and exit if `run_on_ranks` started this process; else do nothing."""
     if RANKS_RESULT not in os.environ:
         return
     found = measure(arguments)

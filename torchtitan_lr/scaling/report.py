@@ -149,9 +149,6 @@ def draw(plan: Plan, rows: Sequence[Row], fits: Mapping[str, Mapping[str, Any]])
         plan: The plan.
         rows: Returned by `rows_of`; at least one has a loss.
         fits: Returned by `fits_of`.
-
-    Returns:
-        The figure.
     """
     from matplotlib.ticker import EngFormatter, LogLocator, NullLocator  # late: a second
 

@@ -120,9 +120,6 @@ def read_modes(text: str, columns: Collection[str]) -> dict[str, str]:
         text: ``COLUMN=MODE`` pairs separated by commas, or empty.
         columns: The compared columns.
 
-    Returns:
-        Mode by column, for the columns in the text.
-
     Raises:
         ConfigError: A column or mode does not exist.
     """

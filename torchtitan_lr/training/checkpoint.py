@@ -70,10 +70,6 @@ _MODEL_ALONE = "it holds only the model, in Hugging Face's format"
 class CheckpointManager(OpenCheckpointManager):
     """DCP checkpoints of model, optimizer, schedule, data position and train state.
 
-    Args:
-        checkpoint_config: The section ``[checkpoint]``.
-        **parts: Arguments of upstream's manager.
-
     Attributes:
         lanes: The model's CAAT-Net settings; saved with it and compared on loading.
         fingerprint: Fingerprint of the model and its tokenizer; saved with it and compared on
@@ -251,9 +247,6 @@ class CheckpointManager(OpenCheckpointManager):
 
         Args:
             step: The step, -1 for the newest.
-
-        Returns:
-            Whether a checkpoint was loaded.
 
         Raises:
             ConfigError: As for `dcp_load`.

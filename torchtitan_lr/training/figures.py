@@ -52,12 +52,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def color_of(name: str, place: int = 0) -> str:
-    """Return the colour of a method.
-
-    Args:
-        name: A key of `COLORS`, or one with more behind it.
-        place: Chooses a colour for an unknown name.
-    """
+    """Return the colour of a method."""
     name = name.replace("-", " ").lower()
     known = [key for key in COLORS if f"{name} ".startswith(f"{key.lower()} ")]
     return COLORS[max(known, key=len)] if known else f"C{place}"
@@ -70,9 +65,6 @@ def draw_curve(history: list[dict[str, Any]], path: Path, title: str = "") -> An
         history: Records of ``metrics.jsonl``.
         path: The PNG to write.
         title: The picture's title.
-
-    Returns:
-        The figure.
     """
     figure = new_figure(6.6, 4.4)
     axes = figure.add_subplot()
@@ -105,15 +97,7 @@ def draw_curve(history: list[dict[str, Any]], path: Path, title: str = "") -> An
 
 
 def draw_runs(runs: dict[str, list[dict[str, Any]]], path: Path) -> Any:
-    """Draw the losses of several runs in one picture, over steps and tokens of the longest one.
-
-    Args:
-        runs: Records of ``metrics.jsonl`` by name.
-        path: The PNG to write.
-
-    Returns:
-        The figure.
-    """
+    """Draw the losses of several runs in one picture, over steps and tokens of the longest one."""
     figure = new_figure(6.6, 4.4)
     axes = figure.add_subplot()
     for place, (name, history) in enumerate(runs.items()):

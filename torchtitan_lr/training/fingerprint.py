@@ -41,9 +41,6 @@ def model_fingerprint(args: LlamaArgs) -> dict[str, Any]:
 def tokenizer_digest(assets_path: str) -> str:
     """Return a digest of the contents of the tokenizer's file.
 
-    Args:
-        assets_path: ``model.hf_assets_path``.
-
     Returns:
         ``sha256:`` and the first 16 hexadecimal digits; "" if there is no tokenizer file.
     """

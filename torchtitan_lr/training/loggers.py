@@ -34,12 +34,7 @@ class RunLogger(BaseLogger):
     """A place for the numbers of a run."""
 
     def publish(self, summary: dict[str, Any], curve: Path) -> None:
-        """Add the summary and the picture of a finished run.
-
-        Args:
-            summary: The keys of ``summary.json``.
-            curve: The PNG.
-        """
+        """Add the summary and the picture of a finished run."""
 
     def end(self, status: int) -> None:
         """Close the logger.

@@ -50,9 +50,6 @@ from torchtitan_lr.training.validate import Validator
 class Trainer(titan_train.Trainer):
     """torchtitan's Trainer with its own step, start and end of training.
 
-    Args:
-        job_config: A checked configuration (see `check_job_config`).
-
     Attributes:
         skipped_steps: Optimizer steps skipped for a non-finite loss or gradient; checkpointed.
         interrupted: Whether a signal ended the run early.

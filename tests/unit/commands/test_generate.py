@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.commands import Command
+from tests.support.decoding import generate
 from tests.unit.hf.test_export import run_record, write_run
 from tests.unit.tiny import FAMILIES, build_tiny, tokens
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.loading import load_for_inference
-from torchtitan_lr.inference.completion import generate
 
 script = Command("generate")
 

@@ -7,7 +7,7 @@ from math import gcd
 import pytest
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from torchtitan_lr.data.corpora import BlockCorpus
+from torchtitan_lr.data.blocks import BlockCorpus
 from torchtitan_lr.data.stripes import BlockStream, Stripe, stripe_block
 
 

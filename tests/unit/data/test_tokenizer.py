@@ -2,7 +2,6 @@
 """Tokenizers: the shipped one, rank files, what is refused."""
 
 import os
-from pathlib import Path
 
 import pytest
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
@@ -53,15 +52,6 @@ def test_shipped_tokenizer():
     assert tokenizer.decode(ids) == TEXT
     size = sum(file.stat().st_size for file in resolve_assets_path(SHIPPED).iterdir())
     assert size < 400_000
-
-
-def test_assets_are_found_from_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert check_tokenizer(config(SHIPPED)) == 4096
-    shadow = tmp_path / SHIPPED  # a folder of that name here comes first
-    shadow.mkdir(parents=True)
-    assert resolve_assets_path(SHIPPED) == Path(SHIPPED)
-    assert resolve_assets_path("nowhere") == Path("nowhere")
 
 
 def test_llama3_specials():

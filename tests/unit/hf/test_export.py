@@ -8,16 +8,12 @@ from safetensors.torch import load_file
 
 from tests.commands import Command
 from tests.unit.models.test_state_dict_adapter import MARGIN, fp32_noise, max_error
-from tests.unit.tiny import tiny_args, tokens
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.hf.export import export_factored
+from tests.unit.tiny import tokens
 from torchtitan_lr.hf.loading import (
     build_model_args,
     read_model_args,
     read_run_config,
 )
-from torchtitan_lr.hf.weights import ModelWeights
-from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 
 export = Command("export")
@@ -102,17 +98,6 @@ def test_factored_goes_round(tmp_path, family, low_rank):
     again.load_state_dict(weights)
     ids = tokens(args)
     assert torch.equal(again(ids), model(ids))
-
-
-def test_model_args_keep_the_rope_scaling(tmp_path):
-    args = tiny_args("cola", rope_scaling=FLAVORS["cola"]["8B"].rope_scaling, n_kv_heads=2)
-    export_factored(ModelWeights(LlamaModel(args)), tmp_path)
-    assert read_model_args(tmp_path / "model_args.json") == args
-    values = json.loads((tmp_path / "model_args.json").read_text())
-    for changed in ({**values, "rank_ffn": 999}, {**values, "experts": 8}, [1]):
-        (tmp_path / "model_args.json").write_text(json.dumps(changed))
-        with pytest.raises(ConfigError):
-            read_model_args(tmp_path / "model_args.json")
 
 
 @pytest.mark.parametrize("family", ["full", "svd"])

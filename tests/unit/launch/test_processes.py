@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lr.launch.processes import process_state
+from tests.support.kills import process_state
 
 PROGRAM = """
 import atexit, threading

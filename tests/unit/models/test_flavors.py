@@ -31,13 +31,6 @@ def test_published_shapes(flavor, shape):
     assert a.rank_attention == a.rank_ffn
 
 
-def test_grouped_queries_and_rope_of_8b():
-    args = FLAVORS["full"]["8B"]
-    assert (args.n_kv_heads, args.kv_dim, args.rope_theta, args.norm_eps) == (8, 1024, 5e5, 1e-5)
-    assert args.rope_scaling is not None
-    assert FLAVORS["full"]["7B"].rope_scaling is None
-
-
 def test_a_file_is_a_flavor_of_its_family(tmp_path):
     path = tmp_path / "model_args.json"
     args = tiny_args("svd", rope_scaling=RoPEScalingArgs(), n_kv_heads=2)

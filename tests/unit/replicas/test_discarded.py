@@ -27,7 +27,6 @@ from torchtitan_lr.training.trainer import Trainer
 pytest.importorskip("torchft", reason="torchft is not installed (the extra `ft`)")
 
 from tests.support.lighthouse import lighthouse
-from torchtitan_lr.replicas.commits import read_commits
 from torchtitan_lr.replicas.state import digest
 from torchtitan_lr.replicas.trainer import ReplicaTrainer
 
@@ -133,7 +132,7 @@ def cut(tmp_path_factory):
         ]
         with trainer_of(CutTrainer, folder / "cut", *options) as trainer:
             found = train(trainer)
-            return trainer, found, read_commits(folder / "cut/replica_0/commits.jsonl"), expected
+            return trainer, found, read_history(folder / "cut/replica_0/commits.jsonl"), expected
 
 
 def test_every_collective_of_a_step_failed_once(cut):

@@ -12,11 +12,12 @@ import torch.distributed.checkpoint as dcp
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.replicas.commits import Sums, add_commit, read_commits
+from torchtitan_lr.replicas.commits import Sums, add_commit
 from torchtitan_lr.replicas.fingerprint import check_same, run_fingerprint
 from torchtitan_lr.replicas.positions import DataPositions, PartReader
 from torchtitan_lr.replicas.state import digest
 from torchtitan_lr.replicas.transport import HealTransport
+from torchtitan_lr.training.history import read_history
 from torchtitan_lr.training.step_data import StepData
 
 
@@ -116,7 +117,7 @@ def test_the_log_of_commits_survives_a_kill(tmp_path):
     add_commit(path, 3, [0, 2], [3, 0, 3], 16.0, loss=1.5)
     with path.open("a") as file:
         file.write('{"step": 4, "repl')
-    (record,) = read_commits(path)
+    (record,) = read_history(path)
     assert record["step"] == 3 and record["replicas"] == [0, 2] and record["loss"] == 1.5
 
 

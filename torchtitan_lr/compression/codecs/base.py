@@ -154,7 +154,7 @@ class Codec(ABC):
 
 
 CODECS: dict[str, type[Codec]] = {}
-"""Codecs by name; `registry` registers those of this package."""
+"""Codecs by name, those of this package from the start."""
 
 
 def register_codec(codec: type[Codec]) -> type[Codec]:
@@ -189,14 +189,7 @@ def complete(steps: Steps[Result]) -> Result:
 
 
 def exchange(message: Message, group: dist.ProcessGroup) -> Steps[dict[str, Tensor]]:
-    """Run a message's collectives: one all-to-all per tensor, one reduce-scatter per dtype.
-
-    Yields:
-        All of them at once.
-
-    Returns:
-        Received tensors by name, see `Codec.decode`.
-    """
+    """Run a message's collectives: one all-to-all per tensor, one reduce-scatter per dtype."""
     received, works = {}, []
     for name, tensor in message.swapped.items():
         received[name] = torch.empty_like(tensor)

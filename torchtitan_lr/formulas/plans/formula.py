@@ -50,9 +50,6 @@ class PlanFormula:
             n: Tokens of the micro-batch.
             ranks: T.
             column_multiple: Padding of a payload with a statistic column; 1 for none.
-
-        Returns:
-            Rows with the scope ``block``.
         """
         raise NotImplementedError
 

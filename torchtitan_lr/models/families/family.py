@@ -50,9 +50,6 @@ class ModelFamily:
     def defaults(self, size: str) -> dict[str, Any]:
         """Return the family's own settings of a flavor.
 
-        Args:
-            size: The flavor's name, such as ``60M``.
-
         Returns:
             Fields of `LlamaArgs`: ``rank_attention``, ``rank_ffn`` and ``activation``.
         """
@@ -86,9 +83,6 @@ class ModelFamily:
 
     def check(self, args: "LlamaArgs") -> None:
         """Refuse arguments that the family cannot have.
-
-        Args:
-            args: The model's arguments; single values are possible ones.
 
         Raises:
             ConfigError: With the first value that does not fit.

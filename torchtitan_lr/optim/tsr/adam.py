@@ -12,12 +12,12 @@ of one shape and cuts each rank's slice; `Synchronizer` sums over ranks.
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from torchtitan_lr.optim.tsr.products import Precision, multiply
+from torchtitan_lr.compat.products import tf32_products
 from torchtitan_lr.optim.tsr.stack import MatrixStack, Refresh
 from torchtitan_lr.optim.tsr.synchronize import Synchronizer
 
@@ -58,6 +58,9 @@ class Synchronized:
     norm: Tensor
     tensors: list[Tensor]
 
+
+Precision = Literal["float32", "tf32", "bfloat16"]
+"""Values of ``tsr_product_precision``."""
 
 TSRStep = Generator[Synchronized | None, Any, None]
 """A running step; see `tsr_adam_step`."""
@@ -171,6 +174,30 @@ def update(stack: MatrixStack, core: Tensor, hyper: AdamHyperparameters) -> None
         factor = 1.0 if in_place else shrink
         rate, precision = -hyper.lr * hyper.scale, stack.settings.product_precision
         lift(direction, *stack.bases(i), weight, factor, rate, precision)
+
+
+def multiply(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
+    """Multiply matrices whose entries are rounded first, with sums in fp32.
+
+    Args:
+        a: (m, k), in fp32 or wider.
+        b: (k, n), of the same dtype.
+        precision: ``float32`` rounds nothing, ``tf32`` to 11 significant bits (on CUDA; elsewhere
+            torch rounds nothing), ``bfloat16`` to 8.
+
+    Returns:
+        Tensor (m, n) of the factors' dtype.
+    """
+    if precision == "tf32":
+        with tf32_products():
+            return a @ b
+    if precision == "float32":
+        return a @ b
+    dtype, a, b = a.dtype, a.to(torch.bfloat16), b.to(torch.bfloat16)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32).to(dtype)
+    # Products of bf16 numbers are exact in fp32. A bf16 product here would round its sums.
+    return (a.float() @ b.float()).to(dtype)
 
 
 def adam_direction(

@@ -83,9 +83,6 @@ def solve_together(
         computations: In the same order on all ranks.
         layouts: The layout of each computation's matrices.
         groups: The process groups.
-
-    Returns:
-        Their results.
     """
     results: list[Any] = [None] * len(computations)
     answers: dict[int, Answer] = dict.fromkeys(range(len(computations)))

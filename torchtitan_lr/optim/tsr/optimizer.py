@@ -191,7 +191,10 @@ class TSROptimizers(OptimizersContainer):
         stages: dist.ProcessGroup | None = None,
     ) -> None:
         self.model_parts = model_parts
-        named = [_trainable(part) for part in model_parts]
+        named = [
+            [(clean_name(name), p) for name, p in part.named_parameters() if p.requires_grad]
+            for part in model_parts
+        ]
         parameters = [parameter for part in named for _, parameter in part]
         groups = mesh_groups(parameters)
         order = list(groups)
@@ -364,10 +367,6 @@ def _splits(parameter: Tensor, order: Sequence[str]) -> tuple[int, ...]:
     return tuple(
         sorted({d for dim in range(parameter.dim()) for d in shard_dims(parameter, dim, order)})
     )
-
-
-def _trainable(part: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(clean_name(name), p) for name, p in part.named_parameters() if p.requires_grad]
 
 
 def _all_shapes(

@@ -114,12 +114,6 @@ def randomized_svd(
         settings: Rank, width, and how the gradients are split.
         earlier: The previous bases U (b, m, r) and V (b, n, r); V is None if that side is not
             projected. Zeros, or random, before the first refresh.
-
-    Yields:
-        Requests; see the module's docstring.
-
-    Returns:
-        The triplets.
     """
     replicas, dims = settings.replicas, settings.mesh_dims
     # Y = GΩ, an (m, k) sketch of the range of G.

@@ -62,9 +62,6 @@ def split_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
     Args:
         sizes: Elements of each entry.
         limit: Elements of a bucket.
-
-    Returns:
-        Indices by bucket, in order.
     """
     result: list[list[int]] = []
     room = 0

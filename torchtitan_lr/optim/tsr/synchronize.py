@@ -84,17 +84,15 @@ class Synchronizer:
         return [stack.due(steps_done) for stack in self.stacks]
 
     def begin(self, due: Due) -> list[Tensor]:
-        """Zero the cores for a new step and plan its sums; the memory is reused.
-
-        Returns:
-            The cores by stack.
-        """
+        """Zero the cores for a new step and plan its sums; the memory is reused."""
         self.drop()
         self.all_cores.zero_()
         self._projected = set(self._plain(due))
         # A pipeline runs backward several times before a gradient is complete.
         early = self.groups.stages is None and self.settings.overlap_buckets > 1
-        buckets = [*self._core_buckets(), *self._dense_buckets(due)]
+        plain = [place for place in self.order if place in self._projected]
+        cores = self._split(plain, [self.cores[stack][0].numel() for stack, _ in plain])
+        buckets = [*cores, *self._dense_buckets(due)]
         self._sums = EarlySums(buckets, self.order, self._start_sum, early)
         return self.cores
 
@@ -183,11 +181,6 @@ class Synchronizer:
                 if not torch.isfinite(core).all():
                     return plan.name
         return None
-
-    def _core_buckets(self) -> list[list[Place]]:
-        """Split the matrices that keep their bases into about ``tsr_overlap_buckets`` buckets."""
-        plain = [place for place in self.order if place in self._projected]
-        return self._split(plain, [self.cores[stack][0].numel() for stack, _ in plain])
 
     def _dense_buckets(self, due: Due) -> list[list[Place]]:
         """Split the dense parameters, and the matrices with a dense refresh, by dtype and size."""

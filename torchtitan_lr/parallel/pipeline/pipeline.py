@@ -36,9 +36,6 @@ from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, tp_setting
 class NormalizedLoss:
     """A micro-batch's share of the loss: its token sum divided by the global batch's tokens.
 
-    Args:
-        loss_fn: Returns the sum over tokens.
-
     Attributes:
         tokens: The divisor; set before each step.
     """

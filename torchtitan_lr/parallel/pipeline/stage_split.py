@@ -15,12 +15,7 @@ input gradients and later weight gradients."""
 
 
 def stages_per_rank(section: Any, n_layers: int) -> int | float:
-    """Return the number of stages per rank; a fraction if they do not divide evenly.
-
-    Args:
-        section: ``[parallelism]``.
-        n_layers: Blocks of the model.
-    """
+    """Return the number of stages per rank; a fraction if they do not divide evenly."""
     several, _ = SCHEDULES[section.pipeline_parallel_schedule]
     per_stage = section.pipeline_parallel_layers_per_stage
     if per_stage is None:
@@ -36,10 +31,6 @@ def stages_per_rank(section: Any, n_layers: int) -> int | float:
 
 def modules_per_stage(job_config: Any, n_layers: int) -> list[list[str]]:
     """Return the module names of every stage, as split by torchtitan's `pipeline_llm`.
-
-    Args:
-        job_config: ``[parallelism]`` of a checked configuration.
-        n_layers: Blocks of the model.
 
     Raises:
         ValueError: If there are too few blocks.

@@ -46,10 +46,6 @@ class CheckpointingMode:
 
         Both halves of backward run the graph of a block, so it is recomputed twice.
 
-        Args:
-            section: ``[activation_checkpoint]``.
-            schedule: Name of the schedule.
-
         Raises:
             ConfigError: With one line that names the key.
         """
@@ -65,20 +61,13 @@ class CheckpointingMode:
         raise NotImplementedError
 
     def period(self, section: Any) -> int:
-        """Return the number of blocks after which the pattern of wrapped blocks repeats.
-
-        Args:
-            section: ``[activation_checkpoint]``.
-        """
+        """Return the number of blocks after which the pattern of wrapped blocks repeats."""
         return 1
 
     def between(self, section: Any) -> tuple[str, str, float]:
         """Return two modes that bound this mode's memory, and its position between them.
 
         Used for modes that are not `eager`.
-
-        Args:
-            section: ``[activation_checkpoint]``.
 
         Returns:
             The mode that saves least, the mode that saves most, and the position between them, from

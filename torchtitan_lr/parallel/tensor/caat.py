@@ -184,12 +184,7 @@ class CaatEmbedEdge(Edge):
 
 
 class CaatHead(VocabParallelHead):
-    """Final norm and head: each lane computes logits of its part of the vocabulary, no gather.
-
-    Args:
-        mesh: The tensor-parallel mesh.
-        loss_parallel: As in `VocabParallelHead`.
-    """
+    """Final norm and head: each lane computes logits of its part of the vocabulary, no gather."""
 
     def __init__(self, mesh: DeviceMesh, loss_parallel: bool) -> None:
         super().__init__(mesh, loss_parallel, "lanes")

@@ -138,10 +138,6 @@ class ScatterHead(VocabParallelHead):
 
     γ ⊙ x is gathered and then scaled by rstd, so the gathered tensor's gradient can be
     reduce-scattered at once instead of all-reduced and sliced. The final norm's weight is Shard(0).
-
-    Args:
-        mesh: The tensor-parallel mesh.
-        loss_parallel: As in `VocabParallelHead`.
     """
 
     def __init__(self, mesh: DeviceMesh, loss_parallel: bool) -> None:

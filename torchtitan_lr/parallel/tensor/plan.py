@@ -87,12 +87,7 @@ class TensorParallelPlan:
     choices: frozenset[str] = frozenset()
 
     def styles(self, args: LlamaArgs, settings: TPSettings) -> Styles:
-        """Return placements and edges of a whole model.
-
-        Args:
-            args: The model's arguments.
-            settings: Checked by `check`.
-        """
+        """Return placements and edges of a whole model."""
         raise NotImplementedError
 
     def is_default(self, args: LlamaArgs) -> bool:
@@ -114,11 +109,7 @@ class TensorParallelPlan:
         return widths
 
     def low_rank_blocks(self, edges: Styles) -> Styles:
-        """Return placements and edges of low-rank blocks: every A and B, and the norms' weights.
-
-        Args:
-            edges: Returned by `low_rank_edges`.
-        """
+        """Return placements and edges of low-rank blocks: every A and B, and the norms' weights."""
         norm = Shard(0) if self.shards_stream else Replicate()
         styles: Styles = {name: EdgeParallel({"weight": norm}) for name in NORMS}
         styles |= {name: EdgeParallel(low_rank_placements(*self.factors)) for name in LINEARS}
@@ -157,9 +148,6 @@ PLANS: dict[str, TensorParallelPlan] = {}
 def register_plan(plan: TensorParallelPlan) -> None:
     """Register a plan from outside the package, also as a value of ``parallelism.tp_plan``.
 
-    Args:
-        plan: The plan; its traffic is registered in `formulas.plans.registry`.
-
     Raises:
         ValueError: A plan of this package has the name.
     """
@@ -171,12 +159,7 @@ def register_plan(plan: TensorParallelPlan) -> None:
 
 
 def on_ranks(edge: Callable[..., nn.Module], *options: bool) -> EdgeFactory:
-    """Return a factory of an edge that takes the ranks first.
-
-    Args:
-        edge: The edge's class.
-        *options: Its arguments after the ranks.
-    """
+    """Return a factory of an edge that takes the ranks first."""
 
     def build(mesh: DeviceMesh) -> nn.Module:
         return edge(Ranks.of(mesh), *options)

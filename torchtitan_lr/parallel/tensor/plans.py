@@ -22,15 +22,7 @@ __all__ = ["PLANS", "TPSettings", "TensorParallelPlan", "build_tp_plan", "regist
 
 
 def build_tp_plan(model: nn.Module, settings: TPSettings) -> Styles:
-    """Build the plan of a model or of one pipeline stage.
-
-    Args:
-        model: A `LlamaModel` or a pipeline stage of it.
-        settings: Resolved settings: the plan is not ``auto``.
-
-    Returns:
-        Styles by module name for ``parallelize_module``.
-    """
+    """Build the plan of a model or of one pipeline stage."""
     args: LlamaArgs = model.model_args  # type: ignore[assignment]
     stage = {name for name, child in model.named_children() if child is not None}
     styles = PLANS[settings.plan].styles(args, settings)

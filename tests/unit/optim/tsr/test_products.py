@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.optim.tsr.test_tsr_optimizer import SETTINGS, build, parameters, step
-from torchtitan_lr.optim.tsr.adam import lift, project
-from torchtitan_lr.optim.tsr.products import multiply
+from torchtitan_lr.optim.tsr.adam import lift, multiply, project
 
 F64 = torch.float64
 M, N, R = 48, 40, 12
