@@ -143,12 +143,10 @@ config = "{config}"
 overrides = ["validation.steps=1"]
 seeds = [0, 1]
 tokens_per_parameter = [0.04]
-checkpoints = 1
-learning_rate.grid = [3e-3]
+learning_rates = [3e-3]
 
 [families.full]
 [families.cola]
-rate_of = "full"
 
 [sizes.a]
 dim = 16

@@ -66,16 +66,16 @@ def execute(plan: "Plan", jobs: int, lock: IO[str]) -> int:
     from torchtitan_lr.scaling.sweep import Sweep
 
     while True:  # a finished search determines further runs
-        rates = plan.rates(losses_of(plan.work))
+        rates, edges = plan.rates(losses_of(plan.work))
         sweep = Sweep(plan.work, plan.points(rates), jobs)
         if all(point.is_done for point in sweep.points):
             break
         sweep.check()
         if status := sweep.run(lock):
             return status
-    for line in plan.edges(rates):
+    for line in edges:
         print(line, file=sys.stderr)
-    return int(bool(plan.edges(rates)))
+    return int(bool(edges))
 
 
 def losses_of(work: Path) -> dict[str, float]:
@@ -96,22 +96,21 @@ def show(plan: "Plan", fit: bool) -> int:
     from torchtitan_lr.scaling.report import fits_of, rows_of, table, write
     from torchtitan_lr.scaling.sweep import Sweep
 
-    rates, reference = plan.rates(losses_of(plan.work)), plan.experiment.reference
+    rates, edges = plan.rates(losses_of(plan.work))
     points, main = plan.points(rates), plan.main_points(rates)
     Sweep(plan.work, [*points, *main])  # reads results, and refuses those of other settings
-    rows = rows_of(main, reference)
+    rows = rows_of(main, plan.experiment.reference)
     if fit:
         if not any(row["losses"] for row in rows):
             want = "a folder with finished runs of the experiment"
             raise ConfigError("--out", str(plan.work), want)
-        print(write(plan, rates, rows, fits_of(rows)))
-        return int(bool(plan.edges(rates)))
-    print(text_table(*table(rows, reference), left=2))
+        print(write(plan, edges, rows, fits_of(rows)))
+        return int(bool(edges))
+    print(text_table(*table(rows, plan.experiment.reference), left=2))
     every = {point.name: point for point in [*points, *main]}.values()
     left = [point for point in every if not point.is_done]
     flops = sum(point.settings["FLOPs"] for point in left)
     print(f"{len(every)} runs, {len(left)} to do, {flops:.3g} FLOPs")
-    unknown = [" ".join(pair) for pair, choice in rates.items() if choice.rate is None]
-    if unknown:
+    if unknown := [" ".join(pair) for pair, rate in rates.items() if rate is None]:
         print(f"learning rates still to search: {', '.join(unknown)}")
     return 0

@@ -1,10 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The file of a scaling experiment: one TOML, strictly typed. Reading it needs no torch."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +13,6 @@ from torchtitan_lr.errors import ConfigError
 FOLDER = SHIPPED / "experiments"
 """The shipped experiments."""
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
-
 
 @dataclass(frozen=True)
 class Family:
@@ -25,15 +21,13 @@ class Family:
     Args:
         model: ``model.name``; by default ``llama_NAME``.
         overrides: Overrides of its runs, ``section.key=value``.
-        learning_rates: Its own grid; empty for that of ``[learning_rate]``.
-        rate_of: A family whose learning rate it takes; empty to search its own.
+        learning_rates: Its own grid; empty for that of the experiment.
         ranks: Ranks of its runs; 0 for those of the experiment.
     """
 
     model: str = ""
     overrides: list[str] = field(default_factory=list)
     learning_rates: list[float] = field(default_factory=list)
-    rate_of: str = ""
     ranks: int = 0
 
 
@@ -63,20 +57,6 @@ class Size:
 
 
 @dataclass(frozen=True)
-class LearningRate:
-    """How learning rates are chosen, ``[learning_rate]``.
-
-    Args:
-        grid: Values to try, ascending; one value is used without a search.
-        search: Sizes at which the grid is searched; empty for all. Beyond them the rate is on a
-            line through log(learning rate) over log(N); with one size it is that size's.
-    """
-
-    grid: list[float] = field(default_factory=lambda: [1e-3])
-    search: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class Experiment:
     """A scaling experiment.
 
@@ -91,8 +71,9 @@ class Experiment:
         equal: What families share at a size and budget: ``tokens_per_parameter`` (each of its own
             N), or ``tokens`` or ``flops`` of the ``reference``.
         reference: The family that others are compared with; by default the first.
-        checkpoints: Checkpoints per run, from which a stopped one goes on; 0 for none.
-        learning_rate: The search.
+        learning_rates: Values to try, ascending; one value is used without a search.
+        search: Sizes at which they are tried; empty for all. Beyond them the rate is on a line
+            through log(learning rate) over log(N); with one size it is that size's.
         families: The families by name.
         sizes: The sizes by name, ascending.
     """
@@ -106,8 +87,8 @@ class Experiment:
     tokens_per_parameter: list[float] = field(default_factory=lambda: [20.0])
     equal: Literal["tokens_per_parameter", "tokens", "flops"] = "tokens_per_parameter"
     reference: str = ""
-    checkpoints: int = 4
-    learning_rate: LearningRate = field(default_factory=LearningRate)
+    learning_rates: list[float] = field(default_factory=lambda: [1e-3])
+    search: list[str] = field(default_factory=list)
     families: dict[str, Family] = field(default_factory=dict)
     sizes: dict[str, Size] = field(default_factory=dict)
 
@@ -133,31 +114,24 @@ def read_experiment(text: str, overrides: Sequence[str] = ()) -> Experiment:
     values = load_toml(str(path))
     families = _tables("families", values.pop("families", {}), Family)
     sizes = _tables("sizes", values.pop("sizes", {}), Size)
-    checked = check_toml(values, Experiment)
-    rates = LearningRate(**checked.pop("learning_rate", {}))
-    given = Experiment(**checked, families=families, sizes=sizes)
+    given = Experiment(**check_toml(values, Experiment))
+    for name, family in families.items():
+        families[name] = replace(
+            family,
+            model=family.model or f"llama_{name}",
+            learning_rates=family.learning_rates or given.learning_rates,
+            ranks=family.ranks or given.ranks,
+        )
+    for name, size in sizes.items():
+        budgets = size.budgets or given.tokens_per_parameter
+        sizes[name] = replace(size, seeds=size.seeds or given.seeds, budgets=budgets)
     given = replace(
         given,
         overrides=[*given.overrides, *(item.removeprefix("--") for item in overrides)],
         reference=given.reference or next(iter(families)),
-        learning_rate=replace(rates, search=rates.search or list(sizes)),
-        families={
-            name: replace(
-                family,
-                model=family.model or f"llama_{name}",
-                learning_rates=family.learning_rates or rates.grid,
-                ranks=family.ranks or given.ranks,
-            )
-            for name, family in families.items()
-        },
-        sizes={
-            name: replace(
-                size,
-                seeds=size.seeds or given.seeds,
-                budgets=size.budgets or given.tokens_per_parameter,
-            )
-            for name, size in sizes.items()
-        },
+        search=given.search or list(sizes),
+        families=families,
+        sizes=sizes,
     )
     _check(given)
     return given
@@ -168,43 +142,34 @@ def _tables(key: str, tables: Any, kind: Any) -> dict[str, Any]:
         raise ConfigError(key, tables, f"at least one table [{key}.NAME]")
     found = {}
     for name, table in tables.items():
-        where = f"{key}.{name}"
-        if not isinstance(table, dict) or not _NAME.fullmatch(name):
-            raise ConfigError(where, table, "a table with a name of letters, digits and . + - _")
-        found[name] = kind(**check_toml(table, kind, prefix=f"{where}."))
+        if not isinstance(table, dict) or "/" in name:
+            raise ConfigError(f"{key}.{name}", table, "a table, with a name without /")
+        found[name] = kind(**check_toml(table, kind, prefix=f"{key}.{name}."))
     return found
 
 
 def _check(given: Experiment) -> None:
     """Refuse values that cannot be run."""
-    names, families = (f"one of {', '.join(table)}" for table in (given.sizes, given.families))
-    shipped = "a TOML file of a run, or the name of a shipped one such as debug_full"
-    search = given.learning_rate.search
-    for key, got, right, want in (
-        ("name", given.name, _NAME.fullmatch(given.name), "letters, digits and . + - _"),
-        ("config", given.config, Path(find_config(given.config)).is_file(), shipped),
-        ("ranks", given.ranks, given.ranks >= 1, "an integer of at least 1"),
-        ("checkpoints", given.checkpoints, given.checkpoints >= 0, "an integer of at least 0"),
-        ("reference", given.reference, given.reference in given.families, families),
-        ("learning_rate.search", search, {*search} <= {*given.sizes}, names),
-    ):
-        if not right:
-            raise ConfigError(key, got, want)
+    config = Path(find_config(given.config)).is_file()
+    checks: list[tuple[str, Any, bool, str]] = [
+        ("name", given.name, bool(given.name) and "/" not in given.name, "a name without /"),
+        ("config", given.config, config, "a TOML file, or a shipped one such as debug_full"),
+        ("reference", given.reference, given.reference in given.families, "one of the families"),
+        ("search", given.search, {*given.search} <= {*given.sizes}, "some of the sizes"),
+    ]
     for name, size in given.sizes.items():
         sides = (size.dim, size.ffn_dim, size.n_layers, size.n_heads)
-        if bool(size.flavor) == any(sides) or not (size.flavor or min(sides) > 0):
-            want = "either flavor, or positive dim, ffn_dim, n_layers and n_heads"
-            raise ConfigError(f"sizes.{name}", size.flavor or sides, want)
+        shape = not any(sides) if size.flavor else min(sides) > 0
+        want = "either flavor, or positive dim, ffn_dim, n_layers and n_heads"
+        checks.append((f"sizes.{name}", size.flavor or sides, shape, want))
         for key, numbers in (("seeds", size.seeds), ("budgets", size.budgets)):
-            right = all(isfinite(number) and number >= 0 for number in numbers)
-            if not right or len({*numbers}) < len(numbers) or (key == "budgets" and 0 in numbers):
-                raise ConfigError(f"sizes.{name}.{key}", numbers, "different positive numbers")
+            right = len({*numbers}) == len(numbers) and all(number >= 0 for number in numbers)
+            checks.append((f"sizes.{name}.{key}", numbers, right, "different numbers, 0 or more"))
     for name, family in given.families.items():
-        other = given.families.get(family.rate_of)
-        if family.rate_of and (other is None or other.rate_of):
-            want = "a family with a learning rate of its own"
-            raise ConfigError(f"families.{name}.rate_of", family.rate_of, want)
-        grid = family.learning_rates
-        if grid != sorted({*grid}) or len(grid) == 2 or not all(0 < rate < 1e9 for rate in grid):
-            want = "one positive value, or at least three in ascending order"
-            raise ConfigError("learning_rate.grid", grid, want)
+        grid, want = family.learning_rates, "one value, or at least three in ascending order"
+        right = grid == sorted({*grid}) and len(grid) != 2 and grid[0] > 0
+        checks.append((f"families.{name}.learning_rates", grid, right, want))
+        checks.append((f"families.{name}.ranks", family.ranks, family.ranks > 0, "1 or more"))
+    for key, got, right, want in checks:
+        if not right:
+            raise ConfigError(key, got, want)

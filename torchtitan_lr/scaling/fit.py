@@ -5,7 +5,7 @@ Intervals of a law are percentiles of bootstrap fits to resampled points; interv
 seeds are Student's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,14 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 HUBER = 1e-3
 """Difference of log L from which a point counts linearly, not squared (Hoffmann et al., D.2)."""
 
-LEVEL = 0.95
-"""Probability of an interval."""
+EDGES = (0.025, 0.975)
+"""The quantiles of an interval."""
 
-_LOW, _HIGH = np.asarray([-14.0, -14.0, 1e-3]), np.asarray([14.0, 14.0, 4.0])
-"""Limits of log E, log A and alpha; exp(-14) is no floor, or no such term."""
+LEAST_POINTS, DRAWS = 4, 500
+"""Points of different FLOPs that a law needs (it has three parameters); resamples of a fit."""
+
+_LIMITS = np.asarray([-14.0, -14.0, 1e-3]), np.asarray([14.0, 14.0, 4.0])
+"""Of log E, log A and alpha; exp(-14) is no floor, or no such term."""
 
 
 @dataclass(frozen=True)
@@ -45,63 +48,71 @@ class Law:
         return np.asarray(self.floor + self.factor * (flops / self.unit) ** -self.alpha)
 
 
-def fit_law(flops: Array, losses: Array, start: Law | None = None) -> Law:
-    """Fit a law to points.
+@dataclass(frozen=True)
+class Fit:
+    """A law with its bootstrap.
 
     Args:
-        flops: C (points,), of at least three different values.
-        losses: Losses (points,), nats per token.
-        start: A law near which the minimum is expected, such as that of all points in a bootstrap;
-            without it several exponents are tried.
+        law: The law of all points.
+        points: Number of points of different FLOPs.
+        draws: Laws of resampled points.
     """
+
+    law: Law
+    points: int
+    draws: list[Law]
+
+    def interval(self, name: str) -> tuple[float, float, float]:
+        """Return the law's ``floor`` or ``alpha`` and the ends of its interval."""
+        low, high = np.quantile([getattr(law, name) for law in self.draws], EDGES)
+        return getattr(self.law, name), float(low), float(high)
+
+    def band(self, flops: Array) -> Array:
+        """Return the ends of the loss's interval (2, points) at C (points,)."""
+        return np.asarray(np.quantile([law(flops) for law in self.draws], EDGES, axis=0))
+
+
+def fit_points(points: Array, draws: int = DRAWS) -> Fit | None:
+    """Fit a law and its bootstrap.
+
+    Args:
+        points: C and the loss (points, 2).
+        draws: Number of resamples; those with fewer than three different C are left out.
+
+    Returns:
+        The fit; None with fewer than `LEAST_POINTS` different C.
+    """
+    different = len(np.unique(points[:, 0]))
+    if different < LEAST_POINTS:
+        return None
+    law, laws, generator = fit_law(points), [], np.random.default_rng(0)
+    for _ in range(draws):
+        chosen = points[generator.integers(0, len(points), len(points))]
+        if len(np.unique(chosen[:, 0])) >= 3:
+            laws.append(fit_law(chosen, law))
+    return Fit(law, different, laws)
+
+
+def fit_law(points: Array, start: Law | None = None) -> Law:
+    """Fit a law to C and the loss (points, 2), near another law or from a grid of exponents."""
+    flops, losses = points.T
     unit = float(np.exp(np.log(flops).mean())) if start is None else start.unit
     logs = np.log(flops / unit)
 
     def residual(theta: Array) -> Array:
-        return np.asarray(
-            np.log(np.exp(theta[0]) + np.exp(theta[1] - theta[2] * logs)) - np.log(losses)
-        )
+        law = np.exp(theta[0]) + np.exp(theta[1] - theta[2] * logs)
+        return np.asarray(np.log(law / losses))
 
-    if start is None:
-        starts = []
-        for alpha in np.geomspace(0.02, 2.0, 7):
-            # E and A by least squares of relative errors, not negative.
-            columns = np.column_stack([np.ones(len(logs)), np.exp(-alpha * logs)])
-            solution, _ = optimize.nnls(columns / losses[:, None], np.ones(len(logs)))
-            starts.append([*np.log(np.maximum(solution, 1e-6)), alpha])
-    else:
-        starts = [[np.log(start.floor), np.log(start.factor), start.alpha]]
-    bounds, found = (_LOW, _HIGH), []
-    for theta in np.clip(starts, _LOW, _HIGH):
-        found.append(
-            optimize.least_squares(residual, theta, bounds=bounds, loss="huber", f_scale=HUBER)
-        )
+    starts = []
+    for alpha in np.geomspace(0.02, 2.0, 7) if start is None else [start.alpha]:
+        # E and A by least squares of relative errors, not negative.
+        columns = np.column_stack([np.ones(len(logs)), np.exp(-alpha * logs)])
+        solution, _ = optimize.nnls(columns / losses[:, None], np.ones(len(logs)))
+        starts.append([*np.log(np.maximum(solution, 1e-6)), alpha])
+    options: dict[str, Any] = {"bounds": _LIMITS, "loss": "huber", "f_scale": HUBER}
+    found = [optimize.least_squares(residual, np.clip(s, *_LIMITS), **options) for s in starts]
     theta = min(found, key=lambda result: float(result.cost)).x
     return Law(float(np.exp(theta[0])), float(np.exp(theta[1])), float(theta[2]), unit)
-
-
-def bootstrap(flops: Array, losses: Array, draws: int = 500, seed: int = 0) -> list[Law]:
-    """Fit a law to points drawn with replacement.
-
-    Args:
-        flops: C (points,).
-        losses: Losses (points,).
-        draws: Number of resamples; those with fewer than three different C are left out.
-        seed: Of the resampling.
-    """
-    generator, whole, laws = np.random.default_rng(seed), fit_law(flops, losses), []
-    for _ in range(draws):
-        chosen = generator.integers(0, len(flops), len(flops))
-        if len(np.unique(flops[chosen])) >= 3:
-            laws.append(fit_law(flops[chosen], losses[chosen], whole))
-    return laws
-
-
-def percentiles(laws: Sequence[Law], value: Callable[[Law], Any]) -> tuple[Any, Any]:
-    """Return the interval of a number or array of a law over bootstrap laws, of `LEVEL`."""
-    edges = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
-    low, high = np.quantile(np.asarray([value(law) for law in laws]), edges, axis=0)
-    return low, high
 
 
 def student(values: Sequence[float]) -> tuple[float, float | None, float | None]:
@@ -114,5 +125,5 @@ def student(values: Sequence[float]) -> tuple[float, float | None, float | None]
     mean = float(np.mean(values))
     if len(values) < 2:
         return mean, None, None
-    half = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * stats.sem(values))
+    half = float(stats.t.ppf(EDGES[1], len(values) - 1) * stats.sem(values))
     return mean, mean - half, mean + half
