@@ -137,15 +137,3 @@ def after_a_nan(case: Case) -> tuple[bool, bool, float]:
 def test_a_nan_is_sent_and_leaves_the_residual_as_it_was(name: str, four_ranks: RankPool) -> None:
     for sent_is_finite, owed_is_finite, kept in four_ranks.run(after_a_nan, CASES[name]):
         assert not sent_is_finite and owed_is_finite and kept > 0.85
-
-
-def unused_parameter() -> None:
-    model, _ = build(CASES["sketch"])
-    for unit in model:
-        unit.gradients = {name: torch.ones(SHAPES[name]) for name in ("wide", "tall")}
-    model(torch.zeros(2, requires_grad=True)).sum().backward()
-
-
-def test_a_tensor_without_gradient_is_named(four_ranks: RankPool) -> None:
-    with pytest.raises(RuntimeError, match="a tensor of this unit took no part in the step"):
-        four_ranks.run(unused_parameter)

@@ -83,20 +83,6 @@ def test_layout_equals_one_process(
     assert largest_difference(run, reference(*model(family))) < EXACT
 
 
-@pytest.mark.parametrize(
-    "shape",
-    # An odd vocabulary; a rank above the width of k and v.
-    [["--model.vocab_size=4097"], ["--low_rank.rank_attention=48"]],
-    ids=["vocabulary", "rank"],
-)
-def test_shapes_of_ones_own(shape: list[str], two_ranks: RankPool, reference: Any) -> None:
-    run = two_ranks.run(train, [*model("cola"), *TP2, *shape])[0]
-    assert largest_difference(run, reference(*model("cola"), *shape)) < EXACT
-    rows, inner = 4160 if "vocab" in shape[0] else 4096, 48 if "rank" in shape[0] else 12
-    assert run["parameters"]["output.weight"].shape == (rows, 64)
-    assert run["parameters"]["layers.0.attention.wk.B.weight"].shape == (32, inner)
-
-
 def test_hsdp_with_tensor_parallelism(eight_ranks: RankPool, reference: Any) -> None:
     options = [
         "--parallelism.tensor_parallel_degree=2",

@@ -124,23 +124,6 @@ def test_a_signal_lets_all_ranks_save_and_ends_well(tmp_path, number):
     assert all(line.startswith("[rank0]:") for line in (done.out + done.err).splitlines())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="waits for a process's state by /proc")
-@pytest.mark.parametrize("ignored", [signal.SIGINT, signal.SIGHUP])
-def test_what_a_shell_ignores_stays_ignored(tmp_path, ignored):
-    """SIGINT below ``cmd &``, SIGHUP below ``nohup``."""
-    run = Launch(tmp_path, "wait", ignored=[ignored])
-    run.wait_for_ranks()
-    # Both at the same time: were the ignored one heard, the other would be the second, which kills.
-    run.send(signal.SIGSTOP)
-    run.wait_until(lambda: runs.process_state(run.pid) == "T")
-    run.send(ignored)
-    run.send(signal.SIGTERM)
-    run.send(signal.SIGCONT)
-    done = run.finish()
-    assert done.status == 0, done.everything
-    assert run.saved() == ["saved0", "saved1"]
-
-
 def test_a_rank_that_cannot_save_is_no_success(tmp_path):
     """The control: without a handler nothing is saved, and the launcher must not say it was."""
     run = Launch(tmp_path, "deaf")
@@ -234,33 +217,6 @@ def test_a_full_disk_is_told_in_one_line(small_disk):
     assert line.startswith("error: job.dump_folder: got ") and "(No space left on device)" in line
 
 
-def test_ctrl_c_before_the_ranks_is_one_line(tmp_path):
-    """In seconds of imports, or here: while the configuration is read."""
-    os.mkfifo(tmp_path / "config.toml")
-    run = runs.Process(runs.LAUNCH, CONFIG_FILE=str(tmp_path / "config.toml"))
-    with (tmp_path / "config.toml").open("w"):  # waits until the launcher reads it
-        run.send(signal.SIGINT)
-        done = run.finish()
-    assert done.status == 130, done.everything
-    assert done.err == "error: stopped before any rank started, by SIGINT\n"
-
-
-def test_success_ends_with_the_summary(tmp_path):
-    done = Launch(tmp_path, "end", OMP_NUM_THREADS="").finish()
-    assert done.status == 0, done.everything
-    lines = done.out.splitlines()
-    assert "[rank0]:ready 0" in lines
-    assert not any("ready 1" in line for line in lines)
-    cores = len(os.sched_getaffinity(0))
-    assert f"[rank0]:threads {max(1, cores // 2)}" in lines
-    text = "\n".join(line for line in lines if not line.startswith("["))
-    assert "train loss             2.5000 nats/token" in text
-    assert "unknown peak" in text
-    folder = next((tmp_path / "logs").iterdir())
-    assert str(folder) in text
-    assert len(list(folder.glob("*/attempt_0/*/stdout.log"))) == 2
-
-
 def test_dry_run_is_one_process(tmp_path):
     run = Launch(tmp_path, "end", ranks=4, COMM_MODE="fake_backend", OMP_NUM_THREADS="3")
     done = run.finish()
@@ -271,17 +227,6 @@ def test_dry_run_is_one_process(tmp_path):
     assert (tmp_path / "dry_run" / "logs").is_dir()
     assert not (tmp_path / "logs").exists()
     assert "a warning" in done.err
-
-
-def test_how_to_resume_is_shown_whatever_is_shown(tmp_path):
-    run = Launch(tmp_path, "wait", LOG_RANK="1")
-    run.wait_for_ranks()
-    run.send(signal.SIGTERM)
-    done = run.finish()
-    assert done.status == 0
-    assert "[rank1]:ready 1" in done.out and "ready 0" not in done.out
-    told = "[rank0]:INFO - Stopped by SIGTERM after step 3 of 9: resume so"
-    assert done.err.splitlines().count(told) == 1
 
 
 @pytest.mark.parametrize("shown", "01")
@@ -296,16 +241,6 @@ def test_a_refusal_is_shown_once_whoever_fails_first(tmp_path, order, shown):
     assert told == [f"[rank{teller}]:error: some.key: got 1, expected 2"]
 
 
-@pytest.mark.parametrize("variables", [{}, {"COMM_MODE": "fake_backend"}])
-def test_logs_that_is_a_file(tmp_path, variables):
-    folder = tmp_path / "dry_run" if variables else tmp_path
-    folder.mkdir(exist_ok=True)
-    (folder / "logs").write_text("")
-    done = Launch(tmp_path, "end", **variables).finish()
-    assert done.status == 2
-    assert done.err.startswith("error: job.dump_folder: got ") and len(done.err.splitlines()) == 1
-
-
 def test_refusal_comes_before_any_rank(tmp_path):
     done = Launch(tmp_path, "end", CONFIG_FILE=str(tmp_path / "none.toml")).finish()
     assert done.status == 2
@@ -314,56 +249,3 @@ def test_refusal_comes_before_any_rank(tmp_path):
     assert done.err.startswith("error: job.config_file: got ")
     assert not list(tmp_path.glob("pid*"))
     assert not (tmp_path / "logs").exists()
-
-
-DRIVER = """
-import os, sys, threading, time
-from pathlib import Path
-from torchtitan_lr.launch.processes import RankGroup
-
-folder = Path(sys.argv[1])
-command = [sys.executable, str(folder / "parent.py"), str(folder)]
-group = RankGroup(command, dict(os.environ), folder / "log", expected=2)
-
-def watch():
-    while not group.was_ready:
-        time.sleep(0.005)
-    (folder / "noticed").touch()
-
-threading.Thread(target=watch, daemon=True).start()
-sys.exit(group.wait())
-"""
-PARENT = """
-import subprocess, sys
-command = [sys.executable, f"{sys.argv[1]}/child.py", sys.argv[1]]
-children = [subprocess.Popen([*command, rank]) for rank in "01"]
-sys.exit(max(child.wait() for child in children))
-"""
-CHILD = """
-import os, signal, sys
-from pathlib import Path
-folder, rank = Path(sys.argv[1]), sys.argv[2]
-read, write = os.pipe()
-signal.signal(signal.SIGTERM, lambda *_: os.write(write, b"1"))
-if rank == "0":
-    (folder / "end").open().close()
-    (folder / "ending").write_text(str(os.getpid()))
-else:
-    os.read(read, 1)
-    (folder / "saved").touch()
-"""
-
-
-def test_ranks_that_end_one_by_one_may_be_interrupted(tmp_path):
-    for name, text in (("driver", DRIVER), ("parent", PARENT), ("child", CHILD)):
-        (tmp_path / f"{name}.py").write_text(text)
-    os.mkfifo(tmp_path / "end")
-    group = runs.Process([sys.executable, tmp_path / "driver.py", tmp_path])
-    group.wait_until((tmp_path / "noticed").exists)
-    (tmp_path / "end").open("w").close()
-    group.wait_until(lambda: (tmp_path / "ending").is_file() and (tmp_path / "ending").read_text())
-    runs.wait_until_gone([int((tmp_path / "ending").read_text())])
-    group.send(signal.SIGTERM)
-    done = group.finish()
-    assert done.status == 0, done.everything
-    assert (tmp_path / "saved").exists()

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -96,19 +95,15 @@ def find_runs(paths: list[Path]) -> list[Path]:
     Raises:
         ConfigError: A path is no folder.
     """
-    found: dict[Path, None] = {}
+    found = set()
     for path in paths:
         if not path.is_dir():
             raise ConfigError("PATH", str(path), "a folder with runs, such as ./outputs")
-        found |= dict.fromkeys(_below(path))
+        for folder, names, files in os.walk(path):
+            names[:] = [name for name in names if name not in _NOT_SEARCHED]
+            if RUN_CONFIG in files or HISTORY_FILE in files:
+                found.add(Path(folder))
     return sorted(found)
-
-
-def _below(path: Path) -> Iterator[Path]:
-    for folder, names, files in os.walk(path):
-        names[:] = [name for name in names if name not in _NOT_SEARCHED]
-        if RUN_CONFIG in files or HISTORY_FILE in files:
-            yield Path(folder)
 
 
 def describe(folder: Path) -> RunInfo:

@@ -9,13 +9,14 @@ EXPERIMENT is a TOML file, or the name of a shipped one in train_configs/experim
 arguments, --section.key=value, apply to all runs, and are given to each of the three commands.
 
 plan prints families, sizes and budgets with their parameters, tokens and FLOPs, and starts no run.
-run executes what is missing, as a sweep does: it may be stopped and goes on. Learning rates are
-searched first. A best value at the edge of its grid makes the grid grow; where it may not, the runs
-that need it do not start. In wandb (--metrics.enable_wandb) all runs are one group.
+run executes what is missing, the cheapest first, as a sweep does: it may be stopped and goes on.
+Learning rates are searched first. Where the best value is an edge of its grid, the runs that need
+it do not start: widen the grid and run again. In wandb (--metrics.enable_wandb) all runs are one
+group.
 
-fit prints the table with the losses, and fits L = E + A C^(-alpha) and, where the grid allows,
-L = E + A N^(-alpha) + B D^(-beta) by the Huber loss of log L, with bootstrap intervals. It writes
-scaling.md, scaling.json and scaling.png to --out.
+fit prints the table with the losses, and fits L = E + A C^(-alpha) to four points or more by the
+Huber loss of log L, with bootstrap intervals. It writes scaling.md, scaling.json and scaling.png to
+--out.
 
 Exit status: 0; 1 a run failed or a learning rate is an edge of its grid; 2 an invalid experiment;
 130 stopped.
@@ -25,7 +26,6 @@ import argparse
 import math
 import sys
 from pathlib import Path
-from statistics import median
 from typing import IO, TYPE_CHECKING
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least
@@ -42,7 +42,6 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("experiment", metavar="EXPERIMENT", help="a TOML file or a shipped name")
     parser.add_argument("--out", default="", help="folder of all runs (default: outputs/NAME)")
     parser.add_argument("--jobs", type=int, default=1, help="run: runs at once")
-    parser.add_argument("--sizes", default="", help="run: only these sizes, with commas")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,10 +51,6 @@ def run(args: argparse.Namespace) -> int:
 
     experiment = read_experiment(args.experiment, args.overrides)
     work = Path(args.out or f"outputs/{experiment.name}")
-    sizes = args.sizes.split(",") if args.sizes else list(experiment.sizes)
-    for size in sizes:
-        if size not in experiment.sizes:
-            raise ConfigError("--sizes", size, f"some of {', '.join(experiment.sizes)}")
     # Late: a wrong experiment is reported without torch.
     from torchtitan_lr.scaling.plan import Plan
     from torchtitan_lr.scaling.sweep import locked_folder
@@ -63,18 +58,17 @@ def run(args: argparse.Namespace) -> int:
     if args.command != "run":
         return show(Plan(experiment, work), args.command == "fit")
     with locked_folder(work) as lock:
-        return execute(Plan(experiment, work), sizes, args.jobs, lock)
+        return execute(Plan(experiment, work), args.jobs, lock)
 
 
-def execute(plan: "Plan", sizes: list[str], jobs: int, lock: IO[str]) -> int:
-    """Run what is missing of some sizes, several runs at once; return the exit status."""
+def execute(plan: "Plan", jobs: int, lock: IO[str]) -> int:
+    """Run what is missing, several runs at once; return the exit status."""
     from torchtitan_lr.scaling.sweep import Sweep
 
     while True:  # a finished search determines further runs
         rates = plan.rates(losses_of(plan.work))
-        points = [point for point in plan.points(rates) if point.settings["size"] in sizes]
-        sweep = Sweep(plan.work, points, jobs)
-        if all(point.is_done for point in points):
+        sweep = Sweep(plan.work, plan.points(rates), jobs)
+        if all(point.is_done for point in sweep.points):
             break
         sweep.check()
         if status := sweep.run(lock):
@@ -116,15 +110,7 @@ def show(plan: "Plan", fit: bool) -> int:
     every = {point.name: point for point in [*points, *main]}.values()
     left = [point for point in every if not point.is_done]
     flops = sum(point.settings["FLOPs"] for point in left)
-    text = f"{len(every)} runs, {len(left)} to do, {flops:.3g} FLOPs"
-    speeds = [
-        point.row["tokens_per_s"] * point.settings["FLOPs"] / point.settings["D"]
-        for point in points
-        if point.row.get("tokens_per_s")
-    ]
-    if speeds:
-        text += f", {flops / median(speeds) / 3600:.2f} h one after another, at the rate so far"
-    print(text)
+    print(f"{len(every)} runs, {len(left)} to do, {flops:.3g} FLOPs")
     unknown = [" ".join(pair) for pair, choice in rates.items() if choice.rate is None]
     if unknown:
         print(f"learning rates still to search: {', '.join(unknown)}")

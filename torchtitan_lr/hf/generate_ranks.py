@@ -39,11 +39,6 @@ _ONE = {
 """Degrees that must be 1, and what generation has instead."""
 
 
-def launched() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks; (0, 1) without torchrun."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def read_parallelism(config: Any, overrides: Sequence[str], world: int) -> SimpleNamespace:
     """Return the ``tp_*`` keys of the run's record, as the command line overrides them.
 
@@ -108,7 +103,7 @@ def load_on_ranks(
     Raises:
         ConfigError: The checkpoint, tokenizer, cache, device or layout cannot be used.
     """
-    _, world = launched()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     config, args, tokenizer = read_for_inference(step_dir, config_file)
     settings = generation_settings(read_parallelism(config, overrides, world), args, world, cache)
     if world == 1:

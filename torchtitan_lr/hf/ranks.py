@@ -246,7 +246,12 @@ def load_on_ranks(
     """
     args = build_model_args(config)
     stored = open_on_ranks(checkpoint, args, config.model.hf_assets_path)
-    _compute_in(config, stored.dtype)
+    # The wrappers compute in the weights' own precision, as one process does.
+    names = {value: name for name, value in TORCH_DTYPE_MAP.items()}
+    if stored.dtype not in names:
+        want = f"weights in one of {', '.join(TORCH_DTYPE_MAP)} on several ranks"
+        raise ConfigError("CHECKPOINT", str(stored.dtype).removeprefix("torch."), want)
+    config.training.dtype = config.training.mixed_precision_param = names[stored.dtype]
     parts, pipeline = _build_parts(config, args, parallel_dims, device, stored.dtype)
     stored.fill(parts)
     section = config.parallelism
@@ -298,15 +303,6 @@ def open_on_ranks(checkpoint: Path, args: LlamaArgs, assets_path: str) -> RankWe
         return RankWeights(checkpoint, None, export_dtype(checkpoint))
     stored = open_weights(checkpoint, args, assets_path, damage_of)
     return RankWeights(checkpoint, stored, stored.dtype)
-
-
-def _compute_in(config: Any, dtype: torch.dtype) -> None:
-    """Make the wrappers compute in the weights' own precision, as one process does."""
-    names = {value: name for name, value in TORCH_DTYPE_MAP.items()}
-    if dtype not in names:
-        want = f"weights in one of {', '.join(TORCH_DTYPE_MAP)} on several ranks"
-        raise ConfigError("CHECKPOINT", str(dtype).removeprefix("torch."), want)
-    config.training.dtype = config.training.mixed_precision_param = names[dtype]
 
 
 def _build_parts(

@@ -149,7 +149,9 @@ def build_toml(args: LlamaArgs, out_dir: Path) -> str:
         f"# Run: torchtitan-lr train {folder}/{TRAIN_TOML}",
     ]
     for name, keys in sections.items():
-        lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in keys.items())]
+        # Strings, numbers and booleans of JSON are also TOML's.
+        values = (f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in keys.items())
+        lines += ["", f"[{name}]", *values]
     return "\n".join(lines) + "\n"
 
 
@@ -160,8 +162,3 @@ def shown(path: Path) -> str:
     """
     root, found = Path(__file__).resolve().parents[2], path.resolve()
     return str(found.relative_to(root) if found.is_relative_to(root) else found)
-
-
-def _toml(value: Any) -> str:
-    """Write a value: strings, numbers and booleans of JSON are also TOML's."""
-    return json.dumps(value, ensure_ascii=False)

@@ -44,7 +44,13 @@ def export_tokenizer(tokenizer: BaseTokenizer, folder: Path, out_dir: Path, leng
         backend = Tokenizer.from_str(tokenizer.tokenizer.to_str())  # its own is in use
         config = {k: v for k, v in (tokenizer.config or {}).items() if k not in _REPLACED}
         adds_bos = tokenizer.hf_adds_bos
-    ids = _token_ids(config, backend)
+    ids = {}  # of bos, eos and pad, as far as there are any
+    for name in ("bos_token", "eos_token", "pad_token"):
+        token = config.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        number = None if token is None else backend.token_to_id(token)
+        if number is not None:
+            ids[f"{name}_id"] = number
     if not adds_bos and "bos_token_id" in ids:
         _add_bos(backend, ids["bos_token_id"])
     if "pad_token_id" not in ids and "eos_token_id" in ids:
@@ -63,18 +69,6 @@ def export_tokenizer(tokenizer: BaseTokenizer, folder: Path, out_dir: Path, leng
     write_json(out_dir / GENERATION_CONFIG, ids)
     if (folder / CHAT_TEMPLATE).is_file():
         shutil.copyfile(folder / CHAT_TEMPLATE, out_dir / CHAT_TEMPLATE)
-
-
-def _token_ids(config: dict[str, Any], backend: Tokenizer) -> dict[str, int]:
-    """Return the ids of bos, eos and pad, as far as there are any."""
-    ids = {}
-    for name in ("bos_token", "eos_token", "pad_token"):
-        token = config.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        number = None if token is None else backend.token_to_id(token)
-        if number is not None:
-            ids[f"{name}_id"] = number
-    return ids
 
 
 def _add_bos(backend: Tokenizer, bos_id: int) -> None:

@@ -50,7 +50,11 @@ def truncate(weight: Tensor, rank: int, moments: Tensor | None = None, seed: int
         The factors in fp64, on the device of ``weight``.
     """
     weight = weight.double()
-    root = None if moments is None else _root(moments.double())
+    root = None
+    if moments is not None:  # S with S Sᵀ = C plus the ridge
+        values, vectors = torch.linalg.eigh(moments.double())
+        ridge = RIDGE * moments.double().diagonal().mean()
+        root = vectors * (values.clamp(min=0) + ridge).sqrt()
     used = min(rank, *weight.shape)
     left = torch.linalg.svd(weight if root is None else weight @ root, full_matrices=False)[0]
     left = left[:, :used]
@@ -61,25 +65,13 @@ def truncate(weight: Tensor, rank: int, moments: Tensor | None = None, seed: int
     error = _ratio(difference, weight)
     weighted = None if root is None else _ratio(difference @ root, weight @ root)
     if rank > used:
-        A, B = _widen(A, B, rank, seed)
+        generator, more = torch.Generator().manual_seed(seed), rank - used
+        rows = torch.randn(more, A.shape[1], generator=generator, dtype=A.dtype).to(A.device)
+        A, B = torch.cat([A, rows * A.std()]), torch.cat([B, B.new_zeros(B.shape[0], more)], dim=1)
     return Truncation(A, B, error, weighted)
-
-
-def _root(moments: Tensor) -> Tensor:
-    """Return S with S Sᵀ = C plus the ridge."""
-    ridge = RIDGE * moments.diagonal().mean()
-    values, vectors = torch.linalg.eigh(moments)
-    return vectors * (values.clamp(min=0) + ridge).sqrt()
 
 
 def _ratio(difference: Tensor, whole: Tensor) -> float:
     """Return |difference| / |whole|, 0 for a zero matrix."""
     size = float(whole.norm())
     return float(difference.norm()) / size if size else 0.0
-
-
-def _widen(A: Tensor, B: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
-    more = rank - A.shape[0]
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(more, A.shape[1], generator=generator, dtype=A.dtype).to(A.device)
-    return torch.cat([A, rows * A.std()]), torch.cat([B, B.new_zeros(B.shape[0], more)], dim=1)

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The parallelize function of all families: tensor parallelism to FSDP, in one order."""
+"""The parallelize functions of the families: tensor parallelism to FSDP, in one order."""
 
 from typing import cast
 
@@ -38,6 +38,47 @@ def parallelize_llama(
         apply_compile(model, job_config.compile.backend)
     apply_data_parallel(model, parallel_dims, job_config)
     return model
+
+
+def parallelize_llama_full(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+) -> nn.Module:
+    """Split dense linears by the plan ``megatron``, with lanes by ``caat``."""
+    return parallelize_llama(model, parallel_dims, job_config)
+
+
+def parallelize_llama_svd(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+) -> nn.Module:
+    """Split B A x by ``btp`` or ``vanilla``, with lanes by ``btp_caat``."""
+    return parallelize_llama(model, parallel_dims, job_config)
+
+
+def parallelize_llama_cola(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+) -> nn.Module:
+    """Split B σ(A x) as B A x: σ acts on complete sums A x, so it needs no communication."""
+    return parallelize_llama(model, parallel_dims, job_config)
+
+
+def parallelize_llama_lax(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+) -> nn.Module:
+    """Split B σ(A x + g · A' x') by ``btp`` or ``vanilla``.
+
+    The plans' edge ``mix`` adds the latents A' x' of the previous block, which also cross pipeline
+    stages.
+    """
+    return parallelize_llama(model, parallel_dims, job_config)
+
+
+PARALLELIZE = {
+    "full": parallelize_llama_full,
+    "svd": parallelize_llama_svd,
+    "cola": parallelize_llama_cola,
+    "lax": parallelize_llama_lax,
+}
+"""By family; families from outside the package have `parallelize_llama`."""
 
 
 def apply_compile(model: nn.Module, backend: str) -> None:

@@ -3,7 +3,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -15,12 +15,12 @@ from torchtitan_lr.errors import ConfigError
 FOLDER = SHIPPED / "experiments"
 """The shipped experiments."""
 
-_NAME, _NAMES = re.compile(r"[A-Za-z0-9][\w.+-]*"), "a name of letters, digits and . + - _"
+_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models to compare, ``[families.NAME]``: an architecture, or an optimizer with it.
+    """What is compared, ``[families.NAME]``: a model, or an optimizer with it.
 
     Args:
         model: ``model.name``; by default ``llama_NAME``.
@@ -43,14 +43,11 @@ class Size:
 
     Args:
         flavor: ``model.flavor``; empty where the sides below are given.
-        dim: Width d of the residual stream.
+        dim: Width d of the residual stream; low-rank families have rank d/4.
         ffn_dim: Hidden width f of the feed-forward.
         n_layers: Number L of blocks.
         n_heads: Number of heads.
-        n_kv_heads: Number of key and value heads; 0 for ``n_heads``.
         vocab_size: Rows V of the embedding and of the head.
-        rank: Rank r of a low-rank family's factors; 0 for d/4.
-        overrides: Overrides of its runs.
         seeds: Its own seeds; empty for those of the experiment.
         budgets: Its own tokens per parameter; empty for those of the experiment.
     """
@@ -60,10 +57,7 @@ class Size:
     ffn_dim: int = 0
     n_layers: int = 0
     n_heads: int = 0
-    n_kv_heads: int = 0
     vocab_size: int = 4096
-    rank: int = 0
-    overrides: list[str] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     budgets: list[float] = field(default_factory=list)
 
@@ -74,16 +68,12 @@ class LearningRate:
 
     Args:
         grid: Values to try, ascending; one value is used without a search.
-        search: Sizes at which the grid is searched; empty for all.
-        rule: Beyond them: ``constant`` is the largest searched size's, ``power`` a line through
-            log(learning rate) over log(parameters), ``width`` divides by the ratio of the widths d.
-        extend: How often a grid may grow by one value beyond an edge that was best.
+        search: Sizes at which the grid is searched; empty for all. Beyond them the rate is on a
+            line through log(learning rate) over log(N); with one size it is that size's.
     """
 
     grid: list[float] = field(default_factory=lambda: [1e-3])
     search: list[str] = field(default_factory=list)
-    rule: Literal["constant", "power", "width"] = "constant"
-    extend: int = 2
 
 
 @dataclass(frozen=True)
@@ -97,13 +87,10 @@ class Experiment:
         overrides: Overrides of all runs.
         ranks: Number of ranks of a run.
         seeds: ``debug.seed`` of the repetitions.
-        tokens_per_parameter: The budgets.
-        count: Which parameters N counts: those ``without_vocabulary`` (embedding and head), or
-            ``all``.
+        tokens_per_parameter: The budgets; parameters N are those without embedding and head.
         equal: What families share at a size and budget: ``tokens_per_parameter`` (each of its own
             N), or ``tokens`` or ``flops`` of the ``reference``.
         reference: The family that others are compared with; by default the first.
-        warmup: Share of the steps in which the learning rate grows.
         checkpoints: Checkpoints per run, from which a stopped one goes on; 0 for none.
         learning_rate: The search.
         families: The families by name.
@@ -117,10 +104,8 @@ class Experiment:
     ranks: int = 1
     seeds: list[int] = field(default_factory=lambda: [0])
     tokens_per_parameter: list[float] = field(default_factory=lambda: [20.0])
-    count: Literal["without_vocabulary", "all"] = "without_vocabulary"
     equal: Literal["tokens_per_parameter", "tokens", "flops"] = "tokens_per_parameter"
     reference: str = ""
-    warmup: float = 0.1
     checkpoints: int = 4
     learning_rate: LearningRate = field(default_factory=LearningRate)
     families: dict[str, Family] = field(default_factory=dict)
@@ -135,8 +120,7 @@ def read_experiment(text: str, overrides: Sequence[str] = ()) -> Experiment:
         overrides: Further overrides of all runs, ``--section.key=value``.
 
     Returns:
-        The experiment; sizes and families have what they inherit: ``seeds``, ``budgets``, ``model``
-        ``learning_rates`` and ``ranks``, and ``learning_rate.search`` the sizes that are searched.
+        The experiment, in which sizes and families have what they inherit.
 
     Raises:
         ConfigError: It is missing, not TOML, has an unknown key or a wrong value.
@@ -147,101 +131,80 @@ def read_experiment(text: str, overrides: Sequence[str] = ()) -> Experiment:
         known = ", ".join(sorted(path.stem for path in FOLDER.glob("*.toml")))
         raise ConfigError("EXPERIMENT", text, f"a TOML file, or one of {known}")
     values = load_toml(str(path))
-    families = _named("families", values.pop("families", {}), Family)
-    sizes = _named("sizes", values.pop("sizes", {}), Size)
+    families = _tables("families", values.pop("families", {}), Family)
+    sizes = _tables("sizes", values.pop("sizes", {}), Size)
     checked = check_toml(values, Experiment)
     rates = LearningRate(**checked.pop("learning_rate", {}))
-    given = Experiment(**checked, learning_rate=rates, families=families, sizes=sizes)
-    _check(given)
-    arms = {
-        name: replace(
-            arm,
-            model=arm.model or f"llama_{name}",
-            learning_rates=arm.learning_rates or rates.grid,
-            ranks=arm.ranks or given.ranks,
-        )
-        for name, arm in families.items()
-    }
-    shapes = {
-        name: replace(
-            size,
-            seeds=size.seeds or given.seeds,
-            budgets=size.budgets or given.tokens_per_parameter,
-        )
-        for name, size in sizes.items()
-    }
-    return replace(
+    given = Experiment(**checked, families=families, sizes=sizes)
+    given = replace(
         given,
         overrides=[*given.overrides, *(item.removeprefix("--") for item in overrides)],
         reference=given.reference or next(iter(families)),
         learning_rate=replace(rates, search=rates.search or list(sizes)),
-        families=arms,
-        sizes=shapes,
+        families={
+            name: replace(
+                family,
+                model=family.model or f"llama_{name}",
+                learning_rates=family.learning_rates or rates.grid,
+                ranks=family.ranks or given.ranks,
+            )
+            for name, family in families.items()
+        },
+        sizes={
+            name: replace(
+                size,
+                seeds=size.seeds or given.seeds,
+                budgets=size.budgets or given.tokens_per_parameter,
+            )
+            for name, size in sizes.items()
+        },
     )
+    _check(given)
+    return given
 
 
-def _named(key: str, tables: Any, kind: Any) -> dict[str, Any]:
+def _tables(key: str, tables: Any, kind: Any) -> dict[str, Any]:
     if not isinstance(tables, dict) or not tables:
         raise ConfigError(key, tables, f"at least one table [{key}.NAME]")
-    known = [option.name for option in fields(kind)]
     found = {}
     for name, table in tables.items():
         where = f"{key}.{name}"
-        if not isinstance(table, dict):
-            raise ConfigError(where, table, f"a table: [{where}] with its keys below it")
-        if not _NAME.fullmatch(name):
-            raise ConfigError(where, name, _NAMES)
-        for wrong in table.keys() - set(known):
-            raise ConfigError(f"{where}.{wrong}", table[wrong], f"one of {', '.join(known)}")
+        if not isinstance(table, dict) or not _NAME.fullmatch(name):
+            raise ConfigError(where, table, "a table with a name of letters, digits and . + - _")
         found[name] = kind(**check_toml(table, kind, prefix=f"{where}."))
     return found
 
 
 def _check(given: Experiment) -> None:
     """Refuse values that cannot be run."""
-    rates, two = given.learning_rate, "at least two sizes for the rule 'power'"
     names, families = (f"one of {', '.join(table)}" for table in (given.sizes, given.families))
     shipped = "a TOML file of a run, or the name of a shipped one such as debug_full"
-    sizes = rates.search or list(given.sizes)
+    search = given.learning_rate.search
     for key, got, right, want in (
-        ("name", given.name, _NAME.fullmatch(given.name), _NAMES),
+        ("name", given.name, _NAME.fullmatch(given.name), "letters, digits and . + - _"),
         ("config", given.config, Path(find_config(given.config)).is_file(), shipped),
         ("ranks", given.ranks, given.ranks >= 1, "an integer of at least 1"),
         ("checkpoints", given.checkpoints, given.checkpoints >= 0, "an integer of at least 0"),
-        ("warmup", given.warmup, 0 <= given.warmup < 1, "a share of the steps, from 0 to below 1"),
-        ("reference", given.reference, given.reference in ("", *given.families), families),
-        ("learning_rate.search", sizes, {*sizes} <= {*given.sizes}, names),
-        ("learning_rate.search", sizes, rates.rule != "power" or len({*sizes}) > 1, two),
-        ("learning_rate.extend", rates.extend, rates.extend >= 0, "0 or more"),
+        ("reference", given.reference, given.reference in given.families, families),
+        ("learning_rate.search", search, {*search} <= {*given.sizes}, names),
     ):
         if not right:
             raise ConfigError(key, got, want)
-    _check_list("seeds", given.seeds, least=0)
-    _check_list("tokens_per_parameter", given.tokens_per_parameter)
-    _check_grid("learning_rate.grid", rates.grid)
     for name, size in given.sizes.items():
         sides = (size.dim, size.ffn_dim, size.n_layers, size.n_heads)
         if bool(size.flavor) == any(sides) or not (size.flavor or min(sides) > 0):
             want = "either flavor, or positive dim, ffn_dim, n_layers and n_heads"
             raise ConfigError(f"sizes.{name}", size.flavor or sides, want)
-        _check_list(f"sizes.{name}.seeds", size.seeds or [0], least=0)
-        _check_list(f"sizes.{name}.budgets", size.budgets or [1.0])
+        for key, numbers in (("seeds", size.seeds), ("budgets", size.budgets)):
+            right = all(isfinite(number) and number >= 0 for number in numbers)
+            if not right or len({*numbers}) < len(numbers) or (key == "budgets" and 0 in numbers):
+                raise ConfigError(f"sizes.{name}.{key}", numbers, "different positive numbers")
     for name, family in given.families.items():
         other = given.families.get(family.rate_of)
-        if family.rate_of and (other is None or other.rate_of or family.learning_rates):
-            want = "a family with a learning rate of its own, and no learning_rates beside it"
+        if family.rate_of and (other is None or other.rate_of):
+            want = "a family with a learning rate of its own"
             raise ConfigError(f"families.{name}.rate_of", family.rate_of, want)
-        _check_grid(f"families.{name}.learning_rates", family.learning_rates or [1.0])
-
-
-def _check_list(key: str, values: Sequence[float], least: float = 1e-12) -> None:
-    right = values and len(set(values)) == len(values)
-    if not right or not all(isfinite(value) and value >= least for value in values):
-        want = "different numbers, at least one, " + ("positive" if least else "0 or more")
-        raise ConfigError(key, list(values), want)
-
-
-def _check_grid(key: str, grid: list[float]) -> None:
-    _check_list(key, grid)
-    if grid != sorted(grid) or len(grid) == 2:
-        raise ConfigError(key, grid, "one value, or at least three in ascending order")
+        grid = family.learning_rates
+        if grid != sorted({*grid}) or len(grid) == 2 or not all(0 < rate < 1e9 for rate in grid):
+            want = "one positive value, or at least three in ascending order"
+            raise ConfigError("learning_rate.grid", grid, want)

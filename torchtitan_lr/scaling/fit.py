@@ -1,14 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Fit power laws to losses by the Huber loss of log L (Hoffmann et al., 2022, approach 3).
+"""Fit L(C) = E + A C^(-alpha) by the Huber loss of log L (Hoffmann et al., 2022, approach 3).
 
-One variable is L(C) = E + A C^(-alpha); two are L(N, D) = E + A N^(-alpha) + B D^(-beta).
 Intervals of a law are percentiles of bootstrap fits to resampled points; intervals of a mean over
 seeds are Student's.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,11 +20,8 @@ HUBER = 1e-3
 LEVEL = 0.95
 """Probability of an interval."""
 
-EXPONENTS = np.geomspace(0.02, 2.0, 13)
-"""Starting values of an exponent."""
-
-_LEAST, _MOST = 1e-3, 4.0  # limits of an exponent
-_STARTS = 3
+_LOW, _HIGH = np.asarray([-14.0, -14.0, 1e-3]), np.asarray([14.0, 14.0, 4.0])
+"""Limits of log E, log A and alpha; exp(-14) is no floor, or no such term."""
 
 
 @dataclass(frozen=True)
@@ -34,88 +29,71 @@ class Law:
     """A fitted law.
 
     Args:
-        floor: E, the loss that no x_i reduces, nats per token.
-        factors: A, B: the loss that each x_i adds at its unit.
-        exponents: alpha, beta.
-        units: Unit of each x_i, the geometric mean of its values in the fit.
+        floor: E, the loss that no compute reduces, nats per token.
+        factor: A: the loss that remains above it at ``unit``.
+        alpha: The exponent.
+        unit: Unit of C in FLOPs, the geometric mean of the fitted points.
     """
 
     floor: float
-    factors: tuple[float, ...]
-    exponents: tuple[float, ...]
-    units: tuple[float, ...]
+    factor: float
+    alpha: float
+    unit: float
 
-    def __call__(self, x: Array) -> Array:
-        """Return the losses (points,) at the rows of x (points, variables)."""
-        powers = (np.asarray(x, dtype=float) / self.units) ** -np.asarray(self.exponents)
-        return np.asarray(self.floor + powers @ np.asarray(self.factors))
+    def __call__(self, flops: Array) -> Array:
+        """Return the losses (points,) at C (points,)."""
+        return np.asarray(self.floor + self.factor * (flops / self.unit) ** -self.alpha)
 
 
-def fit_law(x: Array, losses: Array, start: Law | None = None) -> Law:
+def fit_law(flops: Array, losses: Array, start: Law | None = None) -> Law:
     """Fit a law to points.
 
     Args:
-        x: Positive values (points, variables).
+        flops: C (points,), of at least three different values.
         losses: Losses (points,), nats per token.
         start: A law near which the minimum is expected, such as that of all points in a bootstrap;
-            without it the exponents are searched on a grid.
-
-    Raises:
-        ValueError: There are fewer different points than parameters, 1 + 2 per variable.
+            without it several exponents are tried.
     """
-    x, losses = np.asarray(x, dtype=float), np.asarray(losses, dtype=float)
-    n = x.shape[1]
-    if len(np.unique(x, axis=0)) < 1 + 2 * n:
-        raise ValueError("fewer different points than parameters")
-    units = np.exp(np.log(x).mean(axis=0)) if start is None else np.asarray(start.units)
-    logs = np.log(x / units)
+    unit = float(np.exp(np.log(flops).mean())) if start is None else start.unit
+    logs = np.log(flops / unit)
 
     def residual(theta: Array) -> Array:
-        terms = np.exp(theta[1 : 1 + n] - theta[1 + n :] * logs).sum(axis=1)
-        return np.asarray(np.log(np.exp(theta[0]) + terms) - np.log(losses))
-
-    low = [-14.0] * (1 + n) + [_LEAST] * n  # exp(-14): no floor, or no such term
-    high = [14.0] * (1 + n) + [_MOST] * n
-    if start is None:
-        starts = _starts(logs, losses)
-    else:  # log E, log A_i, alpha_i
-        starts = [np.asarray([*np.log([start.floor, *start.factors]), *start.exponents])]
-    found = [
-        optimize.least_squares(
-            *(residual, np.clip(theta, low, high)), bounds=(low, high), loss="huber", f_scale=HUBER
+        return np.asarray(
+            np.log(np.exp(theta[0]) + np.exp(theta[1] - theta[2] * logs)) - np.log(losses)
         )
-        for theta in starts
-    ]
+
+    if start is None:
+        starts = []
+        for alpha in np.geomspace(0.02, 2.0, 7):
+            # E and A by least squares of relative errors, not negative.
+            columns = np.column_stack([np.ones(len(logs)), np.exp(-alpha * logs)])
+            solution, _ = optimize.nnls(columns / losses[:, None], np.ones(len(logs)))
+            starts.append([*np.log(np.maximum(solution, 1e-6)), alpha])
+    else:
+        starts = [[np.log(start.floor), np.log(start.factor), start.alpha]]
+    bounds, found = (_LOW, _HIGH), []
+    for theta in np.clip(starts, _LOW, _HIGH):
+        found.append(
+            optimize.least_squares(residual, theta, bounds=bounds, loss="huber", f_scale=HUBER)
+        )
     theta = min(found, key=lambda result: float(result.cost)).x
-    factors = tuple(np.exp(theta[1 : 1 + n]).tolist())
-    exponents = tuple(theta[1 + n :].tolist())
-    return Law(float(np.exp(theta[0])), factors, exponents, tuple(units.tolist()))
+    return Law(float(np.exp(theta[0])), float(np.exp(theta[1])), float(theta[2]), unit)
 
 
-def _starts(logs: Array, losses: Array) -> list[Array]:
-    """Return the best exponents of a grid, with E and A_i by least squares of relative errors."""
-    found = []
-    for exponents in product(EXPONENTS, repeat=logs.shape[1]):
-        columns = np.column_stack([np.ones(len(logs)), np.exp(-np.asarray(exponents) * logs)])
-        solution, error = optimize.nnls(columns / losses[:, None], np.ones(len(logs)))
-        found.append((error, [*np.log(np.maximum(solution, 1e-6)), *exponents]))
-    return [np.asarray(theta) for _, theta in sorted(found)[:_STARTS]]
-
-
-def bootstrap(x: Array, losses: Array, draws: int = 500, seed: int = 0) -> list[Law]:
+def bootstrap(flops: Array, losses: Array, draws: int = 500, seed: int = 0) -> list[Law]:
     """Fit a law to points drawn with replacement.
 
     Args:
-        x: Values (points, variables).
+        flops: C (points,).
         losses: Losses (points,).
-        draws: Number of resamples; those with too few different points are left out.
+        draws: Number of resamples; those with fewer than three different C are left out.
         seed: Of the resampling.
     """
-    generator, whole, laws = np.random.default_rng(seed), fit_law(x, losses), []
+    generator, whole, laws = np.random.default_rng(seed), fit_law(flops, losses), []
     for _ in range(draws):
-        chosen = generator.integers(0, len(x), len(x))
-        if len(np.unique(x[chosen], axis=0)) >= 1 + 2 * x.shape[1]:
-            laws.append(fit_law(x[chosen], losses[chosen], whole))
+        chosen = generator.integers(0, len(flops), len(flops))
+        if len(np.unique(flops[chosen])) >= 3:
+            laws.append(fit_law(flops[chosen], losses[chosen], whole))
     return laws
 
 

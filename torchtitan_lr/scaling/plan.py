@@ -6,9 +6,11 @@ search determines can be planned then, so the points follow from the losses that
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from torchtitan_lr.config.shipped import find_config
 from torchtitan_lr.errors import ConfigError
@@ -22,7 +24,7 @@ OWN_KEYS = {
     "model.name": "the key model of a family names it",
     "model.flavor": "the key flavor of a size names it",
     "training.steps": "they follow from tokens_per_parameter",
-    "lr_scheduler.warmup_steps": "they follow from warmup",
+    "lr_scheduler.warmup_steps": "a tenth of the steps",
     "optimizer.lr": "it follows from [learning_rate]",
     "debug.seed": "the key seeds has them",
     "metrics.wandb_group": "it is the experiment's name",
@@ -32,20 +34,21 @@ OWN_KEYS = {
 }
 """Keys that the experiment sets for each run, and why they cannot be overridden."""
 
+WARMUP = 0.1
+"""Share of the steps in which the learning rate grows."""
+
 
 @dataclass(frozen=True)
 class Cost:
     """The model of a family at a size.
 
     Args:
-        counted: N, the parameters of ``count``.
-        width: Width d of the residual stream.
+        counted: N, the parameters without embedding and head.
         flops_per_token: Forward and backward, without recomputation.
         tokens_per_step: Tokens of all ranks per optimizer step.
     """
 
     counted: int
-    width: int
     flops_per_token: int
     tokens_per_step: int
 
@@ -56,9 +59,8 @@ class Choice:
 
     Args:
         rate: The value; None while it is unknown, or if no value inside the grid is best.
-        grid: The values that are searched, those added beyond an edge included; empty without a
-            search at this size.
-        edge: The value of least loss, if it is an edge of the grid and the grid may not grow.
+        grid: The values that are searched at this size; empty without a search.
+        edge: The value of least loss, if it is an edge of the grid.
     """
 
     rate: float | None
@@ -66,38 +68,27 @@ class Choice:
     edge: float | None = None
 
 
-def search(values: list[float], losses: Mapping[float, float], extend: int) -> Choice:
+def search(grid: Sequence[float], losses: Mapping[float, float]) -> Choice:
     """Return the state of a search of the learning rate.
 
     Args:
-        values: The grid in ascending order; one value needs no search.
+        grid: The values in ascending order; one value needs no search.
         losses: Validation loss by value; infinite for a run that diverged.
-        extend: How often the grid may grow by one value.
     """
-    grid = tuple(values)
-    if len(grid) == 1:
-        return Choice(grid[0])
-    while all(rate in losses for rate in grid):
-        best = min(grid, key=lambda rate: losses[rate])
-        if grid[0] < best < grid[-1] and math.isfinite(losses[best]):
-            return Choice(best, grid)
-        if extend == 0 or not math.isfinite(losses[best]):
-            return Choice(None, grid, best)
-        extend -= 1
-        if best == grid[0]:
-            grid = (_rounded(grid[0] ** 2 / grid[1]), *grid)
-        else:
-            grid = (*grid, _rounded(grid[-1] ** 2 / grid[-2]))
-    return Choice(None, grid)
+    values = tuple(grid)
+    if len(values) == 1:
+        return Choice(values[0])
+    if not all(rate in losses for rate in values):
+        return Choice(None, values)
+    best = min(values, key=lambda rate: losses[rate])
+    if values[0] < best < values[-1]:
+        return Choice(best, values)
+    return Choice(None, values, best)
 
 
 def _name(family: str, size: str, budget: float, seed: int, rate: float | None) -> str:
-    """Return the name of a run's folder and of its wandb run; it ends with the learning rate."""
+    """Return the name of a run's folder and of its wandb run."""
     return f"{family}_{size}_{budget:g}_seed{seed}_lr{rate or 0:g}"
-
-
-def _rounded(rate: float) -> float:
-    return float(f"{rate:.3g}")
 
 
 class Plan:
@@ -114,14 +105,9 @@ class Plan:
     def __init__(self, experiment: Experiment, work: Path) -> None:
         self.experiment, self.work = experiment, work
         self._config = find_config(experiment.config)
-        lists = {"overrides: ": experiment.overrides}
-        lists |= {f"families.{k}.overrides: ": v.overrides for k, v in experiment.families.items()}
-        lists |= {f"sizes.{k}.overrides: ": v.overrides for k, v in experiment.sizes.items()}
-        for where, items in lists.items():
-            for item in items:
-                if "." not in item.partition("=")[0] or item.startswith("-"):
-                    raise ConfigError(where.removesuffix(": "), item, "section.key=value")
-            refuse_keys(items, OWN_KEYS, where)
+        refuse_keys(experiment.overrides, OWN_KEYS, "overrides: ")
+        for name, family in experiment.families.items():
+            refuse_keys(family.overrides, OWN_KEYS, f"families.{name}.overrides: ")
         pairs = [(family, size) for family in experiment.families for size in experiment.sizes]
         self._overrides = {pair: self._model(*pair) for pair in pairs}
         self.costs = {pair: self._cost(*pair) for pair in pairs}
@@ -139,7 +125,7 @@ class Plan:
             if found is None:
                 choices = ", ".join(known.model_name for known in FAMILIES.values())
                 raise ConfigError(f"families.{family}.model", arm.model, f"one of {choices}")
-            rank = max(1, shape.rank or shape.dim // 4) if found.low_rank else 0
+            rank = max(1, shape.dim // 4) if found.low_rank else 0
             # Where the nonlinearities are is the family's; the ranks are the size's.
             settings = found.defaults("debug") | {"rank_attention": rank, "rank_ffn": rank}
             args = LlamaArgs(
@@ -148,7 +134,6 @@ class Plan:
                 ffn_dim=shape.ffn_dim,
                 n_layers=shape.n_layers,
                 n_heads=shape.n_heads,
-                n_kv_heads=shape.n_kv_heads or None,
                 vocab_size=shape.vocab_size,
                 **settings,
             )
@@ -156,7 +141,7 @@ class Plan:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_model_args(args, path)
             flavor = str(path)
-        overrides = [*self.experiment.overrides, *shape.overrides, *arm.overrides]
+        overrides = [*self.experiment.overrides, *arm.overrides]
         names = [f"--model.name={arm.model}", f"--model.flavor={flavor}"]
         return [*(f"--{item}" for item in overrides), *names]
 
@@ -172,10 +157,8 @@ class Plan:
             raise ConfigError("validation.enable", False, "true: the fit reads the validation loss")
         run = read_run(placed.config, ranks)
         parts = count_parameters(run.args)
-        without = parts.total - parts.embedding - parts.head
         return Cost(
-            counted=parts.total if self.experiment.count == "all" else without,
-            width=run.args.dim,
+            counted=parts.total - parts.embedding - parts.head,
             flops_per_token=flops_per_token(run.args, run.seq_len),
             tokens_per_step=run.tokens
             * (run.microbatches * run.accumulation * run.shard * run.replicas),
@@ -214,7 +197,7 @@ class Plan:
             *saving,
             *self._overrides[family, size],
             f"--training.steps={steps}",
-            f"--lr_scheduler.warmup_steps={round(experiment.warmup * steps)}",
+            f"--lr_scheduler.warmup_steps={round(WARMUP * steps)}",
             f"--validation.freq={steps}",
             f"--optimizer.lr={rate}",
             f"--debug.seed={seed}",
@@ -234,53 +217,38 @@ class Plan:
         Args:
             losses: Validation loss by run; infinite for a run that diverged.
         """
-        experiment = self.experiment
-        found: dict[tuple[str, str], Choice] = {}
-        searching = [name for name, arm in experiment.families.items() if not arm.rate_of]
-        for family in searching:
+        experiment, found = self.experiment, dict[tuple[str, str], Choice]()
+        for family, arm in experiment.families.items():
+            if arm.rate_of:
+                continue
             for size in experiment.learning_rate.search:
-                prefix = _name(family, size, *self._first(size), None).removesuffix("0")
-                known = {
-                    float(name.removeprefix(prefix)): loss
-                    for name, loss in losses.items()
-                    if name.startswith(prefix)
-                }
-                found[family, size] = search(
-                    experiment.families[family].learning_rates,
-                    known,
-                    experiment.learning_rate.extend,
-                )
+                first = experiment.sizes[size].budgets[0], experiment.sizes[size].seeds[0]
+                names = {rate: _name(family, size, *first, rate) for rate in arm.learning_rates}
+                known = {rate: losses[name] for rate, name in names.items() if name in losses}
+                found[family, size] = search(arm.learning_rates, known)
             for size in experiment.sizes:
                 if (family, size) not in found:
-                    found[family, size] = Choice(self._by_rule(found, family, size))
+                    found[family, size] = Choice(self._beyond(found, family, size))
         for family, arm in experiment.families.items():
             for size in experiment.sizes if arm.rate_of else ():
                 found[family, size] = Choice(found[arm.rate_of, size].rate)
         return found
 
-    def _first(self, size: str) -> tuple[float, int]:
-        """Return the budget and the seed at which learning rates are searched."""
-        shape = self.experiment.sizes[size]
-        return shape.budgets[0], shape.seeds[0]
-
-    def _by_rule(
+    def _beyond(
         self, found: Mapping[tuple[str, str], Choice], family: str, size: str
     ) -> float | None:
+        """Return the rate at a size without a search, from those of all searched sizes."""
         rates = {s: found[family, s].rate for s in self.experiment.learning_rate.search}
-        known = {s: rate for s, rate in rates.items() if rate is not None}
+        known = [math.log(rate) for rate in rates.values() if rate is not None]
         if len(known) < len(rates):
             return None
-        own, rule = self.costs[family, size], self.experiment.learning_rate.rule
-        largest = max(known, key=lambda s: self.costs[family, s].counted)
-        if rule == "width":
-            return _rounded(known[largest] * self.costs[family, largest].width / own.width)
-        if rule == "power":
-            import numpy as np
-
-            logs = [np.log(self.costs[family, s].counted) for s in known]
-            slope, offset = np.polyfit(logs, np.log(list(known.values())), 1)
-            return _rounded(float(np.exp(offset + slope * np.log(own.counted))))
-        return known[largest]
+        if len(known) == 1:
+            return next(iter(rates.values()))
+        slope, offset = np.polyfit(
+            [math.log(self.costs[family, s].counted) for s in rates], known, 1
+        )
+        value = math.exp(offset + slope * math.log(self.costs[family, size].counted))
+        return float(f"{value:.3g}")
 
     def main_points(self, rates: Mapping[tuple[str, str], Choice]) -> list[Point]:
         """Return the points that a fit uses: all budgets and seeds, at the chosen rates or None."""
@@ -293,8 +261,9 @@ class Plan:
 
     def points(self, rates: Mapping[tuple[str, str], Choice]) -> list[Point]:
         """Return the points that can start: of searches, and of known rates; cheapest first."""
+        sizes = self.experiment.sizes
         found = [
-            self.point(family, size, *self._first(size), rate)
+            self.point(family, size, sizes[size].budgets[0], sizes[size].seeds[0], rate)
             for (family, size), choice in rates.items()
             for rate in choice.grid
         ]

@@ -1,11 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What a scaling experiment costs and found: one table, fitted laws, JSON and a picture."""
 
-import itertools
 import json
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,11 @@ from torchtitan_lr.scaling.sweep import FINISHED, Point
 from torchtitan_lr.training.figures import color_of, new_figure
 
 MARKDOWN, JSON, PICTURE = "scaling.md", "scaling.json", "scaling.png"
+
+LEAST_POINTS = 4
+"""Points of different FLOPs that a law needs; it has three parameters."""
+
+Row = Mapping[str, Any]
 
 
 def rows_of(points: Sequence[Point], reference: str) -> list[dict[str, Any]]:
@@ -48,7 +52,7 @@ def rows_of(points: Sequence[Point], reference: str) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def table(rows: Sequence[Mapping[str, Any]], reference: str) -> tuple[list[str], list[list[str]]]:
+def table(rows: Sequence[Row], reference: str) -> tuple[list[str], list[list[str]]]:
     """Return the header and the cells of `rows_of`."""
     header = ["family", "size", "tokens/N", "learning rate", "N", "D", "FLOPs", "seeds"]
     header += ["validation loss [95%]", f"minus {reference} [95%]"]
@@ -73,43 +77,32 @@ def with_interval(value: tuple[float, float | None, float | None] | None, style:
     return f"{middle} [{', '.join(ends)}]" if ends else middle
 
 
-def fits_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Fit every family's laws that its points allow.
-
-    L(C) is fitted to the points that no cheaper one beats, at least four; L(N, D) to all, at least
-    six, of three sizes and two budgets. Every finished seed is a point.
+def fits_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Fit L(C) to every family's points that no cheaper one beats; every seed is a point.
 
     Returns:
-        ``family``, ``over`` (``FLOPs`` or ``N and D``), ``points``, ``law``, ``laws`` (of the
-        bootstrap), and ``E``, ``alpha`` and ``beta`` with their intervals.
+        By family: ``points``, ``law``, ``laws`` (of the bootstrap), and ``E`` and ``alpha`` with
+        their intervals. Families with fewer than `LEAST_POINTS` points are left out.
     """
-    found = []
+    found = {}
     for family in dict.fromkeys(row["family"] for row in rows):
-        own = [row for row in rows if row["family"] == family and row["losses"]]
-        for over, least in ((("FLOPs",), 4), (("N", "D"), 6)):
-            used = frontier(own) if over == ("FLOPs",) else own
-            budgets = {row["tokens_per_parameter"] for row in used}
-            if over != ("FLOPs",) and (len({row["N"] for row in used}) < 3 or len(budgets) < 2):
-                continue
-            points = [([row[k] for k in over], y) for row in used for y in row["losses"].values()]
-            x = np.asarray([values for values, _ in points], dtype=float)
-            losses = np.asarray([loss for _, loss in points])
-            if len(points) == 0 or len(np.unique(x, axis=0)) < least:
-                continue
-            law, laws = fit_law(x, losses), bootstrap(x, losses)
-            fit = {"family": family, "over": over, "points": len(used), "law": law, "laws": laws}
-            getters = {"E": lambda law: law.floor, "alpha": lambda law: law.exponents[0]}
-            if len(over) == 2:
-                getters["beta"] = lambda law: law.exponents[1]
-            for name, value in getters.items():
-                fit[name] = (value(law), *map(float, percentiles(laws, value)))
-            found.append(fit)
+        used = frontier([row for row in rows if row["family"] == family and row["losses"]])
+        if len(used) < LEAST_POINTS:
+            continue
+        points = [(row["FLOPs"], loss) for row in used for loss in row["losses"].values()]
+        flops, losses = np.asarray(points, dtype=float).T
+        law, laws = fit_law(flops, losses), bootstrap(flops, losses)
+        found[family] = {
+            **{"points": len(used), "law": law, "laws": laws},
+            "E": (law.floor, *map(float, percentiles(laws, lambda law: law.floor))),
+            "alpha": (law.alpha, *map(float, percentiles(laws, lambda law: law.alpha))),
+        }
     return found
 
 
-def frontier(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def frontier(rows: Sequence[Row]) -> list[Row]:
     """Return the points of a family that no other one beats: fewer FLOPs and less loss."""
-    best: list[Mapping[str, Any]] = []
+    best: list[Row] = []
     for row in sorted(rows, key=lambda row: (row["FLOPs"], row["loss"][0])):
         if not best or row["loss"][0] < best[-1]["loss"][0]:
             best.append(row)
@@ -119,10 +112,10 @@ def frontier(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def write(
     plan: Plan,
     rates: Mapping[tuple[str, str], Choice],
-    rows: Sequence[Mapping[str, Any]],
-    fits: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
+    fits: Mapping[str, Mapping[str, Any]],
 ) -> str:
-    """Write the table, the data and the picture into the plan's folder.
+    """Write the table, the data and the picture into the plan's folder; return the table.
 
     Args:
         plan: The plan.
@@ -135,25 +128,21 @@ def write(
     parts.append(markdown_table(*table(rows, experiment.reference)))
     if fits:
         laws = [
-            [fit["family"], " and ".join(fit["over"]), str(fit["points"])]
-            + [with_interval(fit.get(name), ".3f") for name in ("E", "alpha", "beta")]
-            for fit in fits
+            [family, str(fit["points"]), *(with_interval(fit[k], ".3f") for k in ("E", "alpha"))]
+            for family, fit in fits.items()
         ]
-        header = ["family", "law over", "points", "E [95%]", "alpha [95%]", "beta [95%]"]
-        parts.append(markdown_table(header, laws))
+        parts.append(markdown_table(["family", "points", "E [95%]", "alpha [95%]"], laws))
     parts += [f"Edge: {line}." for line in plan.edges(rates)]
     text = "\n\n".join(part for part in parts if part)
     (plan.work / MARKDOWN).write_text(text + "\n")
-    chosen = [{"family": f, "size": s} | asdict(choice) for (f, s), choice in rates.items()]
-    data = {"experiment": asdict(experiment), "learning_rates": chosen, "points": rows}
-    shown = [{k: v for k, v in fit.items() if k != "laws"} for fit in fits]
-    data["laws"] = [fit | {"law": asdict(fit["law"])} for fit in shown]
+    laws_shown = {family: asdict(fit["law"]) for family, fit in fits.items()}
+    data = {"experiment": asdict(experiment), "points": rows, "laws": laws_shown}
     (plan.work / JSON).write_text(json.dumps(data, indent=1) + "\n")
     draw(plan, rows, fits).savefig(plan.work / PICTURE)
     return text
 
 
-def draw(plan: Plan, rows: Sequence[Mapping[str, Any]], fits: Sequence[Mapping[str, Any]]) -> Any:
+def draw(plan: Plan, rows: Sequence[Row], fits: Mapping[str, Mapping[str, Any]]) -> Any:
     """Draw the loss over FLOPs: means and ranges of seeds, and each family's law with its band.
 
     Args:
@@ -165,28 +154,19 @@ def draw(plan: Plan, rows: Sequence[Mapping[str, Any]], fits: Sequence[Mapping[s
 
     figure = new_figure(6.4, 4.4)
     axes = figure.add_subplot()
-    budgets = sorted({row["tokens_per_parameter"] for row in rows})
-    families = list(dict.fromkeys(row["family"] for row in rows if row["losses"]))
-    for place, family in enumerate(families):
+    for place, family in enumerate(dict.fromkeys(row["family"] for row in rows if row["losses"])):
         color = color_of(family, place)
-        axes.plot([], [], color=color, label=family)
-        fit = next((f for f in fits if (f["family"], f["over"]) == (family, ("FLOPs",))), None)
         own = [row for row in rows if row["family"] == family and row["losses"]]
         own.sort(key=lambda row: row["FLOPs"])
-        for marker, budget in zip(itertools.cycle("osv^D"), budgets, strict=False):
-            line = [row for row in own if row["tokens_per_parameter"] == budget]
-            xs, means = [row["FLOPs"] for row in line], [row["loss"][0] for row in line]
-            ends = [[*row["losses"].values()] for row in line]
-            axes.vlines(xs, [*map(min, ends)], [*map(max, ends)], color=color, lw=1.2)
-            axes.plot(xs, means, color=color, marker=marker, ms=4, lw=0.0 if fit else 1.0)
-        if fit is not None:
-            at = np.geomspace(own[0]["FLOPs"], own[-1]["FLOPs"], 60)[:, None]
-            band = percentiles(fit["laws"], operator.methodcaller("__call__", at))
-            axes.fill_between(at[:, 0], *band, color=color, alpha=0.2, linewidth=0)
-            axes.plot(at[:, 0], fit["law"](at), color=color, lw=1.4)
-    for marker, budget in zip(itertools.cycle("osv^D"), budgets, strict=False):
-        label = f"{budget:g} tokens per parameter"
-        axes.plot([], [], color="grey", marker=marker, ms=4, ls="none", label=label)
+        flops = np.asarray([row["FLOPs"] for row in own])
+        ends = [[*row["losses"].values()] for row in own]
+        axes.vlines(flops, [*map(min, ends)], [*map(max, ends)], color=color, lw=1.2)
+        axes.plot(flops, [row["loss"][0] for row in own], "o", color=color, ms=4, label=family)
+        if fit := fits.get(family):
+            at = np.geomspace(flops[0], flops[-1], 60)
+            low, high = percentiles(fit["laws"], methodcaller("__call__", at))
+            axes.fill_between(at, low, high, color=color, alpha=0.2, linewidth=0)
+            axes.plot(at, fit["law"](at), color=color, lw=1.4)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))

@@ -13,7 +13,7 @@ from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.loss import build_loss
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 from torchtitan_lr.optim.build import build_optimizers
-from torchtitan_lr.parallel.parallelize import parallelize_llama
+from torchtitan_lr.parallel.parallelize import PARALLELIZE, parallelize_llama
 from torchtitan_lr.parallel.pipeline.pipeline import pipeline_llama
 from torchtitan_lr.training.metrics import build_metrics_processor
 from torchtitan_lr.training.validate import build_validator
@@ -24,7 +24,7 @@ def build_train_spec(family: str) -> TrainSpec:
     return TrainSpec(
         model_cls=LlamaModel,
         model_args=FLAVORS[family],
-        parallelize_fn=parallelize_llama,
+        parallelize_fn=PARALLELIZE.get(family, parallelize_llama),
         pipelining_fn=pipeline_llama,
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from scripts.support_table import BEGIN, END, PAGE, insert
+from scripts.support_table import PAGE
 from tests.support.support_matrix import SupportMatrix, pairs, world_size
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
@@ -70,18 +70,3 @@ def test_draws_are_the_same_every_time_and_cover_every_cell_and_value():
     assert 100 < len(MATRIX.cells) < dots
     values = {item for combination in draws for item in combination.items()}
     assert values == {(axis, value) for axis in MATRIX.axes for value in MATRIX.axes[axis]}
-
-
-def test_the_usual_draws_cover_every_value():
-    values = {item for combination in MATRIX.usual_draws for item in combination.items()}
-    assert values == {(axis, value) for axis in MATRIX.axes for value in MATRIX.axes[axis]}
-    assert len(MATRIX.usual_draws) < 20
-
-
-def test_the_table_goes_between_the_markers():
-    text = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    once = insert(text, "new")
-    assert once == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
-    assert insert(once, "new") == once
-    with pytest.raises(ValueError, match="has no"):
-        insert("before\nafter\n", "new")

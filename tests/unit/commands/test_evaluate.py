@@ -154,23 +154,6 @@ def test_the_number_of_validation_is_repeated(small_library, tmp_path, capsys):
     assert whole["loss"] != pytest.approx(found["loss"], rel=1e-6)
 
 
-def test_the_validation_split_of_c4(step, tmp_path, capsys):
-    folder = tmp_path / "c4"
-    folder.mkdir()
-    parts = [("train", "train.json"), ("validation", "validation.json")]
-    files = "".join(f"  - split: {split}\n    path: {name}\n" for split, name in parts)
-    (folder / "README.md").write_text(
-        f"---\nconfigs:\n- config_name: en\n  data_files:\n{files}---\n"
-    )
-    for (_, name), texts in zip(parts, (["never read"], TEXTS[:2]), strict=True):
-        (folder / name).write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    usual = (step, "--device", "cpu", "--json", "--corpus", "c4", "--path", folder)
-    found = json.loads(command(capsys, *usual)[1])
-    total, count = by_hand(step, TEXTS[:2], 64)
-    assert found["corpus"] == "c4_validation (validation)" and found["tokens"] == count
-    assert found["loss"] == pytest.approx(total / count, rel=1e-12)
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -197,8 +180,3 @@ def test_refusals(step, tmp_path, capsys, options, line):
     status, out, err = command(capsys, step, *options)
     assert (status, out) == (2, ""), err
     assert err.startswith(f"error: {line}") and err.count("\n") == 1, err
-
-
-def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, capsys):
-    status, _, err = command(capsys, tmp_path / "a/b/step-1", "--corpus", "python_stdlib")
-    assert status == 2 and err.startswith("error: CHECKPOINT: got") and err.count("\n") == 1

@@ -72,23 +72,6 @@ def test_no_key_is_left_out():
     assert {setting.key for setting in settings if setting.is_key} == keys and len(keys) > 150
 
 
-def test_a_rank_of_the_user_is_not_the_flavors(tmp_path):
-    (tmp_path / "own.toml").write_text("[low_rank]\nrank = 48\nrank_ffn = 16\n")
-    found = shown("own.toml", "--low_rank.activation=none", "--model.vocab_size=100")
-    assert found["low_rank.rank_attention"] == (48, TOML)
-    assert found["low_rank.rank_ffn"] == (16, TOML)
-    assert found["low_rank.activation"] == ("none", LINE)
-    assert found["model.vocab_size"] == (100, LINE)
-    assert shown("own.toml", "--low_rank.rank=24")["low_rank.rank_attention"] == (24, LINE)
-
-
-def test_a_full_rank_model_takes_no_rank_from_its_flavor():
-    found = shown("debug_full")
-    assert found["low_rank.rank_attention"] == (0, DEFAULT)
-    assert found["low_rank.activation"] == ("flavor", DEFAULT)
-    assert found["model.ffn_dim"] == (344, FLAVOR)
-
-
 def test_what_the_launcher_changes_is_its_own(monkeypatch):
     monkeypatch.setenv("NGPU", "1")
     found = shown("debug_cola")
@@ -113,12 +96,3 @@ def test_what_is_shown_configures_the_same_run(name, tmp_path):
     # What the ranks here cannot run is shown too.
     if before.parallelism.tensor_parallel_degree > 4:
         assert note.startswith("note: it does not run here: parallelism.tensor_parallel_degree")
-
-
-def test_values_in_toml():
-    settings, _ = read_origins("debug_cola", ["--training.max_norm=inf", '--job.description=a"b#'])
-    lines = as_toml(settings).splitlines()
-    assert sum(line.startswith("max_norm = inf ") for line in lines) == 1
-    assert any(line.startswith('description = "a\\"b#" ') for line in lines)
-    assert any(line.startswith("# dataset_path = null ") for line in lines)
-    assert any(line.startswith("# dim = 128 ") for line in lines)

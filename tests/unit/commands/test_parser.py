@@ -37,18 +37,6 @@ def test_tables():
     assert markdown_table(["name", "n"], rows).splitlines()[1:3] == ["| --- | --- |", "| a | 1 |"]
 
 
-def test_the_help_shows_defaults():
-    parser = OneLineParser(prog="tool", description="First line.\n\n    second line")
-    parser.add_argument("--steps", type=int, default=0, help="how many")
-    parser.add_argument("--share", default="50%", help="of all")
-    parser.add_argument("--kinds", nargs="+", default=["a", "b"])
-    parser.add_argument("--json", action="store_true", help="print data")
-    shown = parser.format_help()
-    for text in ("how many (default: 0)", "of all (default: 50%)", "(default: a b)"):
-        assert text in shown
-    assert shown.count("default: ") == 3 and "\n    second line\n" in shown
-
-
 def test_overrides_stand_among_the_arguments(capsys):
     parser = OneLineParser(prog="tool")
     parser.add_argument("config")

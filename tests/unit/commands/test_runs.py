@@ -13,8 +13,6 @@ from torchtitan_lr.launch.run_state import (
     FINISHED,
     RUNNING,
     STOPPED,
-    is_held,
-    read_state,
     write_state,
 )
 
@@ -117,26 +115,6 @@ def test_refusals(tmp_path, capsys, arguments, status, told):
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith(told.format(tmp_path))
     assert len(said.err.splitlines()) == 1
-
-
-def test_looking_keeps_no_lock(tmp_path):
-    assert not is_held(tmp_path / "none")
-    (tmp_path / LOCK_FILE).write_text("")
-    assert not is_held(tmp_path)
-    with locked(str(tmp_path)):
-        assert is_held(tmp_path)
-    assert not is_held(tmp_path)
-
-
-def test_a_record_that_cannot_be_read_or_written(tmp_path):
-    write_state(tmp_path / "none", FINISHED)  # no folder: nothing is created
-    assert not (tmp_path / "none").exists() and read_state(tmp_path / "none") is None
-    for text in ("{", "[]", '{"why": ""}'):
-        (tmp_path / "run_state.json").write_text(text)
-        assert read_state(tmp_path) is None
-    write_state(tmp_path, STOPPED, "SIGTERM after step 3")
-    assert read_state(tmp_path)["why"] == "SIGTERM after step 3"
-    assert [path.name for path in tmp_path.iterdir()] == ["run_state.json"]
 
 
 def test_a_run_of_replicas_runs_as_long_as_one_does(tmp_path, capsys):

@@ -1,14 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The tokenizer script: deterministic, the size asked for, both formats the same merges."""
 
-import json
-
 import pytest
 from tiktoken.load import load_tiktoken_bpe
 from torchtitan.config import JobConfig
 
 from tests.commands import Command
-from torchtitan_lr.data.tokenizer import build_tokenizer, resolve_assets_path
+from torchtitan_lr.data.tokenizer import build_tokenizer
 
 WORDS = "the low rank model reads what it is given, and writes what it has read; "
 
@@ -46,16 +44,6 @@ def test_size_special_tokens_and_round_trip(text, tmp_path):
     assert trained < len(WORDS) / 2  # negative control: bytes alone would give len(WORDS)
 
 
-def test_rerun_gives_the_same_files(text, tmp_path):
-    for name in ("a", "b"):
-        train(text, tmp_path / name, "--vocab_size", "600")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    train(text, tmp_path / "c", "--vocab_size", "601")
-    different = (tmp_path / "c" / "tokenizer.json").read_bytes()
-    assert different != (tmp_path / "a" / "tokenizer.json").read_bytes()
-
-
 def test_formats_agree(text, tmp_path):
     """Both give the same pieces of text; ids differ by the place of the special tokens."""
     train(text, tmp_path / "hf", "--vocab_size", str(600 + 2))
@@ -71,14 +59,6 @@ def test_formats_agree(text, tmp_path):
     assert len(loaded) == 600
 
 
-def test_shipped_settings():
-    data = json.loads(
-        (resolve_assets_path("torchtitan_lr/data/assets/bpe4k") / "tokenizer.json").read_text()
-    )
-    assert len(data["model"]["vocab"]) == 4096
-    assert [token["id"] for token in data["added_tokens"]] == [0, 1]
-
-
 @pytest.mark.parametrize(
     ("size", "part"), [("200", "at least 259"), ("60000", "at most"), ("9" * 9, "at most 1000000")]
 )
@@ -87,19 +67,6 @@ def test_sizes_that_cannot_be(text, tmp_path, capsys, size, part):
     message = capsys.readouterr().err
     assert f"--vocab_size: got {size}, expected {part}" in message
     assert message.count("\n") == 1 and not (tmp_path / "out").exists()
-
-
-def test_missing_corpus(tmp_path, capsys):
-    assert train(tmp_path / "none.txt", tmp_path / "out") == 2
-    assert "none.txt" in capsys.readouterr().err
-
-
-def test_out_that_is_a_file_is_refused_before_training(text, tmp_path, capsys):
-    for out in (text, text / "below", tmp_path / ("x" * 300)):
-        assert train(text, out, "--vocab_size", "600") == 2
-        message = capsys.readouterr().err
-        assert message.startswith("error: --out: got ") and message.count("\n") == 1
-    assert text.read_text().startswith("the")
 
 
 def test_wrong_arguments_are_told_in_one_line(text, tmp_path, capsys):

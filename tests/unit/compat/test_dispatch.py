@@ -7,7 +7,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.unit.compat.doors import changed
 from torchtitan_lr.compat import autograd, dispatch, fake
-from torchtitan_lr.compat.names import clean_name
 
 
 def test_autograd_says_whether_backward_runs_and_which_node():
@@ -42,15 +41,6 @@ def test_autograd_the_wrapper_of_checkpointed_modules():
     compiled = nn.Sequential(torch.compile(wrapper))
     assert autograd.checkpointed_modules(compiled) == [], changed(
         "OptimizedModule._orig_mod", "autograd.checkpointed_modules"
-    )
-
-
-def test_names_lose_what_wrappers_put_into_them():
-    model = nn.Sequential(torch.compile(autograd.checkpoint_wrapper(nn.Linear(1, 1))))
-    names = [name for name, _ in nn.Module.named_parameters(model)]
-    assert any("_orig_mod" in name for name in names)
-    assert {clean_name(name) for name in names} == {"0.weight", "0.bias"}, changed(
-        f"names in a parameter's path: {names}", "names.clean_name"
     )
 
 

@@ -95,11 +95,6 @@ def test_sparsity_reaches_theta_exactly(theta, m):
         assert 1 - kept / m >= theta - 1e-12
 
 
-def test_equal_magnitudes_are_cut_at_theta_too():
-    positions, _ = largest(torch.ones(2, 1000), 0.9)
-    assert positions.shape == (2, 100)
-
-
 def test_a_dropped_residual_is_noticed(monkeypatch):
     monkeypatch.setattr(
         "torchtitan_lr.compression.codecs.sparse.left_over", lambda rows, *_: torch.zeros_like(rows)
@@ -190,14 +185,6 @@ def test_a_summed_one_bit_index_is_right_where_no_ranks_overlap():
     assert all(count["collisions"] == 0 for count in counts)
 
 
-def test_the_first_entry_is_the_lowest_bit():
-    """Bytes written by hand: ranks of another version must read them alike."""
-    mask = torch.tensor([1, 1, 0, 0, 0, 0, 0, 1, 0, 1], dtype=torch.bool)
-    assert bitmap.pack(mask).tolist() == [0b10000011, 0b10]
-    packed = torch.tensor([0b01000001, 0b1], dtype=torch.uint8)
-    assert bitmap.unpack(packed, 9).nonzero().flatten().tolist() == [0, 6, 8]
-
-
 def test_zeros_have_no_place_in_the_exact_index():
     """As an embedding's gradient has them: the tokens that did not occur."""
     generator = torch.Generator().manual_seed(0)
@@ -246,23 +233,6 @@ def test_the_shorter_way_of_a_cpu_gives_the_same_bits(load, dtype):
         assert torch.equal(remains, stuck) and torch.equal(found, shorter)
         assert not found[-7:].any() and not remains[-7:].any()
     assert remains.any() == (load > 0.9)
-
-
-def test_hashes_spread_evenly_and_change_with_the_seed():
-    n, row = 200_000, 1000
-    cells, negative = hashing.cells_and_signs(torch.arange(n), row, 7)
-    for r in range(3):
-        load = torch.bincount(cells[r] - r * row, minlength=row).double()
-        assert len(load) == row
-        # Variance of a binomial is its mean; 1000 cells tell it to about 5%.
-        assert load.var().item() == pytest.approx(n / row, rel=0.25)
-        assert negative[r].double().mean().item() == pytest.approx(0.5, abs=0.01)
-    other, _ = hashing.cells_and_signs(torch.arange(n), row, 8)
-    assert (other == cells).double().mean() < 0.01
-    pairs = cells[0] * row + cells[1] - row
-    assert torch.bincount(pairs).double().var().item() == pytest.approx(n / row**2, rel=0.25)
-    seeds = {hashing.step_seed(s, u, t) for s in (0, 1) for u in ("a", "b") for t in range(50)}
-    assert len(seeds) == 200
 
 
 def test_a_gradient_that_is_not_finite_is_sent():

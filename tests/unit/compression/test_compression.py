@@ -7,25 +7,18 @@ from torchtitan_lr.compression.codecs import SketchCodec, codec_bits, unit_codec
 from torchtitan_lr.compression.peeling import (
     load_limit,
     peels,
-    sketch_row,
     smallest_theta,
     unit_load,
 )
 from torchtitan_lr.compression.sizes import (
     LEVELS,
     CodecSizes,
-    candidates,
-    kept_entries,
 )
 from torchtitan_lr.formulas.compression import (
     Exchange,
     all_reduce_traffic,
-    can_be_decoded,
     reduce_scatter_traffic,
     replicated,
-    returned_entries,
-    sent_entries,
-    sketch_cells,
     verdict_bytes,
 )
 
@@ -100,15 +93,6 @@ def test_the_smallest_theta_passes_and_none_below_it(c, ranks):
     assert theta == round(theta, 4 if theta < 0.998 else 12)
 
 
-def test_known_smallest_thetas():
-    assert smallest_theta(2, 2) == 0.7906
-    assert smallest_theta(4, 2) == 0.9014
-    assert smallest_theta(10, 8) == 0.9904
-    # √(1 − 0.75/3) = 0.86602 and (1 − 0.75/10)^(1/4) = 0.98070, rounded up
-    assert smallest_theta(3, 2) == 0.8661
-    assert smallest_theta(10, 4) == 0.9807
-
-
 def unpeeled(m, codec, ranks, trials=4):
     """Share of the sent entries that owners cannot decode, of random gradients."""
     generator = torch.Generator().manual_seed(m)
@@ -123,26 +107,6 @@ def unpeeled(m, codec, ranks, trials=4):
 
 AUTO8 = CodecSizes("sketch", 10, smallest_theta(10, 8))
 """Just peels on eight ranks, where a unit is large."""
-
-
-def test_whole_entries_and_cells_decide():
-    """Of 16 entries each of 8 ranks sends one, not .15, to 3 cells, not 1.6."""
-    assert peels(AUTO8.c, AUTO8.theta, 8)
-    assert unit_load(16, AUTO8.c, AUTO8.theta, 8) == pytest.approx(16 * (1 - (15 / 16) ** 8) / 3)
-    assert unit_load(10**6, AUTO8.c, AUTO8.theta, 8) == pytest.approx(
-        10 * (1 - 0.9904**8), rel=1e-3
-    )
-    assert unit_codec(AUTO8, 10**6, 8, False) == AUTO8
-    for small in (1, 16, 64):
-        assert unit_codec(AUTO8, small, 8, False) == CodecSizes("dense")
-    # Of an all-reduced shard each rank owns one part.
-    assert unit_codec(AUTO8, 64 * 8, 8, True) == CodecSizes("dense")
-    assert unit_codec(AUTO8, 2500, 8, False) == AUTO8
-    assert unit_codec(AUTO8, 2500, 8, True) == CodecSizes("dense")
-    sparse = CodecSizes("sparse", 1, 0.99)
-    assert unit_codec(sparse, 16, 8, False) == sparse
-    assert can_be_decoded(sparse, 16, 8) and can_be_decoded(AUTO8, 2500, 8)
-    assert not any(can_be_decoded(AUTO8, small, 8) for small in (1, 16, 64))
 
 
 def test_small_units_do_not_peel_where_large_ones_do():
@@ -162,21 +126,3 @@ def test_accepted_units_peel(c, ranks):
         assert unit_load(m, c, theta, ranks) <= load_limit(m, c) <= 0.75
         # 4 to 9% in the mean of many trials, of which a small sketch needs more to show it.
         assert unpeeled(m, codec, ranks, trials=4 if m > 100 else 40) < 0.15
-
-
-@pytest.mark.parametrize("entries", [kept_entries, sent_entries], ids=["codec", "formula"])
-def test_counts_are_exact_where_floating_point_is_not(entries):
-    assert entries(10, 0.9) == 1
-    assert entries(1000, 0.8) == 200
-    assert entries(8000, 0.9875) == 100
-    assert entries(5, 0.9875) == 1
-    assert entries(7, 0.0) == 7
-    assert entries(300, 0.81) == 57  # 0.81·300 is 243.00000000000003
-    assert entries(1000, 0.9875) == 12  # 987.5 are left out at least
-
-
-def test_known_sizes_of_a_row():
-    assert candidates(4, 100, 0.8) == 80 and candidates(8, 100, 0.8) == 100
-    assert returned_entries(4, 100, 0.8) == 80 and returned_entries(8, 100, 0.8) == 100
-    assert sketch_row(3001, 10) == 101 and sketch_row(1, 10) == 1
-    assert sketch_cells(3001, 10) == 303 and sketch_cells(1, 10) == 3

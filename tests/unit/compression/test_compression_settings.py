@@ -3,9 +3,7 @@ import pytest
 import torch
 
 from torchtitan_lr.compression.settings import (
-    compresses,
     compression_settings,
-    exchanging_ranks,
     is_compressed,
 )
 from torchtitan_lr.config.build import build_job_config
@@ -40,23 +38,6 @@ def test_all_but_the_small():
     assert chosen(min_size=1) == SIZES.keys()
 
 
-def test_non_attention_keeps_the_output_projection():
-    assert chosen() - chosen(layers="non_attention") == {
-        "layers.0.attention.wq.weight",
-        "layers.0.attention.wk.A.weight",
-        "layers.0.attention.wv.B.weight",
-    }
-
-
-def test_patterns():
-    patterns = ["layers.*.feed_forward.*", "output.*"]
-    assert chosen(layers="patterns", patterns=patterns) == {
-        "layers.0.feed_forward.w1.weight",
-        "layers.1.feed_forward.w1.weight",
-        "output.weight",
-    }
-
-
 @pytest.mark.parametrize(
     ("ranks", "auto", "theta"), [(4, False, 0.9875), (4, True, 0.9875), (8, True, 0.9904)]
 )
@@ -71,13 +52,6 @@ def test_levels_override_c_and_theta_and_custom_does_not():
     custom = settings(2, level="custom", c=1.0, theta=0.5, residual_dtype="bfloat16")
     assert (custom.codec.c, custom.codec.theta) == (1.0, 0.5)
     assert custom.residual_dtype == torch.bfloat16
-
-
-def test_the_dimension_that_is_exchanged():
-    config = build_job_config(["--parallelism.tensor_parallel_degree=2"])
-    assert not compresses(config) and exchanging_ranks(config, 8) == 4
-    config.parallelism.data_parallel_replicate_degree = 2
-    assert exchanging_ranks(config, 8) == 2
 
 
 @pytest.mark.parametrize(

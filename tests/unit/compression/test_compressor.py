@@ -8,8 +8,6 @@ import torch.distributed as dist
 from torchtitan_lr.compression.compressor import (
     Compressor,
     Span,
-    join_spans,
-    split_spans,
 )
 from torchtitan_lr.compression.sizes import CodecSizes
 
@@ -19,17 +17,6 @@ SPANS = [Span(3, True), Span(2, False), Span(4, True), Span(1, False)]
 def compressor(sizes, ranks=4, **options):
     group = SimpleNamespace(size=lambda: ranks)
     return Compressor("unit", sizes, SPANS, group, torch.device("cpu"), **options)
-
-
-def test_spans_come_apart_and_together():
-    flat = torch.arange(20.0).view(2, 10)
-    chosen, others = split_spans(flat, SPANS)
-    assert chosen[0].tolist() == [0, 1, 2, 5, 6, 7, 8] and others[0].tolist() == [3, 4, 9]
-    out = torch.empty(2, 10)
-    join_spans(chosen, others, SPANS, out)
-    assert torch.equal(out, flat)
-    chosen.zero_()
-    assert flat[0, 1] == 1  # a copy: FSDP's buffer stays as it is
 
 
 @pytest.mark.parametrize(("all_reduce", "bits"), [(False, 4.2), (True, 6.0)])
@@ -117,14 +104,3 @@ def test_the_device_commits_as_the_host_does(one_rank):
         on_host.commit()
         on_device.commit(torch.zeros(()))
         assert on_host.residual.any() and torch.equal(on_host.residual, on_device.residual)
-
-
-def test_exchanges_of_one_step_build_on_each_other(one_rank):
-    sizes, device = CodecSizes("sketch", 4, 0.9), torch.device("cpu")
-    own = Compressor("u", sizes, [Span(200, True)], one_rank, device, revocable=True)
-    plain = Compressor("u", sizes, [Span(200, True)], one_rank, device)
-    for seed in range(3):
-        assert torch.equal(exchange_once(own, seed), exchange_once(plain, seed))
-    assert not own.residual.any()
-    own.commit()
-    assert torch.equal(own.residual, plain.residual)

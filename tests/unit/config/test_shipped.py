@@ -6,7 +6,7 @@ import pytest
 from tests.commands import ROOT
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import load_toml
-from torchtitan_lr.config.shipped import find_config, near_configs, shipped_configs
+from torchtitan_lr.config.shipped import find_config, near_configs
 from torchtitan_lr.errors import ConfigError
 
 SHIPPED = str(ROOT / "train_configs" / "debug_cola.toml")
@@ -27,11 +27,6 @@ def elsewhere(monkeypatch, tmp_path):
 )
 def test_a_name_is_found_from_any_folder(elsewhere, text):
     assert find_config(text) == SHIPPED
-
-
-@pytest.mark.parametrize("text", ["other/debug_cola.toml", "/debug_cola", "debug", "", "a" * 5000])
-def test_other_paths_stay(elsewhere, text):
-    assert find_config(text) == text
 
 
 def test_the_own_file_comes_first(elsewhere):
@@ -57,8 +52,3 @@ def test_a_wrong_name_is_refused_with_near_ones(elsewhere):
     with pytest.raises(ConfigError) as info:
         load_toml("zzzz")
     assert "did you mean" not in str(info.value) and near_configs("zzzz") == ""
-
-
-def test_every_shipped_file_has_a_name():
-    files = sorted((ROOT / "train_configs").glob("*.toml"))
-    assert list(shipped_configs().values()) == files and len(files) > 20

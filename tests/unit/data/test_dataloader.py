@@ -11,7 +11,6 @@ from torchtitan.config import JobConfig
 
 from torchtitan_lr.data import local_corpus
 from torchtitan_lr.data.dataloader import build_dataloader
-from torchtitan_lr.data.local_corpus import LocalCorpus
 from torchtitan_lr.data.stripes import stripe_block
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
@@ -114,27 +113,6 @@ def test_stdlib_rows_are_packed_as_torchtitan_packs(tokenizer, monkeypatch):
             assert torch.equal(batches[1, step, row], labels)
 
 
-def test_labels_are_the_next_tokens_and_ids_fit(tokenizer):
-    inputs, labels = steps(build(tokenizer, 1, ROWS), ROWS, 10)
-    assert torch.equal(inputs[..., 1:], labels[..., :-1])
-    assert int(inputs.min()) >= 0 and int(inputs.max()) < tokenizer.get_vocab_size()
-    assert (inputs[0, :, 0] == tokenizer.bos_id).all()
-
-
-def test_every_document_comes_again_after_the_corpus_ends(tokenizer, text):
-    """Endless: far more tokens than the corpus has, and each stripe meets all of it."""
-    loaders = build(tokenizer, 1, ROWS, text)
-    inputs, labels = steps(loaders, ROWS, 400)
-    windows = torch.cat([inputs, labels[..., -1:]], -1)
-    for row in (0, 3, 7):
-        seen = tokenizer.decode(windows[:, row].flatten().tolist())
-        # Whatever the blocks, a line stays in one piece; the corpus is smaller than the rows read.
-        held_out = [i for i in range(19) if f"file {i} line 4 " not in seen]
-        validation = "".join(LocalCorpus(text, "k", split="validation"))
-        assert held_out == [i for i in range(19) if f"file {i} line 4 " in validation]
-        assert 1 <= len(held_out) < 6
-
-
 FEW = [(4, 1), (2, 4), (8, 1)]
 MANY = [*FEW, (4, 2), (2, 1), (1, 8), (1, 2)]
 
@@ -159,19 +137,6 @@ def test_resume_at_any_split_through_a_real_checkpoint(
             dcp.load({"dataloader": loader}, checkpoint_id=str(tmp_path / "ckpt"))
             assert loader.state_dict()["sample_index"] == done * ROWS
         assert torch.equal(steps(loaders, local_batch, 30), expected)
-
-
-def test_chained_reshards_continue(tokenizer, text):
-    expected = steps(build(tokenizer, 1, ROWS, text), ROWS, 30)
-    parts, state = [], {}
-    for dp, local_batch in [(4, 2), (2, 2), (1, 4)]:
-        loaders = build(tokenizer, dp, local_batch, text)
-        for loader in loaders:
-            loader.load_state_dict(state)
-        parts.append(steps(loaders, local_batch, 10))
-        state = union(loaders)
-    assert torch.equal(torch.cat(parts, 1), expected)
-    assert state["sample_index"] == 30 * ROWS
 
 
 def test_resume_between_micro_batches(tokenizer, text):
@@ -211,21 +176,10 @@ def test_a_tampered_position_gives_other_batches(tokenizer, tampered):
     assert torch.equal(got[:, :, others], expected[:, :, others])
 
 
-def test_a_rank_stores_only_its_stripes(tokenizer):
-    for rank, loader in enumerate(build(tokenizer, 4, 1)):
-        stripes = {key for key in loader.state_dict() if key.startswith("lane_")}
-        assert stripes == {f"lane_{rank}", f"lane_{rank + 4}"}
-
-
 def test_one_pass_ends(tokenizer, text):
     loader = build(tokenizer, 1, ROWS, text, infinite=False)[0]
     inputs = [batch[0]["input"] for batch in loader]
     assert 0 < len(inputs) < 100
-
-
-def test_default_global_batch_size(tokenizer):
-    loader = build(tokenizer, 2, 3, rows=-1)[0]
-    assert loader.state_dict()["global_batch_size"] == 6
 
 
 @pytest.mark.parametrize("rows", [4, 16])
@@ -298,23 +252,6 @@ def test_a_changed_corpus_goes_on_where_it_is_allowed(tokenizer, tmp_path):
     with pytest.raises(ConfigError) as error:
         changed(None)
     assert "allow_changed_corpus" not in str(error.value)
-
-
-def test_a_position_beyond_a_changed_document_is_its_end(tokenizer, tmp_path):
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for i in range(8):
-        (folder / f"{i}.txt").write_text(f"text {i} " * 400)
-    loader = build(tokenizer, 1, 1, str(folder), rows=1)[0]
-    steps([loader], 1, 3, rows=1)
-    state = loader.state_dict()
-    for i in range(8):
-        (folder / f"{i}.txt").write_text(f"text {i} ")
-    job = config(1, str(folder), rows=1)
-    job.training.allow_changed_corpus = True
-    loader = build_dataloader(dp_world_size=1, dp_rank=0, tokenizer=tokenizer, job_config=job)
-    loader.load_state_dict(state)
-    steps([loader], 1, 2, rows=1)
 
 
 def test_skipped_records_are_part_of_the_position(tokenizer, tmp_path, monkeypatch):

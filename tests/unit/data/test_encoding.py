@@ -39,27 +39,9 @@ def test_hugging_face(add):
     assert (together(tokenizer)[0] == []) == (add == "none")
 
 
-def test_a_tokenizer_that_pads_pads_no_document_to_another():
-    tokenizer = HuggingFaceTokenizer(ASSETS)
-    tokenizer.tokenizer.enable_padding(pad_id=3)
-    assert together(tokenizer) == alone(tokenizer)
-    # Negative control: one batch would have been padded.
-    assert len({len(found.ids) for found in tokenizer.tokenizer.encode_batch(TEXTS)}) == 1
-
-
 def test_tiktoken(tmp_path):
     tokenizer = TiktokenTokenizer(tiktoken_file(tmp_path))
     assert together(tokenizer) == alone(tokenizer)
-
-
-def test_another_encode_is_respected():
-    class Reversed(HuggingFaceTokenizer):
-        def encode(self, *args, **kwargs):
-            return super().encode(*args, **kwargs)[::-1]
-
-    tokenizer = Reversed(ASSETS)
-    assert together(tokenizer) == alone(tokenizer) != alone(HuggingFaceTokenizer(ASSETS))
-    assert tokenizer_identity(tokenizer) is None
 
 
 def test_identity_follows_all_that_determines_the_ids(tmp_path):

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from torchtitan_lr.data import held_out, local_corpus
-from torchtitan_lr.data.held_out import USUAL_LIMIT, document_hash, small_limit
+from torchtitan_lr.data import local_corpus
+from torchtitan_lr.data.held_out import document_hash
 from torchtitan_lr.data.local_corpus import LocalCorpus
 
 KEY = "training.dataset_path"
@@ -72,41 +72,3 @@ def test_a_small_corpus_holds_something_out(tmp_path, n):
     train, held = halves(write(tmp_path / "corpus", "jsonl", texts))
     assert len(train) + len(held) == n
     assert len(held) == max(1, -(-n // 10))
-
-
-def test_one_text_is_cut_into_pieces_of_lines(tmp_path):
-    """Each line is on one side, and every batch cuts the same pieces."""
-    text = "".join(f"line {i} {'word ' * (i % 20)}\n" for i in range(6000))
-    (tmp_path / "a.txt").write_text(text)
-    (tmp_path / "b.txt").write_text("small\n")
-    train, held = halves(str(tmp_path))
-    lines = {"small\n", *text.splitlines(keepends=True)}
-    sides = [
-        [line for part in half for line in part.splitlines(keepends=True)] for half in (train, held)
-    ]
-    assert sorted(sides[0] + sides[1]) == sorted(lines)
-    assert 16 << 10 <= len("".join(held)) <= 24 << 10
-    for rows in ROWS:
-        again = halves(str(tmp_path), rows)
-        assert ["".join(half) for half in again] == ["".join(train), "".join(held)]
-        # What is held out between two lines does not join them.
-        assert all(document in text or document == "small\n" for half in again for document in half)
-
-
-def test_the_fingerprint_says_what_is_held_out(tmp_path):
-    path = write(tmp_path / "corpus", "jsonl", documents(20))
-    whole, train = (LocalCorpus(path, KEY, split=split) for split in ("all", "train"))
-    assert train.fingerprint() == f"{whole.fingerprint()} held_out=1/200"
-
-
-def test_limit_of_known_hashes():
-    assert small_limit([]) == small_limit([(5, 100), (5, 100)]) == 0
-    assert small_limit([(7, 100), (5, 100)]) == 7
-    top = 1 << 63
-    # A tenth of the bytes, in the order of the hashes.
-    assert small_limit([(top + i, 10) for i in range(100)]) == top + 10
-    # No more than is enough, where a tenth is more.
-    assert small_limit([(top + i, held_out.ENOUGH_BYTES) for i in range(100)]) == top + 1
-    # No fewer than in a large corpus.
-    many = [(USUAL_LIMIT - 50 + i, 1 << 20) for i in range(100)]
-    assert small_limit(many) == USUAL_LIMIT

@@ -88,18 +88,6 @@ def test_resume_at_any_split(tokenizer, tmp_path, streaming):
     assert not torch.equal(steps(other, ROWS, 23), expected[:, 17:])  # without the position
 
 
-def test_c4_is_a_case_of_it(tokenizer, c4):
-    """Batches of c4 and of the same files by name are equal."""
-    job = config(c4, True, hf_name="en", hf_held_out="validation", text_column="text")
-    named = config(c4, True)
-    named.training.dataset = "c4"
-    batches = [steps(build(tokenizer, 1, one), ROWS, 10) for one in (job, named)]
-    assert torch.equal(*batches)
-    job.validation.dataset, job.validation.dataset_path = "training", None
-    held = list(validation_source(job).open())
-    assert len(held) == 30 and all(text.startswith("held out") for text in held)
-
-
 def test_what_does_not_work_is_refused(tmp_path):
     path = write(tmp_path / "data", "jsonl")
 
@@ -124,10 +112,3 @@ def test_what_does_not_work_is_refused(tmp_path):
     job = config(path, False, text_column="id")
     with pytest.raises(DataError, match=r"training\.text_column: got 'id', expected a column of"):
         next(iter(training_source(job).open()))
-
-
-def test_an_empty_dataset_is_refused(tmp_path):
-    datasets.Dataset.from_dict({"text": []}).save_to_disk(str(tmp_path / "saved"))
-    job = config(str(tmp_path / "saved"), False, text_column="text")
-    with pytest.raises(ConfigError, match=r"training\.dataset: got 'hf', expected a dataset"):
-        training_source(job).open()

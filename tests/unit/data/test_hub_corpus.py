@@ -10,7 +10,6 @@ from torchtitan.config import JobConfig
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.hub_corpus import HubCorpus
 from torchtitan_lr.data.tokenizer import build_tokenizer
-from torchtitan_lr.data.validation import build_validation_set
 from torchtitan_lr.errors import ConfigError, DataError
 
 SHARDS, DOCUMENTS, SEQ = 6, 11, 32
@@ -72,19 +71,6 @@ def steps(loaders, local_batch, rows, n):
     return torch.cat(labels).unflatten(0, (n, rows))
 
 
-def test_documents_and_stripes(c4):
-    corpus = HubCorpus("c4", c4, "training")
-    everything = [document(s, i) for s in range(SHARDS) for i in range(DOCUMENTS)]
-    assert list(corpus) == everything
-    assert [corpus.num_stripes(rows) for rows in (1, 4, 5, 6, 8, 12, 7)] == [1, 4, 5, 6, 4, 6, 1]
-    seen = []
-    for stripe in range(4):  # six shards over four stripes: uneven, nothing lost
-        stream = corpus.stream(stripe, 4, infinite=False)
-        while (found := stream.next_document()) is not None:
-            seen.append(found[1])
-    assert seen == everything
-
-
 def test_every_document_position_resumes(c4):
     corpus = HubCorpus("c4", c4, "training")
     stream = corpus.stream(1, 3, infinite=True)
@@ -134,17 +120,6 @@ def test_a_split_that_tears_a_stripe_apart_is_refused(c4, tokenizer):
         build(c4, tokenizer, 4, 1, 12)
 
 
-def test_validation_split(c4, tokenizer):
-    job = JobConfig()
-    job.validation.dataset, job.validation.dataset_path = "c4_validation", c4
-    job.validation.seq_len, job.validation.local_batch_size = SEQ, 2
-    sets = [build_validation_set(job, 3, rank, tokenizer) for rank in range(3)]
-    held = (f"held out {i} " * 20 for i in range(30))
-    tokens = sum(len(tokenizer.encode(text, add_bos=True, add_eos=True)) for text in held)
-    assert sets[0].num_tokens == tokens // (SEQ + 1) * SEQ
-    assert len({len(list(one)) for one in sets}) == 1
-
-
 def test_a_shard_that_breaks_off_is_a_data_error(tmp_path):
     (tmp_path / "README.md").write_text(README)
     good = json.dumps({"text": "a document", "url": "u"})
@@ -157,11 +132,3 @@ def test_a_shard_that_breaks_off_is_a_data_error(tmp_path):
         stream.next_document()
     text = str(error.value)
     assert text.startswith("training.dataset: got 'c4'") and "\n" not in text
-
-
-def test_what_does_not_open_is_refused(tmp_path):
-    with pytest.raises(ConfigError) as error:
-        HubCorpus("c4", str(tmp_path), "training")
-    text = str(error.value)
-    assert text.startswith("training.dataset: got 'c4'") and "\n" not in text
-    assert "training.dataset_path" in text

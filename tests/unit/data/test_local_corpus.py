@@ -75,25 +75,6 @@ def test_a_reader_without_the_seam_rule_loses_or_repeats_lines(tmp_path, monkeyp
     assert "".join(LocalCorpus(str(tmp_path), KEY)) != "\n".join(TEXTS)
 
 
-def test_kinds_mix_in_path_order(tmp_path):
-    (tmp_path / "sub").mkdir()
-    write_jsonl(tmp_path / "b.jsonl", ["two"])
-    (tmp_path / "a.txt").write_text("one")
-    pq.write_table(pa.table({"text": ["three"]}), tmp_path / "sub" / "c.parquet")
-    (tmp_path / "ignored.csv").write_text("no")
-    assert list(LocalCorpus(str(tmp_path), KEY)) == ["one", "two", "three"]
-    assert list(LocalCorpus(str(tmp_path / "**" / "*.parquet"), KEY)) == ["three"]
-    assert list(LocalCorpus(str(tmp_path / "a.txt"), KEY)) == ["one"]
-
-
-def test_each_stripe_gets_four_blocks_where_there_is_text_enough(tmp_path):
-    (tmp_path / "a.txt").write_text("some words\n" * 30_000)
-    assert LocalCorpus(str(tmp_path), KEY).num_blocks == 1
-    assert LocalCorpus(str(tmp_path), KEY, rows=32).num_blocks >= 4 * 32
-    few = LocalCorpus(str(tmp_path), KEY, rows=10_000)
-    assert few.block_bytes == local_corpus.MIN_BLOCK_BYTES
-
-
 def test_fingerprint_knows_the_files_but_not_where_they_lie(tmp_path):
     for folder in ("here", "there"):
         (tmp_path / folder).mkdir()
@@ -114,12 +95,6 @@ def test_a_bad_line_is_named(tmp_path, bad):
         list(LocalCorpus(str(tmp_path), KEY))
     text = str(error.value)
     assert KEY in text and "a.jsonl:4" in text and "\n" not in text
-
-
-def test_bad_utf8_in_jsonl_is_named(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n{"text": "\xff"}\n')
-    with pytest.raises(ConfigError, match=r"a\.jsonl:2"):
-        list(LocalCorpus(str(tmp_path), KEY))
 
 
 def test_bad_parquet_is_named(tmp_path):
@@ -154,21 +129,3 @@ def test_damaged_parquet_is_named(tmp_path):
     for name in ("bad", "short"):
         with pytest.raises(ConfigError, match=rf"{name}\.parquet.*intact parquet"):
             list(LocalCorpus(str(tmp_path / f"{name}.parquet"), KEY))
-
-
-def test_half_a_surrogate_pair_is_replaced(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a \\ud800 b"}\n{"text": "\\ud83d\\ude00"}\n')
-    documents = list(LocalCorpus(str(tmp_path), KEY))
-    assert documents == ["a ? b", "\U0001f600"]
-
-
-def test_deep_json_is_named(tmp_path):
-    (tmp_path / "a.jsonl").write_text("[" * 200_000 + "\n")
-    with pytest.raises(ConfigError, match=r"a\.jsonl:1"):
-        list(LocalCorpus(str(tmp_path), KEY))
-
-
-@pytest.mark.parametrize("path", ["~nosuchuser/x", "x" * 300, "a\0b"])
-def test_impossible_paths(path):
-    with pytest.raises(ConfigError, match=r"^training.dataset_path: got .*a path to use here"):
-        LocalCorpus(path, KEY)

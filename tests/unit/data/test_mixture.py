@@ -13,7 +13,6 @@ from tests.unit.data.test_order import build, options
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data.checks import check_corpus, check_sequences
 from torchtitan_lr.data.corpora import training_source, validation_source
-from torchtitan_lr.data.mixture import MixedStripe
 from torchtitan_lr.data.validation import build_validation_set
 from torchtitan_lr.errors import ConfigError
 
@@ -97,27 +96,6 @@ def test_a_position_of_one_part_matters(tokenizer, entries):
         assert not torch.equal(steps([again], ROWS, 9), expected)
 
 
-def test_several_rows_of_a_stripe():
-    """Their windows are those that the rows would take alone."""
-
-    class Named:
-        def __init__(self, name):
-            self.name, self.count = name, 0
-
-        def take(self, windows):
-            self.count += 1
-            return np.full((1, 3), self.name * 1000 + self.count)
-
-    class Halves:
-        def choose(self, step, rows, seed):
-            return (rows + step) % 2
-
-    stripe = MixedStripe(Halves(), [Named(0), Named(1)], range(2, 5), 0)
-    found = [stripe.take(2)[:, 0].tolist() for _ in range(3)]
-    assert [[n // 1000 for n in pair] for pair in found] == [[0, 1], [0, 1], [0, 1]]
-    assert [n for pair in found for n in pair] == [1, 1001, 2, 1002, 3, 1003]
-
-
 def test_held_out_parts_are_validated_and_checked(tokenizer, entries):
     config = build_job_config(["--validation.enable"])
     config.training.mixture = entries
@@ -149,16 +127,3 @@ def test_bad_entries_are_refused(entries, change, message):
     with pytest.raises(ConfigError) as error:
         check_corpus(config)
     assert message in str(error.value) and "\n" not in str(error.value)
-
-
-def test_it_is_read_from_toml(tmp_path, entries):
-    lines = ["[training]"]
-    for entry in entries:
-        lines += ["[[training.mixture]]", *(f"{k} = {v!r}" for k, v in entry.items())]
-    (tmp_path / "a.toml").write_text("\n".join(lines))
-    config = build_job_config(["--job.config_file", str(tmp_path / "a.toml")])
-    assert config.training.mixture == entries
-    assert training_source(config).weights == pytest.approx([0.6, 0.3, 0.1])
-    with pytest.raises(ConfigError, match=r"training\.dataset_path: .* no path beside"):
-        config.training.dataset_path = "x"
-        training_source(config)

@@ -3,20 +3,17 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 
 from tests.unit.data.test_dataloader import ROWS, SEQ, SPLITS, config, steps, union
 from tests.unit.data.test_dataloader import text as text
 from tests.unit.data.test_dataloader import tokenizer as tokenizer
-from tests.unit.data.test_stripes import Blocks, Bytes, corpus
-from torchtitan_lr.config.build import build_job_config
+from tests.unit.data.test_stripes import Bytes, corpus
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.order import Order, permutation
 from torchtitan_lr.data.shuffle import ShuffledStripe
 from torchtitan_lr.data.stripes import BlockStream, Stripe
-from torchtitan_lr.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("small_library")
 
@@ -102,38 +99,6 @@ def test_resume_is_exact_wherever_it_stops(stop):
         assert [resumed.next_window() for _ in range(50)] != expected
 
 
-def test_seeds_and_stripes_differ():
-    orders = [shuffled(stripe, seed).next_window() for stripe, seed in ((1, 5), (1, 6), (2, 5))]
-    assert len({tuple(window) for window in orders}) == 3
-
-
-def test_blocks_without_text_are_passed_over():
-    stripe = shuffled(source=Blocks([["abcdefg"], *[[] for _ in range(40)]]))
-    assert 97 in stripe.next_window() + stripe.next_window()
-    with pytest.raises(ConfigError, match=r"training\.dataset"):
-        shuffled(source=Blocks([[], []])).next_window()
-
-
-def waves(order):
-    """Variance over time of the share of a's, in means over 20 steps of 4 rows."""
-    blocks = [[letter * (300 + 40 * (i % 7))] for i in range(80) for letter in "ab"[i % 3 == 0]]
-    rows = []
-    for index in range(4):
-        stream = BlockStream(Blocks(blocks), index, 4, True, order)
-        row = Stripe(stream, Bytes(), 7)
-        if order is not None:
-            row = ShuffledStripe(stream, Bytes(), 7, order, index)
-        rows.append([row.next_window().count(97) for _ in range(800)])
-    return np.mean(rows, 0).reshape(-1, 20).mean(1).var()
-
-
-def test_the_wave_goes():
-    """Both halves are needed: with blocks alone a row stays in its document."""
-    fixed, blocks_only, whole = waves(None), waves(Order(0, 1)), waves(Order(0, 6400))
-    assert whole < 0.2 * fixed
-    assert whole < 0.2 * blocks_only
-
-
 def options(path=None, shuffle=True, local=ROWS, seed=0):
     job = config(local, path)
     job.training.shuffle, job.training.shuffle_tokens = shuffle, 10 * (SEQ + 1)
@@ -178,18 +143,3 @@ def test_a_checkpoint_continues_in_its_own_order(tokenizer, text, saved, resumed
         stripes = {f"lane_{row}" for row in range(ROWS) if row % 2 == rank}
         assert stripes == {key for key in loader.state_dict() if key.startswith("lane_")}
     assert ["order" in json.loads(union(again)[f"lane_{r}"]) for r in range(ROWS)] == has_order
-
-
-def test_a_longer_sequence_continues_near_the_position(tokenizer, text):
-    loader = build(tokenizer, 1, options(text))[0]
-    steps([loader], ROWS, 7)
-    job = options(text)
-    job.training.seq_len = 2 * SEQ
-    again = build(tokenizer, 1, job)[0]
-    again.load_state_dict(loader.state_dict())
-    assert json.loads(again.state_dict()["lane_0"])["taken"] == 3  # of the same tokens
-
-
-def test_it_is_on_by_default_and_its_values_are_checked():
-    training = build_job_config(["--job.config_file", "train_configs/debug_cola.toml"]).training
-    assert training.shuffle and training.shuffle_seed is None and training.shuffle_tokens == 32768

@@ -3,7 +3,6 @@
 
 import json
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +10,9 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import JobConfig
 
-from torchtitan_lr.data import checks, pairs
-from torchtitan_lr.data.corpora import PythonStdlib, build_corpus
+from torchtitan_lr.data import checks
+from torchtitan_lr.data.corpora import build_corpus
 from torchtitan_lr.data.dataloader import build_dataloader
-from torchtitan_lr.data.evaluation import EvaluationSet
 from torchtitan_lr.data.held_out import document_hash
 from torchtitan_lr.data.local_corpus import LocalCorpus
 from torchtitan_lr.data.pair_corpora import CUE, LocalPairs, documented_functions
@@ -198,17 +196,6 @@ def test_batches_and_resume_do_not_depend_on_the_split(tokenizer, corpus, tmp_pa
     assert not torch.equal(steps(fresh, split[1], 30), expected)  # negative control
 
 
-def test_another_window_resumes_at_whole_pairs(tokenizer, corpus):
-    loaders = build(tokenizer, 1, ROWS, corpus)
-    steps(loaders, ROWS, 3)
-    state = loaders[0].state_dict()
-    for seq_len in (SEQ - 6, 2 * SEQ):
-        (loader,) = build(tokenizer, 1, ROWS, corpus, seq_len)
-        loader.load_state_dict(state)
-        inputs, _ = next(iter(loader))
-        assert (inputs["input"][:, 0] == tokenizer.bos_id).all()
-
-
 def test_copies_of_a_question_share_a_split(tmp_path):
     records = [
         {"prompt": f"question {i % 40}", "completion": f"answer {i}"} for i in range(120)
@@ -246,15 +233,6 @@ def test_validation_counts_the_answers_alone(tokenizer, corpus, dp):
     assert len({len(one) for one in sets}) == 1
 
 
-def test_evaluation_counts_the_bytes_of_the_answers(tokenizer, corpus):
-    held_out = LocalPairs(corpus, "k", None, "all")
-    batches = EvaluationSet(held_out, tokenizer, 64, 4, documents=10)
-    answers = [answer_of(tokenizer, row) for _, labels in batches for row in labels]
-    assert batches.num_documents == len(answers) == 10
-    assert batches.num_bytes == sum(len(answer.encode()) for answer in answers)
-    assert sum(len(text) for text in answers) < sum(len(text) for text in held_out) / 2
-
-
 def test_too_long_prompts_are_told_before_the_run_or_refused(tokenizer, corpus, caplog):
     job = config(corpus)
     job.validation.enable = False
@@ -265,13 +243,6 @@ def test_too_long_prompts_are_told_before_the_run_or_refused(tokenizer, corpus, 
     job.training.seq_len = 2
     with pytest.raises(ConfigError, match=r"training.seq_len: got 2, expected more tokens"):
         checks.check_sequences(job, tokenizer)
-
-
-def test_a_stream_without_room_ends_in_an_error(tokenizer, corpus, monkeypatch):
-    monkeypatch.setattr(pairs, "MOST_UNUSABLE", 500)
-    (loader,) = build(tokenizer, 1, ROWS, corpus, seq_len=2)
-    with pytest.raises(ConfigError, match="no room for an answer"):
-        next(iter(loader))
 
 
 LIBRARY = '''
@@ -316,26 +287,3 @@ def test_functions_lose_their_docstrings():
     assert prompts[1].startswith("    def second(self):  # a comment\n        y =")
     assert prompts[2] == "async def fifth():\n    pass"
     assert list(documented_functions("def (")) == []
-
-
-def test_library_pairs_are_held_out_with_their_files(tmp_path, monkeypatch):
-    for i in range(90):
-        text = f'def f{i}(x):\n    """Add {i}."""\n    return x + {i}\n'
-        (tmp_path / f"m{i}.py").write_text(text)
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    for split in ("train", "validation"):
-        found = build_corpus("python_stdlib_docs", None, split, "training")
-        names = {json.loads(r)["completion"].split()[1].rstrip(".") for r in found.records()}
-        files = build_corpus("python_stdlib", None, split, "training")
-        assert isinstance(files, PythonStdlib) and len(names) == files.num_blocks > 0
-        assert all(f"return x + {n}" in "".join(files) for n in names)
-        assert found.fingerprint() != files.fingerprint()
-
-
-def test_a_template_beside_a_rank_file_is_refused(tmp_path, corpus):
-    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    job = config(corpus)
-    job.model.hf_assets_path, job.validation.enable = str(tmp_path), False
-    rank_file = SimpleNamespace(eos_id=1, encode=lambda text, **_: [1] * len(text))
-    with pytest.raises(ConfigError, match=r"chat_template.jinja', expected a tokenizer.json"):
-        checks.check_sequences(job, rank_file)

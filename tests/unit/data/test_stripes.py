@@ -9,7 +9,6 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_lr.data.blocks import BlockCorpus
 from torchtitan_lr.data.stripes import BlockStream, Stripe, stripe_block
-from torchtitan_lr.errors import ConfigError
 
 
 class Bytes(BaseTokenizer):
@@ -44,10 +43,6 @@ def corpus(num_blocks=6):
     return Blocks(
         [[f"b{i}d{d}" * (1 + (i * 3 + d) % 5) for d in range(i % 4)] for i in range(num_blocks)]
     )
-
-
-def take(stream, n):
-    return [stream.next_document()[1] for _ in range(n)]
 
 
 @pytest.mark.parametrize(("stripes", "blocks"), [(1, 1), (4, 6), (6, 4), (8, 8), (3, 7), (16, 4)])
@@ -93,13 +88,6 @@ def test_one_pass_covers_each_document_once_and_ends():
     assert sorted(seen) == sorted(d for block in source.blocks for d in block)
 
 
-def test_an_unfilled_last_window_is_dropped():
-    stripe = Stripe(BlockStream(Blocks([["abcdefg"]]), 0, 1, infinite=False), Bytes(), seq_len=3)
-    assert stripe.next_window() == [256, *b"abc"]
-    assert stripe.next_window() == [*b"defg"]
-    assert stripe.next_window() is None
-
-
 @pytest.mark.parametrize("stop", range(12))
 def test_resume_is_exact_wherever_it_stops(stop):
     def fresh():
@@ -137,27 +125,3 @@ def test_resume_without_the_offset_differs():
     resumed = fresh()
     resumed.load_state(state | {"offset": 0})
     assert resumed.next_window() != expected
-
-
-def test_positions_point_at_the_document():
-    stream = BlockStream(corpus(), 3, 4, infinite=True)
-    found = [stream.next_document() for _ in range(30)]
-    for i, (position, _) in enumerate(found):
-        again = BlockStream(corpus(), 3, 4, infinite=True)
-        again.seek(json.loads(json.dumps(position)))
-        assert [again.next_document() for _ in range(30 - i)] == found[i:]
-
-
-def test_an_offset_beyond_the_document_is_refused():
-    stripe = Stripe(BlockStream(corpus(), 3, 4, infinite=True), Bytes(), seq_len=4)
-    stripe.next_window()
-    with pytest.raises(ConfigError, match=r"model\.hf_assets_path") as error:
-        stripe.load_state(stripe.state() | {"offset": 10_000})
-    assert "\n" not in str(error.value)
-
-
-def test_stripes_of_empty_blocks_move_on_and_an_empty_corpus_is_refused():
-    some = BlockStream(Blocks([["a"], [], [], []]), 2, 4, infinite=True)
-    assert take(some, 3) == ["a", "a", "a"]
-    with pytest.raises(ConfigError, match=r"training\.dataset"):
-        BlockStream(Blocks([[], []]), 0, 1, infinite=True).next_document()

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 
 from torchtitan_lr.data.local_corpus import LocalCorpus
-from torchtitan_lr.data.text_files import is_compressed, kind_of, lines_of
-from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.data.text_files import lines_of
+from torchtitan_lr.errors import DataError
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 TEXTS = [f"document {i} with\rreturns " + "some words " * (i * 7 % 29) for i in range(700)]
@@ -36,15 +36,6 @@ def test_jsonl(tmp_path, suffix):
     assert sorted(held) == sorted(whole(tmp_path / "a.jsonl", "validation", column="body"))
 
 
-@pytest.mark.parametrize("suffix", CODECS)
-def test_txt(tmp_path, suffix):
-    text = "".join(f"line {i} {'x' * (i % 90)}\n" for i in range(4000))
-    path = write(tmp_path / f"a.txt{suffix}", text.encode())
-    documents = whole(path)
-    assert sorted("".join(documents)) == sorted(text) and len(documents) > 4
-    assert all(document in text and len(document) < 20_000 for document in documents)
-
-
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_every_line_is_in_one_part(tmp_path, count):
     path = write(tmp_path / "a.jsonl.zst", JSONL + b"the last line without an end")
@@ -67,10 +58,3 @@ def test_errors_name_the_line(tmp_path):
     damaged.write_bytes(data[: len(data) // 2] + bytes(40) + data[len(data) // 2 + 40 :])
     with pytest.raises(DataError, match="a readable file"):
         whole(damaged, column="body")
-
-
-def test_kinds(tmp_path):
-    assert kind_of(tmp_path / "a.b.jsonl.gz") == ".jsonl" and is_compressed(tmp_path / "a.txt.zst")
-    write(tmp_path / "a.parquet.gz", b"x")
-    with pytest.raises(ConfigError, match=r"files that end in \.txt, .* \.gz or \.zst"):
-        whole(tmp_path)

@@ -17,7 +17,6 @@ from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.token_cache import TokenCache
 
 ROWS, SEQ, STEPS = 4, 32, 60
-DOCUMENTS = [np.array([1, 2, 3]), np.array([], dtype=np.int32), np.array([70_000, 5])]
 
 
 @pytest.fixture(scope="module")
@@ -160,30 +159,6 @@ def test_a_block_with_an_unreadable_record_is_read_every_time(corpus, tokenizer,
         for _ in islice(loader, STEPS):
             pass
         assert loader.bad_records == {f"{path}:8"}
-
-
-def test_a_document_is_cached_before_all_of_it_is_read(tmp_path, tokenizer, encoded):
-    (tmp_path / "text").mkdir()
-    for name in "abcd":
-        (tmp_path / "text" / f"{name}.txt").write_text(f"{name} long document " * 1000)
-    for _ in range(2):
-        encoded.documents = 0
-        loader = build(tmp_path / "text", tokenizer)
-        next(iter(loader))
-        loader.close()
-    assert encoded.documents == 0
-
-
-def test_an_entry_holds_any_documents(tmp_path):
-    cache = TokenCache(tmp_path, "corpus", "tokenizer")
-    assert cache.read(3, "stamp") is None
-    for documents in (DOCUMENTS, DOCUMENTS[:2], []):
-        cache.write(3, "stamp", documents)
-        found = cache.read(3, "stamp")
-        assert [tokens.tolist() for tokens in found] == [tokens.tolist() for tokens in documents]
-    assert cache.read(3, "another") is None and cache.read(4, "stamp") is None
-    for other in (("other", "tokenizer"), ("corpus", "other")):
-        assert TokenCache(tmp_path, *other).read(3, "stamp") is None
 
 
 def test_readers_see_whole_entries_while_others_write(tmp_path):

@@ -2,7 +2,6 @@
 """Tokenizers: the shipped one, rank files, what is refused."""
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -56,22 +55,6 @@ def test_shipped_tokenizer():
     assert size < 400_000
 
 
-def test_a_changed_folder_is_read_anew(tmp_path):
-    shutil.copytree(resolve_assets_path(SHIPPED), tmp_path / "bpe")
-    first = build_tokenizer(config(tmp_path / "bpe"))
-    assert build_tokenizer(config(tmp_path / "bpe")) is first
-    file = tmp_path / "bpe" / "tokenizer_config.json"
-    file.write_text(file.read_text().replace("begin_of_text", "end_of_text"))
-    assert (first.bos_id, build_tokenizer(config(tmp_path / "bpe")).bos_id) == (0, 1)
-
-
-def test_shipped_tokenizer_compresses_held_out_text():
-    tokenizer = build_tokenizer(config(SHIPPED))
-    texts = list(PythonStdlib("validation", "k"))
-    tokens = sum(len(tokenizer.encode(text, add_bos=False, add_eos=False)) for text in texts)
-    assert sum(len(text.encode()) for text in texts) / tokens > 3
-
-
 def test_assets_are_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert check_tokenizer(config(SHIPPED)) == 4096
@@ -113,39 +96,6 @@ def test_rank_file_is_chosen_and_round_trips(rank_file, ranks):
 def test_a_document_cannot_forge_a_special_token(ranks):
     ids = ranks.encode("<|end_of_text|>", add_bos=False, add_eos=False)
     assert max(ids) < ranks.bos_id and ranks.decode(ids) == "<|end_of_text|>"
-
-
-def test_ids_may_have_holes(tmp_path):
-    import tokenizers
-
-    model = tokenizers.models.WordLevel({"a": 0, "b": 9}, unk_token="a")
-    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
-    assert check_tokenizer(config(tmp_path)) == 10
-
-
-def test_tokenizer_json_comes_first(tmp_path, rank_file):
-    shutil.copytree(resolve_assets_path(SHIPPED), tmp_path / "both")
-    shutil.copy(rank_file, tmp_path / "both")
-    assert check_tokenizer(config(tmp_path / "both")) == 4096
-
-
-@pytest.mark.parametrize(
-    "text",
-    [" " * 1_200_000, "a" * 1_200_000, "\n" * 60_000, "\u00e9" * 60_000, "ab \n" * 300_000],
-    ids=["spaces", "letters", "line ends", "accents", "words"],
-)
-def test_long_text_survives(ranks, text):
-    assert ranks.decode(ranks.encode(text)) == text
-
-
-def test_only_what_must_be_cut_is_cut(ranks):
-    """Cutting changes tokens, so ordinary text up to the limit must stay whole."""
-    text = ("some words and\n\n    more of them; " * 12_000)[:399_999]
-    whole = ranks._encoding.encode(text, disallowed_special=())
-    assert ranks.encode(text, add_bos=False, add_eos=False) == whole
-    # Negative control: a cut in the middle of a word would have shown.
-    parts = [t for part in (text[:7], text[7:]) for t in ranks._encoding.encode(part)]
-    assert parts != whole
 
 
 def test_missing_and_broken_tokenizers_are_refused(tmp_path):

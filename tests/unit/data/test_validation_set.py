@@ -99,35 +99,6 @@ def test_entropy_is_that_of_the_labels(tokenizer, stream):
     assert abs(other - direct) > 1e-4
 
 
-def test_entropy_of_known_distributions():
-    assert entropy(torch.tensor([5, 5, 0, 5, 5])) == pytest.approx(math.log(4))
-    assert entropy(torch.tensor([0, 7])) == 0
-
-
-@pytest.mark.parametrize("dp", [1, 2, 3])
-def test_steps_limit_the_batches(tokenizer, stream, dp):
-    sets = [build_validation_set(config(2, 3, 64), dp, rank, tokenizer) for rank in range(dp)]
-    assert all(len(list(one)) == 3 for one in sets)
-    assert sets[0].num_tokens == 3 * 2 * dp * 64
-    rows = [valid_rows(one) for one in sets]
-    assert [rows[i % dp][i // dp] for i in range(6 * dp)] == [
-        stream[i * 65 : i * 65 + 65] for i in range(6 * dp)
-    ]
-
-
-def test_more_steps_than_the_corpus_has(tokenizer):
-    everything = build_validation_set(config(3, -1), 2, 0, tokenizer)
-    limited = build_validation_set(config(3, 10_000), 2, 0, tokenizer)
-    assert limited.num_tokens == everything.num_tokens
-    assert len(limited) == len(everything)
-
-
-def test_iterating_again_gives_the_same(tokenizer):
-    one = build_validation_set(config(), 2, 1, tokenizer)
-    for (a, la), (b, lb) in zip(one, one, strict=True):
-        assert torch.equal(a["input"], b["input"]) and torch.equal(la, lb)
-
-
 def test_the_default_is_what_training_holds_out(tokenizer, tmp_path):
     lines = [f"document {i} of many, with some words" for i in range(300)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in lines))

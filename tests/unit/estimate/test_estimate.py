@@ -3,7 +3,6 @@
 
 import json
 import math
-from dataclasses import asdict, replace
 
 import pytest
 
@@ -14,13 +13,11 @@ from torchtitan_lr.commands.estimate_report import alternative_modes, alternativ
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.hardware import MACHINES, load_hardware
-from torchtitan_lr.estimate.kernels import Work
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.estimate.timing import step_time
 from torchtitan_lr.estimate.traffic import bytes_by_dim, peak_optimizer_traffic, step_traffic
-from torchtitan_lr.estimate.work import PassWork, work_of_run
-from torchtitan_lr.formulas.flops import head_flops, layer_flops
+from torchtitan_lr.estimate.work import work_of_run
 from torchtitan_lr.formulas.memory import static_memory
 
 CONFIGS = [
@@ -106,30 +103,6 @@ def test_memory_of_a_pipeline():
     assert rank_memory(one, 0, rehearsal)["weights"] == sum(weights) > max(weights)
 
 
-def test_gradients_of_an_earlier_micro_batch_are_held():
-    from torchtitan_lr.estimate.memory import rank_memory
-
-    rehearsal = Rehearsal(block=1000.0, ends=7, working=50)
-    for batch in (8, 16):  # of 8 sequences each
-        run = paper_run(DEBUG, 1, ONE, f"--training.global_batch_size={batch}")
-        parts = rank_memory(run, 0, rehearsal)
-        # On one rank in fp32 nothing but the rotary table: complex64, s by half a head.
-        assert parts["buffers"] == 8 * 128 * run.args.head_dim // 2
-        assert parts["activations"] == 1000 * run.args.n_layers + 7
-        forward, gradients = parts["activations"] + 50, parts["gradients"]
-        moving = gradients + forward if batch == 16 else max(forward, gradients + 1000)
-        assert parts["peak"] == parts["weights"] + parts["optimizer"] + parts["buffers"] + moving
-
-
-def test_every_micro_batch_sends():
-    degree = "--parallelism.tensor_parallel_degree=2"
-    runs = [paper_run(DEBUG, 2, degree, f"--training.global_batch_size={n}") for n in (8, 24)]
-    once, three_times = (list(step_traffic(run, 0)) for run in runs)
-    assert once and len(once) == len(three_times)
-    for a, b in zip(once, three_times, strict=True):
-        assert (b.calls, b.elements) == (3 * a.calls, 3 * a.elements)
-
-
 def test_the_step_in_which_tsr_adam_sends_most():
     """At 1B at most 5% of the dense gradients, with the keys of docs/tsr_adam.md, in every step."""
     path, interval = (
@@ -145,27 +118,6 @@ def test_the_step_in_which_tsr_adam_sends_most():
         peaks = peak_optimizer_traffic(run, 0)
         shares = [bytes_by_dim(rows, run.wire_dtypes)["dp_replicate"] for rows in peaks]
         assert [sum(s.values()) / dense for s in shares] == pytest.approx(expected, abs=6e-4)
-
-
-def test_bubble_of_two_stages():
-    """1F1B where the second stage is slower: the first one's passes, before and after."""
-    options = ["--parallelism.pipeline_parallel_degree=2", "--training.global_batch_size=16"]
-    run = paper_run(DEBUG, 2, ONE, *options)
-    assert (run.accumulation, run.microbatches, run.microbatch) == (2, 8, 1)
-    machine = load_hardware("h100")
-    machine = replace(machine, intra_node_gbytes_per_s=math.inf, latency_us=0.0)
-    machine = replace(machine, attention_share=1.0, memory_gbytes_per_s=math.inf)
-    block, head = layer_flops(run.args, 128).total, head_flops(run.args, 128)
-    # Forward a third, backward the rest, all of it at the speed of large products.
-    passes = [tuple(Work(attention=f * x / 3) for f in (1, 2)) for x in (block, head)]
-    time = step_time(run, [step_traffic(run, rank) for rank in (0, 1)], machine, PassWork(*passes))
-    blocks = [sum(name.startswith("block") for name in stage) for stage in run.stages]
-    flops = [n * block for n in blocks]
-    flops[1] += head
-    assert flops[0] < flops[1]
-    speed = machine.peak_tflops * 1e12 * machine.matmul_efficiency
-    assert time.bubble == pytest.approx(2 * flops[0] / speed)
-    assert time.compute == pytest.approx(2 * 8 * flops[1] / speed)
 
 
 def test_thousands_of_ranks():
@@ -203,16 +155,6 @@ def test_alternatives_share_a_mode_of_checkpointing(named, modes):
     assert {name: other.checkpointing for name, other in found.items()} == modes
     # What is configured stays the run's own.
     assert run.checkpointing == "low_rank"
-
-
-def test_a_plan_that_cannot_be(script, capsys):
-    """Instead of an alternative that does not fit comes its reason."""
-    run = paper_run(
-        DEBUG, 4, "--parallelism.tensor_parallel_degree=4", "--low_rank.rank_attention=30"
-    )
-    found = dict(alternatives(run, alternative_modes(run.config, run.world)))
-    assert "rank_attention = 30" in str(found["vanilla"])
-    assert asdict(found["btp"].settings)["plan"] == "btp"
 
 
 @pytest.mark.parametrize("path", sorted(MACHINES.glob("*.toml")), ids=lambda path: path.stem)

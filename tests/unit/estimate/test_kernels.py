@@ -12,14 +12,11 @@ from torchtitan_lr.estimate.kernels import KernelRecorder, Product, Work
 from torchtitan_lr.estimate.rehearsal import Workload
 from torchtitan_lr.estimate.step_time import (
     Hardware,
-    MeshDim,
-    collective_seconds,
     element_wise_seconds,
     product_seconds,
 )
 from torchtitan_lr.estimate.work import rehearse_work
 from torchtitan_lr.formulas.flops import head_flops, layer_flops
-from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.tensor.plans import TPSettings
 from torchtitan_lr.parallel.tensor.tensor_parallel import resolve_settings
@@ -124,16 +121,3 @@ def test_thin_products_are_slow():
     assert product_seconds(attention, machine) == pytest.approx(4.0)
     assert element_wise_seconds(attention, machine) == pytest.approx(1e-3 + 15e-6)
     assert product_seconds(attention, MACHINE) == pytest.approx(1.0)
-
-
-def test_two_of_four_devices_without_a_switch():
-    row = Traffic("block", "forward", "all_gather", "activation", 0, 10**6, "tp")
-    direct = replace(MACHINE, direct_links=True)
-    times = {
-        (n, machine is direct): collective_seconds(row, 2, MeshDim(n, 1), machine)
-        for n in (2, 4)
-        for machine in (MACHINE, direct)
-    }
-    assert times[4, True] == times[4, False] == pytest.approx(0.75 * 2e6 / 90e9)
-    assert times[2, False] == pytest.approx(0.5 * 2e6 / 90e9)
-    assert times[2, True] == pytest.approx(0.5 * 2e6 / 30e9)

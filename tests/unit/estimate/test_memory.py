@@ -1,14 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Bytes of parameters and optimizer state in closed form, against real tensors of one process."""
 
-from math import prod
-
 import pytest
 import torch
 
 from tests.unit.tiny import FAMILIES, build_tiny, tiny_args
 from torchtitan_lr.formulas.data_parallel import named_parameters
-from torchtitan_lr.formulas.memory import Precision, gathered_bytes, sharded, static_memory
+from torchtitan_lr.formulas.memory import Precision, gathered_bytes, static_memory
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
@@ -64,14 +62,6 @@ def test_tsr_adam(projection, dtype):
     assert len(plans) > 20 and expected.optimizer == sum(tensors.values())
     dense = static_memory([shapes_of(model.model_args)], 1, FP32)
     assert expected.optimizer < dense.optimizer / 2
-
-
-def test_the_last_rank_may_hold_nothing():
-    parts = [{"a": (5, 3), "b": (1,)}]
-    held = [static_memory(parts, 4, FP32, shard_rank=rank).weights // 4 for rank in range(4)]
-    assert held == [2 * 3 + 1, 2 * 3, 1 * 3, 0]
-    assert sharded((5, 3), 4, 2) == (1, 3) and sharded((5, 3), 4, 3) == (0, 3)
-    assert sum(held) == sum(prod(shape) for shape in parts[0].values())
 
 
 def test_gathered():

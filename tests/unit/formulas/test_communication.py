@@ -89,15 +89,6 @@ def test_published_volumes_of_7b(plan: str, gib: float) -> None:
     assert round(elements * 2 / 2**30, 3) == gib
 
 
-def test_vanilla_in_both_passes_is_not_twice_its_forward() -> None:
-    """BOOST's factor of two (Table 6) holds for BTP only."""
-    for settings, factor in ((btp(norm_stat="column"), 2), (TPSettings("vanilla_replicated"), 1.5)):
-        traffic = block_traffic(shape(), settings, BS, column_multiple=1)
-        forward, backward = (count(traffic, p)[1] for p in ("forward", "backward"))
-        twice = forward + backward == pytest.approx(2 * forward, rel=0.03)
-        assert twice == (factor == 2)
-
-
 def sum_of_linears(model: LlamaArgs) -> int:
     found = count_parameters(model)
     return found.attention + found.feed_forward

@@ -1,6 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import json
-import os
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.export import export_factored
 from torchtitan_lr.hf.loading import (
     build_model_args,
-    load_model,
     read_model_args,
     read_run_config,
 )
@@ -106,17 +104,6 @@ def test_factored_goes_round(tmp_path, family, low_rank):
     assert torch.equal(again(ids), model(ids))
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
-def test_every_file_has_the_mode_of_the_umask(tmp_path, umask):
-    before = os.umask(umask)
-    try:
-        export_factored(ModelWeights(LlamaModel(tiny_args("cola"))), tmp_path)
-    finally:
-        os.umask(before)
-    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
-    assert modes == {"model.safetensors": 0o666 & ~umask, "model_args.json": 0o666 & ~umask}
-
-
 def test_model_args_keep_the_rope_scaling(tmp_path):
     args = tiny_args("cola", rope_scaling=FLAVORS["cola"]["8B"].rope_scaling, n_kv_heads=2)
     export_factored(ModelWeights(LlamaModel(args)), tmp_path)
@@ -146,18 +133,6 @@ def test_transformers_loads_the_hf_export(tmp_path, family):
     assert max_error(other, expected) > 1e-2
 
 
-def test_a_vocabulary_of_ones_own_is_exported(tmp_path):
-    step, model = write_run(tmp_path / "run", "full", vocab_size=5000)
-    assert model.tok_embeddings.weight.shape[0] == 5056
-    for form in ("factored", "hf"):
-        out = tmp_path / form
-        assert export.main([str(step), str(out), "--format", form]) == 0
-        described = "config.json" if form == "hf" else "model_args.json"
-        assert json.loads((out / described).read_text())["vocab_size"] == 5056
-        shapes = [tuple(w.shape) for w in load_file(out / "model.safetensors").values()]
-        assert shapes.count((5056, 128)) == 2
-
-
 @pytest.mark.parametrize(
     ("option", "dtype"), [([], "bfloat16"), (["--dtype", "float32"], "float32")]
 )
@@ -167,19 +142,6 @@ def test_precision_of_the_export(tmp_path, option, dtype):
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert {str(v.dtype) for v in weights.values()} == {f"torch.{dtype}"}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == dtype
-
-
-def test_a_toml_can_stand_in_for_the_record(tmp_path):
-    step, model = write_run(tmp_path / "run", "cola", rank=32)
-    (tmp_path / "run" / "job_config.json").unlink()
-    toml = tmp_path / "run.toml"
-    toml.write_text(
-        '[model]\nname = "llama_cola"\nflavor = "debug"\n[low_rank]\nrank = 32\n'
-        "[training]\nseq_len = 64\n[debug]\nseed = 3\n"
-    )
-    assert export.main([str(step), "--config", str(toml), "--out", str(tmp_path / "out")]) == 0
-    args = read_model_args(tmp_path / "out" / "model_args.json")
-    assert args == model.model_args
 
 
 def test_what_transformers_cannot_run_is_refused(tmp_path, capsys):
@@ -202,24 +164,6 @@ def test_what_transformers_cannot_run_is_refused(tmp_path, capsys):
     assert not out.exists()
 
 
-def test_another_models_record_is_refused(tmp_path, capsys):
-    step, _ = write_run(tmp_path / "run", "cola")
-    record = tmp_path / "run" / "job_config.json"
-    record.write_text(json.dumps(run_record("cola", rank=16)))
-    assert "wk.A.weight" in refusal(capsys, step, tmp_path / "out")
-    record.write_text(json.dumps(run_record("full")))
-    assert "llama_full" in refusal(capsys, step, tmp_path / "out")
-
-
-def test_a_checkpoint_with_more_layers_than_the_model_is_refused(tmp_path, monkeypatch):
-    step, _ = write_run(tmp_path / "run", "cola")
-    args = FLAVORS["cola"]["debug"]
-    assert load_model(step, args)
-    args.n_layers = 3
-    with pytest.raises(ValueError, match=r"layers\.3"):
-        load_model(step, args)
-
-
 def test_damage_is_refused(tmp_path, capsys):
     step, _ = write_run(tmp_path / "run", "cola")
     (shard,) = step.glob("*.distcp")
@@ -238,25 +182,3 @@ def test_damage_is_refused(tmp_path, capsys):
     assert "job_config.json" in refusal(capsys, step, tmp_path / "out")
     (tmp_path / "run" / "job_config.json").write_text('{"model": {}}')
     assert "job_config.json" in refusal(capsys, step, tmp_path / "out")
-
-
-def test_wrong_arguments_are_refused(tmp_path, capsys):
-    step, _ = write_run(tmp_path / "run", "cola")
-    assert "job_config.json" in refusal(capsys, tmp_path / "nowhere" / "a" / "b", tmp_path / "out")
-    assert "empty" in refusal(capsys, step, tmp_path / "run")
-    (tmp_path / "file").write_text("")
-    assert "OUT: got" in refusal(capsys, step, tmp_path / "file")
-    assert "--format" in refusal(capsys, step, tmp_path / "out", "--format", "gguf")
-    assert "missing.toml" in refusal(capsys, step, tmp_path / "out", "--config", "missing.toml")
-    assert "OUT: got None" in refusal(capsys, step)
-
-
-def test_unknown_models_are_refused(tmp_path, capsys):
-    step, _ = write_run(tmp_path / "run", "cola")
-    record = run_record("cola")
-    for key, value in (("name", "llama_lora"), ("name", "cola"), ("flavor", "2B")):
-        changed = {**record, "model": {**record["model"], key: value}}
-        (tmp_path / "run" / "job_config.json").write_text(json.dumps(changed))
-        assert refusal(capsys, step, tmp_path / "out").startswith(
-            f"error: model.{key}: got '{value}'"
-        )

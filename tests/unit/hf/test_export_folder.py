@@ -130,14 +130,3 @@ def test_the_card_says_what_the_run_recorded(tmp_path):
     assert values["torch_dtype"] == "bfloat16" and values["eos_token_id"] == 1
     # A row of padding would have no gradient in transformers' embedding.
     assert "pad_token_id" not in values
-
-
-def test_an_export_without_its_tokenizer_says_so(tmp_path, capsys):
-    step, _ = write_run(tmp_path / "run", "full")
-    record = tmp_path / "run" / "job_config.json"
-    record.write_text(record.read_text().replace("assets/bpe4k", "assets/gone"))
-    assert export.main([str(step), str(tmp_path / "out"), "--format", "hf"]) == 0
-    assert "no tokenizer in torchtitan_lr/data/assets/gone" in capsys.readouterr().err
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"README.md", "config.json", "model.safetensors"}
-    assert "trust_remote_code" not in (tmp_path / "out" / "README.md").read_text()

@@ -93,15 +93,6 @@ def test_exports_are_evaluated_and_continued(family, form, tmp_path, texts, caps
         assert abs(fewer["loss"] - loss) > 1e-5
 
 
-def test_in_fp32_it_is_transformers_loss_too(tmp_path, texts, capsys):
-    step, _ = write_run(tmp_path / "run", "full")
-    out = tmp_path / "out"
-    assert export.main(["--format", "hf", str(step), str(out)]) == 0
-    capsys.readouterr()
-    loss, _ = transformers_loss(out, torch.float32)
-    assert judge(capsys, out, texts)["loss"] == pytest.approx(loss, rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [

@@ -10,7 +10,7 @@ from tests.commands import Command
 from tests.unit.tiny import build_tiny, tiny_args
 from torchtitan_lr.hf.export import export_factored
 from torchtitan_lr.hf.loading import load_for_inference
-from torchtitan_lr.hf.svd_import import TruncatedWeights, factorised_args, limit_tokens
+from torchtitan_lr.hf.svd_import import TruncatedWeights, factorised_args
 from torchtitan_lr.hf.weights import ModelWeights
 from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.llama import LlamaModel
@@ -96,20 +96,6 @@ def test_reported_errors_are_those_over_the_activations_of_the_whole_model(dense
         assert plain[report.name].error < report.error and plain[report.name].weighted_error is None
 
 
-def test_one_block_is_kept_at_a_time(dense):
-    args = factorised_args(dense.model_args, FAMILIES["svd"], 12)
-    source = TruncatedWeights(ModelWeights(dense), args)
-    for name in source.shapes:
-        assert source.read([name])[name].shape == source.shapes[name]
-        assert len(source._factors) < 2 * len(LINEARS)
-    assert not source._factors
-
-
-def test_tokens_of_the_text_are_limited():
-    assert len(list(limit_tokens(batches(), 25))) == 2
-    assert len(list(limit_tokens(batches(), 24))) == 1
-
-
 def test_the_command_reports_every_matrix(tmp_path, capsys, dense):
     args = tiny_args("full", vocab_size=4096, n_kv_heads=2)
     model = LlamaModel(args)
@@ -154,11 +140,3 @@ def test_starts_that_do_not_exist_are_refused(options, line, tmp_path, capsys, d
     assert import_hf.main([str(tmp_path), str(tmp_path / "out"), *options]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: {line}")
-
-
-def test_factors_are_not_multiplied_nor_factorised_again(tmp_path, capsys):
-    export_factored(ModelWeights(build_tiny("cola")), tmp_path)
-    for family in ("full", "svd"):
-        options = [str(tmp_path), str(tmp_path / "out"), "--family", family]
-        assert import_hf.main([*options, "--rank", "4"]) == 2
-        assert "--family: got" in capsys.readouterr().err

@@ -1,13 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Cached decoding against the model that reads the whole sequence again for every token."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 
-from tests.support.decoding import generate
 from tests.unit.tiny import FAMILIES, build_tiny, tokens
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.inference.cache import KeyValueCache
@@ -115,22 +111,6 @@ def test_a_prompt_may_be_read_in_parts():
         cache.begin(model.freqs_cis, 1)
 
 
-@pytest.mark.parametrize("kind", ["full", "latent"])
-def test_a_cache_does_not_outlive_its_batch(kind):
-    """Its memory is free at once, without the garbage collector."""
-    model = build("cola")
-    decoder = Decoder(model, prompts_of(model), [5, 5, 5], GREEDY, [0] * 3, cache=kind)
-    decode(decoder)
-    buffers = weakref.ref(decoder.cache.layer(1).keys)
-    assert buffers() is not None
-    gc.disable()
-    try:
-        del decoder
-        assert buffers() is None
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize("name", ["cola", "cola_gqa", "cola_lanes"])
 def test_bytes_of_the_caches(name):
     model = build(name)
@@ -204,17 +184,3 @@ def test_windows_beyond_the_trained_length_are_refused(prompt, new, part):
     model = build_tiny("cola")
     with pytest.raises(ConfigError, match=part):
         Decoder(model, [[1, 2], [3] * prompt], [1, new], GREEDY, [0, 0])
-
-
-def test_the_trained_window_can_be_filled():
-    model = build("full")
-    (prompt,) = prompts_of(model, [30])
-    row = generate(model, torch.tensor([prompt]), 3, temperature=0)
-    assert row[0, 30:].tolist() == uncached(model, prompt, 3)
-
-
-def test_a_latent_cache_needs_latents():
-    with pytest.raises(ConfigError, match="--cache: got 'latent', expected 'full' for llama_full"):
-        Decoder(build_tiny("full"), [[1]], [1], GREEDY, [0], cache="latent")
-    with pytest.raises(ConfigError, match="--cache: got 'none', expected one of full, latent"):
-        Decoder(build_tiny("cola"), [[1]], [1], GREEDY, [0], cache="none")

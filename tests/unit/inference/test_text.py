@@ -46,17 +46,6 @@ def test_text_ends_before_a_stop_string(tokenizer, stop):
     assert stream.finish() == ""
 
 
-def test_the_first_of_several_stop_strings_ends_the_text(tokenizer):
-    found, stream = pieces(tokenizer, TEXT, ["naïve", "for café", "café"])
-    assert stream.stopped and "".join(found) == "    "
-
-
-def test_the_beginning_of_a_stop_string_is_held_back(tokenizer):
-    found, stream = pieces(tokenizer, "x\n\n", ["\n\n\n"])
-    assert "".join(found) == "x" and not stream.stopped
-    assert stream.finish() == "\n\n"
-
-
 def test_a_prompt_does_not_hold_a_stop_string(tokenizer):
     """A stop string that begins in the prompt is none."""
     found, stream = pieces(tokenizer, "\nx", ["\n\n"])

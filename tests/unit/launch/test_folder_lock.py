@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Who may write into a dump folder; two real launches are in tests/integration/test_launcher.py."""
 
-import fcntl
-import json
 import os
 import socket
 
@@ -31,31 +29,6 @@ def test_the_second_job_is_told_who_is_at_work(tmp_path):
         pass
 
 
-def test_a_link_to_the_folder_is_the_same_folder(tmp_path):
-    (tmp_path / "dump").mkdir()
-    (tmp_path / "link").symlink_to("dump")
-    with locked(str(tmp_path / "dump")), pytest.raises(ConfigError), locked(f"{tmp_path}/link"):
-        pass
-    with locked(str(tmp_path / "dump")), locked(str(tmp_path / "other")):
-        pass
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
-def test_a_holder_that_has_not_signed_yet(tmp_path, text):
-    with (tmp_path / LOCK_FILE).open("w") as file:
-        file.write(text)
-        file.flush()
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match="not recorded yet"), locked(str(tmp_path)):
-            pass
-
-
-def test_the_newest_holder_signs(tmp_path):
-    (tmp_path / LOCK_FILE).write_text('{"pid": 1, "host": "long ago", "since": "then"}')
-    with locked(str(tmp_path)):
-        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
-
-
 @pytest.mark.parametrize("blocked", ["dump", f"dump/{LOCK_FILE}"])
 def test_a_folder_that_takes_no_lock_is_refused(tmp_path, blocked):
     path = tmp_path / blocked
@@ -66,17 +39,6 @@ def test_a_folder_that_takes_no_lock_is_refused(tmp_path, blocked):
     refused = pytest.raises(ConfigError, match=r"job.dump_folder: got .*can be written")
     with refused, locked(str(tmp_path / "dump")):
         pass
-
-
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
-    def no_locks(*_):
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(folder_lock.fcntl, "flock", no_locks)
-    with locked(str(tmp_path)):
-        pass
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: ") and "Operation not supported" in line
 
 
 @pytest.mark.parametrize(
@@ -136,10 +98,3 @@ def test_replicas_share_a_folder_with_no_other_job(tmp_path):
             pass
     with shared(None):
         assert {path.name for path in tmp_path.glob("replica_*")} == {"replica_0", "replica_1"}
-
-
-def test_a_rank_below_the_launcher_shares_nothing(tmp_path):
-    variables = {"RANK": "0", HELD_VARIABLE: str(tmp_path / "replica_0")}
-    own = str(tmp_path / "replica_0")
-    with locked(str(tmp_path)), locked_by_rank(own, variables, common=str(tmp_path)):
-        pass

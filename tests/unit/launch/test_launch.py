@@ -1,13 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What the launcher refuses, and what it would start; its processes are in tests/integration."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
 
 from tests.commands import ROOT
-from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch import launcher as launch
 
 
@@ -100,16 +98,6 @@ def test_arguments(variables):
     ]
 
 
-def test_the_configuration_may_be_the_first_word(variables):
-    real = launch.Environment(4, 1, "0", "", "torchtitan_lr.train")
-    named = ["--job.config_file=cola_60m", "--a.b=1"]
-    assert launch.train_arguments(["cola_60m", "--a.b=1"], real) == named
-    variables.setenv("CONFIG_FILE", "y.toml")
-    assert launch.train_arguments(["cola_60m", "--a.b=1"], real) == named
-    with pytest.raises(ConfigError, match="CONFIG: got 'cola_60m', expected no CONFIG beside"):
-        launch.train_arguments(["cola_60m", "--job.config-file=x"], real)
-
-
 @pytest.mark.parametrize(
     ("word", "refused"),
     [
@@ -130,56 +118,6 @@ def test_several_machines(variables, tmp_path):
     assert "--nnodes=2" in command and "--rdzv_endpoint=host:1234" in command
     assert "--rdzv_backend=loopback" not in command
     assert command[-3:] == ["-m", "torchtitan_lr.train", "--x.y=1"]
-
-
-def test_several_machines_get_a_fresh_store(variables, tmp_path):
-    """See `launcher.FRESH_STORE`; one machine opens its own store at every start."""
-    variables.setenv("RDZV_ENDPOINT", "host:1234")
-    for nodes, fresh in ((1, None), (2, "1")):
-        environment = launch.Environment(8, nodes, "0", "", "m", max_restarts=3)
-        command, child = launch.build_command(environment, [], tmp_path)
-        assert child.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == fresh
-        assert "--max_restarts=3" in command
-    alone = launch.Environment(8, 1, "0", "", "m")
-    assert "--max_restarts" not in " ".join(launch.build_command(alone, [], tmp_path)[0])
-
-
-def test_one_machine_keeps_to_itself(variables, tmp_path):
-    variables.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    variables.setenv("RDZV_ENDPOINT", "host:1234")
-    single = launch.Environment(8, 1, "0", "", "torchtitan_lr.train")
-    command, child = launch.build_command(single, [], tmp_path)
-    assert "--rdzv_backend=loopback" in command and "host:1234" not in " ".join(command)
-    assert child["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
-    several = launch.Environment(8, 2, "0", "", "torchtitan_lr.train")
-    assert "GLOO_SOCKET_IFNAME" not in launch.build_command(several, [], tmp_path)[1]
-    # What the user says goes.
-    variables.setenv("GLOO_SOCKET_IFNAME", "eth1")
-    assert launch.build_command(single, [], tmp_path)[1]["GLOO_SOCKET_IFNAME"] == "eth1"
-
-
-def test_threads_are_shared_out(variables, tmp_path):
-    variables.delenv("OMP_NUM_THREADS", raising=False)
-    cores = len(os.sched_getaffinity(0))
-    for ranks, threads in ((1, cores), (cores, 1), (100 * cores, 1)):
-        environment = launch.Environment(ranks, 1, "0", "", "m")
-        _, child = launch.build_command(environment, [], tmp_path)
-        assert child["OMP_NUM_THREADS"] == str(threads)
-    variables.setenv("OMP_NUM_THREADS", "7")
-    assert launch.build_command(environment, [], tmp_path)[1]["OMP_NUM_THREADS"] == "7"
-
-
-def test_dump_folder_of_a_dry_run(variables, monkeypatch, tmp_path):
-    seen = []
-    monkeypatch.setattr(launch, "run", lambda env, args, logs, config: seen.append(logs) or 0)
-    config = str(ROOT / "train_configs" / "debug_cola.toml")
-    monkeypatch.chdir(tmp_path)
-    variables.setenv("COMM_MODE", "fake_backend")
-    variables.setenv("CONFIG_FILE", config)
-    assert launch.main(["--job.dump_folder=."]) == 0
-    assert len(seen) == 1 and (tmp_path / seen[0]).parent == tmp_path / "dry_run" / "logs"
-    assert launch.main(["--job.dump_folder="]) == 2
-    assert len(seen) == 1
 
 
 def test_how_to_go_on(tmp_path):

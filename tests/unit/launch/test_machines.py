@@ -54,17 +54,6 @@ def test_fixed_degrees_allow_no_other_number(config):
         machines.check_machines(fixed, TWO_TO_FOUR, "cpu")
 
 
-def test_residuals_belong_to_a_number_of_ranks(config):
-    tagc = ["--grad_compression.codec=sketch", "--grad_compression.level=10x"]
-    tagc += [f"{BATCH}=12", "--parallelism.data_parallel_shard_degree=-1"]
-    tagc += ["--parallelism.data_parallel_replicate_degree=1", "--grad_compression.min_size=0"]
-    with pytest.raises(ConfigError, match=r"codec: got 'sketch', expected none or dense with NN"):
-        machines._refuse_residuals(config(*tagc), TWO_TO_FOUR)
-    dropped = config(*tagc, "--checkpoint.exclude_from_loading=grad_compression")
-    machines._refuse_residuals(dropped, TWO_TO_FOUR)
-    machines._refuse_residuals(config(f"{BATCH}=12"), TWO_TO_FOUR)
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -112,9 +101,3 @@ def test_the_owner_of_the_address_opens_the_store(monkeypatch):
 )
 def test_endpoints(text, found):
     assert machines._split(text) == found
-
-
-def test_a_replica_is_one_machine(config):
-    replica = config("--fault_tolerance.enable")
-    with pytest.raises(ConfigError, match=r"^NNODES: got '2:4', expected 1 with fault_tolerance"):
-        machines.check_machines(replica, TWO_TO_FOUR, "cpu")

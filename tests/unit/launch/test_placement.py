@@ -10,10 +10,8 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch import launcher
 from torchtitan_lr.launch.environment import Environment, read_environment
 from torchtitan_lr.launch.placement import find_device, place
-from torchtitan_lr.scaling.experiments import place_run
 
 MAIN = "--job.config_file=train_configs/debug_cola.toml"
-FULL = "--job.config_file=train_configs/debug_full.toml"
 CAAT = "--job.config_file=train_configs/debug_caat.toml"  # tensor_parallel_degree = 2
 TP, BATCH = "--parallelism.tensor_parallel_degree", "--training.global_batch_size"
 
@@ -109,15 +107,6 @@ def test_the_main_job_on_as_many_ranks_as_requested(gpus):
         placed(MAIN)
 
 
-@pytest.mark.parametrize(("count", "ranks"), [(0, 4), (1, 1), (2, 2), (3, 3), (8, 4)])
-def test_other_jobs_are_not_changed(gpus, count, ranks):
-    gpus(count)
-    found = placed(FULL)
-    assert (found.environment.ranks, found.arguments) == (ranks, [FULL])
-    assert found.device == ("cuda" if count else "cpu")
-    assert bool(found.note) == (count < 4)
-
-
 def test_a_degree_that_does_not_fit_is_refused_with_one_that_does(gpus, capsys):
     gpus(3)
     assert placed(CAAT).environment.ranks == 2
@@ -130,31 +119,3 @@ def test_a_degree_that_does_not_fit_is_refused_with_one_that_does(gpus, capsys):
     )
     assert captured.out == ""
     assert placed(CAAT, f"{TP}=1").environment.ranks == 1
-
-
-def test_several_machines_and_dry_runs_are_not_fitted(gpus):
-    patch = gpus(1)
-    patch.setenv("COMM_MODE", "fake_backend")
-    found = placed(MAIN)
-    assert (found.environment.ranks, found.arguments, found.note) == (4, [MAIN], "")
-    patch.delenv("COMM_MODE")
-    patch.setenv("NNODES", "2")
-    patch.setenv("RDZV_ENDPOINT", "host:1234")
-    with pytest.raises(ConfigError, match="NGPU: got 4, expected at most 1"):
-        placed(MAIN)
-    patch.setenv("NGPU", "1")  # two ranks in all
-    assert placed(MAIN).arguments == [MAIN]
-
-
-def test_shown_ranks_are_ranks(gpus):
-    patch = gpus(2)
-    patch.setenv("LOG_RANK", "3")
-    with pytest.raises(ConfigError, match="LOG_RANK: got '3', expected ranks from 0 to 1"):
-        placed(MAIN)
-
-
-def test_scripts_choose_as_the_launcher_does(gpus):
-    gpus(1)
-    assert place_run([MAIN]).environment.ranks == 1
-    with pytest.raises(ConfigError, match="NGPU: got 4"):
-        place_run([MAIN], ranks=4)

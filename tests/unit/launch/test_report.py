@@ -2,50 +2,15 @@
 """What the launcher says at the end."""
 
 import json
-import math
-import shutil
 
 import pytest
 
 from torchtitan_lr.launch.report import (
     DID_NOT_END,
     describe_failure,
-    full_disk,
-    hidden_errors,
     killed_rank,
-    read_summary,
     recorded_by_rank_0,
-    summary_lines,
 )
-
-
-def test_summary_of_another_run_is_not_shown(tmp_path):
-    path = tmp_path / "summary.json"
-    assert read_summary(tmp_path, newer_than=0.0) is None
-    path.write_text('{"steps": 1}')
-    assert read_summary(tmp_path, newer_than=path.stat().st_mtime - 1) == {"steps": 1}
-    assert read_summary(tmp_path, newer_than=path.stat().st_mtime + 1) is None
-
-
-def test_summary_lines(tmp_path):
-    summary = {
-        "steps": 300,
-        "train_loss": 3.25,
-        "val_loss": 3.5,
-        "val_ppl": math.exp(3.5),
-        "unigram_entropy": 6.125,
-        "tokens_per_s": 12345.6,
-        "mfu": 41.5,
-        "peak_memory_gib": 1.5,
-        "checkpoint": "out/checkpoint/step-300",
-        "curve": "out/curve.png",
-    }
-    lines = summary_lines(summary, tmp_path, tmp_path / "logs")
-    assert len(lines) <= 12
-    text = "\n".join(lines)
-    for part in ("300", "3.2500", "3.5000", "33.12", "6.1250", "12,346", "41.50 %", "1.50 GiB"):
-        assert part in text
-    assert "step-300" in text and "curve.png" in text and str(tmp_path / "logs") in text
 
 
 def test_first_failure_is_the_one_told(tmp_path):
@@ -106,17 +71,6 @@ def test_a_killed_rank_is_the_cause_not_those_that_missed_it(tmp_path):
     assert told.endswith(f"its output: {folder}")
 
 
-def test_a_rank_that_fell_after_telling_its_error_is_no_killed_one(tmp_path):
-    (tmp_path / "launcher.log").write_text(REPORT.format(code="-6 (pid: 1)  (SIGABRT)"))
-    assert killed_rank(tmp_path) == (1, "SIGABRT")
-    folder = tmp_path / "run/attempt_0/1"
-    folder.mkdir(parents=True)
-    message = {"message": "NonFiniteError: step 2", "extraInfo": {"timestamp": "1"}}
-    (folder / "error.json").write_text(json.dumps({"message": message}))
-    assert killed_rank(tmp_path) is None
-    assert describe_failure(tmp_path, 1).startswith("rank 1 failed: NonFiniteError: step 2;")
-
-
 STACK = """Traceback (most recent call last):
   File "/site/torchtitan/train.py", line 600, in train
     self.train_step(data_iterator)
@@ -152,43 +106,6 @@ def test_a_rank_that_torchrun_had_to_kill_is_not_the_cause(tmp_path, stuck):
     )
 
 
-def test_a_full_disk_is_told_with_what_is_free(tmp_path):
-    assert full_disk(tmp_path, "rank 0 failed: ValueError: no such luck") == ""
-    told = full_disk(tmp_path, "rank 0 failed: OSError: [Errno 28] No space left on device")
-    free = shutil.disk_usage(tmp_path).free / 2**20
-    start, _, rest = told.partition(f"; no space left in {tmp_path} (")
-    assert start == "" and rest.endswith(" MiB free)")
-    assert float(rest.split()[0]) == pytest.approx(free, rel=0.2)
-
-
-def test_torchrun_that_a_signal_ended_is_told(tmp_path):
-    assert describe_failure(tmp_path, -9).startswith("torchrun was ended by SIGKILL, and its ranks")
-
-
-@pytest.mark.parametrize(
-    ("words", "shown", "told"),
-    [
-        ({0: "error: a", 1: "error: b"}, {0}, []),
-        ({0: "error: a", 1: "error: b"}, {2}, ["[rank0]:error: a"]),
-        ({0: "", 1: "error: b"}, {0}, ["[rank1]:error: b"]),
-        ({0: "", 1: "error: b"}, {0, 1}, []),
-        ({2: "error: c", 10: "error: d"}, {0}, ["[rank2]:error: c"]),
-        ({0: "x - Stopped by SIGTERM after step 3 of 9"}, {1}, ["[rank0]:x - Stopped by SIGTERM"]),
-        ({0: "an error: of another kind"}, {1}, []),
-        ({}, {0}, []),
-    ],
-)
-def test_last_words_are_those_the_console_lacks(tmp_path, words, shown, told):
-    for rank, text in words.items():
-        folder = tmp_path / "run" / "attempt_0" / str(rank)
-        folder.mkdir(parents=True)
-        # Behind more than a long run's output ends with.
-        (folder / "stderr.log").write_text("a line\n" * 20_000 + text + "\nmore\n")
-        (folder / "stdout.log").write_text("another line\n")
-    found = hidden_errors(tmp_path, shown)
-    assert [line[: len(start)] for line, start in zip(found, told, strict=True)] == told
-
-
 @pytest.mark.parametrize(
     ("failure", "record", "expected"),
     [
@@ -204,23 +121,3 @@ def test_last_words_are_those_the_console_lacks(tmp_path, words, shown, told):
 )
 def test_who_records_a_failure(failure, record, expected):
     assert recorded_by_rank_0(failure, record) is expected
-
-
-@pytest.mark.parametrize("error", ["Connection", "Timeout", "Closed"])
-def test_a_lost_rendezvous_is_told(tmp_path, error):
-    line = f"torch.distributed.elastic.rendezvous.api.Rendezvous{error}Error: words\n"
-    (tmp_path / "launcher.log").write_text(f"Traceback\n  raise Rendezvous{error}Error\n{line}")
-    told = describe_failure(tmp_path, 1)
-    assert told.startswith("the machine of RDZV_ENDPOINT cannot be reached, or the run ended")
-    # The words alone are no error.
-    (tmp_path / "launcher.log").write_text(f"no Rendezvous{error}Error here\n")
-    assert describe_failure(tmp_path, 1).startswith("the ranks ended with status 1")
-
-
-def test_the_last_start_is_reported(tmp_path):
-    """Errors before a restart are not those that ended the run."""
-    for attempt, word in ((2, "old"), (10, "new")):
-        folder = tmp_path / "run" / f"attempt_{attempt}" / "0"
-        folder.mkdir(parents=True)
-        (folder / "stderr.log").write_text(f"error: {word}\n")
-    assert hidden_errors(tmp_path, {1}) == ["[rank0]:error: new"]

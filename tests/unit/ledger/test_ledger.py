@@ -91,35 +91,6 @@ def test_scopes_and_passes() -> None:
     assert rows == expected
 
 
-def test_a_group_of_one_is_not_counted() -> None:
-    """Nothing leaves the rank, so a mesh dimension of size 1 adds no rows."""
-    alone = dist.new_group([0])
-    x = torch.ones(8)
-    ledger = new_ledger(Model())
-    with ledger:
-        dist.all_reduce(x, group=alone)
-        functional.wait_tensor(functional.all_reduce(x, "sum", alone.group_name))
-        dist.reduce_scatter_tensor(x.clone(), x, group=alone)
-    assert ledger.rows() == [] and ledger.bytes_by_mesh_dim() == {}
-    with ledger:
-        dist.all_reduce(x, group=dist.new_group([0, 1]))
-    assert [row["bytes"] for row in ledger.rows()] == [32]
-
-
-def test_order_of_backward_does_not_matter() -> None:
-    """Two micro-batches forward, then both backward, as a pipeline schedule does."""
-    model = Model()
-    together, apart = new_ledger(model), new_ledger(model)
-    with together:
-        losses = [model(torch.ones(4, 8)).sum() for _ in range(2)]
-        for loss in losses:
-            loss.backward()
-    with apart:
-        for _ in range(2):
-            model(torch.ones(4, 8)).sum().backward()
-    assert together.rows() == apart.rows()
-
-
 def test_recomputation_of_half_a_block_is_flagged() -> None:
     """Each block sends twice, and again in its second half."""
     model = Model()

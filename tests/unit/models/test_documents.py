@@ -112,14 +112,6 @@ def test_positions_restart_and_later_documents_are_hidden():
     assert seen.tolist() == [[True, False, False], [True, True, False], [False, False, True]]
 
 
-def test_a_token_beyond_the_trained_length_is_not_needed():
-    """Positions restart: a table for 12 tokens is enough for a row of 32."""
-    rows = torch.stack([torch.cat(documents()[0])])
-    long, short = (build_tiny("svd", torch.float64, max_seq_len=n) for n in (32, 12))
-    found = DocumentBorders(BOS, True).documents(rows)
-    assert torch.equal(long(rows, documents=found), short(rows, documents=found))
-
-
 def test_borders_by_bos_and_by_eos():
     inputs = torch.tensor([[5, BOS, 6, EOS, BOS, 7], [BOS, 6, 7, EOS, BOS, EOS]])
     labels = torch.tensor([[BOS, 6, EOS, BOS, 7, 8], [6, 7, EOS, BOS, EOS, BOS]])

@@ -4,32 +4,8 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.stored_args import write_model_args
-
-NAMES = ["debug", "tiny", "60M", "130M", "350M", "1B", "1B_boost", "3B", "7B", "8B", "13B", "30B"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_has_every_flavor(family):
-    table = FLAVORS[family]
-    assert sorted(table) == sorted(NAMES)
-    assert {args.family for args in table.values()} == {family}
-    for args in table.values():
-        args.check()
-
-
-def test_a_look_up_gives_a_fresh_copy():
-    first = FLAVORS["cola"]["8B"]
-    first.dim = 1
-    first.rope_scaling.scaling_factor = 99.0
-    again = FLAVORS["cola"]["8B"]
-    assert again.dim == 4096
-    assert again.rope_scaling.scaling_factor == 8.0
-    # Two look-ups are equal unless changed: the control of the lines above.
-    assert again == FLAVORS["cola"]["8B"]
-    assert again != first
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -20,7 +19,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.unit.tiny import FAMILIES, build_tiny, tiny_args
 from torchtitan_lr.compat.dtensor import local_slice
-from torchtitan_lr.models.initialization import draw_parameter
 from torchtitan_lr.models.llama import LlamaModel
 
 
@@ -32,12 +30,6 @@ def rank_of(rank, world_size):
         yield
     finally:
         dist.destroy_process_group()
-
-
-def draw(shape, fqn="w", std=0.02, seed=0, dtype=torch.float32):
-    parameter = torch.empty(shape, dtype=dtype)
-    draw_parameter(parameter, fqn, std, seed)
-    return parameter
 
 
 @pytest.mark.parametrize("family", ["full", "cola"])
@@ -75,20 +67,6 @@ def test_every_parameter_gets_its_distribution(family):
             std = rank**-0.25 * (256 + d_out) ** -0.25
         assert abs(parameter.mean().item()) < 5 * std / math.sqrt(parameter.numel()), name
         assert parameter.std().item() == pytest.approx(std, rel=0.03), name
-
-
-def test_an_unknown_parameter_is_refused():
-    model = build_tiny("cola")
-    model.init_weights()
-    model.layers["0"].bias = nn.Parameter(torch.zeros(3))
-    with pytest.raises(RuntimeError, match=r"layers\.0\.bias"):
-        model.init_weights()
-
-
-def test_precisions_share_the_draw():
-    single = draw((64, 32))
-    assert torch.equal(draw((64, 32), dtype=torch.float64), single.double())
-    assert torch.equal(draw((64, 32), dtype=torch.bfloat16), single.bfloat16())
 
 
 def test_model_is_reproducible_whatever_was_drawn_before():
@@ -201,11 +179,3 @@ def test_uneven_strided_slices_cover_the_tensor_once(rows):
     # Read as plain shards, the same layout would hand out other rows.
     plain = local_slice(full, (4, 2), (0, 1), (Shard(0), Shard(0)))
     assert not torch.equal(plain, parts[0, 1])
-
-
-def test_layouts_without_a_slice_are_refused():
-    full = torch.zeros(8, 8)
-    with pytest.raises(RuntimeError, match="cannot be initialized"):
-        local_slice(full, (2,), (0,), (Partial(),))
-    with pytest.raises(RuntimeError, match="cannot be initialized"):
-        local_slice(full, (2, 2), (0, 0), (_StridedShard(0, split_factor=4), Shard(0)))

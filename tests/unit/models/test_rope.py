@@ -111,11 +111,3 @@ def test_a_cast_of_the_model_does_not_round_the_table():
     assert not torch.equal(build_freqs_cis(12, 32, 10000.0, None).to(torch.complex128), exact)
     assert torch.equal(model.bfloat16().freqs_cis, exact.to(torch.complex64))
     assert torch.equal(model.to(torch.bfloat16).freqs_cis, exact.to(torch.complex64))
-
-
-def test_the_table_is_filled_when_a_meta_model_is_materialized():
-    model = build_tiny("cola").to("meta")
-    assert model.freqs_cis.is_meta
-    model.to_empty(device="cpu")
-    assert torch.equal(model.freqs_cis, build_freqs_cis(12, 32, 10000.0, None))
-    assert "freqs_cis" not in model.state_dict()

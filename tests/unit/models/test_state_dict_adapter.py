@@ -6,7 +6,6 @@ import torch
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
 from tests.unit.tiny import build_tiny, tiny_args, tokens
-from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.export import build_hf_config
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter, merge_factors
@@ -78,15 +77,6 @@ def test_without_the_scaling_the_logits_differ():
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_full_goes_round(shape):
-    args = tiny_args("full", **SHAPES[shape])
-    adapter, theirs = LlamaStateDictAdapter(args, None), build_hf(args).state_dict()
-    again = adapter.to_hf(adapter.from_hf(theirs))
-    assert again.keys() == theirs.keys()
-    assert all(torch.equal(again[name], theirs[name]) for name in theirs)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
 def test_svd_merges_into_a_llama(shape):
     ours = build_tiny("svd", **SHAPES[shape])
     theirs = build_hf(ours.model_args)
@@ -115,13 +105,6 @@ def test_merged_bf16_is_rounded_once():
     # One rounding to bf16, of a sum of 12 products in fp32.
     sizes = weights[f"{name}B.weight"].double().abs() @ weights[f"{name}A.weight"].double().abs()
     assert ((merged.double() - exact).abs() <= 2**-8 * exact.abs() + 12 * 2**-23 * sizes).all()
-
-
-def test_svd_cannot_be_read_from_hugging_face():
-    with pytest.raises(ConfigError) as caught:
-        LlamaStateDictAdapter(tiny_args("svd"), None).from_hf({})
-    assert "llama_full" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

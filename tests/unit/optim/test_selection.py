@@ -1,10 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 from collections import Counter
 
-import pytest
-
-from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.tsr.selection import EMBEDDING, HEAD, TSRSettings, plan_matrices
 
 SHAPES = {
@@ -28,15 +24,6 @@ def test_matrices_but_for_the_head_are_compressed():
     assert (plans[EMBEDDING].rank, plans[EMBEDDING].interval, plans[EMBEDDING].width) == (3, 5, 8)
     assert HEAD in plan_matrices(SHAPES, change(compress_head=True))
     assert EMBEDDING not in plan_matrices(SHAPES, change(embedding_rank=0))
-
-
-def test_patterns():
-    plans = plan_matrices(SHAPES, change(include=("layers.*",), exclude=("*.w1.weight",)))
-    assert set(plans) == {n for n in SHAPES if "wq" in n}
-    # The head needs its own key, whatever the patterns say.
-    assert HEAD not in plan_matrices(SHAPES, change(include=("*",)))
-    with pytest.raises(ConfigError, match="tsr_exclude: got 'gate'"):
-        plan_matrices(SHAPES, change(exclude=("gate",)))
 
 
 def test_one_sided_projects_the_shorter_side():
@@ -78,7 +65,3 @@ def test_the_embedding_and_the_head_have_iterations_of_their_own():
     assert {q for name, q in iterations.items() if name not in (EMBEDDING, HEAD)} == {2}
     same = plan_matrices(SHAPES, change(power_iterations=2)).values()
     assert all(plan.power_iterations == 2 for plan in same)
-
-
-def test_settings_have_the_defaults_of_the_configuration():
-    assert TSRSettings.from_config(build_job_config([]).optimizer) == TSRSettings()

@@ -69,16 +69,3 @@ def test_one_member_that_does_not_know_the_step_makes_all_compare():
     for others in ([2.0, claim, square], [2.0, 2 * claim + 1, square + (claim + 1) ** 2]):
         member.step("plain", STEP, others)
         assert len(member.compared) == 3
-
-
-def test_a_lost_step_teaches_nothing():
-    member = Member()
-    member.step("plain", STEP, committed=False)
-    member.step("plain", ["5 float32"])
-    assert len(member.compared) == 1
-
-
-def test_calls_between_steps_are_free():
-    member = Member(same=False)
-    member.calls.check("1 float32", member.compare)
-    assert not member.compared

@@ -47,12 +47,6 @@ def test_plans_that_are_compared_share_a_mode_of_checkpointing():
     assert {c.activation_checkpoint.mode for c in configs.values()} == {"low_rank"}
 
 
-def test_several_files_are_taken_as_they_are():
-    configs = configs_of(CONFIG, "debug_svd")
-    names = {name: config.model.name for name, config in configs.items() if COUNTED not in name}
-    assert names == {"debug_cola": "llama_cola", "debug_svd": "llama_svd"}
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

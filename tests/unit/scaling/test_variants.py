@@ -40,11 +40,3 @@ def test_choices_of_the_bottleneck_aware_plan_do_not_reach_the_others():
     plain = build_job_config([*arguments, "--parallelism.tp_plan=vanilla"])
     with pytest.raises(ConfigError, match="tp_norm"):
         check_job_config(plain, 4, "cpu")
-
-
-def test_one_mode_of_checkpointing_for_all():
-    """Full rank has no latents to keep; without it the configured mode stays."""
-    assert shared_mode("low_rank", PLANS) == "full"
-    assert shared_mode("low_rank", ("vanilla", "btp")) == "low_rank"
-    for mode in ("none", "selective", "full", "memory_budget"):
-        assert shared_mode(mode, PLANS) == mode

@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
 from torchtitan.config import JobConfig
 
-from torchtitan_lr.checkpoints import safe_metadata
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.build import build_optimizers
 from torchtitan_lr.training.checkpoint import CheckpointManager
@@ -154,21 +153,6 @@ def folders(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_the_last_save_purges_too(tmp_path: Path) -> None:
-    checkpoints = model_only(tmp_path, keep=3, steps=4)
-    checkpoints.save(5, last_step=True)
-    assert kept(checkpoints) == {"step-3", "step-4", "step-5"}
-    assert folders(tmp_path) == ["step-3", "step-4", "step-5"]
-
-
-@pytest.mark.usefixtures("process_group")
-def test_an_interrupted_save_purges_too(tmp_path: Path) -> None:
-    checkpoints = model_only(tmp_path, keep=2, steps=3)
-    checkpoints.save_interrupted(4)
-    assert kept(checkpoints) == {"step-3", "step-4"}
-
-
-@pytest.mark.usefixtures("process_group")
 def test_the_next_start_deletes_what_a_kill_left(tmp_path: Path) -> None:
     model_only(tmp_path, steps=2).close()
     for name in ("discarded-1-77", "step-3", "aside-9-0"):
@@ -231,23 +215,6 @@ def test_falling_back_goes_on_from_the_newest_whole_one(tmp_path: Path) -> None:
         flip_a_bit(tmp_path, step)
     with pytest.raises(ConfigError, match="there is no older whole one"):
         again.load()
-
-
-@pytest.mark.usefixtures("process_group")
-def test_a_load_reads_the_table_of_contents_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoints = model_only(tmp_path, steps=1)
-    read: list[str] = []
-
-    class Noted(safe_metadata._Unpickler):
-        def load(self) -> Any:
-            read.append("table of contents")
-            return super().load()
-
-    monkeypatch.setattr(safe_metadata, "_Unpickler", Noted)
-    assert checkpoints.load()
-    assert len(read) == 2  # once more to verify it
 
 
 @pytest.mark.usefixtures("process_group")

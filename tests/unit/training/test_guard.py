@@ -24,22 +24,6 @@ def test_a_signal_is_remembered_and_the_next_one_acts(number: signal.Signals) ->
             signal.signal(n, handler)
 
 
-def test_below_torchrun_a_second_signal_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler's signal and the launcher's reach the rank; torchrun or the launcher kills."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = {n: signal.getsignal(n) for n in numbers}
-    try:
-        stop = StopSignal()
-        stop.install()
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert stop.name == "SIGUSR1"
-        assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN] * 3
-    finally:
-        for n, handler in before.items():
-            signal.signal(n, handler)
-
-
 @pytest.mark.parametrize(
     ("loss", "square", "stop", "findings"),
     [

@@ -2,7 +2,6 @@
 """TensorBoard and wandb of a run and of its resumption, read back from what they write offline."""
 
 import json
-import os
 import time
 from types import SimpleNamespace
 
@@ -12,12 +11,8 @@ from torchtitan.distributed import ParallelDims
 
 from tests.unit.tiny import tiny_args
 from tests.wandb_file import parts, values_of
-from torchtitan_lr import train
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.launch.run_state import read_state
 from torchtitan_lr.training.figures import new_figure
-from torchtitan_lr.training.guard import NonFiniteError
 from torchtitan_lr.training.loggers import (
     WANDB_ID_FILE,
     TensorBoardLogger,
@@ -141,47 +136,3 @@ def test_the_resolved_configuration():
     assert json.loads(json.dumps(config)) == config
     assert layout(dims) == "4 ranks (dp_shard 2, tp 2)"
     assert job.training.global_batch_size == -1  # the run's own is left alone
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "why"),
-    [
-        (None, 0, ""),
-        (ConfigError("a.b", 1, "2"), 2, "a.b: got 1, expected 2"),
-        (NonFiniteError("step 3: loss"), 1, "step 3: loss"),
-        (RuntimeError("connection closed\nat"), None, "RuntimeError: connection closed"),
-    ],
-)
-def test_the_loggers_get_to_know_how_the_run_ended(tmp_path, monkeypatch, error, status, why):
-    closed = []
-
-    class FakeTrainer:
-        interrupted = False
-
-        def __init__(self, config):
-            self.metrics_processor = SimpleNamespace(exit_status=0)
-            self.checkpointer = SimpleNamespace()
-
-        def train(self):
-            self.checkpointer.before_save()  # this process holds the folder
-            if error is not None:
-                raise error
-
-        def close(self):
-            closed.append(self.metrics_processor.exit_status)
-
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    for name, value in (rank | {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(train, "init_console", lambda *_: None)
-    monkeypatch.setattr(train.torch.distributed, "destroy_process_group", lambda: None)
-    arguments = [f"--job.dump_folder={tmp_path}/dump", "--training.seq_len=8"]
-    if status is None:
-        with pytest.raises(RuntimeError):
-            train.main(arguments, FakeTrainer)
-    else:
-        assert train.main(arguments, FakeTrainer) == status
-    assert closed == [1 if status is None else status]
-    record = read_state(tmp_path / "dump")
-    assert (record["state"], record["why"]) == ("failed" if error else "finished", why)
-    assert os.path.exists(tmp_path / "dump" / "run.lock")

@@ -57,10 +57,6 @@ def test_rewinding_drops_what_a_resumed_run_writes_again(tmp_path: Path) -> None
     assert json.loads(log.path.read_text().splitlines()[-1]) == {"step": 4, "loss": 9.0}
 
 
-def test_a_missing_history_is_empty(tmp_path: Path) -> None:
-    assert read_history(tmp_path / "none.jsonl") == []
-
-
 @pytest.mark.usefixtures("clean_environment")
 def test_wandb_gets_the_tomls_values_and_stays_offline_without_credentials() -> None:
     set_wandb_environment(wandb_config())
@@ -75,9 +71,3 @@ def test_the_environment_wins_and_credentials_mean_online(monkeypatch: pytest.Mo
     set_wandb_environment(wandb_config())
     assert os.environ["WANDB_PROJECT"] == "mine"
     assert os.environ["WANDB_MODE"] == "online"
-
-
-@pytest.mark.usefixtures("clean_environment")
-def test_nothing_is_set_while_wandb_is_off() -> None:
-    set_wandb_environment(wandb_config(enable_wandb=False))
-    assert not any(variable in os.environ for variable in (*VARIABLES, QUIET))

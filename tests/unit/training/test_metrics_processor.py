@@ -6,7 +6,6 @@ the tokens of its data-parallel share, so a rank's tokens are four times in the 
 """
 
 import json
-import math
 import time
 from types import SimpleNamespace
 
@@ -114,19 +113,6 @@ def test_speed_by_hand(processor_of, clock):
     assert (record["step"], record["lr"]) == (1, 0.125)
 
 
-def test_each_window_starts_anew(processor_of, clock):
-    processor = processor_of()
-    windows = []
-    for step, tokens, seconds in [(1, 800, 4.0), (4, 600, 3.0), (8, 100, 8.0)]:
-        processor.ntokens_since_last_log += tokens
-        processor.data_loading_times.append(1.0)
-        clock.now += seconds
-        record = log(processor, step)
-        windows.append((record[SPEED], record[SECONDS], record[LOADING]))
-    # Tokens a second and rank, seconds per step, percent of the time spent on loading.
-    assert windows == [(100, 4, 25), (100, 1, pytest.approx(100 / 3, rel=EXACT)), (6.25, 2, 12.5)]
-
-
 def test_pauses_do_not_count(processor_of, clock):
     processor = processor_of()
     clock.now += 2
@@ -162,15 +148,6 @@ def test_a_resumed_run_counts_its_own_steps(processor_of, clock, tmp_path):
     assert steps == [1, 4, 8]  # the 8 of the run before is gone
 
 
-def test_an_unknown_peak_gives_no_mfu(processor_of, clock):
-    processor = processor_of(peak=math.nan)
-    clock.now += 1
-    processor.ntokens_since_last_log += 2000
-    record = log(processor, 1)
-    assert "mfu(%)" not in record
-    assert record["tflops"] == pytest.approx(1.0, rel=EXACT)
-
-
 def test_validation_record(processor_of):
     processor = processor_of()
     processor.log_validation(2.0, 3, {"validation_metrics/tokens": 12.0})
@@ -181,15 +158,3 @@ def test_validation_record(processor_of):
         "validation_metrics/memory/max_reserved(GiB)": 5.0,
         "validation_metrics/tokens": 12.0,
     }
-
-
-def test_which_steps_are_logged(processor_of):
-    processor = processor_of()
-    assert [step for step in range(1, 13) if processor.should_log(step)] == [1, 4, 8, 11, 12]
-
-
-def test_only_rank_0_writes(processor_of, clock, tmp_path):
-    processor = processor_of(rank=1)
-    clock.now += 1
-    processor.log(1, 2.5, 3.5, 0.25)
-    assert processor.history is None and not list(tmp_path.iterdir())

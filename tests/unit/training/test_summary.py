@@ -1,10 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-import json
 import math
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.training.summary import build_summary, draw_curve, write_summary
+from torchtitan_lr.training.summary import build_summary, draw_curve
 
 
 def history(with_mfu: bool = False) -> list[dict[str, Any]]:
@@ -42,10 +41,6 @@ def test_takes_the_last_losses_and_the_median_speed_without_the_first_window() -
     }
 
 
-def test_mfu_is_there_where_it_was_logged() -> None:
-    assert build_summary(history(with_mfu=True), 4, 1.0, None)["mfu"] == 30.0
-
-
 def test_a_run_without_validation_has_no_validation_numbers(tmp_path: Path) -> None:
     train_only = history()[:-1]
     summary = build_summary(train_only, 4, 1.0, None)
@@ -53,11 +48,3 @@ def test_a_run_without_validation_has_no_validation_numbers(tmp_path: Path) -> N
     assert summary["val_ppl"] is None
     draw_curve(train_only, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 1000
-
-
-def test_files_are_written_together(tmp_path: Path) -> None:
-    path = write_summary(build_summary(history(), 4, 1.0, None), history(), tmp_path)
-    written = json.loads(path.read_text())
-    assert Path(written["curve"]).read_bytes().startswith(b"\x89PNG")
-    assert written["val_loss"] == 4.6
-    assert not list(tmp_path.glob("*.tmp"))

@@ -168,13 +168,3 @@ def test_a_limited_set_by_hand(validator_of):
     validator.validate([Bigrams()], step=1)
     expected = mean(losses_by_hand(WINDOWS[0]) + losses_by_hand(WINDOWS[1]))
     assert validator.last_loss == pytest.approx(expected, rel=EXACT)
-
-
-def test_when_it_is_due(validator_of):
-    validator = validator_of()
-    assert [step for step in range(1, 9) if validator.should_validate(step)] == [4, 7, 8]
-    first = validator_of(first_step=True)
-    assert [step for step in range(1, 9) if first.should_validate(step)] == [1, 4, 7, 8]
-    assert validator_of(freq=1).should_validate(1)  # every step, the first too
-    validator.suspended = True
-    assert not any(validator.should_validate(step) for step in range(1, 9))

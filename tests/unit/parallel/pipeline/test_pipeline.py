@@ -46,12 +46,6 @@ def test_a_stage_sends_the_streams_of_its_lanes(degree):
     assert boundary_elements(args, TPSettings("caat"), degree, 16, 1) == boundary.elements
 
 
-def test_lanes_in_the_bottleneck_leave_the_stream_alone():
-    args = tiny_args("svd", lanes=4, sync_fraction=0.5)
-    assert stage_boundary(args, TPSettings("btp_caat"), 4, 16, latents=True).elements == 16 * 48 / 4
-    assert stage_boundary(args, TPSettings("btp_caat"), 1, 16, latents=True).elements == 16 * 48
-
-
 def test_latents_cross_between_blocks_only():
     names = [["tok_embeddings"], ["layers.0", "layers.1"], ["layers.2"], ["norm", "output"]]
     section = SimpleNamespace(tensor_parallel_degree=1, module_fqns_per_model_part=names)

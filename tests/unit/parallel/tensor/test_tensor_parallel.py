@@ -10,7 +10,6 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.tensor.plans import build_tp_plan
 from torchtitan_lr.parallel.tensor.styles import EdgeParallel
@@ -118,20 +117,6 @@ def test_widths_that_do_not_divide_are_refused(
     with pytest.raises(ConfigError, match=rf"tensor_parallel_degree: got 4.*{width} = "):
         resolve_settings(settings, tiny(**changes), 4, 16)
     assert resolve_settings(settings, tiny(**changes), 1, 16) == settings
-
-
-def test_only_the_widths_that_a_plan_splits_must_divide() -> None:
-    odd_rank = tiny(rank_attention=11, rank_ffn=13)
-    assert resolve_settings(TPSettings("btp"), odd_rank, 4, 16).plan == "btp"
-    few_heads = tiny(n_kv_heads=2, ffn_dim=90)
-    plan = resolve_settings(TPSettings("vanilla_replicated"), few_heads, 4, 16).plan
-    assert plan == "vanilla_replicated"
-
-
-def test_the_published_shape_that_does_not_divide() -> None:
-    with pytest.raises(ConfigError, match="5461"):
-        resolve_settings(TPSettings(), FLAVORS["cola"]["1B"], 2, 256)
-    assert resolve_settings(TPSettings(), FLAVORS["cola"]["1B_boost"], 2, 256).plan == "btp"
 
 
 def test_odd_sequences_fall_back_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A plan from outside the package is accepted, refused, estimated and compared like the others."""
 
-import importlib
 import sys
 from math import prod
 
@@ -15,7 +14,6 @@ from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.estimate.traffic import step_traffic
 from torchtitan_lr.formulas.communication import model_traffic
 from torchtitan_lr.formulas.plans.registry import FORMULAS
-from torchtitan_lr.parallel.tensor import plans
 from torchtitan_lr.parallel.tensor.plans import PLANS
 
 DEBUG = "train_configs/debug_cola.toml"
@@ -42,23 +40,6 @@ def config_of(*arguments):
     return config
 
 
-@pytest.mark.parametrize("name", ["auto", "btp"])
-def test_a_plan_from_outside_takes_no_name_of_the_package(name):
-    toy = importlib.import_module("tests.toy_plan").Gathered()
-    toy.name = name
-    with pytest.raises(ValueError, match=f"the name '{name}' of a tensor-parallel plan is taken"):
-        plans.register_plan(toy)
-    assert not isinstance(PLANS.get(name), type(toy))
-
-
-@pytest.mark.parametrize("arguments", [[], ["--experimental.custom_import=tests.commands"]])
-def test_an_unregistered_name_is_refused(arguments):
-    known = "'auto', 'btp', 'vanilla', 'vanilla_replicated', 'megatron', 'caat', 'btp_caat'"
-    with pytest.raises(ConfigError) as info:
-        build_job_config([f"--job.config_file={DEBUG}", NAMED, *arguments])
-    assert str(info.value) == f"parallelism.tp_plan: got 'gathered', expected one of {known}"
-
-
 def test_a_registered_plan_is_accepted_from_a_toml_too(tmp_path):
     assert config_of().parallelism.tp_plan == "gathered"
     toml = tmp_path / "toy.toml"
@@ -68,24 +49,6 @@ def test_a_registered_plan_is_accepted_from_a_toml_too(tmp_path):
     assert build_job_config([f"--job.config_file={toml}"]).parallelism.tp_plan == "gathered"
     with pytest.raises(ConfigError, match=r"'btp_caat', 'gathered'$"):
         build_job_config(["--parallelism.tp_plan=no_such_plan"])
-
-
-@pytest.mark.parametrize(
-    ("argument", "text"),
-    [
-        ("--model.name=llama_full", "tp_plan: got 'gathered', expected one of auto, megatron for"),
-        ("--caat.lanes=4", "tp_plan: got 'gathered', expected btp_caat (experimental), which auto"),
-        ("--parallelism.tp_norm=sync", "tp_norm: got 'sync', expected 'online': only the plan btp"),
-        ("--parallelism.tp_head=scatter", "tp_head: got 'scatter', expected 'plain': only the"),
-        ("--parallelism.tp_comm=sequence", "expected 'all_reduce' for the plan gathered"),
-        ("--low_rank.rank=27", "a divisor of the model's rank_attention = 27 under the plan gath"),
-    ],
-)
-def test_it_is_refused_in_one_line_like_the_others(argument, text):
-    with pytest.raises(ConfigError) as info:
-        config_of(argument)
-    assert text in str(info.value)
-    assert "\n" not in str(info.value)
 
 
 def test_the_estimate_counts_it():
