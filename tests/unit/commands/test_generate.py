@@ -11,11 +11,6 @@ from tests.unit.hf.test_export import run_record, write_run
 from tests.unit.tiny import FAMILIES, build_tiny, tokens
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.loading import load_for_inference
-<<<<<<< HEAD
-from torchtitan_lr.inference.sampling import Sampling, draws
-=======
-from torchtitan_lr.inference.completion import generate
->>>>>>> main
 
 script = Command("generate")
 

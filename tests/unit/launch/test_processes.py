@@ -9,12 +9,7 @@ from pathlib import Path
 
 import pytest
 
-<<<<<<< HEAD
 from tests.support.kills import process_state
-from torchtitan_lr.launch.processes import child_pids
-=======
-from torchtitan_lr.launch.processes import process_state
->>>>>>> main
 
 PROGRAM = """
 import atexit, threading
