@@ -34,8 +34,8 @@ from torchtitan_lr.compression.compressor import Compressor, Span, join_spans, s
 from torchtitan_lr.compression.settings import (
     CompressionSettings,
     describe_selection,
-    describe_small_units,
     is_compressed,
+    merged,
 )
 from torchtitan_lr.compression.sizes import CodecSizes
 from torchtitan_lr.errors import ConfigError
@@ -161,14 +161,14 @@ def apply_gradient_compression(
         raise ConfigError(
             "grad_compression.layers", settings.layers, "a selection that some tensor fits"
         )
-    too_small: dict[str, int] = {}
+    too_small = []
     beside = Beside(_device(mesh))
     for unit_name, module in _units(model):
         parts = dict(_parts(module, names))
         entries = sum(size for name, size in parts.items() if name in chosen)
         codec = unit_codec(settings.codec, entries, mesh.size(), all_reduce)
         if codec != settings.codec:
-            too_small[unit_name] = -(-entries // mesh.size()) if all_reduce else entries
+            too_small.append(unit_name)
             chosen -= parts.keys()
         spans = [Span(size, name in chosen) for name, size in parts.items()]
         compressor = _compressor(unit_name, codec, spans, mesh, settings, all_reduce)
@@ -179,8 +179,9 @@ def apply_gradient_compression(
             module.set_custom_reduce_scatter(CompressedReduceScatter(compressor, beside, module))
     _log(settings, sizes, [name for name in sizes if name in chosen], all_reduce)
     if too_small:
-        what = describe_small_units(build_codec(settings.codec, mesh.size()), too_small)
-        logger.info("Gradient compression: %s", what)
+        limit = CODECS[settings.codec.name].size_limit
+        what = "Gradient compression: too small for %s, so dense: %s"
+        logger.info(what, limit, merged(too_small))
 
 
 def _compressor(
@@ -269,10 +270,10 @@ def _log(
     sizes, codec = settings.codec, build_codec(settings.codec, settings.ranks)
     if sizes.theta > settings.requested_theta:
         logger.info(
-            "Gradient compression: theta raised from %g to %g, the least at which %s",
+            "Gradient compression: theta raised from %g to %g, the least that %d ranks can decode",
             settings.requested_theta,
             sizes.theta,
-            codec.describe_theta(),
+            settings.ranks,
         )
     logger.info(
         "Gradient compression: %s over %d ranks, theta %g, %.2f bits a compressed parameter; %s",

@@ -14,8 +14,6 @@ from torchtitan_lr.compression.sizes import LEVELS, CodecSizes
 if TYPE_CHECKING:
     import torch
 
-    from torchtitan_lr.compression.codecs import Codec
-
 _ATTENTION = re.compile(r"\.attention\.w[qkv]\.")
 
 
@@ -119,19 +117,11 @@ def describe_selection(sizes: Mapping[str, int], chosen: Iterable[str]) -> str:
     rest = [name for name in sizes if name not in set(chosen)]
     return (
         f"{len(chosen)} of {len(sizes)} tensors compressed, {share:.1f}% of {total:,} parameters "
-        f"({_merged(chosen)}); dense: {_merged(rest)}"
+        f"({merged(chosen)}); dense: {merged(rest)}"
     )
 
 
-def describe_small_units(codec: Codec, entries: Mapping[str, int]) -> str:
-    """Describe the units that are sent dense, with the reason, grouped by size."""
-    reasons = []
-    for m in sorted(set(entries.values())):
-        units = _merged(name for name, size in entries.items() if size == m)
-        reasons.append(f"{units} ({m} entries a destination: {codec.describe_size(m)})")
-    return f"too small for {codec.size_limit}, so dense: {', '.join(reasons)}"
-
-
-def _merged(names: Iterable[str]) -> str:
-    merged = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
-    return ", ".join(name.removesuffix(".weight") for name in merged) or "none"
+def merged(names: Iterable[str]) -> str:
+    """Return the names of tensors or units in one line, those of all blocks as one."""
+    short = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
+    return ", ".join(name.removesuffix(".weight") for name in short) or "none"

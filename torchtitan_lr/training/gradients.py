@@ -7,7 +7,7 @@ backward and reduces them itself.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,32 +17,6 @@ from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.optim.finite import clip_factor, nonfinite_gradient
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.training.grad_norm import square_share
-
-
-class Gradients(Protocol):
-    """The gradients of one step; call the methods in this order."""
-
-    def prepare(self, last: bool) -> None:
-        """Start a micro-batch, before its forward pass; ``last`` marks the step's last."""
-
-    def accumulate(self, last: bool) -> None:
-        """Accumulate the gradients of one micro-batch, after its backward pass."""
-
-    def share(self) -> Tensor:
-        """Reduce the gradients that the optimizer will use.
-
-        Returns:
-            This rank's share of their squared norm, a scalar: the sum over all ranks is the square.
-        """
-
-    def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale the gradients in place if their ``norm`` is finite and exceeds ``max_norm``."""
-
-    def take_back(self) -> None:
-        """Undo what the last step counted on the host: the device rejected the step."""
-
-    def nonfinite(self) -> str | None:
-        """Name the first parameter with a gradient that is not finite on this rank."""
 
 
 class StoredGradients:
@@ -57,7 +31,7 @@ class StoredGradients:
         self.model_parts, self.pp_mesh = model_parts, pp_mesh
 
     def prepare(self, last: bool) -> None:
-        """Do nothing: FSDP or DDP has its own hooks."""
+        """Do nothing before a micro-batch: FSDP or DDP has its own hooks."""
 
     def accumulate(self, last: bool) -> None:
         """Do nothing: autograd accumulates in ``parameter.grad``."""
@@ -84,6 +58,11 @@ class StoredGradients:
     def _gradients(self) -> list[Tensor]:
         parameters = (p for part in self.model_parts for p in part.parameters())
         return [p.grad for p in parameters if p.grad is not None]
+
+
+Gradients: TypeAlias = StoredGradients | TSROptimizers
+"""The gradients of one step; each micro-batch has `prepare` before it and `accumulate` after it,
+then come `share`, `clip` and, if the device has rejected the step, `take_back`."""
 
 
 def gradients_for(

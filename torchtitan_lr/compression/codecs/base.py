@@ -111,17 +111,9 @@ class Codec(ABC):
         """Return whether a destination of m entries can be decoded."""
         return True
 
-    def describe_size(self, m: int) -> str:
-        """Describe briefly why a destination of m entries is below `size_limit`."""
-        return ""
-
     def describe(self) -> str:
         """Return the codec's name and parameters, for the log."""
         return self.name
-
-    def describe_theta(self) -> str:
-        """Describe what a θ that `resolve` has raised is the minimum for."""
-        return ""
 
     @abstractmethod
     def encode(self, rows: Tensor, seed: int) -> Message:

@@ -122,18 +122,9 @@ class SketchCodec(Codec):
         load = unit_load(m, self.c, self.theta, self.ranks)
         return load <= load_limit(m, self.c) + 1e-12
 
-    def describe_size(self, m: int) -> str:
-        """Return load and limit of a sketch of m entries."""
-        load, limit = unit_load(m, self.c, self.theta, self.ranks), load_limit(m, self.c)
-        return f"load {load:.2f} above {max(0.0, limit):.2f}"
-
     def describe(self) -> str:
         """Return name, c and index."""
         return f"{self.name} (c = {self.c:g}, index {self.index})"
-
-    def describe_theta(self) -> str:
-        """Describe θ as the least at which the sketch peels."""
-        return f"a sketch of c = {self.c:g} peels on {self.ranks} ranks"
 
     def encode(self, rows: Tensor, seed: int) -> Message:
         """Send the index and a sketch for each owner (W, 3·row); see `Codec.encode`."""
