@@ -12,26 +12,27 @@ import torchtitan_lr.training.register  # noqa: F401  # the models, as the defau
 from torchtitan_lr.formulas.parameters import ranked_sides
 from torchtitan_lr.formulas.plans.formula import PlanFormula, forward
 from torchtitan_lr.formulas.plans.registry import register_formula
-from torchtitan_lr.models.marks import keep
+from torchtitan_lr.models.grouped_linear import grouped_linears
 from torchtitan_lr.parallel.tensor import plan, plans
 from torchtitan_lr.parallel.tensor.collectives import gather_replicated
 from torchtitan_lr.parallel.tensor.styles import Edge, ShardedMixEdge, local, replicated_norm
 
 
 class GatheredEdge(Edge):
-    def product(self, x, factor):
-        return F.linear(x, gather_replicated(local(factor.weight), self.ranks, 0))
+    def whole(self, factor):
+        return gather_replicated(local(factor.weight), self.ranks, 0)
 
 
 class GatheredDownEdge(GatheredEdge):
     def forward(self, x, linears, norm=None):
         x = x if norm is None else replicated_norm(x, norm)
-        return [keep(self.product(x, linear.A)) for linear in linears]
+        return grouped_linears(x, [self.whole(linear.A) for linear in linears])
 
 
 class GatheredUpEdge(GatheredEdge):
     def forward(self, latents, linears):
-        return [self.product(x, linear.B) for x, linear in zip(latents, linears, strict=True)]
+        pairs = zip(latents, linears, strict=True)
+        return [F.linear(x, self.whole(linear.B)) for x, linear in pairs]
 
 
 class Gathered(plan.TensorParallelPlan):

@@ -38,7 +38,7 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.parallelize import apply_compile
-from torchtitan_lr.parallel.recompute.low_rank_checkpoint import apply_low_rank_checkpoint
+from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 from torchtitan_lr.parallel.tensor.tensor_parallel import (
     TPSettings,
     apply_tensor_parallel,

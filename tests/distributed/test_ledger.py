@@ -32,7 +32,7 @@ from torchtitan_lr.ledger.comparison import compare, differences
 from torchtitan_lr.ledger.ledger import COUNTS, CommLedger, mesh_dims_of
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import sum_gradients
-from torchtitan_lr.parallel.recompute.low_rank_checkpoint import apply_low_rank_checkpoint
+from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
 
 N = BATCH * TOKENS

@@ -120,13 +120,10 @@ def test_vanilla_repeats_its_collectives(two_ranks: RankPool) -> None:
 
 
 def measure_unmarked(case: Case) -> list[dict[str, Any]]:
-    """As `measure`, when the norm's statistic is not marked."""
+    """As `measure`, when latents and statistics are not saved."""
     from torchtitan_lr.parallel.tensor import online_norm
 
-    def forget(x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    with patch.object(online_norm, "keep", forget):
+    with patch.object(online_norm, "save", lambda compute: compute()):
         return measure(case, "low_rank")
 
 

@@ -25,7 +25,7 @@ STEPS_AHEAD = 2
 """Default of ``training.steps_ahead``."""
 
 AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
-"""Values of ``activation_checkpoint.mode``; registering a mode adds its name."""
+"""Values of ``activation_checkpoint.mode``."""
 
 
 @dataclass

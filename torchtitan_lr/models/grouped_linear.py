@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_lr.models.marks import save
+
 
 class _GroupedLinears(torch.autograd.Function):
     """One input, one output per weight; backward has one product for each kind of gradient."""
@@ -21,14 +23,14 @@ class _GroupedLinears(torch.autograd.Function):
         # One variable argument: see `parallel.tensor.grouped_linear`.
         x, *weights = inputs
         ctx.save_for_backward(*inputs)
-        return tuple(F.linear(x, weight) for weight in weights)
+        return save(lambda: tuple(F.linear(x, weight) for weight in weights))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         x, *weights = ctx.saved_tensors
-        gradient = torch.cat(gradients, dim=-1)
+        gradient = torch.cat(gradients, dim=-1) if len(gradients) > 1 else gradients[0]
         dw = gradient.flatten(0, -2).T @ x.flatten(0, -2)
-        dx = gradient @ torch.cat(weights)
+        dx = gradient @ (torch.cat(weights) if len(weights) > 1 else weights[0])
         return (dx, *dw.split([weight.shape[0] for weight in weights]))
 
 
@@ -40,8 +42,6 @@ def grouped_linears(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         weights: One (d_out_i, d_in) per linear.
 
     Returns:
-        One output (..., d_out_i) per linear, each contiguous.
+        One output (..., d_out_i) per linear, each contiguous; low-rank checkpointing saves them.
     """
-    if len(weights) == 1:
-        return [F.linear(x, weights[0])]
     return list(_GroupedLinears.apply(x, *weights))

@@ -35,7 +35,7 @@ from torchtitan_lr.models.layers import (
     LowRankLinear,
     UpEdge,
 )
-from torchtitan_lr.models.marks import keep
+from torchtitan_lr.models.marks import save
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -126,7 +126,8 @@ class _ShareChannels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shared: int, wide: bool) -> Tensor:
         ctx.shared, ctx.wide = shared, wide
-        return spread(lane_sum(x, shared), x)
+        (out,) = save(lambda: (spread(lane_sum(x, shared), x),))
+        return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -207,7 +208,7 @@ class LaneDownEdge(nn.Module):
         for linear in linears:
             terms = lane_terms(x, linear.A.weight, self.args.lanes)
             shared = self.args.shared_channels(terms.shape[-1])
-            latents.append(keep(share_channels(terms, shared, wide)))
+            latents.append(share_channels(terms, shared, wide))
         return latents
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from torchtitan_lr.models.grouped_linear import grouped_linears
 from torchtitan_lr.models.head_loss import linear_loss
-from torchtitan_lr.models.marks import keep
 from torchtitan_lr.models.remade import Gated, gated_linear, remakes, silu_linear
 
 
@@ -78,11 +77,11 @@ class DownEdge(nn.Module):
             One pre-activation latent A x (b, s, r) per linear.
         """
         if isinstance(x, Gated):
-            return [keep(gated_linear(x, linear.A.weight)) for linear in linears]
+            return [gated_linear(x, linear.A.weight) for linear in linears]
         x = x if norm is None else norm(x)
-        if len(linears) > 1 and remakes(x):
-            return [keep(h) for h in grouped_linears(x, [linear.A.weight for linear in linears])]
-        return [keep(linear.A(x)) for linear in linears]
+        if remakes(x):
+            return grouped_linears(x, [linear.A.weight for linear in linears])
+        return [linear.A(x) for linear in linears]
 
 
 class UpEdge(nn.Module):

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchtitan_lr.models.marks import save
+
 
 class Gated(NamedTuple):
     """The hidden units σ(gate) · up, not multiplied yet."""
@@ -92,7 +94,8 @@ class _GatedLinear(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, silu: bool, weight: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
         ctx.silu = silu
-        return F.linear(Gated(gate, up, silu).product(), weight)
+        (out,) = save(lambda: (F.linear(Gated(gate, up, silu).product(), weight),))
+        return out
 
     @staticmethod
     @once_differentiable

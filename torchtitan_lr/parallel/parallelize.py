@@ -12,10 +12,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_lr.compat.compiler import remake_inputs_of_products
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel
-from torchtitan_lr.parallel.recompute.activation_checkpoint import (
-    apply_activation_checkpoint,
-    compiles_model,
-)
+from torchtitan_lr.parallel.recompute import apply_activation_checkpoint, compiles_model
 from torchtitan_lr.parallel.tensor.tensor_parallel import apply_tensor_parallel, tp_settings
 
 

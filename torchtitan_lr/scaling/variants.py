@@ -108,7 +108,7 @@ def shared_mode(mode: str, plans: Collection[str]) -> str:
         mode: The configured mode.
         plans: The compared plans, out of `PLANS`.
     """
-    from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
+    from torchtitan_lr.parallel.recompute import MODES
 
     return "full" if MODES[mode].low_rank and FULL_RANK in plans else mode
 
@@ -123,7 +123,7 @@ def read_modes(text: str, columns: Collection[str]) -> dict[str, str]:
     Raises:
         ConfigError: A column or mode does not exist.
     """
-    from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
+    from torchtitan_lr.parallel.recompute import MODES
 
     modes: dict[str, str] = {}
     for item in filter(None, text.split(",")):

@@ -12,22 +12,19 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.layers import LowRankLinear
-from torchtitan_lr.models.marks import keep
-from torchtitan_lr.parallel.tensor.collectives import (
-    TOKENS,
-    Ranks,
-    reduce_over_ranks,
-    scatter_sum,
-)
+from torchtitan_lr.parallel.tensor.collectives import TOKENS, Ranks
 from torchtitan_lr.parallel.tensor.ends import ScatterHead, ShardedEmbedEdge, VocabParallelHead
-from torchtitan_lr.parallel.tensor.grouped_linear import concatenated_linear
-from torchtitan_lr.parallel.tensor.online_norm import OnlineNorm, online_down, sync_norm
+from torchtitan_lr.parallel.tensor.online_norm import (
+    OnlineNorm,
+    online_down,
+    summed_down,
+    sync_norm,
+)
 from torchtitan_lr.parallel.tensor.plan import (
     Styles,
     TensorParallelPlan,
@@ -78,15 +75,7 @@ class BTPDownEdge(Edge):
             if self.online:
                 return online_down(x, gamma, weights, replace(self.exchange, dim=dim, eps=eps))
             x = sync_norm(x, gamma, dim, eps, self.ranks)
-        if not self.exchange.grouped:
-            return [self._reduce(F.linear(x, weight)) for weight in weights]
-        latents = self._reduce(concatenated_linear(x, weights))
-        return list(latents.split([weight.shape[0] for weight in weights], dim=-1))
-
-    def _reduce(self, h: Tensor) -> Tensor:
-        if self.exchange.sequence:
-            return keep(scatter_sum(h, self.ranks, TOKENS))
-        return keep(reduce_over_ranks(h, self.ranks))
+        return summed_down(x, weights, self.exchange)
 
 
 class BTPUpEdge(Edge):
@@ -114,7 +103,7 @@ class BTPUpEdge(Edge):
             One output (b, s, d_out/T), Shard(-1), per linear.
         """
         weights = [local(linear.B.weight) for linear in linears]
-        shared = SharedInput(self.ranks, TOKENS if self.sequence else None, kept=True)
+        shared = SharedInput(self.ranks, TOKENS if self.sequence else None, saved="input")
         if self.grouped and len(weights) > 1:
             latent = torch.cat(list(latents), dim=-1)
             return shared_linears(latent, weights, replace(shared, separate=True))

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.lane_edges import lane_linear, lane_terms
 from torchtitan_lr.models.layers import LowRankLinear
-from torchtitan_lr.models.marks import keep
 from torchtitan_lr.parallel.tensor.btp import BTP
 from torchtitan_lr.parallel.tensor.caat import share_over_ranks
 from torchtitan_lr.parallel.tensor.collectives import Ranks
@@ -69,7 +68,7 @@ class BTPCaatDownEdge(Edge):
         out = share_over_ranks(terms, sum(shared), self.ranks, self.wide)
         parts = out.split([*shared, *private], dim=-1)
         n = len(weights)
-        return [keep(torch.cat((parts[i], parts[n + i]), dim=-1)) for i in range(n)]
+        return [torch.cat((parts[i], parts[n + i]), dim=-1) for i in range(n)]
 
 
 class BTPCaatUpEdge(Edge):

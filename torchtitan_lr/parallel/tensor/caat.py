@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.lane_edges import lane_linear, lane_sum, lane_terms, spread
+from torchtitan_lr.models.marks import save
 from torchtitan_lr.parallel.tensor.collectives import (
     FEATURES,
     Ranks,
@@ -49,7 +50,8 @@ class _ShareOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shared: int, ranks: Ranks, wide: bool) -> Tensor:
         ctx.shared, ctx.ranks, ctx.wide = shared, ranks, wide
-        return spread(wait(start_all_reduce(lane_sum(x, shared), ranks)), x)
+        (out,) = save(lambda: (spread(wait(start_all_reduce(lane_sum(x, shared), ranks)), x),))
+        return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:

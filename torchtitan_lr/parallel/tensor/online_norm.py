@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_lr.models.marks import keep
+from torchtitan_lr.models.marks import save
 from torchtitan_lr.parallel.tensor.collectives import (
     TOKENS,
     Ranks,
@@ -70,25 +70,29 @@ class _OnlineDown(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         # One variable argument: see `grouped_linear`.
         x, gamma, norm, *weights = inputs
-        statistic = sum_of_squares(x)
-        started = None if norm.column else _start_reduce(statistic, norm)
-        reductions = []
-        for i, group in enumerate(_payload_weights(norm, weights)):
-            h = F.linear(x, torch.cat(group) * gamma)
-            payload = _append_column(h, statistic) if norm.column and i == 0 else h
-            reductions.append(_start_reduce(payload, norm))  # runs during the next product
-        products = [wait(reduction) for reduction in reductions]
-        if started is None:
-            width = sum(w.shape[0] for w in _payload_weights(norm, weights)[0])
-            statistic = products[0][..., width].to(statistic.dtype)
-            products[0] = products[0][..., :width]
-        else:
-            statistic = wait(started)
-        rstd = keep(torch.rsqrt(statistic / norm.dim + norm.eps))
-        ys = tuple(keep(cast(h * rstd.unsqueeze(-1), x.dtype)) for h in products)
+
+        def reduced() -> tuple[Tensor, ...]:
+            statistic = sum_of_squares(x)
+            started = None if norm.column else _start_reduce(statistic, norm)
+            reductions = []
+            for i, group in enumerate(_payload_weights(norm, weights)):
+                h = F.linear(x, torch.cat(group) * gamma)
+                payload = _append_column(h, statistic) if norm.column and i == 0 else h
+                reductions.append(_start_reduce(payload, norm))  # runs during the next product
+            products = [wait(reduction) for reduction in reductions]
+            if started is None:
+                width = sum(w.shape[0] for w in _payload_weights(norm, weights)[0])
+                statistic = products[0][..., width].to(statistic.dtype)
+                products[0] = products[0][..., :width]
+            else:
+                statistic = wait(started)
+            rstd = torch.rsqrt(statistic / norm.dim + norm.eps)
+            return (rstd, *(cast(h * rstd.unsqueeze(-1), x.dtype) for h in products))
+
+        rstd, *ys = save(reduced)
         ctx.save_for_backward(x, gamma, rstd, *ys, *weights)
         ctx.norm, ctx.n_payloads = norm, len(ys)
-        return ys
+        return tuple(ys)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
@@ -114,13 +118,45 @@ class _OnlineDown(torch.autograd.Function):
         return dx.to(x.dtype), dgamma.to(gamma.dtype), None, *dweights
 
 
+class _SummedDown(torch.autograd.Function):
+    """Forward: one reduction per message. Backward: nothing, or gathers of token shards."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        x, norm, *weights = inputs
+        ctx.save_for_backward(x, *weights)
+        ctx.norm = norm
+
+        def reduced() -> tuple[Tensor, ...]:
+            products = (F.linear(x, torch.cat(w)) for w in _payload_weights(norm, weights))
+            started = [_start_reduce(h, norm) for h in products]
+            return tuple(wait(reduction) for reduction in started)
+
+        return save(reduced)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        if ctx.norm.sequence:
+            started = [start_all_gather(gradient, ctx.norm.ranks) for gradient in gradients]
+            gradients = tuple(finish_all_gather(g, ctx.norm.ranks, TOKENS) for g in started)
+        gradient = torch.cat(gradients, -1) if len(gradients) > 1 else gradients[0]
+        dw = gradient.flatten(0, 1).T @ x.flatten(0, 1)
+        dx = summed_products(gradient, weights)
+        return (dx, None, *dw.split([weight.shape[0] for weight in weights]))
+
+
 class _SyncNorm(torch.autograd.Function):
     """Forward all-reduce of the statistic, backward all-reduce of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks) -> Tensor:
-        statistic = wait(start_all_reduce(sum_of_squares(x), ranks))
-        rstd = keep(torch.rsqrt(statistic / dim + eps)).unsqueeze(-1)
+
+        def reduced() -> tuple[Tensor]:
+            statistic = wait(start_all_reduce(sum_of_squares(x), ranks))
+            return (torch.rsqrt(statistic / dim + eps),)
+
+        rstd = save(reduced)[0].unsqueeze(-1)
         ctx.save_for_backward(x, gamma, rstd)
         ctx.dim, ctx.ranks = dim, ranks
         return cast(x * rstd * gamma, x.dtype)
@@ -149,10 +185,12 @@ def online_down(
     Returns:
         One latent (b, s, r_i) per linear, replicated; (b, s/T, r_i), Shard(1), for `sequence`.
     """
-    payloads = _OnlineDown.apply(x, gamma, norm, *weights)
-    if not norm.grouped:
-        return list(payloads)
-    return list(payloads[0].split([weight.shape[0] for weight in weights], dim=-1))
+    return _by_weight(_OnlineDown.apply(x, gamma, norm, *weights), weights)
+
+
+def summed_down(x: Tensor, weights: Sequence[Tensor], norm: OnlineNorm) -> list[Tensor]:
+    """Project a sharded input down and sum over the ranks; arguments as of `online_down`."""
+    return _by_weight(_SummedDown.apply(x, norm, *weights), weights)
 
 
 def sync_norm(x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks) -> Tensor:
@@ -176,6 +214,12 @@ def sum_of_squares(x: Tensor) -> Tensor:
     """Sum x² over the last dimension, accumulated and returned in fp32 (fp64 for fp64)."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return torch.linalg.vector_norm(x, dim=-1, dtype=dtype).square()
+
+
+def _by_weight(payloads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    if len(payloads) == len(weights):
+        return list(payloads)
+    return list(payloads[0].split([weight.shape[0] for weight in weights], dim=-1))
 
 
 def _payload_weights(norm: OnlineNorm, weights: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_lr.models.marks import keep
+from torchtitan_lr.models.marks import save
 from torchtitan_lr.parallel.tensor.collectives import (
     Ranks,
     all_gather,
@@ -35,22 +35,26 @@ class SharedInput:
         ranks: The tensor-parallel ranks.
         dim: The sharded dimension, which forward gathers and backward reduce-scatters; None for a
             replicated input, whose gradient is all-reduced.
-        kept: Whether low-rank checkpointing saves the gathered input.
+        saved: What low-rank checkpointing saves: the gathered ``input``, the ``output``, or
+            nothing.
         separate: Whether each linear has its own part of the input's features. Otherwise all
             linears have the same input.
     """
 
     ranks: Ranks
     dim: int | None = None
-    kept: bool = False
+    saved: str = ""
     separate: bool = False
 
     def whole(self, x: Tensor) -> Tensor:
         """Return the input with all of its shards."""
         if self.dim is None:
             return x
-        gathered = all_gather(x, self.ranks, self.dim)
-        return keep(gathered) if self.kept else gathered
+        dim = self.dim
+        if self.saved != "input":
+            return all_gather(x, self.ranks, dim)
+        (gathered,) = save(lambda: (all_gather(x, self.ranks, dim),))
+        return gathered
 
     def start_sum(self, gradient: Tensor) -> Tensor:
         """Start the sum of the whole input's gradient over the ranks; see `collectives.wait`."""
@@ -70,6 +74,8 @@ class _SharedLinear(torch.autograd.Function):
         ctx.save_for_backward(whole, *weights)
         ctx.shared = shared
         if not shared.separate:
+            if shared.saved == "output":
+                return save(lambda: (F.linear(whole, _concatenated(weights)),))
             return (F.linear(whole, _concatenated(weights)),)
         return tuple(
             F.linear(part, run[0]) if len(run) == 1 else torch.bmm(part, torch.stack(run).mT)

@@ -19,7 +19,6 @@ from torch.distributed.tensor import Shard
 
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.layers import LowRankLinear
-from torchtitan_lr.models.marks import keep
 from torchtitan_lr.parallel.tensor.collectives import (
     FEATURES,
     Ranks,
@@ -66,10 +65,11 @@ class VanillaDownEdge(Edge):
         """
         weights = [local(linear.A.weight) for linear in linears]
         x = x if norm is None else replicated_norm(x, norm)
-        shared = SharedInput(self.ranks, FEATURES if self.sharded_input else None)
+        dim = FEATURES if self.sharded_input else None
+        shared = SharedInput(self.ranks, dim, saved="output")
         if not self.grouped:
-            return [keep(shared_linear(x, [weight], shared)) for weight in weights]
-        latents = keep(shared_linear(x, weights, shared))
+            return [shared_linear(x, [weight], shared) for weight in weights]
+        latents = shared_linear(x, weights, shared)
         return list(latents.split([weight.shape[0] for weight in weights], dim=-1))
 
 
