@@ -43,7 +43,7 @@ def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
 
 def check_tensor_parallel(config: Any, world_size: int, device_type: str) -> None:
     """Check that the tensor-parallel plan fits the model, also at degree 1."""
-    from torchtitan_lr.parallel.tensor.tensor_parallel import tp_settings
+    from torchtitan_lr.parallel.plans import tp_settings
 
     args = llama_args(config)
     if args is not None:  # else another package's model, with a plan of its own

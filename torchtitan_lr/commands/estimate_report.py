@@ -33,8 +33,8 @@ from torchtitan_lr.formulas.flops import flops_per_token
 from torchtitan_lr.formulas.parameters import count_parameters
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.parallel.plans import TPSettings, resolve_settings
 from torchtitan_lr.parallel.recompute import MODES
-from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, resolve_settings
 from torchtitan_lr.scaling.variants import FULL_RANK, read_modes, shared_mode
 
 GIB = 2**30

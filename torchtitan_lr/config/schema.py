@@ -13,7 +13,7 @@ from torchtitan_lr.config.fault_tolerance import FaultTolerance
 from torchtitan_lr.config.methods import Caat, GradCompression, LowRank, Optimizer
 
 BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat")
-"""The plans of this package; ``parallel.tensor.plans`` refuses to load if it defines others."""
+"""The plans of this package, of ``parallel.plans``."""
 
 TP_PLANS = ["auto", *BUILT_IN_PLANS]
 """Values of ``parallelism.tp_plan``; registering a plan adds its name."""

@@ -23,12 +23,12 @@ from torchtitan_lr.estimate.traffic import boundaries_of, exchanged_units, repea
 from torchtitan_lr.formulas.compression import leaves_residual
 from torchtitan_lr.formulas.memory import core_elements, gathered_bytes, sharded, static_memory
 from torchtitan_lr.formulas.traffic import Traffic
+from torchtitan_lr.parallel.plans import TPSettings
 from torchtitan_lr.parallel.recompute import (
     MODES,
     apply_activation_checkpoint,
     wrapping_period,
 )
-from torchtitan_lr.parallel.tensor.plans import TPSettings
 
 ROTARY_BYTES = 8
 """An entry of the rotary table, complex64."""

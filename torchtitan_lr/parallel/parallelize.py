@@ -12,8 +12,8 @@ from torchtitan.tools.logging import logger
 from torchtitan_lr.compat.compiler import remake_inputs_of_products
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel
+from torchtitan_lr.parallel.plans import apply_tensor_parallel, tp_settings
 from torchtitan_lr.parallel.recompute import apply_activation_checkpoint, compiles_model
-from torchtitan_lr.parallel.tensor.tensor_parallel import apply_tensor_parallel, tp_settings
 
 
 def parallelize_llama(

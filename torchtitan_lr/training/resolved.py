@@ -14,7 +14,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan_lr.compat.titan import drop_marker
 from torchtitan_lr.console.log import console
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.tensor.tensor_parallel import tp_settings
+from torchtitan_lr.parallel.plans import tp_settings
 
 _PACKAGES = ("torchtitan_lr", "torchtitan", "torch")
 

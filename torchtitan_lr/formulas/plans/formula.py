@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What the formulas need to know of a tensor-parallel plan, and rows of its traffic.
 
-The formulas are independent of the plans that run (`parallel.tensor`): they state on paper what a
+The formulas are independent of the plans that run (`parallel.plans`): they state on paper what a
 plan should send, so that a measured step can disagree. Both sides are joined by the plan's name.
 """
 

@@ -19,7 +19,7 @@ def register_formula(formula: PlanFormula) -> None:
     """Make a plan known to the formulas, under its name.
 
     Args:
-        formula: Of a plan that `parallel.tensor.plans.register_plan` gets by the same name.
+        formula: Of a plan that `parallel.plans.register_plan` gets by the same name.
     """
     FORMULAS[formula.name] = formula
 

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.oracle.activations import kept_bytes, layer_recompute_flops, recompute_flops
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models import grouped_linear, remade
+from torchtitan_lr.models import linears, norms
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
@@ -161,8 +161,8 @@ def test_a_forgotten_mark_costs_work_and_no_memory() -> None:
     model = build().double()
     apply_low_rank_checkpoint(model, False)
     with (
-        patch.object(grouped_linear, "save", lambda compute: compute()),
-        patch.object(remade, "save", lambda compute: compute()),
+        patch.object(norms, "save", lambda compute: compute()),
+        patch.object(linears, "save", lambda compute: compute()),
     ):
         kept = kept_bytes(model.model_args, TOKENS, 4, 8)
         assert saved_bytes(model) < 3 * kept
