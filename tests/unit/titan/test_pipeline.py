@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.compat.doors import changed
-from torchtitan_lr.compat import pipelining
+from torchtitan_lr.titan.pipeline import stages_built_by
 
 
 def test_pipelining_the_arguments_of_a_stage():
@@ -21,7 +21,7 @@ def test_pipelining_the_arguments_of_a_stage():
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "PipelineStage"
     ]
     found = [(len(call.args), [keyword.arg for keyword in call.keywords]) for call in calls]
-    assert found == [(4, ["group"])], changed("calls of PipelineStage", "pipelining")
+    assert found == [(4, ["group"])], changed("calls of PipelineStage", "titan/pipeline.py")
 
 
 DEVICE, GROUP = torch.device("cpu"), object()
@@ -31,7 +31,7 @@ DEVICE, GROUP = torch.device("cpu"), object()
 def stage():
     import torchtitan.distributed.pipeline_parallel as titan_pipeline
 
-    with pipelining.stages_built_by(lambda *values: values, 4, DEVICE, GROUP):
+    with stages_built_by(lambda *values: values, 4, DEVICE, GROUP):
         yield lambda *args, **named: titan_pipeline.PipelineStage(*args, **named)
 
 
@@ -49,5 +49,5 @@ def test_pipelining_a_known_stage_is_built(stage):
     ],
 )
 def test_pipelining_an_unknown_argument_is_refused(stage, args, named):
-    with pytest.raises(TypeError, match=r"PipelineStage .*torchtitan_lr\.compat\.pipelining"):
+    with pytest.raises(TypeError, match=r"PipelineStage .*torchtitan_lr\.titan\.pipeline"):
         stage(*args, **named)
