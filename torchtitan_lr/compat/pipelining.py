@@ -1,15 +1,16 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Private parts of torch's pipeline schedules.
 
-Tested with torch 2.11 and 2.13.
+Tested with torch 2.11, 2.13 and 2.15.
 """
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage as TorchStage
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import (
-    _ComputationType,
     _PipelineSchedule,
     _PipelineScheduleRuntime,
 )
@@ -17,6 +18,7 @@ from torch.distributed.pipelining.schedules import (
 __all__ = [
     "SPLITS_BACKWARD",
     "PipelineSchedule",
+    "PipelineStage",
     "forward_only",
     "rank_order",
 ]
@@ -32,25 +34,33 @@ where it begins.
 PipelineSchedule = _PipelineSchedule
 """The common base class of all schedules, which torch does not export; used as a type only."""
 
-_FORWARD = {
-    _ComputationType.UNSHARD,
-    _ComputationType.RECV_F,
-    _ComputationType.FORWARD,
-    _ComputationType.SEND_F,
-    _ComputationType.RESHARD,
-}
+# From torch 2.15 a wait for a send is an action of its own; a schedule without it is refused.
+_FORWARD = ("UNSHARD", "RECV_F", "FORWARD", "SEND_F", "WAIT_SEND_F", "RESHARD")
+
+
+class PipelineStage(TorchStage):
+    """torch's stage, whose first messages gloo accepts in a V-shaped schedule.
+
+    Before torch 2.13 every stage sends one element to each neighbour before the first step, and the
+    rank at the turn of a V sends to itself, which gloo refuses.
+    """
+
+    if torch.__version__ < "2.13":
+
+        def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+            mine = dist.get_rank()
+            return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != mine]
 
 
 def forward_only(schedule: PipelineSchedule) -> PipelineSchedule:
     """Remove backward from a schedule in place; a V-shaped one would run it even in evaluation.
 
     Deletes actions of ``_PipelineScheduleRuntime.pipeline_order_with_comms``. If upstream renames
-    an action's type, the import fails. If it stores the actions elsewhere, validation under
-    ``ZBVZeroBubble`` fails.
+    an action's type or stores the actions elsewhere, validation under ``ZBVZeroBubble`` fails.
     """
     if isinstance(schedule, _PipelineScheduleRuntime):
         for actions in schedule.pipeline_order_with_comms.values():
-            actions[:] = [a for a in actions if a.computation_type in _FORWARD]
+            actions[:] = [a for a in actions if a.computation_type.name in _FORWARD]
     return schedule
 
 

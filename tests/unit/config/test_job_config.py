@@ -23,7 +23,7 @@ def config():
         ("metrics.wandb_mode", "auto"),
         ("metrics.wandb_tags", []),
         ("training.max_skipped_steps", 0),
-        ("training.dataset", "python_stdlib"),
+        ("training.dataset", "cpython"),
         ("training.max_norm", 0.5),
         ("validation.dataset", "training"),
         ("checkpoint.last_save_model_only", False),
