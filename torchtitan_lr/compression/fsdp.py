@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.compat.collectives import reduce_scatter, second_group
 from torchtitan_lr.compat.fsdp import ReduceScatter, reads_sums_at_once, unit_parameters
@@ -28,6 +27,7 @@ from torchtitan_lr.compression.overlap import ExchangeOverlap, finish
 from torchtitan_lr.compression.settings import CompressionSettings, is_compressed, merged
 from torchtitan_lr.compression.sizes import bits_per_entry, exchange_unit
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.titan import logger
 
 _COMPRESSORS: WeakKeyDictionary[object, Compressor] = WeakKeyDictionary()
 """The compressor of every compressed unit.

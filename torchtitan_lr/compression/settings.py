@@ -67,7 +67,7 @@ def compression_settings(config: Any, ranks: int) -> CompressionSettings:
         ConfigError: The codec does not support these settings. For a sketch that would not peel,
             the message has the smallest θ that works.
     """
-    from torchtitan.config import TORCH_DTYPE_MAP  # late: it imports torch
+    from torchtitan_lr.titan.base import TORCH_DTYPE_MAP  # late: it imports torch
 
     section = config.grad_compression
     c, theta = LEVELS.get(section.level, (section.c, section.theta))
