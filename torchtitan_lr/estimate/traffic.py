@@ -17,10 +17,10 @@ from torchtitan_lr.compression.settings import is_compressed
 from torchtitan_lr.compression.sizes import Unit, exchange_traffic, exchange_unit
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import Run, blocks_of
-from torchtitan_lr.formulas.communication import model_traffic
 from torchtitan_lr.formulas.data_parallel import DataParallel, data_parallel_traffic
 from torchtitan_lr.formulas.memory import sharded
-from torchtitan_lr.formulas.pipeline import boundary_elements, pipeline_traffic
+from torchtitan_lr.formulas.pipeline import pipeline_traffic
+from torchtitan_lr.formulas.tensor_parallel import model_traffic
 from torchtitan_lr.formulas.traffic import Traffic, merge
 from torchtitan_lr.formulas.tsr_traffic import (
     TSRMatrix,
@@ -29,7 +29,7 @@ from torchtitan_lr.formulas.tsr_traffic import (
     sketch_width,
     tsr_traffic,
 )
-from torchtitan_lr.parallel.pipeline.stage_split import layers_before_boundaries
+from torchtitan_lr.parallel.pipeline.pipeline import stage_boundaries
 
 
 def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> list[Traffic]:
@@ -107,10 +107,8 @@ def _messages(run: Run, pp_rank: int) -> list[Traffic]:
 
 def boundaries_of(run: Run) -> list[int]:
     """Return the elements per sequence that a rank sends over each stage boundary."""
-    return [
-        boundary_elements(run.args, run.settings, run.tp, run.seq_len, before)
-        for before in layers_before_boundaries(run.config, run.args.n_layers)
-    ]
+    boundaries = stage_boundaries(run.config, run.args, run.seq_len, run.settings)
+    return [boundary.elements for boundary in boundaries]
 
 
 def _data(run: Run, pp_rank: int) -> list[Traffic]:
