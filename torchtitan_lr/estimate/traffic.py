@@ -26,7 +26,6 @@ from torchtitan_lr.formulas.tsr_traffic import (
     TSRMatrix,
     TSRMesh,
     TSRStep,
-    sketch_width,
     tsr_traffic,
 )
 from torchtitan_lr.parallel.pipeline.pipeline import stage_boundaries
@@ -178,7 +177,6 @@ def optimizer_traffic(run: Run, pp_rank: int, refreshing: Collection[int]) -> li
         if name not in run.tsr_plans
     ]
     step = TSRStep(
-        run.tsr.power_iterations,
         run.tsr.refresh,
         run.tsr.moments == "rotate",
         run.tsr.overlap_buckets,
@@ -243,7 +241,7 @@ def _matrix(run: Run, name: str, local: tuple[int, ...]) -> TSRMatrix:
         plan.rows,
         plan.columns,
         plan.rank,
-        sketch_width((plan.rows, plan.columns), plan.rank, run.tsr.oversampling),
+        plan.width,
         tuple(splits[rows]),
         tuple(splits[columns]),
         plan.two_sided,
