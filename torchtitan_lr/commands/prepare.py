@@ -7,9 +7,9 @@ r"""Write the tokens of text into a folder that training reads.
     torchtitan-lr train --training.dataset=prepared --training.dataset_path=tokens
 
 A source is a file, folder or pattern of .txt, .jsonl (also .gz and .zst) or .parquet; cpython,
-python_stdlib or python_stdlib_docs; or a dataset of the Hugging Face Hub. The folder has Megatron's indexed
-format. A killed command goes on where it was. `train` prepares its dataset by itself: the command
-is for corpora that several machines share, or that are prepared elsewhere.
+python_stdlib or python_stdlib_docs; or a dataset of the Hugging Face Hub. The folder has Megatron's
+indexed format. A killed command goes on where it was. `train` prepares its dataset by itself: the
+command is for corpora that several machines share, or that are prepared elsewhere.
 """
 
 import argparse
