@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.data.llama3 import (
@@ -26,6 +25,7 @@ from torchtitan_lr.data.llama3 import (
     llama3_specials,
 )
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.titan.base import BaseTokenizer, HuggingFaceTokenizer
 
 SHIPPED = "torchtitan_lr/data/assets/bpe32k"
 """The tokenizer of the papers' sizes, in the package."""

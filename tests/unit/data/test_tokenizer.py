@@ -6,8 +6,6 @@ import shutil
 
 import huggingface_hub
 import pytest
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
-from torchtitan.config import JobConfig
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data.corpora import PythonStdlib
@@ -19,6 +17,7 @@ from torchtitan_lr.data.tokenizer import (
     resolve_assets_path,
 )
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.titan.base import HuggingFaceTokenizer, JobConfig
 
 SHIPPED = "torchtitan_lr/data/assets/bpe4k"
 BPE32K = "torchtitan_lr/data/assets/bpe32k"
