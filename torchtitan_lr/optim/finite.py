@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchtitan.components.optimizer import OptimizersContainer
 
 from torchtitan_lr.checkpoints.manifest import all_finite
 from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.titan.components import OptimizersContainer
 
 
 def nonfinite_gradient(model_parts: Iterable[nn.Module]) -> str | None:

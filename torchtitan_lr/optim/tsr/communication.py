@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.optim.tsr.randomized_svd import SVD, Answer, Gather, Request, Steps, Sum
 from torchtitan_lr.optim.tsr.selection import TSRSettings
+from torchtitan_lr.titan import logger
 
 if TYPE_CHECKING:
     from torchtitan_lr.optim.tsr.optimizer import MatrixStack

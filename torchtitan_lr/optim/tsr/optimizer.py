@@ -21,12 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
-from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.compat.dtensor import local_part, own_part, shard_dims, wrap_like
 from torchtitan_lr.compat.names import clean_name
-from torchtitan_lr.compat.titan import init_optimizer_container
 from torchtitan_lr.optim.finite import clip_factor, nonfinite_gradient
 from torchtitan_lr.optim.tsr.communication import (
     DENSE,
@@ -51,6 +48,8 @@ from torchtitan_lr.optim.tsr.selection import (
     plan_matrices,
     refresh_is_dense,
 )
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.components import OptimizersContainer, init_optimizer_container
 
 
 class TSROptimizers(OptimizersContainer):

@@ -1,0 +1,236 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A prepared corpus: a folder of shards in Megatron's format, and ``corpus.json`` about them.
+
+``train-*`` are trained on, ``held_out-*`` are for validation. Of pairs and chats each shard has a
+second pair of files, ``train-00000.loss``: uint8 of the same lengths, 1 where the token is a
+target. A folder without ``corpus.json``, as Megatron-LM and NeMo Curator write it, is all training.
+
+Opening reads ``corpus.json`` alone, so it costs the same for a gigabyte and for a terabyte. Shards
+are opened when a row needs them, and a few stay open: a mapped file holds a descriptor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from torchtitan_lr.data.indexed import KEY, IndexedDataset
+from torchtitan_lr.errors import ConfigError, DataError
+
+RECORD = "corpus.json"
+PARTS = ("train", "held_out")
+FORMAT = "torchtitan_lr tokens 1"
+
+Kind = Literal["text", "pairs"]
+
+OPEN_SHARDS = 24
+"""Shards that stay open in a process; a shard of pairs has two open files, one of text has one."""
+
+CHECKED_BYTES = 256 << 20
+"""`Corpus.check` compares the checksums of shards up to this size in sum."""
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One shard.
+
+    Attributes:
+        prefix: Path of its files without ``.bin`` and ``.idx``.
+        tokens: Number of its tokens.
+        documents: Number of its documents.
+        sha256: Checksum of its files' contents; empty for a folder without ``corpus.json``.
+    """
+
+    prefix: str
+    tokens: int
+    documents: int
+    sha256: str = ""
+
+    @property
+    def name(self) -> str:
+        """The last part of the prefix."""
+        return Path(self.prefix).name
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared folder.
+
+    Attributes:
+        folder: Its path.
+        train: Shards that are trained on.
+        held_out: Shards for validation.
+        tokenizer: Digest of what determines the tokenizer's ids; empty if unknown.
+        bos: Id that begins a document; None if none does, or if unknown.
+        eos: Id that ends a document; None as for ``bos``.
+        kind: ``pairs`` for shards with a loss mask.
+        identity: Digest of the content; the same for equal tokens, wherever they are.
+        record: All of ``corpus.json``.
+    """
+
+    folder: Path
+    train: list[ShardInfo]
+    held_out: list[ShardInfo]
+    tokenizer: str
+    bos: int | None
+    eos: int | None
+    kind: Kind
+    identity: str
+    record: dict[str, Any] = field(repr=False, compare=False)
+
+    @staticmethod
+    def open(folder: str | Path, key: str = KEY) -> Corpus:
+        """Read ``corpus.json``; of a folder without it, the headers of its shards.
+
+        Args:
+            folder: A prepared folder, or one with pairs of ``.bin`` and ``.idx``.
+            key: The TOML key to name in errors.
+
+        Raises:
+            ConfigError: There is no prepared corpus in the folder.
+            DataError: ``corpus.json`` or a shard is unreadable.
+        """
+        place = Path(folder)
+        try:
+            found = json.loads((place / RECORD).read_text(encoding="utf-8"))
+            if found["format"] != FORMAT:
+                raise ValueError(f"format {found['format']!r}")
+            train, held_out = ([_info(place, shard) for shard in found[part]] for part in PARTS)
+            known, kind, identity = found["tokenizer"], found["kind"], found["identity"]
+            ids = known["sha256"], known["bos"], known["eos"]
+            return Corpus(place, train, held_out, *ids, kind, identity, found)
+        except FileNotFoundError:
+            return _foreign(place, key)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            want = f"a record of format {FORMAT!r} ({type(error).__name__}: {error})"
+            raise DataError(key, str(place / RECORD), want) from error
+
+    def tokens(self, held_out: bool = False) -> int:
+        """Return the number of tokens of a part."""
+        return sum(shard.tokens for shard in (self.held_out if held_out else self.train))
+
+    def shard(self, info: ShardInfo, loss: bool = False) -> IndexedDataset:
+        """Open a shard of :attr:`train` or :attr:`held_out`; the last few stay open.
+
+        Args:
+            info: The shard.
+            loss: Whether to open its loss mask instead.
+
+        Raises:
+            DataError: Its files are damaged, or not as many tokens as recorded.
+        """
+        return _opened(info.prefix + (".loss" if loss else ""), info.tokens, info.documents)
+
+    def check(self) -> None:
+        """Check the files of every shard, before a run.
+
+        Sizes, headers and the ends of the index are read of all shards. Whole indices and
+        checksums are compared up to :data:`CHECKED_BYTES`, so that a terabyte starts as fast as a
+        gigabyte; ``torchtitan-lr prepare --verify`` compares them all.
+
+        Raises:
+            DataError: A file is missing, cut, of another pair or changed.
+        """
+        left = CHECKED_BYTES
+        for info in self.train + self.held_out:
+            shards = self._read(info)
+            left -= sum(shard.tokens.nbytes + shard.offsets.nbytes for shard in shards)
+            if left >= 0:
+                self.check_shard(info)
+
+    def check_shard(self, info: ShardInfo) -> None:
+        """Read a whole shard and compare it with the record; errors as for :meth:`check`."""
+        for shard in self._read(info):
+            shard.check()
+        if info.sha256 and (found := checksum(info.prefix, self.kind)) != info.sha256:
+            want = f"files with the checksum {info.sha256[:12]} of {RECORD}, not {found[:12]}"
+            raise DataError(KEY, info.prefix, f"{want}: they were changed; prepare them again")
+
+    def _read(self, info: ShardInfo) -> list[IndexedDataset]:
+        prefixes = [info.prefix] + [f"{info.prefix}.loss"] * (self.kind == "pairs")
+        return [_read(prefix, info.tokens, info.documents) for prefix in prefixes]
+
+
+def save_record(
+    folder: Path, kind: Kind, tokenizer: dict[str, Any], parts: list[list[ShardInfo]], **more: Any
+) -> None:
+    """Write ``corpus.json``, the last file of a preparation: a folder that has it is whole.
+
+    Args:
+        folder: The folder of the shards.
+        kind: See :class:`Corpus`.
+        tokenizer: ``sha256``, ``bos`` and ``eos`` at least.
+        parts: Shards to train on, and held-out ones.
+        **more: What else to record, as JSON.
+    """
+    shards = {
+        part: [asdict(info) | {"name": info.name} for info in infos]
+        for part, infos in zip(PARTS, parts, strict=True)
+    }
+    for info in (info for infos in shards.values() for info in infos):
+        del info["prefix"]
+    identity = identity_of(kind, tokenizer["sha256"], parts)
+    record = {"format": FORMAT, "kind": kind, "identity": identity, "tokenizer": tokenizer}
+    scratch = folder / f"{RECORD}.tmp"
+    with scratch.open("w", encoding="utf-8") as file:
+        json.dump(record | more | shards, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, folder / RECORD)
+
+
+def checksum(prefix: str, kind: Kind) -> str:
+    """Return the checksum of a shard: sha256 of its files in order, .bin and .idx, then the mask's.
+
+    Args:
+        prefix: The shard.
+        kind: Of its corpus.
+    """
+    digest = hashlib.sha256()
+    for each in [prefix, f"{prefix}.loss"] if kind == "pairs" else [prefix]:
+        for suffix in (".bin", ".idx"):
+            with open(each + suffix, "rb") as file:
+                while piece := file.read(1 << 22):
+                    digest.update(piece)
+    return digest.hexdigest()
+
+
+def identity_of(kind: str, tokenizer: str, parts: list[list[ShardInfo]]) -> str:
+    """Return the digest of a corpus' content, from those of its shards."""
+    shards = [[(shard.tokens, shard.documents, shard.sha256) for shard in part] for part in parts]
+    text = json.dumps([FORMAT, kind, tokenizer, shards])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _info(folder: Path, shard: dict[str, Any]) -> ShardInfo:
+    prefix = str(folder / Path(shard["name"]).name)  # a record cannot lead out of its folder
+    return ShardInfo(prefix, int(shard["tokens"]), int(shard["documents"]), str(shard["sha256"]))
+
+
+def _foreign(folder: Path, key: str) -> Corpus:
+    """Open a folder of another writer."""
+    names = sorted(path.with_suffix("") for path in folder.glob("*.idx"))
+    if not names:
+        raise ConfigError(key, str(folder), f"a folder with {RECORD}, or with .bin and .idx files")
+    opened = [IndexedDataset(name, key) for name in names]
+    train = [ShardInfo(part.prefix, part.num_tokens, part.num_documents) for part in opened]
+    identity = identity_of("text", "", [train, []])
+    return Corpus(folder, train, [], "", None, None, "text", identity, {})
+
+
+@lru_cache(OPEN_SHARDS)
+def _opened(prefix: str, tokens: int, documents: int) -> IndexedDataset:
+    return _read(prefix, tokens, documents)
+
+
+def _read(prefix: str, tokens: int, documents: int) -> IndexedDataset:
+    shard = IndexedDataset(prefix)
+    if (shard.num_tokens, shard.num_documents) != (tokens, documents):
+        want = f"{tokens} tokens in {documents} documents as recorded, not {shard.num_tokens}"
+        raise DataError(KEY, prefix, f"{want} in {shard.num_documents}")
+    return shard
