@@ -108,10 +108,10 @@ class Optimizer:
     which all matrices refresh in the first step, or random ones without communication ('random').
     """
 
-    tsr_product_precision: Literal["float32", "tf32", "bfloat16"] = "float32"
+    tsr_product_precision: Literal["float32", "bfloat16"] = "float32"
     """
     TSRAdam: precision to which the factors of UᵀGV and UDVᵀ are rounded in every step; sums are
-    fp32. 'tf32' needs CUDA. Refreshes keep fp32.
+    fp32. Refreshes keep fp32.
     """
 
     tsr_projection: Literal["two_sided", "one_sided"] = "two_sided"
@@ -119,12 +119,6 @@ class Optimizer:
     TSRAdam: project both sides (cores r×r), or only the shorter side as in GaLore (r×max(m, n)); a
     square matrix is projected on the right.
     """
-
-    tsr_include: list[str] = field(default_factory=lambda: ["*"])
-    """TSRAdam: shell patterns of the parameters to compress; only matrices are compressed."""
-
-    tsr_exclude: list[str] = field(default_factory=list)
-    """TSRAdam: patterns of matrices that stay dense, such as "layers.*.attention.wk.weight"."""
 
     tsr_compress_head: bool = False
     """TSRAdam: compress the language-model head like a linear."""
@@ -134,9 +128,6 @@ class Optimizer:
     TSRAdam: number of all-reduces for the cores, and of those for dense gradients; each starts
     during backward, once its gradients are there. With 1, both start after backward.
     """
-
-    tsr_seed: int = 0
-    """TSRAdam: seed of the sketches."""
 
 
 @dataclass
