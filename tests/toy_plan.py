@@ -11,8 +11,8 @@ from torch.distributed.tensor import Shard
 import torchtitan_lr.training.register  # noqa: F401  # the models, as the default module does
 from torchtitan_lr.collectives import Edge, gather_replicated, local
 from torchtitan_lr.formulas.parameters import ranked_sides
-from torchtitan_lr.formulas.plans.formula import PlanFormula, forward
-from torchtitan_lr.formulas.plans.registry import register_formula
+from torchtitan_lr.formulas.tensor_parallel import FORMULAS, PlanFormula
+from torchtitan_lr.formulas.traffic import forward
 from torchtitan_lr.models.ends import EmbedEdge
 from torchtitan_lr.models.families.lax import MixEdge
 from torchtitan_lr.models.norms import down_products, normalize
@@ -44,7 +44,6 @@ def gathered(args, settings):
 
 
 class GatheredFormula(PlanFormula):
-    name = "gathered"
     shards_heads = False
 
     def block(self, shape, settings, n, ranks, column_multiple):
@@ -58,4 +57,4 @@ class GatheredFormula(PlanFormula):
 plans.register_plan(
     "gathered", plans.Plan(gathered, factors=(Shard(0), Shard(0)), shards_heads=False)
 )
-register_formula(GatheredFormula())
+FORMULAS["gathered"] = GatheredFormula()

@@ -76,9 +76,11 @@ class DataLoader:
 class Training:
     """Additions to torchtitan's ``[training]``."""
 
-    dataset: str = "python_stdlib"
+    dataset: str = "cpython"
     """
     The training corpus:
+    - 'cpython': source files of one version's standard library, in the package: the same text on
+      every machine
     - 'python_stdlib': the source files of the running interpreter's standard library
     - 'python_stdlib_docs': pairs for fine-tuning: each function of these files, and the first line
       of its docstring
@@ -86,8 +88,13 @@ class Training:
       .txt and .jsonl may be compressed (.gz, .zst), and .jsonl files may hold pairs (``prompt``,
       ``completion``) or chats (``messages``), one per row of the batch, with loss on the answers
       alone
-    - 'hf': the Hugging Face dataset that ``dataset_path`` names, on the Hub or in a folder
+    - 'hf': the Hugging Face dataset that ``dataset_path`` names: a folder, or a name on the Hub
+      such as 'owner/name' or 'owner/name@revision'
     - 'c4', 'c4_validation': streamed from the Hugging Face hub
+    - 'prepared': the folder that ``dataset_path`` names, written by ``torchtitan-lr prepare``, by
+      Megatron-LM or by NeMo Curator
+
+    All others are prepared before the first step, once for all runs: see ``token_folder``.
     """
 
     text_column: str = "text"
@@ -104,8 +111,8 @@ class Training:
 
     hf_streaming: bool = True
     """
-    'hf': stream the dataset, with the buffer as the whole shuffle. False downloads and prepares it
-    on disk first, and permutes its rows in blocks like 'local'.
+    'hf': stream the dataset, and prepare as many tokens as the run reads. False downloads all of it
+    and prepares all of it.
     """
 
     mixture: list[dict[str, str | float]] = field(default_factory=list)
@@ -147,9 +154,9 @@ class Training:
 
     shuffle: bool = True
     """
-    Read the corpus in a seeded order: the blocks of 'local' and 'python_stdlib' are permuted anew
-    in each pass, and the sequences of every row among ``shuffle_tokens``. Checkpoints store the
-    order, and a resumed run continues in it.
+    Read the corpus in a seeded order: the files of 'cpython', the blocks of 'local' are permuted
+    anew in each pass, and the sequences of every row among ``shuffle_tokens``. Checkpoints store
+    the order, and a resumed run continues in it.
     """
 
     shuffle_seed: int | None = None
@@ -169,9 +176,22 @@ class Training:
 
     token_cache: str = "token_cache"
     """
-    Folder of the tokens of 'local' and 'python_stdlib', so that a second pass, a resumed run or
+    Folder of the tokens of the files and of 'local', so that a second pass, a resumed run or
     another run does not tokenise them again; relative to ``job.dump_folder``. Empty for no cache.
     The folder can be shared by several runs and may be deleted.
+    """
+
+    token_folder: str = ""
+    """
+    Folder of the prepared tokens of raw corpora, which all runs share; empty for
+    ``torchtitan_lr/tokens`` in the user's cache folder. Its folders may be deleted while no run
+    reads them.
+    """
+
+    token_folder_gb: float = 100.0
+    """
+    Size of ``token_folder``: after a preparation the folders that no run has used for longest are
+    deleted, until the others fit.
     """
 
 
@@ -249,10 +269,10 @@ class Validation:
     dataset: str = "training"
     """
     The validation corpus:
-    - 'training': the held-out part of the training corpus: one file in 20 of 'python_stdlib', one
+    - 'training': the held-out part of the training corpus: one file in 20 of 'cpython', one
       document or pair in 200 of 'local' (chosen by hash, never trained on), the validation split of
       'c4'
-    - 'python_stdlib', 'python_stdlib_docs': their held-out files
+    - 'cpython', 'python_stdlib', 'python_stdlib_docs': their held-out files
     - 'local': all files that ``dataset_path`` names; none of them may be a training file
     - 'c4_validation': streamed from the Hugging Face hub
     """

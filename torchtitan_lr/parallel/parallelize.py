@@ -5,15 +5,14 @@ from typing import cast
 
 import torch
 from torch import nn
-from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.compat.compiler import remake_inputs_of_products
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel
 from torchtitan_lr.parallel.plans import apply_tensor_parallel, tp_settings
 from torchtitan_lr.parallel.recompute import apply_activation_checkpoint, compiles_model
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.base import JobConfig, ParallelDims
 
 
 def parallelize_llama(

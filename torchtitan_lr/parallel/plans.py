@@ -4,7 +4,7 @@
 A plan is a function that returns ``{module: (placements, edges)}`` for the arguments of a model and
 the settings of a run. The entry in `PLANS` says beside it what must be known without a model: what
 it fits, which widths the ranks must divide, and what a rank sends to the next pipeline stage. The
-formula of the same name in `formulas.plans` states its traffic and saved bytes independently.
+formula of the same name in `formulas.tensor_parallel` states its traffic independently.
 
 Parameters become DTensors. Activations stay plain local tensors throughout: the edges read their
 weights by `collectives.local` and call the collectives themselves, which spares DTensor's dispatch
@@ -20,8 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.config.schema import TP_PLANS
@@ -39,6 +37,8 @@ from torchtitan_lr.models.lanes import (
 )
 from torchtitan_lr.models.linears import ColumnEdge, DownEdge, RowEdge, UpEdge
 from torchtitan_lr.parallel.vanilla import VanillaDownEdge, VanillaUpEdge
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig
 
 EdgeFactory = Callable[[DeviceMesh], nn.Module]
 """Builds the edge of a plan, given the tensor-parallel mesh."""

@@ -24,17 +24,15 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from torchtitan.config import JobConfig
-from torchtitan.distributed import activation_checkpoint as titan_ac
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.compat.autograd import checkpoint_wrapper
 from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS
-from torchtitan_lr.compat.titan import count_checkpointed_blocks_from
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families.registry import ModelFamily, find_family
 from torchtitan_lr.models.marks import Tape, mark_in_graphs
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.base import JobConfig, apply_ac, count_checkpointed_blocks_from
 
 SELECTIVE_SAVE_LIST = {torch.ops.aten.mm.default, *ATTENTION_OPERATORS}
 """Operators with outputs that ``selective_ac_option = "op"`` saves: the expensive ones.
@@ -130,7 +128,7 @@ def apply_activation_checkpoint(model: nn.Module, job_config: JobConfig) -> None
         return
     # "2" wraps every second block, counted over the whole model and not per pipeline stage.
     count_checkpointed_blocks_from(int(next(iter(getattr(model, "layers")), 0)))  # noqa: B009
-    titan_ac.apply_ac(
+    apply_ac(
         model,
         section,
         model_compile_enabled=compiles_model(job_config),

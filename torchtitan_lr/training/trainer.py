@@ -9,25 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchtitan.train as titan_train
-from torchtitan.config import JobConfig
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG
-from torchtitan_lr.compat.titan_trainer import trainer_parts
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
 from torchtitan_lr.data.dataloader import StripeDataLoader
 from torchtitan_lr.ledger.ledger import CommLedger, ledger_for
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.loss import loss_arguments
-from torchtitan_lr.optim.conditional import step_unless
+from torchtitan_lr.optim.finite import step_unless
 from torchtitan_lr.parallel.data_parallel import (
     optimizer_owns_replicas,
     synchronize_gradients,
 )
 from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.base import JobConfig, dist_utils
+from torchtitan_lr.titan.trainer import Trainer as TitanTrainer
+from torchtitan_lr.titan.trainer import trainer_parts
 from torchtitan_lr.training.checkpoint import CheckpointManager
 from torchtitan_lr.training.device import bind_device
 from torchtitan_lr.training.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
@@ -47,7 +46,7 @@ from torchtitan_lr.training.summary import CURVE_FILE, build_summary, write_summ
 from torchtitan_lr.training.validate import Validator
 
 
-class Trainer(titan_train.Trainer):
+class Trainer(TitanTrainer):
     """torchtitan's Trainer with its own step, start and end of training.
 
     Attributes:
@@ -170,7 +169,7 @@ class Trainer(titan_train.Trainer):
         self._residuals.measure(self.metrics_processor.should_log(self.step))
         with self._counted():
             loss = self._forward_backward(data.microbatches, global_tokens)
-            share = self._gradients.share()
+            share = self._gradients.reduce_and_square_norm()
             verdict = Verdict(loss, share, self._stop.name is not None)
             self._gradients.clip(self.job_config.training.max_norm, verdict.norm)
             self.checkpointer.maybe_wait_for_staging()
@@ -330,7 +329,7 @@ class Trainer(titan_train.Trainer):
         self.interrupted = findings.stop
         if not findings.rejected:
             return
-        self._gradients.take_back()
+        self._gradients.undo_step_counters()
         what = why_rejected(findings, global_tokens, self._gradients.nonfinite())
         if self.skipped_steps >= self.job_config.training.max_skipped_steps:
             raise NonFiniteError(

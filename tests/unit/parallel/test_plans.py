@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.plans import EdgeParallel, TPSettings, build_tp_plan, resolve_settings
+from torchtitan_lr.titan import logger
 
 
 def tiny(family: str = "cola", **changes: Any) -> LlamaArgs:

@@ -1,0 +1,55 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Compressed exchanges on a stream of their own: backward does not wait, its end does."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.compression.test_overlap import backward
+from torchtitan_lr.compression.codecs.base import Steps
+from torchtitan_lr.compression.overlap import ExchangeOverlap, finish
+
+CYCLES = 2**31
+"""A second or so of a busy stream."""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("may_wait", [True, False])
+def test_backward_goes_on_while_an_exchange_decodes(may_wait: bool) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    queue = ExchangeOverlap(device)
+    gradients, sums = torch.ones(2**20, device=device), torch.zeros(2**20, device=device)
+    passed = torch.cuda.Event()
+
+    def steps() -> Steps[None]:
+        torch.cuda._sleep(CYCLES)
+        yield []
+        sums.copy_(2 * gradients)
+
+    def unit() -> None:
+        queue.run(steps(), finish, [sums, gradients], may_wait)
+
+    torch.cuda.synchronize()
+    finished: list[bool] = []
+
+    def next_unit() -> None:
+        passed.record()
+        torch.cuda._sleep(CYCLES // 100)
+        waited = torch.cuda.Event()
+        waited.record()
+        while not waited.query() and len(finished) == 0:
+            if passed.query():
+                finished.append(not _is_busy(queue))
+        finished.append(not _is_busy(queue))
+
+    backward(unit, next_unit)
+    assert finished[0] != may_wait
+    copied: Tensor = sums + 0  # on the stream that ran backward
+    torch.cuda.synchronize()
+    assert torch.equal(copied, torch.full_like(copied, 2.0))
+
+
+def _is_busy(queue: ExchangeOverlap) -> bool:
+    """Return whether the last exchange still runs."""
+    return not queue._ended.query()

@@ -1,0 +1,104 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Overlap of compressed exchanges with backward.
+
+FSDP2 calls a unit's communicator when the unit's gradients are there, and then goes on with the
+next unit. An exchange takes longer than a plain reduce-scatter, because it decodes. It must not
+hold up backward, nor the next all-gather of weights:
+
+- On an accelerator, exchanges run on a stream of their own. Backward waits for it at its end.
+- On a CPU, which has no streams, an exchange starts its collectives and returns. It is resumed when
+  the next exchange starts, or when backward ends: meanwhile the backend sends, FSDP2 gathers the
+  next weights, and the next unit computes.
+
+Either way the sums are written after the communicator has returned. Where FSDP2 reads them at once,
+an exchange ends before it returns.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan_lr.compat.autograd import after_backward, backward_number
+from torchtitan_lr.compression.codecs.base import Steps, Works, complete
+
+Resume = Callable[[Steps[None], Works], None]
+"""Waits for started collectives and runs the exchange to its end; see `finish`."""
+
+
+def finish(steps: Steps[None], works: Works) -> None:
+    """Wait for the collectives that an exchange has started, and run it to its end."""
+    for work in works:
+        work.wait()
+    complete(steps)
+
+
+class ExchangeOverlap:
+    """The exchanges of a model, in the order in which backward starts them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._stream: Any = None
+        self._ended: Any = None
+        self._running: list[tuple[Resume, Steps[None], Works]] = []
+        self._backward: int | None = None
+        self._ends: int | None = None  # the backward pass that calls `_end`
+
+    def run(
+        self, steps: Steps[None], resume: Resume, tensors: Sequence[Tensor], may_wait: bool
+    ) -> None:
+        """Start an exchange; end it now, or during the rest of backward.
+
+        Args:
+            steps: The exchange, not yet started.
+            resume: Ends it; `finish`, or a method that calls it.
+            tensors: The tensors of other streams that it reads and writes.
+            may_wait: Whether its results may be written until the end of backward.
+        """
+        number = backward_number()
+        may_wait = may_wait and number is not None
+        if number != self._backward:
+            # What a backward pass that raised has left behind: every rank has started it.
+            self._finish_all()
+            self._backward = number
+        if may_wait and number != self._ends:
+            after_backward(self._end)
+            self._ends = number
+        if self._streams is not None:
+            self._run_on_stream(steps, tensors, may_wait)
+            return
+        # The one before first: its last collectives would otherwise queue behind these.
+        self._finish_all()
+        self._running.append((resume, steps, next(steps)))
+        if not may_wait:
+            self._finish_all()
+
+    def _run_on_stream(self, steps: Steps[None], tensors: Sequence[Tensor], may_wait: bool) -> None:
+        caller = self._streams.current_stream()
+        if self._stream is None:
+            self._stream = self._streams.Stream()
+        if self._ended is not None:
+            # FSDP2 frees a unit's buffers when its stream has passed this point, and backward
+            # waits for that one unit later: so at most two exchanges hold memory.
+            caller.wait_event(self._ended)
+        self._stream.wait_stream(caller)
+        with self._streams.stream(self._stream):
+            complete(steps)
+            self._ended = self._stream.record_event()
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+        if not may_wait:
+            caller.wait_event(self._ended)
+
+    def _finish_all(self) -> None:
+        while self._running:
+            resume, steps, works = self._running.pop(0)
+            resume(steps, works)
+
+    def _end(self) -> None:
+        """Make the results visible to what follows backward."""
+        self._backward = self._ends = None
+        self._finish_all()
+        if self._ended is not None:
+            self._streams.current_stream().wait_event(self._ended)

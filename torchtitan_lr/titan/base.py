@@ -1,0 +1,87 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What ``import torchtitan`` loads anyway: configuration, meshes, tokenizers, types of models.
+
+Importing this takes as long as torch and torchtitan together, 2 to 4 s, and neither ``datasets``
+nor torch's pipelines.
+"""
+
+from typing import Any
+
+from torchtitan.components.loss import LossFunction
+from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
+from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
+from torchtitan.config import Optimizer as OptimizerConfig
+from torchtitan.config.job_config import ActivationCheckpoint
+from torchtitan.distributed import ParallelDims, activation_checkpoint
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.protocols import BaseModelArgs, ModelProtocol
+from torchtitan.tools.utils import GarbageCollection, set_default_dtype
+
+__all__ = [
+    "TORCH_DTYPE_MAP",
+    "ActivationCheckpoint",
+    "BaseModelArgs",
+    "BaseTokenizer",
+    "GarbageCollection",
+    "HuggingFaceTokenizer",
+    "JobConfig",
+    "LossFunction",
+    "ModelProtocol",
+    "OptimizerConfig",
+    "ParallelDims",
+    "apply_ac",
+    "dist_utils",
+    "set_default_dtype",
+]
+
+
+def merged_job_config(extension: Any) -> Any:
+    """Return torchtitan's JobConfig merged with the sections of an extension.
+
+    Upstream merges only inside its command-line parser, which exits the process on an error. Calls
+    ``ConfigManager._merge_configs``; if upstream removes it, every start fails with an
+    AttributeError.
+    """
+    return ConfigManager._merge_configs(JobConfig, extension)
+
+
+def fill_job_config(config_class: Any, values: dict[str, Any]) -> Any:
+    """Return an instance of a merged JobConfig, given checked values by section and key.
+
+    Calls ``ConfigManager._dict_to_dataclass``; the manager's other tasks (parsing text, checking
+    the tokenizer) are done before or after. If upstream removes it, every start fails with an
+    AttributeError.
+    """
+    return ConfigManager()._dict_to_dataclass(config_class, values)
+
+
+def mesh_of(parallel_dims: Any, name: str) -> Any:
+    """Return a mesh dimension of any size; the public ``get_mesh`` raises for size 1.
+
+    A model without data parallelism is wrapped over a group of one, see `apply_data_parallel`.
+    Reads ``ParallelDims._meshes``, which ``world_mesh`` fills as a side effect. If upstream fills
+    it elsewhere, this raises a KeyError or an AttributeError before the first step.
+    """
+    parallel_dims.world_mesh  # noqa: B018  (builds the meshes)
+    return parallel_dims._meshes[name]
+
+
+def count_checkpointed_blocks_from(first: int) -> None:
+    """Reset torchtitan's counter of checkpointed blocks to ``first``.
+
+    ``selective_ac_option = "2"`` checkpoints every second block. Upstream counts blocks in a module
+    variable, ``_layer_sac_count``, across all models of a process, including a second pipeline
+    stage and rehearsed models. If upstream renames it, writing it has no effect; this function's
+    test fails first.
+    """
+    activation_checkpoint._layer_sac_count = first
+
+
+def drop_marker(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's arguments without torchtitan's marker field.
+
+    ``BaseModelArgs`` has a field ``_enforced``, whose only purpose is to require defaults on all
+    other fields. If upstream adds another marker, it appears in exported files, and a test fails.
+    """
+    return {key: value for key, value in values.items() if key != "_enforced"}
