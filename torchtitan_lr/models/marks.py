@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from torchtitan_lr.compat.autograd import version_of
 from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS, TorchDispatchMode, lower_as_identity
 
 T = TypeVar("T", bound=tuple[Any, ...])
@@ -66,17 +67,24 @@ class Tape:
 
     def __init__(self, attention: bool) -> None:
         self.attention = _SavedAttention() if attention else None
-        self.results: list[tuple[Any, ...]] = []
+        self.results: list[tuple[tuple[Any, ...], list[int]]] = []
         self.place: int | None = None
 
     def take(self, compute: Callable[[], T]) -> T:
-        """Compute and save, in forward; return the saved tensors, in a recomputation."""
+        """Compute and save, in forward; return the saved tensors, in a recomputation.
+
+        Raises:
+            RuntimeError: A saved tensor was changed in place since.
+        """
         if self.place is None:
             made = compute()
-            self.results.append(_aliases(made))
+            self.results.append((_aliases(made), _versions(made)))
             return made
+        saved, versions = self.results[self.place]
+        if _versions(saved) != versions:
+            raise RuntimeError("a tensor that low-rank checkpointing saves was changed in place")
         self.place += 1
-        return _aliases(self.results[self.place - 1])  # type: ignore[return-value]
+        return _aliases(saved)  # type: ignore[return-value]
 
     def contexts(self) -> tuple["_Running", "_Running"]:
         """Return the contexts of the forward pass and of each recomputation."""
@@ -115,3 +123,7 @@ class _SavedAttention(TorchDispatchMode):
 def _aliases(made: tuple[Any, ...]) -> tuple[Any, ...]:
     # Autograd writes into the tensors that a Function returns; the memory is the same.
     return tuple(x.detach() if isinstance(x, Tensor) else x for x in made)
+
+
+def _versions(made: tuple[Any, ...]) -> list[int]:
+    return [version_of(x) for x in made if isinstance(x, Tensor)]

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A saved result by itself: backward finds it, and does not compute it again."""
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -60,6 +61,20 @@ def test_parts_of_a_saved_tensor() -> None:
     h = x @ weight
     exact = torch.cat([h[:, :2].cos(), (2 * h[:, 2:]).sin()], -1) @ weight.T
     assert torch.allclose(gradients[1], exact, rtol=1e-12, atol=1e-12)  # fp64, sums of six
+
+
+def test_a_change_in_place_is_refused() -> None:
+    def function(x: Tensor) -> Tensor:
+        h = Product.apply(x, draw(4, 6, seed=0))
+        out = h.sin()
+        h.detach().mul_(2)
+        return out.sum()
+
+    contexts = Tape(attention=False).contexts
+    x = draw(3, 4, seed=1).requires_grad_()
+    loss = checkpoint(function, x, use_reentrant=False, context_fn=contexts)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
 
 
 def test_every_mode_has_its_name_in_the_schema() -> None:
