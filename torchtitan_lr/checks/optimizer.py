@@ -9,13 +9,10 @@ from torchtitan_lr.models.configured import llama_args, model_shapes
 
 
 def check_tsr(config: Any, world_size: int, device_type: str) -> None:
-    """Check ranks and patterns against the model's shapes."""
+    """Check TSR-Adam's ranks against the model's shapes."""
     optimizer = config.optimizer
     if optimizer.name != TSR:
         return
-    if optimizer.tsr_product_precision == "tf32" and device_type != "cuda":
-        want = f"'float32' or 'bfloat16' on a {device_type}, which has no TF32"
-        raise ConfigError("optimizer.tsr_product_precision", "tf32", want)
     if config.training.enable_cpu_offload:
         raise ConfigError("training.enable_cpu_offload", True, "false with TSRAdam")
 
