@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.console.tables import text_table
+from torchtitan_lr.titan import logger
 
 if TYPE_CHECKING:
     from torchtitan_lr.data.dataloader import StripeDataLoader
@@ -37,8 +38,6 @@ Row = dict[str, float]
 def main(argv: list[str] | None = None) -> int:
     """Time every case; print the table or its JSON."""
     options = _parse(argv)
-    from torchtitan.tools.logging import logger  # imported late: --help needs no torch
-
     level = logger.level
     logger.setLevel("ERROR")
     try:

@@ -55,7 +55,10 @@ def test_the_same_command_has_nothing_to_do(again, finished):
             "already at step 6 of 5: nothing to train",
         ),
         (["--optimizer.lr=1e-3"], "changed: optimizer.lr = 0.001 (was 0.003)"),
-        (["--training.steps=9", "--low_rank.rank=16"], "low_rank.rank_attention: got 16, expected 32 "),
+        (
+            ["--training.steps=9", "--low_rank.rank=16"],
+            "rank_attention: got 16, expected 32 ",
+        ),
         (["--training.steps=9", "--training.local_batch_size=1"], "batch_size: got 4, expected 8 "),
         (
             ["--training.steps=9", "--training.dataset=local", "--training.dataset_path=*.md"],

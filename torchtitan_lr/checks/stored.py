@@ -63,10 +63,9 @@ def check_record(config: Any, world_size: int, device_type: str) -> None:
 
 def check_stored_model(config: Any, world_size: int, device_type: str) -> None:
     """Check that the checkpoint to resume from holds this model; reads its manifest only."""
-    from torchtitan.protocols.train_spec import get_train_spec
-
     from torchtitan_lr.checkpoints.manifest import read_manifest
     from torchtitan_lr.checkpoints.safe_metadata import DamagedError
+    from torchtitan_lr.titan.specs import get_train_spec
     from torchtitan_lr.training.fingerprint import (
         TOKENIZER,
         check_fingerprint,

@@ -1,17 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Private parts of torch's pipeline schedules, and the class of torchtitan's stages.
+"""Private parts of torch's pipeline schedules.
 
-Tested with torch 2.11, 2.13 and 2.15 and with torchtitan 0.2.2.
+Tested with torch 2.11, 2.13 and 2.15.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.pipelining import PipelineStage as TorchStage
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import (
@@ -25,7 +21,6 @@ __all__ = [
     "PipelineStage",
     "forward_only",
     "rank_order",
-    "stages_built_by",
 ]
 
 SPLITS_BACKWARD = torch.__version__ >= "2.13"
@@ -106,45 +101,3 @@ def rank_order(
         for a in empty._calculate_single_rank_operations(rank)
         if a is not None
     ]
-
-
-@contextmanager
-def stages_built_by(
-    build: Callable[[nn.Module, int], Any], stages: int, device: torch.device, group: Any
-) -> Iterator[None]:
-    """Make torchtitan's `pipeline_llm` build its stages with ``build``.
-
-    Upstream has no argument for the shapes at a stage's boundaries, and without them torch runs the
-    model to infer them. So ``PipelineStage`` in torchtitan's module is replaced. Its call is
-    ``PipelineStage(part, index, stages, device, group=group)`` in torchtitan 0.2.2.
-
-    Args:
-        build: Builds a stage from its part of the model and its index.
-        stages: Number of stages in the pipeline.
-        device: Of this rank.
-        group: Process group of the pipeline.
-
-    Raises:
-        TypeError: Upstream passes an unknown argument, which ``build`` would ignore.
-        RuntimeError: Upstream's number of stages, device or group differs from the expected one.
-    """
-    import torchtitan.distributed.pipeline_parallel as titan_pipeline
-
-    def stage(*args: Any, **named: Any) -> Any:
-        if len(args) != 4 or named.keys() != {"group"}:
-            raise TypeError(
-                "torchtitan builds a PipelineStage of arguments that "
-                "torchtitan_lr.compat.pipelining does not know: "
-                f"{len(args)} by position instead of 4, {sorted(named)} by name instead of "
-                "['group']"
-            )
-        part, index, *rest = args
-        if rest != [stages, device] or named["group"] is not group:
-            raise RuntimeError(
-                f"torchtitan builds a stage of {rest[0]} on {rest[1]}, expected {stages} on "
-                f"{device} and the group of the pipeline"
-            )
-        return build(part, index)
-
-    with patch.object(titan_pipeline, "PipelineStage", stage):
-        yield

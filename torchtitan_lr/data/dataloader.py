@@ -11,9 +11,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.checkpoints.safe_metadata import DamagedError, load, read_metadata
 from torchtitan_lr.config.fault_tolerance import replica_rows
@@ -31,6 +28,9 @@ from torchtitan_lr.data.order import Order
 from torchtitan_lr.data.read_ahead import JOIN_SECONDS, ReadAhead
 from torchtitan_lr.data.token_cache import TokenCache
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.base import BaseTokenizer
+from torchtitan_lr.titan.components import BaseDataLoader
 
 
 class StripeDataLoader(BaseDataLoader):

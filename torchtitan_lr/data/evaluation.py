@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from itertools import islice
 
 import torch
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_lr.data.blocks import Corpus
 from torchtitan_lr.data.documents import DocumentBorders, separated
 from torchtitan_lr.data.pair_corpora import PairCorpus
 from torchtitan_lr.data.pairs import pair_windows, unmask_
+from torchtitan_lr.titan import IGNORE_INDEX
+from torchtitan_lr.titan.base import BaseTokenizer
 
 
 class EvaluationSet:

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.blocks import Corpus
@@ -26,6 +24,8 @@ from torchtitan_lr.data.documents import DocumentBorders, separated
 from torchtitan_lr.data.pair_corpora import PairCorpus
 from torchtitan_lr.data.pairs import no_room, pair_windows, unmask_
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.titan import IGNORE_INDEX
+from torchtitan_lr.titan.base import BaseTokenizer
 
 
 class ValidationSet:

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.data.batches import MicroBatch
 from torchtitan_lr.data.dataloader import StripeDataLoader
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.titan import IGNORE_INDEX, logger
 from torchtitan_lr.training.guard import first_rank_with
 
 

@@ -8,14 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchtitan.train as titan_train
-from torchtitan.config import JobConfig
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG
 from torchtitan_lr.checkpoints.run_record import described, write_record
-from torchtitan_lr.compat.titan_trainer import trainer_parts
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
 from torchtitan_lr.console.log import console
@@ -29,6 +24,10 @@ from torchtitan_lr.parallel.data_parallel import (
     synchronize_gradients,
 )
 from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.base import JobConfig, dist_utils
+from torchtitan_lr.titan.trainer import Trainer as TitanTrainer
+from torchtitan_lr.titan.trainer import trainer_parts
 from torchtitan_lr.training.checkpoint import CheckpointManager
 from torchtitan_lr.training.device import bind_device
 from torchtitan_lr.training.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
@@ -48,7 +47,7 @@ from torchtitan_lr.training.summary import CURVE_FILE, build_summary, write_summ
 from torchtitan_lr.training.validate import Validator
 
 
-class Trainer(titan_train.Trainer):
+class Trainer(TitanTrainer):
     """torchtitan's Trainer with its own step, start and end of training.
 
     Attributes:

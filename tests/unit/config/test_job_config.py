@@ -46,6 +46,6 @@ def test_defaults_after_the_merge(config, key, value):
 
 
 def test_merge_is_torchtitans_class(config):
-    from torchtitan.config import JobConfig
+    from torchtitan_lr.titan.base import JobConfig
 
     assert isinstance(config, JobConfig)

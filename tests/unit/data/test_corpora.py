@@ -7,13 +7,13 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from torchtitan.config import JobConfig
 
 from torchtitan_lr.data import corpora
 from torchtitan_lr.data.checks import check_corpus, check_sequences
 from torchtitan_lr.data.corpora import PythonStdlib, build_corpus, validation_source
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.titan.base import JobConfig
 
 
 def config(dataset="python_stdlib", path=None, validation="python_stdlib", validation_path=None):

@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torchtitan.config import JobConfig
 
 from torchtitan_lr.data import local_corpus
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.stripes import stripe_block
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.titan.base import JobConfig
 
 pytestmark = pytest.mark.usefixtures("small_library")
 

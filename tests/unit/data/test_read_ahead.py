@@ -10,13 +10,13 @@ from statistics import median
 
 import pytest
 import torch
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from torchtitan_lr.data import local_corpus
 from torchtitan_lr.data.dataloader import StripeDataLoader
 from torchtitan_lr.data.local_corpus import LocalCorpus
 from torchtitan_lr.data.stripes import stripe_block
 from torchtitan_lr.errors import DataError
+from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
 ROWS, SEQ = 4, 16
 BROKEN = (3, 14, 40, 41, 77)

@@ -5,10 +5,10 @@ import json
 from math import gcd
 
 import pytest
-from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_lr.data.blocks import BlockCorpus
 from torchtitan_lr.data.stripes import BlockStream, Stripe, stripe_block
+from torchtitan_lr.titan.base import BaseTokenizer
 
 
 class Bytes(BaseTokenizer):

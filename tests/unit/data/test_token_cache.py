@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
-from torchtitan.config import JobConfig
 
 from torchtitan_lr.data import local_corpus, stripes, token_cache
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.token_cache import TokenCache
+from torchtitan_lr.titan.base import HuggingFaceTokenizer, JobConfig
 
 ROWS, SEQ, STEPS = 4, 32, 60
 

@@ -8,14 +8,14 @@ from collections import Counter
 
 import pytest
 import torch
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.config import JobConfig
 
 from torchtitan_lr.data.corpora import PythonStdlib
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.data.validation import build_validation_set, entropy
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.titan import IGNORE_INDEX
+from torchtitan_lr.titan.base import JobConfig
 
 pytestmark = pytest.mark.usefixtures("small_library")
 
