@@ -84,7 +84,8 @@ def _open(name: str, path: str, key: str, options: TextOptions, streaming: bool)
             f"{key}.dataset",
             name,
             f"a dataset that opens at {path!r} ({type(error).__name__}: {why}); "
-            f"without a network set {key}.dataset_path to a local copy",
+            f"without a network: --{key}.dataset=local --{key}.dataset_path=FILES for your own "
+            f"text, or a local copy in {key}.dataset_path",
         ) from error
     if columns is not None and options.column not in columns:
         want = f"one of the columns of {path!r}: {', '.join(columns)}"
