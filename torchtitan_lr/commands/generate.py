@@ -29,6 +29,7 @@ from pathlib import Path
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.errors import ConfigError
 
+
 def add_arguments(parser: OneLineParser) -> None:
     """Add the checkpoint and the options."""
     parser.takes_overrides = True
