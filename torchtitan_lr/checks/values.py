@@ -173,47 +173,6 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
         raise ConfigError("model.hf_assets_path", config.model.hf_assets_path, want)
 
 
-def check_stored_model(config: Any, world_size: int, device_type: str) -> None:
-    """Check that the checkpoint to resume from holds this model; reads its manifest only."""
-    from torchtitan_lr.checkpoints.manifest import read_manifest
-    from torchtitan_lr.checkpoints.safe_metadata import DamagedError
-    from torchtitan_lr.titan.specs import get_train_spec
-    from torchtitan_lr.training.fingerprint import (
-        TOKENIZER,
-        check_fingerprint,
-        model_fingerprint,
-        tokenizer_digest,
-    )
-
-    path = _stored_model(config)
-    if path is None:
-        return
-    try:
-        manifest = read_manifest(path)
-    except DamagedError:  # the ranks look for an undamaged one
-        return
-    model_args: Any = get_train_spec(config.model.name).model_args[config.model.flavor]
-    model_args.update_from_config(config)
-    digest = tokenizer_digest(config.model.hf_assets_path)
-    if manifest is not None:
-        here = model_fingerprint(model_args) | {TOKENIZER: digest}
-        check_fingerprint(manifest.model, here, path)
-
-
-def _stored_model(config: Any) -> str | None:
-    """Return the checkpoint that must hold this model, None without one."""
-    checkpoint = config.checkpoint
-    if not checkpoint.enable:
-        return None
-    folder = Path(config.job.dump_folder) / checkpoint.folder
-    if steps := complete_steps(folder):
-        return step_folder(
-            folder, steps[-1] if checkpoint.load_step == -1 else checkpoint.load_step
-        )
-    any_model = checkpoint.initial_load_in_hf or checkpoint.initial_load_other_model
-    return None if any_model else checkpoint.initial_load_path
-
-
 def check_data(config: Any, world_size: int, device_type: str) -> None:
     """Check that the corpora exist and fill a sequence; call this after `check_vocabulary`."""
     from torchtitan_lr.data.checks import check_corpus, check_sequences
@@ -231,16 +190,5 @@ VALUE_CHECKS: tuple[Check, ...] = (
     check_checkpoint,
     check_model,
     check_vocabulary,
-    check_stored_model,
-    check_data,
 )
 """The checks of values, in the order of :func:`check_job_config`: slow ones last."""
-
-FILE_CHECKS: tuple[Check, ...] = (
-    check_dump_folder,
-    check_checkpoint,
-    check_vocabulary,
-    check_stored_model,
-    check_data,
-)
-"""The checks of files on this machine, which an estimate skips."""
