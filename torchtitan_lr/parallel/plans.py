@@ -517,6 +517,11 @@ class Boundary:
         """Return the elements of a row."""
         return self.stream + sum(self.latents)
 
+    @property
+    def elements(self) -> int:
+        """Return the elements of a sequence."""
+        return self.rows * self.width
+
 
 def stage_boundary(
     args: LlamaArgs, settings: TPSettings, tp_degree: int, seq_len: int, latents: bool
