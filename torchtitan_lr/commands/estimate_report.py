@@ -11,7 +11,6 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.hardware import Hardware
 from torchtitan_lr.estimate.memory import (
-    activation_bytes,
     checkpoint_bytes,
     in_flight,
     rank_memory,
@@ -134,7 +133,7 @@ def _by_mode(run: Run, pp_rank: int, own: Rehearsal) -> dict[str, dict[str, int]
         if MODES[mode].low_rank and not run.args.low_rank:
             continue
         rehearsal = own if mode == run.checkpointing else rehearse_run(run, mode)
-        kept = activation_bytes(run, pp_rank, rehearsal)
+        kept, _ = in_flight(run, pp_rank, rehearsal)
         result[mode] = {"kept": kept, "working": rehearsal.working}
     return result
 
