@@ -28,9 +28,8 @@ from torchtitan_lr.estimate.traffic import (
     tsr_names,
 )
 from torchtitan_lr.estimate.work import work_of_run
-from torchtitan_lr.formulas.flops import flops_per_token
-from torchtitan_lr.formulas.parameters import count_parameters
 from torchtitan_lr.formulas.traffic import Traffic
+from torchtitan_lr.models.configured import model_size
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, resolve_settings
@@ -93,10 +92,11 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
         ]
     time = step_time(run, averaged, hardware, work_of_run(run))
     tokens = run.tokens * run.microbatches * run.accumulation * run.shard * run.replicas
+    parameters, flops = model_size(run.args, run.seq_len)
     report = {
         "checkpointing": run.checkpointing,
-        "parameters": count_parameters(run.args).total,
-        "flops_per_token": flops_per_token(run.args, run.seq_len),
+        "parameters": parameters,
+        "flops_per_token": flops,
         "memory_bytes": heaviest["memory_bytes"],
         "comm_bytes": busiest["comm_bytes"],
         "checkpoint_bytes": checkpoint_bytes(run),
