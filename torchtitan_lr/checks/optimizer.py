@@ -10,14 +10,11 @@ from torchtitan_lr.models.configured import llama_args, model_shapes
 
 
 def check_tsr(config: Any, world_size: int, device_type: str) -> None:
-    """Check the ranges of ``tsr_*``, then ranks and patterns against the model's shapes."""
+    """Check the ranges of ``tsr_*``, then ranks against the model's shapes."""
     optimizer = config.optimizer
     if optimizer.name != TSR:
         return
     _check_ranges(optimizer)
-    if optimizer.tsr_product_precision == "tf32" and device_type != "cuda":
-        want = f"'float32' or 'bfloat16' on a {device_type}, which has no TF32"
-        raise ConfigError("optimizer.tsr_product_precision", "tf32", want)
     if config.training.enable_cpu_offload:
         raise ConfigError("training.enable_cpu_offload", True, "false with TSRAdam")
 
@@ -38,7 +35,6 @@ def _check_ranges(optimizer: Any) -> None:
         "tsr_power_iterations": 0,
         "tsr_vocabulary_power_iterations": -1,
         "tsr_embedding_rank": 0,
-        "tsr_seed": 0,
     }
     for name, bound in least.items():
         value = getattr(optimizer, name)

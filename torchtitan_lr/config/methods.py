@@ -5,13 +5,10 @@ As in :mod:`torchtitan_lr.config.schema`, no ``from __future__ import annotation
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
 TSR = "TSRAdam"
 """The value of ``optimizer.name`` that chooses TSR-Adam."""
-
-GRAD_CODECS = ["none", "dense", "sparse", "sketch"]
-"""Values of ``grad_compression.codec``; a codec that is registered adds its name."""
 
 
 @dataclass
@@ -111,10 +108,10 @@ class Optimizer:
     which all matrices refresh in the first step, or random ones without communication ('random').
     """
 
-    tsr_product_precision: Literal["float32", "tf32", "bfloat16"] = "float32"
+    tsr_product_precision: Literal["float32", "bfloat16"] = "float32"
     """
     TSRAdam: precision to which the factors of UᵀGV and UDVᵀ are rounded in every step; sums are
-    fp32. 'tf32' needs CUDA. Refreshes keep fp32.
+    fp32. Refreshes keep fp32.
     """
 
     tsr_projection: Literal["two_sided", "one_sided"] = "two_sided"
@@ -122,12 +119,6 @@ class Optimizer:
     TSRAdam: project both sides (cores r×r), or only the shorter side as in GaLore (r×max(m, n)); a
     square matrix is projected on the right.
     """
-
-    tsr_include: list[str] = field(default_factory=lambda: ["*"])
-    """TSRAdam: shell patterns of the parameters to compress; only matrices are compressed."""
-
-    tsr_exclude: list[str] = field(default_factory=list)
-    """TSRAdam: patterns of matrices that stay dense, such as "layers.*.attention.wk.weight"."""
 
     tsr_compress_head: bool = False
     """TSRAdam: compress the language-model head like a linear."""
@@ -137,9 +128,6 @@ class Optimizer:
     TSRAdam: number of all-reduces for the cores, and of those for dense gradients; each starts
     during backward, once its gradients are there. With 1, both start after backward.
     """
-
-    tsr_seed: int = 0
-    """TSRAdam: seed of the sketches."""
 
 
 @dataclass
@@ -173,11 +161,10 @@ class Caat:
 class GradCompression:
     """The section ``[grad_compression]``: compressed gradients for slow networks (TAGC)."""
 
-    codec: Annotated[str, GRAD_CODECS] = "none"
+    codec: Literal["none", "sparse", "sketch"] = "none"
     """
     How gradients are reduced over FSDP's shards or, under HSDP, over its replicas:
     - 'none': by FSDP2
-    - 'dense': uncompressed, through the codecs' code path, for comparison
     - 'sparse': a bitmap and the largest values, 1 + 32(1 - theta) bits per parameter, exact
     - 'sketch': an index and a count sketch, 1 + 32/c bits per parameter; needs a sparse union
     Under HSDP the sums are sent back to all replicas, min(32, 1 + 32·replicas(1 - theta)) more
@@ -200,14 +187,6 @@ class GradCompression:
 
     auto: bool = False
     """Raise theta to the smallest decodable value, instead of stopping with an error."""
-
-    index: Literal["exact", "sum1"] = "exact"
-    """
-    'sketch': how the owning rank gets the indices of the sent entries:
-    - 'exact': the OR of all ranks' bitmaps
-    - 'sum1': the published sum, for comparison. It loses entries that two ranks send, and corrupts
-      the entries that share their cells
-    """
 
     layers: Literal["all", "non_attention", "patterns"] = "all"
     """

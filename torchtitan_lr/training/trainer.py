@@ -17,7 +17,7 @@ from torchtitan_lr.data.dataloader import StripeDataLoader
 from torchtitan_lr.ledger.ledger import CommLedger, ledger_for
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.loss import loss_arguments
-from torchtitan_lr.optim.conditional import step_unless
+from torchtitan_lr.optim.finite import step_unless
 from torchtitan_lr.parallel.data_parallel import (
     optimizer_owns_replicas,
     synchronize_gradients,
@@ -169,7 +169,7 @@ class Trainer(TitanTrainer):
         self._residuals.measure(self.metrics_processor.should_log(self.step))
         with self._counted():
             loss = self._forward_backward(data.microbatches, global_tokens)
-            share = self._gradients.share()
+            share = self._gradients.reduce_and_square_norm()
             verdict = Verdict(loss, share, self._stop.name is not None)
             self._gradients.clip(self.job_config.training.max_norm, verdict.norm)
             self.checkpointer.maybe_wait_for_staging()
@@ -329,7 +329,7 @@ class Trainer(TitanTrainer):
         self.interrupted = findings.stop
         if not findings.rejected:
             return
-        self._gradients.take_back()
+        self._gradients.undo_step_counters()
         what = why_rejected(findings, global_tokens, self._gradients.nonfinite())
         if self.skipped_steps >= self.job_config.training.max_skipped_steps:
             raise NonFiniteError(
