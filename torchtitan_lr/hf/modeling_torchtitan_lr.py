@@ -165,8 +165,8 @@ def next_token_loss(logits: Tensor, labels: Tensor, count: Tensor | int | None) 
     return total / ((labels != -100).sum() if count is None else count)
 
 
-class TorchtitanLRModel(PreTrainedModel):
-    """Embedding, blocks and final norm, for ``AutoModel``.
+class TorchtitanLRPreTrainedModel(PreTrainedModel):
+    """Embedding, blocks and final norm: what all three models have, by the same names.
 
     Args:
         config: The model's configuration.
@@ -174,11 +174,8 @@ class TorchtitanLRModel(PreTrainedModel):
 
     config_class = TorchtitanLRConfig
     base_model_prefix = ""
-    _auto_class = "AutoModel"  # save_pretrained copies the code for it
     _no_split_modules = ["Block"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
-    # All classes name the weights alike: what is another one's head is not missed.
-    _keys_to_ignore_on_load_unexpected: list[str] | None = [r"^(output|score)\."]  # noqa: RUF012
     _supports_sdpa = True
     _supports_cache_class = True
     _supports_static_cache = True
@@ -215,6 +212,64 @@ class TorchtitanLRModel(PreTrainedModel):
         elif isinstance(module, LowRankLinear) and module.gate is not None:
             module.gate.data.fill_(1.0)
 
+    def _run(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: Cache | None,
+        inputs_embeds: Tensor | None,
+        use_cache: bool | None,
+    ) -> tuple[Tensor, list[Tensor], Cache | None]:
+        """Give the normed hidden state, every block's input, and the cache.
+
+        The hidden state is (b, s, d), with lanes at full rank (b, s, G, d). For the arguments see
+        `TorchtitanLRModel.forward`.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("expected either input_ids or inputs_embeds")
+        x = self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if self.gradient_checkpointing and self.training:
+            use_cache, cache = False, None  # a block that runs twice would cache twice
+        elif use_cache and cache is None:
+            cache = DynamicCache()
+        tokens = x.shape[1]
+        past = 0 if cache is None else int(cache.get_seq_length())
+        mask = CausalMask(attention_mask, past, tokens)
+        if position_ids is None:
+            position_ids = torch.arange(past, past + tokens, device=x.device)[None]
+            if attention_mask is not None and attention_mask.ndim == 2:
+                counted = attention_mask.long().cumsum(-1) - 1
+                position_ids = counted.clamp(min=0)[:, past : past + tokens]
+        rotations = build_rotations(self.config, position_ids.to(x.device), x.dtype)
+        if self.streams > 1:
+            x = x.unsqueeze(2).expand(-1, -1, self.streams, -1)
+        carried: tuple[Tensor, ...] = ()
+        states = []
+        for block in self.layers:
+            states.append(x)
+            arguments = (x, rotations, mask, cache, *carried)
+            if self.gradient_checkpointing and self.training:
+                x, *rest = self._gradient_checkpointing_func(block.__call__, *arguments)
+            else:
+                x, *rest = block(*arguments)
+            carried = tuple(rest)
+        return self.norm(x), states, cache if use_cache else None
+
+    def _states(self, wanted: bool | None, states: list[Tensor], hidden: Tensor) -> Any:
+        wanted = self.config.output_hidden_states if wanted is None else wanted
+        return (*states, hidden) if wanted else None
+
+
+class TorchtitanLRModel(TorchtitanLRPreTrainedModel):
+    """The model without a head, for ``AutoModel``."""
+
+    _auto_class = "AutoModel"  # save_pretrained copies the code for it
+    # The classes name their common weights alike; another one's head is not missed.
+    _keys_to_ignore_on_load_unexpected = [r"^(output|score)\."]  # noqa: RUF012
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -246,60 +301,19 @@ class TorchtitanLRModel(PreTrainedModel):
         Returns:
             The hidden state (b, s, d), with lanes at full rank (b, s, G, d); cache; hidden states.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("expected either input_ids or inputs_embeds")
-        x = self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         cache = past_key_values if cache is None else cache
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
-        if self.gradient_checkpointing and self.training:
-            use_cache, cache = False, None  # a block that runs twice would cache twice
-        elif use_cache and cache is None:
-            cache = DynamicCache()
-        hidden, states = self._run(x, attention_mask, position_ids, cache)
-        hidden = self.norm(hidden)
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
+        hidden, states, cache = self._run(
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache
+        )
         out = BaseModelOutputWithPast(
             last_hidden_state=hidden,
-            hidden_states=(*states, hidden) if output_hidden_states else None,
-            **{CACHE_NAME: cache if use_cache else None},
+            hidden_states=self._states(output_hidden_states, states, hidden),
+            **{CACHE_NAME: cache},
         )
         return out.to_tuple() if return_dict is False else out
 
-    def _run(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cache: Cache | None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run the blocks on x (b, s, d); give the residual stream, and every block's input."""
-        tokens = x.shape[1]
-        past = 0 if cache is None else int(cache.get_seq_length())
-        mask = CausalMask(attention_mask, past, tokens)
-        if position_ids is None:
-            position_ids = torch.arange(past, past + tokens, device=x.device)[None]
-            if attention_mask is not None and attention_mask.ndim == 2:
-                counted = attention_mask.long().cumsum(-1) - 1
-                position_ids = counted.clamp(min=0)[:, past : past + tokens]
-        rotations = build_rotations(self.config, position_ids.to(x.device), x.dtype)
-        if self.streams > 1:
-            x = x.unsqueeze(2).expand(-1, -1, self.streams, -1)
-        carried: tuple[Tensor, ...] = ()
-        states = []
-        for block in self.layers:
-            states.append(x)
-            arguments = (x, rotations, mask, cache, *carried)
-            if self.gradient_checkpointing and self.training:
-                x, *rest = self._gradient_checkpointing_func(block.__call__, *arguments)
-            else:
-                x, *rest = block(*arguments)
-            carried = tuple(rest)
-        return x, states
 
-
-class TorchtitanLRForCausalLM(TorchtitanLRModel, GenerationMixin):
+class TorchtitanLRForCausalLM(TorchtitanLRPreTrainedModel, GenerationMixin):
     """The model with its head, for ``AutoModelForCausalLM``.
 
     Args:
@@ -307,7 +321,6 @@ class TorchtitanLRForCausalLM(TorchtitanLRModel, GenerationMixin):
     """
 
     _auto_class = "AutoModelForCausalLM"
-    _keys_to_ignore_on_load_unexpected = None
     accepts_loss_kwargs = True
 
     def _add_head(self) -> None:
@@ -358,21 +371,22 @@ class TorchtitanLRForCausalLM(TorchtitanLRModel, GenerationMixin):
         Returns:
             Loss, logits (b, s, V), cache and hidden states.
         """
-        given = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
-        body = super().forward(*given, use_cache, output_hidden_states, cache=cache)
-        hidden = body.last_hidden_state
+        cache = past_key_values if cache is None else cache
+        hidden, states, cache = self._run(
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache
+        )
         logits = self.output(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         loss = None if labels is None else next_token_loss(logits, labels, num_items_in_batch)
         out = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            hidden_states=body.hidden_states,
-            **{CACHE_NAME: getattr(body, CACHE_NAME)},
+            hidden_states=self._states(output_hidden_states, states, hidden),
+            **{CACHE_NAME: cache},
         )
         return out.to_tuple() if return_dict is False else out
 
 
-class TorchtitanLRForSequenceClassification(TorchtitanLRModel):
+class TorchtitanLRForSequenceClassification(TorchtitanLRPreTrainedModel):
     """The model with a head over the last token, for ``AutoModelForSequenceClassification``.
 
     Args:
@@ -391,24 +405,30 @@ class TorchtitanLRForSequenceClassification(TorchtitanLRModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> SequenceClassifierOutputWithPast:
+    ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
         """Score every class from the last token that is no padding.
 
         Args:
             input_ids: Token ids (b, s).
             attention_mask: 1 for tokens and 0 for padding on either side, (b, s).
             labels: Classes (b,); with one label numbers, for a squared error.
-            inputs_embeds: Embeddings (b, s, d) in place of token ids.
-            **kwargs: As for `TorchtitanLRModel`.
+            position_ids: As for `TorchtitanLRModel`.
+            inputs_embeds: Likewise.
+            output_hidden_states: Likewise.
+            return_dict: Likewise.
+            **kwargs: Ignored.
 
         Returns:
             Loss and logits (b, num_labels).
         """
-        kwargs |= {"use_cache": False, "return_dict": True}
-        body = super().forward(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
-        hidden = body.last_hidden_state
+        hidden, states, _ = self._run(
+            input_ids, attention_mask, position_ids, None, inputs_embeds, False
+        )
         last = torch.full(hidden.shape[:1], hidden.shape[1] - 1, device=hidden.device)
         if attention_mask is not None:
             place = torch.arange(hidden.shape[1], device=hidden.device)
@@ -420,9 +440,12 @@ class TorchtitanLRForSequenceClassification(TorchtitanLRModel):
             loss = F.mse_loss(logits[:, 0], labels.to(logits))
         elif labels is not None:
             loss = F.cross_entropy(logits.float(), labels.to(logits.device))
-        return SequenceClassifierOutputWithPast(
-            loss=loss, logits=logits, hidden_states=body.hidden_states
+        out = SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=self._states(output_hidden_states, states, hidden),
         )
+        return out.to_tuple() if return_dict is False else out
 
 
 def name_adapter_targets(config: TorchtitanLRConfig) -> None:
