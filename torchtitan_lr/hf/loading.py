@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchtitan_lr.checkpoints.lane_record import check_lanes
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG, TRAINING_STATES
 from torchtitan_lr.checkpoints.manifest import (
     find_damage,
@@ -155,7 +154,6 @@ def open_weights(
         check_fingerprint(manifest.model, model_fingerprint(args) | tokenizer, step_dir)
     elif not dist.is_initialized() or dist.get_rank() == 0:
         logger.warning("%s has no manifest: loading it without checksums", step_dir)
-    check_lanes(step_dir, (args.lanes, args.sync_fraction), metadata)
     return StoredWeights(args, step_dir, metadata, parameter_shapes(model), dtype)
 
 

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from torchtitan_lr.checkpoints.lane_record import record_of
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG, step_folder
 from torchtitan_lr.checkpoints.manifest import ManifestWriter
 from torchtitan_lr.config.build import build_job_config
@@ -84,7 +83,6 @@ def write_weights(source: WeightSource, step_dir: Path, fingerprint: dict[str, A
         name: torch.empty(shape, dtype=source.dtype, device="meta")
         for name, shape in source.shapes.items()
     }
-    state |= record_of((source.args.lanes, source.args.sync_fraction))
     step_dir.mkdir(parents=True)
     writer = ManifestWriter(step_dir, fingerprint, finite=True)
     writer.per_thread_copy_ahead = 0  # else DCP reads by size where there is a GPU
