@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.oracle.flops import head_flops, layer_flops
 from torchtitan_lr.estimate.hardware import Hardware
 from torchtitan_lr.estimate.kernels import KernelRecorder, Product, Work
 from torchtitan_lr.estimate.rehearsal import Workload
@@ -16,7 +17,6 @@ from torchtitan_lr.estimate.step_time import (
     product_seconds,
 )
 from torchtitan_lr.estimate.work import rehearse_work
-from torchtitan_lr.formulas.flops import head_flops, layer_flops
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.plans import TPSettings, resolve_settings
 
