@@ -14,15 +14,6 @@ from torchtitan_lr.models.configured import llama_args
 def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
     """Check that the data, tensor and pipeline degrees multiply to the world size."""
     sections = config.parallelism
-    for name in ("context", "expert", "expert_tensor"):
-        key = f"{name}_parallel_degree"
-        degree = getattr(sections, key)
-        if degree != 1:
-            want = "1: only data, tensor and pipeline parallelism are supported in this version"
-            raise ConfigError(f"parallelism.{key}", degree, want)
-    if sections.enable_async_tensor_parallel:
-        want = "false: the plans are untested with it (it fuses products and collectives on CUDA)"
-        raise ConfigError("parallelism.enable_async_tensor_parallel", True, want)
     rest, others = world_size, []
     for name in ("tensor_parallel", "pipeline_parallel", "data_parallel_replicate"):
         degree = getattr(sections, f"{name}_degree")
@@ -58,35 +49,11 @@ def _check_degree(name: str, degree: int, ranks: int) -> None:
         raise ConfigError(f"parallelism.{name}", degree, want)
 
 
-def check_unsupported(config: Any, world_size: int, device_type: str) -> None:
-    """Refuse features of torchtitan that this package does not support."""
-    refused = (
-        ("model.converters", config.model.converters, "an empty list: no float8 or MX here"),
-        ("optimizer.early_step_in_backward", config.optimizer.early_step_in_backward, "false"),
-        ("memory_estimation.enable", config.memory_estimation.enable, "false: not supported"),
-    )
-    for key, value, want in refused:
-        if value:
-            raise ConfigError(key, value, want)
-    if config.comm.mode == "local_tensor":
-        raise ConfigError("comm.mode", "local_tensor", "'default' or 'fake_backend'")
-
-
 def check_activation_checkpoint(config: Any, world_size: int, device_type: str) -> None:
-    """Check the values of ``[activation_checkpoint]`` and what its mode needs."""
+    """Check what the mode of activation checkpointing needs."""
     from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
 
-    section = config.activation_checkpoint
-    option = section.selective_ac_option
-    if option != "op" and not (option.isdecimal() and int(option) > 0):
-        want = "'op', or every how many blocks, as text, such as '2'"
-        raise ConfigError("activation_checkpoint.selective_ac_option", option, want)
-    if section.determinism_check not in ("default", "none"):
-        want = "'default' or 'none'"
-        raise ConfigError(
-            "activation_checkpoint.determinism_check", section.determinism_check, want
-        )
-    MODES[section.mode].check(config)
+    MODES[config.activation_checkpoint.mode].check(config)
 
 
 def check_compile(config: Any, world_size: int, device_type: str) -> None:
@@ -142,7 +109,6 @@ def check_compiled_checkpointing(config: Any, world_size: int, device_type: str)
 
 
 SUPPORT_CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
-    check_unsupported,
     check_parallelism,
     check_activation_checkpoint,
     check_compile,

@@ -136,8 +136,6 @@ def _check_load_paths(config: Any) -> None:
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
         want = "false, or checkpoint.initial_load_model_only = true"
         raise ConfigError("checkpoint.initial_load_in_hf", True, want)
-    if checkpoint.initial_load_in_hf_quantized:
-        raise ConfigError("checkpoint.initial_load_in_hf_quantized", True, "false: not supported")
 
 
 def check_model(config: Any, world_size: int, device_type: str) -> None:

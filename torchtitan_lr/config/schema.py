@@ -11,7 +11,10 @@ from typing import Annotated, Literal
 
 from torchtitan_lr.config.fault_tolerance import FaultTolerance
 from torchtitan_lr.config.methods import Caat, GradCompression, LowRank, Optimizer
-from torchtitan_lr.config.ranges import NATURAL, POSITIVE, SEED, at_least
+from torchtitan_lr.config.ranges import NATURAL, POSITIVE, SEED, Range, at_least
+
+CONFIG_MODULE = "torchtitan_lr.config.schema"
+"""This module, the only one that ``job.custom_config_module`` may name."""
 
 BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat")
 """The plans of this package; ``parallel.tensor.plans`` refuses to load if it defines others."""
@@ -33,7 +36,9 @@ AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
 class Job:
     """Additions to torchtitan's ``[job]``."""
 
-    custom_config_module: str = "torchtitan_lr.config.schema"
+    custom_config_module: Annotated[
+        str, Range(lambda name: name == CONFIG_MODULE, CONFIG_MODULE)
+    ] = CONFIG_MODULE
     """Module whose JobConfig extends torchtitan's; always this one."""
 
 
