@@ -6,7 +6,6 @@ Every check takes the configuration, the number of ranks of the whole run and th
 """
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -178,15 +177,3 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
 
     check_corpus(config)
     check_sequences(config, build_tokenizer(config))
-
-
-Check = Callable[[Any, int, str], None]
-
-VALUE_CHECKS: tuple[Check, ...] = (
-    check_training,
-    check_dump_folder,
-    check_checkpoint,
-    check_model,
-    check_vocabulary,
-)
-"""The checks of values, in the order of :func:`check_job_config`: slow ones last."""

@@ -99,6 +99,11 @@ OF_TORCHTITAN: dict[str, tuple[Range, ...]] = {
     "parallelism.context_parallel_load_balancer": (
         Range(lambda name: name != "", "a name such as 'headtail'"),
     ),
+    "parallelism.pipeline_parallel_first_stage_less_layers": (at_least(0, "0 or more"),),
+    "parallelism.pipeline_parallel_last_stage_less_layers": (at_least(0, "0 or more"),),
+    "parallelism.pipeline_parallel_layers_per_stage": (
+        Range(lambda n: n is None or n > 0, "a positive number"),
+    ),
     "activation_checkpoint.selective_ac_option": (
         Range(
             lambda text: text == "op" or (text.isdecimal() and int(text) > 0),
