@@ -39,7 +39,7 @@ def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
 
 def check_tensor_parallel(config: Any, world_size: int, device_type: str) -> None:
     """Check that the tensor-parallel plan fits the model, also at degree 1."""
-    from torchtitan_lr.parallel.tensor.tensor_parallel import tp_settings
+    from torchtitan_lr.parallel.plans import tp_settings
 
     args = llama_args(config)
     if args is not None:  # else another package's model, with a plan of its own
@@ -48,10 +48,10 @@ def check_tensor_parallel(config: Any, world_size: int, device_type: str) -> Non
 
 def check_compile(config: Any, world_size: int, device_type: str) -> None:
     """Check ``[compile]``, and what activation checkpointing needs with and without it."""
-    from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES, compiles_model
+    from torchtitan_lr.parallel.recompute import MODES, check_mode, compiles_model
 
     mode, section = MODES[config.activation_checkpoint.mode], config.compile
-    mode.check(config)
+    check_mode(config)
     for component in section.components:
         if component not in ("model", "loss"):
             raise ConfigError("compile.components", component, "'model' and/or 'loss'")

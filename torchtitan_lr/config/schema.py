@@ -17,7 +17,7 @@ CONFIG_MODULE = "torchtitan_lr.config.schema"
 """This module, the only one that ``job.custom_config_module`` may name."""
 
 BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat")
-"""The plans of this package; ``parallel.tensor.plans`` refuses to load if it defines others."""
+"""The plans of this package, of ``parallel.plans``."""
 
 TP_PLANS = ["auto", *BUILT_IN_PLANS]
 """Values of ``parallelism.tp_plan``; registering a plan adds its name."""
@@ -29,7 +29,7 @@ STEPS_AHEAD = 2
 """Default of ``training.steps_ahead``."""
 
 AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
-"""Values of ``activation_checkpoint.mode``; registering a mode adds its name."""
+"""Values of ``activation_checkpoint.mode``."""
 
 
 @dataclass
