@@ -5,6 +5,7 @@ Every check takes the configuration, the number of ranks of the whole run and th
 (``cpu``, ``cuda`` or ``xpu``), and raises :class:`ConfigError` or returns nothing.
 """
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
