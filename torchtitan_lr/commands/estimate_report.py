@@ -9,6 +9,7 @@ from typing import Any
 
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.estimate.hardware import Hardware
 from torchtitan_lr.estimate.memory import (
     activation_bytes,
     checkpoint_bytes,
@@ -18,8 +19,7 @@ from torchtitan_lr.estimate.memory import (
 )
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import Run, with_checkpointing
-from torchtitan_lr.estimate.step_time import Hardware
-from torchtitan_lr.estimate.timing import step_time
+from torchtitan_lr.estimate.step_time import step_time
 from torchtitan_lr.estimate.traffic import (
     average_optimizer_traffic,
     bytes_by_dim,

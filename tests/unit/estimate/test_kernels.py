@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from torchtitan_lr.estimate.hardware import Hardware
 from torchtitan_lr.estimate.kernels import KernelRecorder, Product, Work
 from torchtitan_lr.estimate.rehearsal import Workload
 from torchtitan_lr.estimate.step_time import (
-    Hardware,
     element_wise_seconds,
     product_seconds,
 )
