@@ -113,12 +113,12 @@ def _fill(raw: dict[str, Any], overrides: list[Override]) -> Any:
 @cache
 def config_class() -> Any:
     """Return torchtitan's JobConfig merged with ``torchtitan_lr.config.schema``."""
-    # Imported late: torchtitan imports torch, which takes seconds; a wrong path is reported first.
-    with collector_off():
-        from torchtitan_lr.titan.configuration import merged_job_config
     from torchtitan_lr.config import schema as extension
+    from torchtitan_lr.titan.configuration import merged_job_config
 
-    return merged_job_config(extension.JobConfig)
+    # Called late: it imports torch, which takes seconds; a wrong path is reported first.
+    with collector_off():
+        return merged_job_config(extension.JobConfig)
 
 
 def _import_unknown(raw: dict[str, Any], overrides: list[Override]) -> None:
