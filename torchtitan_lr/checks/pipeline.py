@@ -43,8 +43,6 @@ def _check_features(config: Any) -> None:
 
 def _check_split_backward(config: Any) -> None:
     """Refuse features that schedules with a split backward cannot use: it runs each graph twice."""
-    from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
-
     schedule = config.parallelism.pipeline_parallel_schedule
     if not SCHEDULES[schedule][1]:
         return
@@ -55,7 +53,10 @@ def _check_split_backward(config: Any) -> None:
         want = f"'default' or 'never' with the schedule {schedule}, which needs the weights again"
         raise ConfigError("parallelism.fsdp_reshard_after_forward", "always", want)
     section = config.activation_checkpoint
-    MODES[section.mode].check_split_backward(section, schedule)
+    # Torch frees what it saved after the first of two recomputations.
+    if section.mode == "selective" and section.selective_ac_option == "op":
+        want = f"a number of blocks, as text, with the schedule {schedule}: torch repeats once only"
+        raise ConfigError("activation_checkpoint.selective_ac_option", "op", want)
 
 
 def _check_stages(config: Any) -> int:

@@ -43,7 +43,7 @@ def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
 
 def check_tensor_parallel(config: Any, world_size: int, device_type: str) -> None:
     """Check that the tensor-parallel plan fits the model, also at degree 1."""
-    from torchtitan_lr.parallel.tensor.tensor_parallel import tp_settings
+    from torchtitan_lr.parallel.plans import tp_settings
 
     args = llama_args(config)
     if args is not None:  # else another package's model, with a plan of its own
@@ -74,7 +74,7 @@ def check_unsupported(config: Any, world_size: int, device_type: str) -> None:
 
 def check_activation_checkpoint(config: Any, world_size: int, device_type: str) -> None:
     """Check the values of ``[activation_checkpoint]`` and what its mode needs."""
-    from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
+    from torchtitan_lr.parallel.recompute import check_mode
 
     section = config.activation_checkpoint
     option = section.selective_ac_option
@@ -86,7 +86,7 @@ def check_activation_checkpoint(config: Any, world_size: int, device_type: str) 
         raise ConfigError(
             "activation_checkpoint.determinism_check", section.determinism_check, want
         )
-    MODES[section.mode].check(config)
+    check_mode(config)
 
 
 def check_compile(config: Any, world_size: int, device_type: str) -> None:
@@ -129,7 +129,7 @@ def check_compiled_checkpointing(config: Any, world_size: int, device_type: str)
 
     These are the modes that recompute attention.
     """
-    from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES, compiles_model
+    from torchtitan_lr.parallel.recompute import MODES, compiles_model
 
     mode = MODES[config.activation_checkpoint.mode]
     tensor_parallel = config.parallelism.tensor_parallel_degree > 1

@@ -14,7 +14,7 @@ from torchtitan_lr.config.methods import Caat, GradCompression, LowRank, Optimiz
 from torchtitan_lr.config.ranges import NATURAL, POSITIVE, SEED, at_least
 
 BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat")
-"""The plans of this package; ``parallel.tensor.plans`` refuses to load if it defines others."""
+"""The plans of this package, of ``parallel.plans``."""
 
 TP_PLANS = ["auto", *BUILT_IN_PLANS]
 """Values of ``parallelism.tp_plan``; registering a plan adds its name."""
@@ -26,7 +26,7 @@ STEPS_AHEAD = 2
 """Default of ``training.steps_ahead``."""
 
 AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
-"""Values of ``activation_checkpoint.mode``; registering a mode adds its name."""
+"""Values of ``activation_checkpoint.mode``."""
 
 
 @dataclass

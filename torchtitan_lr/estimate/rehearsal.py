@@ -29,7 +29,7 @@ from torchtitan_lr.compat.fake import FakeTensorMode, RehearsalMode, fake_proces
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, apply_tensor_parallel
+from torchtitan_lr.parallel.plans import TPSettings, apply_tensor_parallel
 
 Prepare = Callable[[nn.Module], None]
 """What is done to the model between tensor parallelism and the forward pass: checkpointing."""
@@ -173,7 +173,7 @@ def _run(workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None) -
         model = build_prepared(workload, mesh, prepare)
         for parameter in model.parameters():
             # Whole gradients are counted elsewhere, by unit.
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         tokens = torch.zeros(workload.batch, workload.seq_len, dtype=torch.long)
         outside = {_address(p) for p in model.parameters()}
         outside |= {_address(model.freqs_cis), _address(tokens)}
@@ -183,19 +183,12 @@ def _run(workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None) -
             loss = model(tokens, targets=tokens)
             kept = living.bytes() - _storage(loss).nbytes()
             loss.backward()
-        return _Count(kept, living.peak, _repeated(ledger))
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
-
-
-def _repeated(ledger: CommLedger) -> Repeats:
-    return {
+    repeated = {
         (row["scope"], row["op"], row["dtype"]): (row["calls"], row["elements"])
         for row in ledger.rows(split_recompute=True)
         if row["recompute"]
     }
+    return _Count(kept, living.peak, repeated)
 
 
 def _over_parts(repeats: Repeats) -> dict[tuple[str, str], tuple[int, int]]:
