@@ -5,6 +5,7 @@ Every check takes the configuration, the number of ranks of the whole run and th
 (``cpu``, ``cuda`` or ``xpu``), and raises :class:`ConfigError` or returns nothing.
 """
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ def check_training(config: Any, world_size: int, device_type: str) -> None:
             f"a multiple of {unit} (training.local_batch_size {training.local_batch_size} "
             f"x {degree} data-parallel ranks) such as {max(1, round(batch / unit)) * unit}, or -1"
         )
+        if batch > 0 and batch % degree == 0:
+            fits = math.gcd(batch // degree, config.training.local_batch_size)
+            want += f"; or the same batch with --training.local_batch_size={fits}"
         raise ConfigError("training.global_batch_size", batch, want)
     # A warm-up longer than the run is allowed: --training.steps=10 is a common trial run, and
     # torchtitan shortens the warm-up with a warning.

@@ -94,7 +94,7 @@ def _known(table: dict[str, Any], section: Any) -> dict[str, Any]:
 def _fill(raw: dict[str, Any], overrides: list[Override]) -> Any:
     """Check a table and its overrides, and return the configuration."""
     config_cls = config_class()
-    from torchtitan_lr.titan.base import fill_job_config
+    from torchtitan_lr.titan.configuration import fill_job_config
 
     _import_unknown(raw, overrides)
     values = apply_overrides(check_toml(raw, config_cls), overrides, config_cls)
@@ -111,12 +111,12 @@ def _fill(raw: dict[str, Any], overrides: list[Override]) -> Any:
 @cache
 def config_class() -> Any:
     """Return torchtitan's JobConfig merged with ``torchtitan_lr.config.schema``."""
-    # Imported late: torchtitan imports torch, which takes seconds; a wrong path is reported first.
-    with collector_off():
-        from torchtitan_lr.titan.base import merged_job_config
     from torchtitan_lr.config import schema as extension
+    from torchtitan_lr.titan.configuration import merged_job_config
 
-    return merged_job_config(extension.JobConfig)
+    # Called late: it imports torch, which takes seconds; a wrong path is reported first.
+    with collector_off():
+        return merged_job_config(extension.JobConfig)
 
 
 def _import_unknown(raw: dict[str, Any], overrides: list[Override]) -> None:
