@@ -33,8 +33,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchtitan.components.loss import LossFunction
-from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
+from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, in_one_line
@@ -45,6 +44,8 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.loss import HeadLoss, cross_entropy_sum, loss_arguments
+from torchtitan_lr.titan.base import LossFunction
+from torchtitan_lr.titan.specs import RoPEScalingArgs
 from torchtitan_lr.training.device import keep_freed_memory
 from torchtitan_lr.training.figures import new_figure
 

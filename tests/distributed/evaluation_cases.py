@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torchtitan.config import TORCH_DTYPE_MAP
 
 from tests.support import parity_runs  # adds the flavor `parity`  # noqa: F401
 from torchtitan_lr.checkpoints.lane_record import record_of
@@ -18,6 +17,7 @@ from torchtitan_lr.hf.evaluate import evaluate
 from torchtitan_lr.hf.loading import build_model_args, read_run_config
 from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.titan.base import TORCH_DTYPE_MAP
 
 WINDOW = 24
 SHARPER = 16.0

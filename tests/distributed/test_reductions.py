@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torchtitan.distributed import ParallelDims
 
 from tests.reference.rms_norm import half_units
 from tests.support.parity_cases import tp_mesh
@@ -21,6 +20,7 @@ from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel, synchronize_gradients
 from torchtitan_lr.parallel.tensor.caat import gather_for_lanes, share_over_ranks
 from torchtitan_lr.parallel.tensor.collectives import Ranks
+from torchtitan_lr.titan.base import ParallelDims
 from torchtitan_lr.training.device import bind_device
 from torchtitan_lr.training.grad_norm import gradient_norm, square_share
 

@@ -113,9 +113,8 @@ def train_with_a_drifting_replica(
     case: Case, side: str = "left", odd: int = 2
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Disturb one replica's bases as another machine's rounding would."""
-    from torchtitan.tools.logging import logger
-
     from torchtitan_lr.optim.tsr import synchronize
+    from torchtitan_lr.titan import logger
 
     layout, original, lines = place(case.layout), synchronize.solve_together, []
 

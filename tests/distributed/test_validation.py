@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from torchtitan.components.loss import IGNORE_INDEX
 
 from tests.distributed.training import small_trainer
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
@@ -17,6 +16,7 @@ from tests.support.parity_runs import LAYOUTS, degrees, model
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
 # Ranks, data-parallel ranks among them, and arguments.

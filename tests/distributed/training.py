@@ -14,13 +14,12 @@ from typing import Any
 from unittest.mock import patch
 
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
-from torchtitan.distributed import ParallelDims
 
 from tests.support import parity_runs
 from tests.support.rank_pool import new_folder
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.data.corpora import PythonStdlib
+from torchtitan_lr.titan.base import HuggingFaceTokenizer, ParallelDims
 
 SPOILT = "layers.1.feed_forward.w1.A.weight"
 """Whose gradient the fault ``nan_gradient`` spoils."""

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torchtitan.tools.logging import logger
 
 import torchtitan_lr
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.compat.titan_trainer import DEVICE_HOLDERS
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.device import DEVICE_HOLDERS
 from torchtitan_lr.training import device as device_module
 from torchtitan_lr.training.trainer import MicroBatch, Trainer
 

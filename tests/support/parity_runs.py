@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.tensor import DTensor
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.tools.logging import logger
 
 from tests.support.rank_pool import RankPool, new_folder
 from torchtitan_lr.checks.job import check_job_config
@@ -24,6 +22,8 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.base import TORCH_DTYPE_MAP
 from torchtitan_lr.training.history import read_history
 from torchtitan_lr.training.trainer import Trainer
 

@@ -60,7 +60,7 @@ def _check_split_backward(config: Any) -> None:
 
 def _check_stages(config: Any) -> int:
     """Check the split of the model; return the number of stages."""
-    from torchtitan.protocols.train_spec import get_train_spec
+    from torchtitan_lr.titan.specs import get_train_spec
 
     section = config.parallelism
     args: Any = get_train_spec(config.model.name).model_args[config.model.flavor]

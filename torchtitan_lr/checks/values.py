@@ -20,7 +20,6 @@ from torchtitan_lr.checkpoints.layout import (
     is_dcp,
     step_folder,
 )
-from torchtitan_lr.compat.titan import registered_specs
 from torchtitan_lr.config.methods import TSR
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.errors import ConfigError
@@ -227,14 +226,13 @@ def _check_load_paths(config: Any) -> None:
 
 def check_model(config: Any, world_size: int, device_type: str) -> None:
     """Check that the model exists and that its shape fits ``[low_rank]``."""
-    from torchtitan.protocols import train_spec as specs
-
     import torchtitan_lr.training.register  # noqa: F401  (registers ours)
+    from torchtitan_lr.titan.specs import get_train_spec, registered_specs
 
     names = sorted(registered_specs())
     name, flavor = config.model.name, config.model.flavor
     _require(name in names, "model.name", name, "one of " + ", ".join(names))
-    flavors = specs.get_train_spec(name).model_args
+    flavors = get_train_spec(name).model_args
     _require(flavor in flavors, "model.flavor", flavor, "one of " + ", ".join(flavors))
     model_args: Any = flavors[flavor]
     model_args.update_from_config(config)
@@ -244,9 +242,8 @@ def check_model(config: Any, world_size: int, device_type: str) -> None:
 
 def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
     """Check that the tokenizer exists and fits the vocabulary; call this after `check_model`."""
-    from torchtitan.protocols.train_spec import get_train_spec
-
     from torchtitan_lr.data.tokenizer import check_tokenizer
+    from torchtitan_lr.titan.specs import get_train_spec
 
     name, flavor = config.model.name, config.model.flavor
     model_args: Any = get_train_spec(name).model_args[flavor]
@@ -262,10 +259,9 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
 
 def check_stored_model(config: Any, world_size: int, device_type: str) -> None:
     """Check that the checkpoint to resume from holds this model; reads its manifest only."""
-    from torchtitan.protocols.train_spec import get_train_spec
-
     from torchtitan_lr.checkpoints.manifest import read_manifest
     from torchtitan_lr.checkpoints.safe_metadata import DamagedError
+    from torchtitan_lr.titan.specs import get_train_spec
     from torchtitan_lr.training.fingerprint import (
         TOKENIZER,
         check_fingerprint,

@@ -39,9 +39,9 @@ def add_arguments(parser: OneLineParser) -> None:
     )
     parser.add_argument(
         "--corpus",
-        choices=["python_stdlib", "python_stdlib_docs", "local", "c4", "c4_validation"],
-        help="the text; local: all documents, python_stdlib: the held-out part, c4: the validation "
-        "split, streamed; default: the run's validation corpus",
+        choices=["cpython", "python_stdlib", "python_stdlib_docs", "local", "c4", "c4_validation"],
+        help="the text; local: all documents, cpython, python_stdlib: the held-out part, c4: the "
+        "validation split, streamed; default: the run's validation corpus",
     )
     parser.add_argument(
         "--path",

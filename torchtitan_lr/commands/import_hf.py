@@ -37,8 +37,7 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument(
         "--calibration",
         metavar="PATH",
-        help="svd: text (.txt, .jsonl, .parquet) whose activations weigh the errors; "
-        "or python_stdlib",
+        help="svd: text (.txt, .jsonl, .parquet) whose activations weigh the errors; or cpython",
     )
     parser.add_argument(
         "--calibration_tokens", type=int, default=65536, help="tokens of it to read at most"

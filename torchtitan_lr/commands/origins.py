@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchtitan_lr.checks.values import check_model
-from torchtitan_lr.compat.titan import drop_marker
 from torchtitan_lr.config.build import build_job_config, config_class
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, apply_overrides, load_toml, split_arguments
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import read_environment
 from torchtitan_lr.launch.placement import place
 from torchtitan_lr.models.configured import llama_args
+from torchtitan_lr.titan.base import drop_marker
 
 DEFAULT, FLAVOR, TOML = "default", "flavor", "TOML"
 COMMAND_LINE, LAUNCHER = "command line", "launcher"

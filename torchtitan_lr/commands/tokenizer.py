@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-r"""Train a byte-level BPE tokenizer on local files or on the Python standard library.
+r"""Train a byte-level BPE tokenizer on local files or on Python's standard library.
 
 The shipped tokenizer was created with::
 
@@ -19,7 +19,10 @@ from torchtitan_lr.commands.parser import OneLineParser
 def add_arguments(parser: OneLineParser) -> None:
     """Add the options."""
     parser.add_argument(
-        "--corpus", choices=["python_stdlib", "local"], default="python_stdlib", help="the text"
+        "--corpus",
+        choices=["cpython", "python_stdlib", "local"],
+        default="cpython",
+        help="the text",
     )
     parser.add_argument("--path", help="file, folder or pattern of .txt, .jsonl or .parquet")
     parser.add_argument("--vocab_size", type=int, default=4096, help="special tokens included")

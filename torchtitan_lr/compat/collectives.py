@@ -4,7 +4,7 @@
 Only the functional operators can be traced by `torch.compile` and take a group by name. The tables
 list every collective that torch dispatches; torch itself has no such list.
 
-Tested with torch 2.11 and 2.13. The ledger raises for an operator that is not in the table.
+Tested with torch 2.11, 2.13 and 2.15. The ledger raises for an operator that is not in the table.
 """
 
 from collections.abc import Callable
@@ -81,6 +81,7 @@ OPERATIONS: dict[str, str] = {
     "broadcast_": "broadcast",
     "reduce_": "reduce",
     "gather_": "gather",
+    "gather_into_tensor_": "gather",  # from torch 2.15
     "scatter_": "scatter",
     "send": "send",
     "isend": "send",

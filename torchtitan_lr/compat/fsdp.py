@@ -5,7 +5,7 @@ Gradient compression needs the layout of a unit's buffer, and the ledger needs t
 communicates; FSDP2 publishes neither. A run without ``[grad_compression]`` and without the ledger
 uses only `replicate` from this module.
 
-Tested with torch 2.11 and 2.13. The fields of a parameter group changed between the two.
+Tested with torch 2.11, 2.13 and 2.15, between which the fields of a parameter group changed.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,8 +29,8 @@ __all__ = [
 # public, the class is not. If it moves, the import fails; if the arguments of its two methods
 # change, a compressed run fails in its first backward.
 #
-# replicate, ReplicateModule: replication built on FSDP2. The public `replicate` of torch 2.11 and
-# 2.13 is DDP's, which averages gradients; ours must sum. If they move, the import fails.
+# replicate, ReplicateModule: replication built on FSDP2. The public `replicate` of torch 2.11 to
+# 2.15 is DDP's, which averages gradients; ours must sum. If they move, the import fails.
 
 
 def param_groups(module: object) -> list[Any]:
@@ -53,8 +53,8 @@ def unit_parameters(module: FSDPModule) -> Iterator[tuple[Tensor, int]]:
 
     The order and the padding are those of the buffer that FSDP2 reduce-scatters. A codec needs
     them, because the buffer does not mark where a tensor begins. If upstream changes the fields
-    (``fsdp_params``, ``sharded_param``, ``padded_sharded_param_size``; seen in torch 2.11 and
-    2.13), this raises an AttributeError. If upstream changes only the order, the sizes of a unit no
+    (``fsdp_params``, ``sharded_param``, ``padded_sharded_param_size``; seen in torch 2.11 to
+    2.15), this raises an AttributeError. If upstream changes only the order, the sizes of a unit no
     longer match and `CompressedReduceScatter` raises in the first step.
     """
     for group in param_groups(module):
@@ -67,21 +67,20 @@ def reads_sums_at_once(module: FSDPModule, sums: Tensor) -> bool:
 
     Otherwise it only makes views of them, as gradients, and they may be written later. It reads
     them to cast them, to add them to gradients that are already there, to copy them to the host,
-    and in hooks of the parameters. Reads ``_orig_dtype`` of the parameter group,
-    ``offload_to_cpu`` of its parameters and ``Tensor._post_accumulate_grad_hooks`` (torch 2.11 and
-    2.13). If upstream renames the first two, this raises an AttributeError in the first backward.
+    and in hooks of the parameters. Reads ``orig_dtype`` and ``offload_to_cpu`` of a unit's
+    parameters and ``Tensor._post_accumulate_grad_hooks`` (torch 2.11, 2.13 and 2.15). If upstream
+    renames the first two, this raises an AttributeError in the first backward.
 
     Args:
         module: The unit.
         sums: The output of its reduce-scatter.
     """
     for group in param_groups(module):
-        if group._orig_dtype != sums.dtype:
-            return True
         for parameter in group.fsdp_params:
             own = parameter.sharded_param
             hooks = getattr(own, "_post_accumulate_grad_hooks", None)
-            if parameter.offload_to_cpu or own.grad is not None or hooks:
+            cast = parameter.orig_dtype != sums.dtype
+            if cast or parameter.offload_to_cpu or own.grad is not None or hooks:
                 return True
     return False
 
@@ -97,7 +96,7 @@ def wrap_unit_calls(
 
     FSDP2 prefetches weights, so the unit's module hooks do not enclose its communication; the
     ledger replaces these two methods on the parameter group itself. If upstream renames them (torch
-    2.11 and 2.13 have both), this raises an AttributeError as soon as the ledger is attached.
+    2.11 to 2.15 have both), this raises an AttributeError as soon as the ledger is attached.
 
     Args:
         module: An FSDP2 unit; any other module is left unchanged.

@@ -1,19 +1,16 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Private parts of torch's pipeline schedules, and the class of torchtitan's stages.
+"""Private parts of torch's pipeline schedules.
 
-Tested with torch 2.11 and 2.13 and with torchtitan 0.2.2.
+Tested with torch 2.11, 2.13 and 2.15.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage as TorchStage
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import (
-    _ComputationType,
     _PipelineSchedule,
     _PipelineScheduleRuntime,
 )
@@ -21,9 +18,9 @@ from torch.distributed.pipelining.schedules import (
 __all__ = [
     "SPLITS_BACKWARD",
     "PipelineSchedule",
+    "PipelineStage",
     "forward_only",
     "rank_order",
-    "stages_built_by",
 ]
 
 SPLITS_BACKWARD = torch.__version__ >= "2.13"
@@ -37,25 +34,33 @@ where it begins.
 PipelineSchedule = _PipelineSchedule
 """The common base class of all schedules, which torch does not export; used as a type only."""
 
-_FORWARD = {
-    _ComputationType.UNSHARD,
-    _ComputationType.RECV_F,
-    _ComputationType.FORWARD,
-    _ComputationType.SEND_F,
-    _ComputationType.RESHARD,
-}
+# From torch 2.15 a wait for a send is an action of its own; a schedule without it is refused.
+_FORWARD = ("UNSHARD", "RECV_F", "FORWARD", "SEND_F", "WAIT_SEND_F", "RESHARD")
+
+
+class PipelineStage(TorchStage):
+    """torch's stage, whose first messages gloo accepts in a V-shaped schedule.
+
+    Before torch 2.13 every stage sends one element to each neighbour before the first step, and the
+    rank at the turn of a V sends to itself, which gloo refuses.
+    """
+
+    if torch.__version__ < "2.13":
+
+        def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+            mine = dist.get_rank()
+            return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != mine]
 
 
 def forward_only(schedule: PipelineSchedule) -> PipelineSchedule:
     """Remove backward from a schedule in place; a V-shaped one would run it even in evaluation.
 
     Deletes actions of ``_PipelineScheduleRuntime.pipeline_order_with_comms``. If upstream renames
-    an action's type, the import fails. If it stores the actions elsewhere, validation under
-    ``ZBVZeroBubble`` fails.
+    an action's type or stores the actions elsewhere, validation under ``ZBVZeroBubble`` fails.
     """
     if isinstance(schedule, _PipelineScheduleRuntime):
         for actions in schedule.pipeline_order_with_comms.values():
-            actions[:] = [a for a in actions if a.computation_type in _FORWARD]
+            actions[:] = [a for a in actions if a.computation_type.name in _FORWARD]
     return schedule
 
 
@@ -96,45 +101,3 @@ def rank_order(
         for a in empty._calculate_single_rank_operations(rank)
         if a is not None
     ]
-
-
-@contextmanager
-def stages_built_by(
-    build: Callable[[nn.Module, int], Any], stages: int, device: torch.device, group: Any
-) -> Iterator[None]:
-    """Make torchtitan's `pipeline_llm` build its stages with ``build``.
-
-    Upstream has no argument for the shapes at a stage's boundaries, and without them torch runs the
-    model to infer them. So ``PipelineStage`` in torchtitan's module is replaced. Its call is
-    ``PipelineStage(part, index, stages, device, group=group)`` in torchtitan 0.2.2.
-
-    Args:
-        build: Builds a stage from its part of the model and its index.
-        stages: Number of stages in the pipeline.
-        device: Of this rank.
-        group: Process group of the pipeline.
-
-    Raises:
-        TypeError: Upstream passes an unknown argument, which ``build`` would ignore.
-        RuntimeError: Upstream's number of stages, device or group differs from the expected one.
-    """
-    import torchtitan.distributed.pipeline_parallel as titan_pipeline
-
-    def stage(*args: Any, **named: Any) -> Any:
-        if len(args) != 4 or named.keys() != {"group"}:
-            raise TypeError(
-                "torchtitan builds a PipelineStage of arguments that "
-                "torchtitan_lr.compat.pipelining does not know: "
-                f"{len(args)} by position instead of 4, {sorted(named)} by name instead of "
-                "['group']"
-            )
-        part, index, *rest = args
-        if rest != [stages, device] or named["group"] is not group:
-            raise RuntimeError(
-                f"torchtitan builds a stage of {rest[0]} on {rest[1]}, expected {stages} on "
-                f"{device} and the group of the pipeline"
-            )
-        return build(part, index)
-
-    with patch.object(titan_pipeline, "PipelineStage", stage):
-        yield

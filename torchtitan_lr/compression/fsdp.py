@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.compat.collectives import reduce_scatter, second_group
 from torchtitan_lr.compat.fsdp import ReduceScatter, reads_sums_at_once, unit_parameters
@@ -39,6 +38,7 @@ from torchtitan_lr.compression.settings import (
 )
 from torchtitan_lr.compression.sizes import CodecSizes
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.titan import logger
 
 _COMPRESSORS: WeakKeyDictionary[object, Compressor] = WeakKeyDictionary()
 """The compressor of every compressed unit.

@@ -67,9 +67,8 @@ def compression_settings(config: Any, ranks: int) -> CompressionSettings:
             the message has the smallest θ that works.
     """
     # Imported late because they import torch.
-    from torchtitan.config import TORCH_DTYPE_MAP
-
     from torchtitan_lr.compression.codecs import CODECS
+    from torchtitan_lr.titan.base import TORCH_DTYPE_MAP
 
     section = config.grad_compression
     c, theta = LEVELS.get(section.level, (section.c, section.theta))

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 from torchtitan_lr.compat.interpreter import collector_off
-from torchtitan_lr.compat.titan import fill_job_config, merged_job_config
 from torchtitan_lr.config.methods import GRAD_CODECS
 from torchtitan_lr.config.parse import (
     CONFIG_FILE_KEY,
@@ -70,10 +69,6 @@ def build_job_config(argv: list[str]) -> Any:
     if paths and paths[-1] and not raw:
         raise ConfigError(CONFIG_FILE_KEY, paths[-1], "a TOML file with settings; it has none")
 
-    # Imported late: torchtitan imports torch, which takes seconds; a wrong path is reported first.
-    with collector_off():
-        import torchtitan.config  # noqa: F401
-
     return _fill(raw, overrides)
 
 
@@ -90,8 +85,6 @@ def config_of_record(record: dict[str, Any], argv: list[str]) -> Any:
     Raises:
         ConfigError: A value does not fit its key.
     """
-    with collector_off():
-        import torchtitan.config  # noqa: F401
     return _fill(_known(record, config_class()), split_arguments(argv))
 
 
@@ -109,8 +102,10 @@ def _known(table: dict[str, Any], section: Any) -> dict[str, Any]:
 
 def _fill(raw: dict[str, Any], overrides: list[Override]) -> Any:
     """Check a table and its overrides, and return the configuration."""
-    _import_unknown(raw, overrides)
     config_cls = config_class()
+    from torchtitan_lr.titan.base import fill_job_config
+
+    _import_unknown(raw, overrides)
     values = apply_overrides(check_toml(raw, config_cls), overrides, config_cls)
     for section, key in (("job", "custom_config_module"), ("experimental", "custom_import")):
         if (named := values.get(section, {}).get(key)) in RENAMED:
@@ -127,6 +122,9 @@ def _fill(raw: dict[str, Any], overrides: list[Override]) -> Any:
 @cache
 def config_class() -> Any:
     """Return torchtitan's JobConfig merged with ``torchtitan_lr.config.schema``."""
+    # Imported late: torchtitan imports torch, which takes seconds; a wrong path is reported first.
+    with collector_off():
+        from torchtitan_lr.titan.base import merged_job_config
     from torchtitan_lr.config import schema as extension
 
     return merged_job_config(extension.JobConfig)

@@ -76,9 +76,11 @@ class DataLoader:
 class Training:
     """Additions to torchtitan's ``[training]``."""
 
-    dataset: str = "python_stdlib"
+    dataset: str = "cpython"
     """
     The training corpus:
+    - 'cpython': source files of one version's standard library, in the package: the same text on
+      every machine
     - 'python_stdlib': the source files of the running interpreter's standard library
     - 'python_stdlib_docs': pairs for fine-tuning: each function of these files, and the first line
       of its docstring
@@ -147,9 +149,9 @@ class Training:
 
     shuffle: bool = True
     """
-    Read the corpus in a seeded order: the blocks of 'local' and 'python_stdlib' are permuted anew
-    in each pass, and the sequences of every row among ``shuffle_tokens``. Checkpoints store the
-    order, and a resumed run continues in it.
+    Read the corpus in a seeded order: the files of 'cpython', the blocks of 'local' are permuted
+    anew in each pass, and the sequences of every row among ``shuffle_tokens``. Checkpoints store
+    the order, and a resumed run continues in it.
     """
 
     shuffle_seed: int | None = None
@@ -169,7 +171,7 @@ class Training:
 
     token_cache: str = "token_cache"
     """
-    Folder of the tokens of 'local' and 'python_stdlib', so that a second pass, a resumed run or
+    Folder of the tokens of the files and of 'local', so that a second pass, a resumed run or
     another run does not tokenise them again; relative to ``job.dump_folder``. Empty for no cache.
     The folder can be shared by several runs and may be deleted.
     """
@@ -249,10 +251,10 @@ class Validation:
     dataset: str = "training"
     """
     The validation corpus:
-    - 'training': the held-out part of the training corpus: one file in 20 of 'python_stdlib', one
+    - 'training': the held-out part of the training corpus: one file in 20 of 'cpython', one
       document or pair in 200 of 'local' (chosen by hash, never trained on), the validation split of
       'c4'
-    - 'python_stdlib', 'python_stdlib_docs': their held-out files
+    - 'cpython', 'python_stdlib', 'python_stdlib_docs': their held-out files
     - 'local': all files that ``dataset_path`` names; none of them may be a training file
     - 'c4_validation': streamed from the Hugging Face hub
     """

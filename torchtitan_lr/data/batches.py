@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_lr.data.blocks import BlockCorpus, Corpus
 from torchtitan_lr.data.documents import DocumentBorders, separated
@@ -20,6 +19,7 @@ from torchtitan_lr.data.pairs import PairStripe, ShuffledPairStripe, unmask_
 from torchtitan_lr.data.shuffle import ShuffledStripe
 from torchtitan_lr.data.stripes import Stripe, fill
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.titan.base import BaseTokenizer
 
 MicroBatch = tuple[dict[str, torch.Tensor], torch.Tensor]
 

@@ -23,12 +23,13 @@ from torchtitan_lr.data.pair_corpora import PairCorpus
 from torchtitan_lr.data.pairs import PairEncoder, has_labels, no_room
 from torchtitan_lr.data.tokenizer import resolve_assets_path
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.titan import logger
 
 PAIRS_CHECKED = 200
 """Pairs of a corpus that are encoded before a run, to say how many are cut."""
 
 if TYPE_CHECKING:
-    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan_lr.titan.base import BaseTokenizer
 
 
 def check_corpus(job_config: Any) -> None:
@@ -121,8 +122,6 @@ def _check_pairs(
         raise no_room(seq_len, key, checked)
     long = sum(len(row) > seq_len + 1 for row in rows)
     if long:
-        from torchtitan.tools.logging import logger  # imported late: the checks start without torch
-
         logger.warning(
             "%s.seq_len = %d: of %s, %d are longer and are cut; %d of them have no room for an "
             "answer and are left out",

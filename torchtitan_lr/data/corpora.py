@@ -1,8 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Training and validation corpora by name.
 
+``cpython``
+    Source files of one version's standard library, in the package: the same text on every machine
+    (``assets/cpython/README.md``).
 ``python_stdlib``
-    The source files of the running interpreter's standard library: real text on every machine.
+    The source files of the running interpreter's standard library.
 ``python_stdlib_docs``
     Pairs of a function's source and its summary, of the same files
     (:mod:`torchtitan_lr.data.pair_corpora`).
@@ -14,15 +17,16 @@
 ``c4``, ``c4_validation``
     Two cases of it: the English part of C4.
 
-Each corpus has a held-out part that is never trained on: ``python_stdlib(_docs)`` one file in 20,
-``local`` one document in two hundred (:mod:`torchtitan_lr.data.held_out`), ``c4`` its own
-validation split. ``validation.dataset = "training"`` (the default) selects the held-out part of
-the training corpus.
+Each corpus has a held-out part that is never trained on: ``cpython`` and
+``python_stdlib(_docs)`` one file in 20, ``local`` one document in two hundred
+(:mod:`torchtitan_lr.data.held_out`), ``c4`` its own validation split. ``validation.dataset =
+"training"`` (the default) selects the held-out part of the training corpus.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -33,13 +37,18 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.data.blocks import BlockCorpus, Corpus, Split, TextOptions, file_stamp
+from torchtitan_lr.data.text_files import open_text
 from torchtitan_lr.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from torchtitan_lr.data.mixture import MixtureSource
 
-TRAINING_CORPORA = ("python_stdlib", "local", "c4", "c4_validation", "hf", "python_stdlib_docs")
-VALIDATION_CORPORA = ("training", "python_stdlib", "local", "c4_validation", "python_stdlib_docs")
+_OF_PYTHON = ("cpython", "python_stdlib", "python_stdlib_docs")
+TRAINING_CORPORA = (*_OF_PYTHON, "local", "c4", "c4_validation", "hf")
+VALIDATION_CORPORA = ("training", *_OF_PYTHON, "local", "c4_validation")
+
+CPYTHON = Path(__file__).parent / "assets" / "cpython" / "stdlib.jsonl.zst"
+"""The corpus ``cpython``: lines of ``{"path": ..., "text": ...}``."""
 
 
 class PythonStdlib(BlockCorpus):
@@ -116,6 +125,36 @@ class PythonStdlib(BlockCorpus):
             yield DataError(self.key, str(path), want)
 
 
+class CPythonSource(PythonStdlib):
+    """The files of one version's standard library, split and ordered as :class:`PythonStdlib`.
+
+    Args:
+        split: The split to read.
+        key: The TOML key to name in errors.
+    """
+
+    def __init__(self, split: Split, key: str) -> None:
+        self.root = CPYTHON
+        with open_text(CPYTHON) as file:
+            records = map(json.loads, file.read().splitlines())
+        self._texts: dict[str, str] = {
+            record["path"]: record["text"]
+            for record in records
+            if self.is_validation(record["path"]) == (split == "validation")
+        }
+        sizes = [(name, len(text.encode())) for name, text in sorted(self._texts.items())]
+        BlockCorpus.__init__(self, "cpython", key, sizes)
+        self._blocks = sorted(self._texts, key=_path_hash)
+
+    def stamp(self, block: int) -> str | None:
+        """Return the stamp of the corpus and the name of one of its files."""
+        return f"{file_stamp(CPYTHON)} {self._blocks[block]}"
+
+    def documents(self, block: int) -> Iterator[str | DataError]:
+        """Yield the text of one file."""
+        yield self._texts[self._blocks[block]]
+
+
 @cache  # a run opens the corpus three times: for the checks, for training and for validation
 def _path_hash(relative_path: str) -> int:
     return int(hashlib.sha256(relative_path.encode()).hexdigest(), 16)
@@ -146,6 +185,8 @@ def build_corpus(
         DataError: A small ``local`` corpus, which is read on opening, has an unreadable record.
     """
     check_name(name, path, key)
+    if name == "cpython":
+        return CPythonSource(split, f"{key}.dataset")
     if name == "python_stdlib":
         return PythonStdlib(split, f"{key}.dataset")
     if name == "python_stdlib_docs":
@@ -277,7 +318,7 @@ def check_name(name: str, path: str | None, key: str) -> None:
     names = VALIDATION_CORPORA if key == "validation" else TRAINING_CORPORA
     if name not in names:
         raise ConfigError(f"{key}.dataset", name, "one of " + ", ".join(names))
-    if name.startswith("python_stdlib") and path:
+    if name in _OF_PYTHON and path:
         raise ConfigError(f"{key}.dataset_path", path, f"no path, or {key}.dataset = 'local'")
     if name == "local" and not path:
         raise ConfigError(

@@ -17,18 +17,28 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
+<<<<<<< HEAD
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.tools.logging import logger
+
+=======
+>>>>>>> main
 
 from torchtitan_lr.checkpoints.safe_metadata import load
 from torchtitan_lr.config.fault_tolerance import replica_rows
 from torchtitan_lr.data.order import Shares, shuffled
 from torchtitan_lr.data.rows import Batch, Rows, read_parts
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.base import BaseTokenizer
+from torchtitan_lr.titan.components import BaseDataLoader
+<<<<<<< HEAD
 _STATE, _ROWS = "dataloader", "rows"
+=======
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.base import BaseTokenizer
+from torchtitan_lr.titan.components import BaseDataLoader
+>>>>>>> main
 
 
 class TrainingRows(Dataset[Batch]):

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.titan import IGNORE_INDEX
+from torchtitan_lr.titan.base import BaseTokenizer
 
 DOCUMENTS = "documents"
 """Name of the indices in a batch's inputs, and of the model's argument."""

@@ -15,9 +15,8 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     # Otherwise imported late: a corpus is opened without torch.
-    from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
-
     from torchtitan_lr.data.tokenizer import TiktokenTokenizer
+    from torchtitan_lr.titan.base import BaseTokenizer, HuggingFaceTokenizer
 
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 """The ids of one document, begin and end tokens included: ``(n,)``, of any integer type."""
@@ -63,7 +62,7 @@ def tokenizer_identity(tokenizer: BaseTokenizer) -> str | None:
 
 def _is_plain(tokenizer: BaseTokenizer) -> TypeGuard[HuggingFaceTokenizer]:
     """Return whether a tokenizer is torchtitan's, with its own ``encode``."""
-    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+    from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
     return type(tokenizer) is HuggingFaceTokenizer
 

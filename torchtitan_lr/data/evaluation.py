@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+<<<<<<< HEAD
 import numpy as np
 import numpy.typing as npt
 
@@ -47,6 +48,16 @@ class Document:
         targets = np.ones_like(self.tokens) if self.targets is None else self.targets
         begins = np.arange(len(self.tokens)) == 0
         return np.stack([self.tokens, targets, begins]).astype(np.int64)
+=======
+import torch
+
+from torchtitan_lr.data.blocks import Corpus
+from torchtitan_lr.data.documents import DocumentBorders, separated
+from torchtitan_lr.data.pair_corpora import PairCorpus
+from torchtitan_lr.data.pairs import pair_windows, unmask_
+from torchtitan_lr.titan import IGNORE_INDEX
+from torchtitan_lr.titan.base import BaseTokenizer
+>>>>>>> main
 
 
 class EvaluationSet:

@@ -24,10 +24,12 @@ from torchtitan_lr.data.encoding import Tokens
 from torchtitan_lr.data.shuffle import ShuffledStripe
 from torchtitan_lr.data.stripes import DocumentStream, Stripe
 from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.titan import IGNORE_INDEX
 
 if TYPE_CHECKING:
     import torch
-    from torchtitan.components.tokenizer import BaseTokenizer
+
+    from torchtitan_lr.titan.base import BaseTokenizer
 
 PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
 ROLES = ("system", "user", "assistant")
@@ -222,8 +224,6 @@ def unmask_(inputs: torch.Tensor, labels: torch.Tensor) -> None:
         labels: Tokens (b, s), int64.
     """
     # Imported late: a corpus is opened without torch.
-    from torchtitan.components.loss import IGNORE_INDEX
-
     inputs.bitwise_xor_(inputs >> 63)  # ~t for negative t, t for all others
     labels.masked_fill_(labels < 0, IGNORE_INDEX)
 

@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torchtitan.components.loss import IGNORE_INDEX
 
 from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.data.indexed import IndexedDataset
 from torchtitan_lr.data.order import Indices
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.titan import IGNORE_INDEX
 
 DOCUMENTS = "documents"
 """Name of the documents' indices in a batch's inputs, and of the model's argument."""

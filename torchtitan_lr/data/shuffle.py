@@ -21,7 +21,7 @@ from torchtitan_lr.data.order import Order, permutation
 from torchtitan_lr.data.stripes import DocumentStream, Stripe
 
 if TYPE_CHECKING:
-    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan_lr.titan.base import BaseTokenizer
 
 
 class ShuffledStripe(Stripe):

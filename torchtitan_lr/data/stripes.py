@@ -37,9 +37,8 @@ from torchtitan_lr.data.token_cache import BlockRecorder
 from torchtitan_lr.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from torchtitan.components.tokenizer import BaseTokenizer
-
     from torchtitan_lr.data.blocks import BlockCorpus
+    from torchtitan_lr.titan.base import BaseTokenizer
 
 
 CHARACTERS_PER_TOKEN = 4

@@ -26,6 +26,7 @@ from uuid import uuid4
 import numpy as np
 
 from torchtitan_lr.data.encoding import Tokens
+from torchtitan_lr.titan import logger
 
 MAGIC = b"tokens 1"
 """First bytes of an entry; the number changes with the format."""
@@ -121,8 +122,6 @@ class BlockRecorder:
 
 
 def _warn(text: str) -> None:
-    from torchtitan.tools.logging import logger  # imported late: a corpus is opened without torch
-
     logger.warning(text)
 
 

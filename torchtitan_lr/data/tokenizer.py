@@ -13,8 +13,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
-
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.data.llama3 import (
     BOS,
@@ -25,6 +23,7 @@ from torchtitan_lr.data.llama3 import (
     llama3_specials,
 )
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.titan.base import BaseTokenizer, HuggingFaceTokenizer
 
 # tiktoken's regex engine recurses: it panics on very long strings and on long runs of characters
 # of one class.

@@ -14,9 +14,24 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from torchtitan.components.loss import IGNORE_INDEX
+<<<<<<< HEAD
+
 
 from torchtitan_lr.data.rows import Batch, Rows, read_parts
+from torchtitan_lr.titan import IGNORE_INDEX
+=======
+
+from torchtitan_lr.console.progress import progress
+from torchtitan_lr.data.blocks import Corpus
+from torchtitan_lr.data.checks import check_workers
+from torchtitan_lr.data.corpora import validation_source
+from torchtitan_lr.data.documents import DocumentBorders, separated
+from torchtitan_lr.data.pair_corpora import PairCorpus
+from torchtitan_lr.data.pairs import no_room, pair_windows, unmask_
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.titan import IGNORE_INDEX
+from torchtitan_lr.titan.base import BaseTokenizer
+>>>>>>> main
 
 
 class ValidationSet:

@@ -6,8 +6,6 @@ from functools import partial
 from math import prod
 from types import SimpleNamespace
 
-from torchtitan.config import TORCH_DTYPE_MAP
-
 from torchtitan_lr.compression.settings import compression_settings
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.rehearsal import (
@@ -28,6 +26,7 @@ from torchtitan_lr.parallel.recompute.activation_checkpoint import (
     apply_activation_checkpoint,
 )
 from torchtitan_lr.parallel.tensor.plans import TPSettings
+from torchtitan_lr.titan.base import TORCH_DTYPE_MAP
 
 ROTARY_BYTES = 8
 """An entry of the rotary table, complex64."""

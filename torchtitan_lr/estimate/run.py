@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from torchtitan.config import TORCH_DTYPE_MAP
-
 from torchtitan_lr.compression.settings import compresses
 from torchtitan_lr.config.methods import TSR
 from torchtitan_lr.errors import ConfigError
@@ -19,6 +17,7 @@ from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matr
 from torchtitan_lr.parallel.data_parallel import reshard_after_forward
 from torchtitan_lr.parallel.pipeline.stage_split import modules_per_stage
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, tp_settings
+from torchtitan_lr.titan.base import TORCH_DTYPE_MAP
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
-from torchtitan.components.checkpoint import ModelWrapper
-from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.export import CODED_TYPE, HF_CONFIG, build_coded_config
@@ -19,6 +17,8 @@ from torchtitan_lr.models.args import ACTIVATIONS, LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 from torchtitan_lr.models.stored_args import MODEL_ARGS, read_model_args
+from torchtitan_lr.titan.components import ModelWrapper
+from torchtitan_lr.titan.specs import RoPEScalingArgs
 
 
 def is_export(folder: Path) -> bool:

@@ -36,8 +36,8 @@ from torchtitan_lr.hf.svd_import import (
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families.registry import FAMILIES
 
-STDLIB = "python_stdlib"
-"""A value of ``--calibration`` that is no path: the corpus's training part."""
+_SHIPPED = ("cpython", "python_stdlib")
+"""Values of ``--calibration`` that are no paths: the corpus's training part."""
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -168,8 +168,8 @@ def _calibration(
     if tokenizer is None:
         raise ConfigError("--calibration", name, "a tokenizer in DIR or in --tokenizer, too")
     corpus = Source("local", name, "all", "training")
-    if name == STDLIB:
-        corpus = Source(STDLIB, None, "train", "training")
+    if name in _SHIPPED:
+        corpus = Source(name, None, "train", "training")
     length = min(args.max_seq_len, LONGEST_TRAINED)
     try:
         batches = EvaluationSet(corpus.open(), tokenizer, length, _WINDOWS)

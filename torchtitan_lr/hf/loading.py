@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.checkpoints.lane_record import check_lanes
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG, TRAINING_STATES
@@ -28,6 +27,7 @@ from torchtitan_lr.models.families.registry import FAMILIES, find_family
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.stored_args import read_model_args as read_model_args
+from torchtitan_lr.titan import logger
 from torchtitan_lr.training.device import keep_freed_memory
 from torchtitan_lr.training.fingerprint import (
     TOKENIZER,

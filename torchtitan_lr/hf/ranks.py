@@ -12,13 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.components.checkpoint import ModelWrapper
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.protocols.train_spec import get_train_spec
-from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import set_default_dtype
 
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG, is_dcp
 from torchtitan_lr.checkpoints.manifest import damage_of
@@ -37,6 +30,10 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.loss import HeadLoss
 from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, ParallelDims, dist_utils, set_default_dtype
+from torchtitan_lr.titan.components import ModelWrapper
+from torchtitan_lr.titan.specs import get_train_spec
 from torchtitan_lr.training.register import register_train_specs
 from torchtitan_lr.training.validate import batch_loss, sum_over_ranks
 

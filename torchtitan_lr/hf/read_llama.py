@@ -5,10 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torchtitan.models.llama3.model.args import RoPEScalingArgs
-
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.titan.specs import RoPEScalingArgs
 
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu", "swish"), "'silu', SwiGLU's"),

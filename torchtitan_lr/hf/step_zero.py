@@ -127,7 +127,7 @@ def build_toml(args: LlamaArgs, out_dir: Path) -> str:
         "job": {"dump_folder": f"{folder}/run"},
         "model": model,
         "training": {
-            "dataset": "python_stdlib",
+            "dataset": "cpython",
             "local_batch_size": 1,
             "seq_len": min(args.max_seq_len, LONGEST_TRAINED),
             "steps": 1000,

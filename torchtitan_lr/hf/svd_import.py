@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchtitan.components.loss import IGNORE_INDEX
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.shards import Tensors, WeightSource
@@ -18,6 +17,7 @@ from torchtitan_lr.models.block import TransformerBlock
 from torchtitan_lr.models.families.registry import FAMILIES, ModelFamily
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.rope import build_freqs_cis
+from torchtitan_lr.titan import IGNORE_INDEX
 
 SHARED_INPUTS = {
     "attention.wq": "attention.wq",

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
 from torchtitan_lr.data.llama3 import BOS, EOS, HF_FILE, LLAMA3_SPLIT, llama3_specials
 from torchtitan_lr.data.tokenizer import TiktokenTokenizer
 from torchtitan_lr.data.train_tokenizer import byte_alphabet
 from torchtitan_lr.hf.shards import write_json
+from torchtitan_lr.titan.base import BaseTokenizer, HuggingFaceTokenizer
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"

@@ -5,11 +5,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from torchtitan.models.llama3.model.args import RoPEScalingArgs
-from torchtitan.protocols.model import BaseModelArgs
-
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families.registry import FAMILIES, ModelFamily
+from torchtitan_lr.titan.base import BaseModelArgs
+from torchtitan_lr.titan.specs import RoPEScalingArgs
 
 if TYPE_CHECKING:
     from torch import nn

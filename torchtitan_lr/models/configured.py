@@ -9,9 +9,8 @@ def llama_args(config: Any) -> Any:
 
     Call it after ``check_model``: name and flavor are known ones then.
     """
-    from torchtitan.protocols.train_spec import get_train_spec
-
     from torchtitan_lr.models.args import LlamaArgs
+    from torchtitan_lr.titan.specs import get_train_spec
 
     args = get_train_spec(config.model.name).model_args[config.model.flavor]
     if not isinstance(args, LlamaArgs):

@@ -10,11 +10,10 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchtitan.models.llama3.model.args import RoPEScalingArgs
-
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families.registry import FAMILIES, ModelFamily
 from torchtitan_lr.models.stored_args import is_file_name, read_flavor
+from torchtitan_lr.titan.specs import RoPEScalingArgs
 
 # dim, ffn_dim, n_heads, n_layers
 _SHAPES: dict[str, tuple[int, int, int, int]] = {

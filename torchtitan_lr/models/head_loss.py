@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torchtitan.components.loss import IGNORE_INDEX
 
 from torchtitan_lr.compat.autograd import backward_may_repeat
+from torchtitan_lr.titan import IGNORE_INDEX
 
 CHUNKS = 8
 """Number of chunks of a batch, within the limits below."""

@@ -6,7 +6,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torchtitan.protocols.model import ModelProtocol
 
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.block import Latents, TransformerBlock
@@ -16,6 +15,7 @@ from torchtitan_lr.models.initialization import init_parameters
 from torchtitan_lr.models.lane_edges import end_edges
 from torchtitan_lr.models.layers import OutputProjection, TokenEmbedding
 from torchtitan_lr.models.rope import build_freqs_cis
+from torchtitan_lr.titan.base import ModelProtocol
 
 
 class LlamaModel(ModelProtocol):

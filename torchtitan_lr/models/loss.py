@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torchtitan.components.loss import IGNORE_INDEX, LossFunction
-from torchtitan.config import JobConfig
-from torchtitan.tools.logging import logger
+
+from torchtitan_lr.titan import IGNORE_INDEX, logger
+from torchtitan_lr.titan.base import JobConfig, LossFunction
 
 
 def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,8 @@ import math
 
 import torch
 from torch import Tensor
-from torchtitan.models.llama3.model.args import RoPEScalingArgs
+
+from torchtitan_lr.titan.specs import RoPEScalingArgs
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RoPEScalingArgs | None) -> Tensor:

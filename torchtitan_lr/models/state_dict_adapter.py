@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.titan.specs import Llama3StateDictAdapter
 
 
 class LlamaStateDictAdapter(Llama3StateDictAdapter):

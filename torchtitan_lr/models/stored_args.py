@@ -5,12 +5,11 @@ import dataclasses
 import json
 from pathlib import Path
 
-from torchtitan.models.llama3.model.args import RoPEScalingArgs
-
-from torchtitan_lr.compat.titan import drop_marker
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.titan.base import drop_marker
+from torchtitan_lr.titan.specs import RoPEScalingArgs
 
 MODEL_ARGS = "model_args.json"
 SUFFIX = ".json"

@@ -5,15 +5,14 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
-from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.components.optimizer import build_optimizers as titan_build_optimizers
-from torchtitan.config import Optimizer as OptimizerConfig
-from torchtitan.distributed import ParallelDims
 
 from torchtitan_lr.config.methods import TSR
 from torchtitan_lr.optim.shard_adam import step_on_shards
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings
+from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
+from torchtitan_lr.titan.components import OptimizersContainer
+from torchtitan_lr.titan.components import build_optimizers as titan_build_optimizers
 
 
 def build_optimizers(

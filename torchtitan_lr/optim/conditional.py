@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchtitan.components.optimizer import OptimizersContainer
 
 from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.titan.components import OptimizersContainer
 
 
 def step_unless(rejected: Tensor, optimizers: OptimizersContainer) -> None:

@@ -25,15 +25,13 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.compat.fsdp import ReplicateModule, replicate
-from torchtitan_lr.compat.titan import mesh_of
 from torchtitan_lr.compression.fsdp import apply_gradient_compression, compressor_of
 from torchtitan_lr.compression.settings import compresses, compression_settings
 from torchtitan_lr.config.methods import TSR
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig, ParallelDims, mesh_of
 
 
 def apply_data_parallel(

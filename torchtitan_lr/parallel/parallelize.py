@@ -5,9 +5,6 @@ from typing import cast
 
 import torch
 from torch import nn
-from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.compat.compiler import remake_inputs_of_products
 from torchtitan_lr.models.args import LlamaArgs
@@ -17,6 +14,8 @@ from torchtitan_lr.parallel.recompute.activation_checkpoint import (
     compiles_model,
 )
 from torchtitan_lr.parallel.tensor.tensor_parallel import apply_tensor_parallel, tp_settings
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.base import JobConfig, ParallelDims
 
 
 def parallelize_llama(

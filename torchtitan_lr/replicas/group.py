@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torchft import ProcessGroupGloo
 from torchft.process_group import create_store_client
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.compat.gloo import GlooConnections, gloo_group
 from torchtitan_lr.replicas.agreement import ANY, CallAgreement
+from torchtitan_lr.titan import logger
 
 
 class ReplicaGroup(ProcessGroupGloo):

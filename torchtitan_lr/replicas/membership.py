@@ -13,7 +13,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torchft import Manager
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.console.native import NativeLines
 from torchtitan_lr.errors import ConfigError
@@ -26,6 +25,7 @@ from torchtitan_lr.replicas.exchange import (
 from torchtitan_lr.replicas.fingerprint import Fingerprint, check_same
 from torchtitan_lr.replicas.group import ReplicaGroup
 from torchtitan_lr.replicas.transport import HealTransport
+from torchtitan_lr.titan import logger
 from torchtitan_lr.training.guard import QuorumError
 
 _HEARTBEAT = timedelta(milliseconds=100)

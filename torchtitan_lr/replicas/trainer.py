@@ -22,8 +22,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchtitan.config import JobConfig
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.config.fault_tolerance import private_folder
 from torchtitan_lr.data.dataloader import TokenDataLoader
@@ -37,6 +35,8 @@ from torchtitan_lr.replicas.fingerprint import run_fingerprint
 from torchtitan_lr.replicas.first_call import FirstCall, SeenLoss
 from torchtitan_lr.replicas.positions import DataPositions
 from torchtitan_lr.replicas.state import digest, load_training_state, training_state
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.training.guard import Verdict
 from torchtitan_lr.training.step_data import StepData
 from torchtitan_lr.training.trainer import Trainer

@@ -25,9 +25,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from torchtitan.components.checkpoint import DATALOADER, MODEL, AsyncMode
-from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import GarbageCollection
 
 from torchtitan_lr.checkpoints.lane_record import ORDINARY, Lanes, check_lanes, record_of
 from torchtitan_lr.checkpoints.layout import (
@@ -56,18 +53,20 @@ from torchtitan_lr.checkpoints.safe_metadata import (
     read_metadata,
 )
 from torchtitan_lr.checkpoints.staging import BackgroundStager
-from torchtitan_lr.compat.titan_trainer import OpenCheckpointManager
 from torchtitan_lr.compression.residuals import warn_of_dropped_residuals
 from torchtitan_lr.console.log import console
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.finite import finite_weights
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.base import GarbageCollection
+from torchtitan_lr.titan.components import DATALOADER, MODEL, AsyncMode, TitanCheckpointHooks
 from torchtitan_lr.training.fingerprint import check_fingerprint
 
 _LONG = 0.1  # seconds of waiting that the console shows
 _MODEL_ALONE = "it holds only the model, in Hugging Face's format"
 
 
-class CheckpointManager(OpenCheckpointManager):
+class CheckpointManager(TitanCheckpointHooks):
     """DCP checkpoints of model, optimizer, schedule, data position and train state.
 
     Attributes:

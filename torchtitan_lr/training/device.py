@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import torch
 
-from torchtitan_lr.compat.titan_trainer import (
+from torchtitan_lr.titan.device import (
     UNKNOWN_PEAK,
     bind_device_holders,
     bind_peak_flops,

@@ -13,11 +13,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.metrics import BaseLogger
-from torchtitan.config import JobConfig
-from torchtitan.tools.logging import logger
-
 from torchtitan_lr.console.log import console
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.base import JobConfig
+from torchtitan_lr.titan.components import BaseLogger
 from torchtitan_lr.training.history import read_history
 
 WANDB_ID_FILE = "wandb_run_id"

@@ -13,19 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchtitan.components.metrics import (
-    BaseLogger,
-    LoggerContainer,
-    MetricsProcessor,
-)
-from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.protocols import BaseModelArgs
 
-from torchtitan_lr.compat.titan_trainer import without_loggers
 from torchtitan_lr.console.lines import Pace, step_line, validation_line
 from torchtitan_lr.console.log import console
 from torchtitan_lr.models.loss import perplexity
+from torchtitan_lr.titan.base import BaseModelArgs, JobConfig, ParallelDims
+from torchtitan_lr.titan.components import (
+    BaseLogger,
+    LoggerContainer,
+    MetricsProcessor,
+    without_loggers,
+)
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 from torchtitan_lr.training.loggers import (
     HistoryLogger,

@@ -1,10 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """One torchtitan TrainSpec per model family; importing this module registers them."""
 
-from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
-
-from torchtitan_lr.compat.titan import registered_specs
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.models.families.registry import FAMILIES, ModelFamily, register_family
@@ -15,6 +11,8 @@ from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 from torchtitan_lr.optim.build import build_optimizers
 from torchtitan_lr.parallel.parallelize import PARALLELIZE, parallelize_llama
 from torchtitan_lr.parallel.pipeline.pipeline import pipeline_llama
+from torchtitan_lr.titan.components import build_lr_schedulers
+from torchtitan_lr.titan.specs import TrainSpec, register_train_spec, registered_specs
 from torchtitan_lr.training.metrics import build_metrics_processor
 from torchtitan_lr.training.validate import build_validator
 

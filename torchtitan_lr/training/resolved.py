@@ -8,13 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
 
-from torchtitan_lr.compat.titan import drop_marker
 from torchtitan_lr.console.log import console
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.tensor.tensor_parallel import tp_settings
+from torchtitan_lr.titan.base import JobConfig, ParallelDims, drop_marker
 
 _PACKAGES = ("torchtitan_lr", "torchtitan", "torch")
 

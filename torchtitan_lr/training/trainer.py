@@ -9,13 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchtitan.train as titan_train
-from torchtitan.config import JobConfig
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG
-from torchtitan_lr.compat.titan_trainer import trainer_parts
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
 from torchtitan_lr.data.dataloader import TokenDataLoader
@@ -29,6 +24,10 @@ from torchtitan_lr.parallel.data_parallel import (
     synchronize_gradients,
 )
 from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.base import JobConfig, dist_utils
+from torchtitan_lr.titan.trainer import Trainer as TitanTrainer
+from torchtitan_lr.titan.trainer import trainer_parts
 from torchtitan_lr.training.checkpoint import CheckpointManager
 from torchtitan_lr.training.device import bind_device
 from torchtitan_lr.training.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
@@ -48,7 +47,7 @@ from torchtitan_lr.training.summary import CURVE_FILE, build_summary, write_summ
 from torchtitan_lr.training.validate import Validator
 
 
-class Trainer(titan_train.Trainer):
+class Trainer(TitanTrainer):
     """torchtitan's Trainer with its own step, start and end of training.
 
     Attributes:
@@ -268,9 +267,7 @@ class Trainer(titan_train.Trainer):
         how = f"saved as {saved}" if saved else "nothing was saved"
         raise BadDataError(f"step {failed}: {why}; {how}: repair it and run the same command again")
 
-    def _forward_backward(
-        self, microbatches: list[Batch], global_tokens: float
-    ) -> torch.Tensor:
+    def _forward_backward(self, microbatches: list[Batch], global_tokens: float) -> torch.Tensor:
         """Accumulate gradients; return this rank's share of the loss (detached scalar)."""
         losses = []
         # Filled on the device: `torch.tensor` would stop the host until its copy has arrived.

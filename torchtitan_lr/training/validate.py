@@ -14,14 +14,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchtitan.components.loss import IGNORE_INDEX, LossFunction
-from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.components.validate import BaseValidator, ValidationContext
-from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools import utils
 
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.dataloader import validation_rows
@@ -30,6 +22,17 @@ from torchtitan_lr.data.validation import ValidationSet, count_labels, entropy
 from torchtitan_lr.models.loss import loss_arguments, perplexity
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
 from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
+from torchtitan_lr.titan import IGNORE_INDEX
+from torchtitan_lr.titan.base import (
+    BaseTokenizer,
+    JobConfig,
+    LossFunction,
+    ParallelDims,
+    dist_utils,
+)
+from torchtitan_lr.titan.components import MetricsProcessor
+from torchtitan_lr.titan.device import device_type
+from torchtitan_lr.titan.specs import BaseValidator, ValidationContext
 
 
 def sum_losses(
@@ -75,7 +78,7 @@ def sum_over_ranks(
     """
     for model in model_parts:
         model.eval()
-    loss_sum, num_tokens = sum_losses(batches, batch_loss, utils.device_type)
+    loss_sum, num_tokens = sum_losses(batches, batch_loss, device_type())
     mesh = parallel_dims.get_optional_mesh("loss")
     pipeline = parallel_dims.get_optional_mesh("pp")
     if pipeline is not None:  # only the last stage has a loss; every stage has the labels
@@ -105,7 +108,7 @@ def batch_loss(
         inputs: Tokens (b, s) and the model's further arguments, on any device.
         labels: (b, s), likewise.
     """
-    inputs, labels = moved((inputs, labels), utils.device_type)
+    inputs, labels = moved((inputs, labels), device_type())
     tokens = inputs["input"]
     arguments = model_arguments(inputs) | loss_arguments(loss_fn, labels)
     if pipeline is not None:

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from torchtitan.components.loss import IGNORE_INDEX
 
 from tests.commands import Command
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
@@ -15,6 +14,7 @@ from tests.unit.hf.test_export import run_record, write_run
 from torchtitan_lr.data.corpora import PythonStdlib
 from torchtitan_lr.data.evaluation import EvaluationSet
 from torchtitan_lr.hf.loading import load_for_inference
+from torchtitan_lr.titan import IGNORE_INDEX
 
 script = Command("evaluate")
 

@@ -3,10 +3,10 @@
 
 import pytest
 from tiktoken.load import load_tiktoken_bpe
-from torchtitan.config import JobConfig
 
 from tests.commands import Command
 from torchtitan_lr.data.tokenizer import build_tokenizer
+from torchtitan_lr.titan.base import JobConfig
 
 WORDS = "the low rank model reads what it is given, and writes what it has read; "
 

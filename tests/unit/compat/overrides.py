@@ -75,13 +75,6 @@ OVERRIDES = (
         reason="Adam collects its tensors here; the override replaces them by local shards.",
     ),
     Override(
-        ours="torchtitan_lr.parallel.pipeline.stages:Stage._get_init_p2p_neighbors_ops",
-        upstream="torch.distributed.pipelining:PipelineStage._get_init_p2p_neighbors_ops",
-        parameters=(),
-        caller="torch.distributed.pipelining.schedules",
-        reason="Before torch 2.13 a V-shaped schedule sends to its own rank, which gloo refuses.",
-    ),
-    Override(
         ours="torchtitan_lr.parallel.tensor.styles:EdgeParallel._apply",
         upstream="torch.distributed.tensor.parallel:ParallelStyle._apply",
         parameters=("module", "device_mesh"),

@@ -46,9 +46,7 @@ def test_fsdp_the_calls_of_a_unit(unit):
 
 def test_sums_that_fsdp_reads_at_once(unit):
     """It casts them, adds them to gradients, or calls hooks; otherwise it only makes views."""
-    want = changed(
-        "FSDPParamGroup._orig_dtype, FSDPParam.offload_to_cpu", "fsdp.reads_sums_at_once"
-    )
+    want = changed("FSDPParam.orig_dtype, FSDPParam.offload_to_cpu", "fsdp.reads_sums_at_once")
     unit(torch.ones(2, 3)).sum().backward()
     sums = torch.ones(12)
     assert fsdp.reads_sums_at_once(unit, sums), want  # gradients are there

@@ -23,7 +23,7 @@ def config():
         ("metrics.wandb_mode", "auto"),
         ("metrics.wandb_tags", []),
         ("training.max_skipped_steps", 0),
-        ("training.dataset", "python_stdlib"),
+        ("training.dataset", "cpython"),
         ("training.max_norm", 0.5),
         ("validation.dataset", "training"),
         ("checkpoint.last_save_model_only", False),
@@ -46,6 +46,6 @@ def test_defaults_after_the_merge(config, key, value):
 
 
 def test_merge_is_torchtitans_class(config):
-    from torchtitan.config import JobConfig
+    from torchtitan_lr.titan.base import JobConfig
 
     assert isinstance(config, JobConfig)

@@ -5,13 +5,13 @@ import json
 import shutil
 
 import pytest
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from tests.commands import ROOT
 from torchtitan_lr.data.chat_template import ChatTemplate
 from torchtitan_lr.data.dataloader import _fingerprint
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
 MARKED = (
     "{{- bos_token }}{% for message in messages %}"

@@ -2,16 +2,18 @@
 """The embedded corpus, the names, and the refusals."""
 
 import hashlib
+import json
 import sysconfig
 from pathlib import Path
 
 import pytest
-from torchtitan.config import JobConfig
 
+from torchtitan_lr.data import corpora
 from torchtitan_lr.data.checks import check_corpus, check_sequences
 from torchtitan_lr.data.corpora import PythonStdlib, build_corpus, validation_source
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.titan.base import JobConfig
 
 
 def config(dataset="python_stdlib", path=None, validation="python_stdlib", validation_path=None):
@@ -96,7 +98,10 @@ def test_fingerprint_follows_the_files(tmp_path):
 @pytest.mark.parametrize(
     ("job", "parts"),
     [
-        (config("c5"), ["training.dataset", "'c5'", "python_stdlib, local, c4"]),
+        (
+            config("c5"),
+            ["training.dataset", "'c5'", "python_stdlib, python_stdlib_docs, local, c4"],
+        ),
         (config(validation="c4"), ["validation.dataset", "'c4'", "c4_validation"]),
         (
             config("c4_validation", None, "training"),
@@ -215,3 +220,24 @@ def test_local_without_text_is_refused(tmp_path):
     with pytest.raises(ConfigError) as error:
         check_corpus(config("local", str(tmp_path)))
     one_line(error, "training.dataset", "'local'", "with text")
+
+
+def test_the_shipped_corpus_is_the_same_text_everywhere():
+    """Against zstd's own decoder and the rule by hand; the package alone decides the bytes."""
+    import pyarrow
+
+    packed = corpora.CPYTHON.read_bytes()
+    assert len(packed) <= 1_500_000
+    raw = pyarrow.input_stream(pyarrow.py_buffer(packed), compression="zstd").read()
+    digest = hashlib.sha256(raw).hexdigest()
+    assert digest == "1842eed1b46cdfe58024193b86dca7645c177c2e7f05020d4d5740d8f40dbac2"
+    records = [json.loads(line) for line in raw.decode().splitlines()]
+    hashes = {r["path"]: hashlib.sha256(r["path"].encode()).hexdigest() for r in records}
+    records.sort(key=lambda record: hashes[record["path"]])
+    for split in ("train", "validation"):
+        held = split == "validation"
+        wanted = [r["text"] for r in records if (int(hashes[r["path"]], 16) % 20 == 0) == held]
+        assert list(build_corpus("cpython", None, split, "training")) == wanted
+        assert len(wanted) == (18 if held else 341)
+    licence = (corpora.CPYTHON.parent / "LICENSE.txt").read_text()
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in licence

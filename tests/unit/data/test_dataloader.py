@@ -13,6 +13,7 @@ from torchtitan_lr.checkpoints.safe_metadata import read_metadata
 from torchtitan_lr.data.dataloader import TokenDataLoader, TrainingRows
 from torchtitan_lr.data.rows import DOCUMENTS, Rows
 from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.titan.base import JobConfig
 
 S, B = 6, 24
 """Tokens of an input, rows of a global batch."""
@@ -146,7 +147,9 @@ def test_worker_processes_read_the_same_and_their_reading_ahead_is_no_position(c
     assert workers[0].state_dict()["rows"] == 2 * B
     workers[0].seek(B)
     found = [inputs["input"] for inputs, _ in itertools.islice(workers[0], 4)]
-    assert torch.equal(torch.cat(found), expected[1, :, 0].unflatten(0, (4, 2, 3))[:, 0].flatten(0, 1))
+    assert torch.equal(
+        torch.cat(found), expected[1, :, 0].unflatten(0, (4, 2, 3))[:, 0].flatten(0, 1)
+    )
     for loader in workers:
         loader.close()
 

@@ -4,10 +4,10 @@
 import base64
 
 import pytest
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from torchtitan_lr.data.encoding import encode_documents, tokenizer_identity
 from torchtitan_lr.data.tokenizer import TiktokenTokenizer
+from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
 ASSETS = "torchtitan_lr/data/assets/bpe4k"
 TEXTS = ["", "a", "two words\n", "ünïcödé 漢字 " * 50, "def f(x):\n    return x\n" * 300]

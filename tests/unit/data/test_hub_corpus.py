@@ -5,12 +5,12 @@ import json
 
 import pytest
 import torch
-from torchtitan.config import JobConfig
 
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.hub_corpus import HubCorpus
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.titan.base import JobConfig
 
 SHARDS, DOCUMENTS, SEQ = 6, 11, 32
 README = """---

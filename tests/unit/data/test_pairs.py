@@ -7,8 +7,6 @@ import logging
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.config import JobConfig
 
 from torchtitan_lr.data import checks
 from torchtitan_lr.data.corpora import build_corpus
@@ -20,6 +18,8 @@ from torchtitan_lr.data.pairs import PairEncoder, parse_pair
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.data.validation import build_validation_set
 from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.titan import IGNORE_INDEX
+from torchtitan_lr.titan.base import JobConfig
 
 ROWS, SEQ, COUNT = 8, 24, 90
 SPLITS = [(1, 8), (2, 2), (4, 2), (8, 1)]

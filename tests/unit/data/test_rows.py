@@ -52,9 +52,7 @@ def test_text_is_cut_and_its_documents_are_those_of_a_slow_reference(
     parts = (other, shards) if held_out else (shards, other)
     corpus = write_corpus(tmp_path_factory.mktemp("corpus"), *parts)
     flat = [token for shard in shards for document in shard for token in document]
-    owner = [
-        (i, j) for i, shard in enumerate(shards) for j, doc in enumerate(shard) for _ in doc
-    ]
+    owner = [(i, j) for i, shard in enumerate(shards) for j, doc in enumerate(shard) for _ in doc]
     windows = [slice(k, k + S + 1) for k in range(0, len(flat) - S, S + 1)]
     if not windows:
         with pytest.raises(ConfigError, match=r"^training\.seq_len: got 7, expected at most"):
@@ -134,8 +132,12 @@ def test_a_document_of_several_sequences_is_one(tmp_path):
     assert inputs == [list(range(100, 109)), list(range(110, 119))]
     owners = [0] * 7 + [1] * 5 + [2] * 8
     assert same_document(documents) == same_document([owners[:9], owners[10:19]])
-    ignored = [i for row, shift in zip(labels, (1, 11), strict=True) for i, t in enumerate(row)
-               if t == IGNORE_INDEX and owners[i + shift] != owners[i + shift - 1]]
+    ignored = [
+        i
+        for row, shift in zip(labels, (1, 11), strict=True)
+        for i, t in enumerate(row)
+        if t == IGNORE_INDEX and owners[i + shift] != owners[i + shift - 1]
+    ]
     assert ignored == [6, 1] and sum(row.count(IGNORE_INDEX) for row in labels) == 2
 
 

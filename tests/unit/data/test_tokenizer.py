@@ -4,8 +4,6 @@
 import os
 
 import pytest
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
-from torchtitan.config import JobConfig
 
 from torchtitan_lr.data.corpora import PythonStdlib
 from torchtitan_lr.data.tokenizer import (
@@ -16,6 +14,7 @@ from torchtitan_lr.data.tokenizer import (
     resolve_assets_path,
 )
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.titan.base import HuggingFaceTokenizer, JobConfig
 
 SHIPPED = "torchtitan_lr/data/assets/bpe4k"
 TEXT = "def f(x):\n    return x ** 2  # caf\u00e9 漢字 \U0001f600\n\n\tDon't we'LL 12345"

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torchtitan.config.job_config import ActivationCheckpoint
 
 from tests.oracle.activations import kept_bytes
 from tests.unit.parallel.recompute.test_activations import Allocations
@@ -14,6 +13,7 @@ from tests.unit.tiny import build_tiny, tiny_args
 from torchtitan_lr.estimate.rehearsal import Workload, rehearse
 from torchtitan_lr.parallel.recompute.activation_checkpoint import apply_activation_checkpoint
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
+from torchtitan_lr.titan.base import ActivationCheckpoint
 
 BATCH, SEQ, LAYERS = 2, 16, 4
 # The modes once, and the families where the blocks differ: LaX carries latents, full has none.

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
 from tests.unit.tiny import tiny_args, tokens
 from torchtitan_lr import hf
 from torchtitan_lr.hf.export import HF_CODE, export_factored, export_hf
 from torchtitan_lr.hf.weights import ModelWeights
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.titan.specs import RoPEScalingArgs
 
 SCALING = RoPEScalingArgs(original_max_position_embeddings=64)
 LANES = {"lanes": 4, "sync_fraction": 0.55, "vocab_size": 96}

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
-from torchtitan.config import JobConfig
 
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.inference.text import TextStream
+from torchtitan_lr.titan.base import JobConfig
 
 TEXT = "    for café in naïve 🚀🚀:\n\n\treturn 一二三\n"
 

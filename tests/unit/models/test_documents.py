@@ -3,13 +3,13 @@
 
 import pytest
 import torch
-from torchtitan.components.loss import IGNORE_INDEX
 
 from tests.unit.tiny import FAMILIES, build_tiny
 from torchtitan_lr.data.documents import DocumentBorders
 from torchtitan_lr.models.documents import document_mask, document_positions
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.recompute.low_rank_checkpoint import apply_low_rank_checkpoint
+from torchtitan_lr.titan import IGNORE_INDEX
 
 BOS, EOS = 0, 1
 LENGTHS = [(7, 2, 12, 11), (1, 30, 1), (32,)]  # of the documents of each row

@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
-from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.stored_args import write_model_args
+from torchtitan_lr.titan.specs import RoPEScalingArgs
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from torchtitan.components.loss import IGNORE_INDEX
 
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.compat.fake import FakeTensorMode
@@ -15,6 +14,7 @@ from torchtitan_lr.models import head_loss
 from torchtitan_lr.models.head_loss import linear_loss
 from torchtitan_lr.models.lane_edges import lane_linear
 from torchtitan_lr.models.loss import HeadLoss, cross_entropy_sum, loss_arguments
+from torchtitan_lr.titan import IGNORE_INDEX
 
 D, V, LANES = 6, 24, 3
 

@@ -1,8 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import torch
-from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss
+from torchtitan.components.loss import cross_entropy_loss
 
 from torchtitan_lr.models.loss import cross_entropy_sum
+from torchtitan_lr.titan import IGNORE_INDEX
 
 
 def test_is_the_sum_of_negative_log_likelihoods_over_valid_tokens() -> None:

@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
 import torch
-from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.models.rope import (
@@ -10,6 +9,7 @@ from torchtitan_lr.models.rope import (
     rope_frequencies,
     rotate_real,
 )
+from torchtitan_lr.titan.specs import RoPEScalingArgs
 
 
 def rotate(x, freqs_cis):

@@ -3,12 +3,12 @@ import copy
 
 import pytest
 import torch
-from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
 from tests.unit.tiny import build_tiny, tiny_args, tokens
 from torchtitan_lr.hf.export import build_hf_config
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter, merge_factors
+from torchtitan_lr.titan.specs import RoPEScalingArgs
 
 # The original context is short, so that all three regimes of the scaling occur in 6 pairs.
 SCALING = RoPEScalingArgs(original_max_position_embeddings=64)

@@ -9,7 +9,6 @@ import torch
 
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.compat.titan import registered_specs
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.run import read_run
@@ -17,6 +16,7 @@ from torchtitan_lr.hf.export import check_hf_exportable
 from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.layers import low_rank_group
+from torchtitan_lr.titan.specs import registered_specs
 from torchtitan_lr.training.fingerprint import model_fingerprint
 
 NAMED = "--model.name=llama_tanh"

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
-from torchtitan.config import JobConfig
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.build import build_optimizers
+from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.training.checkpoint import CheckpointManager
 
 

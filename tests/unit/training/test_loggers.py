@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torchtitan.distributed import ParallelDims
 
 from tests.unit.tiny import tiny_args
 from tests.wandb_file import parts, values_of
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.titan.base import ParallelDims
 from torchtitan_lr.training.figures import new_figure
 from torchtitan_lr.training.loggers import (
     WANDB_ID_FILE,

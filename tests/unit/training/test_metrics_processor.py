@@ -14,9 +14,8 @@ import torch.distributed as dist
 import torchtitan.components.metrics as titan_metrics
 import torchtitan.tools.utils as titan_utils
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
 
+from torchtitan_lr.titan.base import JobConfig, ParallelDims
 from torchtitan_lr.training.device import bind_device
 from torchtitan_lr.training.metrics import build_metrics_processor
 

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torchtitan.components.loss import IGNORE_INDEX
 
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
 from tests.unit.tiny_trainer import history, tiny_trainer
 from torchtitan_lr.data.corpora import PythonStdlib
+from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.training.guard import NonFiniteError
 
 LR, EPS, DECAY = 1e-2, 1e-3, 0.1

@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.distributed import ParallelDims
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.models.loss import cross_entropy_sum
+from torchtitan_lr.titan.base import BaseTokenizer, ParallelDims
 from torchtitan_lr.training.device import bind_device
 from torchtitan_lr.training.metrics import build_metrics_processor
 from torchtitan_lr.training.validate import build_validator

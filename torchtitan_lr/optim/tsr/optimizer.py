@@ -12,12 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
-from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.compat.names import clean_name
-from torchtitan_lr.compat.titan import init_optimizer_container
 from torchtitan_lr.optim.finite import clip_factor, nonfinite_gradient
 from torchtitan_lr.optim.tsr.adam import (
     AdamHyperparameters,
@@ -31,6 +28,8 @@ from torchtitan_lr.optim.tsr.mesh_sync import ReductionGroups
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
 from torchtitan_lr.optim.tsr.stack import MatrixStack, build_stacks
 from torchtitan_lr.optim.tsr.synchronize import Synchronizer
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.components import OptimizersContainer, init_optimizer_container
 
 
 class TSRAdam(Optimizer):

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.optim.tsr.early_sums import DENSE, EarlySums, Place
@@ -26,6 +25,7 @@ from torchtitan_lr.optim.tsr.randomized_svd import SVD, SketchSettings, Steps, S
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.optim.tsr.sizes import BUCKET_ELEMENTS, split_buckets
 from torchtitan_lr.optim.tsr.stack import MatrixStack, Refresh
+from torchtitan_lr.titan import logger
 
 Due = Sequence[Sequence[int]]
 """The matrices that refresh in this step, by stack."""

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torchtitan.distributed.pipeline_parallel as titan_pipeline
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
@@ -18,19 +17,23 @@ from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
-from torchtitan.components.loss import LossFunction
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.protocols import BaseModelArgs
-from torchtitan.protocols.train_spec import ParallelizeFunction
 
-from torchtitan_lr.compat.pipelining import PipelineSchedule, forward_only, stages_built_by
+from torchtitan_lr.compat.pipelining import PipelineSchedule, forward_only
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.loss import HeadLoss
 from torchtitan_lr.parallel.pipeline.boundaries import Boundary, stage_boundary
 from torchtitan_lr.parallel.pipeline.stage_split import layers_before_boundaries
 from torchtitan_lr.parallel.pipeline.stages import build_stage, pack_messages
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, tp_settings
+from torchtitan_lr.titan.base import (
+    TORCH_DTYPE_MAP,
+    BaseModelArgs,
+    JobConfig,
+    LossFunction,
+    ParallelDims,
+)
+from torchtitan_lr.titan.pipeline import pipeline_llm, stages_built_by
+from torchtitan_lr.titan.specs import ParallelizeFunction
 
 
 class NormalizedLoss:
@@ -196,7 +199,7 @@ def pipeline_llama(
 
     loss = NormalizedLoss(loss_fn)
     with stages_built_by(build_static, len(of_training) + 1, device, group):
-        schedule, model_parts, has_first, has_last = titan_pipeline.pipeline_llm(
+        schedule, model_parts, has_first, has_last = pipeline_llm(
             model, parallel_dims, job_config, device, model_args, parallelize_fn, loss
         )
     parts = dict(zip(parts, model_parts, strict=True))

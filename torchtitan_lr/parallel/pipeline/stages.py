@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
-from torchtitan_lr.compat.pipelining import SPLITS_BACKWARD
+from torchtitan_lr.compat.pipelining import SPLITS_BACKWARD, PipelineStage
 from torchtitan_lr.parallel.pipeline.boundaries import Boundary, mark
 
 
@@ -56,12 +54,6 @@ class Stage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
         """Return operations that send gradients to the previous stage."""
         return mark(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index - 1, "backward")
-
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        # Before torch 2.13 the rank at the turn of a V-shaped schedule sends to itself, which gloo
-        # refuses.
-        mine = dist.get_rank()
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != mine]
 
 
 def build_stage(

@@ -2,7 +2,6 @@
 """Registers the package's modes of activation checkpointing, and applies a run's mode."""
 
 from torch import nn
-from torchtitan.config import JobConfig
 
 from torchtitan_lr.parallel.recompute.low_rank_checkpoint import LowRankCheckpointing
 from torchtitan_lr.parallel.recompute.mode import (
@@ -17,6 +16,7 @@ from torchtitan_lr.parallel.recompute.titan_modes import (
     NoCheckpointing,
     Selective,
 )
+from torchtitan_lr.titan.base import JobConfig
 
 __all__ = [
     "MODES",

@@ -22,8 +22,6 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from torchtitan.config import JobConfig
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.compat.autograd import checkpoint_wrapper
 from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS
@@ -33,6 +31,8 @@ from torchtitan_lr.models.families.registry import ModelFamily, find_family
 from torchtitan_lr.models.marks import mark_in_graphs
 from torchtitan_lr.parallel.recompute.mode import CheckpointingMode
 from torchtitan_lr.parallel.recompute.replay import Recording
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.base import JobConfig
 
 
 class LowRankCheckpointing(CheckpointingMode):

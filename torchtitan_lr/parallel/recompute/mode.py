@@ -9,9 +9,9 @@ by `CheckpointingMode.apply`.
 from typing import Any
 
 from torch import nn
-from torchtitan.config import JobConfig
 
 from torchtitan_lr.config.schema import AC_MODES
+from torchtitan_lr.titan.base import JobConfig
 
 
 class CheckpointingMode:

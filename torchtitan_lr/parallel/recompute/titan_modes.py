@@ -5,13 +5,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.config import JobConfig
-from torchtitan.distributed import activation_checkpoint as titan_ac
 
 from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS
-from torchtitan_lr.compat.titan import count_checkpointed_blocks_from
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.parallel.recompute.mode import CheckpointingMode, compiles_model
+from torchtitan_lr.titan.base import JobConfig, apply_ac, count_checkpointed_blocks_from
 
 SELECTIVE_SAVE_LIST = {torch.ops.aten.mm.default, *ATTENTION_OPERATORS}
 """Operators with outputs that ``selective_ac_option = "op"`` saves: the expensive ones.
@@ -41,7 +39,7 @@ class TitanMode(CheckpointingMode):
         per pipeline stage.
         """
         count_checkpointed_blocks_from(int(next(iter(getattr(model, "layers")), 0)))  # noqa: B009
-        titan_ac.apply_ac(
+        apply_ac(
             model,
             job_config.activation_checkpoint,
             model_compile_enabled=compiles_model(job_config),

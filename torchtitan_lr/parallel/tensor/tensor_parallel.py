@@ -6,12 +6,12 @@ from dataclasses import fields, replace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.tensor.plans import PLANS, TPSettings, build_tp_plan
+from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig
 
 _NOT_KEYS = ("loss_parallel", "wide_sums")
 

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torchtitan.config.job_config import ActivationCheckpoint
 
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.parallel.recompute.activation_checkpoint import apply_activation_checkpoint
+from torchtitan_lr.titan.base import ActivationCheckpoint
 
 EVERY_SECOND = SimpleNamespace(
     activation_checkpoint=ActivationCheckpoint(mode="selective", selective_ac_option="2"),

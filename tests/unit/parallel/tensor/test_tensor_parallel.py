@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchtitan.tools.logging import logger
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
@@ -14,6 +13,7 @@ from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.tensor.plans import build_tp_plan
 from torchtitan_lr.parallel.tensor.styles import EdgeParallel
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, resolve_settings
+from torchtitan_lr.titan import logger
 
 
 def tiny(family: str = "cola", **changes: Any) -> LlamaArgs:

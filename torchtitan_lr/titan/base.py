@@ -1,14 +1,39 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Private parts of torchtitan's configuration, tables and counters.
+"""What ``import torchtitan`` loads anyway: configuration, meshes, tokenizers, types of models.
 
-The functions import torchtitan lazily: the launcher uses this module, and its early errors must not
-wait seconds for that import.
-
-Tested with torchtitan 0.2.2, the last release with TOML files and TrainSpec; pyproject.toml pins
-it.
+Importing this takes as long as torch and torchtitan together, 2 to 4 s, and neither ``datasets``
+nor torch's pipelines.
 """
 
 from typing import Any
+
+from torchtitan.components.loss import LossFunction
+from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
+from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
+from torchtitan.config import Optimizer as OptimizerConfig
+from torchtitan.config.job_config import ActivationCheckpoint
+from torchtitan.distributed import ParallelDims, activation_checkpoint
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.protocols import BaseModelArgs, ModelProtocol
+from torchtitan.tools.utils import GarbageCollection, set_default_dtype
+
+__all__ = [
+    "TORCH_DTYPE_MAP",
+    "ActivationCheckpoint",
+    "BaseModelArgs",
+    "BaseTokenizer",
+    "GarbageCollection",
+    "HuggingFaceTokenizer",
+    "JobConfig",
+    "LossFunction",
+    "ModelProtocol",
+    "OptimizerConfig",
+    "ParallelDims",
+    "apply_ac",
+    "dist_utils",
+    "set_default_dtype",
+]
 
 
 def merged_job_config(extension: Any) -> Any:
@@ -18,8 +43,6 @@ def merged_job_config(extension: Any) -> Any:
     ``ConfigManager._merge_configs``; if upstream removes it, every start fails with an
     AttributeError.
     """
-    from torchtitan.config import ConfigManager, JobConfig
-
     return ConfigManager._merge_configs(JobConfig, extension)
 
 
@@ -30,22 +53,7 @@ def fill_job_config(config_class: Any, values: dict[str, Any]) -> Any:
     the tokenizer) are done before or after. If upstream removes it, every start fails with an
     AttributeError.
     """
-    from torchtitan.config import ConfigManager
-
     return ConfigManager()._dict_to_dataclass(config_class, values)
-
-
-def registered_specs() -> dict[str, Any]:
-    """Return the table (not a copy) of registered TrainSpecs by model name.
-
-    Upstream's public functions add to ``train_spec._extra_train_specs`` and look up one name, but
-    cannot list or replace entries. If upstream moves the table, registration fails with an
-    AttributeError.
-    """
-    from torchtitan.protocols import train_spec
-
-    table: dict[str, Any] = train_spec._extra_train_specs
-    return table
 
 
 def mesh_of(parallel_dims: Any, name: str) -> Any:
@@ -67,26 +75,7 @@ def count_checkpointed_blocks_from(first: int) -> None:
     stage and rehearsed models. If upstream renames it, writing it has no effect; this function's
     test fails first.
     """
-    from torchtitan.distributed import activation_checkpoint
-
     activation_checkpoint._layer_sac_count = first
-
-
-def init_optimizer_container(
-    container: Any, parameters: list[Any], defaults: dict[str, Any]
-) -> None:
-    """Run the last part of the constructor of torchtitan's OptimizersContainer.
-
-    The constructor builds one torch optimizer per model part; TSR-Adam has its own, so the
-    constructor is skipped. Calls ``_post_init``, which initializes torch's Optimizer (scheduler
-    hooks). If upstream renames it, building TSR-Adam fails with an AttributeError.
-
-    Args:
-        container: A subclass of OptimizersContainer with ``model_parts`` and ``optimizers`` set.
-        parameters: Of all parts.
-        defaults: Of the optimizer, by name.
-    """
-    container._post_init(parameters, defaults)
 
 
 def drop_marker(values: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import inspect
 from pathlib import Path
 
 from tests.unit.compat.doors import changed
-from torchtitan_lr.compat import titan_trainer
+from torchtitan_lr.titan import device
 
 
 def test_trainer_every_holder_of_the_device_is_known():
@@ -23,14 +23,14 @@ def test_trainer_every_holder_of_the_device_is_known():
         if isinstance(node, ast.ImportFrom) and node.module == "torchtitan.tools.utils"
         if {alias.name for alias in node.names} & {"device_type", "device_module"}
     }
-    assert found | {"torchtitan.tools.utils"} == set(titan_trainer.DEVICE_HOLDERS), changed(
-        f"modules that bind the device: {found}", "titan_trainer.DEVICE_HOLDERS"
+    assert found | {"torchtitan.tools.utils"} == set(device.DEVICE_HOLDERS), changed(
+        f"modules that bind the device: {found}", "device.DEVICE_HOLDERS"
     )
 
 
 def test_trainer_peaks_are_asked_where_they_are_replaced():
     import torchtitan.components.metrics as metrics
 
-    want = changed("utils.get_peak_flops", "titan_trainer.bind_peak_flops")
+    want = changed("utils.get_peak_flops", "device.bind_peak_flops")
     assert "utils.get_peak_flops(" in inspect.getsource(metrics), want
-    assert titan_trainer.known_peak_flops("no such device") == titan_trainer.UNKNOWN_PEAK, want
+    assert device.known_peak_flops("no such device") == device.UNKNOWN_PEAK, want

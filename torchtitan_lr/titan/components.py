@@ -1,0 +1,91 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""torchtitan's parts of a trainer: checkpoints, loader, metrics, optimizers, schedules."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import torchtitan.components.metrics as titan_metrics
+from torchtitan.components.checkpoint import (
+    DATALOADER,
+    MODEL,
+    AsyncMode,
+    CheckpointManager,
+    ModelWrapper,
+)
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
+from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
+
+__all__ = [
+    "DATALOADER",
+    "MODEL",
+    "AsyncMode",
+    "BaseDataLoader",
+    "BaseLogger",
+    "LoggerContainer",
+    "MetricsProcessor",
+    "ModelWrapper",
+    "OptimizersContainer",
+    "TitanCheckpointHooks",
+    "build_lr_schedulers",
+    "build_optimizers",
+    "init_optimizer_container",
+    "without_loggers",
+]
+
+
+def without_loggers() -> AbstractContextManager[Any]:
+    """Prevent a MetricsProcessor from opening TensorBoard or wandb in its constructor.
+
+    Upstream opens them there, before loading a checkpoint can raise. Replaces
+    ``_build_metric_logger``; if upstream renames it, this raises an AttributeError.
+    """
+    return patch.object(titan_metrics, "_build_metric_logger", lambda *_: BaseLogger())
+
+
+def init_optimizer_container(
+    container: Any, parameters: list[Any], defaults: dict[str, Any]
+) -> None:
+    """Run the last part of the constructor of torchtitan's OptimizersContainer.
+
+    The constructor builds one torch optimizer per model part; TSR-Adam has its own, so the
+    constructor is skipped. Calls ``_post_init``, which initializes torch's Optimizer (scheduler
+    hooks). If upstream renames it, building TSR-Adam fails with an AttributeError.
+
+    Args:
+        container: A subclass of OptimizersContainer with ``model_parts`` and ``optimizers`` set.
+        parameters: Of all parts.
+        defaults: Of the optimizer, by name.
+    """
+    container._post_init(parameters, defaults)
+
+
+class TitanCheckpointHooks(CheckpointManager):
+    """torchtitan's checkpoint manager with public names for its private methods.
+
+    A subclass that saves at other times needs them. If upstream renames one, the first save fails
+    with an AttributeError.
+    """
+
+    def checkpoint_folder(self, step: int) -> str:
+        """Return the folder of a step's checkpoint (``_create_checkpoint_id``)."""
+        return str(self._create_checkpoint_id(step))
+
+    def is_due(self, step: int, last: bool) -> bool:
+        """Return whether `save` saves a step, which may be the last (``_should_save``)."""
+        return bool(self._should_save(step, last))
+
+    def wait_for_save(self) -> None:
+        """Wait until an asynchronous save is on disk (``_async_wait``)."""
+        self._async_wait()
+
+    def flattened_states(self) -> dict[str, Any]:
+        """Return all states, with the model's at the top level (``_flattened_model_states_sd``)."""
+        states: dict[str, Any] = self._flattened_model_states_sd()
+        return states
+
+    def as_if_without_folder(self) -> AbstractContextManager[Any]:
+        """Make ``load`` use ``initial_load_path``, which it does only if no folder exists."""
+        return patch.object(self, "folder", "")
