@@ -1,6 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The exceptions for a user's mistakes: a one-line message that names the TOML key."""
 
+from __future__ import annotations
+
 
 class ConfigError(ValueError):
     """Invalid setting; the message names the key, the value and the expected values on one line.
@@ -17,6 +19,10 @@ class ConfigError(ValueError):
         self.got = got
         self.want = want
         super().__init__(" ".join(f"{key}: got {got!r}, expected {want}".split()))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
+        """Pickle by the arguments: a process of a pool raises it in its parent."""
+        return type(self), (self.key, self.got, self.want)
 
 
 class DataError(ConfigError):

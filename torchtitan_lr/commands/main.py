@@ -37,6 +37,7 @@ COMMANDS = {
     "generate": "generate",
     "evaluate": "evaluate",
     "tokenizer": "tokenizer",
+    "prepare": "prepare",
     "runs": "runs",
     "config": "config",
     "measure-comm": "measure_comm",

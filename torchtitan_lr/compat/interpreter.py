@@ -1,8 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Python's interpreter: garbage collection during imports, and exit functions."""
+"""Python's interpreter: garbage collection during imports, exit functions, the parent's end."""
 
 import atexit
+import ctypes
 import gc
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,3 +41,24 @@ def run_exit_functions() -> None:
     an AttributeError after training.
     """
     atexit._run_exitfuncs()
+
+
+def end_with(parent: int) -> None:
+    """Make the kernel kill this process when its parent dies (Linux only).
+
+    The kernel tracks the parent thread that forked this process: that thread must not end earlier.
+
+    Args:
+        parent: Process id. If that process has already ended, this one exits at once.
+    """
+    if sys.platform != "linux":
+        return
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+_PR_SET_PDEATHSIG = 1
+
+# Loaded before any fork: a child must not load libraries between fork and exec.
+_LIBC = ctypes.CDLL(None)

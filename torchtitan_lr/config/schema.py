@@ -88,8 +88,13 @@ class Training:
       .txt and .jsonl may be compressed (.gz, .zst), and .jsonl files may hold pairs (``prompt``,
       ``completion``) or chats (``messages``), one per row of the batch, with loss on the answers
       alone
-    - 'hf': the Hugging Face dataset that ``dataset_path`` names, on the Hub or in a folder
+    - 'hf': the Hugging Face dataset that ``dataset_path`` names: a folder, or a name on the Hub
+      such as 'owner/name' or 'owner/name@revision'
     - 'c4', 'c4_validation': streamed from the Hugging Face hub
+    - 'prepared': the folder that ``dataset_path`` names, written by ``torchtitan-lr prepare``, by
+      Megatron-LM or by NeMo Curator
+
+    All others are prepared before the first step, once for all runs: see ``token_folder``.
     """
 
     text_column: str = "text"
@@ -106,8 +111,8 @@ class Training:
 
     hf_streaming: bool = True
     """
-    'hf': stream the dataset, with the buffer as the whole shuffle. False downloads and prepares it
-    on disk first, and permutes its rows in blocks like 'local'.
+    'hf': stream the dataset, and prepare as many tokens as the run reads. False downloads all of it
+    and prepares all of it.
     """
 
     mixture: list[dict[str, str | float]] = field(default_factory=list)
@@ -174,6 +179,19 @@ class Training:
     Folder of the tokens of the files and of 'local', so that a second pass, a resumed run or
     another run does not tokenise them again; relative to ``job.dump_folder``. Empty for no cache.
     The folder can be shared by several runs and may be deleted.
+    """
+
+    token_folder: str = ""
+    """
+    Folder of the prepared tokens of raw corpora, which all runs share; empty for
+    ``torchtitan_lr/tokens`` in the user's cache folder. Its folders may be deleted while no run
+    reads them.
+    """
+
+    token_folder_gb: float = 100.0
+    """
+    Size of ``token_folder``: after a preparation the folders that no run has used for longest are
+    deleted, until the others fit.
     """
 
 

@@ -90,3 +90,55 @@ class Plain:
             f"{self._what}: {count:,} of {self._total:,} {self._unit} "
             f"({count / self._total:.0%}), {left} left"
         )
+
+
+class Preparing:
+    """The progress of a preparation: documents, tokens, tokens per second and the time left.
+
+    Args:
+        clock: Returns seconds.
+        write: Prints a line, where there is no terminal.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        write: Callable[[str], None] = say,
+    ) -> None:
+        self._clock, self._write = clock, write
+        self._started = self._due = clock()
+        self._before: tuple[int, float] | None = None
+        self._terminal = sys.stderr.isatty()
+        self._due += 0.0 if self._terminal else QUIET_SECONDS
+
+    def __call__(self, documents: int, tokens: int, share: float | None) -> None:
+        """Show the state if it is time to.
+
+        Args:
+            documents: Documents so far.
+            tokens: Tokens so far, those of a preparation that was killed included.
+            share: Share of the work that is done, None if unknown.
+        """
+        now = self._clock()
+        # The first piece is the start: what was done before it took no time here.
+        self._before = self._before or (tokens, share or 0.0)
+        if now < self._due:
+            return
+        elapsed = max(now - self._started, 1e-9)
+        rate = (tokens - self._before[0]) / elapsed
+        text = f"preparing: {documents:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s"
+        if share is not None:
+            new = share - self._before[1]
+            left = f", {duration(elapsed * (1 - share) / new)} left" if new > 0 else ""
+            text += f", {min(share, 1):.0%}{left}"
+        if self._terminal:
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+            self._due = now + 0.2
+        else:
+            self._write(text)
+            self._due = now + max(QUIET_SECONDS, elapsed / 4)
+
+    def close(self) -> None:
+        """Leave the terminal's line empty."""
+        if self._terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

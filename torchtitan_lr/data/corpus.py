@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -127,35 +126,34 @@ class Corpus:
         """
         return _opened(info.prefix + (".loss" if loss else ""), info.tokens, info.documents)
 
-    def check(
-        self, everything: bool = False, progress: Callable[[int], None] | None = None
-    ) -> None:
-        """Check the files of every shard, before a run or on demand.
+    def check(self) -> None:
+        """Check the files of every shard, before a run.
 
         Sizes, headers and the ends of the index are read of all shards. Whole indices and
         checksums are compared up to :data:`CHECKED_BYTES`, so that a terabyte starts as fast as a
-        gigabyte; ``everything`` (``torchtitan-lr prepare --verify``) compares them all.
-
-        Args:
-            everything: Whether to read all bytes.
-            progress: Called with the bytes of each piece read.
+        gigabyte; ``torchtitan-lr prepare --verify`` compares them all.
 
         Raises:
             DataError: A file is missing, cut, of another pair or changed.
         """
         left = CHECKED_BYTES
         for info in self.train + self.held_out:
-            opened = [_read(info.prefix, info.tokens, info.documents)]
-            if self.kind == "pairs":
-                opened.append(_read(f"{info.prefix}.loss", info.tokens, info.documents))
-            left -= sum(shard.tokens.nbytes + shard.offsets.nbytes for shard in opened)
-            if not everything and left < 0:
-                continue
-            for shard in opened:
-                shard.check()
-            if info.sha256 and (found := checksum(info.prefix, self.kind, progress)) != info.sha256:
-                want = f"files with the checksum {info.sha256[:12]} of {RECORD}, not {found[:12]}"
-                raise DataError(KEY, info.prefix, f"{want}: they were changed; prepare them again")
+            shards = self._read(info)
+            left -= sum(shard.tokens.nbytes + shard.offsets.nbytes for shard in shards)
+            if left >= 0:
+                self.check_shard(info)
+
+    def check_shard(self, info: ShardInfo) -> None:
+        """Read a whole shard and compare it with the record; errors as for :meth:`check`."""
+        for shard in self._read(info):
+            shard.check()
+        if info.sha256 and (found := checksum(info.prefix, self.kind)) != info.sha256:
+            want = f"files with the checksum {info.sha256[:12]} of {RECORD}, not {found[:12]}"
+            raise DataError(KEY, info.prefix, f"{want}: they were changed; prepare them again")
+
+    def _read(self, info: ShardInfo) -> list[IndexedDataset]:
+        prefixes = [info.prefix] + [f"{info.prefix}.loss"] * (self.kind == "pairs")
+        return [_read(prefix, info.tokens, info.documents) for prefix in prefixes]
 
 
 def save_record(
@@ -186,13 +184,12 @@ def save_record(
     os.replace(scratch, folder / RECORD)
 
 
-def checksum(prefix: str, kind: Kind, progress: Callable[[int], None] | None = None) -> str:
+def checksum(prefix: str, kind: Kind) -> str:
     """Return the checksum of a shard: sha256 of its files in order, .bin and .idx, then the mask's.
 
     Args:
         prefix: The shard.
         kind: Of its corpus.
-        progress: Called with the bytes of each piece read.
     """
     digest = hashlib.sha256()
     for each in [prefix, f"{prefix}.loss"] if kind == "pairs" else [prefix]:
@@ -200,8 +197,6 @@ def checksum(prefix: str, kind: Kind, progress: Callable[[int], None] | None = N
             with open(each + suffix, "rb") as file:
                 while piece := file.read(1 << 22):
                     digest.update(piece)
-                    if progress:
-                        progress(len(piece))
     return digest.hexdigest()
 
 

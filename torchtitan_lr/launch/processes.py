@@ -9,7 +9,6 @@ dies and the ranks when torchrun dies; torchrun ends all ranks when one has ende
 """
 
 import contextlib
-import ctypes
 import functools
 import math
 import os
@@ -23,12 +22,11 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn
 
-from torchtitan_lr.compat.interpreter import run_exit_functions
+from torchtitan_lr.compat.interpreter import end_with, run_exit_functions
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _CONSOLE_LINE = re.compile(rb"\[rank\d+\]:|restart")
 _END_SECONDS = 15  # for torchrun to end when a signal finds no rank: it may have to restart them
-_PR_SET_PDEATHSIG = 1
 
 
 class RankGroup:
@@ -228,21 +226,6 @@ def _send_group(pid: int, number: int) -> None:
         os.killpg(pid, number)
 
 
-def end_with(parent: int) -> None:
-    """Make the kernel kill this process when its parent dies (Linux only).
-
-    The kernel tracks the parent thread that forked this process: that thread must not end earlier.
-
-    Args:
-        parent: Process id. If that process has already ended, this one exits at once.
-    """
-    if sys.platform != "linux":
-        return
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def end_with_torchrun() -> None:
     """Call `end_with` in a rank that torchrun started; do this before the slow imports.
 
@@ -251,10 +234,6 @@ def end_with_torchrun() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with(os.getppid())
-
-
-# Loaded before any fork: a child must not load libraries between fork and exec.
-_LIBC = ctypes.CDLL(None)
 
 
 def exit_without_teardown(status: int) -> NoReturn:

@@ -1,0 +1,274 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Preparation: the tokens of each form of text, kills, faults of files and of disks."""
+
+import gzip
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from torchtitan_lr.data import sources
+from torchtitan_lr.data.corpus import Corpus
+from torchtitan_lr.data.held_out import USUAL_LIMIT, document_hash
+from torchtitan_lr.data.pairs import PairEncoder, parse_pair
+from torchtitan_lr.data.sources import Reader, Source
+from torchtitan_lr.data.tokenize import tokenize
+from torchtitan_lr.data.tokenizer import build_tokenizer
+from torchtitan_lr.errors import ConfigError, DataError
+
+TOKENIZER = build_tokenizer(
+    SimpleNamespace(model=SimpleNamespace(hf_assets_path="torchtitan_lr/data/assets/bpe4k"))
+)
+TEXTS = [f"Document {i} of {i * i} words: {'more and ' * (i % 7)}\nend é." for i in range(400)]
+
+
+def prepare(path, out, **options):
+    source = options.pop("source", None) or Source("local", (str(path),))
+    return tokenize([Reader(source)], TOKENIZER, out, key="--out", workers=2, **options)
+
+
+def documents(corpus, held_out=False):
+    found = []
+    for info in corpus.held_out if held_out else corpus.train:
+        shard = corpus.shard(info)
+        found += [part.tolist() for part in np.split(shard.tokens, shard.ends[:-1])]
+    return found
+
+
+def encoded(texts):
+    return [TOKENIZER.encode(text, add_bos=True, add_eos=True) for text in texts]
+
+
+def write_jsonl(path, texts, opener=open):
+    with opener(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    return path
+
+
+def write_zst(path, texts):
+    write_jsonl(path.with_suffix(""), texts)
+    content = path.with_suffix("").read_bytes()
+    path.with_suffix("").unlink()
+    with pa.output_stream(str(path), compression="zstd") as file:
+        file.write(content)
+
+
+def write_parquet(path, texts):
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=64)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("a.jsonl", write_jsonl),
+        ("a.jsonl.gz", lambda path, texts: write_jsonl(path, texts, gzip.open)),
+        ("a.jsonl.zst", write_zst),
+        ("a.parquet", write_parquet),
+    ],
+)
+def test_every_document_is_in_its_part_and_in_order(tmp_path, monkeypatch, name, write):
+    monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(sources, "SMALL_BYTES", 0)
+    write(tmp_path / name, TEXTS)
+    corpus = prepare(tmp_path / name, tmp_path / "out", shard_bytes=4000)
+    held = [text for text in TEXTS if document_hash(text) < USUAL_LIMIT]
+    assert held  # else the test says nothing
+    assert documents(corpus, held_out=True) == encoded(held)
+    assert documents(corpus) == encoded([text for text in TEXTS if text not in held])
+    assert len(corpus.train) > 3
+    corpus.check()
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(
+        ["corpus.json"]
+        + [info.name + end for info in corpus.train + corpus.held_out for end in (".bin", ".idx")]
+    )
+
+
+def test_a_small_corpus_holds_out_some(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:40])
+    corpus = prepare(tmp_path / "a.jsonl", tmp_path / "out")
+    held = documents(corpus, held_out=True)
+    assert 1 <= len(held) <= 8
+    lowest = sorted(TEXTS[:40], key=document_hash)[: len(held)]
+    assert sorted(held) == sorted(encoded(lowest))
+
+
+def test_txt_is_cut_where_the_other_part_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PLACE_BYTES", 100)
+    text = "".join(f"line {i} of the text\n" for i in range(300))
+    (tmp_path / "a.txt").write_text(text)
+    corpus = prepare(tmp_path / "a.txt", tmp_path / "out")
+    parts = [documents(corpus), documents(corpus, held_out=True)]
+    assert all(parts)
+    decoded = [TOKENIZER.decode(part) for each in parts for part in each]
+    lines = [line for part in decoded for line in part.splitlines() if line]
+    assert sorted(lines) == sorted(text.splitlines())
+
+
+def test_pairs_have_a_mask_of_their_answers(tmp_path):
+    pairs = [{"prompt": f"Q{i}: {i} + 1?", "completion": f" {i + 1}"} for i in range(60)]
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(pair) + "\n" for pair in pairs)
+    corpus = prepare(tmp_path / "a.jsonl.gz", tmp_path / "out")
+    assert corpus.kind == "pairs"
+    found = {}
+    for info in corpus.train + corpus.held_out:
+        tokens, mask = corpus.shard(info), corpus.shard(info, loss=True)
+        assert mask.tokens.dtype == np.uint8
+        for ids, targets in zip(
+            np.split(tokens.tokens, tokens.ends[:-1]),
+            np.split(mask.tokens, mask.ends[:-1]),
+            strict=True,
+        ):
+            found[tuple(ids.tolist())] = targets.tolist()
+    for pair in pairs:
+        whole = PairEncoder(TOKENIZER).encode(parse_pair(pair)).tolist()
+        ids = tuple(token if token >= 0 else ~token for token in whole)
+        assert found[ids] == [int(token >= 0) for token in whole]
+    assert len(found) == 60
+
+
+def test_the_library_holds_out_one_file_in_twenty(tmp_path, monkeypatch):
+    library = tmp_path / "lib"
+    for i in range(60):
+        path = library / f"pkg{i % 3}" / f"m{i}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'def f{i}(x):\n    """Add {i}."""\n    return x + {i}\n')
+    (library / "test").mkdir()
+    (library / "test" / "t.py").write_text("x = 1\n")
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(library))
+    text = prepare(None, tmp_path / "text", source=Source("python_stdlib"))
+    count = (sum(info.documents for info in part) for part in (text.train, text.held_out))
+    assert sum(count) == 60
+    assert 0 < len(documents(text, held_out=True)) < 10
+    docs = prepare(None, tmp_path / "docs", source=Source("python_stdlib_docs"))
+    assert docs.kind == "pairs"
+    # What is held out of the pairs is not in the text that is trained on.
+    held = [TOKENIZER.decode(ids).split("(")[0] for ids in documents(docs, held_out=True)]
+    train = "".join(TOKENIZER.decode(ids) for ids in documents(text))
+    assert held
+    assert not any(f"{name}(" in train for name in held)
+
+
+def test_tokens_end_a_source(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    source = Source("local", (str(tmp_path / "a.jsonl"),), part="train", tokens=2000)
+    corpus = prepare(None, tmp_path / "out", source=source)
+    assert 2000 <= corpus.tokens() < 3000
+    found = documents(corpus)
+    assert found == encoded(TEXTS[: len(found)])
+    assert not corpus.held_out
+
+
+def test_every_bad_line_is_listed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    lines = path.read_bytes().splitlines(keepends=True)
+    bad = {7: b"{broken\n", 200: b'{"text": 3}\n', 399: b'{"text": "\xff"}\n'}
+    path.write_bytes(b"".join(bad.get(i, line) for i, line in enumerate(lines)))
+    with pytest.raises(DataError, match=r"a\.jsonl:8'.*3 such records") as error:
+        prepare(path, tmp_path / "out", max_bad_records=2)
+    assert "\n" not in str(error.value)
+    listed = (tmp_path / "out" / "bad_records.txt").read_text().splitlines()
+    assert [line.split(": ")[0] for line in listed] == [f"{path}:{i + 1}" for i in bad]
+    # Nothing is tokenized again once they may be lost.
+    monkeypatch.setattr("torchtitan_lr.data.tokenize._encode", None)
+    corpus = prepare(path, tmp_path / "out", max_bad_records=3)
+    assert len(corpus.record["bad_records"]) == 3
+    assert sum(info.documents for info in corpus.train + corpus.held_out) == 397
+
+
+def test_a_file_that_breaks_off_stops_it(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl.gz", TEXTS, gzip.open)
+    write_zst(tmp_path / "b.jsonl.zst", TEXTS)
+    write_parquet(tmp_path / "c.parquet", TEXTS)
+    for path in sorted(tmp_path.iterdir()):
+        path.write_bytes(path.read_bytes()[:-20])
+        with pytest.raises(DataError, match=r"break off|intact parquet") as error:
+            prepare(path, tmp_path / f"{path.name}.out", max_bad_records=1000)
+        assert str(path) in str(error.value)
+        assert not (tmp_path / f"{path.name}.out" / "corpus.json").exists()
+
+
+def test_files_that_are_not_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes("words and words".encode("utf-16"))
+    with pytest.raises(DataError, match="UTF-16"):
+        prepare(tmp_path / "a.txt", tmp_path / "out")
+    pq.write_table(pa.table({"body": ["x"]}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match="column 'text'"):
+        prepare(tmp_path / "b.parquet", tmp_path / "out")
+    with pytest.raises(ConfigError, match="an existing file"):
+        prepare(tmp_path / "missing.txt", tmp_path / "out")
+
+
+def prepare_in_child(path, out, pieces=None):
+    """Prepare in a session of its own; SIGKILL it after so many pieces. Return its exit code."""
+
+    def run():
+        os.setsid()
+
+        def report(documents, tokens, share):
+            nonlocal pieces
+            if pieces is not None:
+                pieces -= 1
+                if pieces < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        report(0, 0, 0)
+        prepare(path, out, shard_bytes=30_000, report=report)
+
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    child.join()
+    for _ in range(100):  # no process outlives a killed preparation
+        if not subprocess.run(["pgrep", "-s", str(child.pid)], capture_output=True).stdout:
+            return child.exitcode
+        time.sleep(0.1)
+    raise AssertionError(f"processes of session {child.pid} live on")
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "corpus.json"}
+
+
+def test_a_killed_preparation_goes_on_and_gives_the_same_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE_BYTES", 2000)
+    monkeypatch.setattr("torchtitan_lr.data.tokenize.SYNC_SECONDS", 0.0)
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS * 3)
+    assert prepare_in_child(path, tmp_path / "whole") == 0
+    positions = []
+    for pieces in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9):
+        assert prepare_in_child(path, tmp_path / "killed", pieces) == -signal.SIGKILL
+        assert not (tmp_path / "killed" / "corpus.json").exists()
+        journal = tmp_path / "killed" / "preparing.json"
+        positions.append(json.loads(journal.read_text())["position"] if pieces > 1 else None)
+    assert len({str(position) for position in positions}) == 9  # it had got somewhere each time
+    assert prepare_in_child(path, tmp_path / "killed") == 0
+    assert content(tmp_path / "killed") == content(tmp_path / "whole")
+    found = [Corpus.open(tmp_path / name).identity for name in ("whole", "killed")]
+    assert found[0] == found[1]
+
+
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8000, before[1]))  # as a disk that ends there
+        with pytest.raises(ConfigError, match=r"--out.*a folder that can be written") as error:
+            prepare(path, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "\n" not in str(error.value)
+    found = prepare(path, tmp_path / "out")
+    assert found.identity == prepare(path, tmp_path / "other").identity

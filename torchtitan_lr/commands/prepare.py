@@ -1,0 +1,111 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+r"""Write the tokens of text into a folder that training reads.
+
+    torchtitan-lr prepare 'data/*.jsonl.gz' --tokenizer my_tokenizer --out tokens
+    torchtitan-lr prepare hf:allenai/c4@1588ec4 --hf_name en --tokens 1e9 \
+        --tokenizer my_tokenizer --out tokens
+    torchtitan-lr train --training.dataset=prepared --training.dataset_path=tokens
+
+A source is a file, folder or pattern of .txt, .jsonl (also .gz and .zst) or .parquet; python_stdlib
+or python_stdlib_docs; or a dataset of the Hugging Face Hub. The folder has Megatron's indexed
+format. A killed command goes on where it was. `train` prepares its dataset by itself: the command
+is for corpora that several machines share, or that are prepared elsewhere.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from torchtitan_lr.commands.parser import OneLineParser
+from torchtitan_lr.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchtitan_lr.data.corpus import Corpus
+    from torchtitan_lr.data.sources import Source
+
+HUB = "hf:"
+"""Before the name of a dataset of the Hub."""
+
+
+def add_arguments(parser: OneLineParser) -> None:
+    """Add the options."""
+    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="what to read, in order")
+    parser.add_argument("--tokenizer", help="folder of a tokenizer.json or tokenizer.model")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
+    parser.add_argument("--tokens", type=float, help="tokens of each source after which it ends")
+    parser.add_argument("--workers", type=int, help="processes; by default one per core")
+    parser.add_argument(
+        "--max_bad_records", type=int, default=0, help="records that may be lost (default 0)"
+    )
+    parser.add_argument("--text_column", default="text", help="of .jsonl, .parquet and the Hub")
+    parser.add_argument("--hf_name", help="the dataset's configuration, such as en")
+    parser.add_argument("--hf_split", default="train", help="the dataset's split (default train)")
+    parser.add_argument(
+        "--verify", action="store_true", help="read all of a prepared folder, and check it"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prepare or verify a folder, and print its size; return the exit status."""
+    from torchtitan_lr.console.progress import progress
+    from torchtitan_lr.data.corpus import Corpus
+
+    if args.verify:
+        corpus = Corpus.open(args.out, "--out")
+        for shard in progress(corpus.train + corpus.held_out, "verifying", unit="shards"):
+            corpus.check_shard(shard)
+    else:
+        corpus = _prepare(args)
+        for bad in corpus.record["bad_records"]:
+            print(f"left out {bad}")
+    train, held_out = corpus.tokens(), corpus.tokens(held_out=True)
+    print(f"{train:,} tokens to train on, {held_out:,} held out -> {args.out}")
+    return 0
+
+
+def _prepare(args: argparse.Namespace) -> "Corpus":
+    from torchtitan_lr.data.prepare import prepare_folder
+    from torchtitan_lr.data.sources import Reader
+    from torchtitan_lr.data.tokenizer import build_tokenizer
+
+    if not args.sources:
+        raise ConfigError("SOURCE", "", "a file, folder or pattern, python_stdlib or hf:owner/name")
+    if not args.tokenizer:
+        raise ConfigError("--tokenizer", args.tokenizer, "a folder, such as my_tokenizer")
+    if args.tokens is not None and not args.tokens >= 1:
+        raise ConfigError("--tokens", args.tokens, "a positive number such as 1e9")
+    if args.workers is not None and args.workers < 1:
+        raise ConfigError("--workers", args.workers, "a positive number of processes")
+    model = SimpleNamespace(hf_assets_path=args.tokenizer)
+    try:
+        tokenizer = build_tokenizer(SimpleNamespace(model=model))
+    except ConfigError as error:
+        raise ConfigError("--tokenizer", error.got, error.want) from error
+    readers = [Reader(source) for source in _sources(args)]
+    return prepare_folder(
+        readers, tokenizer, args.out, workers=args.workers, max_bad_records=args.max_bad_records
+    )
+
+
+def _sources(args: argparse.Namespace) -> "list[Source]":
+    """Return the sources in order; neighbouring files are one source, with one held-out part."""
+    from torchtitan_lr.data.sources import STDLIB, STDLIB_DOCS, Source
+
+    found: list[Source] = []
+    tokens = None if args.tokens is None else int(args.tokens)
+    for given in args.sources:
+        if given in (STDLIB, STDLIB_DOCS):
+            found.append(Source(given, (), "SOURCE", tokens=tokens))
+        elif given.startswith(HUB):
+            source = Source("hf", (given.removeprefix(HUB),), "SOURCE", column=args.text_column)
+            source = replace(source, config=args.hf_name, split=args.hf_split, tokens=tokens)
+            found.append(source)
+        elif found and found[-1].name == "local":
+            found[-1] = replace(found[-1], paths=(*found[-1].paths, given))
+        else:
+            found.append(
+                Source("local", (given,), "SOURCE", column=args.text_column, tokens=tokens)
+            )
+    return found

@@ -1,0 +1,490 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The prepared tokens of a run: which sources it reads, and the folders that hold their tokens.
+
+A run reads prepared tokens only. Those of a raw corpus are prepared once, before any rank starts,
+into ``training.token_folder``, which all runs of a user share. The name of a folder there is a hash
+of all that determines its content: the files with their sizes and times, the tokenizer, the rule
+of the held-out part. A run locks the folders that it reads, and shares these locks with other runs;
+who prepares a folder has its lock alone. Locks are the kernel's (``flock``), so none outlives its
+process. On a file system without locks two runs may prepare the same folder at once: each machine
+writes into a folder of its own, and the first to be ready is used.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from torchtitan_lr.config.paths import user_path
+from torchtitan_lr.console.log import say
+from torchtitan_lr.console.progress import Preparing
+from torchtitan_lr.data.corpus import RECORD, Corpus
+from torchtitan_lr.data.sources import STDLIB, STDLIB_DOCS, Reader, Source, data_path
+from torchtitan_lr.data.tokenize import signature_of, tokenize
+from torchtitan_lr.data.tokenizer import build_tokenizer
+from torchtitan_lr.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchtitan.components.tokenizer import BaseTokenizer
+
+TRAINING = (STDLIB, "local", "prepared", "c4", "c4_validation", "hf", STDLIB_DOCS)
+VALIDATION = ("training", STDLIB, "local", "c4_validation", STDLIB_DOCS)
+
+C4 = "allenai/c4"
+
+OPTIONS = {"text_column": "column", "hf_name": "config", "hf_split": "split"}
+"""Keys of an entry of ``training.mixture`` that replace the run's, and what they set."""
+
+KEYS: dict[str, Any] = {"dataset": str, "path": str, "weight": (int, float), "name": str}
+KEYS |= dict.fromkeys(OPTIONS, str)
+"""Keys of an entry of ``training.mixture``; ``weight`` is 1 by default."""
+
+PREPARED = "TORCHTITAN_LR_PREPARED"
+"""Environment variable of the ranks: the folders that the launcher has prepared, as JSON."""
+
+KEY = "training.token_folder"
+
+SCRATCH = ".preparing-"
+"""In the name of a folder that is being prepared, before the machine's."""
+
+Section = Literal["training", "validation"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A prepared folder of a run.
+
+    Attributes:
+        folder: The folder.
+        name: Its name in logs.
+        weight: Its share of the sequences; all shares have the sum 1.
+    """
+
+    folder: Path
+    name: str
+    weight: float
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a run reads, and so what must be prepared.
+
+    Attributes:
+        name: Its name in logs.
+        weight: Its share of the sequences.
+        sources: What to prepare together.
+        folder: The folder that is prepared already (``prepared``), else None.
+    """
+
+    name: str
+    weight: float
+    sources: tuple[Source, ...]
+    folder: Path | None = None
+
+
+def wanted(config: Any, section: Section = "training", world_size: int = 1) -> list[Wanted]:
+    """Return what a run reads.
+
+    Args:
+        config: The run's ``JobConfig``, or its saved record.
+        section: Training, or validation; of a corpus that is trained on, the held-out part of the
+            same folder is read.
+        world_size: Ranks of the run, which determine how much of a dataset of the Hub is prepared.
+
+    Raises:
+        ConfigError: An unknown corpus, or a path that is missing, unused or does not exist.
+    """
+    training, validation = config.training, config.validation
+    if section == "validation" and validation.dataset != "training":
+        check_name(validation.dataset, validation.dataset_path, "validation")
+        name = validation.dataset
+        amount = _validation_tokens(config, world_size)
+        sources = _sources(name, validation.dataset_path, "validation", training, 0, amount)
+        if name in ("local", "c4_validation"):
+            sources = tuple(replace(source, part="held_out") for source in sources)
+        return [Wanted(name, 1.0, sources)]
+    if section == "validation" and validation.dataset_path:
+        want = "no path, or validation.dataset = 'local' with it"
+        raise ConfigError("validation.dataset_path", validation.dataset_path, want)
+    found = []
+    for name, path, label, weight, options in _entries(training):
+        check_name(name, path, "training")
+        if name == "prepared":
+            folder = data_path(str(path), "training.dataset_path")
+            found.append(Wanted(label, weight, (), folder))
+            continue
+        amount = math.ceil(weight * _training_tokens(config, world_size))
+        held_out = _validation_tokens(config, world_size)
+        sources = _sources(name, path, "training", training, amount, held_out)
+        found.append(Wanted(label, weight, tuple(replace(s, **options) for s in sources)))
+    return found
+
+
+def ensure_prepared(
+    config: Any, section: Section = "training", world_size: int | None = None
+) -> list[Part]:
+    """Return the prepared folders of a run, after preparing those that are missing.
+
+    In a rank of the launcher they are known. Elsewhere the first process prepares them and others
+    wait. The folders stay locked until the process ends.
+
+    Args:
+        config: The run's ``JobConfig``.
+        section: As for :func:`wanted`.
+        world_size: As for :func:`wanted`; that of the environment by default.
+
+    Raises:
+        ConfigError: As for :func:`wanted` and :func:`tokenize`.
+        DataError: As for :func:`tokenize`.
+    """
+    world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    parts = wanted(config, section, world_size)
+    known = json.loads(os.environ.get(PREPARED, "{}")).get(_digest(repr(parts)))
+    folders = known or [part.folder or _prepared(config, part) for part in parts]
+    named = zip(parts, folders, strict=True)
+    return [Part(Path(folder), part.name, part.weight) for part, folder in named]
+
+
+def prepare_for_ranks(config: Any, world_size: int) -> dict[str, str]:
+    """Prepare and check all folders of a run, before any rank starts.
+
+    Args:
+        config: The run's ``JobConfig``.
+        world_size: Its ranks.
+
+    Returns:
+        Environment variables for the ranks.
+
+    Raises:
+        ConfigError: As for :func:`ensure_prepared`.
+        DataError: Also a prepared folder that is damaged.
+    """
+    sections: list[Section] = ["training", "validation"]
+    known: dict[str, list[str]] = {}
+    for section in sections[: 1 + bool(config.validation.enable)]:
+        folders = [str(part.folder) for part in ensure_prepared(config, section, world_size)]
+        known[_digest(repr(wanted(config, section, world_size)))] = folders
+    for folder in dict.fromkeys(folder for folders in known.values() for folder in folders):
+        Corpus.open(folder).check()
+    return {PREPARED: json.dumps(known)}
+
+
+def check_name(name: str, path: str | None, key: str) -> None:
+    """Raise if a corpus is unknown, or its path is missing or not supported.
+
+    Args:
+        name: ``dataset`` of a TOML section.
+        path: ``dataset_path`` of the same section.
+        key: The section, ``training`` or ``validation``.
+
+    Raises:
+        ConfigError: The name or the path is invalid.
+    """
+    names, path_key = VALIDATION if key == "validation" else TRAINING, f"{key}.dataset_path"
+    if name not in names:
+        raise ConfigError(f"{key}.dataset", name, "one of " + ", ".join(names))
+    if name in (STDLIB, STDLIB_DOCS) and path:
+        raise ConfigError(path_key, path, f"no path, or {key}.dataset = 'local'")
+    needs = {
+        "local": "a file, folder or pattern of .txt, .jsonl or .parquet",
+        "hf": "a dataset of the Hub such as 'owner/name', or a folder of one",
+        "prepared": "a folder that `torchtitan-lr prepare` or Megatron-LM wrote",
+    }
+    if name in needs and not path:
+        raise ConfigError(path_key, path, needs[name])
+    must_exist = name == "prepared" or (_is_hub(name) and path and path[0] in "/.~")
+    if must_exist and path and not data_path(path, path_key).exists():
+        raise ConfigError(path_key, path, f"a folder of {name} that exists")
+
+
+def _is_hub(name: str) -> bool:
+    return name == "hf" or name.startswith("c4")
+
+
+def _sources(
+    name: str, path: str | None, key: str, training: Any, tokens: int, held_out: int | None
+) -> tuple[Source, ...]:
+    """Return what is prepared for a corpus: of a dataset of the Hub up to so many tokens."""
+    paths = (path,) if path else ()
+    source = Source(name, paths, f"{key}.dataset_path", column=training.text_column)
+    if not _is_hub(name):
+        return (source,)
+    named = (training.hf_name, training.hf_split, training.hf_held_out)
+    if name != "hf":
+        source = replace(source, name="hf", paths=paths or (C4,))
+        named = {
+            "c4": ("en", "train", "validation"),
+            "c4_validation": ("en", "validation", ""),
+        }[name]
+    config, split, other = named
+    stream = training.hf_streaming
+    source = replace(source, config=config, split=split, streaming=stream)
+    first = replace(source, tokens=tokens or held_out if stream else None)
+    if not other:
+        return (first,)
+    second = replace(source, split=other, part="held_out", tokens=held_out if stream else None)
+    return replace(first, part="train"), second
+
+
+def _entries(
+    training: Any,
+) -> Iterator[tuple[str, str | None, str, float, dict[str, Any]]]:
+    """Yield dataset, path, name, share and options of the corpora that are trained on.
+
+    Raises:
+        ConfigError: An entry of ``training.mixture`` is not valid.
+    """
+    given = getattr(training, "mixture", None) or []
+    entries = [entry if isinstance(entry, dict) else vars(entry) for entry in given]
+    if not entries:
+        yield training.dataset, training.dataset_path, training.dataset, 1.0, {}
+        return
+    if training.dataset_path:
+        want = "no path beside [[training.mixture]], whose entries have their own"
+        raise ConfigError("training.dataset_path", training.dataset_path, want)
+    for index, entry in enumerate(entries):
+        _check_entry(entry, f"training.mixture[{index}]")
+    names = [entry.get("name") or entry["dataset"] for entry in entries]
+    if len(set(names)) < len(names):
+        want = "entries with different names: name = '...' tells entries of one dataset apart"
+        raise ConfigError("training.mixture", names, want)
+    total = sum(float(entry.get("weight", 1)) for entry in entries)
+    for name, entry in zip(names, entries, strict=True):
+        own = {option: entry[key] for key, option in OPTIONS.items() if key in entry}
+        share = float(entry.get("weight", 1)) / total
+        yield entry["dataset"], entry.get("path"), name, share, own
+
+
+def _check_entry(entry: dict[str, Any], key: str) -> None:
+    for name, value in entry.items():
+        if name not in KEYS:
+            raise ConfigError(f"{key}.{name}", value, "one of the keys " + ", ".join(KEYS))
+        if not isinstance(value, KEYS[name]) or isinstance(value, bool):
+            kind = "a number" if name == "weight" else "a string"
+            raise ConfigError(f"{key}.{name}", value, kind)
+    if "dataset" not in entry:
+        raise ConfigError(f"{key}.dataset", "", "a corpus such as 'local'")
+    if not 0 < float(entry.get("weight", 1)) < math.inf:
+        raise ConfigError(f"{key}.weight", entry["weight"], "a positive number such as 0.5")
+
+
+def _ranks_of_data(config: Any, world_size: int) -> int:
+    layout = config.parallelism
+    degrees = (
+        layout.tensor_parallel_degree,
+        layout.pipeline_parallel_degree,
+        layout.context_parallel_degree,
+    )
+    return max(1, world_size // math.prod(degrees))
+
+
+def _training_tokens(config: Any, world_size: int) -> int:
+    """Return the tokens that all steps read, and those of one step more."""
+    training = config.training
+    rows = training.global_batch_size
+    if rows < 0:
+        rows = training.local_batch_size * _ranks_of_data(config, world_size)
+    return (training.steps + 1) * rows * (training.seq_len + 1)
+
+
+def _validation_tokens(config: Any, world_size: int) -> int | None:
+    """Return the tokens that one validation reads; None for all."""
+    section = config.validation
+    if not section.enable:
+        return 1
+    if section.steps < 0:
+        return None
+    rows = section.steps * section.local_batch_size * _ranks_of_data(config, world_size)
+    return rows * (section.seq_len + 1)
+
+
+def _prepared(config: Any, part: Wanted) -> Path:
+    """Return the folder of a part, locked until this process ends; prepare it if needed."""
+    tokenizer = build_tokenizer(config)
+    readers = [Reader(source) for source in part.sources]
+    name = f"{part.sources[0].name}-{signature_of(readers, tokenizer)[:20]}"
+    store, most = token_folder(config), config.training.max_bad_records
+    final, scratch = store / name, store / f"{name}{SCRATCH}{socket.gethostname()}"
+
+    def prepare() -> None:
+        say(f"preparing the tokens of {', '.join(map(str, part.sources))} in {final}")
+        shown_tokenize(readers, tokenizer, scratch, key=KEY, max_bad_records=most)
+        try:
+            os.rename(scratch, final)
+        except OSError:  # another machine was faster
+            shutil.rmtree(scratch)
+
+    prepared = _lock_ready(final, _lock_path(final), prepare, KEY)
+    corpus = Corpus.open(final)
+    lost = corpus.record["bad_records"]
+    if len(lost) > most:
+        want = f"training.max_bad_records = {len(lost)}: {final / RECORD} lists what was left out"
+        raise ConfigError("training.max_bad_records", most, want)
+    if prepared:
+        for bad in lost[:20]:
+            say(f"warning: left out {bad}")
+        limit = config.training.token_folder_gb
+        kept = free(store, limit * 1e9) / 1e9
+        counts = f"{corpus.tokens():,} tokens to train on and {corpus.tokens(True):,} held out"
+        say(f"prepared {counts}; {store} has {kept:,.2f} GB of at most {limit:g} GB")
+    return final
+
+
+def prepare_folder(
+    readers: Sequence[Reader],
+    tokenizer: BaseTokenizer,
+    folder: Path,
+    *,
+    workers: int | None,
+    max_bad_records: int,
+) -> Corpus:
+    """Prepare a folder of a user's own; a second process that prepares it waits for the first.
+
+    Args:
+        readers: The sources.
+        tokenizer: Encodes their documents.
+        folder: Where to write; one that is prepared is left as it is.
+        workers: As for :func:`tokenize`.
+        max_bad_records: As for :func:`tokenize`.
+
+    Raises:
+        ConfigError: Also a folder that was prepared from something else.
+        DataError: As for :func:`tokenize`.
+    """
+    key = "--out"
+
+    def prepare() -> None:
+        most = max_bad_records
+        shown_tokenize(readers, tokenizer, folder, key=key, workers=workers, max_bad_records=most)
+
+    _lock_ready(folder, folder / ".lock", prepare, key)
+    corpus = Corpus.open(folder, key)
+    if corpus.record["signature"] != signature_of(readers, tokenizer):
+        want = "another folder: it was prepared from other sources, or with another tokenizer"
+        raise ConfigError(key, str(folder), want)
+    return corpus
+
+
+def shown_tokenize(*args: Any, **options: Any) -> None:
+    """Call :func:`tokenize` and show its progress."""
+    shown = Preparing()
+    try:
+        tokenize(*args, **options, report=shown)
+    finally:
+        shown.close()
+
+
+def token_folder(config: Any) -> Path:
+    """Return ``training.token_folder``, by default below the user's cache folder."""
+    given = config.training.token_folder
+    if given:
+        return data_path(given, KEY)
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return user_path(cache, "training.token_folder") / "torchtitan_lr" / "tokens"
+
+
+_held: dict[Path, IO[bytes]] = {}
+"""The locks of this process, by folder."""
+
+
+def _lock_ready(final: Path, path: Path, prepare: Callable[[], None], key: str) -> bool:
+    """Lock a folder for reading, after preparing it where it is missing; return whether it was.
+
+    Args:
+        final: The folder.
+        path: Its lock.
+        prepare: Prepares it.
+        key: The key that set the folder, to name in errors.
+
+    Raises:
+        ConfigError: The lock cannot be written.
+    """
+    if final in _held:
+        return False
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab")
+    except OSError as error:
+        want = f"a folder that can be written ({error.strerror})"
+        raise ConfigError(key, str(final.parent), want) from error
+    prepared = False
+    while True:
+        _wait(file, fcntl.LOCK_SH, final)
+        if (final / RECORD).is_file():
+            break
+        # Converting a lock gives it up for an instant: look again.
+        _wait(file, fcntl.LOCK_EX, final)
+        if not (final / RECORD).is_file():
+            prepare()
+            prepared = True
+    os.utime(path)  # the time of the last use
+    _held[final] = file
+    return prepared
+
+
+def _lock_path(folder: Path) -> Path:
+    return folder.parent / "locks" / folder.name.partition(SCRATCH)[0]
+
+
+def _wait(file: IO[bytes], kind: int, folder: Path) -> None:
+    """Lock a file; say once that it takes time, and go on where the file system has no locks."""
+    waiting = False
+    while True:
+        try:
+            return fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not waiting:
+                say(f"waiting for another run, which prepares {folder}")
+            waiting = True
+            time.sleep(0.2)
+        except OSError:
+            return None
+
+
+def free(store: Path, limit: float) -> int:
+    """Delete the folders that were not used for longest, until the others fit a limit.
+
+    A folder that a run reads or prepares is kept, and so is every folder where the file system has
+    no locks.
+
+    Args:
+        store: The folder of all of them.
+        limit: Bytes.
+
+    Returns:
+        The bytes that are left.
+    """
+    sizes = {
+        folder: sum(file.stat().st_size for file in folder.iterdir())
+        for folder in store.iterdir()
+        if folder.is_dir() and folder.name != "locks"
+    }
+    left = sum(sizes.values())
+
+    def last_use(folder: Path) -> float:
+        path = _lock_path(folder)
+        return path.stat().st_mtime if path.exists() else 0.0
+
+    for folder in sorted(sizes, key=last_use):
+        if left <= limit:
+            break
+        with suppress(OSError), _lock_path(folder).open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+            left -= sizes[folder]
+    return left
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:20]

@@ -1,0 +1,629 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Where text comes from: files, the interpreter's library, and datasets of the Hugging Face Hub.
+
+A source is read once, in order, in pieces of about 1 MiB. A piece is raw: the process that reads
+passes it to another that decodes it, and records the position behind it, where reading can go on.
+Documents are a line's ``"text"`` (.jsonl), a row's ``text`` (.parquet, Hub), a module of the
+library, or the lines of a .txt file. A .jsonl file may hold pairs or chats instead
+(:mod:`torchtitan_lr.data.pairs`).
+
+Held-out documents are chosen by a hash of themselves (:mod:`torchtitan_lr.data.held_out`), of a
+pair by its question, of the library one file in 20 by its path. A .txt file has no documents: its
+pieces of 4 KiB are chosen by their place.
+"""
+
+from __future__ import annotations
+
+import ast
+import codecs
+import glob
+import hashlib
+import io
+import json
+import os
+import re
+import sysconfig
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
+
+from torchtitan_lr.config.paths import user_path
+from torchtitan_lr.data.held_out import SMALL_BYTES, USUAL_LIMIT, document_hash, small_limit
+from torchtitan_lr.data.pairs import COMPLETION, PROMPT, is_pair, parse_pair, question_of, text_of
+from torchtitan_lr.errors import ConfigError, DataError
+
+STDLIB, STDLIB_DOCS = "python_stdlib", "python_stdlib_docs"
+
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+MORE = " (.txt and .jsonl also with .gz or .zst)"
+
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+"""Suffixes of compressed files, with pyarrow's names of the codecs."""
+
+PIECE_BYTES = 1 << 20
+"""Text of a piece: some 0.2 seconds of work for a tokenizer."""
+
+PLACE_BYTES = 1 << 12
+"""Bytes of a .txt file whose lines are held out together."""
+
+HEAD_BYTES = 1 << 16
+"""Bytes at the start of a file in which its encoding, and pairs, are looked for."""
+
+CUE = "\n\n# Summary:"
+"""What separates a function's source from the line to write about it."""
+
+CALLER = "TORCHTITAN_LR_CALLER"
+"""Environment variable: the folder where the user typed the command, for relative paths of data."""
+
+BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".arrow": "arrow"}
+"""How ``datasets`` reads a single file."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What to read, and for what.
+
+    Attributes:
+        name: ``python_stdlib``, ``python_stdlib_docs``, ``local`` or ``hf``.
+        paths: Files, folders or patterns (``local``); the dataset's name, as ``owner/name`` or
+            ``owner/name@revision``, or its folder (``hf``).
+        key: The TOML key of the paths, to name in errors.
+        part: ``train`` and ``held_out`` put all documents there; ``both`` chooses by hash.
+        column: Name of the text in a record.
+        config: The dataset's configuration, such as ``en``; None for its only one.
+        split: The dataset's split.
+        streaming: Whether to stream the dataset up to ``tokens``, and not to download it first.
+        tokens: Where to stop, counted in tokens of ``part`` (of ``both``: to train on).
+    """
+
+    name: str
+    paths: tuple[str, ...] = ()
+    key: str = "training.dataset_path"
+    part: Literal["train", "held_out", "both"] = "both"
+    column: str = "text"
+    config: str | None = None
+    split: str = "train"
+    streaming: bool = True
+    tokens: int | None = None
+
+    def __str__(self) -> str:
+        """Return what the user named."""
+        return ", ".join(self.paths) or self.name
+
+
+class Piece(NamedTuple):
+    """Some text as it was read.
+
+    Attributes:
+        file: Its file, for errors.
+        form: ``jsonl`` and ``txt`` are whole lines in bytes; ``documents`` and ``modules`` are
+            lists of texts.
+        data: The text.
+        position: Where to read on behind it (JSON).
+        start: Bytes of the file before it.
+        line: Number of its first line.
+        held_out: The part of all its documents; None to choose by hash.
+        read: Bytes of the source's files that have been read, as they are on disk.
+    """
+
+    file: str
+    form: Literal["jsonl", "txt", "documents", "modules"]
+    data: bytes | list[str]
+    position: Any
+    start: int = 0
+    line: int = 1
+    held_out: bool | None = None
+    read: int = 0
+
+
+class Bad(NamedTuple):
+    """A record that cannot be read: its place, and what was expected there."""
+
+    where: str
+    want: str
+
+
+class Reader:
+    """Reads a source.
+
+    Args:
+        source: The source.
+
+    Attributes:
+        source: As given.
+        pairs: Whether its documents are canonical records of pairs.
+
+    Raises:
+        ConfigError: There is no such source.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.files: list[Path] = []
+        if source.name == "local":
+            self.files = find_files(source.paths, source.key)
+            self._root = Path(os.path.commonpath([file.parent for file in self.files]))
+        elif source.name.startswith(STDLIB):
+            self._root = Path(sysconfig.get_path("stdlib"))
+            self.files = library_files(self._root)
+        self.pairs = source.name == STDLIB_DOCS or self._holds_pairs()
+
+    def stamp(self) -> list[Any]:
+        """Return what identifies the files without reading them: place, size and time of each."""
+        stats = [(str(file), file.stat()) for file in self.files]
+        return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+    @cached_property
+    def size(self) -> int | None:
+        """Bytes of the files on disk; None for a dataset."""
+        if self.source.name == "hf":
+            return None
+        return sum(file.stat().st_size for file in self.files)
+
+    @cached_property
+    def limit(self) -> int:
+        """The hash below which a document is held out; finding that of a small corpus reads it."""
+        local = self.source.name == "local"
+        if not local or self.source.part != "both" or (self.size or 0) > SMALL_BYTES:
+            return USUAL_LIMIT
+        return small_limit(self._hashes())
+
+    def pieces(self, position: Any = None) -> Iterator[Piece]:
+        """Read the source.
+
+        Args:
+            position: Where to read on, from a piece; None for the beginning.
+
+        Raises:
+            DataError: A file is unreadable, or breaks off in the middle.
+            ConfigError: A dataset cannot be opened.
+        """
+        if self.source.name == "hf":
+            yield from self._dataset(position)
+        elif self.source.name.startswith(STDLIB):
+            yield from self._library(position or 0)
+        else:
+            index, rest = position or (0, None)
+            before = sum(file.stat().st_size for file in self.files[:index])
+            for number, file in enumerate(self.files[index:], index):
+                read = self._parquet if kind_of(file) == ".parquet" else self._lines
+                for piece in read(number, file, rest):
+                    yield piece._replace(read=before + piece.read)
+                rest = None
+                before += file.stat().st_size
+
+    def documents(self, piece: Piece) -> Iterator[tuple[str, bool] | Bad]:
+        """Decode a piece of :meth:`pieces`.
+
+        Yields:
+            A document (of pairs its canonical record) and whether it is held out; or a record that
+            cannot be read. Empty documents are left out.
+        """
+        if piece.form == "txt":
+            yield from self._texts(piece)
+        elif piece.form == "jsonl":
+            assert isinstance(piece.data, bytes)
+            for number, line in enumerate(piece.data.split(b"\n"), piece.line):
+                if not line.strip():
+                    continue
+                try:
+                    document = self._parse(line)
+                except ValueError as error:
+                    yield Bad(f"{piece.file}:{number}", str(error))
+                    continue
+                if document:
+                    yield document, self._is_held_out(document, piece)
+        else:
+            for text in piece.data:
+                assert isinstance(text, str)
+                if piece.form == "documents" and text:
+                    yield text, self._is_held_out(text, piece)
+                elif self.source.name == STDLIB_DOCS:
+                    yield from ((pair, bool(piece.held_out)) for pair in documented_functions(text))
+                elif text:
+                    yield text, bool(piece.held_out)
+
+    def _is_held_out(self, document: str, piece: Piece) -> bool:
+        if self.source.part != "both":
+            return self.source.part == "held_out"
+        if piece.held_out is not None:
+            return piece.held_out
+        return self._hash(document) < self.limit
+
+    def _hash(self, document: str) -> int:
+        return document_hash(question_of(document) if self.pairs else document)
+
+    def _parse(self, line: bytes) -> str:
+        """Return the document of a .jsonl line, "" for none.
+
+        Raises:
+            ValueError: The line is not valid; the message is what was expected.
+        """
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if self.pairs:
+            return parse_pair(record)
+        text = record.get(self.source.column) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            raise ValueError(f'a JSON object with a string "{self.source.column}"')
+        # JSON can encode a lone surrogate, which tokenizers reject.
+        return text.encode("utf-8", errors="replace").decode("utf-8")
+
+    def _texts(self, piece: Piece) -> Iterator[tuple[str, bool]]:
+        """Yield the runs of lines of a .txt file that belong to one part."""
+        places = self._places(piece)
+        chosen = {name: self._is_held_out(name, piece) for name, _ in places}
+        for held_out, run in groupby(places, lambda place: chosen[place[0]]):
+            text = b"".join(lines for _, lines in run).decode("utf-8", errors="replace")
+            yield text, held_out
+
+    def _places(self, piece: Piece) -> list[tuple[str, bytes]]:
+        """Return the lines of a .txt file that start in the same bytes, and a name for each."""
+        assert isinstance(piece.data, bytes)
+        name = Path(piece.file).relative_to(self._root).as_posix()
+        found: dict[str, list[bytes]] = {}
+        start = piece.start
+        for line in io.BytesIO(piece.data):
+            found.setdefault(f"{name}:{start // PLACE_BYTES}", []).append(line)
+            start += len(line)
+        return [(name, b"".join(lines)) for name, lines in found.items()]
+
+    def _hashes(self) -> Iterator[tuple[int, int]]:
+        """Yield the hash and the bytes of every document or place; this reads the source."""
+        for piece in self.pieces():
+            if piece.form == "txt":
+                yield from ((document_hash(name), len(t)) for name, t in self._places(piece))
+                continue
+            # No limit is known yet, and none is needed: a part is given.
+            for found in self.documents(piece._replace(held_out=False)):
+                if not isinstance(found, Bad):
+                    yield self._hash(found[0]), len(found[0].encode())
+
+    def _holds_pairs(self) -> bool:
+        """Return whether the first JSON object of the first .jsonl file is a pair or a chat."""
+        files = [file for file in self.files if kind_of(file) == ".jsonl"]
+        if not files or self.source.name != "local" or not _begins_with_pair(files[0]):
+            return False
+        if other := [file for file in self.files if file not in files]:
+            raise ConfigError(self.source.key, str(other[0]), "only .jsonl files of pairs")
+        return True
+
+    def _lines(self, number: int, path: Path, rest: Any) -> Iterator[Piece]:
+        """Read a .txt or .jsonl file from ``rest``: the bytes and the lines before."""
+        start, line = rest or (0, 1)
+        form: Any = kind_of(path)[1:]
+        try:
+            for data, read in _whole_lines(path, start):
+                if not start and (what := _not_utf8(data[:HEAD_BYTES])) is not None:
+                    raise DataError(self.source.key, str(path), f"text in UTF-8; this is {what}")
+                after = (start + len(data), line + data.count(b"\n"))
+                yield Piece(str(path), form, data, (number, after), start, line, read=read)
+                start, line = after
+        except OSError as error:
+            want = f"a readable file that does not break off ({error.strerror or error})"
+            raise DataError(self.source.key, str(path), want) from error
+
+    def _parquet(self, number: int, path: Path, rest: Any) -> Iterator[Piece]:
+        """Read a .parquet file behind its first ``rest`` rows."""
+        # Imported late: text files do not need pyarrow.
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        done, column = rest or 0, self.source.column
+        try:
+            with pq.ParquetFile(path) as file:
+                kind = file.schema_arrow.field(column).type
+                if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+                    raise DataError(self.source.key, str(path), f"strings in column '{column}'")
+                groups, before = list(range(file.metadata.num_row_groups)), 0
+                while groups and before + file.metadata.row_group(groups[0]).num_rows <= done:
+                    before += file.metadata.row_group(groups.pop(0)).num_rows
+                batches = file.iter_batches(256, groups, columns=[column], use_threads=False)
+                texts = (text for batch in batches for text in batch.column(0).to_pylist())
+                for skipped in range(before, done):  # noqa: B007 - rows of the same group
+                    next(texts)
+                for some in _grouped(text or "" for text in texts):
+                    done += len(some)
+                    read = path.stat().st_size * done // file.metadata.num_rows
+                    yield Piece(str(path), "documents", some, (number, done), read=read)
+        # A damaged file can raise any of these; ValueError means text that is not UTF-8.
+        except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+            if isinstance(error, DataError):
+                raise
+            want = f"intact parquet with a column '{column}' ({type(error).__name__})"
+            raise DataError(self.source.key, str(path), want) from error
+
+    def _library(self, position: int) -> Iterator[Piece]:
+        """Read the library's files from the one at ``position``."""
+        files = self.files[position:]
+        for held_out, group in groupby(files, lambda file: _is_held_out_file(self._root, file)):
+            for texts in _grouped(map(self._module, group)):
+                position += len(texts)
+                read = (self.size or 0) * position // len(self.files)
+                yield Piece(STDLIB, "modules", texts, position, held_out=held_out, read=read)
+
+    def _module(self, path: Path) -> str:
+        try:
+            return path.read_bytes().decode("utf-8", errors="replace")
+        except OSError as error:
+            want = f"a readable file ({error.strerror or error})"
+            raise DataError(self.source.key, str(path), want) from error
+
+    def _dataset(self, position: Any) -> Iterator[Piece]:
+        """Read a dataset from the state at ``position``."""
+        rows, column = load_dataset(self.source), self.source.column
+        if position is not None:
+            rows.load_state_dict(position)
+        try:
+            for some in _grouped(_text(row, column) for row in rows):
+                yield Piece(str(self.source), "documents", some, rows.state_dict())
+        except ConfigError:
+            raise
+        except Exception as error:  # datasets, its HTTP layer and its parsers raise any type
+            why = f"{type(error).__name__}: {str(error)[:200]}"
+            want = f"a dataset that can be read on ({why})"
+            raise DataError(self.source.key, str(self.source), want) from error
+
+
+def texts(source: Source, held_out: bool | None = None) -> Iterator[str]:
+    """Yield every document as plain text, for what has no use for tokens or labels.
+
+    Args:
+        source: What to read.
+        held_out: The part; None for both.
+
+    Raises:
+        ConfigError: As for :class:`Reader`.
+        DataError: A file or a record is unreadable.
+    """
+    reader = Reader(source)
+    for piece in reader.pieces():
+        for found in reader.documents(piece):
+            if isinstance(found, Bad):
+                raise DataError(source.key, found.where, found.want)
+            if held_out is None or found[1] == held_out:
+                yield text_of(found[0]) if reader.pairs else found[0]
+
+
+def data_path(path: str, key: str) -> Path:
+    """Return a path of data; relative to the folder where the user typed the command.
+
+    Raises:
+        ConfigError: As for :func:`user_path`.
+    """
+    return Path(os.environ.get(CALLER, "")) / user_path(path, key)
+
+
+def kind_of(path: Path) -> str:
+    """Return a file's suffix without that of its compression: .jsonl of ``a.jsonl.zst``."""
+    return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+
+
+def find_files(paths: tuple[str, ...], key: str) -> list[Path]:
+    """Return the non-empty files with a supported suffix, sorted by path.
+
+    Args:
+        paths: Files, folders or glob patterns.
+        key: The TOML key to name in errors.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    found: list[Path] = []
+    for path in paths:
+        target = data_path(path, key)
+        if target.is_dir():
+            found += [file for file in target.rglob("*") if file.is_file()]
+        elif target.is_file():
+            found.append(target)
+        elif names := glob.glob(str(target), recursive=True):
+            found += map(Path, names)
+        else:
+            raise ConfigError(key, path, "an existing file or folder, or a pattern that matches")
+    known = [file for file in found if _is_known(file) and file.is_file()]
+    if not known:
+        raise ConfigError(key, ", ".join(paths), "files that end in " + ", ".join(SUFFIXES) + MORE)
+    filled = {Path(os.path.abspath(file)) for file in known if file.stat().st_size}
+    if not filled:
+        raise ConfigError(key, ", ".join(paths), "files that are not empty")
+    return sorted(filled, key=lambda file: file.as_posix())
+
+
+def _is_known(file: Path) -> bool:
+    kind = kind_of(file)
+    return kind in SUFFIXES and not (file.suffix in COMPRESSED and kind == ".parquet")
+
+
+EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+"""Folders of the library that are not read: installed packages and test suites."""
+
+
+def library_files(root: Path) -> list[Path]:
+    """Return the non-empty .py files of a library: those to train on, then the held-out ones.
+
+    Both are in the order of their hashes. In the order of the names, one batch would be all asyncio
+    and the next all character tables.
+
+    Raises:
+        ConfigError: The interpreter has no library sources (some builds omit them).
+    """
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in EXCLUDED]
+        paths = (Path(folder, name) for name in names if name.endswith(".py"))
+        # Skip broken links and empty files.
+        found += [path for path in paths if path.is_file() and path.stat().st_size]
+    if not found:
+        want = f"an interpreter with library sources (none under {root}), or 'local'"
+        raise ConfigError("training.dataset", STDLIB, want)
+    return sorted(found, key=lambda path: (_is_held_out_file(root, path), _path_hash(root, path)))
+
+
+def _path_hash(root: Path, path: Path) -> int:
+    return int(hashlib.sha256(path.relative_to(root).as_posix().encode()).hexdigest(), 16)
+
+
+def _is_held_out_file(root: Path, path: Path) -> bool:
+    return _path_hash(root, path) % 20 == 0
+
+
+def _whole_lines(path: Path, begin: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the text behind ``begin`` bytes, cut at ends of lines, and the bytes read on disk."""
+    with path.open("rb") as raw, _decompressed(raw, path) as file:
+        if file is raw:
+            raw.seek(begin)
+        left = 0 if file is raw else begin
+        while left:
+            left -= len(file.read(min(left, PIECE_BYTES)))
+        rest, place = b"", begin
+        # Up to multiples of the size: a resumed reading cuts where an uninterrupted one does.
+        while data := file.read(PIECE_BYTES - place % PIECE_BYTES):
+            place += len(data)
+            cut = data.rfind(b"\n") + 1  # a carriage return ends no line
+            if cut:
+                yield rest + data[:cut], raw.tell()
+                rest = b""
+            rest += data[cut:]
+        if rest:
+            yield rest, raw.tell()
+
+
+def _decompressed(raw: IO[bytes], path: Path) -> Any:
+    """Return a file's text for reading bytes; reading raises OSError where a file is cut."""
+    if path.suffix not in COMPRESSED:
+        return raw
+    import pyarrow as pa  # imported late: plain text does not need it
+
+    return pa.CompressedInputStream(pa.PythonFile(raw, "r"), COMPRESSED[path.suffix])
+
+
+def _begins_with_pair(path: Path) -> bool:
+    try:
+        with path.open("rb") as raw, _decompressed(raw, path) as file:
+            head = file.read(HEAD_BYTES)
+    except OSError:  # reading reports it
+        return False
+    for line in head.split(b"\n"):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            return is_pair(record)
+    return False
+
+
+def _not_utf8(head: bytes) -> str | None:
+    """Return the likely encoding of a file's start; None for UTF-8, even with a few bad bytes."""
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16 (or 32)"
+    zeros = head.count(b"\0")
+    if zeros * 4 > len(head):  # every other byte of Latin letters
+        return "UTF-16 without a byte order mark, or binary"
+    if zeros:
+        return "binary"
+    text = head.decode("utf-8", errors="replace")
+    if text.count("\ufffd") * 10 > len(text):
+        return "in another encoding, or binary"
+    return None
+
+
+def _grouped(documents: Iterator[str]) -> Iterator[list[str]]:
+    """Yield documents in lists of about :data:`PIECE_BYTES`."""
+    some: list[str] = []
+    size = 0
+    for document in documents:
+        some.append(document)
+        size += len(document)
+        if size >= PIECE_BYTES:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def _text(row: dict[str, Any], column: str) -> str:
+    value = row.get(column)
+    if isinstance(value, str) or value is None:
+        return value or ""
+    want = f"a column of text, not {type(value)}"
+    raise DataError("training.text_column", column, want)
+
+
+def split_revision(path: str) -> tuple[str, str | None]:
+    """Return a dataset's name and revision of ``owner/name@revision``."""
+    name, _, revision = path.partition("@")
+    return name, revision or None
+
+
+def load_dataset(source: Source) -> Any:
+    """Open a dataset as an ``IterableDataset``; a folder or file that exists needs no network.
+
+    Raises:
+        ConfigError: It cannot be opened, or has no such column.
+    """
+    import datasets  # imported late: it takes a second
+
+    (given,) = source.paths
+    place = data_path(given, source.key)
+    options: dict[str, Any] = {"split": source.split, "streaming": source.streaming}
+    try:
+        if any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            found = datasets.load_from_disk(str(place))
+            found = found[source.split] if isinstance(found, dict) else found
+        elif place.is_file():
+            suffix = Path(place.name.removesuffix(".gz").removesuffix(".zst")).suffix
+            found = datasets.load_dataset(BUILDERS[suffix], data_files=str(place), **options)
+        elif place.is_dir():
+            found = datasets.load_dataset(str(place), name=source.config, **options)
+        else:
+            path, revision = split_revision(given)
+            options |= {"name": source.config, "revision": revision}
+            found = datasets.load_dataset(path, **options)
+        columns = found.column_names
+    except Exception as error:  # datasets, its HTTP layer and its parsers raise any type
+        why = " ".join(str(error).split())[:200]
+        want = (
+            f"a dataset that opens ({type(error).__name__}: {why}); "
+            "without a network set the path to a local copy"
+        )
+        raise ConfigError(source.key, given, want) from error
+    if columns is not None and source.column not in columns:
+        want = f"one of the columns of {given!r}: {', '.join(columns)}"
+        raise ConfigError("training.text_column", source.column, want)
+    return found.to_iterable_dataset() if isinstance(found, datasets.Dataset) else found
+
+
+def documented_functions(source: str) -> Iterator[str]:
+    """Yield the pairs of a module: a function's source, and the first line of its docstring.
+
+    The prompt has neither docstring nor decorators. Functions without other statements are left
+    out.
+
+    Args:
+        source: The module's text; one that this interpreter cannot parse has no pairs.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    lines = re.split(r"\r\n|\r|\n", source)  # as Python counts them
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    functions = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    for node in sorted(functions, key=lambda node: node.lineno):
+        summary = (ast.get_docstring(node) or "").strip().partition("\n")[0].strip()
+        if not summary or len(node.body) < 2:
+            continue
+        docstring, following = node.body[:2]
+        first, last = docstring.lineno, docstring.end_lineno or docstring.lineno
+        if lines[first - 1][: docstring.col_offset].strip() or following.lineno <= last:
+            continue  # shares a line with other code
+        code = lines[node.lineno - 1 : first - 1] + lines[last : node.end_lineno]
+        prompt = textwrap.dedent("\n".join(code)) + CUE
+        yield parse_pair({PROMPT: prompt, COMPLETION: f" {summary}"})

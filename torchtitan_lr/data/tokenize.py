@@ -1,0 +1,451 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Text to a prepared folder: one process reads and writes, the others decode and tokenize.
+
+Pieces go out and come back in the order of the source, so the folder does not depend on the number
+of processes. Every two seconds the written tokens are synchronized, and then a journal records how
+many there are and where reading goes on: a killed preparation continues there, and its folder is
+that of one that was never killed. Memory holds a few pieces per process, whatever the source.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_lr.compat.interpreter import end_with
+from torchtitan_lr.data.corpus import PARTS, Corpus, Kind, ShardInfo, checksum, save_record
+from torchtitan_lr.data.encoding import encode_documents, tokenizer_identity
+from torchtitan_lr.data.held_out import ONE_IN
+from torchtitan_lr.data.indexed import IndexedWriter
+from torchtitan_lr.data.pairs import PairEncoder
+from torchtitan_lr.data.sources import Bad, Piece, Reader
+from torchtitan_lr.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from torchtitan.components.tokenizer import BaseTokenizer
+
+JOURNAL = "preparing.json"
+BAD_RECORDS = "bad_records.txt"
+
+SHARD_BYTES = 4 << 30
+"""Bytes of tokens after which a shard ends: 250 shards in a terabyte."""
+
+MOST_LISTED = 1000
+"""Records that are listed beyond those that may be lost, before a preparation gives up."""
+
+SYNC_SECONDS = 2.0
+
+Arrays = list[npt.NDArray[Any]]
+
+Report = Callable[[int, int, float | None], None]
+"""Takes the documents and the tokens so far, and the share of the work that is done, if known."""
+
+
+class Encoded(NamedTuple):
+    """What a process makes of a piece.
+
+    Attributes:
+        parts: For training and held out: the tokens, the lengths of documents, and of pairs the
+            loss mask.
+        bad: The records that cannot be read.
+    """
+
+    parts: tuple[Arrays, Arrays]
+    bad: list[Bad]
+
+
+@dataclass
+class Journal:
+    """How far a preparation is.
+
+    Attributes:
+        signature: Of sources, tokenizer and options.
+        source: Index of the source that is read.
+        position: Where to read on in it; None for its beginning.
+        shards: Documents and tokens of each shard, by part.
+        tokens: Tokens of the source so far that count for its limit.
+        bad: The records that cannot be read.
+        read: Bytes of the files read, on disk.
+    """
+
+    signature: str
+    source: int = 0
+    position: Any = None
+    shards: tuple[list[list[int]], list[list[int]]] = ([], [])
+    tokens: int = 0
+    bad: list[list[str]] = field(default_factory=list)
+    read: int = 0
+
+    def save(self, folder: Path) -> None:
+        """Write it by a rename."""
+        scratch = folder / f"{JOURNAL}.tmp"
+        with scratch.open("w") as file:
+            json.dump(asdict(self), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, folder / JOURNAL)
+
+    @staticmethod
+    def load(folder: Path, signature: str) -> Journal:
+        """Read it; a new one where there is none, or of other sources."""
+        with suppress(OSError, ValueError, TypeError):
+            found = Journal(**json.loads((folder / JOURNAL).read_text()))
+            if found.signature == signature:
+                return found
+        return Journal(signature, shards=([], []))
+
+
+def signature_of(readers: Sequence[Reader], tokenizer: BaseTokenizer) -> str:
+    """Return a hash of all that determines a prepared folder."""
+    sources = [asdict(reader.source) | {"files": reader.stamp()} for reader in readers]
+    text = json.dumps([1, ONE_IN, sources, tokenizer_identity(tokenizer)])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def tokenize(
+    readers: Sequence[Reader],
+    tokenizer: BaseTokenizer,
+    folder: Path,
+    *,
+    key: str,
+    workers: int | None = None,
+    max_bad_records: int = 0,
+    shard_bytes: int = SHARD_BYTES,
+    report: Report | None = None,
+) -> Corpus:
+    """Prepare a folder, or go on with one.
+
+    Args:
+        readers: The sources, in order.
+        tokenizer: Encodes their documents.
+        folder: Where to write; created if needed, and used by no other process.
+        key: What set the folder, to name in errors.
+        workers: Processes that tokenize; one per core by default.
+        max_bad_records: Records that may be lost.
+        shard_bytes: Bytes of tokens after which a shard ends.
+        report: Called after every piece.
+
+    Raises:
+        ConfigError: A source cannot be opened, texts and pairs together, a full disk, or no text.
+        DataError: A file breaks off, or more records are lost than may be.
+    """
+    if len({reader.pairs for reader in readers}) > 1:
+        named = next(str(reader.source) for reader in readers if reader.pairs)
+        raise ConfigError(key, named, "sources that all hold text, or all hold pairs")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        journal = Journal.load(folder, signature_of(readers, tokenizer))
+        return _Preparation(readers, tokenizer, folder, journal, shard_bytes, workers).run(
+            max_bad_records, report
+        )
+    except OSError as error:
+        hint = ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = "; what is written stays: the same command goes on where it was"
+        want = f"a folder that can be written ({error.strerror or error}){hint}"
+        raise ConfigError(key, str(folder), want) from error
+
+
+class _Preparation:
+    """One run of :func:`tokenize`; see there."""
+
+    def __init__(
+        self,
+        readers: Sequence[Reader],
+        tokenizer: BaseTokenizer,
+        folder: Path,
+        journal: Journal,
+        shard_bytes: int,
+        workers: int | None,
+    ) -> None:
+        for reader in readers:
+            _ = reader.limit  # before the processes are forked, which all need it
+        self._readers, self._tokenizer, self._folder = readers, tokenizer, folder
+        self._kind: Kind = "pairs" if readers[0].pairs else "text"
+        self._journal = journal
+        small = vocabulary(tokenizer) < 1 << 16
+        dtype: npt.DTypeLike = np.uint16 if small else np.int32
+        kinds = [("", dtype)] + [(".loss", np.uint8)] * (self._kind == "pairs")
+        self._parts = [
+            _Shards(folder / part, kinds, counts, shard_bytes)
+            for part, counts in zip(PARTS, journal.shards, strict=True)
+        ]
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self._workers = workers or cores or 1
+        work = _Work(readers, tokenizer, dtype)
+        # Forked, so that no process imports or reads anything again.
+        self._pool = ProcessPoolExecutor(
+            self._workers,
+            multiprocessing.get_context("fork"),
+            initializer=_begin,
+            initargs=(work, os.getpid()),
+        )
+
+    def run(self, most: int, report: Report | None) -> Corpus:
+        """Read, tokenize and write everything, then the record."""
+        journal = self._journal
+        try:
+            for index in range(journal.source, len(self._readers)):
+                if index > journal.source:
+                    journal.source, journal.position, journal.tokens = index, None, 0
+                due = time.monotonic() + SYNC_SECONDS
+                wanted = self._readers[index].source.tokens
+                if wanted is not None and journal.tokens >= wanted:
+                    continue
+                for piece, encoded in self._encoded(index):
+                    self._write(index, piece, encoded)
+                    if len(journal.bad) > most + MOST_LISTED:
+                        raise self._too_many(most)
+                    if report:
+                        documents, tokens = (sum(p.written(i) for p in self._parts) for i in (0, 1))
+                        report(documents, tokens, self._share(index))
+                    if time.monotonic() > due:
+                        self._sync()
+                        due = time.monotonic() + SYNC_SECONDS
+                    if wanted is not None and journal.tokens >= wanted:
+                        break
+            self._sync()
+            if len(journal.bad) > most:
+                raise self._too_many(most)
+            return self._finish()
+        except BrokenProcessPool as error:
+            want = "one that lives: it was killed, probably for memory; try fewer"
+            raise ConfigError("workers", self._workers, want) from error
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+            for part in self._parts:
+                part.close()
+
+    def _encoded(self, index: int) -> Iterator[tuple[Piece, Encoded]]:
+        """Yield the rest of a source, in order, while the processes are some pieces ahead."""
+        journal = self._journal
+        position = journal.position if index == journal.source else None
+        ahead: deque[tuple[Piece, Future[Encoded]]] = deque()
+        for piece in self._readers[index].pieces(position):
+            ahead.append((piece, self._pool.submit(_encode, index, piece)))
+            if len(ahead) > 2 * self._workers:
+                first, encoded = ahead.popleft()
+                yield first, encoded.result()
+        for piece, encoded in ahead:
+            yield piece, encoded.result()
+
+    def _write(self, index: int, piece: Piece, encoded: Encoded) -> None:
+        journal = self._journal
+        for part, arrays in zip(self._parts, encoded.parts, strict=True):
+            part.append(arrays)
+        counted = 1 if self._readers[index].source.part == "held_out" else 0
+        journal.tokens += len(encoded.parts[counted][0])
+        journal.read = piece.read
+        journal.position = piece.position
+        journal.bad += [list(bad) for bad in encoded.bad]
+
+    def _share(self, index: int) -> float | None:
+        """Return the share of the work that is done; None for a dataset without a limit."""
+        wanted, size = self._readers[index].source.tokens, self._readers[index].size
+        shares = []
+        if wanted:
+            shares.append(self._journal.tokens / wanted)
+        if size:
+            shares.append(self._journal.read / size)
+        return (index + max(shares)) / len(self._readers) if shares else None
+
+    def _sync(self) -> None:
+        for part in self._parts:
+            part.flush()
+        self._journal.save(self._folder)
+
+    def _too_many(self, most: int) -> DataError:
+        """List the records that are lost, and return the error."""
+        self._sync()
+        bad = self._journal.bad
+        listed = self._folder / BAD_RECORDS
+        listed.write_text("".join(f"{where}: expected {want}\n" for where, want in bad))
+        where, want = bad[0]
+        more = f" ({len(bad)} such records, listed in {listed}" if len(bad) > 1 else " (1 record"
+        advice = f"; --max_bad_records or training.max_bad_records = {len(bad)} leaves them out)"
+        return DataError(self._readers[0].source.key, where, want + more + advice)
+
+    def _finish(self) -> Corpus:
+        for part in self._parts:
+            part.finish()
+        infos = [part.infos() for part in self._parts]
+        if not any(infos):
+            named = str(self._readers[0].source)
+            raise ConfigError(self._readers[0].source.key, named, "a corpus with text in it")
+        # Read again from the disk, so that the checksums are of what is there.
+        sums = [[self._pool.submit(checksum, i.prefix, self._kind) for i in p] for p in infos]
+        hashed = [
+            [replace(info, sha256=digest.result()) for info, digest in zip(*pair, strict=True)]
+            for pair in zip(infos, sums, strict=True)
+        ]
+        tokenizer = {
+            "sha256": tokenizer_identity(self._tokenizer),
+            "bos": getattr(self._tokenizer, "bos_id", None),
+            "eos": self._tokenizer.eos_id,
+            "vocabulary": vocabulary(self._tokenizer),
+        }
+        sources = [asdict(reader.source) | {"files": len(reader.files)} for reader in self._readers]
+        limits = [float(reader.limit) / 2**64 for reader in self._readers]
+        save_record(
+            self._folder,
+            self._kind,
+            tokenizer,
+            hashed,
+            sources=sources,
+            held_out_share=limits,
+            signature=self._journal.signature,
+            bad_records=[f"{where}: expected {want}" for where, want in self._journal.bad],
+        )
+        for scratch in (*self._folder.glob("*.lengths"), self._folder / JOURNAL):
+            scratch.unlink()
+        return Corpus.open(self._folder)
+
+
+class _Shards:
+    """The shards of a part, written one after another.
+
+    Args:
+        prefix: Path of all of them, without the number.
+        kinds: Suffix and type of the files of each.
+        counts: Documents and tokens of each so far; kept up to date.
+        most: Bytes of tokens after which one ends.
+    """
+
+    def __init__(
+        self,
+        prefix: Path,
+        kinds: list[tuple[str, npt.DTypeLike]],
+        counts: list[list[int]],
+        most: int,
+    ) -> None:
+        self._prefix, self._kinds, self._counts = prefix, kinds, counts
+        self._most = most // np.dtype(kinds[0][1]).itemsize
+        self._open: list[IndexedWriter] = []
+
+    def append(self, arrays: Arrays) -> None:
+        """Append documents: tokens, lengths and, of pairs, the loss mask."""
+        tokens, lengths, *mask = arrays
+        if not len(lengths):
+            return
+        if not self._open:
+            # A journal ends with a full shard where the process was killed before the next one.
+            if not self._counts or self._counts[-1][1] >= self._most:
+                self._counts.append([0, 0])
+            name, counts = self._name(len(self._counts) - 1), self._counts[-1]
+            self._open = [IndexedWriter(name + end, kind, *counts) for end, kind in self._kinds]
+        for writer, values in zip(self._open, [tokens, *mask], strict=True):
+            writer.append(values, lengths)
+        self._counts[-1] = [self._open[0].num_documents, self._open[0].num_tokens]
+        if self._counts[-1][1] >= self._most:
+            self._end()
+
+    def written(self, what: int) -> int:
+        """Return the documents (0) or the tokens (1) of all shards."""
+        return sum(counts[what] for counts in self._counts)
+
+    def flush(self) -> None:
+        """Wait until what is written is on the disk."""
+        for writer in self._open:
+            writer.flush()
+
+    def finish(self) -> None:
+        """End the last shard."""
+        if self._counts and not self._open:  # everything was written by a process that was killed
+            name, counts = self._name(len(self._counts) - 1), self._counts[-1]
+            self._open = [IndexedWriter(name + end, kind, *counts) for end, kind in self._kinds]
+        self._end()
+
+    def infos(self) -> list[ShardInfo]:
+        """Return the shards, without checksums."""
+        counts = enumerate(self._counts)
+        return [ShardInfo(self._name(i), tokens, documents) for i, (documents, tokens) in counts]
+
+    def close(self) -> None:
+        """Close the files as they are."""
+        for writer in self._open:
+            with suppress(OSError):  # a full disk, reported already
+                writer.close()
+        self._open = []
+
+    def _name(self, number: int) -> str:
+        return f"{self._prefix}-{number:05d}"
+
+    def _end(self) -> None:
+        for writer in self._open:
+            writer.finish()
+        self._open = []
+
+
+class _Work:
+    """What a process needs to encode pieces."""
+
+    def __init__(
+        self, readers: Sequence[Reader], tokenizer: BaseTokenizer, dtype: npt.DTypeLike
+    ) -> None:
+        self._readers, self._tokenizer, self._dtype = readers, tokenizer, dtype
+        self._pairs = PairEncoder(tokenizer) if readers[0].pairs else None
+
+    def __call__(self, index: int, piece: Piece) -> Encoded:
+        """Decode and tokenize a piece of a source."""
+        texts: tuple[list[str], list[str]] = ([], [])
+        bad: list[Bad] = []
+        for found in self._readers[index].documents(piece):
+            if isinstance(found, Bad):
+                bad.append(found)
+            else:
+                texts[found[1]].append(found[0])
+        train, held_out = map(self._encode, texts)
+        return Encoded((train, held_out), bad)
+
+    def _encode(self, documents: list[str]) -> Arrays:
+        if self._pairs is not None:
+            found = [self._pairs.encode(document) for document in documents]
+        else:
+            found = encode_documents(self._tokenizer, documents) if documents else []
+        lengths = np.array([len(tokens) for tokens in found], dtype=np.int32)
+        joined = np.concatenate(found) if found else np.empty(0, dtype=np.int32)
+        if self._pairs is None:
+            return [joined.astype(self._dtype), lengths]
+        # Complements are tokens of prompts (`data.pairs`).
+        mask = (joined >= 0).astype(np.uint8)
+        return [np.where(joined >= 0, joined, ~joined).astype(self._dtype), lengths, mask]
+
+
+_work: _Work | None = None
+
+
+def _begin(work: _Work, parent: int) -> None:
+    """Set up a process that tokenizes, in one thread: there is one per core."""
+    global _work
+    _work = work
+    end_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the processes
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _encode(index: int, piece: Piece) -> Encoded:
+    assert _work is not None
+    return _work(index, piece)
+
+
+def vocabulary(tokenizer: BaseTokenizer) -> int:
+    """Return the largest id plus one, or the number of tokens: ids can have gaps."""
+    ids = tokenizer.get_vocab().values() if hasattr(tokenizer, "get_vocab") else ()
+    return max(tokenizer.get_vocab_size(), 1 + max(ids, default=-1))
