@@ -3,8 +3,8 @@
 
 The speed is that of one core: tokens per second of CPU time, and of the clock. The wait is what a
 step of a 1B model sees between the end of a step and its next batch: 32 sequences of 256 tokens
-(cola_1b) or 8 of 4,096. The start is that of one of 1,024 ranks on a terabyte, whose token files are
-sparse: building the loader and reading the first batch, in a new process.
+(cola_1b) or 8 of 4,096. The start is that of one of 1,024 ranks on a terabyte, whose token files
+are sparse: building the loader and reading the first batch, in a new process.
 
     python -m scripts.bench.loader
     python -m scripts.bench.loader --batch 64 --seq-len 4096 --terabytes 4 --json

@@ -17,28 +17,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
-<<<<<<< HEAD
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
-
-=======
->>>>>>> main
 
 from torchtitan_lr.checkpoints.safe_metadata import load
 from torchtitan_lr.config.fault_tolerance import replica_rows
 from torchtitan_lr.data.order import Shares, shuffled
-from torchtitan_lr.data.rows import Batch, Rows, read_parts
+from torchtitan_lr.data.rows import Batch, Rows, as_batch, open_rows, read_parts
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import BaseTokenizer
 from torchtitan_lr.titan.components import BaseDataLoader
-<<<<<<< HEAD
+
 _STATE, _ROWS = "dataloader", "rows"
-=======
-from torchtitan_lr.titan import logger
-from torchtitan_lr.titan.base import BaseTokenizer
-from torchtitan_lr.titan.components import BaseDataLoader
->>>>>>> main
 
 
 class TrainingRows(Dataset[Batch]):
@@ -87,7 +78,7 @@ class TrainingRows(Dataset[Batch]):
             windows[own] = numbers[own] % len(part)
             if self._seed is not None:
                 windows[own] = shuffled(numbers[own], len(part), self._seed, index)
-        return read_parts(self.parts, chosen, windows)
+        return as_batch(read_parts(self.parts, chosen, windows))
 
 
 class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
@@ -289,8 +280,18 @@ def build_dataloader(
     rows = training.global_batch_size
     if rows < 0:
         rows = training.local_batch_size * ranks
+    seed = training.shuffle_seed
+    if seed is None:
+        seed = job_config.debug.seed or 0
+    parts, opened = open_rows(job_config)
+    data = TrainingRows(
+        opened,
+        [part.weight for part in parts],
+        seed if training.shuffle else None,
+        [part.name for part in parts],
+    )
     return TokenDataLoader(
-        training_rows(job_config),
+        data,
         local_batch_size=training.local_batch_size,
         global_batch_size=rows,
         dp_world_size=ranks,

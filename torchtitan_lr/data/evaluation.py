@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-<<<<<<< HEAD
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_lr.data.rows import Batch, as_batch
+from torchtitan_lr.data.rows import Batch, as_batch, labelled
 
 Columns = npt.NDArray[np.int64]
 """Tokens, whether each counts in the loss, and whether it begins a document: (3, n)."""
@@ -48,16 +47,6 @@ class Document:
         targets = np.ones_like(self.tokens) if self.targets is None else self.targets
         begins = np.arange(len(self.tokens)) == 0
         return np.stack([self.tokens, targets, begins]).astype(np.int64)
-=======
-import torch
-
-from torchtitan_lr.data.blocks import Corpus
-from torchtitan_lr.data.documents import DocumentBorders, separated
-from torchtitan_lr.data.pair_corpora import PairCorpus
-from torchtitan_lr.data.pairs import pair_windows, unmask_
-from torchtitan_lr.titan import IGNORE_INDEX
-from torchtitan_lr.titan.base import BaseTokenizer
->>>>>>> main
 
 
 class EvaluationSet:
@@ -103,7 +92,8 @@ class EvaluationSet:
             rows = np.zeros((3, -(-len(found) // self._ranks), self._size), dtype=np.int64)
             for index, window in enumerate(found[self._rank :: self._ranks]):
                 rows[:, index, : window.shape[1]] = window
-            yield as_batch(rows[0], rows[1] > 0, rows[2] > 0 if self._apart else None)
+            begins = rows[2] > 0 if self._apart else None
+            yield as_batch(labelled(rows[0], rows[1] > 0, begins))
 
     def _windows(self) -> Iterator[Columns]:
         """Yield windows of up to ``seq_len + 1`` tokens; the last of a text has at least two."""

@@ -114,7 +114,9 @@ class Shares:
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        exact = [Fraction(str(weight)) for weight in weights]
+        # A third is a third again, whatever its digits as a float.
+        least = Fraction(1, MOST_SLOTS)
+        exact = [max(Fraction(weight).limit_denominator(MOST_SLOTS), least) for weight in weights]
         shares = [weight / sum(exact) for weight in exact]
         period = int(np.lcm.reduce([share.denominator for share in shares], dtype=object))
         if period > MOST_SLOTS:

@@ -2,7 +2,7 @@
 """Rows of ``seq_len`` tokens with their labels, read from the shards of a prepared corpus.
 
 The shards of a part are one sequence of tokens. Text is cut into windows of ``seq_len + 1`` tokens
-that do not overlap, as in torchtitan's ``HuggingFaceTextDataset``; a last window that is not full is
+that do not overlap, as in torchtitan's ``HuggingFaceTextDataset``; a last one that is not full is
 dropped, and a window may go on in the next document and the next shard. Pairs and chats are packed
 instead: a row holds whole ones, as many in their order as have room. One that is longer than a row
 is cut; one whose answer then has no room is left out.
@@ -14,23 +14,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.data.indexed import IndexedDataset
 from torchtitan_lr.data.order import Indices
+from torchtitan_lr.data.prepare import Part, Section, ensure_prepared
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 DOCUMENTS = "documents"
 """Name of the documents' indices in a batch's inputs, and of the model's argument."""
 
-Batch = tuple[dict[str, Tensor], Tensor]
+Batch: TypeAlias = "tuple[dict[str, Tensor], Tensor]"
 """``({"input": (b, s), ...}, labels (b, s))``, int64."""
+
+Arrays = tuple[dict[str, npt.NDArray[np.int64]], npt.NDArray[np.int64]]
+"""The same as arrays."""
 
 
 class Rows:
@@ -45,6 +52,7 @@ class Rows:
 
     Attributes:
         pairs: Whether answers alone are labels.
+        cut: Pairs that are longer than a row; ``left_out``: those of them without a label.
         apart: Whether documents are kept apart.
 
     Raises:
@@ -79,7 +87,7 @@ class Rows:
         """Return the number of rows."""
         return self._count
 
-    def read(self, rows: Indices) -> Batch:
+    def read(self, rows: Indices) -> Arrays:
         """Read some rows (b,).
 
         Returns:
@@ -98,7 +106,7 @@ class Rows:
         shards = np.searchsorted(self._starts, first, side="right") - 1
         for row in np.argsort(shards, kind="stable").tolist():
             self._fill(row, int(first[row]), int(last[row]), tokens, targets, begins)
-        return as_batch(tokens, targets, begins)
+        return labelled(tokens, targets, begins)
 
     def _fill(
         self,
@@ -131,14 +139,17 @@ class Rows:
     def _packed(self) -> tuple[Indices, Indices]:
         """Where each row of pairs begins and ends, in tokens (n,)."""
         firsts, lasts = [], []
+        self.cut = self.left_out = 0
         for info, offset in zip(self._shards, self._starts, strict=False):
             shard = self.corpus.shard(info)
             ends = shard.ends
             starts = np.concatenate([[0], ends])[:-1]
             usable = np.ones(len(ends), dtype=bool)
-            for pair in np.flatnonzero(ends - starts > self._size).tolist():
+            long = np.flatnonzero(ends - starts > self._size)
+            for pair in long.tolist():
                 mask = self.corpus.shard(info, loss=True).tokens
                 usable[pair] = mask[starts[pair] + 1 : starts[pair] + self._size].any()
+            self.cut, self.left_out = self.cut + len(long), self.left_out + int((~usable).sum())
             # The first pair that no longer fits into the row of each, or that is not usable.
             fits = np.searchsorted(ends, starts + self._size, side="right")
             unusable = np.append(np.flatnonzero(~usable), len(ends))
@@ -151,6 +162,36 @@ class Rows:
                     lasts.append(int(stop + offset))
                 pair = nexts[pair]
         return np.array(firsts, dtype=np.int64), np.array(lasts, dtype=np.int64)
+
+
+def open_rows(
+    config: Any, section: Section = "training", world_size: int | None = None
+) -> tuple[list[Part], list[Rows]]:
+    """Open the corpora of a run: what it trains on, or the held-out part that it validates on.
+
+    Args:
+        config: The run's ``JobConfig``, or its saved record.
+        section: Training or validation.
+        world_size: As for `ensure_prepared`, which prepares what is missing.
+
+    Returns:
+        The prepared folders and the rows of each.
+
+    Raises:
+        ConfigError: As for `ensure_prepared`, or a part has no whole row.
+        DataError: As for `ensure_prepared`.
+    """
+    parts = ensure_prepared(config, section, world_size)
+    masked = getattr(config.training, "mask_documents", False)
+    seq_len, held_out = getattr(config, section).seq_len, section == "validation"
+    opened = []
+    for part in parts:
+        corpus = Corpus.open(part.folder)
+        if held_out and not corpus.held_out:
+            want = "another corpus, or false for validation.enable: "
+            raise ConfigError("validation.dataset", part.name, want + "nothing of it is held out")
+        opened.append(Rows(corpus, seq_len, held_out, masked, section))
+    return parts, opened
 
 
 def document_starts(shard: IndexedDataset, start: int, stop: int) -> Indices:
@@ -168,33 +209,29 @@ def document_starts(shard: IndexedDataset, start: int, stop: int) -> Indices:
     return found if start else np.append(found, 0)
 
 
-def as_batch(
+def labelled(
     tokens: npt.NDArray[np.int64],
     targets: npt.NDArray[np.bool_] | None = None,
     begins: npt.NDArray[np.bool_] | None = None,
-) -> Batch:
+) -> Arrays:
     """Make inputs and labels of rows.
 
     Args:
         tokens: (b, s + 1).
         targets: Which tokens count in the loss (b, s + 1); None if all do.
         begins: Which tokens are the first of a document, where these are kept apart (b, s + 1).
-
-    Returns:
-        The batch; arrays are contiguous.
     """
     labels = tokens[:, 1:].copy()
     if targets is not None:
         labels[~targets[:, 1:]] = IGNORE_INDEX
-    inputs = {"input": torch.from_numpy(tokens[:, :-1].copy())}
+    inputs = {"input": tokens[:, :-1].copy()}
     if begins is not None:
         labels[begins[:, 1:]] = IGNORE_INDEX
-        documents = np.cumsum(begins[:, :-1], axis=1, dtype=np.int64)
-        inputs[DOCUMENTS] = torch.from_numpy(documents)
-    return inputs, torch.from_numpy(labels)
+        inputs[DOCUMENTS] = np.cumsum(begins[:, :-1], axis=1, dtype=np.int64)
+    return inputs, labels
 
 
-def read_parts(parts: Sequence[Rows], chosen: Indices, numbers: Indices) -> Batch:
+def read_parts(parts: Sequence[Rows], chosen: Indices, numbers: Indices) -> Arrays:
     """Read rows of several parts, in the order that is given.
 
     Args:
@@ -209,15 +246,22 @@ def read_parts(parts: Sequence[Rows], chosen: Indices, numbers: Indices) -> Batc
     first = int(chosen[0])
     if (chosen == first).all() and parts[first].apart == apart:
         return parts[first].read(numbers)
-    labels = torch.zeros(len(chosen), parts[0].seq_len, dtype=torch.int64)
-    inputs = {name: torch.zeros_like(labels) for name in ["input", *[DOCUMENTS] * apart]}
+    labels = np.zeros((len(chosen), parts[0].seq_len), dtype=np.int64)
+    inputs = {name: np.zeros_like(labels) for name in ["input", *[DOCUMENTS] * apart]}
     for index in np.unique(chosen).tolist():
-        places = np.flatnonzero(chosen == index)
-        own_inputs, own_labels = parts[index].read(numbers[places])
-        labels[places] = own_labels
+        places = chosen == index
+        own_inputs, labels[places] = parts[index].read(numbers[places])
         for name, values in own_inputs.items():
             inputs[name][places] = values
     return inputs, labels
+
+
+def as_batch(arrays: Arrays) -> Batch:
+    """Return a batch of tensors with the memory of these arrays."""
+    import torch  # imported late: the launcher checks the lengths of corpora without it
+
+    inputs, labels = arrays
+    return {name: torch.from_numpy(x) for name, x in inputs.items()}, torch.from_numpy(labels)
 
 
 def model_arguments(input_dict: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -14,24 +14,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-<<<<<<< HEAD
 
-
-from torchtitan_lr.data.rows import Batch, Rows, read_parts
+from torchtitan_lr.data.rows import Batch, Rows, as_batch, read_parts
 from torchtitan_lr.titan import IGNORE_INDEX
-=======
-
-from torchtitan_lr.console.progress import progress
-from torchtitan_lr.data.blocks import Corpus
-from torchtitan_lr.data.checks import check_workers
-from torchtitan_lr.data.corpora import validation_source
-from torchtitan_lr.data.documents import DocumentBorders, separated
-from torchtitan_lr.data.pair_corpora import PairCorpus
-from torchtitan_lr.data.pairs import no_room, pair_windows, unmask_
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.titan import IGNORE_INDEX
-from torchtitan_lr.titan.base import BaseTokenizer
->>>>>>> main
 
 
 class ValidationSet:
@@ -83,7 +68,7 @@ class ValidationSet:
             # A rank without a sequence for this batch reads the first one, and ignores it.
             filled = np.concatenate([rows, np.zeros(size - len(rows), dtype=np.int64)])
             chosen = np.concatenate([self._chosen[here], np.zeros_like(filled[len(rows) :])])
-            inputs, labels = read_parts(self._parts, chosen, filled)
+            inputs, labels = as_batch(read_parts(self._parts, chosen, filled))
             inputs["input"][len(rows) :], labels[len(rows) :] = 0, IGNORE_INDEX
             yield inputs, labels
 

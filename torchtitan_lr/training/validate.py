@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_lr.console.progress import progress
-from torchtitan_lr.data.dataloader import validation_rows
-from torchtitan_lr.data.rows import model_arguments, moved
+from torchtitan_lr.data.rows import model_arguments, moved, open_rows
 from torchtitan_lr.data.validation import ValidationSet, count_labels, entropy
 from torchtitan_lr.models.loss import loss_arguments, perplexity
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
@@ -158,7 +157,7 @@ class Validator(BaseValidator):
         self.pipeline = pipeline
         section = job_config.validation
         sizes = section.local_batch_size, dp_world_size, dp_rank, section.steps
-        self.validation_set = ValidationSet(validation_rows(job_config), *sizes)
+        self.validation_set = ValidationSet(open_rows(job_config, "validation")[1], *sizes)
         self._entropy: float | None = None
         # torchtitan's own section has no such key.
         self._first_step = getattr(job_config.validation, "first_step", False)
@@ -198,7 +197,7 @@ class Validator(BaseValidator):
         Each rank counts its own share, once; a trained model's loss must be below it.
         """
         if self._entropy is None:
-            counts = count_labels(self.validation_set).to(utils.device_type)
+            counts = count_labels(self.validation_set).to(device_type())
             if (mesh := self.parallel_dims.get_optional_mesh("loss")) is not None:
                 size = torch.tensor(len(counts), device=counts.device)
                 dist.all_reduce(size, dist.ReduceOp.MAX, mesh.get_group())

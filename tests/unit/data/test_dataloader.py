@@ -13,7 +13,6 @@ from torchtitan_lr.checkpoints.safe_metadata import read_metadata
 from torchtitan_lr.data.dataloader import TokenDataLoader, TrainingRows
 from torchtitan_lr.data.rows import DOCUMENTS, Rows
 from torchtitan_lr.errors import ConfigError, DataError
-from torchtitan_lr.titan.base import JobConfig
 
 S, B = 6, 24
 """Tokens of an input, rows of a global batch."""

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The order of rows: permutations, epochs, and shares of a mixture that are exact at every point."""
+"""The order of rows: permutations, epochs, and shares that are exact at every point."""
 
 from fractions import Fraction
 
