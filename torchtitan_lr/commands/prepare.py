@@ -6,10 +6,10 @@ r"""Write the tokens of text into a folder that training reads.
         --tokenizer my_tokenizer --out tokens
     torchtitan-lr train --training.dataset=prepared --training.dataset_path=tokens
 
-A source is a file, folder or pattern of .txt, .jsonl (also .gz and .zst) or .parquet; python_stdlib
-or python_stdlib_docs; or a dataset of the Hugging Face Hub. The folder has Megatron's indexed
-format. A killed command goes on where it was. `train` prepares its dataset by itself: the command
-is for corpora that several machines share, or that are prepared elsewhere.
+A source is a file, folder or pattern of .txt, .jsonl (also .gz and .zst) or .parquet; cpython,
+python_stdlib or python_stdlib_docs; or a dataset of the Hugging Face Hub. The folder has Megatron's
+indexed format. A killed command goes on where it was. `train` prepares its dataset by itself: the
+command is for corpora that several machines share, or that are prepared elsewhere.
 """
 
 import argparse
@@ -91,12 +91,12 @@ def _prepare(args: argparse.Namespace) -> "Corpus":
 
 def _sources(args: argparse.Namespace) -> "list[Source]":
     """Return the sources in order; neighbouring files are one source, with one held-out part."""
-    from torchtitan_lr.data.sources import STDLIB, STDLIB_DOCS, Source
+    from torchtitan_lr.data.sources import LIBRARIES, Source
 
     found: list[Source] = []
     tokens = None if args.tokens is None else int(args.tokens)
     for given in args.sources:
-        if given in (STDLIB, STDLIB_DOCS):
+        if given in LIBRARIES:
             found.append(Source(given, (), "SOURCE", tokens=tokens))
         elif given.startswith(HUB):
             source = Source("hf", (given.removeprefix(HUB),), "SOURCE", column=args.text_column)

@@ -30,16 +30,16 @@ from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.console.log import say
 from torchtitan_lr.console.progress import Preparing
 from torchtitan_lr.data.corpus import RECORD, Corpus
-from torchtitan_lr.data.sources import STDLIB, STDLIB_DOCS, Reader, Source, data_path
+from torchtitan_lr.data.sources import LIBRARIES, Reader, Source, data_path
 from torchtitan_lr.data.tokenize import signature_of, tokenize
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan_lr.titan.base import BaseTokenizer
 
-TRAINING = (STDLIB, "local", "prepared", "c4", "c4_validation", "hf", STDLIB_DOCS)
-VALIDATION = ("training", STDLIB, "local", "c4_validation", STDLIB_DOCS)
+TRAINING = (*LIBRARIES, "local", "prepared", "c4", "c4_validation", "hf")
+VALIDATION = ("training", *LIBRARIES, "local", "c4_validation")
 
 C4 = "allenai/c4"
 
@@ -194,7 +194,7 @@ def check_name(name: str, path: str | None, key: str) -> None:
     names, path_key = VALIDATION if key == "validation" else TRAINING, f"{key}.dataset_path"
     if name not in names:
         raise ConfigError(f"{key}.dataset", name, "one of " + ", ".join(names))
-    if name in (STDLIB, STDLIB_DOCS) and path:
+    if name in LIBRARIES and path:
         raise ConfigError(path_key, path, f"no path, or {key}.dataset = 'local'")
     needs = {
         "local": "a file, folder or pattern of .txt, .jsonl or .parquet",

@@ -36,7 +36,11 @@ from torchtitan_lr.data.held_out import SMALL_BYTES, USUAL_LIMIT, document_hash,
 from torchtitan_lr.data.pairs import COMPLETION, PROMPT, is_pair, parse_pair, question_of, text_of
 from torchtitan_lr.errors import ConfigError, DataError
 
-STDLIB, STDLIB_DOCS = "python_stdlib", "python_stdlib_docs"
+CPYTHON, STDLIB, STDLIB_DOCS = "cpython", "python_stdlib", "python_stdlib_docs"
+LIBRARIES = (CPYTHON, STDLIB, STDLIB_DOCS)
+
+CPYTHON_FILE = Path(__file__).parent / "assets" / "cpython" / "stdlib.jsonl.zst"
+"""The files of ``cpython``: lines of ``{"path": ..., "text": ...}``."""
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 MORE = " (.txt and .jsonl also with .gz or .zst)"
@@ -68,7 +72,7 @@ class Source:
     """What to read, and for what.
 
     Attributes:
-        name: ``python_stdlib``, ``python_stdlib_docs``, ``local`` or ``hf``.
+        name: ``cpython``, ``python_stdlib``, ``python_stdlib_docs``, ``local`` or ``hf``.
         paths: Files, folders or patterns (``local``); the dataset's name, as ``owner/name`` or
             ``owner/name@revision``, or its folder (``hf``).
         key: The TOML key of the paths, to name in errors.
@@ -147,7 +151,9 @@ class Reader:
         if source.name == "local":
             self.files = find_files(source.paths, source.key)
             self._root = Path(os.path.commonpath([file.parent for file in self.files]))
-        elif source.name.startswith(STDLIB):
+        elif source.name == CPYTHON:
+            self.files = [CPYTHON_FILE]
+        elif source.name in LIBRARIES:
             self._root = Path(sysconfig.get_path("stdlib"))
             self.files = library_files(self._root)
         self.pairs = source.name == STDLIB_DOCS or self._holds_pairs()
@@ -184,7 +190,7 @@ class Reader:
         """
         if self.source.name == "hf":
             yield from self._dataset(position)
-        elif self.source.name.startswith(STDLIB):
+        elif self.source.name in LIBRARIES:
             yield from self._library(position or 0)
         else:
             index, rest = position or (0, None)
@@ -340,15 +346,31 @@ class Reader:
             raise DataError(self.source.key, str(path), want) from error
 
     def _library(self, position: int) -> Iterator[Piece]:
-        """Read the library's files from the one at ``position``."""
-        files = self.files[position:]
-        for held_out, group in groupby(files, lambda file: _is_held_out_file(self._root, file)):
-            for texts in _grouped(map(self._module, group)):
-                position += len(texts)
-                read = (self.size or 0) * position // len(self.files)
-                yield Piece(STDLIB, "modules", texts, position, held_out=held_out, read=read)
+        """Read the library's files from the one at ``position``.
 
-    def _module(self, path: Path) -> str:
+        Those to train on come first, both parts in the order of their hashes. In the order of the
+        names, one batch would be all asyncio and the next all character tables.
+        """
+        found: list[tuple[int, Any]]
+        if self.source.name == CPYTHON:
+            records = (
+                line for data, _ in _whole_lines(CPYTHON_FILE, 0) for line in data.split(b"\n")
+            )
+            texts = (json.loads(record) for record in records if record)
+            found = [(_path_hash(text["path"]), text["text"]) for text in texts]
+        else:
+            root = self._root
+            found = [(_path_hash(path.relative_to(root).as_posix()), path) for path in self.files]
+        found.sort(key=lambda file: (file[0] % 20 == 0, file[0]))
+        for held_out, group in groupby(found[position:], lambda file: file[0] % 20 == 0):
+            for some in _grouped(self._module(file) for _, file in group):
+                position += len(some)
+                read = (self.size or 0) * position // len(found)
+                yield Piece(STDLIB, "modules", some, position, held_out=held_out, read=read)
+
+    def _module(self, path: Path | str) -> str:
+        if isinstance(path, str):
+            return path
         try:
             return path.read_bytes().decode("utf-8", errors="replace")
         except OSError as error:
@@ -445,10 +467,7 @@ EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_t
 
 
 def library_files(root: Path) -> list[Path]:
-    """Return the non-empty .py files of a library: those to train on, then the held-out ones.
-
-    Both are in the order of their hashes. In the order of the names, one batch would be all asyncio
-    and the next all character tables.
+    """Return the non-empty .py files of a library.
 
     Raises:
         ConfigError: The interpreter has no library sources (some builds omit them).
@@ -460,17 +479,13 @@ def library_files(root: Path) -> list[Path]:
         # Skip broken links and empty files.
         found += [path for path in paths if path.is_file() and path.stat().st_size]
     if not found:
-        want = f"an interpreter with library sources (none under {root}), or 'local'"
+        want = f"an interpreter with library sources (none under {root}), or 'cpython'"
         raise ConfigError("training.dataset", STDLIB, want)
-    return sorted(found, key=lambda path: (_is_held_out_file(root, path), _path_hash(root, path)))
+    return found
 
 
-def _path_hash(root: Path, path: Path) -> int:
-    return int(hashlib.sha256(path.relative_to(root).as_posix().encode()).hexdigest(), 16)
-
-
-def _is_held_out_file(root: Path, path: Path) -> bool:
-    return _path_hash(root, path) % 20 == 0
+def _path_hash(relative_path: str) -> int:
+    return int(hashlib.sha256(relative_path.encode()).hexdigest(), 16)
 
 
 def _whole_lines(path: Path, begin: int) -> Iterator[tuple[bytes, int]]:

@@ -38,7 +38,7 @@ from torchtitan_lr.data.sources import Bad, Piece, Reader
 from torchtitan_lr.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan_lr.titan.base import BaseTokenizer
 
 JOURNAL = "preparing.json"
 BAD_RECORDS = "bad_records.txt"
