@@ -153,8 +153,8 @@ def encoded(
                 ids = np.array(tokenizer.encode(text, add_bos=True, add_eos=True), dtype=np.int64)
                 yield Document(ids, len(text.encode("utf-8", errors="replace")))
                 continue
-            ids = pairs.encode(text)
-            yield Document(np.where(ids < 0, ~ids, ids), 0, ids >= 0)
+            pair = pairs.encode(text)
+            yield Document(np.where(pair < 0, ~pair, pair), 0, (pair >= 0).astype(np.int64))
 
 
 def prepared(corpora: Sequence[Corpus], tokenizer: BaseTokenizer) -> Iterator[Document]:

@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Pairs and chats for fine-tuning, with loss on the answers alone.
 
-A record is ``{"prompt": ..., "completion": ...}`` or ``{"messages": [...]}``. It is checked and made
-canonical JSON where it is read, and encoded where it is prepared. A token that is no label is
+A record is ``{"prompt": ..., "completion": ...}`` or ``{"messages": [...]}``. It is checked and
+made canonical JSON where it is read, and encoded where it is prepared. A token that is no label is
 encoded as its complement ``~t``, which is negative; on disk the two are tokens and a loss mask.
 """
 
