@@ -10,8 +10,8 @@ from torch.distributed.tensor import Shard
 
 import torchtitan_lr.training.register  # noqa: F401  # the models, as the default module does
 from torchtitan_lr.formulas.parameters import ranked_sides
-from torchtitan_lr.formulas.plans.formula import PlanFormula, forward
-from torchtitan_lr.formulas.plans.registry import register_formula
+from torchtitan_lr.formulas.tensor_parallel import FORMULAS, PlanFormula
+from torchtitan_lr.formulas.traffic import forward
 from torchtitan_lr.models.marks import keep
 from torchtitan_lr.parallel.tensor import plan, plans
 from torchtitan_lr.parallel.tensor.collectives import gather_replicated
@@ -47,7 +47,6 @@ class Gathered(plan.TensorParallelPlan):
 
 
 class GatheredFormula(PlanFormula):
-    name = "gathered"
     shards_heads = False
 
     def block(self, shape, settings, n, ranks, column_multiple):
@@ -59,4 +58,4 @@ class GatheredFormula(PlanFormula):
 
 
 plans.register_plan(Gathered())
-register_formula(GatheredFormula())
+FORMULAS["gathered"] = GatheredFormula()

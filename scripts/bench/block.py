@@ -33,7 +33,7 @@ from scripts.bench.harness import median_ms
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.formulas.flops import layer_flops
-from torchtitan_lr.formulas.plans.registry import FORMULAS
+from torchtitan_lr.formulas.tensor_parallel import FORMULAS
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Time one exchange of a gradient by each codec, in seconds and in seconds per MB (TAGC, Table 2).
+"""Time a gradient's exchange by each codec and dense, in seconds and per MB (TAGC, Table 2).
 
 Every rank has a gradient of ``--megabytes`` and receives the sum of its shard. The time includes
 the selection of entries, encoding, the collectives, decoding and the residual, but no model.
@@ -20,10 +20,14 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lr.commands.parser import OneLineParser
-from torchtitan_lr.compression.codecs import CODECS, codec_bits
 from torchtitan_lr.compression.compressor import Compressor, Span
-from torchtitan_lr.compression.sizes import LEVELS
-from torchtitan_lr.config.methods import GradCompression
+from torchtitan_lr.compression.sizes import (
+    LEVELS,
+    CodecSizes,
+    bits_per_entry,
+    peels,
+    smallest_theta,
+)
 from torchtitan_lr.console.tables import text_table
 
 NAMES = ("dense", "sketch", "sparse")
@@ -52,24 +56,28 @@ def _bench(name: str, options: argparse.Namespace, device: torch.device) -> dict
     """Return the seconds per exchange (the slowest rank's median) and the bytes sent."""
     ranks = dist.get_world_size()
     c, theta = LEVELS[options.level]
-    kind = CODECS[name]
-    sizes = kind.resolve(GradCompression(auto=True), c, theta if kind.lossy else 0.0, ranks)
+    if name == "sketch" and ranks > 1 and not peels(c, theta, ranks):
+        theta = smallest_theta(c, ranks)
     m = round(options.megabytes * 1e6 / 4 / ranks)
     group = dist.group.WORLD
     assert group is not None
-    compressor = Compressor(name, sizes, [Span(m, True)], group, device)
     gradient = torch.randn(ranks, m, device=device, generator=_generator(device))
-    times = [
-        _seconds(lambda: compressor.reduce_rows(gradient.clone()), device)
-        for _ in range(options.repeats + 2)
-    ]
+    sizes, own = CodecSizes(name, c, theta), torch.empty(m, device=device)
+    compressor = Compressor(name, sizes, [Span(m, True)], group, device)
+
+    def call() -> None:
+        if name == "dense":
+            dist.reduce_scatter_tensor(own, gradient.flatten())
+        else:
+            compressor.reduce_rows(gradient.clone())
+
+    times = [_seconds(call, device) for _ in range(options.repeats + 2)]
     slowest = torch.tensor(median(times[2:]), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     seconds = float(slowest)
-    bits = sum(codec_bits(sizes).values())
     return {
-        "theta": sizes.theta,
-        "bits": bits,
+        "theta": 0.0 if name == "dense" else theta,
+        "bits": 32.0 if name == "dense" else bits_per_entry(sizes),
         "seconds": seconds,
         "seconds_per_MB": seconds / (m * ranks * 4 / 1e6),
     }

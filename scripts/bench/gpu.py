@@ -36,11 +36,9 @@ import torchtitan_lr.training.register  # noqa: F401
 from scripts.bench.harness import in_turns, machine, median_ms
 from scripts.bench.peers import Runner, Workload
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
-from torchtitan_lr.compression.codecs import CODECS
 from torchtitan_lr.compression.compressor import Compressor, Span
-from torchtitan_lr.compression.sizes import LEVELS
+from torchtitan_lr.compression.sizes import LEVELS, CodecSizes
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.config.methods import GradCompression
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.formulas.flops import flops_per_token
@@ -227,9 +225,8 @@ def codec(device: str, small: bool) -> Rows:
     c, theta = LEVELS["10x"]
     rows = []
     try:
-        for name in ("dense", "sketch", "sparse"):
-            kind = CODECS[name]
-            sizes = kind.resolve(GradCompression(auto=True), c, theta if kind.lossy else 0.0, 1)
+        for name in ("sketch", "sparse"):
+            sizes = CodecSizes(name, c, theta)
             compressor = Compressor(name, sizes, [Span(entries, True)], group, torch.device(device))
             call: Callable[[], object] = lambda box=compressor: box.reduce_rows(gradient.clone())  # type: ignore[misc]  # noqa: E731
             milliseconds = median_ms(call, device, 3 if small else 10)

@@ -121,7 +121,7 @@ def draw_row(axes: Any, parts: tuple[Part, ...], title: str) -> None:
 def draw_volumes(axes: Any) -> None:
     """Draw the elements sent per token, in both passes, under every plan."""
     # Imported late, because torchtitan takes seconds to import and --help must be fast.
-    from torchtitan_lr.formulas.communication import block_traffic
+    from torchtitan_lr.formulas.tensor_parallel import block_traffic
     from torchtitan_lr.formulas.traffic import count
     from torchtitan_lr.models.flavors import FLAVORS
     from torchtitan_lr.parallel.tensor.plans import PLANS, TPSettings

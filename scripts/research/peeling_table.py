@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.commands.parser import OneLineParser
-from torchtitan_lr.compression.peeling import PEELING_LIMIT, peels, smallest_theta, union_density
-from torchtitan_lr.compression.sizes import LEVELS
+from torchtitan_lr.compression.sizes import LEVELS, PEELING_LIMIT, peels, smallest_theta
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.training.figures import new_figure
 
@@ -68,7 +67,7 @@ def level_table(entries: int, trials: int) -> list[dict[str, Any]]:
                         "level": level,
                         "theta": theta,
                         "published": theta == published,
-                        "load": c * union_density(ranks, theta),
+                        "load": c * (1 - theta**ranks),
                         "accepted": peels(c, theta, ranks),
                         "whole": sum(r["peeled"] == 1 for r in results) / trials,
                         "peeled": sum(r["peeled"] for r in results) / trials,

@@ -24,7 +24,6 @@ HSDP = ["--parallelism.data_parallel_replicate_degree=2"]
 ACCUMULATE = ["--training.local_batch_size=1"]
 EVERYTHING = ["--grad_compression.level=custom", "--grad_compression.theta=0"]
 LEFT_OUT = {
-    "dense": ["--grad_compression.codec=dense"],
     "sparse": ["--grad_compression.codec=sparse", *EVERYTHING],
     "sketch": ["--grad_compression.codec=sketch", *EVERYTHING, "--grad_compression.c=0.5"],
 }
@@ -65,7 +64,6 @@ def test_metrics_tell_what_compression_did(four_ranks: RankPool) -> None:
         assert record["grad_compression/sparsity"] >= 0.9875
         assert record["grad_compression/sparsity"] < 0.99
         assert record["grad_compression/unpeeled_share"] < 0.01
-        assert record["grad_compression/index_collisions"] == 0
     norms = [record["grad_compression/residual_norm"] for record in records]
     assert norms == sorted(norms) and norms[0] > 0  # it fills up in the first steps
     counted = four_ranks.run(train, dense, "", "", False)[0]

@@ -25,8 +25,8 @@ from tests.support.parity_cases import (
     tp_mesh,
 )
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.formulas.communication import model_traffic
 from torchtitan_lr.formulas.data_parallel import DataParallel, data_parallel_traffic
+from torchtitan_lr.formulas.tensor_parallel import model_traffic
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.ledger.comparison import compare, differences
 from torchtitan_lr.ledger.ledger import COUNTS, CommLedger, mesh_dims_of

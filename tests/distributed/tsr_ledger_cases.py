@@ -12,7 +12,6 @@ from torchtitan_lr.formulas.tsr_traffic import (
     TSRMatrix,
     TSRMesh,
     TSRStep,
-    sketch_width,
     tsr_traffic,
 )
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
@@ -71,9 +70,10 @@ def splits(name: str, transposed: bool, mesh: TSRMesh) -> dict[str, tuple[str, .
     return {"row_split": tuple(by_dim[rows]), "column_split": tuple(by_dim[columns])}
 
 
-def own_iterations(name: str, settings: TSRSettings) -> int | None:
+def own_iterations(name: str, settings: TSRSettings) -> int:
     own = settings.vocabulary_power_iterations
-    return own if own >= 0 and name in ("tok_embeddings.weight", "output.weight") else None
+    of_vocabulary = own >= 0 and name in ("tok_embeddings.weight", "output.weight")
+    return own if of_vocabulary else settings.power_iterations
 
 
 def expected(
@@ -87,7 +87,7 @@ def expected(
             p.columns,
             p.rank,
             # The formula's own width: the plan's is what is to be checked.
-            sketch_width((p.rows, p.columns), p.rank, settings.oversampling),
+            min(p.rank + settings.oversampling, p.rows, p.columns),
             two_sided=p.two_sided,
             power_iterations=own_iterations(name, settings),
             **splits(name, p.transposed, mesh),
@@ -100,12 +100,8 @@ def expected(
             parts = [d for d in mesh.sharding if d == "fsdp" or len(shape) == 2]
             size = torch.Size(shape).numel()
             dense.append(size // torch.Size([mesh.sharding[d] for d in parts]).numel())
-    step = TSRStep(
-        settings.power_iterations,
-        settings.refresh,
-        settings.moments == "rotate",
-        settings.overlap_buckets,
-    )
+    rotates = settings.moments == "rotate"
+    step = TSRStep(settings.refresh, rotates, settings.overlap_buckets)
     dtypes = {
         "core": "float32",
         "gradient": "float32",

@@ -16,10 +16,14 @@ from torch import Tensor
 
 from tests.support.codecs import exchange_in_process
 from torchtitan_lr.compression.codecs import SketchCodec, SparseCodec
-from torchtitan_lr.compression.codecs.hashing import cells_and_signs
-from torchtitan_lr.compression.codecs.sketch import insert, peel, peel_remaining
-from torchtitan_lr.compression.peeling import HASH_ROWS, sketch_row, smallest_theta
-from torchtitan_lr.compression.sizes import kept_entries, verdict_block
+from torchtitan_lr.compression.codecs.sketch import cells_and_signs, insert, peel, peel_remaining
+from torchtitan_lr.compression.sizes import (
+    HASH_ROWS,
+    kept_entries,
+    sketch_row,
+    smallest_theta,
+    verdict_block,
+)
 
 W, M, SEED = 3, 1501, 7
 C = 4

@@ -60,10 +60,9 @@ def test_a_read_is_noticed(read: Callable[[Tensor], Any], unread_device: torch.d
         assert (x + 1).device == x.device
 
 
-CODECS = [SparseCodec(0.9), *(SketchCodec(2, 4, 0.9, i) for i in ("exact", "sum1"))]
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=["sparse", "exact", "sum1"])
+@pytest.mark.parametrize(
+    "codec", [SparseCodec(0.9), SketchCodec(2, 4, 0.9)], ids=["sparse", "sketch"]
+)
 def test_codecs(codec: Codec, unread_device: torch.device) -> None:
     rows = torch.ones(2, 1001, device=unread_device)
     with torch.compiler.set_stance("force_eager" if unread_device.type == "meta" else "default"):

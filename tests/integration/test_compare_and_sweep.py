@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.integration import runs
-from torchtitan_lr.formulas.communication import model_traffic
+from torchtitan_lr.formulas.tensor_parallel import model_traffic
 from torchtitan_lr.launch.processes import child_pids
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.tensor.plans import TPSettings

@@ -4,10 +4,10 @@
 from dataclasses import dataclass
 
 from torchtitan_lr.formulas.flops import FORWARD_AND_BACKWARD, layer_flops
-from torchtitan_lr.formulas.parameters import ModelShape, attention_sides, feed_forward_sides
-from torchtitan_lr.formulas.plans.formula import PlanFormula
-from torchtitan_lr.formulas.plans.registry import UNSPLIT, formula_of
-from torchtitan_lr.formulas.traffic import PlanSettings
+from torchtitan_lr.formulas.parameters import attention_sides, feed_forward_sides
+from torchtitan_lr.formulas.tensor_parallel import UNSPLIT, PlanFormula, formula_of
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.parallel.tensor.plan import TPSettings
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Split:
     """
 
     degree: int = 1
-    settings: PlanSettings | None = None
+    settings: TPSettings | None = None
 
     @property
     def formula(self) -> PlanFormula:
@@ -29,7 +29,7 @@ class Split:
 
 
 def kept_bytes(
-    shape: ModelShape,
+    shape: LlamaArgs,
     tokens: int,
     n_heads: int,
     element_size: int,
@@ -39,8 +39,9 @@ def kept_bytes(
     """Return the bytes that one block saves for backward under low-rank checkpointing, per rank.
 
     The block's input and the seven latents: nd + 7nr elements (the residual in the middle of the
-    block, the second nd of CoLA's Table 4, is made again from the o latent). `PlanFormula.kept`
-    says what these are on one of T ranks.
+    block, the second nd of CoLA's Table 4, is made again from the o latent). A rank that shards the
+    stream keeps nd/T and the statistics of two norms, one that shards latents 7nr/T. BTP's token
+    shards keep 7nr/T latents, and 7nr gathered ones: gathering again would communicate.
 
     Args:
         shape: Shape and family of the model; low-rank.
@@ -53,8 +54,17 @@ def kept_bytes(
     """
     formula, t = split.formula, split.degree
     statistic_size = max(4, element_size)
-    kept = formula.kept(shape, split.settings, tokens, t)
-    size = kept.activations * element_size + kept.statistics * statistic_size
+    latents = tokens * (4 * shape.rank_attention + 3 * shape.rank_ffn)
+    stream, statistics = tokens * shape.dim, 0
+    if formula.shards_latents:
+        latents //= t
+    if formula.shards_stream:
+        assert split.settings is not None
+        sequence = split.settings.comm == "sequence"
+        stream, latents = stream // t, latents + (latents // t if sequence else 0)
+        online = sequence and split.settings.norm == "online"
+        statistics = 2 * tokens // (t if online else 1)
+    size = (stream + latents) * element_size + statistics * statistic_size
     if save_attention:
         shards = t if formula.shards_heads else 1
         size += tokens * shape.dim // shards * element_size
@@ -63,7 +73,7 @@ def kept_bytes(
 
 
 def recompute_flops(
-    shape: ModelShape, seq_len: int, save_attention: bool = False, tp_degree: int = 1
+    shape: LlamaArgs, seq_len: int, save_attention: bool = False, tp_degree: int = 1
 ) -> int:
     """Return the FLOPs that low-rank checkpointing recomputes per block, sequence and rank.
 
@@ -87,7 +97,7 @@ def recompute_flops(
     return flops // tp_degree
 
 
-def layer_recompute_flops(shape: ModelShape, seq_len: int, tp_degree: int = 1) -> int:
+def layer_recompute_flops(shape: LlamaArgs, seq_len: int, tp_degree: int = 1) -> int:
     """Return the FLOPs of recomputing a whole block's forward pass (full checkpointing).
 
     (22 + 6·d_ff/d)·ndr + 4n²d with equal ranks and multi-head attention.

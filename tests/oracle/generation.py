@@ -8,20 +8,17 @@ parts of the vocabulary, a score and an id each.
 
 from dataclasses import replace
 
-from torchtitan_lr.formulas.communication import (
-    block_traffic,
-    embedding_traffic,
-    head_traffic,
-)
-from torchtitan_lr.formulas.parameters import ModelShape
-from torchtitan_lr.formulas.traffic import PlanSettings, Traffic, merge
+from torchtitan_lr.formulas.tensor_parallel import FORMULAS, block_traffic, head_traffic
+from torchtitan_lr.formulas.traffic import Traffic, merge
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.parallel.tensor.plan import TPSettings
 
 CANDIDATE_BYTES = 8
 """Scores and ids are sent in fp64, which holds both exactly."""
 
 
 def pass_traffic(
-    shape: ModelShape, settings: PlanSettings, tp_degree: int, rows: int, tokens: int
+    shape: LlamaArgs, settings: TPSettings, tp_degree: int, rows: int, tokens: int
 ) -> list[Traffic]:
     """Return the tensor-parallel collectives of one pass, without the exchange of candidates.
 
@@ -37,7 +34,7 @@ def pass_traffic(
     """
     if tp_degree == 1:
         return []
-    found = [*embedding_traffic(shape, settings, rows * tokens)]
+    found = [*FORMULAS[settings.plan].embedding(shape, settings, rows * tokens)]
     found += [*head_traffic(shape, settings, rows)]
     for i in range(shape.n_layers):
         block = block_traffic(shape, settings, rows * tokens, first_block=i == 0, ranks=tp_degree)
@@ -46,8 +43,8 @@ def pass_traffic(
 
 
 def pass_bytes(
-    shape: ModelShape,
-    settings: PlanSettings,
+    shape: LlamaArgs,
+    settings: TPSettings,
     tp_degree: int,
     rows: int,
     tokens: int,

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchtitan_lr.formulas.parameters import (
-    ModelShape,
     attention_sides,
     count_parameters,
     feed_forward_sides,
 )
-from torchtitan_lr.formulas.tsr_traffic import sketch_elements, sketch_width
+from torchtitan_lr.models.args import LlamaArgs
 
 Side = tuple[int, int]
 """Rows and columns of a matrix."""
@@ -63,13 +62,13 @@ class Cost:
     memory: float
 
 
-def linear_sides(shape: ModelShape) -> list[Side]:
+def linear_sides(shape: LlamaArgs) -> list[Side]:
     """Return the sides of all full-rank linears: attention first, then the feed-forward."""
     layers = shape.n_layers
     return attention_sides(shape) * layers + feed_forward_sides(shape) * layers
 
 
-def honest_tsr(shape: ModelShape, tsr: TSRShape) -> Cost:
+def honest_tsr(shape: LlamaArgs, tsr: TSRShape) -> Cost:
     """Return TSR-Adam's cost with everything counted; weights, moments and bases in fp32.
 
     Args:
@@ -109,13 +108,14 @@ def refresh_elements(side: Side, rank: int, tsr: TSRShape) -> int:
         tsr: p, q and the choice between sketch and dense.
     """
     m, n = side
-    sketch = sketch_elements(m, n, sketch_width(side, rank, tsr.oversampling), tsr.power_iterations)
+    width = min(rank + tsr.oversampling, m, n)
+    sketch = (1 + tsr.power_iterations) * (m + n) * width
     return {"sketch": sketch, "dense": m * n, "auto": min(sketch, m * n)}[tsr.refresh]
 
 
-def _vectors(shape: ModelShape) -> int:
+def _vectors(shape: LlamaArgs) -> int:
     return (2 * shape.n_layers + 1) * shape.dim
 
 
-def _parameters(shape: ModelShape) -> int:
+def _parameters(shape: LlamaArgs) -> int:
     return count_parameters(shape).total

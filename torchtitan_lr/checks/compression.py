@@ -10,7 +10,6 @@ from torchtitan_lr.compression.settings import (
     exchanging_ranks,
     is_compressed,
 )
-from torchtitan_lr.compression.sizes import CodecSizes
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.configured import llama_args, model_shapes
 
@@ -24,40 +23,29 @@ def check_grad_compression(config: Any, world_size: int, device_type: str) -> No
     if not compresses(config):
         return
     _check_layout(config, world_size)
-    # Imported late because it imports torch.
-    from torchtitan_lr.compression.codecs import CODECS
-
     ranks = exchanging_ranks(config, world_size)
     section = config.grad_compression
     settings = compression_settings(config, ranks)
-    codec = CODECS[section.codec]
-    if not codec.lossy:
-        return
     args = llama_args(config)
     if args is None:  # another package's model: the ranks check it
         return
     sizes = {name: math.prod(shape) for name, shape in model_shapes(args).items()}
     if not any(is_compressed(name, size, settings) for name, size in sizes.items()):
         _refuse_empty_selection(section)
-    if codec.size_limit and ranks > 1:
-        _check_unit_sizes(config, world_size, settings.codec)
+    if section.codec == "sketch" and ranks > 1:
+        _check_unit_sizes(config, world_size)
 
 
-def _check_unit_sizes(config: Any, world_size: int, asked: CodecSizes) -> None:
-    """Check that at least one unit is large enough for its codec."""
+def _check_unit_sizes(config: Any, world_size: int) -> None:
+    """Check that at least one unit is large enough for a sketch to peel."""
     # Imported late because they import torch, models and plans.
-    from torchtitan_lr.compression.codecs import CODECS
     from torchtitan_lr.estimate.run import read_run
     from torchtitan_lr.estimate.traffic import exchanged_units
 
     units = exchanged_units(read_run(config, world_size))
-    if not any(unit.compressed and codec == asked for _, unit, codec in units):
-        others = [name for name, kind in CODECS.items() if kind.lossy and not kind.size_limit]
-        want = (
-            f"{' or '.join(map(repr, [*others, 'none']))}: every unit of this selection is too "
-            f"small for {CODECS[asked.name].size_limit}"
-        )
-        raise ConfigError("grad_compression.codec", asked.name, want)
+    if not any(unit.compressed for _, unit in units):
+        want = "'sparse' or 'none': every unit of this selection is too small for a sketch to peel"
+        raise ConfigError("grad_compression.codec", "sketch", want)
 
 
 def _check_ranges(section: Any) -> None:

@@ -13,25 +13,23 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
-from torchtitan_lr.compression.codecs import Steps, build_codec, complete, exchange, gather
-from torchtitan_lr.compression.codecs.bitmap import pack, unpack
-from torchtitan_lr.compression.codecs.hashing import step_seed
+from torchtitan_lr.compression.codecs import build_codec
+from torchtitan_lr.compression.codecs.base import Steps, complete, exchange, gather
+from torchtitan_lr.compression.codecs.entries import pack, unpack
+from torchtitan_lr.compression.codecs.sketch import step_seed
 from torchtitan_lr.compression.sizes import (
-    VALUE_BYTES,
+    ROLE_BYTES,
     CodecSizes,
+    Unit,
     candidates,
-    exchange_unit,
     sent_bytes,
     spreads_packed,
 )
 
-COUNTS = ("sent", "unpeeled", "indexed", "collisions")
+COUNTS = ("sent", "unpeeled", "indexed")
 """The entries of `Compressor.counts`, in order."""
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,8 @@ class Compressor:
 
     Attributes:
         exchanges: Number of exchanges so far.
-        has_residual: Whether the codec can leave entries unsent.
         measuring: Whether the next exchange also counts.
-        counts: The last counts, fp64 (4,), see `COUNTS`; None without a measurement.
+        counts: The last counts, fp64 (3,), see `COUNTS`; None without a measurement.
         before_writing: Called before an exchange writes to the `residual`, which a checkpoint
             may be copying.
     """
@@ -82,14 +79,14 @@ class Compressor:
         self.residual_dtype, self.revocable = residual_dtype, revocable
         ranks = group.size()
         self.compressed_size = sum(span.size for span in spans if span.compressed)
+        owned = -(-self.compressed_size // ranks) if all_reduce else self.compressed_size
         dense = sum(span.size for span in spans) - self.compressed_size
+        self.unit = Unit(ranks, owned, dense)
         self.codec = build_codec(sizes, ranks)
-        self.has_residual = self.codec.lossy and self.compressed_size > 0
-        self.unit = exchange_unit(self.compressed_size, dense, ranks, self.has_residual, all_reduce)
         self.exchanges = 0
         self.measuring = False
         self.counts: Tensor | None = None
-        self.before_writing: Callable[[], None] = _nothing
+        self.before_writing: Callable[[], None] = lambda: None
         self._residual: Tensor | None = None
         self._spare: Tensor | None = None  # swapped with the residual by commit
         self._waits = False  # whether the spare one is the residual if the step is taken
@@ -121,10 +118,8 @@ class Compressor:
     def bytes_saved(self) -> int:
         """Return the bytes that this rank saves per exchange by compression."""
         entries = sum(span.size for span in self.spans)
-        whole = VALUE_BYTES * entries * (1 if self.all_reduce else self.unit.ranks)
-        m = self.unit.compressed
-        message = sum(self.codec.message_bytes(m).values()) if m else 0
-        return whole - sent_bytes(self.unit, self.sizes, message, self.all_reduce)
+        whole = ROLE_BYTES["gradient"] * entries * (1 if self.all_reduce else self.unit.ranks)
+        return whole - sent_bytes(self.unit, self.sizes, self.all_reduce)
 
     def reduce_rows(self, rows: Tensor, dense: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Run `exchange_rows` to its end; arguments and results are the same."""
@@ -151,24 +146,20 @@ class Compressor:
         """
         seed = step_seed(self.seed, self.name, self.exchanges)
         self.exchanges += 1
-        if self.has_residual:
-            rows += self._pending_residual()
+        rows += self._pending_residual()
         message = self.codec.encode(rows, seed)
         if dense is not None and dense.numel():
             message.summed["dense"] = dense
         received = yield from exchange(message, self.group)
         decoded = self.codec.decode(received, rows.shape[1], seed)
-        if self.has_residual:
-            verdicts = None
-            if decoded.verdict is not None:
-                verdicts = yield from gather(decoded.verdict, self.group)
-            self._keep(self.codec.unsent(rows, message, verdicts))
+        verdicts = None
+        if decoded.verdict is not None:
+            verdicts = yield from gather(decoded.verdict, self.group)
+        self._keep(self.codec.unsent(rows, message, verdicts))
         if self.measuring:
-            sent = rows if message.values is None else message.values
-            counts = {name: value.double() for name, value in decoded.counts.items()}
-            counts["sent"] = sent.count_nonzero().double()
-            zero = torch.zeros((), dtype=torch.float64, device=rows.device)
-            self.counts = torch.stack([counts.get(name, zero) for name in COUNTS])
+            counts = {"sent": message.values.count_nonzero(), **decoded.counts}
+            zero = torch.zeros((), device=rows.device)
+            self.counts = torch.stack([counts.get(name, zero).double() for name in COUNTS])
         return decoded.total, received.get("dense", rows.new_empty(0))
 
     def _pending_residual(self) -> Tensor:
@@ -201,19 +192,21 @@ class Compressor:
             (W·m,), bitwise equal on every rank.
         """
         w, m = self.unit.ranks, self.unit.compressed
-        if not spreads_packed(self.unit, self.sizes):
+        if not spreads_packed(self.unit, self.sizes.theta):
             return (yield from gather(total, self.group)).flatten()
         sent = candidates(w, m, self.sizes.theta)
         marked = total != 0
         positions = marked.nonzero_static(size=sent, fill_value=m).flatten()
         index = yield from gather(pack(marked), self.group)
         # Index m is padding.
-        padded = torch.nn.functional.pad(total, (0, 1))
-        values = yield from gather(padded[positions], self.group)
-        whole = total.new_zeros(w, m + 1)
-        for row, packed, own in zip(whole, index, values, strict=True):
-            places = unpack(packed, m).nonzero_static(size=sent, fill_value=m).flatten()
-            row.index_copy_(0, places, own)
+        values = yield from gather(pad(total, (0, 1))[positions], self.group)
+        marks = unpack(index, m)
+        # Each row gets marks behind its end, up to `sent` in all: then all rows have equally many,
+        # and their positions are found at once, in as many kernels for any number of ranks.
+        missing = sent - marks.sum(1, keepdim=True)
+        filled = torch.cat([marks, torch.arange(sent, device=total.device) < missing], 1)
+        places = filled.flatten().nonzero_static(size=w * sent).view(w, sent) % (m + sent)
+        whole = total.new_zeros(w, m + 1).scatter_(1, places.clamp(max=m), values)
         return whole[:, :m].flatten()
 
 

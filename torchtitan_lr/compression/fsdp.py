@@ -3,11 +3,12 @@
 
 Without replicas, the reduce-scatter over the shards is compressed. HSDP shards within a host and
 compresses the exchange between hosts: `fully_shard` gets the shard mesh only, and after its plain
-reduce-scatter a hook sums the shards over the replicas. Both run beside backward (`Beside`), and in
-a process group in which FSDP2 gathers no weights. Only the last micro-batch of a step communicates.
+reduce-scatter a hook sums the shards over the replicas. Both overlap with backward
+(`ExchangeOverlap`), in a process group in which FSDP2 gathers no weights. Only the last micro-batch
+of a step communicates.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,23 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan_lr.compat.collectives import reduce_scatter, second_group
 from torchtitan_lr.compat.fsdp import ReduceScatter, reads_sums_at_once, unit_parameters
 from torchtitan_lr.compat.names import clean_name
-from torchtitan_lr.compression.beside import Beside, finish
-from torchtitan_lr.compression.codecs import (
-    CODECS,
-    Steps,
-    Works,
-    build_codec,
-    codec_bits,
-    unit_codec,
-)
+from torchtitan_lr.compression.codecs.base import Steps, Works
 from torchtitan_lr.compression.compressor import Compressor, Span, join_spans, split_spans
-from torchtitan_lr.compression.settings import (
-    CompressionSettings,
-    describe_selection,
-    is_compressed,
-    merged,
-)
-from torchtitan_lr.compression.sizes import CodecSizes
+from torchtitan_lr.compression.overlap import ExchangeOverlap, finish
+from torchtitan_lr.compression.settings import CompressionSettings, is_compressed, merged
+from torchtitan_lr.compression.sizes import bits_per_entry, exchange_unit
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan import logger
 
@@ -48,24 +37,37 @@ FSDP2 has it too, in private fields, which a run without compression must not re
 
 
 class UnitExchange:
-    """A unit's exchange of gradients, which may run beside backward.
+    """A unit's exchange of gradients, which may overlap with backward.
 
     Args:
         compressor: The unit's compressor.
-        beside: The model's exchanges; None to end each one before the call returns.
+        overlap: The model's exchanges; None to end each one before the call returns.
         unit: The unit, whose sums may be written later; None likewise.
     """
 
     def __init__(
-        self, compressor: Compressor, beside: Beside | None = None, unit: FSDPModule | None = None
+        self,
+        compressor: Compressor,
+        overlap: ExchangeOverlap | None = None,
+        unit: FSDPModule | None = None,
     ) -> None:
         self.compressor, self.unit = compressor, unit
-        self.beside = beside or Beside(compressor.device)
+        self.overlap = overlap or ExchangeOverlap(compressor.device)
 
     def run(self, steps: Steps[None], sums: Tensor, *inputs: Tensor) -> None:
-        """Run an exchange that writes `sums` (s,); the inputs live until it has ended."""
+        """Run an exchange that writes `sums` (s,); the inputs live until it has ended.
+
+        Raises:
+            RuntimeError: A tensor of the unit has no gradient.
+        """
+        expected = sum(span.size for span in self.compressor.spans)
+        if sums.numel() != expected:
+            raise RuntimeError(
+                f"{self.compressor.name}: {sums.numel()} gradients a rank instead of {expected}: "
+                "a tensor of this unit took no part in the step"
+            )
         later = self.unit is not None and not reads_sums_at_once(self.unit, sums)
-        self.beside.run(steps, self.resume, [sums, *inputs], later)
+        self.overlap.run(steps, self.resume, [sums, *inputs], later)
 
     def resume(self, steps: Steps[None], works: Works) -> None:
         """End an exchange; the ledger attributes its collectives to this unit."""
@@ -99,8 +101,8 @@ class CompressedReduceScatter(UnitExchange, ReduceScatter):
         Raises:
             RuntimeError: Other arguments, or a tensor of the unit without gradient.
         """
-        _require_sum(op, async_op)
-        _require_size(self.compressor, output_tensor)
+        if op != dist.ReduceOp.SUM or async_op:
+            raise RuntimeError(f"compressed gradients are summed, synchronously; asked for {op}")
         if not self.compressor.compressed_size:
             reduce_scatter(output_tensor, input_tensor, group=group)
             return None
@@ -119,13 +121,18 @@ class CompressedAllReduce(UnitExchange):
 
     def __call__(self, shard: Tensor) -> None:
         """Sum the shard (s,) over the replicas."""
-        _require_size(self.compressor, shard)
-        _hold_for_this_stream(shard)
+        if shard.device.type != "cpu":
+            # FSDP2 allocates the shard on its reduce-scatter stream and calls the hook on its
+            # all-reduce stream. If gradients are stored in another dtype than they are summed in,
+            # it frees the shard when the cast is queued; it holds the shard only for its own
+            # all-reduce. The next unit's reduce-scatter could overwrite a shard that is still
+            # being summed.
+            shard.record_stream(torch.get_device_module(shard.device).current_stream())
         self.run(self._steps(shard), shard)
 
     def _steps(self, shard: Tensor) -> Steps[None]:
         compressor = self.compressor
-        if not compressor.has_residual:
+        if not compressor.compressed_size:
             yield [dist.all_reduce(shard, group=compressor.group, async_op=True)]
             return
         flat, dense = split_spans(shard, compressor.spans)
@@ -157,61 +164,41 @@ def apply_gradient_compression(
     names = {id(p): clean_name(name) for name, p in model.named_parameters()}
     sizes = {clean_name(name): p.numel() for name, p in model.named_parameters()}
     chosen = {name for name, size in sizes.items() if is_compressed(name, size, settings)}
-    if not chosen and CODECS[settings.codec.name].lossy:
+    if not chosen:
         raise ConfigError(
             "grad_compression.layers", settings.layers, "a selection that some tensor fits"
         )
-    too_small = []
-    beside = Beside(_device(mesh))
-    for unit_name, module in _units(model):
-        parts = dict(_parts(module, names))
-        entries = sum(size for name, size in parts.items() if name in chosen)
-        codec = unit_codec(settings.codec, entries, mesh.size(), all_reduce)
-        if codec != settings.codec:
-            too_small.append(unit_name)
-            chosen -= parts.keys()
-        spans = [Span(size, name in chosen) for name, size in parts.items()]
-        compressor = _compressor(unit_name, codec, spans, mesh, settings, all_reduce)
-        _COMPRESSORS[module] = compressor
-        if all_reduce:
-            module.set_all_reduce_hook(CompressedAllReduce(compressor, beside, module))
-        else:
-            module.set_custom_reduce_scatter(CompressedReduceScatter(compressor, beside, module))
-    _log(settings, sizes, [name for name in sizes if name in chosen], all_reduce)
-    if too_small:
-        limit = CODECS[settings.codec.name].size_limit
-        what = "Gradient compression: too small for %s, so dense: %s"
-        logger.info(what, limit, merged(too_small))
-
-
-def _compressor(
-    name: str,
-    codec: CodecSizes,
-    spans: list[Span],
-    mesh: DeviceMesh,
-    settings: CompressionSettings,
-    all_reduce: bool,
-) -> Compressor:
+    device = torch.device(mesh.device_type)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
     # FSDP2 sends nothing over HSDP's replicas, but it gathers weights over the shards.
     group = mesh.get_group() if all_reduce else second_group(mesh.get_group())
-    return Compressor(
-        name,
-        codec,
-        spans,
-        group,
-        _device(mesh),
-        settings.residual_dtype,
-        settings.seed,
-        all_reduce,
-        settings.revocable,
-    )
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    device = torch.device(mesh.device_type)
-    if device.type == "cpu":
-        return device
-    return torch.device(device.type, torch.get_device_module(device).current_device())
+    too_small, overlap = [], ExchangeOverlap(device)
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        unit_name = clean_name(name + ".").rstrip(".") or "root"
+        parts = {names[id(p)]: size for p, size in unit_parameters(module)}
+        entries = sum(size for name, size in parts.items() if name in chosen)
+        if not exchange_unit(settings.codec, entries, 0, mesh.size(), all_reduce).compressed:
+            too_small += [unit_name] if entries else []
+            chosen -= parts.keys()
+        compressor = _COMPRESSORS[module] = Compressor(
+            unit_name,
+            settings.codec,
+            [Span(size, name in chosen) for name, size in parts.items()],
+            group,
+            device,
+            settings.residual_dtype,
+            settings.seed,
+            all_reduce,
+            settings.revocable,
+        )
+        if all_reduce:
+            module.set_all_reduce_hook(CompressedAllReduce(compressor, overlap, module))
+        else:
+            module.set_custom_reduce_scatter(CompressedReduceScatter(compressor, overlap, module))
+    _log(settings, sizes, chosen, too_small, all_reduce)
 
 
 def compressor_of(module: object) -> Compressor | None:
@@ -222,64 +209,38 @@ def compressor_of(module: object) -> Compressor | None:
 def compressors_of(model_parts: Iterable[nn.Module]) -> list[Compressor]:
     """Return the compressors with a residual, in the order of the model."""
     found = (compressor_of(module) for part in model_parts for module in part.modules())
-    return [compressor for compressor in found if compressor and compressor.has_residual]
-
-
-def _units(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
-    """Yield every FSDP2 unit with its name."""
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            yield clean_name(name + ".").rstrip(".") or "root", module
-
-
-def _parts(module: FSDPModule, names: dict[int, str]) -> Iterator[tuple[str, int]]:
-    """Yield the entries per destination of each tensor of a unit, with FSDP2's padding."""
-    for parameter, size in unit_parameters(module):
-        yield names[id(parameter)], size
-
-
-def _hold_for_this_stream(buffer: Tensor) -> None:
-    """Prevent reuse of another stream's buffer before the current stream has finished with it.
-
-    FSDP2 allocates the shard on its reduce-scatter stream and calls the hook on its all-reduce
-    stream. If gradients are stored in another dtype than they are summed in, it frees the shard
-    when the cast is queued; it holds the shard only for its own all-reduce. The next unit's
-    reduce-scatter could overwrite a shard that is still being summed.
-    """
-    if buffer.device.type != "cpu":
-        buffer.record_stream(torch.get_device_module(buffer.device).current_stream())
-
-
-def _require_sum(op: Any, async_op: bool) -> None:
-    if op != dist.ReduceOp.SUM or async_op:
-        raise RuntimeError(f"compressed gradients are summed, synchronously; asked for {op}")
-
-
-def _require_size(compressor: Compressor, shard: Tensor) -> None:
-    expected = sum(span.size for span in compressor.spans)
-    if shard.numel() != expected:
-        raise RuntimeError(
-            f"{compressor.name}: {shard.numel()} gradients a rank instead of {expected}: "
-            "a tensor of this unit took no part in the step"
-        )
+    return [compressor for compressor in found if compressor and compressor.compressed_size]
 
 
 def _log(
-    settings: CompressionSettings, parameters: dict[str, int], chosen: list[str], all_reduce: bool
+    settings: CompressionSettings,
+    parameters: dict[str, int],
+    chosen: set[str],
+    too_small: list[str],
+    all_reduce: bool,
 ) -> None:
-    sizes, codec = settings.codec, build_codec(settings.codec, settings.ranks)
-    if sizes.theta > settings.requested_theta:
-        logger.info(
-            "Gradient compression: theta raised from %g to %g, the least that %d ranks can decode",
-            settings.requested_theta,
-            sizes.theta,
-            settings.ranks,
+    """Log the codec, the compressed tensors with blocks merged, and their share."""
+    codec, ranks = settings.codec, settings.ranks
+    if codec.theta > settings.requested_theta:
+        what = (
+            "Gradient compression: theta raised from %g to %g, the least that %d ranks can decode"
         )
+        logger.info(what, settings.requested_theta, codec.theta, ranks)
+    total = sum(parameters.values())
     logger.info(
-        "Gradient compression: %s over %d ranks, theta %g, %.2f bits a compressed parameter; %s",
-        codec.describe(),
-        settings.ranks,
-        sizes.theta,
-        sum(codec_bits(sizes, settings.ranks if all_reduce else 0).values()),
-        describe_selection(parameters, chosen),
+        "Gradient compression: %s over %d ranks, theta %g, %.2f bits a compressed parameter; "
+        "%d of %d tensors compressed, %.1f%% of %s parameters (%s); dense: %s",
+        codec.name if codec.name == "sparse" else f"{codec.name} (c = {codec.c:g})",
+        ranks,
+        codec.theta,
+        bits_per_entry(codec, ranks if all_reduce else 0),
+        len(chosen),
+        len(parameters),
+        100 * sum(parameters[name] for name in chosen) / max(1, total),
+        f"{total:,}",
+        merged(name for name in parameters if name in chosen),
+        merged(name for name in parameters if name not in chosen),
     )
+    if too_small:
+        what = "Gradient compression: too small for a sketch to peel, so dense: %s"
+        logger.info(what, merged(too_small))

@@ -75,9 +75,9 @@ class Residuals:
 
         Returns:
             The achieved ``sparsity``, the ``unpeeled_share`` of sent entries that were not
-            decoded, ``index_collisions`` of a summed index, ``residual_norm`` over all ranks, and
-            ``bytes_saved`` by this rank in one step. HSDP's plain all-reduce counts its shard
-            once, as in the ledger. Empty if no step was measured.
+            decoded, ``residual_norm`` over all ranks, and ``bytes_saved`` by this rank in one step.
+            HSDP's plain all-reduce counts its shard once, as in the ledger. Empty if no step was
+            measured.
         """
         measured = [
             torch.cat([c.counts, c.residual.double().square().sum().view(1)])
@@ -93,7 +93,6 @@ class Residuals:
         return {
             "grad_compression/sparsity": 1 - sums["sent"] / (entries * dist.get_world_size()),
             "grad_compression/unpeeled_share": sums["unpeeled"] / max(1.0, sums["indexed"]),
-            "grad_compression/index_collisions": sums["collisions"],
             "grad_compression/residual_norm": sums["residual_square"] ** 0.5,
             "grad_compression/bytes_saved": float(sum(c.bytes_saved() for c in self.compressors)),
         }

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lr.compression.sizes import LEVELS, CodecSizes
+from torchtitan_lr.compression.sizes import LEVELS, PEELING_LIMIT, CodecSizes, peels, smallest_theta
+from torchtitan_lr.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -66,14 +67,12 @@ def compression_settings(config: Any, ranks: int) -> CompressionSettings:
         ConfigError: The codec does not support these settings. For a sketch that would not peel,
             the message has the smallest θ that works.
     """
-    # Imported late because they import torch.
-    from torchtitan_lr.compression.codecs import CODECS
-    from torchtitan_lr.titan.base import TORCH_DTYPE_MAP
+    from torchtitan_lr.titan.base import TORCH_DTYPE_MAP  # late: it imports torch
 
     section = config.grad_compression
     c, theta = LEVELS.get(section.level, (section.c, section.theta))
     return CompressionSettings(
-        codec=CODECS[section.codec].resolve(section, c, theta, ranks),
+        codec=_resolve_codec(section, c, theta, ranks),
         requested_theta=theta,
         ranks=ranks,
         layers=section.layers,
@@ -86,6 +85,23 @@ def compression_settings(config: Any, ranks: int) -> CompressionSettings:
             or config.checkpoint.async_mode == "async_with_pinned_mem"
         ),
     )
+
+
+def _resolve_codec(section: Any, c: float, theta: float, ranks: int) -> CodecSizes:
+    """Return the codec's parameters, for ``auto`` with a θ that peels."""
+    if section.codec == "sketch" and ranks > 1 and not peels(c, theta, ranks):
+        least = smallest_theta(c, ranks)
+        if not section.auto:
+            key = "theta" if section.level == "custom" else "level"
+            want = (
+                f"a theta of at least {least} (level = 'custom', c = {c:g}), or auto = true: "
+                f"on {ranks} ranks c*(1 - theta^ranks) is {c * (1 - theta**ranks):.3f} at "
+                f"theta {theta:g}, and above {PEELING_LIMIT:g} a sketch does not peel"
+            )
+            got = theta if section.level == "custom" else section.level
+            raise ConfigError(f"grad_compression.{key}", got, want)
+        theta = least
+    return CodecSizes(section.codec, c, theta)
 
 
 def is_compressed(name: str, size: int, settings: CompressionSettings) -> bool:
@@ -106,18 +122,6 @@ def is_compressed(name: str, size: int, settings: CompressionSettings) -> bool:
     if settings.layers == "patterns":
         return any(fnmatchcase(name, pattern) for pattern in settings.patterns)
     return True
-
-
-def describe_selection(sizes: Mapping[str, int], chosen: Iterable[str]) -> str:
-    """Describe the compressed tensors, blocks merged, with their share of the parameters."""
-    chosen = list(chosen)
-    total = sum(sizes.values())
-    share = 100 * sum(sizes[name] for name in chosen) / max(1, total)
-    rest = [name for name in sizes if name not in set(chosen)]
-    return (
-        f"{len(chosen)} of {len(sizes)} tensors compressed, {share:.1f}% of {total:,} parameters "
-        f"({merged(chosen)}); dense: {merged(rest)}"
-    )
 
 
 def merged(names: Iterable[str]) -> str:

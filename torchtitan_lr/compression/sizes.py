@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The sizes of an exchange that do not depend on the codec (TAGC).
+"""What a compressed exchange sends, and when a count sketch can be decoded (TAGC).
 
 W is the number of ranks that exchange a gradient, m the number of compressed entries that each owns
-afterwards, θ the share of unsent entries of a rank, and c the compression of the count sketch. A
-codec's own sizes are in its file in ``codecs/``. ``formulas/compression.py`` states the same sizes
-independently, and the ledger's comparison shows any difference.
+afterwards, θ the share of unsent entries of a rank, and c the compression of the count sketch.
+`exchange_traffic` is the package's only statement of the bytes; ``tests/oracle/compression.py``
+has a second one, and the ledger counts what is really sent. Nothing here needs torch.
 """
 
 import math
@@ -13,11 +13,30 @@ from dataclasses import dataclass
 LEVELS: dict[str, tuple[float, float]] = {"2x": (2, 0.8), "4x": (4, 0.9), "10x": (10, 0.9875)}
 """Compression c and sparsity θ of the published levels (TAGC, Table 1)."""
 
-VALUE_BYTES = 4
-"""Bytes of an entry; gradients are exchanged in fp32."""
+ROLE_BYTES = {"index": 1, "gradient": 4}
+"""Bytes of an element by the role of a message; gradients are exchanged in fp32."""
 
 VERDICT_BITS = 1024
 """Largest number of blocks per destination in the owner's verdict."""
+
+HASH_ROWS = 3
+"""Rows of the count sketch."""
+
+PEELING_LIMIT = 0.75
+"""Largest accepted c·(union density); peeling fails between .78 and .82."""
+
+SHARP_LIMIT = 0.818
+"""Load at which peeling fails in an infinitely large sketch of three rows."""
+
+SMALL_SKETCH = 1.2
+"""A small sketch fails earlier: at `SHARP_LIMIT` minus this times row^(-2/3).
+
+At that load 3 to 9% of the entries remain, on 2 to 8 ranks with 3 or more cells per row (measured).
+From 75 cells on, `PEELING_LIMIT` is the smaller limit, and fewer entries remain.
+"""
+
+THETA_STEP = 1e-4
+"""`smallest_theta` returns multiples of this, or of less."""
 
 
 @dataclass(frozen=True)
@@ -25,31 +44,25 @@ class CodecSizes:
     """The parameters that determine the sizes of a codec's messages.
 
     Args:
-        name: The registered name of the codec.
+        name: ``sparse`` or ``sketch``.
         c: Entries per cell of the sketch.
         theta: Share of unsent entries.
-        index: ``exact`` or ``sum1``: the form in which a sketch's owner receives the
-            positions of sent entries.
     """
 
     name: str
     c: float = 1.0
     theta: float = 0.0
-    index: str = "exact"
-
-
-DENSE = CodecSizes("dense")
-"""The uncompressed exchange on the codecs' path."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One exchange: a reduce-scatter of W rows.
+    """What W ranks exchange of one unit of the model.
 
     Args:
         ranks: Ranks W.
         compressed: Compressed entries m of each destination.
-        dense: Uncompressed entries of each destination.
+        dense: Uncompressed entries: of each destination of a reduce-scatter, of the whole shard in
+            an all-reduce.
     """
 
     ranks: int
@@ -57,21 +70,22 @@ class Unit:
     dense: int = 0
 
 
-def exchange_unit(compressed: int, dense: int, ranks: int, lossy: bool, all_reduce: bool) -> Unit:
-    """Return the exchange of a unit of the model.
+def exchange_unit(
+    codec: CodecSizes, compressed: int, dense: int, ranks: int, all_reduce: bool
+) -> Unit:
+    """Return the exchange of a unit of the model; all of it is dense if it cannot be decoded.
 
     Args:
-        compressed: Compressed entries of a destination, or of the whole shard for `all_reduce`.
+        codec: The configured codec.
+        compressed: Selected entries of a destination, or of the whole shard for `all_reduce`.
         dense: The other entries, likewise.
         ranks: Ranks W.
-        lossy: Whether the codec can leave entries unsent.
-        all_reduce: Whether every rank needs the whole sum.
+        all_reduce: Whether every rank needs the whole sum; then each owns a W-th part of it.
     """
-    if not all_reduce:
-        return Unit(ranks, compressed, dense)
-    if not (lossy and compressed):
-        return Unit(ranks, 0, dense + compressed)  # one plain all-reduce
-    return Unit(ranks, -(-compressed // ranks), dense)
+    m = -(-compressed // ranks) if all_reduce else compressed
+    if not can_be_decoded(codec, m, ranks):
+        return Unit(ranks, 0, dense + compressed)
+    return Unit(ranks, m, dense)
 
 
 def kept_entries(m: int, theta: float) -> int:
@@ -85,6 +99,11 @@ def packed_bytes(m: int) -> int:
     return -(-m // 8)
 
 
+def sketch_row(m: int, c: float) -> int:
+    """Return the cells in each of the three rows of a sketch: ⌈⌈m/c⌉ / 3⌉."""
+    return -(-math.ceil(m / c) // HASH_ROWS)
+
+
 def verdict_block(m: int) -> int:
     """Return the number of consecutive entries per bit of the owner's verdict."""
     return -(-m // VERDICT_BITS)
@@ -95,30 +114,115 @@ def candidates(ranks: int, m: int, theta: float) -> int:
     return min(m, ranks * kept_entries(m, theta))
 
 
-def spreads_packed(unit: Unit, codec: CodecSizes) -> bool:
+def spreads_packed(unit: Unit, theta: float) -> bool:
     """Return whether a sum is returned as bitmap and values: if that is less than all entries."""
-    sent = candidates(unit.ranks, unit.compressed, codec.theta)
-    return packed_bytes(unit.compressed) + VALUE_BYTES * sent < VALUE_BYTES * unit.compressed
+    m, value = unit.compressed, ROLE_BYTES["gradient"]
+    return packed_bytes(m) + value * candidates(unit.ranks, m, theta) < value * m
 
 
-def sent_bytes(unit: Unit, codec: CodecSizes, message: int, all_reduce: bool) -> int:
-    """Return the bytes that one rank passes to the collectives of an exchange.
-
-    Reductions count their input, gathers their output.
+def exchange_traffic(
+    unit: Unit, codec: CodecSizes, all_reduce: bool = False
+) -> list[tuple[str, str, int]]:
+    """Return every collective of an exchange on one rank.
 
     Args:
         unit: Sizes of the exchange.
         codec: The codec.
-        message: Bytes of the codec's message to one destination, verdict included.
-        all_reduce: Whether every rank gets all sums.
+        all_reduce: Whether every rank gets all sums, as HSDP's replicas do, and not its own only.
+
+    Returns:
+        Operation, role (a key of `ROLE_BYTES`) and elements of each: the input of a reduction, the
+        output of a gather.
     """
     w, m = unit.ranks, unit.compressed
-    rest = VALUE_BYTES * unit.dense * (1 if all_reduce else w)
     if m == 0:
-        return rest
-    row = message
-    if all_reduce and spreads_packed(unit, codec):
-        row += packed_bytes(m) + VALUE_BYTES * candidates(w, m, codec.theta)
-    elif all_reduce:
-        row += VALUE_BYTES * m
-    return w * row + rest
+        plain = ("all_reduce", 1) if all_reduce else ("reduce_scatter", w)
+        return [(plain[0], "gradient", plain[1] * unit.dense)]
+    # A reduce-scatter's dense entries travel in the call of the cells.
+    beside = 0 if all_reduce else w * unit.dense
+    rows = [("all_to_all", "index", w * packed_bytes(m))]
+    if codec.name == "sketch":
+        blocks = -(-m // verdict_block(m))
+        cells = w * HASH_ROWS * sketch_row(m, codec.c)
+        rows.append(("reduce_scatter", "gradient", cells + beside))
+        rows.append(("all_gather", "index", w * packed_bytes(blocks)))
+    else:
+        rows.append(("all_to_all", "gradient", w * kept_entries(m, codec.theta)))
+        rows += [("reduce_scatter", "gradient", beside)] if beside else []
+    if not all_reduce:
+        return rows
+    returned = m
+    if spreads_packed(unit, codec.theta):
+        returned = candidates(w, m, codec.theta)
+        rows.append(("all_gather", "index", w * packed_bytes(m)))
+    rows.append(("all_gather", "gradient", w * returned))
+    return [*rows, ("all_reduce", "gradient", unit.dense)] if unit.dense else rows
+
+
+def sent_bytes(unit: Unit, codec: CodecSizes, all_reduce: bool = False) -> int:
+    """Return the bytes of `exchange_traffic`."""
+    return sum(ROLE_BYTES[role] * n for _, role, n in exchange_traffic(unit, codec, all_reduce))
+
+
+def bits_per_entry(codec: CodecSizes, replicas: int = 0) -> float:
+    """Return the bits per compressed entry and rank in a large tensor.
+
+    That is 1 + 32(1 − θ) for the sparse codec and 1 + 32/c for the sketch. The sums that return to
+    HSDP's W replicas add min(32, 1 + 32·W(1 − θ)).
+
+    Args:
+        codec: The codec.
+        replicas: HSDP's replicas W, whose shards are all-reduced; 0 for FSDP's reduce-scatter.
+    """
+    large = Unit(max(1, replicas), 10**9)
+    sent = sent_bytes(large, codec, all_reduce=replicas > 0)
+    return 8 * sent / (large.ranks * large.compressed)
+
+
+def peels(c: float, theta: float, ranks: int) -> bool:
+    """Return whether a large sketch of compression c decodes: c·(1 − θ^W) ≤ 0.75.
+
+    1 − θ^W is the share of entries that any of W independent ranks sends. `can_be_decoded` decides
+    for one unit, by its size.
+    """
+    return c * (1 - theta**ranks) <= PEELING_LIMIT + 1e-12
+
+
+def unit_load(m: int, c: float, theta: float, ranks: int) -> float:
+    """Return the unknowns per cell of one destination's sketch, for independent ranks.
+
+    It counts whole entries and cells: each rank sends at least one of m entries, and a row of the
+    sketch has at least one cell, so the load of a small unit is above c·(1 − θ^W).
+    """
+    unsent = (1 - kept_entries(m, theta) / m) ** ranks
+    return m * (1 - unsent) / (HASH_ROWS * sketch_row(m, c))
+
+
+def load_limit(m: int, c: float) -> float:
+    """Return the largest load at which a sketch of m entries peels all but a few percent.
+
+    In a small sketch, entries form an undecodable loop at lower loads (finite-size scaling of
+    random hypergraphs, with exponent 2/3).
+    """
+    early = SMALL_SKETCH * sketch_row(m, c) ** (-2 / 3)
+    return min(PEELING_LIMIT, SHARP_LIMIT - early)
+
+
+def can_be_decoded(codec: CodecSizes, m: int, ranks: int) -> bool:
+    """Return whether an owner can decode what W ranks send of its m entries."""
+    if codec.name != "sketch" or m == 0 or ranks == 1:
+        return True
+    return unit_load(m, codec.c, codec.theta, ranks) <= load_limit(m, codec.c) + 1e-12
+
+
+def smallest_theta(c: float, ranks: int) -> float:
+    """Return the smallest θ at which a sketch of compression c decodes, rounded up.
+
+    The steps are 0.0001, or a tenth of 1 − θ if that is less, with many ranks.
+    """
+    if peels(c, 0.0, ranks):
+        return 0.0
+    exact = (1 - PEELING_LIMIT / c) ** (1 / ranks)
+    step = min(THETA_STEP, 10.0 ** (math.floor(math.log10(1 - exact)) - 1))
+    theta = round(math.ceil(exact / step - 1e-6) * step, 12)
+    return theta if peels(c, theta, ranks) else round(theta + step, 12)

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 from torchtitan_lr.compat.interpreter import collector_off
-from torchtitan_lr.config.methods import GRAD_CODECS
 from torchtitan_lr.config.parse import (
     CONFIG_FILE_KEY,
     Override,
@@ -37,7 +36,6 @@ REGISTERED = {
     "model.name": MODELS,
     "parallelism.tp_plan": TP_PLANS,
     "activation_checkpoint.mode": AC_MODES,
-    "grad_compression.codec": GRAD_CODECS,
 }
 """Known values of the keys to which ``experimental.custom_import`` may add some."""
 

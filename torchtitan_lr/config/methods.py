@@ -5,13 +5,10 @@ As in :mod:`torchtitan_lr.config.schema`, no ``from __future__ import annotation
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
 TSR = "TSRAdam"
 """The value of ``optimizer.name`` that chooses TSR-Adam."""
-
-GRAD_CODECS = ["none", "dense", "sparse", "sketch"]
-"""Values of ``grad_compression.codec``; a codec that is registered adds its name."""
 
 
 @dataclass
@@ -173,11 +170,10 @@ class Caat:
 class GradCompression:
     """The section ``[grad_compression]``: compressed gradients for slow networks (TAGC)."""
 
-    codec: Annotated[str, GRAD_CODECS] = "none"
+    codec: Literal["none", "sparse", "sketch"] = "none"
     """
     How gradients are reduced over FSDP's shards or, under HSDP, over its replicas:
     - 'none': by FSDP2
-    - 'dense': uncompressed, through the codecs' code path, for comparison
     - 'sparse': a bitmap and the largest values, 1 + 32(1 - theta) bits per parameter, exact
     - 'sketch': an index and a count sketch, 1 + 32/c bits per parameter; needs a sparse union
     Under HSDP the sums are sent back to all replicas, min(32, 1 + 32·replicas(1 - theta)) more
@@ -200,14 +196,6 @@ class GradCompression:
 
     auto: bool = False
     """Raise theta to the smallest decodable value, instead of stopping with an error."""
-
-    index: Literal["exact", "sum1"] = "exact"
-    """
-    'sketch': how the owning rank gets the indices of the sent entries:
-    - 'exact': the OR of all ranks' bitmaps
-    - 'sum1': the published sum, for comparison. It loses entries that two ranks send, and corrupts
-      the entries that share their cells
-    """
 
     layers: Literal["all", "non_attention", "patterns"] = "all"
     """

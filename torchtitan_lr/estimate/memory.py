@@ -6,7 +6,6 @@ from functools import partial
 from math import prod
 from types import SimpleNamespace
 
-from torchtitan_lr.compression.settings import compression_settings
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.rehearsal import (
     Rehearsal,
@@ -18,7 +17,6 @@ from torchtitan_lr.estimate.rehearsal import (
 from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.estimate.schedule import most_in_flight, pipeline_order
 from torchtitan_lr.estimate.traffic import boundaries_of, exchanged_units, repeated_row
-from torchtitan_lr.formulas.compression import leaves_residual
 from torchtitan_lr.formulas.memory import core_elements, gathered_bytes, sharded, static_memory
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.parallel.recompute.activation_checkpoint import (
@@ -176,8 +174,7 @@ def buffer_bytes(run: Run, pp_rank: int) -> int:
         total += precision.reduce * elements  # whole gradients, summed over the micro-batches
     if run.compresses:
         # Twice if a step may be skipped: the residuals after and before the step.
-        ranks = run.replicas if run.replicas > 1 else run.shard
-        total += _residual_bytes(run) * (1 + compression_settings(run.config, ranks).revocable)
+        total += _residual_bytes(run) * (1 + run.compression.revocable)
         if run.accumulation > 1 and run.replicas == 1:
             total += precision.reduce * elements
     for name, plan in run.tsr_plans.items():
@@ -209,9 +206,8 @@ def checkpoint_bytes(run: Run) -> dict[str, int]:
 
 def _residual_bytes(run: Run) -> int:
     """Return the bytes of one number per compressed entry that a rank contributes to."""
-    settings = compression_settings(run.config, run.replicas if run.replicas > 1 else run.shard)
-    owing = [unit for _, unit, codec in exchanged_units(run) if leaves_residual(codec)]
-    return settings.residual_dtype.itemsize * sum(unit.ranks * unit.compressed for unit in owing)
+    entries = sum(unit.ranks * unit.compressed for _, unit in exchanged_units(run))
+    return run.compression.residual_dtype.itemsize * entries
 
 
 def _received_bytes(run: Run, stages: list[int]) -> int:

@@ -5,7 +5,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from torchtitan_lr.compression.settings import compresses
+from torchtitan_lr.compression.settings import (
+    CompressionSettings,
+    compresses,
+    compression_settings,
+)
 from torchtitan_lr.config.methods import TSR
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.step_time import MeshDim
@@ -145,6 +149,11 @@ class Run:
         """Whether gradients are compressed."""
         sharded = self.shard > 1 or self.replicas > 1
         return not self.baseline and sharded and compresses(self.config)
+
+    @cached_property
+    def compression(self) -> CompressionSettings:
+        """How gradients are compressed: over HSDP's replicas, otherwise over the shards."""
+        return compression_settings(self.config, self.replicas if self.replicas > 1 else self.shard)
 
     @cached_property
     def tsr(self) -> TSRSettings | None:

@@ -9,34 +9,26 @@ gathers are counted once per pass, although each micro-batch repeats them.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import ceil, lcm, prod
+from math import lcm, prod
 
 import torch
 
-from torchtitan_lr.compression.settings import compression_settings, is_compressed
-from torchtitan_lr.compression.sizes import DENSE, CodecSizes
+from torchtitan_lr.compression.settings import is_compressed
+from torchtitan_lr.compression.sizes import Unit, exchange_traffic, exchange_unit
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import Run, blocks_of
-from torchtitan_lr.formulas.communication import model_traffic
-from torchtitan_lr.formulas.compression import (
-    Exchange,
-    all_reduce_traffic,
-    can_be_decoded,
-    reduce_scatter_traffic,
-    replicated,
-)
 from torchtitan_lr.formulas.data_parallel import DataParallel, data_parallel_traffic
 from torchtitan_lr.formulas.memory import sharded
-from torchtitan_lr.formulas.pipeline import boundary_elements, pipeline_traffic
+from torchtitan_lr.formulas.pipeline import pipeline_traffic
+from torchtitan_lr.formulas.tensor_parallel import model_traffic
 from torchtitan_lr.formulas.traffic import Traffic, merge
 from torchtitan_lr.formulas.tsr_traffic import (
     TSRMatrix,
     TSRMesh,
     TSRStep,
-    sketch_width,
     tsr_traffic,
 )
-from torchtitan_lr.parallel.pipeline.stage_split import layers_before_boundaries
+from torchtitan_lr.parallel.pipeline.pipeline import stage_boundaries
 
 
 def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> list[Traffic]:
@@ -114,10 +106,8 @@ def _messages(run: Run, pp_rank: int) -> list[Traffic]:
 
 def boundaries_of(run: Run) -> list[int]:
     """Return the elements per sequence that a rank sends over each stage boundary."""
-    return [
-        boundary_elements(run.args, run.settings, run.tp, run.seq_len, before)
-        for before in layers_before_boundaries(run.config, run.args.n_layers)
-    ]
+    boundaries = stage_boundaries(run.config, run.args, run.seq_len, run.settings)
+    return [boundary.elements for boundary in boundaries]
 
 
 def _data(run: Run, pp_rank: int) -> list[Traffic]:
@@ -145,30 +135,27 @@ def _compressed(run: Run, uncompressed: Sequence[Traffic]) -> list[Traffic]:
         elif row.mesh_dim != crossed:
             k = run.accumulation
             rows.append(replace(row, calls=row.calls // k, elements=row.elements // k))
-    rows_of = all_reduce_traffic if run.replicas > 1 else reduce_scatter_traffic
-    for scope, unit, codec in exchanged_units(run):
-        rows += rows_of(unit, codec, scope, crossed)
+    codec = run.compression.codec
+    for scope, unit in exchanged_units(run):
+        rows += [
+            Traffic(scope, "backward", op, role, 1, elements, crossed)
+            for op, role, elements in exchange_traffic(unit, codec, run.replicas > 1)
+        ]
     return merge(rows)
 
 
-def exchanged_units(run: Run) -> list[tuple[str, Exchange, CodecSizes]]:
-    """Return the scope, the exchange and the codec sizes of every FSDP unit."""
-    crosses_hosts = run.replicas > 1
-    ranks = run.replicas if crosses_hosts else run.shard
-    settings = compression_settings(run.config, ranks)
-    units = []
+def exchanged_units(run: Run) -> list[tuple[str, Unit]]:
+    """Return the scope and the compressed exchange of every FSDP unit."""
+    settings, units = run.compression, []
     for name, parameters in run.stages[0].items():
         entries = {True: 0, False: 0}
         for parameter, shape in parameters.items():
             chosen = is_compressed(parameter, prod(run.global_shapes[parameter]), settings)
             entries[chosen] += prod(sharded(shape, run.shard))
-        owned = ceil(entries[True] / ranks) if crosses_hosts else entries[True]
-        fits = can_be_decoded(settings.codec, owned, ranks)
-        codec = settings.codec if fits else DENSE
-        unit = Exchange(ranks, entries[True], entries[False])
-        if crosses_hosts:
-            unit = replicated(entries[True], entries[False], ranks, codec)
-        units.append(("head" if name == "root" else name, unit, codec))
+        unit = exchange_unit(
+            settings.codec, entries[True], entries[False], settings.ranks, run.replicas > 1
+        )
+        units.append(("head" if name == "root" else name, unit))
     return units
 
 
@@ -190,7 +177,6 @@ def optimizer_traffic(run: Run, pp_rank: int, refreshing: Collection[int]) -> li
         if name not in run.tsr_plans
     ]
     step = TSRStep(
-        run.tsr.power_iterations,
         run.tsr.refresh,
         run.tsr.moments == "rotate",
         run.tsr.overlap_buckets,
@@ -255,7 +241,7 @@ def _matrix(run: Run, name: str, local: tuple[int, ...]) -> TSRMatrix:
         plan.rows,
         plan.columns,
         plan.rank,
-        sketch_width((plan.rows, plan.columns), plan.rank, run.tsr.oversampling),
+        plan.width,
         tuple(splits[rows]),
         tuple(splits[columns]),
         plan.two_sided,

@@ -7,19 +7,20 @@ parameters of FSDP2's units (the embedding, each block, the head, and the root, 
 norm), each padded to the ranks.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
-from torchtitan_lr.formulas.parameters import (
-    ModelShape,
-    ranked_sides,
-)
-from torchtitan_lr.formulas.plans.registry import formula_of
-from torchtitan_lr.formulas.traffic import PlanSettings, Traffic, merge
+from torchtitan_lr.formulas.parameters import ranked_sides
+from torchtitan_lr.formulas.tensor_parallel import formula_of
+from torchtitan_lr.formulas.traffic import Traffic, merge
 
-Shapes = list[tuple[int, ...]]
-"""Shapes of a unit's parameters on one tensor-parallel rank."""
+if TYPE_CHECKING:
+    from torchtitan_lr.models.args import LlamaArgs
+    from torchtitan_lr.parallel.tensor.plan import TPSettings
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class DataParallel:
 
 
 def data_parallel_traffic(
-    shape: ModelShape, settings: PlanSettings, tp_degree: int, layout: DataParallel
+    shape: LlamaArgs, settings: TPSettings, tp_degree: int, layout: DataParallel
 ) -> list[Traffic]:
     """Return every data-parallel collective of one optimizer step.
 
@@ -60,14 +61,15 @@ def data_parallel_traffic(
         FSDP's padding.
     """
     rows: list[Traffic] = []
-    for unit, parameters in unit_parameters(shape, settings, tp_degree).items():
+    for unit, parameters in named_parameters(shape, settings, tp_degree).items():
         scope = "head" if unit == "root" else unit
         if layout.shard > 1:
             last = unit == "head"
             reshards = layout.reshard_last if last else layout.reshard_after_forward
-            rows += _fsdp_unit(scope, padded(parameters, layout.shard), reshards, layout)
+            elements = padded(parameters.values(), layout.shard)
+            rows += _fsdp_unit(scope, elements, reshards, layout)
         elif layout.replicate > 1:
-            whole = sum(prod(parameter) for parameter in parameters)
+            whole = sum(prod(parameter) for parameter in parameters.values())
             rows.append(
                 Traffic(scope, "backward", "all_reduce", "gradient", 1, whole, "dp_replicate")
             )
@@ -89,7 +91,9 @@ def _fsdp_unit(scope: str, elements: int, reshards: bool, layout: DataParallel) 
     return rows
 
 
-def unit_parameters(shape: ModelShape, settings: PlanSettings, tp_degree: int) -> dict[str, Shapes]:
+def named_parameters(
+    shape: LlamaArgs, settings: TPSettings, tp_degree: int
+) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return the parameter shapes of each FSDP unit on one tensor-parallel rank.
 
     Args:
@@ -98,58 +102,37 @@ def unit_parameters(shape: ModelShape, settings: PlanSettings, tp_degree: int) -
         tp_degree: Tensor-parallel ranks T.
 
     Returns:
-        Shapes by unit: ``embedding``, ``block 0`` ..., ``head``, ``root``.
+        Shapes by name and by unit: ``embedding``, ``block 0`` ..., ``head``, ``root``.
     """
     t, d, vocabulary = tp_degree, shape.dim, shape.vocab_size
-    norm = d // t if formula_of(settings, t).shards_stream else d
-    final_norm = norm if settings.head == "scatter" else d
-    units: dict[str, Shapes] = {"embedding": [(vocabulary, d // t)]}
-    for i in range(shape.n_layers):
-        gated = shape.family == "lax" and shape.lax_gate == "scalar" and i > 0
-        linears = _linears(shape, settings, t)
-        units[f"block {i}"] = [*linears, (norm,), (norm,), *[(1,)] * (7 if gated else 0)]
-    units |= {"head": [(vocabulary // t, d)], "root": [(final_norm,)]}
-    return units
-
-
-def unit_names(shape: ModelShape) -> dict[str, list[str]]:
-    """Return the parameter names of each FSDP unit, in the order of `unit_parameters`."""
+    formula = formula_of(settings, t)
+    norm = (d // t if formula.shards_stream else d,)
+    final_norm = norm if settings.head == "scatter" else (d,)
     linears = [f"attention.w{name}" for name in "qkvo"]
     linears += [f"feed_forward.w{name}" for name in "132"]
-    factors = ["weight"] if shape.family == "full" else ["A.weight", "B.weight"]
-    names = [f"{linear}.{factor}" for linear in linears for factor in factors]
-    names += ["attention_norm.weight", "ffn_norm.weight"]
-    units = {"embedding": ["tok_embeddings.weight"]}
-    for i in range(shape.n_layers):
-        gated = shape.family == "lax" and shape.lax_gate == "scalar" and i > 0
-        gates = [f"{linear}.gate" for linear in linears] if gated else []
-        units[f"block {i}"] = [f"layers.{i}.{name}" for name in (*names, *gates)]
-    return units | {"head": ["output.weight"], "root": ["norm.weight"]}
-
-
-def named_parameters(
-    shape: ModelShape, settings: PlanSettings, tp_degree: int
-) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return shapes by name and FSDP unit; arguments as in `unit_parameters`."""
-    units = unit_parameters(shape, settings, tp_degree)
-    return {
-        unit: dict(zip(names, units[unit], strict=True))
-        for unit, names in unit_names(shape).items()
-    }
-
-
-def _linears(shape: ModelShape, settings: PlanSettings, t: int) -> Shapes:
-    shapes: Shapes = []
-    for i, (d_in, d_out, rank) in enumerate(ranked_sides(shape)):
-        if rank is None:
-            row_parallel = i in (3, 6)  # o and down
-            shapes.append((d_out, d_in // t) if row_parallel else (d_out // t, d_in))
+    block: dict[str, tuple[int, ...]] = {}
+    for name, (d_in, d_out, rank) in zip(linears, ranked_sides(shape), strict=True):
+        if rank is not None:
+            a, b = formula.factors(d_in, d_out, rank, t)
+            block |= {f"{name}.A.weight": a, f"{name}.B.weight": b}
         else:
-            shapes += formula_of(settings, t).factors(d_in, d_out, rank, t)
-    return shapes
+            row_parallel = name in ("attention.wo", "feed_forward.w2")
+            block[f"{name}.weight"] = (d_out, d_in // t) if row_parallel else (d_out // t, d_in)
+    block |= {"attention_norm.weight": norm, "ffn_norm.weight": norm}
+    gated = shape.family == "lax" and shape.lax_gate == "scalar"
+    gates = dict.fromkeys((f"{name}.gate" for name in linears), (1,)) if gated else {}
+    units: dict[str, dict[str, tuple[int, ...]]] = {
+        "embedding": {"tok_embeddings.weight": (vocabulary, d // t)}
+    }
+    for i in range(shape.n_layers):
+        # The first block receives no latents, so it has nothing to gate.
+        mine = block | (gates if i else {})
+        units[f"block {i}"] = {f"layers.{i}.{name}": size for name, size in mine.items()}
+    units["head"] = {"output.weight": (vocabulary // t, d)}
+    return units | {"root": {"norm.weight": final_norm}}
 
 
-def padded(parameters: Sequence[tuple[int, ...]], ranks: int) -> int:
+def padded(parameters: Iterable[tuple[int, ...]], ranks: int) -> int:
     """Return the elements of parameters that FSDP2 shards on dim 0, each padded to the ranks.
 
     Args:

@@ -8,15 +8,20 @@ Causal attention is counted in full, as in CoLA's Table 2 and by ``torch.utils.f
 ``SDPBackend.MATH``.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torchtitan_lr.formulas.parameters import (
-    ModelShape,
     attention_sides,
     feed_forward_sides,
     group_ranks,
     linear_parameters,
 )
+
+if TYPE_CHECKING:
+    from torchtitan_lr.models.args import LlamaArgs
 
 FORWARD_AND_BACKWARD = 3
 """Forward counts once, backward twice."""
@@ -36,7 +41,7 @@ class LayerFlops:
         return self.attention_linears + self.attention_scores + self.feed_forward
 
 
-def layer_flops(shape: ModelShape, seq_len: int) -> LayerFlops:
+def layer_flops(shape: LlamaArgs, seq_len: int) -> LayerFlops:
     """Return the FLOPs of one block for one sequence of n tokens, forward and backward.
 
     With multi-head attention and one rank these are 24nd² + 12n²d + 18ndf at full rank (CoLA,
@@ -59,12 +64,12 @@ def layer_flops(shape: ModelShape, seq_len: int) -> LayerFlops:
     )
 
 
-def head_flops(shape: ModelShape, seq_len: int) -> int:
+def head_flops(shape: LlamaArgs, seq_len: int) -> int:
     """Return the FLOPs of the output projection per sequence, forward and backward: 6ndV."""
     return FORWARD_AND_BACKWARD * 2 * seq_len * shape.dim * shape.vocab_size
 
 
-def flops_per_sequence(shape: ModelShape, seq_len: int) -> int:
+def flops_per_sequence(shape: LlamaArgs, seq_len: int) -> int:
     """Return the FLOPs of the whole model for one sequence, forward and backward.
 
     Returns:
@@ -73,7 +78,7 @@ def flops_per_sequence(shape: ModelShape, seq_len: int) -> int:
     return shape.n_layers * layer_flops(shape, seq_len).total + head_flops(shape, seq_len)
 
 
-def flops_per_token(shape: ModelShape, seq_len: int) -> int:
+def flops_per_token(shape: LlamaArgs, seq_len: int) -> int:
     """Return the FLOPs of the whole model per token, forward and backward.
 
     The division is exact, since every term has a factor n.

@@ -6,10 +6,15 @@ dimension into pieces of ceil(rows / ranks) rows, so the first rank has the most
 may have none.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchtitan_lr.optim.tsr.selection import MatrixPlan
 
 Shape = tuple[int, ...]
 NamedShapes = Mapping[str, Shape]
@@ -22,22 +27,6 @@ STEP_BYTES = 4
 
 COUNTER_BYTES = 8
 """Bytes of an int64 counter; TSR-Adam has two per matrix, age and refreshes."""
-
-
-class TSRPlan(Protocol):
-    """TSR-Adam's compression of a matrix; ``MatrixPlan`` implements this."""
-
-    @property
-    def rank(self) -> int:
-        """Rank r."""
-
-    @property
-    def two_sided(self) -> bool:
-        """Whether both sides are projected."""
-
-    @property
-    def transposed(self) -> bool:
-        """Whether the parameter is projected transposed."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +63,7 @@ def static_memory(
     parameters: Iterable[NamedShapes],
     shard: int,
     precision: Precision,
-    tsr: Mapping[str, TSRPlan] | None = None,
+    tsr: Mapping[str, MatrixPlan] | None = None,
     shard_rank: int = 0,
 ) -> StaticMemory:
     """Return a rank's memory without activations and buffers.
@@ -109,7 +98,7 @@ def adamw_bytes(shapes: Collection[Shape], element_size: int) -> int:
     return ADAM_MOMENTS * element_size * sum(map(prod, shapes)) + STEP_BYTES * len(shapes)
 
 
-def tsr_bytes(shapes: NamedShapes, plans: Mapping[str, TSRPlan], element_size: int) -> int:
+def tsr_bytes(shapes: NamedShapes, plans: Mapping[str, MatrixPlan], element_size: int) -> int:
     """Return the bytes of TSR-Adam's state of one model part, in fp32 or wider.
 
     A compressed matrix has U (m, r) and V (n, r), sharded like its rows and columns, and two
@@ -135,7 +124,7 @@ def tsr_bytes(shapes: NamedShapes, plans: Mapping[str, TSRPlan], element_size: i
     return total
 
 
-def core_elements(shape: Shape, plan: TSRPlan) -> int:
+def core_elements(shape: Shape, plan: MatrixPlan) -> int:
     """Return the elements of a core: r·r, or r·n if one side is projected."""
     long_side = shape[0] if plan.transposed else shape[1]
     return plan.rank * (plan.rank if plan.two_sided else long_side)

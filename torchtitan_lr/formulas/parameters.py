@@ -1,56 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Number of parameters of a model, by part, in closed form."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-
-class ModelShape(Protocol):
-    """The shape of a model, from which size and cost follow; ``LlamaArgs`` implements this."""
-
-    @property
-    def family(self) -> str:
-        """One of full, svd, cola, lax."""
-
-    @property
-    def dim(self) -> int:
-        """Width d of the residual stream."""
-
-    @property
-    def n_layers(self) -> int:
-        """Number L of blocks."""
-
-    @property
-    def kv_dim(self) -> int:
-        """Output width of wk and wv: d, or less under grouped-query attention."""
-
-    @property
-    def ffn_dim(self) -> int:
-        """Hidden width f of the feed-forward."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number V of tokens."""
-
-    @property
-    def rank_attention(self) -> int:
-        """Rank of wq, wk, wv, wo."""
-
-    @property
-    def rank_ffn(self) -> int:
-        """Rank of w1, w2, w3."""
-
-    @property
-    def lax_gate(self) -> str:
-        """One of identity, scalar."""
-
-    @property
-    def lanes(self) -> int:
-        """CAAT-Net: number G of streams; 1 for the ordinary model."""
-
-    @property
-    def sync_fraction(self) -> float:
-        """CAAT-Net: share p of the channels that are summed over all lanes."""
+if TYPE_CHECKING:
+    from torchtitan_lr.models.args import LlamaArgs
 
 
 @dataclass(frozen=True)
@@ -84,33 +41,33 @@ def linear_parameters(d_in: int, d_out: int, rank: int | None) -> int:
     return d_in * d_out if rank is None else rank * (d_in + d_out)
 
 
-def attention_sides(shape: ModelShape) -> list[tuple[int, int]]:
+def attention_sides(shape: LlamaArgs) -> list[tuple[int, int]]:
     """Return (d_in, d_out) of wq, wk, wv, wo."""
     d, d_kv = shape.dim, shape.kv_dim
     return [(d, d), (d, d_kv), (d, d_kv), (d, d)]
 
 
-def feed_forward_sides(shape: ModelShape) -> list[tuple[int, int]]:
+def feed_forward_sides(shape: LlamaArgs) -> list[tuple[int, int]]:
     """Return (d_in, d_out) of w1 (gate), w3 (up), w2 (down)."""
     d, f = shape.dim, shape.ffn_dim
     return [(d, f), (d, f), (f, d)]
 
 
-def ranked_sides(shape: ModelShape) -> list[tuple[int, int, int | None]]:
+def ranked_sides(shape: LlamaArgs) -> list[tuple[int, int, int | None]]:
     """(d_in, d_out, rank) of all seven linears of a block; None where it is a full matrix."""
     rank_attention, rank_ffn = group_ranks(shape)
     attention = [(*side, rank_attention) for side in attention_sides(shape)]
     return [*attention, *((*side, rank_ffn) for side in feed_forward_sides(shape))]
 
 
-def group_ranks(shape: ModelShape) -> tuple[int | None, int | None]:
+def group_ranks(shape: LlamaArgs) -> tuple[int | None, int | None]:
     """Return the ranks of the attention and feed-forward groups; None for full matrices."""
     if shape.family == "full":
         return None, None
     return shape.rank_attention, shape.rank_ffn
 
 
-def count_parameters(shape: ModelShape) -> ParameterCount:
+def count_parameters(shape: LlamaArgs) -> ParameterCount:
     """Count the parameters of a model (CoLA, Tables 1 and 5, generalized).
 
     With multi-head attention and one rank r the linears of a block have 4d² + 3df parameters at

@@ -1,50 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Rows of predicted traffic, and the settings of a plan that determine it.
+"""Rows of predicted traffic.
 
 Elements are those of the logical tensor (input of a reduction, output of a gather), once per call.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 Pass = Literal["forward", "backward", "optimizer"]
-
-
-class PlanSettings(Protocol):
-    """Settings of a tensor-parallel plan; ``TPSettings`` implements this."""
-
-    @property
-    def plan(self) -> str:
-        """The plan's name, a key of `plans.registry.FORMULAS`."""
-
-    @property
-    def grouping(self) -> bool:
-        """Whether q, k, v (and gate, up) share collectives."""
-
-    @property
-    def norm(self) -> str:
-        """One of online, sync."""
-
-    @property
-    def norm_stat(self) -> str:
-        """One of async, column."""
-
-    @property
-    def comm(self) -> str:
-        """One of all_reduce, sequence."""
-
-    @property
-    def head(self) -> str:
-        """One of plain, scatter."""
-
-    @property
-    def loss_parallel(self) -> bool:
-        """Whether the loss works on sharded logits."""
-
-    @property
-    def wide_sums(self) -> bool:
-        """CAAT-Net: whether backward sums in fp32 but sends in half precision."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +33,20 @@ class Traffic:
     calls: int
     elements: int
     mesh_dim: str = "tp"
+
+
+def forward(
+    op: str, payloads: Sequence[int], role: str = "activation", scope: str = "block"
+) -> Traffic:
+    """Return the row of one forward collective per payload, of so many elements each."""
+    return Traffic(scope, "forward", op, role, len(payloads), sum(payloads))
+
+
+def backward(
+    op: str, payloads: Sequence[int], role: str = "activation", scope: str = "block"
+) -> Traffic:
+    """Return the row of one backward collective per payload, of so many elements each."""
+    return Traffic(scope, "backward", op, role, len(payloads), sum(payloads))
 
 
 def count(traffic: Iterable[Traffic], pass_: Pass) -> tuple[int, int]:

@@ -66,12 +66,9 @@ def check_machines(config: Any, environment: Environment, device_type: str) -> N
 
 def _refuse_residuals(config: Any, environment: Environment) -> None:
     """Refuse residuals in checkpoints: only the number of ranks that saved them can load them."""
-    from torchtitan_lr.compression.codecs import CODECS  # late: it imports torch
-
     codec = config.grad_compression.codec
-    lossy = codec in CODECS and CODECS[codec].lossy
-    if lossy and RESIDUALS not in config.checkpoint.exclude_from_loading:
-        want = f"none or dense with NNODES={environment.nodes_text}, as residuals belong to ranks, "
+    if codec != "none" and RESIDUALS not in config.checkpoint.exclude_from_loading:
+        want = f"none with NNODES={environment.nodes_text}, as residuals belong to ranks, "
         want += f"or checkpoint.exclude_from_loading = ['{RESIDUALS}']"
         raise ConfigError("grad_compression.codec", codec, want)
 

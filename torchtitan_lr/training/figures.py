@@ -23,7 +23,7 @@ COLORS = {
     **{"GaLore": "tab:blue", "TSR keep": "tab:orange", "TSR rotate": "tab:green"},
     **{"TSR reset": "tab:red", "BTP": "tab:orange", "vanilla": "tab:purple"},
     **{"megatron": "tab:brown", "btp_caat": "tab:red", "CAAT Net": "tab:pink"},
-    **{"sketch": "tab:purple", "sparse": "tab:olive", "sum1": "tab:brown"},
+    **{"sketch": "tab:purple", "sparse": "tab:olive"},
     **{"4 lanes": "tab:blue", "8 lanes": "tab:orange"},
     **{"top k": "tab:cyan", "random": "tab:olive", "another seed": "tab:gray"},
 }

@@ -2,65 +2,59 @@
 import pytest
 import torch
 
+from tests.oracle import compression as oracle
 from tests.support.codecs import reduce_in_process
-from torchtitan_lr.compression.codecs import SketchCodec, codec_bits, unit_codec
-from torchtitan_lr.compression.peeling import (
-    load_limit,
-    peels,
-    smallest_theta,
-    unit_load,
-)
+from torchtitan_lr.compression.codecs import SketchCodec
 from torchtitan_lr.compression.sizes import (
     LEVELS,
     CodecSizes,
-)
-from torchtitan_lr.formulas.compression import (
-    Exchange,
-    all_reduce_traffic,
-    reduce_scatter_traffic,
-    replicated,
-    verdict_bytes,
+    bits_per_entry,
+    can_be_decoded,
+    exchange_traffic,
+    exchange_unit,
+    load_limit,
+    peels,
+    sent_bytes,
+    smallest_theta,
+    unit_load,
 )
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_our_bits_per_parameter(level):
     c, theta = LEVELS[level]
-    assert sum(codec_bits(CodecSizes("sketch", c, theta)).values()) == 1 + 32 / c
-    assert sum(codec_bits(CodecSizes("sparse", c, theta)).values()) == 1 + 32 * (1 - theta)
-    assert sum(codec_bits(CodecSizes("dense")).values()) == 32
+    sketch, sparse = CodecSizes("sketch", c, theta), CodecSizes("sparse", c, theta)
+    assert bits_per_entry(sketch) == pytest.approx(1 + 32 / c, rel=1e-6)
+    assert bits_per_entry(sparse) == pytest.approx(1 + 32 * (1 - theta), rel=1e-6)
+    for replicas in (2, 4):
+        returned = min(32.0, 1 + 32 * replicas * (1 - theta))
+        bits = 1 + 32 / c + returned
+        assert bits_per_entry(sketch, replicas) == pytest.approx(bits, rel=1e-6)
 
 
-@pytest.mark.parametrize("codec", ["sketch", "sparse"])
+SIZES = [1, 7, 8, 1000, 1024, 1025, 96_000, 131_073]
+
+
+@pytest.mark.parametrize("name", ["sketch", "sparse"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_exact_bytes_are_the_bits_where_sizes_divide(codec, level):
-    c, theta = LEVELS[level]
-    ranks, m = 4, 96_000
-    kind = CodecSizes(codec, c, theta)
-    rows = reduce_scatter_traffic(Exchange(ranks, m), kind, "block 0")
-    verdict = [row for row in rows if row.op == "all_gather"]
-    size = {"index": 1, "gradient": 4}
-    total = sum(size[row.role] * row.elements for row in rows if row not in verdict)
-    assert 8 * total == pytest.approx(sum(codec_bits(kind).values()) * ranks * m, rel=1e-12)
-    assert [row.elements for row in verdict] == (
-        [] if codec == "sparse" else [ranks * verdict_bytes(m)]
-    )
-
-
-@pytest.mark.parametrize("codec", ["sketch", "sparse"])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("replicas", [2, 4])
-def test_exact_bytes_of_an_all_reduce_are_its_bits(codec, level, replicas):
-    """What replicas get back is part of it: bitmap and values, or all of the sum."""
-    kind, shard = CodecSizes(codec, *LEVELS[level]), 960_000 * replicas
-    unit = replicated(shard, 0, replicas, kind)
-    rows = all_reduce_traffic(unit, kind, "block 0")
-    size = {"index": 1, "gradient": 4}
-    total = 8 * sum(size[row.role] * row.elements for row in rows)
-    bits = sum(codec_bits(kind, replicas).values())
-    verdicts = 8 * replicas * verdict_bytes(unit.compressed) if codec == "sketch" else 0
-    assert total - verdicts == pytest.approx(bits * shard, rel=1e-6)
-    assert bits > sum(codec_bits(kind).values()) + 1
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 1024])
+@pytest.mark.parametrize("all_reduce", [False, True])
+def test_sizes_are_those_of_the_second_statement(name, level, ranks, all_reduce):
+    """In exact fractions, from the paper: operations, elements, and what is sent dense."""
+    codec = CodecSizes(name, *LEVELS[level])
+    for selected in (0, *SIZES):
+        for dense in (1, 640):
+            unit = exchange_unit(codec, selected, dense, ranks, all_reduce)
+            m = -(-selected // ranks) if all_reduce else selected
+            fits = name == "sparse" or m == 0 or ranks == 1
+            fits = fits or oracle.can_be_decoded(codec.c, codec.theta, m, ranks)
+            parts = (selected, dense) if fits else (0, selected + dense)
+            expected = oracle.exchange_rows(codec, ranks, *parts, "block 0", all_reduce)
+            rows = exchange_traffic(unit, codec, all_reduce)
+            assert sorted(rows) == sorted((row.op, row.role, row.elements) for row in expected)
+            size = {"index": 1, "gradient": 4}
+            total = sum(size[row.role] * row.elements for row in expected)
+            assert sent_bytes(unit, codec, all_reduce) == total
 
 
 @pytest.mark.parametrize(
@@ -121,7 +115,7 @@ def test_accepted_units_peel(c, ranks):
     """Each of these sketches is the smallest that is accepted at its sparsity."""
     for theta in (smallest_theta(c, ranks), 1 - (1 - smallest_theta(c, ranks)) / 2):
         codec = CodecSizes("sketch", c, theta)
-        accepted = [m for m in range(8, 6000, 8) if unit_codec(codec, m, ranks, False) == codec]
+        accepted = [m for m in range(8, 6000, 8) if can_be_decoded(codec, m, ranks)]
         m = accepted[0]
         assert unit_load(m, c, theta, ranks) <= load_limit(m, c) <= 0.75
         # 4 to 9% in the mean of many trials, of which a small sketch needs more to show it.

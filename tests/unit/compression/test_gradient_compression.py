@@ -16,7 +16,7 @@ from torchtitan_lr.compression.sizes import CodecSizes
 def hook(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     group, device = dist.group.WORLD, torch.device("cpu")
-    sizes, spans = CodecSizes("dense"), [Span(100, True)]
+    sizes, spans = CodecSizes("sparse"), [Span(100, False)]
     yield CompressedAllReduce(Compressor("u", sizes, spans, group, device, all_reduce=True))
     dist.destroy_process_group()
 

@@ -7,8 +7,6 @@ from torchtitan_lr.formulas.tsr_traffic import (
     TSRMesh,
     TSRStep,
     bucket_runs,
-    padded_block,
-    sketch_width,
     tsr_traffic,
 )
 from torchtitan_lr.models.flavors import FLAVORS
@@ -27,9 +25,9 @@ def test_adds_up_to_the_honest_counting(refresh):
     tsr = TSRShape(256, interval, 64, embedding_interval=interval, refresh=refresh)
     sides = [(side, 256) for side in linear_sides(shape)]
     sides.append(((shape.vocab_size, shape.dim), 64))
-    matrices = [TSRMatrix(*side, r, sketch_width(side, r, 5)) for side, r in sides]
+    matrices = [TSRMatrix(*side, r, min(r + 5, *side)) for side, r in sides]
     dense = [shape.vocab_size * shape.dim] + [shape.dim] * (2 * shape.n_layers + 1)
-    step = TSRStep(1, refresh)
+    step = TSRStep(refresh)
     fresh = tsr_traffic(matrices, range(len(matrices)), dense, REPLICAS, step)
     plain = tsr_traffic(matrices, (), dense, REPLICAS, step)
     counted = [
@@ -45,4 +43,7 @@ def test_adds_up_to_the_honest_counting(refresh):
 def test_buckets_and_blocks():
     assert bucket_runs([3, 3, 3, 9, 1], 6) == [[0, 1], [2], [3], [4]]
     assert bucket_runs([], 6) == []
-    assert [padded_block(10, ranks) for ranks in ((), (4,), (2, 4))] == [10, 3, 2]
+    mesh = TSRMesh({"fsdp": 2, "tp": 4})
+    splits = [((), ()), (("tp",), ()), (("fsdp", "tp"), ("fsdp",))]
+    blocks = [mesh.block(TSRMatrix(10, 9, 1, 1, *split)) for split in splits]
+    assert blocks == [(10, 9), (3, 9), (2, 5)]

@@ -11,20 +11,17 @@ A reduction of W rows has four phases, each without a host synchronisation:
 A row's sum plus its residuals on all ranks equals the sum of the inputs.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lr.compat.collectives import all_gather, reduce_scatter
-from torchtitan_lr.compression.sizes import CodecSizes
-from torchtitan_lr.config.methods import GRAD_CODECS
+from torchtitan_lr.compression.codecs.entries import left_over
 
 
 @dataclass
@@ -32,16 +29,16 @@ class Message:
     """The tensors that one rank sends in one exchange.
 
     Args:
+        positions: Sent entries (W, k) of every row.
+        values: Their values (W, k).
         swapped: Tensors (W, a): row i goes to rank i as it is (all-to-all).
         summed: Tensors (W, a): row i is summed over ranks at rank i (reduce-scatter).
-        positions: Sent entries (W, k) of every row, None if all are sent.
-        values: Their values (W, k).
     """
 
+    positions: Tensor
+    values: Tensor
     swapped: dict[str, Tensor] = field(default_factory=dict)
     summed: dict[str, Tensor] = field(default_factory=dict)
-    positions: Tensor | None = None
-    values: Tensor | None = None
 
 
 @dataclass
@@ -61,59 +58,7 @@ class Decoded:
 
 
 class Codec(ABC):
-    """Converts W rows to messages and received messages to sums; each subclass is a codec.
-
-    Attributes:
-        name: The value of ``grad_compression.codec``.
-        lossy: Whether entries can be left unsent. Lossy codecs have a residual (W, m) per unit as
-            state; others have none.
-        size_limit: What a small unit does not allow, such as "a sketch to peel"; empty if units of
-            every size can be decoded.
-    """
-
-    name: ClassVar[str]
-    lossy: ClassVar[bool] = True
-    size_limit: ClassVar[str] = ""
-
-    @classmethod
-    def resolve(cls, section: Any, c: float, theta: float, ranks: int) -> CodecSizes:
-        """Return the codec's parameters for a run.
-
-        Args:
-            section: ``[grad_compression]``, with checked ranges.
-            c: Compression of the level.
-            theta: Sparsity of the level.
-            ranks: Ranks that exchange gradients.
-
-        Raises:
-            ConfigError: The codec does not support these settings.
-        """
-        return CodecSizes(cls.name, c, theta)
-
-    @classmethod
-    @abstractmethod
-    def build(cls, sizes: CodecSizes, ranks: int) -> Codec:
-        """Build the codec."""
-
-    @abstractmethod
-    def message_bytes(self, m: int) -> dict[str, int]:
-        """Return the bytes that a rank passes to the collectives for one destination, by part.
-
-        Args:
-            m: Compressed entries of the destination, at least one.
-        """
-
-    @abstractmethod
-    def bits(self) -> dict[str, float]:
-        """Return `message_bytes` in bits per entry, by part, in the limit of large tensors."""
-
-    def decodes(self, m: int) -> bool:
-        """Return whether a destination of m entries can be decoded."""
-        return True
-
-    def describe(self) -> str:
-        """Return the codec's name and parameters, for the log."""
-        return self.name
+    """Converts W rows to messages and received messages to sums."""
 
     @abstractmethod
     def encode(self, rows: Tensor, seed: int) -> Message:
@@ -134,31 +79,15 @@ class Codec(ABC):
             seed: As in `encode`.
         """
 
-    @abstractmethod
     def unsent(self, rows: Tensor, message: Message, verdicts: Tensor | None) -> Tensor:
         """Return the residual of this rank (W, m): unsent entries and those of failed blocks.
 
         Args:
-            rows: As in `encode`; may be overwritten.
+            rows: As in `encode`; overwritten.
             message: The result of `encode`.
             verdicts: The owners' verdicts (W, v).
         """
-
-
-CODECS: dict[str, type[Codec]] = {}
-"""Codecs by name, those of this package from the start."""
-
-
-def register_codec(codec: type[Codec]) -> type[Codec]:
-    """Register a codec, and add its name to the values of ``grad_compression.codec``.
-
-    Args:
-        codec: The codec; `formulas.compression` states its traffic by the same name.
-    """
-    CODECS[codec.name] = codec
-    if codec.name not in GRAD_CODECS:
-        GRAD_CODECS.append(codec.name)
-    return codec
+        return left_over(rows, message.positions, message.values, verdicts)
 
 
 Works = list[dist.Work]
@@ -181,21 +110,18 @@ def complete(steps: Steps[Result]) -> Result:
 
 
 def exchange(message: Message, group: dist.ProcessGroup) -> Steps[dict[str, Tensor]]:
-    """Run a message's collectives: one all-to-all per tensor, one reduce-scatter per dtype."""
+    """Run a message's collectives: one all-to-all per tensor, one reduce-scatter for all sums."""
     received, works = {}, []
     for name, tensor in message.swapped.items():
         received[name] = torch.empty_like(tensor)
         works.append(dist.all_to_all_single(received[name], tensor, group=group, async_op=True))
-    by_dtype: dict[torch.dtype, list[str]] = {}
-    for name, tensor in message.summed.items():
-        by_dtype.setdefault(tensor.dtype, []).append(name)
-    for names in by_dtype.values():
-        parts = [message.summed[name] for name in names]
+    if message.summed:
+        parts = list(message.summed.values())
         whole = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         own = whole.new_empty(whole.shape[1])
         works.append(reduce_scatter(own, whole.flatten(), group=group, async_op=True))
         sizes = [part.shape[1] for part in parts]
-        received |= dict(zip(names, own.split(sizes), strict=True))
+        received |= dict(zip(message.summed, own.split(sizes), strict=True))
     yield works
     return received
 

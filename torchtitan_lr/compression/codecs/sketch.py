@@ -5,39 +5,22 @@ A sketch is linear: the sum of the ranks' sketches is the sketch of their sum, s
 adds them, also if ranks send different entries. The index names the entries in the sum, and the
 owner peels: a cell with one unknown entry gives its value, which is then subtracted from its other
 cells.
+
+The published index is a sum of the ranks' bits. An entry that two ranks send then carries into the
+next bit, and the sum is silently wrong. Only the owner needs the index, so here the ranks swap
+bitmaps and the owner combines them by OR.
 """
 
-from __future__ import annotations
-
+import zlib
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from torchtitan_lr.compression.codecs.base import Codec, Decoded, Message
-from torchtitan_lr.compression.codecs.bitmap import mark, pack, union, unpack
-from torchtitan_lr.compression.codecs.compiled import fused
-from torchtitan_lr.compression.codecs.hashing import cells_and_signs
-from torchtitan_lr.compression.codecs.sparsify import largest, left_over
-from torchtitan_lr.compression.peeling import (
-    HASH_ROWS,
-    load_limit,
-    peels,
-    sketch_row,
-    smallest_theta,
-    unit_load,
-)
-from torchtitan_lr.compression.sizes import (
-    VALUE_BYTES,
-    CodecSizes,
-    candidates,
-    kept_entries,
-    packed_bytes,
-    verdict_block,
-)
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.compression.codecs.entries import fused, largest, mark, pack, union, unpack
+from torchtitan_lr.compression.sizes import HASH_ROWS, candidates, sketch_row, verdict_block
 
 ROUNDS = 24
 """Rounds of peeling; a million entries take 17 at the limit of 0.75, and 12 at 0.7."""
@@ -45,107 +28,40 @@ ROUNDS = 24
 ROUNDS_PER_GRAPH = 8
 """Rounds that an accelerator runs as one compiled graph: three graphs for all rounds."""
 
+_MASK = 0xFFFFFFFF
+
 
 class SketchCodec(Codec):
     """Count sketch with an index: 1 + 32/c bits per parameter.
 
-    The exact index exchanges bitmaps, and the owner combines them by OR. For comparison the index
-    can be summed as published (by a reduce-scatter here, because only the owner needs it): an entry
-    that two ranks send carries into the next bit, and the sum is silently wrong.
-
-    Entries that do not peel are not lost: the owner zeroes their blocks and reports them.
-
-    The only state is the residual (W, m); hash seeds follow from the number of the exchange.
+    Entries that do not peel are not lost: the owner zeroes their blocks and reports them. Hash
+    seeds follow from the number of the exchange.
 
     Args:
         ranks: Ranks W.
         c: Entries per cell.
         theta: Share of unsent entries, in [0, 1).
-        index: ``exact`` or ``sum1``.
         rounds: Rounds of peeling.
     """
 
-    name = "sketch"
-    size_limit = "a sketch to peel"
-
-    def __init__(
-        self, ranks: int, c: float, theta: float, index: str = "exact", rounds: int = ROUNDS
-    ) -> None:
-        self.ranks, self.c, self.theta = ranks, c, theta
-        self.index, self.rounds = index, rounds
-
-    @classmethod
-    def resolve(cls, section: Any, c: float, theta: float, ranks: int) -> CodecSizes:
-        """Return the parameters, with a θ that peels for ``auto``; see `Codec.resolve`.
-
-        Raises:
-            ConfigError: The sketch would not peel; the message has the smallest θ that works.
-        """
-        if ranks > 1 and not peels(c, theta, ranks):
-            least = smallest_theta(c, ranks)
-            if not section.auto:
-                key = "theta" if section.level == "custom" else "level"
-                want = (
-                    f"a theta of at least {least} (level = 'custom', c = {c:g}), or auto = true: "
-                    f"on {ranks} ranks c*(1 - theta^ranks) is {c * (1 - theta**ranks):.3f} at "
-                    f"theta {theta:g}, and above 0.75 a sketch does not peel"
-                )
-                got = theta if section.level == "custom" else section.level
-                raise ConfigError(f"grad_compression.{key}", got, want)
-            theta = least
-        return CodecSizes(cls.name, c, theta, section.index)
-
-    @classmethod
-    def build(cls, sizes: CodecSizes, ranks: int) -> SketchCodec:
-        """Build the codec for W ranks; see `Codec.build`."""
-        return cls(ranks, sizes.c, sizes.theta, sizes.index)
-
-    def message_bytes(self, m: int) -> dict[str, int]:
-        """Return the bytes of index, cells and the owner's verdict; see `Codec.message_bytes`."""
-        return {
-            "index": packed_bytes(m),
-            "sketch": VALUE_BYTES * HASH_ROWS * sketch_row(m, self.c),
-            "verdict": packed_bytes(-(-m // verdict_block(m))),
-        }
-
-    def bits(self) -> dict[str, float]:
-        """Return 1 bit of the index and 32/c of cells.
-
-        The verdict has at most 128 bytes per destination, which vanishes for large tensors.
-        """
-        return {"index": 1.0, "sketch": 32 / self.c}
-
-    def decodes(self, m: int) -> bool:
-        """Return whether a sketch of m entries peels all but a few percent."""
-        if self.ranks == 1:
-            return True
-        load = unit_load(m, self.c, self.theta, self.ranks)
-        return load <= load_limit(m, self.c) + 1e-12
-
-    def describe(self) -> str:
-        """Return name, c and index."""
-        return f"{self.name} (c = {self.c:g}, index {self.index})"
+    def __init__(self, ranks: int, c: float, theta: float, rounds: int = ROUNDS) -> None:
+        self.ranks, self.c, self.theta, self.rounds = ranks, c, theta, rounds
 
     def encode(self, rows: Tensor, seed: int) -> Message:
         """Send the index and a sketch for each owner (W, 3·row); see `Codec.encode`."""
         m = rows.shape[1]
         positions, values = largest(rows, self.theta)
-        message = Message(positions=positions, values=values)
-        message.summed["sketch"] = insert(positions, values, sketch_row(m, self.c), seed)
-        if self.index == "exact":
-            # Zeros are not in the index: with fewer unknowns, peeling is more reliable.
-            message.swapped["index"] = pack(mark(positions, m, values != 0))
-        else:
-            message.summed["index"] = pack(mark(positions, m))
-        return message
+        # Zeros are not in the index: with fewer unknowns, peeling is more reliable.
+        index = pack(mark(positions, m, values != 0))
+        cells = insert(positions, values, sketch_row(m, self.c), seed)
+        return Message(positions, values, {"index": index}, {"sketch": cells})
 
     def decode(self, received: Mapping[str, Tensor], m: int, seed: int) -> Decoded:
         """Peel the summed sketch; see `Codec.decode`.
 
-        The counts are ``unpeeled`` and ``indexed`` entries, and ``collisions`` of a summed index.
+        The counts are ``unpeeled`` and ``indexed`` entries.
         """
-        index = received["index"]
-        marked = unpack(union(index) if self.index == "exact" else index, m)
+        marked = unpack(union(received["index"]), m)
         unknown = marked.nonzero_static(size=candidates(self.ranks, m, self.theta), fill_value=m)
         unknown = unknown.flatten()
         # On an accelerator, the number of remaining entries would need a host synchronisation.
@@ -154,16 +70,44 @@ class SketchCodec(Codec):
         total = values.new_zeros(m + 1).index_copy_(0, unknown.clamp(max=m), values)[:m]
         failed, verdict = _judge(unknown, stuck, m)
         counts = {"unpeeled": stuck.sum(), "indexed": marked.sum()}
-        if self.index == "sum1":
-            sent = self.ranks * kept_entries(m, self.theta)
-            # An addition loses one set bit per carry.
-            counts["collisions"] = sent - marked.sum()
         return Decoded(total.masked_fill(failed, 0), verdict, counts)
 
-    def unsent(self, rows: Tensor, message: Message, verdicts: Tensor | None) -> Tensor:
-        """Return the unsent entries and those of failed blocks (W, m)."""
-        assert message.positions is not None and message.values is not None
-        return left_over(rows, message.positions, message.values, verdicts)
+
+def step_seed(seed: int, unit: str, step: int) -> int:
+    """Return a 32-bit seed for one exchange, so that collisions differ between steps."""
+    return zlib.crc32(f"{seed}/{unit}/{step}".encode())
+
+
+def cells_and_signs(positions: Tensor, row: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Hash entries into the rows of a sketch.
+
+    Args:
+        positions: Entries (...), int64, below 2³².
+        row: Cells of one row.
+        seed: Seed of the step.
+
+    Returns:
+        Cells (3, ...), int64, row r within [r·row, (r + 1)·row), and whether the sign is negative
+        (3, ...), bool.
+    """
+    salts = [zlib.crc32(f"{seed}:{r}".encode()) for r in range(HASH_ROWS)]
+    return _hash_rows(positions, row, *salts)
+
+
+@fused
+def _hash_rows(x: Tensor, row: int, salt_0: int, salt_1: int, salt_2: int) -> tuple[Tensor, Tensor]:
+    mixed = [_mix(x, salt) for salt in (salt_0, salt_1, salt_2)]
+    # The high bits choose the cell without a division; the lowest bit is the sign.
+    cells = torch.stack([((h * row) >> 32) + r * row for r, h in enumerate(mixed)])
+    return cells, torch.stack([(h & 1).bool() for h in mixed])
+
+
+def _mix(x: Tensor, salt: int) -> Tensor:
+    """Scramble 32-bit integers: multiply and shift, twice (MurmurHash3's finalizer)."""
+    x = (x * 0x9E3779B1 + salt) & _MASK
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
+    return x ^ (x >> 16)
 
 
 def insert(positions: Tensor, values: Tensor, row: int, seed: int) -> Tensor:
@@ -247,9 +191,17 @@ def peel_remaining(
     for _ in range(rounds):
         if not len(places):
             break
-        alone, first = _alone(load, cells)
-        taken = _pick(alone.nonzero().flatten(), places, cells, negative, first)
-        values.index_copy_(0, taken[0], _take_out(content, load, *taken[1:]))
+        lone = load.take(cells) == 1
+        alone = lone.any(0)
+        # From the first cell in which an entry is alone, as in `peel`.
+        first = torch.where(lone[0], 0, torch.where(lone[1], 1, 2)).unsqueeze(0)
+        taken, of, minus, first = _pick(alone.nonzero().flatten(), places, cells, negative, first)
+        read = content.take(of.gather(0, first))
+        read = torch.where(minus.gather(0, first), -read, read)[0]
+        flat = of.flatten()
+        content.scatter_add_(0, flat, torch.where(minus, read, -read).flatten())
+        load.scatter_add_(0, flat, load.new_full(flat.shape, -1))
+        values.index_copy_(0, taken, read)
         places, cells, negative = _pick((~alone).nonzero().flatten(), places, cells, negative)
     remains = torch.zeros_like(unknown, dtype=torch.bool).index_fill_(0, places, True)
     return values, remains
@@ -273,25 +225,6 @@ def _loaded(
 def _pick(which: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Select entries along the last dimension; advanced indexing is several times slower."""
     return tuple(tensor.index_select(-1, which) for tensor in tensors)
-
-
-def _alone(load: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a mask of entries (u,) alone in a cell, and the row of the first such cell (1, u)."""
-    alone = load.take(cells) == 1
-    first = torch.where(alone[0], 0, torch.where(alone[1], 1, 2))
-    return alone.any(0), first.unsqueeze(0)
-
-
-def _take_out(
-    content: Tensor, load: Tensor, cells: Tensor, negative: Tensor, first: Tensor
-) -> Tensor:
-    """Return the values of entries (u,) by their first lone cells; subtract them from all cells."""
-    read = content.take(cells.gather(0, first))
-    read = torch.where(negative.gather(0, first), -read, read)[0]
-    flat = cells.flatten()
-    content.scatter_add_(0, flat, torch.where(negative, read, -read).flatten())
-    load.scatter_add_(0, flat, load.new_full(flat.shape, -1))
-    return read
 
 
 def _judge(unknown: Tensor, stuck: Tensor, m: int) -> tuple[Tensor, Tensor]:

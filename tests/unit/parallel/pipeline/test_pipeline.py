@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.oracle.pipeline import boundary_elements
 from tests.unit.tiny import tiny_args
-from torchtitan_lr.formulas.pipeline import boundary_elements
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.pipeline.boundaries import Boundary, stage_boundary
 from torchtitan_lr.parallel.pipeline.pipeline import NormalizedLoss, stage_boundaries

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from torchtitan_lr.compression.beside import Beside, finish
+from torchtitan_lr.compression.overlap import ExchangeOverlap, finish
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def run(queue, log, name, may_wait=True, tensors=()):
 
 
 def test_an_exchange_ends_when_the_next_starts_or_backward_ends():
-    log, queue = [], Beside(CPU)
+    log, queue = [], ExchangeOverlap(CPU)
     backward(run(queue, log, "a"), run(queue, log, "b"), lambda: log.append("last node"))
     ended = ["start a", "wait a", "end a", "start b", "last node", "wait b", "end b"]
     assert log == ended
@@ -59,7 +59,7 @@ def test_an_exchange_ends_when_the_next_starts_or_backward_ends():
 
 
 def test_what_is_read_at_once_ends_at_once():
-    log, queue = [], Beside(CPU)
+    log, queue = [], ExchangeOverlap(CPU)
     backward(run(queue, log, "a", may_wait=False), lambda: log.append("last node"))
     assert log == ["start a", "wait a", "end a", "last node"]
     log.clear()
@@ -75,7 +75,7 @@ def fail():
 
 
 def test_what_a_backward_that_raised_has_started_ends_with_the_next():
-    log, queue = [], Beside(CPU)
+    log, queue = [], ExchangeOverlap(CPU)
     with pytest.raises(ValueError, match="a unit's backward"):
         backward(run(queue, log, "lost"), fail)
     log.clear()

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lr.formulas.communication import (
+from torchtitan_lr.formulas.parameters import count_parameters
+from torchtitan_lr.formulas.tensor_parallel import (
     block_traffic,
 )
-from torchtitan_lr.formulas.parameters import count_parameters
 from torchtitan_lr.formulas.traffic import count
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Compressed exchanges beside backward.
+"""Overlap of compressed exchanges with backward.
 
 FSDP2 calls a unit's communicator when the unit's gradients are there, and then goes on with the
 next unit. An exchange takes longer than a plain reduce-scatter, because it decodes. It must not
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lr.compat.autograd import after_backward, backward_number
-from torchtitan_lr.compression.codecs import Steps, Works, complete
+from torchtitan_lr.compression.codecs.base import Steps, Works, complete
 
 Resume = Callable[[Steps[None], Works], None]
 """Waits for started collectives and runs the exchange to its end; see `finish`."""
@@ -34,7 +34,7 @@ def finish(steps: Steps[None], works: Works) -> None:
     complete(steps)
 
 
-class Beside:
+class ExchangeOverlap:
     """The exchanges of a model, in the order in which backward starts them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class Beside:
     def run(
         self, steps: Steps[None], resume: Resume, tensors: Sequence[Tensor], may_wait: bool
     ) -> None:
-        """Start an exchange; end it now, or beside the rest of backward.
+        """Start an exchange; end it now, or during the rest of backward.
 
         Args:
             steps: The exchange, not yet started.
@@ -65,12 +65,9 @@ class Beside:
         if may_wait and number != self._ends:
             after_backward(self._end)
             self._ends = number
-        if self._streams is None:
-            self._run_in_order(steps, resume, may_wait)
-        else:
+        if self._streams is not None:
             self._run_on_stream(steps, tensors, may_wait)
-
-    def _run_in_order(self, steps: Steps[None], resume: Resume, may_wait: bool) -> None:
+            return
         # The one before first: its last collectives would otherwise queue behind these.
         self._finish_all()
         self._running.append((resume, steps, next(steps)))

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.compression.test_beside import backward
-from torchtitan_lr.compression.beside import Beside, finish
-from torchtitan_lr.compression.codecs import Steps
+from tests.unit.compression.test_overlap import backward
+from torchtitan_lr.compression.codecs.base import Steps
+from torchtitan_lr.compression.overlap import ExchangeOverlap, finish
 
 CYCLES = 2**31
 """A second or so of a busy stream."""
@@ -18,7 +18,7 @@ CYCLES = 2**31
 @pytest.mark.parametrize("may_wait", [True, False])
 def test_backward_goes_on_while_an_exchange_decodes(may_wait: bool) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    queue = Beside(device)
+    queue = ExchangeOverlap(device)
     gradients, sums = torch.ones(2**20, device=device), torch.zeros(2**20, device=device)
     passed = torch.cuda.Event()
 
@@ -50,6 +50,6 @@ def test_backward_goes_on_while_an_exchange_decodes(may_wait: bool) -> None:
     assert torch.equal(copied, torch.full_like(copied, 2.0))
 
 
-def _is_busy(queue: Beside) -> bool:
+def _is_busy(queue: ExchangeOverlap) -> bool:
     """Return whether the last exchange still runs."""
     return not queue._ended.query()

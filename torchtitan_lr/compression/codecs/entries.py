@@ -1,0 +1,105 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The largest entries of a row, their index with one bit per entry, and what is left of the row."""
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from torchtitan_lr.compression.sizes import kept_entries, verdict_block
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def fused(function: F) -> F:
+    """Compile an element-wise function to one kernel for accelerators, not for a CPU.
+
+    Args:
+        function: Its first argument is a tensor; of Python values it takes integers only.
+    """
+
+    @cache
+    def compiled() -> Callable[..., Any]:
+        # Sizes and integers stay symbolic: seeds differ in every step and must not cause
+        # recompilation.
+        return torch.compile(function, dynamic=True)
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        return (function if args[0].device.type == "cpu" else compiled())(*args)
+
+    return cast(F, call)
+
+
+@fused
+def pack(mask: Tensor) -> Tensor:
+    """Pack truth values (..., m), the first one into the lowest bit: (..., ⌈m/8⌉), uint8."""
+    padded = pad(mask.to(torch.uint8), (0, -mask.shape[-1] % 8))
+    fields = padded.unflatten(-1, (-1, 8))
+    shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    # The fields do not overlap: their sum is their OR, and stays below 256.
+    return (fields << shifts).sum(-1, dtype=torch.uint8)
+
+
+@fused
+def unpack(packed: Tensor, m: int) -> Tensor:
+    """Return the mask (..., m) of packed bits (..., ⌈m/8⌉)."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    fields = (packed.unsqueeze(-1) >> shifts) & 1
+    return fields.flatten(-2)[..., :m].bool()
+
+
+def union(packed: Tensor) -> Tensor:
+    """OR the packed bitmaps (W, b) of all ranks."""
+    # By halves, as torch has no reduction by OR: a row after another would be W kernels.
+    while len(packed) > 1:
+        half = len(packed) // 2
+        joined = packed[:half] | packed[half : 2 * half]
+        packed = joined if len(packed) % 2 == 0 else torch.cat([joined, packed[-1:]])
+    return packed[0]
+
+
+def mark(positions: Tensor, m: int, marked: Tensor) -> Tensor:
+    """Return a mask (W, m) in which distinct entries (W, k) are set where ``marked`` (W, k) is."""
+    mask = torch.zeros(positions.shape[0], m, dtype=torch.bool, device=positions.device)
+    return mask.scatter_(1, positions, marked)
+
+
+def largest(rows: Tensor, theta: float) -> tuple[Tensor, Tensor]:
+    """Return positions and values of the largest entries by magnitude, in no order.
+
+    Each row has exactly ``kept_entries(m, theta)`` entries, so that it reaches θ; the published
+    threshold, estimated from a sample, does not. A NaN counts as the largest and is sent.
+
+    Args:
+        rows: (W, m).
+        theta: Share of unsent entries.
+
+    Returns:
+        Positions (W, k), int64, and values (W, k).
+    """
+    m = rows.shape[1]
+    k = kept_entries(m, theta)
+    if k == m:
+        return torch.arange(m, device=rows.device).expand(rows.shape), rows.clone()
+    positions = rows.abs().topk(k, dim=1, sorted=False).indices
+    return positions, rows.gather(1, positions)
+
+
+def left_over(rows: Tensor, positions: Tensor, values: Tensor, verdicts: Tensor | None) -> Tensor:
+    """Return rows without their sent entries; entries of failed blocks count as unsent.
+
+    Args:
+        rows: (W, m); overwritten.
+        positions: Sent entries (W, k).
+        values: Their values (W, k).
+        verdicts: The owners' packed verdicts (W, v), see `Decoded`; None if none can fail.
+    """
+    if verdicts is None:
+        return rows.scatter_(1, positions, 0)
+    failed = unpack(verdicts, verdicts.shape[1] * 8)
+    failed = failed.gather(1, positions // verdict_block(rows.shape[1]))
+    return rows.scatter_(1, positions, torch.where(failed, values, 0))
