@@ -59,10 +59,6 @@ def check_training(config: Any, world_size: int, device_type: str) -> None:
     _require(skipped >= 0, "training.max_skipped_steps", skipped, "0 or a positive integer")
     bad = config.training.max_bad_records
     _require(bad >= 0, "training.max_bad_records", bad, "0 or a positive integer")
-    ahead = config.training.steps_ahead
-    _require(ahead >= 0, "training.steps_ahead", ahead, "0 or a positive integer such as 2")
-    mixed = config.training.shuffle_tokens
-    _require(mixed > 0, "training.shuffle_tokens", mixed, "a positive integer such as 32768")
     degree = data_parallel_degree(config, world_size)
     unit = config.training.local_batch_size * degree
     batch = config.training.global_batch_size
@@ -152,7 +148,6 @@ def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
         "profiling.save_traces_folder": profiling.enable_profiling,
         "profiling.save_memory_snapshot_folder": profiling.enable_memory_snapshot,
         "comm.save_traces_folder": config.comm.trace_buf_size > 0,
-        "training.token_cache": bool(config.training.token_cache),
     }
     for key in (key for key, used in written.items() if used):
         section, _, name = key.partition(".")
@@ -299,12 +294,10 @@ def _stored_model(config: Any) -> str | None:
 
 
 def check_data(config: Any, world_size: int, device_type: str) -> None:
-    """Check that the corpora exist and fill a sequence; call this after `check_vocabulary`."""
-    from torchtitan_lr.data.checks import check_corpus, check_sequences
-    from torchtitan_lr.data.tokenizer import build_tokenizer
+    """Check that the corpora are prepared and fill a sequence; this prepares what is missing."""
+    from torchtitan_lr.data.checks import check_corpora
 
-    check_corpus(config)
-    check_sequences(config, build_tokenizer(config))
+    check_corpora(config, world_size)
 
 
 Check = Callable[[Any, int, str], None]

@@ -229,11 +229,12 @@ class CheckpointManager(TitanCheckpointHooks):
             check_fingerprint(manifest.model, self.fingerprint, checkpoint_id)
         metadata = read_metadata(checkpoint_id)
         check_lanes(checkpoint_id, self.lanes, metadata)
-        if state_dict.get(DATALOADER) is not None:
-            state_dict[DATALOADER].check_checkpoint(checkpoint_id, metadata)
+        has_data = state_dict.get(DATALOADER) is not None
+        if has_data and not state_dict[DATALOADER].check_checkpoint(checkpoint_id, metadata):
+            del state_dict[DATALOADER]  # the data start anew
         if RESIDUALS in state_dict:
             state_dict[RESIDUALS].check_checkpoint(checkpoint_id, metadata)
-        elif DATALOADER in state_dict:
+        elif has_data:
             warn_of_dropped_residuals(checkpoint_id, metadata)
         return manifest is not None, metadata
 
