@@ -19,7 +19,6 @@ from torchtitan_lr.checkpoints.layout import complete_steps, step_folder
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.fault_tolerance import private_folder
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, split_arguments
-from torchtitan_lr.data.prepare import prepare_for_ranks
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import (
     Environment,
@@ -149,6 +148,8 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     # A dry run is one process without torchrun; its output goes to the console.
     expected = 0 if environment.comm_mode else environment.ranks
     command, variables = build_command(environment, arguments, log_folder)
+    from torchtitan_lr.data.prepare import prepare_for_ranks  # late, as are the checks
+
     variables |= prepare_for_ranks(config, environment.world_size)
     if environment.nodes == 1:
         variables[HELD_VARIABLE] = os.path.realpath(dump_folder)
