@@ -14,14 +14,22 @@ number of rows in every batch: where windows are missing, rows of ignored labels
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_lr.data.corpus import Corpus
+from torchtitan_lr.data.pairs import PairEncoder
 from torchtitan_lr.data.rows import Batch, as_batch, labelled
+from torchtitan_lr.data.sources import Bad, Reader, Source
+from torchtitan_lr.errors import DataError
+
+if TYPE_CHECKING:
+    from torchtitan_lr.titan.base import BaseTokenizer
 
 Columns = npt.NDArray[np.int64]
 """Tokens, whether each counts in the loss, and whether it begins a document: (3, n)."""
@@ -37,9 +45,9 @@ class Document:
         targets: Of a pair: which tokens are an answer's (n,).
     """
 
-    tokens: npt.NDArray[np.integer]
+    tokens: npt.NDArray[np.integer[Any]]
     num_bytes: int = 0
-    targets: npt.NDArray[np.integer] | None = None
+    targets: npt.NDArray[np.integer[Any]] | None = None
 
     @property
     def columns(self) -> Columns:
@@ -53,7 +61,7 @@ class EvaluationSet:
     """Batches of a text, read from its start in one pass; nothing but a batch is in memory.
 
     Args:
-        documents: The text; iterated over anew in each pass.
+        documents: Reads the text from its start; called in each pass.
         decode: Token ids to text, for the bytes of pairs.
         seq_len: Tokens per window, the longest context of a label.
         batch_size: Windows per batch and rank; the last batch may have fewer.
@@ -69,7 +77,7 @@ class EvaluationSet:
 
     def __init__(
         self,
-        documents: Iterable[Document],
+        documents: Callable[[], Iterator[Document]],
         decode: Callable[[list[int]], str],
         seq_len: int,
         batch_size: int,
@@ -98,7 +106,7 @@ class EvaluationSet:
     def _windows(self) -> Iterator[Columns]:
         """Yield windows of up to ``seq_len + 1`` tokens; the last of a text has at least two."""
         rest = np.empty((3, 0), dtype=np.int64)
-        for document in islice(self._documents, self._most):
+        for document in islice(self._documents(), self._most):
             self.num_documents += 1
             self.num_bytes += document.num_bytes
             columns = document.columns
@@ -116,3 +124,48 @@ class EvaluationSet:
             rest = rest[:, full:]
         if rest.shape[1] > 1:
             yield rest
+
+
+def encoded(
+    source: Source, tokenizer: BaseTokenizer, held_out: bool | None = True
+) -> Iterator[Document]:
+    """Read and encode a source, document by document.
+
+    Args:
+        source: What to read.
+        tokenizer: Encodes the documents.
+        held_out: The part; None for both.
+
+    Raises:
+        ConfigError: There is no such source.
+        DataError: A file or a record is unreadable.
+    """
+    reader = Reader(source)
+    pairs = PairEncoder(tokenizer) if reader.pairs else None
+    for piece in reader.pieces():
+        for found in reader.documents(piece):
+            if isinstance(found, Bad):
+                raise DataError(source.key, found.where, found.want)
+            text = found[0]
+            if held_out is not None and found[1] != held_out:
+                continue
+            if pairs is None:
+                ids = np.array(tokenizer.encode(text, add_bos=True, add_eos=True), dtype=np.int64)
+                yield Document(ids, len(text.encode("utf-8", errors="replace")))
+                continue
+            pair = pairs.encode(text)
+            yield Document(np.where(pair < 0, ~pair, pair), 0, (pair >= 0).astype(np.int64))
+
+
+def prepared(corpora: Sequence[Corpus], tokenizer: BaseTokenizer) -> Iterator[Document]:
+    """Read the held-out documents of prepared corpora; their bytes are those of decoded text."""
+    for corpus in corpora:
+        for info in corpus.held_out:
+            shard, start = corpus.shard(info), 0
+            for end in shard.ends.tolist():
+                ids, here = np.asarray(shard.tokens[start:end]), slice(start, end)
+                start = end
+                if corpus.kind == "pairs":
+                    yield Document(ids, 0, np.asarray(corpus.shard(info, loss=True).tokens[here]))
+                else:
+                    yield Document(ids, len(tokenizer.decode(ids.tolist()).encode()))

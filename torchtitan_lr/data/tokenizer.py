@@ -13,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.data.llama3 import (
     BOS,
@@ -24,6 +26,14 @@ from torchtitan_lr.data.llama3 import (
 )
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan.base import BaseTokenizer, HuggingFaceTokenizer
+
+SHIPPED = "torchtitan_lr/data/assets/bpe32k"
+"""The tokenizer of the papers' sizes, in the package."""
+
+HUB = "hf://"
+"""Begins the name of a tokenizer on the Hugging Face hub."""
+
+_HUB_FILES = ["tokenizer*", "special_tokens_map.json", "chat_template*"]
 
 # tiktoken's regex engine recurses: it panics on very long strings and on long runs of characters
 # of one class.
@@ -102,11 +112,15 @@ def resolve_assets_path(path: str) -> Path:
     """Find an assets folder: the path itself, else relative to the package's parent folder.
 
     Returns:
-        The first of the two that is a folder, else ``path`` itself.
+        The first of the two that is a folder, else ``path`` itself; for ``hf://OWNER/NAME`` the
+        copy in the cache of Hugging Face, which is downloaded first where there is none.
 
     Raises:
-        ConfigError: An invalid path, such as the home of an unknown user.
+        ConfigError: An invalid path, such as the home of an unknown user, or a tokenizer of the
+            hub that cannot be downloaded.
     """
+    if path.startswith(HUB):
+        return _from_hub(path)
     here = user_path(path, "model.hf_assets_path")
     shipped = Path(__file__).resolve().parents[2] / path
     return shipped if not here.is_dir() and os.path.isdir(shipped) else here
@@ -128,7 +142,8 @@ def build_tokenizer(job_config: Any) -> BaseTokenizer:
     key, path = "model.hf_assets_path", job_config.model.hf_assets_path
     file = tokenizer_file(resolve_assets_path(path))
     if file is None:
-        raise ConfigError(key, path, f"a folder that holds {HF_FILE} or {TIKTOKEN_FILE}")
+        want = f"a folder that holds {HF_FILE} or {TIKTOKEN_FILE}, hf://OWNER/NAME or {SHIPPED}"
+        raise ConfigError(key, path, want)
     try:
         return _read(file, _versions(file.parent))
     except ConfigError:
@@ -147,6 +162,22 @@ def _versions(folder: Path) -> tuple[Any, ...]:
     """Return the name, size and modification time of every file in the folder."""
     stats = ((path.name, path.stat()) for path in sorted(folder.iterdir()))
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+@lru_cache(maxsize=4)  # the checks and the trainer share it
+def _from_hub(path: str) -> Path:
+    repository = path.removeprefix(HUB)
+    try:
+        return Path(snapshot_download(repository, allow_patterns=_HUB_FILES, etag_timeout=5))
+    # Not found, gated, no network: each version and each layer below has exceptions of its own.
+    except Exception as error:
+        folder = "assets/hf/" + repository.rpartition("/")[2]
+        want = (
+            f"a tokenizer of the hub that can be read here ({type(error).__name__}); on a machine"
+            f" with a network `hf download {repository} tokenizer.json tokenizer_config.json"
+            f" --local-dir {folder}` writes a folder to name instead; or {SHIPPED}, in the package"
+        )
+        raise ConfigError("model.hf_assets_path", path, want) from error
 
 
 @lru_cache(maxsize=2)

@@ -2,9 +2,12 @@
 """Tokenizers: the shipped one, rank files, what is refused."""
 
 import os
+import shutil
 
+import huggingface_hub
 import pytest
 
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data.corpora import PythonStdlib
 from torchtitan_lr.data.tokenizer import (
     TiktokenTokenizer,
@@ -17,6 +20,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan.base import HuggingFaceTokenizer, JobConfig
 
 SHIPPED = "torchtitan_lr/data/assets/bpe4k"
+BPE32K = "torchtitan_lr/data/assets/bpe32k"
 TEXT = "def f(x):\n    return x ** 2  # caf\u00e9 漢字 \U0001f600\n\n\tDon't we'LL 12345"
 
 
@@ -117,3 +121,37 @@ def test_missing_and_broken_tokenizers_are_refused(tmp_path):
         text = str(error.value)
         assert text.startswith("model.hf_assets_path: got ") and "\n" not in text
         assert str(folder)[:99] in text and part in text
+
+
+def test_the_papers_sizes_have_a_tokenizer_in_the_package():
+    """Exactly 32,000 ids without gaps, and text comes back; 4,096 tokens take half as many more."""
+    tokenizer, small = build_tokenizer(config(BPE32K)), build_tokenizer(config(SHIPPED))
+    assert sorted(tokenizer.get_vocab().values()) == list(range(32_000))
+    assert check_tokenizer(config(BPE32K)) == 32_000
+    assert sum(file.stat().st_size for file in resolve_assets_path(BPE32K).iterdir()) < 2_500_000
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    prose = "The committee published its findings on Thursday; several members disagreed with them."
+    assert 1.4 * len(tokenizer.encode(prose)) < len(small.encode(prose))
+    for name in ("cola_130m", "cola_1b", "boost_3b", "lax_1b"):
+        job = build_job_config([f"--job.config_file=train_configs/{name}.toml"])
+        assert job.model.hf_assets_path == BPE32K
+
+
+def test_a_tokenizer_of_the_hub_that_is_out_of_reach_names_both_ways_out(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError) as error:
+        build_tokenizer(config("hf://someone/no-such-tokenizer"))
+    text = str(error.value)
+    assert "hf download someone/no-such-tokenizer" in text and BPE32K in text and "\n" not in text
+
+
+def test_a_tokenizer_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
+    """The layout of the cache, written by hand: a reference and the snapshot that it names."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--someone--theirs"
+    shutil.copytree(resolve_assets_path(SHIPPED), folder / "snapshots" / "c0ffee")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("c0ffee")
+    tokenizer = build_tokenizer(config("hf://someone/theirs"))
+    assert tokenizer.encode(TEXT) == build_tokenizer(config(SHIPPED)).encode(TEXT)
