@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchtitan_lr.data.prepare import Wanted, wanted
+from torchtitan_lr.data.prepare import Wanted, data_ranks, wanted
 from torchtitan_lr.data.rows import open_rows
 from torchtitan_lr.data.sources import Reader
 from torchtitan_lr.errors import ConfigError
@@ -33,10 +33,11 @@ def check_corpora(config: Any, world_size: int) -> None:
         return
     section = config.validation
     rows = sum(map(len, open_rows(config, "validation", world_size)[1]))
-    if rows < section.local_batch_size:
+    batch = section.local_batch_size * data_ranks(config, world_size)
+    if rows < batch:
         logger.warning(
-            "the held-out part has %d sequences of %d tokens, fewer than a validation batch of %d",
-            *(rows, section.seq_len, section.local_batch_size),
+            "The held-out part has %d sequences of %d tokens, fewer than a validation batch of %d",
+            *(rows, section.seq_len, batch),
         )
 
 

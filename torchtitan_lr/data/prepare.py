@@ -279,7 +279,8 @@ def _check_entry(entry: dict[str, Any], key: str) -> None:
         raise ConfigError(f"{key}.weight", entry["weight"], "a positive number such as 0.5")
 
 
-def _ranks_of_data(config: Any, world_size: int) -> int:
+def data_ranks(config: Any, world_size: int) -> int:
+    """Return the data-parallel degree of a run."""
     layout = config.parallelism
     degrees = (
         layout.tensor_parallel_degree,
@@ -294,7 +295,7 @@ def _training_tokens(config: Any, world_size: int) -> int:
     training = config.training
     rows = training.global_batch_size
     if rows < 0:
-        rows = training.local_batch_size * _ranks_of_data(config, world_size)
+        rows = training.local_batch_size * data_ranks(config, world_size)
     return (training.steps + 1) * rows * (training.seq_len + 1)
 
 
@@ -305,7 +306,7 @@ def _validation_tokens(config: Any, world_size: int) -> int | None:
         return 1
     if section.steps < 0:
         return None
-    rows = section.steps * section.local_batch_size * _ranks_of_data(config, world_size)
+    rows = section.steps * section.local_batch_size * data_ranks(config, world_size)
     return rows * (section.seq_len + 1)
 
 

@@ -37,6 +37,7 @@ from torchtitan_lr.training.guard import (
     NonFiniteError,
     StopSignal,
     Verdict,
+    check_same_data,
     why_rejected,
 )
 from torchtitan_lr.training.history import read_history
@@ -80,6 +81,7 @@ class Trainer(TitanTrainer):
         with trainer_parts(self.checkpoint_manager):
             super().__init__(job_config)
         job_config.job.save_config_file = record or RUN_CONFIG
+        check_same_data(self.dataloader.dataset.identity)
         self._reader = StepReader(
             self.dataloader, self.device, self.parallel_dims.non_data_parallel_size
         )
