@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchtitan_lr.data.prepare import Wanted, data_ranks, wanted
-from torchtitan_lr.data.rows import open_rows
+from torchtitan_lr.data.rows import Rows, open_rows
 from torchtitan_lr.data.sources import Reader
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan import logger
@@ -28,16 +28,27 @@ def check_corpora(config: Any, world_size: int) -> None:
     trained = wanted(config, "training", world_size)
     if validates and config.validation.dataset == "local":
         _check_other_files(wanted(config, "validation", world_size), trained)
-    open_rows(config, "training", world_size)
+    _tell_of_cut_pairs(open_rows(config, "training", world_size)[1], "training")
     if not validates:
         return
     section = config.validation
-    rows = sum(map(len, open_rows(config, "validation", world_size)[1]))
+    held_out = open_rows(config, "validation", world_size)[1]
+    _tell_of_cut_pairs(held_out, "validation")
+    rows = sum(map(len, held_out))
     batch = section.local_batch_size * data_ranks(config, world_size)
     if rows < batch:
         logger.warning(
             "The held-out part has %d sequences of %d tokens, fewer than a validation batch of %d",
             *(rows, section.seq_len, batch),
+        )
+
+
+def _tell_of_cut_pairs(opened: list[Rows], key: str) -> None:
+    for part in (part for part in opened if part.pairs and part.cut):
+        logger.warning(
+            "%d pairs of %s are longer than %s.seq_len = %d and are cut; %d of them have no room "
+            "for an answer and are left out",
+            *(part.cut, part.corpus.folder, key, part.seq_len, part.left_out),
         )
 
 

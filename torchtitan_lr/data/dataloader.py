@@ -10,6 +10,7 @@ memory are its own. The state is not: there the position of every rank is a pick
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
@@ -134,7 +135,12 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
         if not options.get("num_workers"):
             for name in ("num_workers", "persistent_workers", "prefetch_factor"):
                 options.pop(name, None)
-        super().__init__(dataset, batch_sampler=_RowNumbers(self), collate_fn=_as_read, **options)
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls a function that torch 2.13 has deprecated.
+            warnings.filterwarnings("ignore", "'set_vital'")
+            super().__init__(
+                dataset, batch_sampler=_RowNumbers(self), collate_fn=_as_read, **options
+            )
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield ``({"input": (b, s)}, labels (b, s))``, int64, on the CPU.
