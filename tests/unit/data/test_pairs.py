@@ -49,7 +49,7 @@ BAD = [
 
 @pytest.mark.parametrize(("line", "want"), BAD)
 def test_a_bad_record_is_named_with_what_was_expected(line, want):
-    with pytest.raises(ValueError, match="^a") as info:
+    with pytest.raises(ValueError, match=r"^a") as info:
         parse_pair(json.loads(line) if line != "{" else None)
     assert want in str(info.value)
 
