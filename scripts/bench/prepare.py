@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         [key, *(f"{run[key]:,.4g}" if key in run else "" for run in report.values())]
         for key in names
     ]
-    print(text_table([["", *report], *rows]))
+    print(text_table(["", *report], rows))
     return 0
 
 
