@@ -59,7 +59,6 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         common = config.job.dump_folder if config.fault_tolerance.enable else None
         still_ours = lock.enter_context(locked_by_rank(folder, os.environ, common))
         record = partial(_record, folder)
-        record(RUNNING)
         if config.fault_tolerance.enable:
             # Imported late: it needs torchft, which is an extra.
             from torchtitan_lr.replicas.trainer import ReplicaTrainer
@@ -67,6 +66,7 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
             trainer_class = ReplicaTrainer
         trainer = trainer_class(config)
         trainer.checkpointer.before_save = still_ours
+        trainer.before_start = partial(record, RUNNING)
         if config.checkpoint.create_seed_checkpoint:
             trainer.write_record()
             trainer.checkpointer.save(curr_step=0, last_step=True)

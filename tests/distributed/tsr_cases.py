@@ -11,9 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.reference.tsr_adam import ReferenceTSR
+from tests.reference.tsr_adam import Hyper, ReferenceTSR
 from torchtitan_lr.compat.dtensor import local_slice
-from torchtitan_lr.optim.tsr.adam import AdamHyperparameters
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 
@@ -48,8 +47,8 @@ BASE = TSRSettings(
     refresh="sketch",
     overlap_buckets=1,
 )
-HYPER = AdamHyperparameters(lr=0.05, eps=1e-6, weight_decay=0.1, scale=0.75)
-DEFAULTS = {"lr": HYPER.lr, "beta1": 0.9, "beta2": 0.999, "eps": HYPER.eps, "weight_decay": 0.1}
+HYPER = Hyper(lr=0.05, eps=1e-6, weight_decay=0.1, scale=0.75)
+DEFAULTS = HYPER.defaults()
 STEPS = 7
 MAX_NORM = 2.0
 

@@ -122,7 +122,7 @@ def _check_step(trainer: Trainer, device: torch.device, monkeypatch: pytest.Monk
 
         return run
 
-    gradients = ("accumulate", "share", "clip")
+    gradients = ("accumulate", "reduce_and_square_norm", "clip")
     owners = ((trainer, ("forward_backward_step",)), (trainer._gradients, gradients))
     for owner, names in (*owners, (trainer_module, ("Verdict", "step_unless"))):
         for name in names:
@@ -130,7 +130,9 @@ def _check_step(trainer: Trainer, device: torch.device, monkeypatch: pytest.Monk
     trainer.step = 3
     trainer.train_step(iter(micro_batches(trainer.model_args.vocab_size)))
     twice = dict.fromkeys(("forward_backward_step", "accumulate"), MICRO_BATCHES)
-    assert calls == Counter(twice | dict.fromkeys(("share", "Verdict", "clip", "step_unless"), 1))
+    assert calls == Counter(
+        twice | dict.fromkeys(("reduce_and_square_norm", "Verdict", "clip", "step_unless"), 1)
+    )
     assert all(p.device.type == device.type for p in trainer.model_parts[0].parameters())
 
 

@@ -1,9 +1,27 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """TSR-Adam once more, as plainly as possible: whole matrices, one at a time, nothing reused."""
 
+from dataclasses import dataclass
+
 import torch
 
 from torchtitan_lr.optim.tsr.randomized_svd import draw_basis, draw_sketches
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """Adam's constants, and TSR-Adam's scaling factor."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    scale: float = 1.0
+
+    def defaults(self):
+        """As the optimizer takes them."""
+        return {name: value for name, value in vars(self).items() if name != "scale"}
 
 
 def orthonormal(y):
@@ -63,16 +81,16 @@ class ReferenceTSR:
         return c @ state["v"] if plan.two_sided else c
 
     def draw(self, name, g):
-        plan, state, seed = self.plans[name], self.state[name], self.settings.seed
-        u = draw_basis(f"{seed}:{name}:left", (plan.rows, plan.rank)).to(g)
-        v = draw_basis(f"{seed}:{name}:right", (plan.columns, plan.rank)).to(g)
+        plan, state = self.plans[name], self.state[name]
+        u = draw_basis(f"{name}:left", (plan.rows, plan.rank)).to(g)
+        v = draw_basis(f"{name}:right", (plan.columns, plan.rank)).to(g)
         m = g.new_zeros(plan.rank, plan.rank if plan.two_sided else plan.columns)
         state.update(u=u, v=v if plan.two_sided else None, m=m, v2=m.clone(), age=0)
 
     def refresh(self, name, g):
         plan, state = self.plans[name], self.state[name]
         key = (name, state["refreshes"])
-        omega = draw_sketches([key], (plan.columns, plan.width), self.settings.seed, g)[0]
+        omega = draw_sketches([key], (plan.columns, plan.width), g)[0]
         q, own = self.settings.power_iterations, self.settings.vocabulary_power_iterations
         if own >= 0 and name in ("tok_embeddings.weight", "output.weight"):
             q = own

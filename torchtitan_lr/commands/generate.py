@@ -24,14 +24,10 @@ import dataclasses
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.errors import ConfigError
-
-_PATIENCE = 20.0
-"""Seconds that a rank waits before it prints an error; every rank meets a wrong option."""
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -69,20 +65,14 @@ def add_arguments(parser: OneLineParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Continue the prompts; return the exit status."""
-    rank = int(os.environ.get("RANK", "0"))
-    try:
-        check_args(args)
-        prompts = None
-        if rank == 0:
-            from torchtitan_lr.inference.completion import read_prompts
+    # Every rank reports a wrong option: torchrun ends the others as soon as one of them has failed.
+    check_args(args)
+    prompts = None
+    if os.environ.get("RANK", "0") == "0":
+        from torchtitan_lr.inference.completion import read_prompts
 
-            prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
-        write_texts(args, prompts)
-    except ConfigError:
-        if rank:
-            # Rank 0 prints the same error and ends, and torchrun then ends this rank.
-            time.sleep(_PATIENCE)
-        raise
+        prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
+    write_texts(args, prompts)
     if "WORLD_SIZE" in os.environ:
         from torchtitan_lr.hf.generate_ranks import leave_group
 

@@ -9,13 +9,22 @@ Tested with torch 2.11 and 2.13. If the placement moves, the import fails. If th
 compare it with `distribute_tensor`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-__all__ = ["StridedShard", "local_part", "local_slice", "with_local_part"]
+__all__ = [
+    "StridedShard",
+    "local_part",
+    "local_slice",
+    "own_part",
+    "shard_dims",
+    "with_local_part",
+    "wrap_like",
+]
 
 StridedShard = _StridedShard
 """A split of a dimension that mesh dimensions to the right already split; not a Shard subclass."""
@@ -99,3 +108,65 @@ def _check_stride(
             splits *= size
     if splits != placement.split_factor:  # type: ignore[attr-defined]
         raise RuntimeError(f"a parameter cannot be initialized as {placements} on {mesh_shape}")
+
+
+def shard_dims(parameter: Tensor, dim: int, order: Iterable[str]) -> tuple[int, ...]:
+    """Return which mesh dimensions split a tensor dimension, by index in ``order``.
+
+    Args:
+        parameter: A plain tensor (not sharded) or a DTensor.
+        dim: The tensor dimension.
+        order: Names of the run's mesh dimensions.
+    """
+    if not isinstance(parameter, DTensor):
+        return ()
+    names = parameter.device_mesh.mesh_dim_names or ()
+    splits = {
+        name
+        for name, placement in zip(names, parameter.placements, strict=True)
+        if isinstance(placement, Shard | _StridedShard) and placement.dim == dim
+    }
+    return tuple(index for index, name in enumerate(order) if name in splits)
+
+
+def wrap_like(
+    parameter: Tensor, part: Tensor, size: tuple[int, ...], dims: Mapping[int, int]
+) -> Tensor:
+    """Wrap a rank's part as a DTensor that is sharded like a parameter.
+
+    Args:
+        parameter: The parameter.
+        part: This rank's part; the result shares its memory.
+        size: Global size of the result.
+        dims: Maps a dimension of the parameter to the dimension of the result that follows it.
+    """
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        [_moved(placement, dims) for placement in parameter.placements],
+        run_check=False,
+        shape=torch.Size(size),
+        stride=tuple(Tensor.new_empty(part, size, device="meta").stride()),
+    )
+
+
+def own_part(parameter: Tensor, full: Tensor, dims: Mapping[int, int]) -> Tensor:
+    """Return this rank's slice of a full tensor; arguments as in `wrap_like`."""
+    if not isinstance(parameter, DTensor):
+        return full
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    placements = tuple(_moved(placement, dims) for placement in parameter.placements)
+    return local_slice(full, tuple(mesh.shape), coordinate, placements)
+
+
+def _moved(placement: Placement, dims: Mapping[int, int]) -> Placement:
+    if not isinstance(placement, Shard | _StridedShard) or placement.dim not in dims:
+        return Replicate()
+    dim = dims[placement.dim]
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(dim, split_factor=placement.split_factor)
+    return Shard(dim)

@@ -286,10 +286,12 @@ def _limit(value: object, option: Field[Any]) -> str:
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the annotation alone.
 
-    ``Annotated[str, names]`` is one of the names in the list, to which registration adds names.
+    ``Annotated[str, names]`` is one of the names in the list, to which registration adds names;
+    other annotations are ranges (``torchtitan_lr.config.ranges``).
     """
     if get_origin(annotation) is Annotated:
-        return (Literal[tuple(annotation.__metadata__[0])],)
+        kind, first = get_args(annotation)[:2]
+        return (Literal[tuple(first)],) if isinstance(first, list) else _alternatives(kind)
     if get_origin(annotation) in (Union, types.UnionType):
         return get_args(annotation)
     return (annotation,)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from torchtitan_lr.config.fault_tolerance import FaultTolerance
 from torchtitan_lr.config.methods import Caat, GradCompression, LowRank, Optimizer
+from torchtitan_lr.config.ranges import NATURAL, POSITIVE, SEED
 
 BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat")
 """The plans of this package; ``parallel.tensor.plans`` refuses to load if it defines others."""
@@ -121,16 +122,16 @@ class Training:
 
     dataloader: DataLoader = field(default_factory=DataLoader)
 
-    max_norm: float | int = 0.5
+    max_norm: Annotated[float | int, POSITIVE] = 0.5
     """Gradients are clipped to this global norm; inf disables clipping."""
 
-    max_skipped_steps: int = 0
+    max_skipped_steps: Annotated[int, NATURAL] = 0
     """
     Number of steps with a non-finite loss or gradient that may be skipped in the whole run before
     it stops. 0 stops at the first.
     """
 
-    max_bad_records: int = 0
+    max_bad_records: Annotated[int, NATURAL] = 0
     """
     Number of unreadable records of 'local' (an invalid JSON line, a damaged .parquet) that may be
     skipped in the whole run before it saves and stops. 0 stops at the first. Repeated reads of a
@@ -319,7 +320,7 @@ class Experimental:
 class Debug:
     """Changed defaults of torchtitan's ``[debug]``."""
 
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Seed of the weights and of every random choice: runs are reproducible by default."""
 
 

@@ -57,6 +57,17 @@ class TrainingRows(Dataset[Batch]):
         self.parts, self.shares, self._seed = list(parts), Shares(weights), seed
         self.names = list(names)
 
+    @staticmethod
+    def of(job_config: Any, world_size: int | None = None) -> TrainingRows:
+        """Open the rows of a run; arguments and errors as for `open_rows`."""
+        training = job_config.training
+        seed = training.shuffle_seed
+        if seed is None:
+            seed = job_config.debug.seed or 0
+        parts, opened = open_rows(job_config, "training", world_size)
+        weights, names = [part.weight for part in parts], [part.name for part in parts]
+        return TrainingRows(opened, weights, seed if training.shuffle else None, names)
+
     @property
     def identity(self) -> str:
         """What the order depends on: ``KEY=VALUE`` by the TOML key that sets it."""
@@ -195,52 +206,53 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
     def check_checkpoint(
         self, checkpoint_id: str, metadata: Metadata, position: str = _ROWS
     ) -> bool:
-        """Compare a checkpoint's data with these; call this before loading it.
+        """Compare a checkpoint's data with these before loading it; as for `check_position`."""
+        identity = self.dataset.identity
+        return check_position(identity, self._allow_changed, checkpoint_id, metadata, position)
 
-        Each rank reads one small value without a collective, so any rank may raise.
 
-        Args:
-            checkpoint_id: The checkpoint's folder.
-            metadata: Its table of contents.
-            position: Name of the position in it.
+def check_position(
+    identity: str,
+    allow_changed: bool,
+    checkpoint_id: str,
+    metadata: Metadata,
+    position: str = _ROWS,
+) -> bool:
+    """Compare the data of a checkpoint with a run's.
 
-        Returns:
-            As for `compare`, whose errors it raises.
-        """
-        if f"{_STATE}.{position}" not in metadata.state_dict_metadata:
-            return self.compare(None, checkpoint_id)
-        stored = {_STATE: {"corpus": ""}}
+    Each rank reads one small value without a collective, so any rank may raise.
+
+    Args:
+        identity: The run's `TrainingRows.identity`.
+        allow_changed: Whether a position in other data is replaced by the start of these.
+        checkpoint_id: The checkpoint's folder.
+        metadata: Its table of contents.
+        position: Name of the position in it.
+
+    Returns:
+        Whether its position can be loaded. False if the data start anew instead.
+
+    Raises:
+        ConfigError: The position is that of another corpus, order or sequence length, or of the
+            loader of an earlier version, and the data may not start anew.
+    """
+    stored = {_STATE: {"corpus": ""}}
+    is_new = f"{_STATE}.{position}" in metadata.state_dict_metadata
+    if is_new:
         load(stored, checkpoint_id, no_dist=True, metadata=metadata)
-        return self.compare(stored[_STATE]["corpus"], checkpoint_id)
-
-    def compare(self, identity: str | None, checkpoint_id: str) -> bool:
-        """Compare the data of a checkpoint with these.
-
-        Args:
-            identity: The `TrainingRows.identity` in it; None if it is of an earlier version.
-            checkpoint_id: The checkpoint's folder.
-
-        Returns:
-            Whether its position can be loaded. False if the data start anew instead.
-
-        Raises:
-            ConfigError: The position is that of another corpus, order or sequence length, or of
-                the loader of an earlier version, and the data may not start anew.
-        """
-        here = self.dataset.identity
-        if identity == here:
-            return True
-        if self._allow_changed:
-            logger.warning(f"{checkpoint_id} has a place in other data: the data start anew")
-            return False
-        advice = "training.allow_changed_corpus = true starts the data anew"
-        if identity is None:
-            want = f"a checkpoint with one row as its place; {checkpoint_id} is of an older version"
-            raise ConfigError("checkpoint", checkpoint_id, f"{want}: {advice}")
-        mine, theirs = _settings(here), _settings(identity)
-        key = next(key for key in [*mine, *theirs] if mine.get(key) != theirs.get(key))
-        want = f"{theirs.get(key)} as in {checkpoint_id} ({advice})"
-        raise ConfigError(key, mine.get(key), want)
+    if is_new and stored[_STATE]["corpus"] == identity:
+        return True
+    if allow_changed:
+        logger.warning(f"{checkpoint_id} has a place in other data: the data start anew")
+        return False
+    advice = "training.allow_changed_corpus = true starts the data anew"
+    if not is_new:
+        want = f"a checkpoint with one row as its place; {checkpoint_id} is of an older version"
+        raise ConfigError("checkpoint", checkpoint_id, f"{want}: {advice}")
+    mine, theirs = _settings(identity), _settings(stored[_STATE]["corpus"])
+    key = next(key for key in [*mine, *theirs] if mine.get(key) != theirs.get(key))
+    want = f"{theirs.get(key)} as in {checkpoint_id} ({advice})"
+    raise ConfigError(key, mine.get(key), want)
 
 
 def _settings(identity: str) -> dict[str, str]:
@@ -286,18 +298,8 @@ def build_dataloader(
     rows = training.global_batch_size
     if rows < 0:
         rows = training.local_batch_size * ranks
-    seed = training.shuffle_seed
-    if seed is None:
-        seed = job_config.debug.seed or 0
-    parts, opened = open_rows(job_config)
-    data = TrainingRows(
-        opened,
-        [part.weight for part in parts],
-        seed if training.shuffle else None,
-        [part.name for part in parts],
-    )
     return TokenDataLoader(
-        data,
+        TrainingRows.of(job_config),
         local_batch_size=training.local_batch_size,
         global_batch_size=rows,
         dp_world_size=ranks,

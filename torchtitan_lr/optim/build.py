@@ -1,13 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Build the optimizer from ``[optimizer]``."""
+"""Build the optimizer from ``[optimizer]``; Adam and AdamW that update this rank's shards."""
 
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.config.methods import TSR
-from torchtitan_lr.optim.shard_adam import step_on_shards
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
@@ -45,3 +46,30 @@ def build_optimizers(
 def _group(parallel_dims: ParallelDims, name: str) -> dist.ProcessGroup | None:
     mesh: Any = parallel_dims.get_optional_mesh(name)
     return None if mesh is None else cast(dist.ProcessGroup, mesh.get_group())
+
+
+class ShardAdam(torch.optim.Adam):
+    """`torch.optim.Adam` that updates local shards; its state stays DTensors, for checkpoints.
+
+    Adam is elementwise, so each shard can be updated alone. Torch's own step passes lists of
+    DTensors to the dispatcher, which looks up the placements of every parameter on the host.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        # Torch collects parameters, gradients and states here, then updates the collected tensors.
+        has_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(local_part, tensors)
+        return has_complex
+
+
+class ShardAdamW(ShardAdam, torch.optim.AdamW):
+    """`torch.optim.AdamW` that updates local shards."""
+
+
+_ON_SHARDS = {torch.optim.Adam: ShardAdam, torch.optim.AdamW: ShardAdamW}
+
+
+def step_on_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Turn torch's Adam or AdamW into its shard-local subclass; leave other optimizers alone."""
+    optimizer.__class__ = _ON_SHARDS.get(type(optimizer), type(optimizer))

@@ -83,12 +83,12 @@ class StoredPositions:
         if parts != here:
             want = f"{parts} as in the checkpoint, whose data are split into as many parts"
             raise ConfigError("fault_tolerance.group_size", here, want)
-        if "split" not in found:  # of an earlier version, whose positions were in the text
-            return self._loader.compare(None, checkpoint_id)
-        if found["split"] != list(self._positions.split):
+        # That of an earlier version had none: its positions were in the text.
+        if found.get("split", list(self._positions.split)) != list(self._positions.split):
             want = (
                 "a number that with training.local_batch_size gives a replica the rows that it has "
                 f"in {checkpoint_id}"
             )
             raise ConfigError("NGPU", dist.get_world_size(), want)
-        return self._loader.check_checkpoint(checkpoint_id, metadata, _KEY)
+        name = _KEY if "split" in found else ""
+        return self._loader.check_checkpoint(checkpoint_id, metadata, name)

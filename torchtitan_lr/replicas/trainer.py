@@ -17,7 +17,7 @@ attempt, whether sums between replicas succeed or not. The vote is common to all
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ import torch
 from torchtitan_lr.config.fault_tolerance import private_folder
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.data.rows import Batch
-from torchtitan_lr.optim.conditional import step_unless
+from torchtitan_lr.optim.finite import step_unless
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.replicas.checkpoints import ReplicaCheckpoints, StoredPositions
 from torchtitan_lr.replicas.commits import COMMITS_FILE, Sums, add_commit
@@ -125,7 +125,7 @@ class ReplicaTrainer(Trainer):
             if members.commit(attempt is not None) and attempt is not None:
                 break
             members.group.calls.end(committed=False)
-            self.optimizers.abandon()
+            self.optimizers.zero_grad()
             lost += 1
             why = members.group.failure or "another rank of this replica has lost a sum"
             logger.warning("Step %d was discarded: %s", self.step, why)
@@ -192,7 +192,9 @@ class ReplicaTrainer(Trainer):
             elif writes != self.metrics_processor.writes:
                 self.metrics_processor.set_writing(writes, self._members.committed)
                 self.write_record()
-            self.optimizers.reduce_over(self._members.group)
+            # The members of a step are new ones: the group is made anew with every change.
+            synchronizer = self.optimizers.synchronizer
+            synchronizer.groups = replace(synchronizer.groups, replicas=self._members.group)
             self._report_absent(before - set(self._members.group.replicas))
         return joined
 
@@ -217,7 +219,7 @@ class ReplicaTrainer(Trainer):
         try:
             data = self._next_data()
             self.optimizers.zero_grad()
-            due = self.optimizers.synchronizer.due(int(next(iter(self.optimizers)).steps))
+            due = self.optimizers.due()
             group.calls.begin(repr((due, len(group.replicas))))
             first = FirstCall(group, len(data.microbatches), partial(self._numbers, data))
             self._first = first

@@ -36,7 +36,7 @@ class StoredGradients:
     def accumulate(self, last: bool) -> None:
         """Do nothing: autograd accumulates in ``parameter.grad``."""
 
-    def share(self) -> Tensor:
+    def reduce_and_square_norm(self) -> Tensor:
         """Return this rank's share of the squared norm; the gradients are already reduced."""
         return square_share(self._gradients(), self.pp_mesh.size() if self.pp_mesh else 1)
 
@@ -48,7 +48,7 @@ class StoredGradients:
         if shards:  # with CPU offload the gradients and the norm may be on different devices
             torch._foreach_mul_(shards, coefficient.to(shards[0]))
 
-    def take_back(self) -> None:
+    def undo_step_counters(self) -> None:
         """Do nothing: a rejected step of Adam counts nothing on the host."""
 
     def nonfinite(self) -> str | None:
@@ -62,7 +62,8 @@ class StoredGradients:
 
 Gradients: TypeAlias = StoredGradients | TSROptimizers
 """The gradients of one step; each micro-batch has `prepare` before it and `accumulate` after it,
-then come `share`, `clip` and, if the device has rejected the step, `take_back`."""
+then come `reduce_and_square_norm`, `clip` and, if the device has rejected the step,
+`undo_step_counters`."""
 
 
 def gradients_for(

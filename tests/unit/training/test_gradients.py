@@ -22,13 +22,15 @@ def parts():
 def test_norm_and_clipping(parts):
     gradients = StoredGradients(parts, None)
     gradients.accumulate(last=True)
-    norm = gradients.share().sqrt()
+    norm = gradients.reduce_and_square_norm().sqrt()
     assert norm.item() == pytest.approx(5)
     gradients.clip(10.0, norm)  # small enough
     assert torch.equal(parts[0].weight.grad, torch.ones(3, 3))
     gradients.clip(1.0, norm)
     # Clipping divides by the norm + 1e-6; the rest is fp32's rounding.
-    assert gradients.share().sqrt().item() == pytest.approx(5 / (5 + 1e-6), rel=1e-6)
+    assert gradients.reduce_and_square_norm().sqrt().item() == pytest.approx(
+        5 / (5 + 1e-6), rel=1e-6
+    )
     torch.testing.assert_close(parts[1].weight.grad, torch.full((2, 2), 0.4))
     assert parts[1].bias.grad is None
 
@@ -38,9 +40,9 @@ def test_what_is_not_finite_is_named(parts):
     assert gradients.nonfinite() is None
     parts[1].weight.grad[1, 0] = float("inf")
     assert gradients.nonfinite() == "weight"
-    assert not torch.isfinite(gradients.share())
+    assert not torch.isfinite(gradients.reduce_and_square_norm())
     # Clipping leaves the others as they are, so that the culprit can be named after it.
-    gradients.clip(1.0, gradients.share().sqrt())
+    gradients.clip(1.0, gradients.reduce_and_square_norm().sqrt())
     assert gradients.nonfinite() == "weight"
     assert torch.equal(parts[0].weight.grad, torch.ones(3, 3))
 

@@ -1,9 +1,18 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""TSR-Adam as a torch optimizer and a torchtitan container: state, checkpoints, schedule."""
+"""TSR-Adam (the paper's Algorithm 1), as a torch optimizer in torchtitan's container.
+
+W and G are (m, n). Two orthonormal bases U (m, r) and V (n, r) span the gradient's leading
+subspaces. Adam runs on the core C = UᵀGV (r, r), and its direction is lifted back. One-sided
+projection (GaLore) omits V: the core is (r, n), for a matrix that is wider than tall. Tall and
+square matrices are transposed first, because GaLore projects them on the right.
+
+`TSROptimizers` has the algorithm, in the order of a step; `MatrixStack` its equations, on this
+rank's parts of b matrices of one shape.
+"""
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from itertools import chain
 from typing import Any, cast
 
@@ -13,165 +22,42 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.compat.dtensor import local_part, own_part, shard_dims, wrap_like
 from torchtitan_lr.compat.names import clean_name
 from torchtitan_lr.optim.finite import clip_factor, nonfinite_gradient
-from torchtitan_lr.optim.tsr.adam import (
-    AdamHyperparameters,
-    Synchronized,
-    TSRStep,
-    tsr_adam_step,
+from torchtitan_lr.optim.tsr.communication import (
+    DENSE,
+    Layout,
+    ParamRef,
+    ReductionGroups,
+    Refresh,
+    Synchronizer,
+    mesh_groups,
 )
-from torchtitan_lr.optim.tsr.early_sums import DENSE, Place
-from torchtitan_lr.optim.tsr.layout import derived, mesh_groups, shard_dims
-from torchtitan_lr.optim.tsr.mesh_sync import ReductionGroups
-from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
-from torchtitan_lr.optim.tsr.stack import MatrixStack, build_stacks
-from torchtitan_lr.optim.tsr.synchronize import Synchronizer
+from torchtitan_lr.optim.tsr.randomized_svd import (
+    SVD,
+    Steps,
+    draw_basis,
+    draw_sketches,
+    randomized_svd,
+)
+from torchtitan_lr.optim.tsr.selection import (
+    MatrixPlan,
+    TSRSettings,
+    largest_block,
+    plan_matrices,
+    refresh_is_dense,
+)
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.components import OptimizersContainer, init_optimizer_container
-
-
-class TSRAdam(Optimizer):
-    """TSR-Adam of one model part, with AdamW for the dense parameters.
-
-    `TSROptimizers` sums all gradients and updates the compressed matrices of all parts together, in
-    `tsr_adam_step`; `step` then updates the dense parameters of the part. All state is allocated in
-    the constructor, in fp32 or wider, and never reallocated.
-
-    Args:
-        named_parameters: Clean name and parameter.
-        plans: Of the compressed matrices, by name.
-        order: Names of the run's mesh dimensions.
-        settings: The settings.
-        defaults: ``lr``, ``beta1``, ``beta2``, ``eps`` and ``weight_decay``.
-
-    Attributes:
-        stacks: The compressed matrices.
-        dense: The other parameters.
-        synchronized: Whether the gradients are summed over all ranks, as `step` requires.
-        found_inf: 1 if the next step must leave no trace, else 0; an fp32 scalar on the device.
-            None if it is taken in any case. Set as torch's `GradScaler` sets it.
-    """
-
-    synchronized: bool = False
-    found_inf: Tensor | None = None
-    takes_verdict = True
-
-    def __init__(
-        self,
-        named_parameters: Sequence[tuple[str, nn.Parameter]],
-        plans: Mapping[str, MatrixPlan],
-        order: Sequence[str],
-        settings: TSRSettings,
-        defaults: dict[str, Any],
-    ) -> None:
-        super().__init__([p for _, p in named_parameters], defaults)
-        self.settings = settings
-        self.steps = torch.zeros((), dtype=torch.float32)
-        self.dense = [p for name, p in named_parameters if name not in plans]
-        self.stacks = build_stacks(
-            [(plans[name], p) for name, p in named_parameters if name in plans], order, settings
-        )
-        self._averages = [_moment(p) for p in self.dense]
-        self._squares = [_moment(p) for p in self.dense]
-        self._create_state()
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update the dense parameters, if their gradients are summed over all ranks.
-
-        DCP calls ``step`` with zero gradients to create missing optimizer state. No state is
-        missing here, so such a call does nothing.
-        """
-        if not self.synchronized:
-            return
-        self.synchronized = False
-        self.steps += 1
-        if self.dense:
-            self._update_dense(self.hyperparameters())
-
-    def hyperparameters(self) -> AdamHyperparameters:
-        """Return the constants of the next step, set by the schedule."""
-        group = self.param_groups[0]
-        names = ("lr", "beta1", "beta2", "eps", "weight_decay")
-        numbers: dict[str, Any] = {name: float(group[name]) for name in names}
-        rejected = None if self.found_inf is None else self.found_inf > 0
-        return AdamHyperparameters(**numbers, scale=self.settings.scale, rejected=rejected)
-
-    def counters(self) -> list[Tensor]:
-        """Return the numbers of steps, refreshes and cores, which are on the host."""
-        return [self.steps, *(n for stack in self.stacks for n in (stack.ages, stack.refreshes))]
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state into the existing tensors.
-
-        Torch's own method would replace the tensors, and cast moments to a parameter's bf16.
-        """
-        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = chain.from_iterable(group["params"] for group in self.param_groups)
-        for number, parameter in zip(ids, own, strict=True):
-            for name, value in state_dict["state"].get(number, {}).items():
-                local_part(self.state[parameter][name]).copy_(local_part(torch.as_tensor(value)))
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
-
-    def _create_state(self) -> None:
-        for stack in self.stacks:
-            for i, parameter in enumerate(stack.parameters):
-                self.state[parameter] = {"step": self.steps, **stack.state_of(i)}
-        for parameter, average, square in zip(
-            self.dense, self._averages, self._squares, strict=True
-        ):
-            dims = {dim: dim for dim in range(parameter.dim())}
-            size = tuple(parameter.shape)
-            self.state[parameter] = {
-                "step": self.steps,
-                "exp_avg": derived(parameter, average, size, dims),
-                "exp_avg_sq": derived(parameter, square, size, dims),
-            }
-
-    def _update_dense(self, hyper: AdamHyperparameters) -> None:
-        """AdamW, W ← (1 − ηλ)W − η·m̂/(√v̂ + ε), by torch's fused kernel.
-
-        It updates weights of a narrower dtype in the moments' dtype, and rounds them once.
-        """
-        weights = [local_part(parameter) for parameter in self.dense]
-        exact = [w.to(m.dtype) for w, m in zip(weights, self._averages, strict=True)]
-        gradients = [
-            local_part(cast(Tensor, p.grad)).to(m.dtype)
-            for p, m in zip(self.dense, self._averages, strict=True)
-        ]
-        # The kernel counts steps on the device; `steps` counts them on the host.
-        ages = torch.full((len(exact),), float(self.steps) - 1, device=exact[0].device)
-        adamw(
-            exact,
-            gradients,
-            self._averages,
-            self._squares,
-            [],
-            list(ages.unbind()),
-            fused=True,
-            found_inf=self.found_inf,
-            amsgrad=False,
-            beta1=hyper.beta1,
-            beta2=hyper.beta2,
-            lr=hyper.lr,
-            weight_decay=hyper.weight_decay,
-            eps=hyper.eps,
-            maximize=False,
-        )
-        for weight, wide in zip(weights, exact, strict=True):
-            if weight is not wide:
-                weight.copy_(wide)
 
 
 class TSROptimizers(OptimizersContainer):
     """TSR-Adam for all model parts of a rank, with one exchange for all their cores.
 
-    The trainer calls `prepare` before and `accumulate` after each micro-batch, then `synchronize`,
-    `clip` and `step`.
+    The methods stand in the order of a step. The trainer calls `prepare` before and `accumulate`
+    after each micro-batch, then `synchronize`, `clip` and `step`. Weights and state change only in
+    `step`: a step that is abandoned before has no effect.
 
     Args:
         model_parts: The pipeline stages of this rank (one without pipelining).
@@ -195,46 +81,43 @@ class TSROptimizers(OptimizersContainer):
             for part in model_parts
         ]
         parameters = [parameter for part in named for _, parameter in part]
-        groups = mesh_groups(parameters)
-        order = list(groups)
+        groups = ReductionGroups(mesh_groups(parameters), replicas, stages)
+        order = list(groups.sharding)
         plans = plan_matrices(_all_shapes(named, stages), settings)
         self.optimizers = [TSRAdam(part, plans, order, settings, dict(defaults)) for part in named]
         stacks = [stack for optimizer in self.optimizers for stack in optimizer.stacks]
-        dense = [(p, _splits(p, order)) for optimizer in self.optimizers for p in optimizer.dense]
-        reduction = ReductionGroups(groups, replicas, stages)
-        places = _places(stacks, [parameter for parameter, _ in dense])
+        dense = [p for optimizer in self.optimizers for p in optimizer.dense]
+        refs: dict[Tensor, ParamRef] = {p: (DENSE, index) for index, p in enumerate(dense)}
+        for number, stack in enumerate(stacks):
+            refs |= {parameter: (number, i) for i, parameter in enumerate(stack.parameters)}
         # Backward runs from the last module to the first.
-        backward = [places[parameter] for parameter in reversed(parameters)]
-        self.synchronizer = Synchronizer(stacks, dense, reduction, settings, backward)
-        self._step: TSRStep | None = None
-        self._in_microbatch = False
-        for parameter, place in places.items():
-            parameter.register_post_accumulate_grad_hook(_hook(self, place))
-        self._synchronized: Synchronized | None = None
+        backward = [refs[parameter] for parameter in reversed(parameters)]
+        splits = [(p, _splits(p, order)) for p in dense]
+        self.synchronizer = Synchronizer(stacks, splits, groups, settings, backward)
+        for parameter, ref in refs.items():
+            parameter.register_post_accumulate_grad_hook(_hook(self, ref))
         self._counts_before: list[Tensor] = []
+        self._forget_step()
         init_optimizer_container(self, parameters, defaults)
-        _log_plan(stacks, reduction)
+        logger.info("TSR-Adam compresses %d matrices of this rank", sum(map(len, stacks)))
+        if replicas is None and "fsdp" in groups.sharding:
+            logger.info(
+                "TSR-Adam without replicas: FSDP's reduce-scatter stays dense; only optimizer "
+                "memory is saved. Set parallelism.data_parallel_replicate_degree to save "
+                "communication"
+            )
+
+    def _forget_step(self) -> None:
+        self._due: list[list[int]] | None = None  # the matrices that refresh, by stack
+        self._in_microbatch = self._is_last = self._is_synchronized = False
+        self._refreshes: list[Refresh] = []
+        self._dense: list[Tensor] = []  # gradients of the dense parameters
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Drop all gradients, and the cores and bases of an abandoned step."""
         self.synchronizer.drop()
         super().zero_grad(*args, **kwargs)
-        self._step = self._synchronized = None
-        self._in_microbatch = False
-
-    def reduce_over(self, replicas: dist.ProcessGroup) -> None:
-        """Sum over another group from the next step on; its members may change between steps.
-
-        Args:
-            replicas: Ranks with equal parameters and different data.
-        """
-        groups = self.synchronizer.groups
-        self.synchronizer.groups = ReductionGroups(groups.sharding, replicas, groups.stages)
-
-    def abandon(self) -> None:
-        """Drop a step whose sums have failed: weights and state stay as before it."""
-        self.synchronizer.abandon()
-        self.zero_grad()
+        self._forget_step()
 
     @torch.no_grad()
     def prepare(self, last: bool) -> None:
@@ -244,19 +127,30 @@ class TSROptimizers(OptimizersContainer):
         after its reduce-scatter. Where no hook runs (a pipeline schedule that splits backward),
         `accumulate` finds the gradients.
         """
-        if self._step is None:
-            stacks, steps_done = self.synchronizer.stacks, int(self.optimizers[0].steps)
-            self._step = tsr_adam_step(stacks, self.synchronizer, steps_done)
-            next(self._step)
-        self._step.send(last)
-        self._in_microbatch = True
+        if self._due is None:
+            self._due = self.due()
+            self.synchronizer.begin(self._due)
+        self._in_microbatch, self._is_last = True, last
+
+    def due(self) -> list[list[int]]:
+        """Return the matrices that refresh in the next step, by stack."""
+        steps_done = int(self.optimizers[0].steps)
+        return [stack.due(steps_done) for stack in self.synchronizer.stacks]
 
     @torch.no_grad()
-    def gradient_arrived(self, place: Place) -> None:
-        """Project a gradient of backward and start sums; do nothing outside a micro-batch."""
+    def gradient_arrived(self, ref: ParamRef) -> None:
+        """Use a gradient of backward; do nothing outside a micro-batch."""
         if self._in_microbatch:
-            assert self._step is not None
-            self._step.send(place)
+            self._use(ref)
+
+    def _use(self, ref: ParamRef) -> None:
+        # C ← C + UᵀGV, then free G: the core is linear in G. A matrix that refreshes keeps its
+        # gradient until all micro-batches are accumulated, since Z and B need G after Q.
+        if self.synchronizer.receive(ref):
+            number, index = ref
+            self.synchronizer.stacks[number].project(index)
+        if self._is_last:
+            self.synchronizer.ready(ref)
 
     @torch.no_grad()
     def accumulate(self, last: bool) -> None:
@@ -267,12 +161,11 @@ class TSROptimizers(OptimizersContainer):
         """
         if not self._in_microbatch:
             self.prepare(last)
-        assert self._step is not None
-        for place in self.synchronizer.order:
-            if self.synchronizer.is_projected(place):
-                self._step.send(place)
+        for ref in self.synchronizer.left_over():
+            self._use(ref)
         self._in_microbatch = False
-        self._step.send(None)
+        if last:
+            self.synchronizer.start_rest()
 
     @torch.no_grad()
     def synchronize(self) -> Tensor:
@@ -281,51 +174,60 @@ class TSROptimizers(OptimizersContainer):
         Returns:
             The norm sqrt(Σ|C|² + Σ|g|²) of cores and dense gradients, equal on all ranks.
         """
-        assert self._step is not None
-        self._synchronized = next(self._step)
-        assert self._synchronized is not None
-        return self._synchronized.norm
+        assert self._due is not None
+        # C ← ΣC over the ranks.
+        self._dense = self.synchronizer.finish_sums()
+        # Refresh: U, Σ, V ← rSVD(ΣG); then the core C = UᵀGV is Σ itself.
+        self._refreshes = self.synchronizer.new_bases(self._due)
+        norm = self.synchronizer.norm(self._due, self._refreshes, self._dense)
+        for refresh in self._refreshes:
+            core = self.synchronizer.stacks[refresh.number].core
+            _write(core, refresh.indices, refresh.core)
+        self._is_synchronized = True
+        return norm
 
-    def share(self) -> Tensor:
+    def reduce_and_square_norm(self) -> Tensor:
         """Synchronize, and return this rank's share of the squared norm."""
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         return self.synchronize().square() / ranks
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale cores and dense gradients down to a norm, as `clip_grads_with_norm_` does."""
+        """Scale cores and dense gradients down to a norm, as `clip_grads_with_norm_` does.
+
+        After the sums, and on what is used: each replica's own gradients would get another scale.
+        """
         self.scale(clip_factor(max_norm, norm))
 
     @torch.no_grad()
     def scale(self, factor: Tensor) -> None:
         """Multiply cores and dense gradients, which are linear in the loss, by a scalar."""
-        assert self._synchronized is not None
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in self._synchronized.tensors:
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        assert self._is_synchronized
+        by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for tensor in (self.synchronizer.all_cores, *self._dense):
+            by_dtype[tensor.dtype].append(tensor)
         for dtype, same in by_dtype.items():
             torch._foreach_mul_(same, factor.to(dtype))
 
     @torch.no_grad()
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Update all parts; call `synchronize` first if it has not run.
+        """Update all parts; synchronize first if that has not been done.
 
-        A part whose ``found_inf`` is 1 keeps its weights and moments; see `take_back`.
+        A part whose ``found_inf`` is 1 keeps its weights and moments; see `undo_step_counters`.
         """
-        if self._synchronized is None:
+        if not self._is_synchronized:
             self.accumulate(last=True)
             self.synchronize()
-        assert self._step is not None
         self._counts_before = [count.clone() for part in self for count in part.counters()]
-        of_stacks = [part.hyperparameters() for part in self.optimizers for _ in part.stacks]
-        with suppress(StopIteration):  # the generator of the step ends here
-            self._step.send(of_stacks)
+        rejected = self.optimizers[0].rejected
+        for refresh in self._refreshes:
+            self.synchronizer.stacks[refresh.number].change_bases(refresh, rejected)
         for optimizer in self.optimizers:
-            optimizer.synchronized = True
+            optimizer.is_synchronized = True
         super().step(*args, **kwargs)
-        self._step = self._synchronized = None
+        self._forget_step()
 
     @torch.no_grad()
-    def take_back(self) -> None:
+    def undo_step_counters(self) -> None:
         """Reset the counters of the last step, which the device rejected."""
         counters = (count for part in self for count in part.counters())
         for count, before in zip(counters, self._counts_before, strict=True):
@@ -333,25 +235,469 @@ class TSROptimizers(OptimizersContainer):
 
     def nonfinite(self) -> str | None:
         """Return the first parameter of this rank whose gradient or core is not finite, or None."""
-        return nonfinite_gradient(self.model_parts) or self.synchronizer.nonfinite()
+        if (name := nonfinite_gradient(self.model_parts)) is not None:
+            return name
+        for stack in self.synchronizer.stacks:
+            for plan, core in zip(stack.plans, stack.core, strict=True):
+                if not torch.isfinite(core).all():
+                    return plan.name
+        return None
 
 
-def _places(stacks: Sequence[MatrixStack], dense: Sequence[Tensor]) -> dict[Tensor, Place]:
-    """Return the place of every parameter."""
-    places = {parameter: (DENSE, index) for index, parameter in enumerate(dense)}
-    for number, stack in enumerate(stacks):
-        places |= {parameter: (number, i) for i, parameter in enumerate(stack.parameters)}
-    return places
+class TSRAdam(Optimizer):
+    """TSR-Adam of one model part, with AdamW for the dense parameters.
+
+    `TSROptimizers` sums the gradients of all parts. All state is allocated in the constructor, in
+    fp32 or wider, and never reallocated: a bf16 second moment at β₂ = 0.999 would never decay.
+
+    Args:
+        named_parameters: Clean name and parameter.
+        plans: Of the compressed matrices, by name.
+        order: Names of the run's mesh dimensions.
+        settings: The settings.
+        defaults: ``lr``, ``beta1``, ``beta2``, ``eps`` and ``weight_decay``.
+
+    Attributes:
+        stacks: The compressed matrices.
+        dense: The other parameters.
+        is_synchronized: Whether the gradients are summed over all ranks, as `step` requires.
+        found_inf: 1 if the next step must leave no trace, else 0; an fp32 scalar on the device.
+            None if it is taken in any case. Set as torch's `GradScaler` sets it.
+    """
+
+    is_synchronized: bool = False
+    found_inf: Tensor | None = None
+    takes_verdict = True
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, nn.Parameter]],
+        plans: Mapping[str, MatrixPlan],
+        order: Sequence[str],
+        settings: TSRSettings,
+        defaults: dict[str, Any],
+    ) -> None:
+        super().__init__([p for _, p in named_parameters], defaults)
+        self.steps = torch.zeros((), dtype=torch.float32)
+        self.dense = [p for name, p in named_parameters if name not in plans]
+        self._averages = [_moment(p) for p in self.dense]
+        self._squares = [_moment(p) for p in self.dense]
+        alike: dict[Any, list[tuple[MatrixPlan, Tensor]]] = defaultdict(list)
+        for name, parameter in named_parameters:
+            if name in plans:
+                plan, part = plans[name], local_part(parameter)
+                shape = (plan.rows, plan.columns, plan.rank, plan.power_iterations, plan.transposed)
+                layout = _layout(parameter, plan, order)
+                alike[shape, layout, part.shape, part.dtype].append((plan, parameter))
+        self.stacks = [
+            MatrixStack([plan for plan, _ in same], [p for _, p in same], order, settings)
+            for same in alike.values()
+        ]
+        for stack in self.stacks:
+            for i, matrix in enumerate(stack.parameters):
+                self.state[matrix] = {"step": self.steps, **stack.state_of(i)}
+        moments = zip(self.dense, self._averages, self._squares, strict=True)
+        for parameter, average, square in moments:
+            like = (tuple(parameter.shape), {dim: dim for dim in range(parameter.dim())})
+            self.state[parameter] = {
+                "step": self.steps,
+                "exp_avg": wrap_like(parameter, average, *like),
+                "exp_avg_sq": wrap_like(parameter, square, *like),
+            }
+
+    @property
+    def rejected(self) -> Tensor | None:
+        """True on the device if the step must leave no trace, a scalar; None without a verdict."""
+        return None if self.found_inf is None else self.found_inf > 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters, if their gradients are summed over all ranks.
+
+        DCP calls ``step`` with zero gradients to create missing optimizer state. No state is
+        missing here, so such a call does nothing.
+        """
+        if not self.is_synchronized:
+            return
+        self.is_synchronized = False
+        self.steps += 1
+        for stack in self.stacks:
+            stack.update(self.param_groups[0], self.rejected)
+        if self.dense:
+            self._update_dense(self.param_groups[0])
+
+    def _update_dense(self, hyper: Mapping[str, Any]) -> None:
+        """AdamW, W ← (1 − ηλ)W − η·m̂/(√v̂ + ε), by torch's fused kernel.
+
+        It updates weights of a narrower dtype in the moments' dtype, and rounds them once.
+        """
+        weights = [local_part(parameter) for parameter in self.dense]
+        exact = [w.to(m.dtype) for w, m in zip(weights, self._averages, strict=True)]
+        gradients = [
+            local_part(cast(Tensor, p.grad)).to(m.dtype)
+            for p, m in zip(self.dense, self._averages, strict=True)
+        ]
+        constants: dict[str, Any] = {name: float(hyper[name]) for name in self.defaults}
+        # The kernel counts steps on the device; `steps` counts them on the host.
+        ages = torch.full((len(exact),), float(self.steps) - 1, device=exact[0].device)
+        adamw(
+            exact,
+            gradients,
+            self._averages,
+            self._squares,
+            [],
+            list(ages.unbind()),
+            fused=True,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            maximize=False,
+            **constants,
+        )
+        for weight, wide in zip(weights, exact, strict=True):
+            if weight is not wide:
+                weight.copy_(wide)
+
+    def counters(self) -> list[Tensor]:
+        """Return the numbers of steps, refreshes and cores, which are on the host."""
+        return [self.steps, *(n for stack in self.stacks for n in (stack.ages, stack.refreshes))]
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a state into the existing tensors.
+
+        Torch's own method would replace the tensors, and cast moments to a parameter's bf16.
+        """
+        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, parameter in zip(ids, own, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                local_part(self.state[parameter][name]).copy_(local_part(torch.as_tensor(value)))
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
 
 
-def _hook(optimizers: TSROptimizers, place: Place) -> Callable[[Tensor], None]:
+class MatrixStack:
+    """b matrices of equal shape, rank and layout, stacked to need fewer kernels.
+
+    Args:
+        plans: The compression of each matrix.
+        parameters: The parameters, plain or DTensors.
+        order: Names of the run's mesh dimensions.
+        settings: The settings.
+
+    Attributes:
+        left: U (b, m, r), rows sharded like the matrix's rows.
+        right: V (b, n, r), rows sharded like the matrix's columns; None if one-sided.
+        average: m (b, r, r), or (b, r, n) sharded like the matrix's columns if one-sided.
+        average_square: v, of the same shape as ``average``.
+        core: C of the running step, of the same shape; a part of `Synchronizer.all_cores`.
+        core_dims: Mesh dimensions that split a core.
+        ages: Number of cores in the moments (b,), on the CPU.
+        refreshes: Number of refreshes so far (b,), on the CPU.
+    """
+
+    core: Tensor
+
+    def __init__(
+        self,
+        plans: Sequence[MatrixPlan],
+        parameters: Sequence[Tensor],
+        order: Sequence[str],
+        settings: TSRSettings,
+    ) -> None:
+        self.plans, self.parameters, self.settings = list(plans), list(parameters), settings
+        self.plan = plans[0]
+        self.row_dim, self.column_dim = (1, 0) if self.plan.transposed else (0, 1)
+        self.layout = _layout(parameters[0], self.plan, order)
+        self.core_dims = () if self.plan.two_sided else self.layout.columns
+        b, r, weight = len(parameters), self.plan.rank, local_part(parameters[0])
+        m, n = self._oriented(weight).shape
+        self.dtype = torch.promote_types(weight.dtype, torch.float32)
+        kind: dict[str, Any] = {"dtype": self.dtype, "device": weight.device}
+        self.left = torch.zeros(b, m, r, **kind)
+        self.right = torch.zeros(b, n, r, **kind) if self.plan.two_sided else None
+        self.average = torch.zeros(b, r, r if self.plan.two_sided else n, **kind)
+        self.average_square = torch.zeros_like(self.average)
+        self.ages = torch.zeros(b, dtype=torch.int64)
+        self.refreshes = torch.zeros(b, dtype=torch.int64)
+        if self.plan.waits:
+            self._draw_bases()
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def _draw_bases(self) -> None:
+        """Set the bases that are used until the first refresh; each rank draws its own rows."""
+        sides = [("left", self.left, self.plan.rows, self.row_dim)]
+        if self.right is not None:
+            sides.append(("right", self.right, self.plan.columns, self.column_dim))
+        for side, bases, rows, dim in sides:
+            for plan, parameter, basis in zip(self.plans, self.parameters, bases, strict=True):
+                full = draw_basis(f"{plan.name}:{side}", (rows, plan.rank))
+                basis.copy_(own_part(parameter, full, {dim: 0}))
+
+    def state_of(self, index: int) -> dict[str, Tensor]:
+        """Return the checkpointed state of one matrix; the tensors share the stack's memory."""
+        plan, parameter = self.plans[index], self.parameters[index]
+        r, n = plan.rank, plan.columns
+        core, dims = ((r, r), {}) if plan.two_sided else ((r, n), {self.column_dim: 1})
+        state = {
+            "left": wrap_like(parameter, self.left[index], (plan.rows, r), {self.row_dim: 0}),
+            "exp_avg": wrap_like(parameter, self.average[index], core, dims),
+            "exp_avg_sq": wrap_like(parameter, self.average_square[index], core, dims),
+            "age": self.ages[index],
+            "refreshes": self.refreshes[index],
+        }
+        if self.right is not None:
+            right = self.right[index]
+            state["right"] = wrap_like(parameter, right, (n, r), {self.column_dim: 0})
+        return state
+
+    def due(self, step: int) -> list[int]:
+        """Return the matrices that refresh in a step, given the steps done before it."""
+        counts = self.refreshes.tolist()
+        return [i for i, plan in enumerate(self.plans) if plan.is_due(step, counts[i])]
+
+    def bases(self, indices: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Return U (b, m, r) and V (b, n, r) of some matrices."""
+        return _read(self.left, indices), None if self.right is None else _read(self.right, indices)
+
+    def _base(self, index: int) -> tuple[Tensor, Tensor | None]:
+        return self.left[index], None if self.right is None else self.right[index]
+
+    def project(self, index: int) -> None:
+        """Accumulate a core, C ← C + UᵀGV, and free the gradient (m, n)."""
+        gradient = self._oriented(local_part(cast(Tensor, self.parameters[index].grad)))
+        self.parameters[index].grad = None
+        precision = self.settings.product_precision
+        project(gradient.to(self.dtype), *self._base(index), self.core[index], precision)
+
+    def decompose(self, indices: Sequence[int], groups: ReductionGroups) -> Steps[SVD]:
+        """Compute the leading singular triplets of some gradients; see `randomized_svd`."""
+        parts = [self.parameters[i] for i in indices]
+        gradients = [local_part(torch.zeros_like(p) if p.grad is None else p.grad) for p in parts]
+        counts = self.refreshes.tolist()
+        keys = [(self.plans[i].name, counts[i]) for i in indices]
+        # Every rank draws the whole Ω (n, k) of each matrix, and keeps its own rows.
+        full = draw_sketches(keys, (self.plan.columns, self.plan.width), self.left)
+        own = [own_part(self.parameters[0], sketch, {self.column_dim: 0}) for sketch in full]
+        return randomized_svd(
+            [self._oriented(gradient) for gradient in gradients],
+            torch.stack(own),
+            self.plan.rank,
+            self.plan.power_iterations,
+            mesh_dims=len(groups.sharding),
+            replicas=groups.replicas is not None and not self.sends_dense(groups.sizes),
+            earlier=self.bases(indices),
+        )
+
+    def sends_dense(self, ranks: Sequence[int]) -> bool:
+        """Return whether a refresh sums dense gradients, not sketches, over the replicas.
+
+        Args:
+            ranks: Size of every mesh dimension of the run. Blocks are counted with padding, so that
+                the result is equal on all ranks.
+        """
+        plan, block = self.plan, self._largest_block(ranks)
+        return refresh_is_dense(*block, plan.width, plan.power_iterations, self.settings.refresh)
+
+    def sketch_size(self, ranks: Sequence[int]) -> int:
+        """Return the elements (m + n)k of one matrix's sketches on a rank."""
+        return sum(self._largest_block(ranks)) * self.plan.width
+
+    def change_bases(self, refresh: Refresh, rejected: Tensor | None) -> None:
+        """Replace the bases and carry the moments over according to ``tsr_moments``.
+
+        ``keep`` leaves the moments unchanged (the published code; the new bases are sign-aligned
+        with the old ones for this mode), ``rotate`` expresses them in the new bases (the paper's
+        theory), and ``reset`` sets them to zero.
+
+        Args:
+            refresh: New bases for some matrices.
+            rejected: True on the device to keep the old ones, a scalar; None for false. The
+                counters, which are on the host, change in any case.
+        """
+        i = refresh.indices
+        changes = [(self.left, refresh.left)]
+        if self.right is not None and refresh.right is not None:
+            changes.append((self.right, refresh.right))
+        if self.settings.moments == "reset":
+            zeros = torch.zeros_like(refresh.core)
+            changes += [(self.average, zeros), (self.average_square, zeros)]
+            self.ages[i] = 0
+        elif refresh.overlaps is not None:
+            old = _read(self.average, i), _read(self.average_square, i)
+            moments = rotate(*old, *refresh.overlaps)
+            changes += zip((self.average, self.average_square), moments, strict=True)
+        for state, new in changes:
+            kept = new if rejected is None else torch.where(rejected, _read(state, i), new)
+            _write(state, i, kept)
+        self.refreshes[i] += 1
+
+    def update(self, hyper: Mapping[str, Any], rejected: Tensor | None) -> None:
+        """Run Adam on the core and lift its direction: W ← (1 − ηλ)W − ηα·UDVᵀ.
+
+        Args:
+            hyper: η (``lr``), β₁, β₂, ε (``eps``) and λ (``weight_decay``).
+            rejected: True on the device to leave no trace there, a scalar; None for false.
+        """
+        lr, decay, beta1, beta2, eps = (
+            float(hyper[name]) for name in ("lr", "weight_decay", "beta1", "beta2", "eps")
+        )
+        if rejected is None:
+            rejected = torch.zeros((), dtype=torch.bool, device=self.core.device)
+        # m ← β₁m + (1 − β₁)C,  v ← β₂v + (1 − β₂)C∘C
+        average = self.average.lerp(self.core, 1 - beta1)
+        square = (self.average_square * beta2).addcmul_(self.core, self.core, value=1 - beta2)
+        torch.where(rejected, self.average, average, out=self.average)
+        torch.where(rejected, self.average_square, square, out=self.average_square)
+        # D = m̂ / (√v̂ + ε), where m̂ = m / (1 − β₁ᵗ) and t is the number of cores in the moments.
+        self.ages += 1
+        age = self._age()
+        corrected = self.average / (1 - beta1**age)
+        direction = corrected / ((self.average_square / (1 - beta2**age)).sqrt() + eps)
+        # A rejected step multiplies weights by 1 and adds 0, which changes no bit of them.
+        direction = direction.masked_fill(rejected, 0.0)
+        shrink = torch.full_like(rejected, 1 - lr * decay, dtype=self.dtype)
+        shrink.masked_fill_(rejected, 1.0)
+        weights = [self._oriented(local_part(parameter)) for parameter in self.parameters]
+        in_place = weights[0].dtype == self.dtype
+        if in_place and decay:
+            torch._foreach_mul_(weights, shrink)  # all in one launch
+        for i, weight in enumerate(weights):
+            factor = None if in_place else shrink
+            rate, precision = -lr * self.settings.scale, self.settings.product_precision
+            lift(direction[i], *self._base(i), weight, factor, rate, precision)
+
+    def _age(self) -> float | Tensor:
+        """Return the number of cores in the moments: a float, or (b, 1, 1) if matrices differ."""
+        first, *others = ages = self.ages.tolist()
+        if all(age == first for age in others):
+            return float(first)
+        # A copy from pageable memory would make the host wait for the device.
+        on_host = torch.tensor(ages, dtype=self.dtype, pin_memory=self.left.is_cuda)
+        return on_host.to(self.left.device, non_blocking=True)[:, None, None]
+
+    def _largest_block(self, ranks: Sequence[int]) -> tuple[int, int]:
+        rows = largest_block(self.plan.rows, (ranks[dim] for dim in self.layout.rows))
+        return rows, largest_block(self.plan.columns, (ranks[d] for d in self.layout.columns))
+
+    def _oriented(self, matrix: Tensor) -> Tensor:
+        return matrix.mT if self.plan.transposed else matrix
+
+
+def multiply(a: Tensor, b: Tensor, precision: str) -> Tensor:
+    """Multiply matrices whose entries are rounded first, with sums in fp32.
+
+    Args:
+        a: (m, k), in fp32 or wider.
+        b: (k, n), of the same dtype.
+        precision: ``float32`` rounds nothing, ``bfloat16`` to 8 significant bits.
+
+    Returns:
+        Tensor (m, n) of the factors' dtype.
+    """
+    if precision == "float32":
+        return a @ b
+    dtype, a, b = a.dtype, a.to(torch.bfloat16), b.to(torch.bfloat16)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32).to(dtype)
+    # Products of bf16 numbers are exact in fp32. A bf16 product here would round its sums.
+    return (a.float() @ b.float()).to(dtype)
+
+
+def project(
+    gradient: Tensor, left: Tensor, right: Tensor | None, out: Tensor, precision: str
+) -> None:
+    """Accumulate a core, C ← C + UᵀGV. It is linear in G, so cores of parts add up.
+
+    Args:
+        gradient: G (m, n), in the dtype of the bases.
+        left: U (m, r).
+        right: V (n, r); None if that side is not projected.
+        out: C (r, r), or (r, n) without V; changed in place.
+        precision: Of the factors, see `multiply`.
+    """
+    half = multiply(left.mT, gradient, precision)
+    if right is None:
+        out.add_(half)
+    elif precision == "float32":
+        out.addmm_(half, right)
+    else:
+        out.add_(multiply(half, right, precision))
+
+
+def lift(
+    direction: Tensor,
+    left: Tensor,
+    right: Tensor | None,
+    weight: Tensor,
+    shrink: Tensor | None,
+    rate: float,
+    precision: str,
+) -> None:
+    """Update a weight, W ← shrink·W + rate·UDVᵀ.
+
+    Args:
+        direction: D (r, r), or (r, n) without V.
+        left: U (m, r).
+        right: V (n, r); None if that side is not projected.
+        weight: W (m, n), possibly of a narrower dtype; changed in place.
+        shrink: Factor of W, a scalar; None for 1.
+        rate: Factor of the lifted direction.
+        precision: Of the product's factors, see `multiply`.
+    """
+    factors = (left, direction)
+    if right is not None:
+        factors = (multiply(left, direction, precision), right.mT)
+    exact = weight.to(left.dtype)  # W itself if it has that dtype
+    if shrink is not None:
+        exact.mul_(shrink)
+    if precision == "float32":
+        exact.addmm_(*factors, alpha=rate)
+    else:
+        exact.add_(multiply(*factors, precision), alpha=rate)
+    if exact is not weight:
+        weight.copy_(exact)
+
+
+def rotate(
+    average: Tensor, average_square: Tensor, left: Tensor, right: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Re-express moments: m ← P·m·Qᵀ, and v by the squared entries of P and Q.
+
+    The second moment holds variances of the core's entries. If the entries are independent, the
+    variances of sums add with squared weights.
+
+    Args:
+        average: m.
+        average_square: v.
+        left: P = U₊ᵀU (r, r).
+        right: Q = V₊ᵀV (r, r); None if that side is not projected.
+    """
+    average, average_square = left @ average, left.square() @ average_square
+    if right is None:
+        return average, average_square
+    return average @ right.mT, average_square @ right.square().mT
+
+
+def _read(stacked: Tensor, indices: Sequence[int]) -> Tensor:
+    # A list as an index would be copied to the device, for which the host waits.
+    return torch.stack([stacked[i] for i in indices])
+
+
+def _write(stacked: Tensor, indices: Sequence[int], new: Tensor) -> None:
+    torch._foreach_copy_([stacked[i] for i in indices], list(new.unbind()))
+
+
+def _hook(optimizers: TSROptimizers, ref: ParamRef) -> Callable[[Tensor], None]:
     """Return a parameter's hook, which does not keep the optimizers alive."""
     reference = weakref.ref(optimizers)
 
     def hook(_: Tensor) -> None:
         owner = reference()
         if owner is not None:
-            owner.gradient_arrived(place)
+            owner.gradient_arrived(ref)
 
     return hook
 
@@ -362,29 +708,24 @@ def _moment(parameter: Tensor) -> Tensor:
     return torch.zeros_like(part, dtype=dtype, requires_grad=False)
 
 
-def _splits(parameter: Tensor, order: Sequence[str]) -> tuple[int, ...]:
-    return tuple(
-        sorted({d for dim in range(parameter.dim()) for d in shard_dims(parameter, dim, order)})
-    )
-
-
 def _all_shapes(
     named: Sequence[Sequence[tuple[str, nn.Parameter]]], stages: dist.ProcessGroup | None
 ) -> dict[str, Sequence[int]]:
     """Return the shapes of the whole model's parameters, other pipeline stages included."""
-    own = {name: tuple(p.shape) for part in named for name, p in part}
+    own: dict[str, Sequence[int]] = {name: tuple(p.shape) for part in named for name, p in part}
     if stages is None:
-        return cast(dict[str, Sequence[int]], own)
+        return own
     everyone: list[Any] = [None] * stages.size()
     dist.all_gather_object(everyone, own, group=stages)
     return {name: shape for shapes in everyone for name, shape in shapes.items()}
 
 
-def _log_plan(stacks: Sequence[MatrixStack], groups: ReductionGroups) -> None:
-    count = sum(len(stack) for stack in stacks)
-    logger.info("TSR-Adam compresses %d matrices of this rank", count)
-    if groups.replicas is None and "fsdp" in groups.sharding:
-        logger.info(
-            "TSR-Adam without replicas: FSDP's reduce-scatter stays dense; only optimizer memory "
-            "is saved. Set parallelism.data_parallel_replicate_degree to save communication"
-        )
+def _layout(parameter: Tensor, plan: MatrixPlan, order: Sequence[str]) -> Layout:
+    """Return which mesh dimensions split the rows and the columns of a planned matrix."""
+    row_dim, column_dim = (1, 0) if plan.transposed else (0, 1)
+    return Layout(shard_dims(parameter, row_dim, order), shard_dims(parameter, column_dim, order))
+
+
+def _splits(parameter: Tensor, order: Sequence[str]) -> tuple[int, ...]:
+    found = {d for dim in range(parameter.dim()) for d in shard_dims(parameter, dim, order)}
+    return tuple(sorted(found))

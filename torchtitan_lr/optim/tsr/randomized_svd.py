@@ -76,29 +76,13 @@ class SVD(NamedTuple):
     right: Tensor
 
 
-@dataclass(frozen=True)
-class SketchSettings:
-    """Settings of the decomposition of a batch.
-
-    Args:
-        rank: r, the number of triplets.
-        width: k ≥ r, columns of the sketch.
-        power_iterations: q.
-        mesh_dims: Number of mesh dimensions that may shard a matrix of this run.
-        replicas: Whether the gradients are partial sums over replicas.
-    """
-
-    rank: int
-    width: int
-    power_iterations: int
-    mesh_dims: int = 0
-    replicas: bool = False
-
-
 def randomized_svd(
     gradients: Sequence[Tensor],
     sketches: Tensor,
-    settings: SketchSettings,
+    rank: int,
+    power_iterations: int,
+    mesh_dims: int = 0,
+    replicas: bool = False,
     earlier: tuple[Tensor, Tensor | None] | None = None,
 ) -> Steps[SVD]:
     """Compute the leading singular triplets of matrices of one shape (TSR-Adam, Algorithm 1).
@@ -111,28 +95,29 @@ def randomized_svd(
     Args:
         gradients: This rank's b local blocks of G, each (m, n); may be empty.
         sketches: Ω (b, n, k), the rows of the common random draw for this rank's columns.
-        settings: Rank, width, and how the gradients are split.
+        rank: r ≤ k, the number of triplets.
+        power_iterations: q.
+        mesh_dims: Number of mesh dimensions that may shard a matrix of this run.
+        replicas: Whether the gradients are partial sums over replicas.
         earlier: The previous bases U (b, m, r) and V (b, n, r); V is None if that side is not
             projected. Zeros, or random, before the first refresh.
     """
-    replicas, dims = settings.replicas, settings.mesh_dims
     # Y = GΩ, an (m, k) sketch of the range of G.
     y = yield from _sum(_times(gradients, sketches), "columns", replicas)
-    q, _ = yield from tsqr(y, "rows", dims)
-    for _ in range(settings.power_iterations):
+    q, _ = yield from tsqr(y, "rows", mesh_dims)
+    for _ in range(power_iterations):
         # Z = GᵀQ and Y = G·qr(Z): the sketch turns towards the leading directions.
         z = yield from _sum(_transposed_times(gradients, q), "rows", replicas)
-        z, _ = yield from tsqr(z, "columns", dims)
+        z, _ = yield from tsqr(z, "columns", mesh_dims)
         y = yield from _sum(_times(gradients, z), "columns", replicas)
-        q, _ = yield from tsqr(y, "rows", dims)
+        q, _ = yield from tsqr(y, "rows", mesh_dims)
     # B = QᵀG (k, n), kept as Bᵀ = Q_b·R_b; then B = R_bᵀ·Q_bᵀ, and its SVD is that of a k×k matrix.
     b = yield from _sum(_transposed_times(gradients, q), "rows", replicas)
-    q_b, r_b = yield from tsqr(b, "columns", dims)
+    q_b, r_b = yield from tsqr(b, "columns", mesh_dims)
     # A non-finite gradient makes R_b non-finite on every rank, and LAPACK would raise. Its singular
     # values become NaN instead, and so does the gradient's norm.
     small_left, values, small_right = _small_svd(torch.nan_to_num(r_b.mT, 0.0, 0.0, 0.0))
     values = values + (r_b * 0).sum(dim=(-2, -1))[:, None]
-    rank = settings.rank
     # U = QŨ and V = Ṽ, the first r columns.
     left = q @ small_left[..., :rank]
     right = q_b @ small_right[..., :rank]
@@ -228,21 +213,23 @@ def tsqr(tall: Tensor, axis: Axis, mesh_dims: int) -> Steps[tuple[Tensor, Tensor
     return q[..., :rows, :] * signs[..., None, :], r * signs[..., None]
 
 
-def draw_sketches(
-    keys: Iterable[tuple[str, int]], size: tuple[int, int], seed: int, like: Tensor
-) -> Tensor:
+def draw_sketches(keys: Iterable[tuple[str, int]], size: tuple[int, int], like: Tensor) -> Tensor:
     """Draw Ω for several matrices, the same on every rank.
 
     Args:
         keys: Parameter name and index of the refresh; they select the random stream.
         size: n and k.
-        seed: Seed of the run; combined with the key.
         like: A tensor of the device and dtype to draw in.
 
     Returns:
         Standard normal, (b, n, k).
     """
-    return torch.stack([_draw(f"{seed}:{name}:{index}", size, like) for name, index in keys])
+    generator = torch.Generator(like.device)
+    drawn = []
+    for name, index in keys:
+        generator.manual_seed(_seed(f"{name}:{index}"))
+        drawn.append(torch.randn(size, generator=generator, dtype=like.dtype, device=like.device))
+    return torch.stack(drawn)
 
 
 def draw_basis(key: str, size: tuple[int, int]) -> Tensor:
@@ -268,13 +255,9 @@ def draw_basis(key: str, size: tuple[int, int]) -> Tensor:
     return basis
 
 
-def _draw(key: str, size: tuple[int, int], like: Tensor) -> Tensor:
-    generator = torch.Generator(like.device).manual_seed(_seed(key))
-    return torch.randn(size, generator=generator, dtype=like.dtype, device=like.device)
-
-
 def _seed(key: str) -> int:
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
+    # The 0 was the seed that a run could set once: runs draw the same Ω as before.
+    return int.from_bytes(hashlib.sha256(f"0:{key}".encode()).digest()[:7], "big")
 
 
 def _sum(tensor: Tensor, axis: Axis, replicas: bool) -> Steps[Tensor]:

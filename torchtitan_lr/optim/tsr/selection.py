@@ -2,17 +2,18 @@
 """Select the parameters that TSR-Adam compresses, their ranks and their refresh schedules.
 
 The selection is a pure function of names, shapes and settings. The configuration check calls it
-before ranks start. Every rank calls it with the whole model's names, so that all layouts select the
-same matrices.
+before ranks start, without torch. Every rank calls it with the whole model's names, so that all
+layouts select the same matrices.
+
+`formulas/tsr_traffic.py` states the same sizes independently, from the paper. A mistake here
+therefore shows up as a difference between measured and predicted bytes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.optim.tsr.sizes import refresh_is_dense, sketch_width
 
 EMBEDDING = "tok_embeddings.weight"
 """The embedding, which has its own rank and interval."""
@@ -37,20 +38,15 @@ class TSRSettings:
     refresh: Literal["auto", "sketch", "dense"] = "auto"
     stagger: bool = False
     start: Literal["gradient", "random"] = "gradient"
-    product_precision: Literal["float32", "tf32", "bfloat16"] = "float32"
+    product_precision: Literal["float32", "bfloat16"] = "float32"
     projection: Literal["two_sided", "one_sided"] = "two_sided"
-    include: tuple[str, ...] = ("*",)
-    exclude: tuple[str, ...] = ()
     compress_head: bool = False
     overlap_buckets: int = 4
-    seed: int = 0
 
     @classmethod
     def from_config(cls, optimizer: Any) -> "TSRSettings":
         """Read the settings from ``[optimizer]``."""
-        values = {name: getattr(optimizer, f"tsr_{name}") for name in cls.__dataclass_fields__}
-        values |= {name: tuple(values[name]) for name in ("include", "exclude")}
-        return cls(**values)
+        return cls(**{name: getattr(optimizer, f"tsr_{name}") for name in cls.__dataclass_fields__})
 
 
 @dataclass(frozen=True)
@@ -101,18 +97,19 @@ def plan_matrices(
         settings: The settings.
 
     Raises:
-        ConfigError: A pattern matches no matrix, no matrix is left to compress, or a rank is larger
-            than a side of its matrix.
+        ConfigError: No matrix is left to compress, or a rank is larger than a side of its matrix.
     """
-    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
-    _check_patterns(settings, matrices)
-    chosen = sorted(name for name in matrices if _is_chosen(name, settings))
+    chosen = {name for name, shape in shapes.items() if len(shape) == 2}
+    if not settings.compress_head:
+        chosen.discard(HEAD)
+    if settings.embedding_rank == 0:
+        chosen.discard(EMBEDDING)
     if not chosen:
-        want = "patterns that leave a matrix to compress"
-        raise ConfigError("optimizer.tsr_include", list(settings.include), want)
+        want = "tsr_compress_head or tsr_embedding_rank > 0: the model has no other matrix"
+        raise ConfigError("optimizer.tsr_embedding_rank", settings.embedding_rank, want)
     # The embedding first: its rank and interval are its own.
-    chosen.sort(key=lambda name: name != EMBEDDING)
-    plans = {name: _plan(name, matrices[name], settings) for name in chosen}
+    names = sorted(chosen, key=lambda name: (name != EMBEDDING, name))
+    plans = {name: _plan(name, shapes[name], settings) for name in names}
     return _stagger(plans, settings) if settings.stagger else plans
 
 
@@ -139,32 +136,22 @@ def _refresh_cost(plan: MatrixPlan, settings: TSRSettings) -> int:
     return (1 + plan.power_iterations) * sum(sides) * plan.width
 
 
-def _is_chosen(name: str, settings: TSRSettings) -> bool:
-    if name == HEAD and not settings.compress_head:
-        return False
-    if name == EMBEDDING and settings.embedding_rank == 0:
-        return False
-    included = any(fnmatchcase(name, pattern) for pattern in settings.include)
-    return included and not any(fnmatchcase(name, pattern) for pattern in settings.exclude)
-
-
 def _plan(name: str, shape: Sequence[int], settings: TSRSettings) -> MatrixPlan:
     prefix = "embedding_" if name == EMBEDDING else ""
     rank = getattr(settings, f"{prefix}rank")
     if rank > min(shape):
         want = f"at most {min(shape)}, the shorter side of {name} {tuple(shape)}"
-        raise ConfigError(f"optimizer.tsr_{prefix}rank", rank, f"{want}, or to exclude it")
+        raise ConfigError(f"optimizer.tsr_{prefix}rank", rank, want)
     two_sided = settings.projection == "two_sided"
     transposed = not two_sided and shape[0] >= shape[1]
     rows, columns = reversed(shape) if transposed else shape
-    width = sketch_width(rows, columns, rank, settings.oversampling)
     own = settings.vocabulary_power_iterations
     return MatrixPlan(
         name,
         rows,
         columns,
         rank,
-        width,
+        min(rank + settings.oversampling, rows, columns),
         own if own >= 0 and name in (EMBEDDING, HEAD) else settings.power_iterations,
         getattr(settings, f"{prefix}refresh_interval"),
         offset=0,
@@ -174,10 +161,33 @@ def _plan(name: str, shape: Sequence[int], settings: TSRSettings) -> MatrixPlan:
     )
 
 
-def _check_patterns(settings: TSRSettings, matrices: Mapping[str, Sequence[int]]) -> None:
-    for key in ("include", "exclude"):
-        for pattern in getattr(settings, key):
-            if not any(fnmatchcase(name, pattern) for name in matrices):
-                example = next(iter(matrices), "none")
-                want = f"a pattern that matches the name of a matrix, such as {example}"
-                raise ConfigError(f"optimizer.tsr_{key}", pattern, want)
+def largest_block(size: int, ranks: Iterable[int]) -> int:
+    """Return the rows (or columns) of the largest block of a split matrix.
+
+    Args:
+        size: Rows (or columns) of the whole matrix.
+        ranks: Size of each mesh dimension that splits it, in the mesh's order.
+    """
+    for count in ranks:
+        size = (size + count - 1) // count
+    return size
+
+
+def refresh_is_dense(
+    rows: int, columns: int, width: int, power_iterations: int, refresh: str
+) -> bool:
+    """Return whether a refresh sums dense gradients, not sketches, over the replicas.
+
+    The sketches are Y (m, k) and B (k, n), plus Z (n, k) and Y again for each power iteration.
+
+    Args:
+        rows: m of a rank's largest block.
+        columns: n of that block.
+        width: k.
+        power_iterations: q.
+        refresh: ``sketch``, ``dense``, or ``auto`` for the one that sends less.
+    """
+    if refresh != "auto":
+        return refresh == "dense"
+    sketches = (1 + power_iterations) * (rows + columns) * width
+    return rows * columns <= sketches

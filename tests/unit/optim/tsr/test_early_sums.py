@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.tsr.early_sums import DENSE, EarlySums
+from torchtitan_lr.optim.tsr.communication import DENSE, EarlySums
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 

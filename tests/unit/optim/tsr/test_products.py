@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.optim.tsr.test_tsr_optimizer import SETTINGS, build, parameters, step
-from torchtitan_lr.optim.tsr.adam import lift, multiply, project
+from torchtitan_lr.optim.tsr.optimizer import lift, multiply, project
 
 F64 = torch.float64
 M, N, R = 48, 40, 12
@@ -27,7 +27,7 @@ def integers(*size: int, seed: int = 0) -> Tensor:
 
 def core(gradient: Tensor, left: Tensor, right: Tensor | None, precision: str) -> Tensor:
     out = gradient.new_zeros(left.shape[1], N if right is None else right.shape[1])
-    project(gradient, left, right, out, precision)  # type: ignore[arg-type]
+    project(gradient, left, right, out, precision)
     return out
 
 
@@ -65,7 +65,7 @@ def test_errors_are_those_of_rounded_factors(two_sided: bool) -> None:
     bound = 0.5 * ((1 + BF16 / 2) ** roundings - 1) * terms + 1e-5 * (terms + weight.abs())
     for precision, exponent in (("bfloat16", 0), ("float32", -6)):
         found = weight.clone()
-        lift(direction, left, right, found, 0.9, -0.5, precision)  # type: ignore[arg-type]
+        lift(direction, left, right, found, torch.tensor(0.9), -0.5, precision)
         assert ((found - wanted).abs() <= bound).all()
         assert (found - wanted).norm() < 2.0**exponent * BF16 * 0.5 * lifted.norm()
 

@@ -5,16 +5,14 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_lr.optim.tsr.adam import (
-    AdamHyperparameters,
-)
+from tests.reference.tsr_adam import Hyper
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.randomized_svd import draw_sketches
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 
 F64 = torch.float64
 NAME = "layers.0.attention.wq.weight"
-HYPER = AdamHyperparameters(lr=0.05, eps=1e-6, weight_decay=0.1, scale=0.75)
+HYPER = Hyper(lr=0.05, eps=1e-6, weight_decay=0.1, scale=0.75)
 
 
 def draw(*size, seed=0):
@@ -37,10 +35,8 @@ def layer_of(weight):
 
 
 def build(hyper, settings, weight):
-    names = ("lr", "beta1", "beta2", "eps", "weight_decay")
-    defaults = {name: getattr(hyper, name) for name in names}
     layer = layer_of(weight)
-    optimizer = TSROptimizers([layer], replace(settings, scale=hyper.scale), defaults)
+    optimizer = TSROptimizers([layer], replace(settings, scale=hyper.scale), hyper.defaults())
     return layer.get_parameter(NAME), optimizer
 
 
@@ -59,7 +55,7 @@ def test_full_rank_is_adam_in_the_rotated_basis():
     settings = TSRSettings(rank=7, refresh_interval=100)
     weight = draw(9, 7, seed=99)
     u, s, vt = torch.linalg.svd(gradient(0), full_matrices=False)
-    omega = draw_sketches([(NAME, 0)], (7, 7), 0, weight)[0]
+    omega = draw_sketches([(NAME, 0)], (7, 7), weight)[0]
     v = vt.T * torch.where(omega[:, 0] @ vt.T < 0, -1.0, 1.0)
     u = u * torch.where(omega[:, 0] @ vt.T < 0, -1.0, 1.0)
     m = v2 = torch.zeros(7, 7, dtype=F64)

@@ -5,11 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.reference.tsr_adam import ReferenceTSR
+from tests.reference.tsr_adam import Hyper, ReferenceTSR
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.conditional import step_unless
-from torchtitan_lr.optim.tsr.adam import AdamHyperparameters
+from torchtitan_lr.optim.finite import step_unless
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 
@@ -97,7 +96,7 @@ def test_steps_are_the_algorithms(changes):
     settings = replace(SETTINGS, oversampling=1, scale=0.7, refresh="sketch")
     settings = replace(settings, **changes)
     defaults = DEFAULTS | {"eps": 1e-5, "lr": 0.05}
-    hyper = AdamHyperparameters(**defaults, scale=0.7)
+    hyper = Hyper(**defaults, scale=0.7)
     model = Weights()
     optimizer = TSROptimizers([model], settings, dict(defaults))
     twin = ReferenceTSR(parameters(model), plan_matrices(SHAPES, settings), settings, hyper, 2.0)
@@ -209,7 +208,7 @@ def spoilt_step(model, optimizer, seed, rejected):
     refreshed = int(count) - refreshed
     assert optimizer.nonfinite() == MATRIX  # clipping spoils no other
     if rejected:
-        optimizer.take_back()
+        optimizer.undo_step_counters()
     return refreshed
 
 
