@@ -66,7 +66,7 @@ def test_a_small_held_out_part_and_pairs_that_are_cut_are_told(tmp_path, config,
         assert not caplog.text
         check_corpora(config("--validation.local_batch_size=400"), 1)
     assert "fewer than a validation batch of 400" in caplog.text
-    records = [{"prompt": "a", "completion": " b" * 20 * (i % 2)} for i in range(1, 60)]
+    records = [{"prompt": f"a{i}", "completion": " b" * 20 * (i % 2)} for i in range(1, 60)]
     records += [{"prompt": "long " * 40, "completion": f"b{i}"} for i in range(7)]
     for record in records:
         record["completion"] = record["completion"] or "c"

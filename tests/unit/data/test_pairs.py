@@ -2,6 +2,7 @@
 """Pairs and chats: which tokens are labels, and which records are refused."""
 
 import json
+import re
 
 import pytest
 
@@ -49,9 +50,8 @@ BAD = [
 
 @pytest.mark.parametrize(("line", "want"), BAD)
 def test_a_bad_record_is_named_with_what_was_expected(line, want):
-    with pytest.raises(ValueError, match=r"^a") as info:
+    with pytest.raises(ValueError, match=re.escape(want)):
         parse_pair(json.loads(line) if line != "{" else None)
-    assert want in str(info.value)
 
 
 def test_labels_are_the_answer_and_the_end(tokenizer):
