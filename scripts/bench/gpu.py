@@ -35,13 +35,13 @@ from torch import nn
 import torchtitan_lr.training.register  # noqa: F401
 from scripts.bench.harness import in_turns, machine, median_ms
 from scripts.bench.peers import Runner, Workload
+from tests.oracle.flops import flops_per_token
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.compression.compressor import Compressor, Span
 from torchtitan_lr.compression.sizes import LEVELS, CodecSizes
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.formulas.flops import flops_per_token
 from torchtitan_lr.inference.decode import Decoder
 from torchtitan_lr.inference.sampling import Sampling
 from torchtitan_lr.models.families.registry import FAMILIES
@@ -49,7 +49,7 @@ from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings
-from torchtitan_lr.parallel.recompute.activation_checkpoint import apply_activation_checkpoint
+from torchtitan_lr.parallel.recompute import apply_activation_checkpoint
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
 """Dense bf16 peaks by a part of the device's name (vendor's data sheets)."""

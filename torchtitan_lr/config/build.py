@@ -25,8 +25,6 @@ from torchtitan_lr.config.schema import AC_MODES, MODELS, TP_PLANS
 from torchtitan_lr.config.shipped import find_config
 from torchtitan_lr.errors import ConfigError
 
-CONFIG_MODULE = "torchtitan_lr.config.schema"
-
 REGISTERED = {
     "model.name": MODELS,
     "parallelism.tp_plan": TP_PLANS,
@@ -96,12 +94,12 @@ def _known(table: dict[str, Any], section: Any) -> dict[str, Any]:
 def _fill(raw: dict[str, Any], overrides: list[Override]) -> Any:
     """Check a table and its overrides, and return the configuration."""
     config_cls = config_class()
-    from torchtitan_lr.titan.base import fill_job_config
+    from torchtitan_lr.titan.configuration import fill_job_config
 
     _import_unknown(raw, overrides)
     values = apply_overrides(check_toml(raw, config_cls), overrides, config_cls)
     check_ranges(values, config_cls)
-    _check_before_merge(values)
+    _check_import(values.get("experimental", {}).get("custom_import"))
     if (folder := values.get("job", {}).get("dump_folder")) is not None:
         if not folder.strip():
             raise ConfigError("job.dump_folder", folder, "a folder such as ./outputs")
@@ -113,12 +111,12 @@ def _fill(raw: dict[str, Any], overrides: list[Override]) -> Any:
 @cache
 def config_class() -> Any:
     """Return torchtitan's JobConfig merged with ``torchtitan_lr.config.schema``."""
-    # Imported late: torchtitan imports torch, which takes seconds; a wrong path is reported first.
-    with collector_off():
-        from torchtitan_lr.titan.base import merged_job_config
     from torchtitan_lr.config import schema as extension
+    from torchtitan_lr.titan.configuration import merged_job_config
 
-    return merged_job_config(extension.JobConfig)
+    # Called late: it imports torch, which takes seconds; a wrong path is reported first.
+    with collector_off():
+        return merged_job_config(extension.JobConfig)
 
 
 def _import_unknown(raw: dict[str, Any], overrides: list[Override]) -> None:
@@ -135,21 +133,6 @@ def _import_unknown(raw: dict[str, Any], overrides: list[Override]) -> None:
     if unknown and isinstance(module, str) and module:
         _check_import(module)
         importlib.import_module(module)
-
-
-def _check_before_merge(values: dict[str, Any]) -> None:
-    """Raise for values that cause a traceback or only a warning in torchtitan's manager."""
-    job, model = values.get("job", {}), values.get("model", {})
-    if job.get("custom_config_module", CONFIG_MODULE) != CONFIG_MODULE:
-        raise ConfigError("job.custom_config_module", job["custom_config_module"], CONFIG_MODULE)
-    if module := values.get("experimental", {}).get("custom_args_module"):
-        raise ConfigError("experimental.custom_args_module", module, "nothing: leave it out")
-    if path := model.get("tokenizer_path"):
-        raise ConfigError("model.tokenizer_path", path, "nothing: use model.hf_assets_path")
-    if values.get("parallelism", {}).get("context_parallel_load_balancer") == "":
-        key = "parallelism.context_parallel_load_balancer"
-        raise ConfigError(key, "", "a name such as 'headtail'")
-    _check_import(values.get("experimental", {}).get("custom_import"))
 
 
 def _check_import(module: str | None) -> None:

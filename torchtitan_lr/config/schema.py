@@ -11,10 +11,13 @@ from typing import Annotated, Literal
 
 from torchtitan_lr.config.fault_tolerance import FaultTolerance
 from torchtitan_lr.config.methods import Caat, GradCompression, LowRank, Optimizer
-from torchtitan_lr.config.ranges import NATURAL, POSITIVE, SEED
+from torchtitan_lr.config.ranges import NATURAL, POSITIVE, SEED, Range
+
+CONFIG_MODULE = "torchtitan_lr.config.schema"
+"""This module, the only one that ``job.custom_config_module`` may name."""
 
 BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat")
-"""The plans of this package; ``parallel.tensor.plans`` refuses to load if it defines others."""
+"""The plans of this package, of ``parallel.plans``."""
 
 TP_PLANS = ["auto", *BUILT_IN_PLANS]
 """Values of ``parallelism.tp_plan``; registering a plan adds its name."""
@@ -23,14 +26,16 @@ MODELS = ("llama_full", "llama_svd", "llama_cola", "llama_lax")
 """Values of ``model.name`` that ``experimental.custom_import`` registers by default."""
 
 AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
-"""Values of ``activation_checkpoint.mode``; registering a mode adds its name."""
+"""Values of ``activation_checkpoint.mode``."""
 
 
 @dataclass
 class Job:
     """Additions to torchtitan's ``[job]``."""
 
-    custom_config_module: str = "torchtitan_lr.config.schema"
+    custom_config_module: Annotated[
+        str, Range(lambda name: name == CONFIG_MODULE, CONFIG_MODULE)
+    ] = CONFIG_MODULE
     """Module whose JobConfig extends torchtitan's; always this one."""
 
 

@@ -12,7 +12,7 @@ from torchtitan_lr.compression.settings import (
 )
 from torchtitan_lr.config.methods import TSR
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.estimate.step_time import MeshDim
+from torchtitan_lr.estimate.hardware import MeshDim
 from torchtitan_lr.formulas.data_parallel import named_parameters
 from torchtitan_lr.formulas.memory import NamedShapes, Precision
 from torchtitan_lr.models.args import LlamaArgs
@@ -20,7 +20,7 @@ from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
 from torchtitan_lr.parallel.data_parallel import reshard_after_forward
 from torchtitan_lr.parallel.pipeline.stage_split import modules_per_stage
-from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, tp_settings
+from torchtitan_lr.parallel.plans import TPSettings, tp_settings
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP
 
 

@@ -23,7 +23,7 @@ from torchtitan_lr.models.llama import LlamaModel
 USUAL_NEW_TOKENS = 100
 """Limit without ``--max_new_tokens``, or what the trained window leaves if that is less."""
 
-_SEEDS = 2**63
+SEEDS = 2**63
 
 
 @dataclass(frozen=True)
@@ -137,23 +137,24 @@ def complete(
         if limit is None:
             limit = min(USUAL_NEW_TOKENS, max_new_tokens(model.model_args, len(ids), key))
         check_limit(model.model_args, len(ids), limit, key)
-        rows.append((prompt, ids, limit, (settings.seed + index) % _SEEDS))
+        rows.append((prompt, ids, limit, (settings.seed + index) % SEEDS))
     size = settings.batch_size
     batches = (rows[start : start + size] for start in range(0, len(rows), size))
     return (
         completion
         for batch in batches
-        for completion in _complete_batch(model, tokenizer, batch, settings, write)
+        for completion in complete_batch(model, tokenizer, batch, settings, write)
     )
 
 
-def _complete_batch(
+def complete_batch(
     model: LlamaModel,
     tokenizer: Any,
     rows: list[tuple[str, list[int], int, int]],
     settings: Settings,
     write: Callable[[str], Any] | None,
 ) -> list[Completion]:
+    """Continue rows ``(prompt, ids, limit, seed)`` together; ``write`` as for `complete`."""
     prompts, ids, limits, seeds = zip(*rows, strict=True)
     stop_ids = {tokenizer.eos_id, *settings.stop_ids} - {None}
     decoder = Decoder(

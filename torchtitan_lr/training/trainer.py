@@ -92,7 +92,6 @@ class Trainer(TitanTrainer):
         self._gradients = gradients_for(self.optimizers, self.model_parts, stages)
         args = self.model_parts[0].model_args
         if isinstance(args, LlamaArgs):
-            self.checkpointer.lanes = (args.lanes, args.sync_fraction)
             tokenizer = tokenizer_digest(job_config.model.hf_assets_path)
             self.checkpointer.fingerprint = model_fingerprint(args) | {TOKENIZER: tokenizer}
         self._residuals = Residuals(compressors_of(self.model_parts))

@@ -1,0 +1,130 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The lanes model on one device, against its definition written out lane by lane."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.unit.tiny import build_tiny, tiny_args, tokens
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models.lanes import share_channels
+from torchtitan_lr.models.llama import LlamaModel
+
+WIDE = torch.float64
+
+
+def build(family: str = "full", **changes: Any) -> LlamaModel:
+    return build_tiny(family, WIDE, **{"lanes": 4, "sync_fraction": 0.3, **changes})
+
+
+def partial_sum(terms: list[Tensor], shared: int) -> list[Tensor]:
+    """Equations 8 and 12: y_i = [Σ_j a_j[:s], a_i[s:]]."""
+    total = torch.stack([a[..., :shared] for a in terms]).sum(0)
+    return [torch.cat((total, a[..., shared:]), -1) for a in terms]
+
+
+def written_out(model: LlamaModel, ids: Tensor) -> Tensor:
+    """Logits with a list of streams, one lane after the other."""
+    args: Any = model.model_args
+    shared = args.shared_channels(args.dim)
+    lanes = range(args.lanes)
+    rows = lambda w, i: w.weight.chunk(args.lanes, 0)[i]  # noqa: E731
+    columns = lambda w, i: w.weight.chunk(args.lanes, 1)[i]  # noqa: E731
+    x = [F.embedding(ids, model.tok_embeddings.weight) for _ in lanes]  # type: ignore[union-attr]
+    for block in model.layers.values():
+        attention: Any = block.attention
+        terms = []
+        for i in lanes:
+            h = block.attention_norm(x[i])
+            qkv = (F.linear(h, rows(w, i)) for w in (attention.wq, attention.wk, attention.wv))
+            heads = attention.attend(*qkv, model.freqs_cis)
+            terms.append(F.linear(heads, columns(attention.wo, i)))
+        x = [a + b for a, b in zip(x, partial_sum(terms, shared), strict=True)]
+        mlp: Any = block.feed_forward
+        terms = []
+        for i in lanes:
+            h = block.ffn_norm(x[i])
+            hidden = F.silu(F.linear(h, rows(mlp.w1, i))) * F.linear(h, rows(mlp.w3, i))
+            terms.append(F.linear(hidden, columns(mlp.w2, i)))
+        x = [a + b for a, b in zip(x, partial_sum(terms, shared), strict=True)]
+    return torch.cat([F.linear(model.norm(x[i]), rows(model.output, i)) for i in lanes], -1)  # type: ignore[misc]
+
+
+def gradients(model: LlamaModel, logits: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    logits.square().sum().backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def largest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(((a[n] - b[n]).abs().max() / b[n].abs().max()).item() for n in a)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_equals_the_definition(lanes: int, fraction: float) -> None:
+    model = build(lanes=lanes, sync_fraction=fraction)
+    ids = tokens(model.model_args)
+    torch.testing.assert_close(model(ids), written_out(model, ids), rtol=1e-12, atol=1e-12)
+    ours = gradients(model, model(ids))
+    assert len(ours) == len(list(model.parameters()))
+    assert largest(ours, gradients(model, written_out(model, ids))) < 1e-12
+
+
+@pytest.mark.parametrize("family", ["full", "svd", "cola"])
+def test_sharing_everything_is_the_model_without_lanes(family: str) -> None:
+    shared, ordinary = build(family, sync_fraction=1.0), build_tiny(family, WIDE)
+    assert shared.state_dict().keys() == ordinary.state_dict().keys()
+    shared.load_state_dict(ordinary.state_dict())
+    ids = tokens(ordinary.model_args)
+    assert largest(gradients(shared, shared(ids)), gradients(ordinary, ordinary(ids))) < 1e-12
+
+
+def test_the_partial_reduction_is_its_own_adjoint() -> None:
+    a, b = torch.randn(2, 2, 3, 4, 10, dtype=WIDE)
+    inner = [(share_channels(x, 3) * y).sum() for x, y in ((a, b), (b, a))]
+    torch.testing.assert_close(*inner)
+    x = a.clone().requires_grad_()
+    share_channels(x, 3).backward(b)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, share_channels(b, 3))
+
+
+def test_the_hybrid_is_a_shared_bottleneck_and_a_block_diagonal_one() -> None:
+    model = build("svd", lanes=4, sync_fraction=0.5)
+    attention: Any = model.layers["0"].attention  # type: ignore[union-attr]
+    a, b = attention.wo.A.weight, attention.wo.B.weight
+    n = model.model_args.shared_channels(a.shape[0])
+    blocks = [
+        rows[:, n:] @ columns[n:]
+        for rows, columns in zip(b.chunk(4, 0), a.chunk(4, 1), strict=True)
+    ]
+    whole = b[:, :n] @ a[:n] + torch.block_diag(*blocks)
+    x = torch.randn(2, 5, a.shape[1], dtype=WIDE)
+    (out,) = attention.up_o(attention.down_o(x, [attention.wo]), [attention.wo])
+    torch.testing.assert_close(out, x @ whole.T)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "key"),
+    [
+        ("full", {"lanes": 0}, "caat.lanes"),
+        ("full", {"lanes": 3}, "caat.lanes"),
+        ("full", {"lanes": 4, "n_kv_heads": 2}, "caat.lanes"),
+        ("full", {"lanes": 4, "ffn_dim": 82}, "caat.lanes"),
+        ("full", {"lanes": 4, "vocab_size": 97}, "caat.lanes"),
+        ("full", {"lanes": 4, "sync_fraction": 1.1}, "caat.sync_fraction"),
+        ("full", {"lanes": 4, "sync_fraction": float("nan")}, "caat.sync_fraction"),
+        ("full", {"lanes": 1, "sync_fraction": 0.5}, "caat.sync_fraction"),
+        ("full", {"lanes": 2, "backward_sum": "fp8"}, "caat.backward_sum"),
+        ("lax", {"lanes": 2}, "caat.lanes"),
+    ],
+)
+def test_impossible_lanes_are_refused(family: str, changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}: got ") as error:
+        tiny_args(family, **changes)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,273 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Low-rank checkpointing on one device: exact gradients, and the memory and work it promises."""
+
+import copy
+import gc
+from contextlib import nullcontext
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.oracle.activations import kept_bytes, layer_recompute_flops, recompute_flops
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models import linears, norms
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
+
+BATCH, SEQ = 2, 32
+TOKENS = BATCH * SEQ
+
+
+def build(family: str = "cola", **changes: Any) -> LlamaModel:
+    sizes: dict[str, Any] = {
+        "dim": 64,
+        "n_layers": 3,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "ffn_dim": 160,
+        "vocab_size": 96,
+        "max_seq_len": SEQ,
+        "rank_attention": 0 if family == "full" else 16,
+        "rank_ffn": 0 if family == "full" else 24,
+        "activation": "fullrank" if family in ("svd", "full") else "both",
+    }
+    model = LlamaModel(LlamaArgs(family=family, **(sizes | changes)))
+    model.init_weights()
+    return model
+
+
+def run(model: nn.Module) -> list[torch.Tensor]:
+    """Return the loss and all gradients."""
+    tokens = torch.arange(TOKENS).view(BATCH, SEQ) % 96
+    loss = model(tokens).square().sum()
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def largest_difference(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+    pairs = zip(a, b, strict=True)
+    return max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs)
+
+
+@pytest.mark.parametrize("save_attention", [False, True])
+@pytest.mark.parametrize("family", ["svd", "cola", "lax"])
+def test_gradients_are_the_same(family: str, save_attention: bool) -> None:
+    plain = build(family).double()
+    checkpointed = copy.deepcopy(plain)
+    apply_low_rank_checkpoint(checkpointed, save_attention)
+    expected = run(plain)
+    assert len(expected) > 50 and largest_difference(run(checkpointed), expected) == 0
+
+
+def test_autocast_is_remembered() -> None:
+    plain = build()
+    checkpointed = copy.deepcopy(plain)
+    apply_low_rank_checkpoint(checkpointed, False)
+    results = []
+    for model in (plain, checkpointed):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.zeros(BATCH, SEQ, dtype=torch.long)).float().square().sum()
+        loss.backward()
+        results.append([p.grad for p in model.parameters()])
+    assert largest_difference(results[1], results[0]) == 0
+
+
+def test_backward_twice() -> None:
+    model = build().double()
+    apply_low_rank_checkpoint(model, False)
+    loss = model(torch.zeros(BATCH, SEQ, dtype=torch.long)).square().sum()
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters()]
+    loss.backward()
+    assert largest_difference([p.grad / 2 for p in model.parameters()], first) == 0
+
+
+def test_another_path_in_backward_is_refused() -> None:
+    model = build()
+    apply_low_rank_checkpoint(model, False)
+    with sdpa_kernel(SDPBackend.MATH):
+        loss = model(torch.zeros(BATCH, SEQ, dtype=torch.long)).sum()
+    with pytest.raises(RuntimeError, match="recomputation"):
+        loss.backward()
+
+
+def test_full_rank_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"activation_checkpoint\.mode"):
+        apply_low_rank_checkpoint(build("full"), False)
+
+
+class Allocations(TorchDispatchMode):
+    """Knows every storage that operators made, and which of them are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                size = storage.nbytes()
+                self.storages.setdefault(storage._cdata, (StorageWeakRef(storage), size))
+        return out
+
+    def bytes_alive(self, outside: set[int]) -> int:
+        gc.collect()
+        alive = [(k, size) for k, (ref, size) in self.storages.items() if not ref.expired()]
+        return sum(size for key, size in alive if key not in outside)
+
+
+def saved_bytes(model: LlamaModel) -> int:
+    """Run the blocks forward; return the bytes that outlive it, without parameters and buffers."""
+    x = torch.ones(BATCH, SEQ, 64, dtype=next(model.parameters()).dtype, requires_grad=True)
+    outside = [x, model.freqs_cis, *model.parameters()]
+    allocations, out, latents = Allocations(), x, None
+    with allocations:
+        for block in model.layers.values():
+            out, latents = block(out, model.freqs_cis, latents)
+    # The first block's input lies outside, and the last one's output is alive instead.
+    return allocations.bytes_alive({t.untyped_storage()._cdata for t in outside})
+
+
+SAVED = list(product(("svd", "cola", "lax"), (False, True), (torch.float32,)))
+# The log-sum-exp is as wide as an fp64 activation and wider than a bf16 one.
+SAVED += [("cola", True, torch.float64), ("cola", True, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("family", "save_attention", "dtype"), SAVED)
+def test_saved_bytes(family: str, save_attention: bool, dtype: torch.dtype) -> None:
+    model = build(family).to(dtype)
+    everything = saved_bytes(model)
+    apply_low_rank_checkpoint(model, save_attention)
+    kept = kept_bytes(model.model_args, TOKENS, 4, dtype.itemsize, save_attention)
+    recorded, followed = saved_bytes(model), saved_bytes(model)
+    assert recorded == followed == 3 * kept < everything / 3
+
+
+def test_a_forgotten_mark_costs_work_and_no_memory() -> None:
+    """The negative control of bytes and FLOPs."""
+    model = build().double()
+    apply_low_rank_checkpoint(model, False)
+    with (
+        patch.object(norms, "save", lambda compute: compute()),
+        patch.object(linears, "save", lambda compute: compute()),
+    ):
+        kept = kept_bytes(model.model_args, TOKENS, 4, 8)
+        assert saved_bytes(model) < 3 * kept
+        assert backward_flops(model) - backward_flops(build().double()) > 3 * BATCH * (
+            recompute_flops(model.model_args, SEQ, save_attention=True)
+        )
+
+
+def backward_flops(model: LlamaModel, kernel: SDPBackend | None = None) -> int:
+    with sdpa_kernel(kernel) if kernel else nullcontext():
+        loss = model(torch.zeros(BATCH, SEQ, dtype=torch.long)).sum()
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+    return int(counter.get_total_flops())
+
+
+def recomputed(model: LlamaModel, kernel: SDPBackend | None, save_attention: bool) -> int:
+    without = backward_flops(model, kernel)
+    apply_low_rank_checkpoint(model, save_attention)
+    recorded, followed = backward_flops(model, kernel), backward_flops(model, kernel)
+    assert recorded == followed
+    return recorded - without
+
+
+@pytest.mark.parametrize("family", ["svd", "cola", "lax"])
+@pytest.mark.parametrize("n_kv_heads", [2, 4])
+def test_recompute_flops(family: str, n_kv_heads: int) -> None:
+    model = build(family, n_kv_heads=n_kv_heads)
+    expected = 3 * BATCH * recompute_flops(model.model_args, SEQ)
+    # The unfused kernel is the one that the counter sees.
+    assert recomputed(model, SDPBackend.MATH, save_attention=False) == expected
+
+
+def test_saved_attention_is_not_repeated() -> None:
+    calls = []
+    original = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kw: Any = None) -> Any:
+            calls.append(func)
+            return func(*args, **(kw or {}))
+
+    for save_attention, times in ((True, 3), (False, 6)):
+        model = build()
+        apply_low_rank_checkpoint(model, save_attention)
+        calls.clear()
+        with Watch():
+            run(model)
+        assert calls.count(original) == times
+    model = build()
+    linears = recompute_flops(model.model_args, SEQ, save_attention=True)
+    assert recomputed(model, None, save_attention=True) == 3 * BATCH * linears
+
+
+def test_whole_layer_beside_it() -> None:
+    model = build()
+    without = backward_flops(model, SDPBackend.MATH)
+    for name, block in model.layers.named_children():
+        whole = lambda *args, block=block: checkpoint(block, *args, use_reentrant=False)  # noqa: E731
+        model.layers[name] = type("Whole", (nn.Module,), {"forward": staticmethod(whole)})()
+    more = backward_flops(model, SDPBackend.MATH) - without
+    last = 2 * SEQ * 64 * 24  # stopping early, torch spares the last product, B of down
+    assert more == 3 * BATCH * (layer_recompute_flops(model.model_args, SEQ) - last)
+    assert more > 2 * 3 * BATCH * recompute_flops(model.model_args, SEQ, save_attention=True)
+
+
+def test_published_factors() -> None:
+    """CoLA, Eq. 18 and Table 4, in units of ndr: 18.5 is printed, 18.0 follows at d_ff = 2.5 d."""
+    d, r, n = 1024, 256, 64
+    for ffn_dim, factor in ((2560, 18.0), (2736, 8 + 4 * 2736 / 1024)):
+        args = LlamaArgs(dim=d, ffn_dim=ffn_dim, n_heads=16, rank_attention=r, rank_ffn=r)
+        assert recompute_flops(args, n, save_attention=True) == factor * n * d * r
+        assert recompute_flops(args, n) == factor * n * d * r + 4 * n * n * d
+        layer = (22 + 6 * ffn_dim / d) * n * d * r + 4 * n * n * d
+        assert layer_recompute_flops(args, n) == layer
+        assert kept_bytes(args, n, 16, 2) == 2 * (n * d + 7 * n * r)
+
+
+@pytest.mark.parametrize(("family", "save_attention"), [("cola", True), ("lax", False)])
+def test_compiled(family: str, save_attention: bool) -> None:
+    """A compiled block keeps the same bytes, counted where autograd packs them."""
+    plain = build(family, n_layers=2).double()
+    compiled = copy.deepcopy(plain)
+    apply_low_rank_checkpoint(compiled, save_attention)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    block = torch.compile(compiled.layers["1"], backend="aot_eager", fullgraph=True)
+    compiled.layers["1"] = block
+    assert largest_difference(run(compiled), run(plain)) < 1e-12
+    outside = {p.untyped_storage()._cdata for p in compiled.parameters()}
+    packed: dict[int, torch.Tensor] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        packed[x.untyped_storage()._cdata] = x
+        return x
+
+    x = torch.ones(BATCH, SEQ, 64, dtype=torch.float64, requires_grad=True)
+    ranks = (16, 16, 16, 16, 24, 24, 24) if family == "lax" else ()
+    carried = tuple(torch.ones(BATCH, SEQ, r).double().requires_grad_() for r in ranks) or None
+    outside |= {t.untyped_storage()._cdata for t in (compiled.freqs_cis, *(carried or ()))}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        output = block(x, torch.view_as_real(compiled.freqs_cis), carried)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # the one that ran above
+    # Attention counts as random for the compiler, which keeps the generator's state to repeat it.
+    activations = {k: t for k, t in packed.items() if t.dtype != torch.uint8 and k not in outside}
+    size = sum(t.untyped_storage().nbytes() for t in activations.values())
+    assert output[0].requires_grad
+    assert size == kept_bytes(compiled.model_args, TOKENS, 4, 8, save_attention)

@@ -1,0 +1,160 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.parallel.plans import EdgeParallel, TPSettings, build_tp_plan, resolve_settings
+from torchtitan_lr.titan import logger
+
+
+def tiny(family: str = "cola", **changes: Any) -> LlamaArgs:
+    low_rank = family != "full"
+    args = LlamaArgs(
+        family=family,
+        dim=64,
+        n_layers=2,
+        n_heads=8,
+        n_kv_heads=4,
+        ffn_dim=88,
+        vocab_size=64,
+        max_seq_len=16,
+        rank_attention=12 if low_rank else 0,
+        rank_ffn=20 if low_rank else 0,
+        activation="fullrank" if family in ("full", "svd") else "both",
+    )
+    return replace(args, **changes)
+
+
+def test_auto_is_the_plan_of_the_family() -> None:
+    for family, plan in (("svd", "btp"), ("cola", "btp"), ("lax", "btp"), ("full", "megatron")):
+        assert resolve_settings(TPSettings(), tiny(family), 4, 16).plan == plan
+
+
+@pytest.mark.parametrize(
+    ("settings", "family", "key"),
+    [
+        (TPSettings("megatron"), "cola", "tp_plan"),
+        (TPSettings("btp"), "full", "tp_plan"),
+        (TPSettings("vanilla"), "full", "tp_plan"),
+        (TPSettings("vanilla", norm="sync"), "cola", "tp_norm"),
+        (TPSettings("vanilla", norm_stat="column"), "cola", "tp_norm_stat"),
+        (TPSettings("vanilla_replicated", head="scatter"), "cola", "tp_head"),
+        (TPSettings("megatron", head="scatter"), "full", "tp_head"),
+        (TPSettings("vanilla", comm="sequence"), "cola", "tp_comm"),
+        (TPSettings("vanilla_replicated", comm="sequence"), "cola", "tp_comm"),
+        (TPSettings("btp", norm="sync", norm_stat="column"), "cola", "tp_norm_stat"),
+        (TPSettings("megatron", grouping=False), "full", "tp_grouping"),
+    ],
+)
+@pytest.mark.parametrize("degree", [1, 2])
+def test_settings_without_effect_are_refused(
+    settings: TPSettings, family: str, key: str, degree: int
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^parallelism\.{key}: ") as error:
+        resolve_settings(settings, tiny(family), degree, 16)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "family", "key"),
+    [
+        (TPSettings("megatron"), "full", "tp_plan"),
+        (TPSettings("btp_caat"), "full", "tp_plan"),
+        (TPSettings("btp"), "cola", "tp_plan"),
+        (TPSettings("caat"), "cola", "tp_plan"),
+        (TPSettings(), "cola", "tp_plan"),  # the experimental plan is never chosen by itself
+        (TPSettings("caat", comm="sequence"), "full", "tp_comm"),
+        (TPSettings("btp_caat", comm="sequence"), "cola", "tp_comm"),
+        (TPSettings("caat", grouping=False), "full", "tp_grouping"),
+        (TPSettings("caat", head="scatter"), "full", "tp_head"),
+        (TPSettings("btp_caat", norm="sync"), "cola", "tp_norm"),
+    ],
+)
+@pytest.mark.parametrize("degree", [1, 2])
+def test_settings_that_do_not_fit_lanes_are_refused(
+    settings: TPSettings, family: str, key: str, degree: int
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^parallelism\.{key}: ") as error:
+        resolve_settings(settings, tiny(family, lanes=4, sync_fraction=0.5), degree, 16)
+    assert "\n" not in str(error.value)
+
+
+def test_ranks_share_out_the_lanes() -> None:
+    args = tiny("full", lanes=4)
+    for degree in (1, 2, 4):
+        assert resolve_settings(TPSettings(), args, degree, 16).plan == "caat"
+    few = tiny("full", lanes=2)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_degree: got 4, .*caat\.lanes = 2"):
+        resolve_settings(TPSettings(), few, 4, 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "plan", "width"),
+    [
+        ({"n_heads": 2, "n_kv_heads": 2}, "btp", "n_heads"),
+        ({"n_kv_heads": 2}, "btp", "n_kv_heads"),
+        ({"n_kv_heads": 2}, "vanilla", "n_kv_heads"),
+        ({"ffn_dim": 90}, "btp", "ffn_dim"),
+        ({"vocab_size": 65}, "btp", "vocab_size"),
+        ({"rank_attention": 10}, "vanilla", "rank_attention"),
+        ({"rank_ffn": 18}, "vanilla_replicated", "rank_ffn"),
+        ({"dim": 54, "n_heads": 9, "n_kv_heads": 9}, "vanilla_replicated", "dim"),
+    ],
+)
+def test_widths_that_do_not_divide_are_refused(
+    changes: dict[str, Any], plan: Any, width: str
+) -> None:
+    settings = TPSettings(plan)
+    with pytest.raises(ConfigError, match=rf"tensor_parallel_degree: got 4.*{width} = "):
+        resolve_settings(settings, tiny(**changes), 4, 16)
+    assert resolve_settings(settings, tiny(**changes), 1, 16) == settings
+
+
+def test_odd_sequences_fall_back_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
+    settings = TPSettings("btp", comm="sequence")
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert resolve_settings(settings, tiny(), 4, 16).comm == "sequence"
+            assert not caplog.messages
+            assert resolve_settings(settings, tiny(), 4, 18).comm == "all_reduce"
+    finally:
+        logger.removeHandler(caplog.handler)
+    (message,) = caplog.messages
+    assert "tp_comm" in message and "4 ranks" in message and "18 tokens" in message
+
+
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    [
+        ("svd", "btp_caat"),
+        ("svd", "btp"),
+        ("lax", "btp"),
+        ("cola", "vanilla"),
+        ("lax", "vanilla_replicated"),
+        ("full", "megatron"),
+        ("full", "caat"),
+    ],
+)
+def test_a_plan_places_every_parameter_of_a_stage(family: str, plan: Any) -> None:
+    with torch.device("meta"):
+        model = LlamaModel(tiny(family, lanes=4 if "caat" in plan else 1))
+    model.tok_embeddings = None  # a later pipeline stage
+    del model.layers["0"]
+    placed = set()
+    for path, style in build_tp_plan(model, TPSettings(plan)).items():
+        assert isinstance(style, EdgeParallel)
+        module: nn.Module = model.get_submodule(path.replace("*", "1"))
+        assert all(isinstance(module.get_submodule(edge), nn.Module) for edge in style.edges)
+        placed |= {f"{path.replace('*', '1')}.{name}" for name in style.placements}
+    wanted = {name for name, _ in model.named_parameters()}
+    gates = {name for name in placed if name.endswith(".gate")}
+    assert placed - gates == wanted
+    assert "tok_embeddings.weight" not in placed
