@@ -90,12 +90,12 @@ def read_job_config(step_dir: Path, config_file: Path | None = None) -> Any:
     found = read_run_config(step_dir, config_file)
     if config_file is not None:
         return found
-    path = step_dir.resolve().parent.parent / RUN_CONFIG
+    record = read_record(step_dir)
     for section in ("training", "validation"):
         if not hasattr(getattr(found, section, None), "dataset"):
             want = "the complete record of a run, or --corpus"
-            raise ConfigError(RUN_CONFIG, f"no {section}.dataset in {path}", want)
-    return config_of_record(json.loads(path.read_text()), [])
+            raise ConfigError(RUN_CONFIG, f"no {section}.dataset", want)
+    return config_of_record(record, [])
 
 
 def find_step(folder: Path) -> Path:
