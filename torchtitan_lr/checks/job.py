@@ -10,9 +10,10 @@ from typing import Any
 from torchtitan_lr.checks.compression import check_grad_compression
 from torchtitan_lr.checks.optimizer import check_tsr
 from torchtitan_lr.checks.pipeline import check_pipeline
-from torchtitan_lr.checks.replicas import check_replicas
 from torchtitan_lr.checks.support import SUPPORT_CHECKS, check_tensor_parallel
 from torchtitan_lr.checks.values import FILE_CHECKS, VALUE_CHECKS
+from torchtitan_lr.config.build import extension_of
+from torchtitan_lr.errors import ConfigError
 
 
 def check_job_config(
@@ -30,6 +31,13 @@ def check_job_config(
         ConfigError: With the first invalid key.
     """
     parts = (check_tensor_parallel, check_pipeline, check_tsr, check_grad_compression)
-    for check in (check_replicas, *SUPPORT_CHECKS, *VALUE_CHECKS, *parts):
+    if (extension := extension_of(config)) is not None:
+        extension.check(config, world_size, device_type)
+    elif config.fault_tolerance.enable:
+        want = (
+            "false, or job.custom_config_module = 'torchtitan_lr.experiments.replicas.job_config'"
+        )
+        raise ConfigError("fault_tolerance.enable", True, want)
+    for check in (*SUPPORT_CHECKS, *VALUE_CHECKS, *parts):
         if not (on_paper and check in FILE_CHECKS):
             check(config, world_size, device_type)

@@ -9,7 +9,6 @@ annotation is a class, so this file must not use ``from __future__ import annota
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from torchtitan_lr.config.fault_tolerance import FaultTolerance
 from torchtitan_lr.config.methods import Caat, GradCompression, LowRank, Optimizer
 
 BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat")
@@ -362,6 +361,5 @@ class JobConfig:
     validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
-    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     experimental: Experimental = field(default_factory=Experimental)
     debug: Debug = field(default_factory=Debug)
