@@ -5,7 +5,8 @@ Usage: ``python scripts/check_env.py [EXTRA ...]``. It runs at every start, befo
 and decides whether one is needed. Therefore it uses the standard library only, and parses
 requirement strings without the ``packaging`` library, which may not be installed yet.
 
-Exit status: 0 everything is installed, 1 a requirement is missing, 2 the extra does not exist.
+Exit status: 0 everything is installed, 1 a requirement is missing, 2 the extra does not exist, 3
+the installed torch is none that pyproject.toml allows.
 """
 
 import platform
@@ -34,20 +35,28 @@ def requirements(text: str, extras: list[str]) -> list[str]:
 
 
 def satisfied(requirement: str) -> bool:
-    """Return whether an installed distribution meets a requirement, e.g. ``torch>=2.11,<2.14``."""
+    """Return whether an installed distribution meets a requirement, e.g. ``torch>=2.11,<2.16``."""
     specifier, _, marker = requirement.partition(";")
     if not applies(marker):
         return True
     name = re.split(r"[<>=\s]", specifier.strip())[0]
-    try:
-        have = release(metadata.version(name))
-    except metadata.PackageNotFoundError:
+    found = installed(name)
+    if found is None:
         return False
+    have = release(found)
     tests = {">=": have.__ge__, "<": have.__lt__, "==": have.__eq__}
     return all(
         tests[operator](release(version))
         for operator, version in re.findall(r"(>=|==|<)\s*([\w.]+)", specifier)
     )
+
+
+def installed(name: str) -> str | None:
+    """Return the version of an installed distribution, None without one."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def applies(marker: str) -> bool:
@@ -73,6 +82,13 @@ if __name__ == "__main__":
         print(f"usage: check_env.py [EXTRA ...]\n\n{__doc__}")
         sys.exit(0)
     missing = [r for r in requirements(PYPROJECT.read_text(), sys.argv[1:]) if not satisfied(r)]
+    torch = next((r for r in missing if re.match(r"torch\b", r)), None)
+    if torch is not None and (found := installed("torch")) is not None:
+        print(
+            f"torch {found} is installed, and {torch} is required; it is never replaced: "
+            f"run {sys.executable} -m pip install '{torch}', or remove the environment"
+        )
+        sys.exit(3)
     if missing:
-        print("not installed: " + ", ".join(missing))
+        print("Not installed: " + ", ".join(missing))
     sys.exit(bool(missing))

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 # Sourced by the other scripts: `setup_env [EXTRA]` sets RUN_PYTHON to an interpreter with all
-# requirements of pyproject.toml, and creates .venv if there is none. Nothing is installed twice,
-# and without an installation there is no network access.
+# requirements of pyproject.toml. It installs only if none has them: into .venv, which it creates if
+# needed, what is missing there. A torch that is there is never replaced.
 # Expects the working directory to be the repository's root. PYTHON selects the interpreter.
 
 fail() {
@@ -25,37 +25,54 @@ find_base_python() {
     return 1
 }
 
-stamp_of() {
-    "$1" - "$2" <<'PY'
-import hashlib, pathlib, sys
-text = pathlib.Path("pyproject.toml").read_bytes() + sys.argv[1].encode()
-print(".venv/.installed-" + hashlib.sha256(text).hexdigest()[:16])
-PY
-}
-
-# Only one process installs; the others wait. The lock of a dead process is removed.
+# Only one process installs, on all machines that share the folder; the others wait. The owner
+# writes a growing number every second. A lock whose number stands still for a minute, or whose
+# process on this machine is gone, belongs to nobody.
 lock_venv() {
-    local owner nameless=0
+    local beat seen="" quiet=0 host owner
+    host=$(uname -n)
     until mkdir .venv.lock 2>/dev/null; do
-        owner=$(cat .venv.lock/pid 2>/dev/null || true)
-        [ -n "$owner" ] || nameless=$((nameless + 1))
-        if [ "$nameless" -gt 10 ] || { [ -n "$owner" ] && ! kill -0 "$owner" 2>/dev/null; }; then
+        beat=$(cat .venv.lock/beat 2>/dev/null || echo unknown)
+        owner=${beat#"$host "}
+        quiet=$((quiet + 1))
+        [ "$beat" = "$seen" ] || quiet=0
+        # On this machine the process can be looked up.
+        if [ "$quiet" -ge 60 ] ||
+            { [ "$quiet" -ge 3 ] && [ "$owner" != "$beat" ] && ! kill -0 "${owner% *}" 2>/dev/null; }; then
             rm -rf .venv.lock
-        else
-            sleep 1
+            continue
         fi
+        [ -n "$seen" ] || echo "Waiting: another process installs into .venv (${beat% *})"
+        seen=$beat
+        sleep 1
     done
-    echo $$ >.venv.lock/pid
-    trap 'rm -rf .venv.lock' EXIT
+    beat=0
+    echo "$host $$ $beat" >.venv.lock/beat
+    while sleep 1 && kill -0 $$ 2>/dev/null; do
+        beat=$((beat + 1))
+        echo "$host $$ $beat" >.venv.lock/beat
+    done >/dev/null 2>&1 </dev/null &
+    beater=$!
+    trap unlock_venv EXIT
 }
 
 unlock_venv() {
+    kill "$beater" 2>/dev/null || true
+    wait "$beater" 2>/dev/null || true
     rm -rf .venv.lock
     trap - EXIT
 }
 
+installed_torch() {
+    .venv/bin/python -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null
+}
+
+# The newest torch has no CPU wheel; its CUDA libraries are gigabytes. A torch of your own: install
+# it into .venv first.
+CPU_TORCH=2.13.0
+
 install_venv() {
-    local base=$1 extra=$2 target=.
+    local base=$1 extra=$2 target=. torch
     [ -n "$extra" ] && target=".[$extra]"
     if [ ! -x .venv/bin/python ]; then
         echo "Setting up .venv with $("$base" -V) (once; some minutes)"
@@ -63,16 +80,28 @@ install_venv() {
             rm -rf .venv
             fail "$base cannot create a virtual environment; on Debian and Ubuntu: apt install python3-venv"
         }
-    elif ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
-        # Its creation was interrupted.
-        "$base" -m venv .venv >/dev/null || fail "cannot repair .venv; remove it and try again"
+    else
+        echo "Installing into .venv. $(.venv/bin/python scripts/check_env.py $extra 2>&1)"
+        # Its creation may have been interrupted.
+        .venv/bin/python -m pip --version >/dev/null 2>&1 || "$base" -m venv .venv >/dev/null ||
+            fail "cannot repair .venv; remove it and try again"
     fi
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -e "$target" ||
+    set -- .venv/bin/python -m pip install --quiet --disable-pip-version-check
+    torch=$(installed_torch) || torch=
+    if [ -z "$torch" ] && [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
+        echo "No NVIDIA GPU here: torch $CPU_TORCH for the CPU"
+        torch=$CPU_TORCH
+        "$@" --no-deps --retries 0 --timeout 20 "torch==$torch" \
+            --index-url https://download.pytorch.org/whl/cpu >/dev/null 2>&1 ||
+            echo "download.pytorch.org cannot be reached: taking torch from pip's own index"
+    fi
+    [ -z "$torch" ] || echo "torch==$torch" >.venv/constraints.txt
+    "$@" ${torch:+-c .venv/constraints.txt} -e "$target" ||
         fail "pip could not install the dependencies of pyproject.toml into .venv"
 }
 
 setup_env() {
-    local extra=${1:-} base candidate stamp
+    local extra=${1:-} base candidate status=1
     base=$(find_base_python) ||
         fail "no Python >= 3.10 found${PYTHON:+ at $PYTHON}; name one, e.g. PYTHON=python3.12 $0"
     # PYTHON first, then .venv, then the shell's interpreter.
@@ -82,15 +111,17 @@ setup_env() {
             return
         fi
     done
-    stamp=$(stamp_of "$base" "$extra")
-    if [ ! -e "$stamp" ]; then
-        lock_venv
-        # Another process may have installed while this one waited.
-        if [ ! -e "$stamp" ]; then
-            install_venv "$base" "$extra"
-            touch "$stamp"
-        fi
-        unlock_venv
-    fi
+    lock_venv
     RUN_PYTHON=.venv/bin/python
+    # Another process may have installed while this one waited.
+    if [ -x $RUN_PYTHON ]; then
+        status=0
+        $RUN_PYTHON scripts/check_env.py $extra >/dev/null 2>&1 || status=$?
+        [ $status -ne 3 ] || fail "$($RUN_PYTHON scripts/check_env.py $extra)"
+    fi
+    if [ $status -ne 0 ]; then
+        install_venv "$base" "$extra"
+        $RUN_PYTHON scripts/check_env.py $extra || fail "the installation into .venv is not complete"
+    fi
+    unlock_venv
 }

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Shard
 
 import torchtitan_lr.training.register  # noqa: F401  # the models, as the default module does
-from torchtitan_lr.formulas.parameters import ranked_sides
+from torchtitan_lr.formulas.data_parallel import ranked_sides
 from torchtitan_lr.formulas.tensor_parallel import FORMULAS, PlanFormula
 from torchtitan_lr.formulas.traffic import forward
 from torchtitan_lr.models.marks import keep

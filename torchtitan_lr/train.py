@@ -56,11 +56,11 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         folder = config.job.dump_folder
         still_ours = lock.enter_context(locked_by_rank(folder, os.environ))
         record = partial(_record, folder)
-        record(RUNNING)
         if (extension := extension_of(config)) is not None:
             trainer_class = extension.trainer_class(config)
         trainer = trainer_class(config)
         trainer.checkpointer.before_save = still_ours
+        trainer.before_start = partial(record, RUNNING)
         if config.checkpoint.create_seed_checkpoint:
             trainer.write_record()
             trainer.checkpointer.save(curr_step=0, last_step=True)

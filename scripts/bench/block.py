@@ -11,7 +11,7 @@ ranks are torchrun's:
 
 Times are medians over the steps, in milliseconds; on a GPU they are taken between events, so the
 host is not waited for. TFLOP/s counts the block's own products
-(formulas/flops.py) divided by T; work that a plan repeats on every rank counts once. Memory is the
+(tests/oracle/flops.py) divided by T; what a plan repeats on every rank counts once. Memory is the
 memory allocated between forward and backward; checkpointing is rated by the memory it frees per
 added millisecond. Without a CUDA device the script prints a note and exits, unless --device cpu is
 given.
@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from scripts.bench.harness import median_ms
+from tests.oracle.flops import layer_flops
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.console.tables import text_table
-from torchtitan_lr.formulas.flops import layer_flops
 from torchtitan_lr.formulas.tensor_parallel import FORMULAS
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS

@@ -12,7 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.support import parity_runs  # adds the flavor `parity`  # noqa: F401
-from torchtitan_lr.checkpoints.lane_record import record_of
 from torchtitan_lr.hf.evaluate import evaluate
 from torchtitan_lr.hf.loading import build_model_args, read_run_config
 from torchtitan_lr.models.families.registry import FAMILIES
@@ -50,9 +49,7 @@ def write_run(folder: Path, family: str, **sections: dict[str, Any]) -> tuple[Pa
                 parameter.mul_(SHARPER)
             if name.endswith("gate"):
                 parameter.mul_(0.7)
-    state: dict[str, Any] = dict(model.state_dict())
-    state |= record_of((model.model_args.lanes, model.model_args.sync_fraction))
-    dcp.save(state, checkpoint_id=str(step), no_dist=True)
+    dcp.save(dict(model.state_dict()), checkpoint_id=str(step), no_dist=True)
     return step, model.eval()
 
 

@@ -198,7 +198,7 @@ def saved_on_ranks(cases: list[Case]) -> list[dict[str, int]]:
     from torch.distributed.tensor import DTensor
 
     from tests.support.parity_cases import BATCH, TOKENS
-    from torchtitan_lr.estimate.storages import LivingStorages
+    from torchtitan_lr.estimate.rehearsal import LivingStorages
 
     results = []
     for case in cases:

@@ -9,9 +9,9 @@ import torch
 
 from tests.distributed.tp_faults import replaced
 from tests.distributed.training import small_trainer
+from tests.oracle.flops import layer_flops
 from tests.support.parity_cases import Case, model_args, shard_model, tp_mesh
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.formulas.flops import layer_flops
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.models.llama import LlamaModel

@@ -22,7 +22,7 @@ from torchtitan_lr.parallel.tensor.caat import gather_for_lanes, share_over_rank
 from torchtitan_lr.parallel.tensor.collectives import Ranks
 from torchtitan_lr.titan.base import ParallelDims
 from torchtitan_lr.training.device import bind_device
-from torchtitan_lr.training.grad_norm import gradient_norm, square_share
+from torchtitan_lr.training.gradients import gradient_norm, square_share
 
 MICROBATCHES = 3
 UNITS = 6

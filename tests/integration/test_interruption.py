@@ -71,7 +71,7 @@ class Life:
     def _sigterm(self, process, number=signal.SIGTERM):
         pids = process.wait_for_held(2)
         process.send(number)
-        self._wait_until_asked(process, pids)
+        self._wait_until_asked(process, pids, number)
         runs.send_all(pids, signal.SIGCONT)
         return {}
 
@@ -85,8 +85,8 @@ class Life:
         process.send(signal.SIGTERM)
         return {"pids": pids}
 
-    def _wait_until_asked(self, process, pids):
-        process.wait_until(lambda: all(runs.is_pending(pid, signal.SIGTERM) for pid in pids))
+    def _wait_until_asked(self, process, pids, number=signal.SIGTERM):
+        process.wait_until(lambda: all(runs.is_pending(pid, number) for pid in pids))
 
     def _killed(self, process):
         """SIGKILL for all ranks while a save is under way: a folder is there, its end is not."""
@@ -118,14 +118,15 @@ def test_a_signal_saves_that_very_step(life, name, step):
     stage = life.stage(name)
     assert stage.done.status == 0, stage.done.everything
     assert stage.last == step  # that the signal met
-    assert (stage.state["state"], stage.state["why"]) == ("stopped", f"SIGTERM after step {step}")
+    signal_name = name.upper()
+    why = f"{signal_name} after step {step}"
+    assert (stage.state["state"], stage.state["why"]) == ("stopped", why)
     assert stage.folders[step]  # complete
     checkpoint = life.folder / "checkpoint" / f"step-{step}"
     stops = [line for line in (stage.done.out + stage.done.err).splitlines() if "resume" in line]
     assert len(stops) == 1, stops
-    # Both signals reach the ranks as SIGTERM.
     assert stops[0].endswith(
-        f"Stopped by SIGTERM after step {step} of {STEPS}, checkpoint {checkpoint}: "
+        f"Stopped by {signal_name} after step {step} of {STEPS}, checkpoint {checkpoint}: "
         "run the same command again to resume"
     )
     assert "Traceback" not in stage.done.out + stage.done.err

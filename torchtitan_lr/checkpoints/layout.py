@@ -23,7 +23,7 @@ RESIDUALS = "grad_compression"
 """Key of the residuals of compressed gradients."""
 
 LANES = "caat"
-"""Key of a CAAT-Net model's number of lanes and shared fraction."""
+"""Key of the lanes in checkpoints of earlier versions; the manifest has them now."""
 
 TRAINING_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state", RESIDUALS, LANES)
 """All states of a checkpoint except the model's parameters, which are at its top level."""

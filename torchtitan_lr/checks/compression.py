@@ -15,16 +15,18 @@ from torchtitan_lr.models.configured import llama_args, model_shapes
 
 
 def check_grad_compression(config: Any, world_size: int, device_type: str) -> None:
-    """Check the ranges, that the sketch peels, and that some tensor is selected.
+    """Check the patterns, that the sketch peels, and that some tensor is selected.
 
     Call this after the checks of the model and of the parallel degrees.
     """
-    _check_ranges(config.grad_compression)
+    section = config.grad_compression
+    if (section.layers == "patterns") != bool(section.patterns):
+        want = "shell patterns such as ['layers.*.feed_forward.*'] with layers = 'patterns' only"
+        raise ConfigError("grad_compression.patterns", section.patterns, want)
     if not compresses(config):
         return
     _check_layout(config, world_size)
     ranks = exchanging_ranks(config, world_size)
-    section = config.grad_compression
     settings = compression_settings(config, ranks)
     args = llama_args(config)
     if args is None:  # another package's model: the ranks check it
@@ -46,22 +48,6 @@ def _check_unit_sizes(config: Any, world_size: int) -> None:
     if not any(unit.compressed for _, unit in units):
         want = "'sparse' or 'none': every unit of this selection is too small for a sketch to peel"
         raise ConfigError("grad_compression.codec", "sketch", want)
-
-
-def _check_ranges(section: Any) -> None:
-    if not 0 < section.c < math.inf:
-        raise ConfigError("grad_compression.c", section.c, "a positive number such as 10")
-    if not 0 <= section.theta < 1:
-        raise ConfigError(
-            "grad_compression.theta", section.theta, "a number in [0, 1) such as 0.9875"
-        )
-    if section.min_size < 1:
-        raise ConfigError("grad_compression.min_size", section.min_size, "a positive integer")
-    if not 0 <= section.seed < 2**63:
-        raise ConfigError("grad_compression.seed", section.seed, "an integer from 0 to 2**63 - 1")
-    if (section.layers == "patterns") != bool(section.patterns):
-        want = "shell patterns such as ['layers.*.feed_forward.*'] with layers = 'patterns' only"
-        raise ConfigError("grad_compression.patterns", section.patterns, want)
 
 
 def _check_layout(config: Any, world_size: int) -> None:

@@ -10,10 +10,22 @@ from typing import Any
 from torchtitan_lr.checks.compression import check_grad_compression
 from torchtitan_lr.checks.optimizer import check_tsr
 from torchtitan_lr.checks.pipeline import check_pipeline
+from torchtitan_lr.checks.stored import check_record, check_stored_data, check_stored_model
 from torchtitan_lr.checks.support import SUPPORT_CHECKS, check_tensor_parallel
-from torchtitan_lr.checks.values import FILE_CHECKS, VALUE_CHECKS
+from torchtitan_lr.checks.values import (
+    VALUE_CHECKS,
+    check_checkpoint,
+    check_data,
+    check_dump_folder,
+    check_vocabulary,
+)
 from torchtitan_lr.config.build import extension_of
 from torchtitan_lr.errors import ConfigError
+
+_OF_FILES = (
+    *(check_record, check_dump_folder, check_checkpoint, check_vocabulary),
+    *(check_stored_model, check_data, check_stored_data),
+)
 
 
 def check_job_config(
@@ -25,19 +37,27 @@ def check_job_config(
         config: The result of :func:`build_job_config`.
         world_size: Number of ranks of the whole run.
         device_type: ``cpu``, ``cuda`` or ``xpu``: the device of the ranks.
-        on_paper: Whether to skip the checks of tokenizer, corpus and checkpoint, for an estimate.
+        on_paper: Whether to skip the checks of files on this machine, for an estimate.
 
     Raises:
         ConfigError: With the first invalid key.
     """
-    parts = (check_tensor_parallel, check_pipeline, check_tsr, check_grad_compression)
-    if (extension := extension_of(config)) is not None:
+    for check in (
+        check_record,  # first: it takes no time
+        *(_check_extension, *SUPPORT_CHECKS, *VALUE_CHECKS),
+        *(check_stored_model, check_data),
+        *(check_tensor_parallel, check_pipeline, check_tsr, check_grad_compression),
+        check_stored_data,
+    ):
+        if not (on_paper and check in _OF_FILES):
+            check(config, world_size, device_type)
+
+
+def _check_extension(config: Any, world_size: int, device_type: str) -> None:
+    extension = extension_of(config)
+    if extension is not None:
         extension.check(config, world_size, device_type)
     elif config.fault_tolerance.enable:
-        want = (
-            "false, or job.custom_config_module = 'torchtitan_lr.experiments.replicas.job_config'"
-        )
+        module = "torchtitan_lr.experiments.replicas.job_config"
+        want = f"false, or job.custom_config_module = '{module}'"
         raise ConfigError("fault_tolerance.enable", True, want)
-    for check in (*SUPPORT_CHECKS, *VALUE_CHECKS, *parts):
-        if not (on_paper and check in FILE_CHECKS):
-            check(config, world_size, device_type)

@@ -9,8 +9,8 @@ from typing import Any
 
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.estimate.hardware import Hardware
 from torchtitan_lr.estimate.memory import (
-    activation_bytes,
     checkpoint_bytes,
     in_flight,
     rank_memory,
@@ -18,8 +18,7 @@ from torchtitan_lr.estimate.memory import (
 )
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import Run, with_checkpointing
-from torchtitan_lr.estimate.step_time import Hardware
-from torchtitan_lr.estimate.timing import step_time
+from torchtitan_lr.estimate.step_time import step_time
 from torchtitan_lr.estimate.traffic import (
     average_optimizer_traffic,
     bytes_by_dim,
@@ -29,9 +28,8 @@ from torchtitan_lr.estimate.traffic import (
     tsr_names,
 )
 from torchtitan_lr.estimate.work import work_of_run
-from torchtitan_lr.formulas.flops import flops_per_token
-from torchtitan_lr.formulas.parameters import count_parameters
 from torchtitan_lr.formulas.traffic import Traffic
+from torchtitan_lr.models.configured import model_size
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
 from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, resolve_settings
@@ -94,10 +92,11 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
         ]
     time = step_time(run, averaged, hardware, work_of_run(run))
     tokens = run.tokens * run.microbatches * run.accumulation * run.shard * run.replicas
+    parameters, flops = model_size(run.args, run.seq_len)
     report = {
         "checkpointing": run.checkpointing,
-        "parameters": count_parameters(run.args).total,
-        "flops_per_token": flops_per_token(run.args, run.seq_len),
+        "parameters": parameters,
+        "flops_per_token": flops,
         "memory_bytes": heaviest["memory_bytes"],
         "comm_bytes": busiest["comm_bytes"],
         "checkpoint_bytes": checkpoint_bytes(run),
@@ -134,7 +133,7 @@ def _by_mode(run: Run, pp_rank: int, own: Rehearsal) -> dict[str, dict[str, int]
         if MODES[mode].low_rank and not run.args.low_rank:
             continue
         rehearsal = own if mode == run.checkpointing else rehearse_run(run, mode)
-        kept = activation_bytes(run, pp_rank, rehearsal)
+        kept, _ = in_flight(run, pp_rank, rehearsal)
         result[mode] = {"kept": kept, "working": rehearsal.working}
     return result
 

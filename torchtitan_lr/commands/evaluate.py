@@ -3,17 +3,17 @@ r"""Evaluate a checkpoint or an export: loss, perplexity and bits per byte of a 
 
 By default the text is the validation corpus of the run:
 
-    torchtitan-lr evaluate outputs/checkpoint/step-100
-    torchtitan-lr evaluate outputs/checkpoint/step-100 --corpus local --path 'books/*.txt'
+    torchtitan-lr evaluate outputs/debug_cola
+    torchtitan-lr evaluate outputs/debug_cola --corpus local --path 'books/*.txt'
 
 Several ranks share the text under torchrun, in the run's layout or another one:
 
-    torchrun --nproc_per_node=4 -m torchtitan_lr evaluate outputs/checkpoint/step-100 \
+    torchrun --nproc_per_node=4 -m torchtitan_lr evaluate outputs/debug_cola \
         --parallelism.tensor_parallel_degree=2
 
 Tasks of EleutherAI's lm-evaluation-harness (pip install 'torchtitan_lr[eval]') give their metrics:
 
-    torchtitan-lr evaluate outputs/checkpoint/step-100 --tasks hellaswag
+    torchtitan-lr evaluate outputs/debug_cola --tasks hellaswag
 
 Every token of the documents, BOS and EOS included, is predicted once, from at most --seq_len tokens
 before it. The loss is the mean over all of them. Bits per byte is the loss of all tokens, divided
@@ -35,7 +35,10 @@ def add_arguments(parser: OneLineParser) -> None:
     """Add the checkpoint and the options."""
     parser.takes_overrides = True
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", type=Path, help="a step's folder, or an export's"
+        "checkpoint",
+        metavar="CHECKPOINT",
+        type=Path,
+        help="a run's folder, a step's or an export's",
     )
     parser.add_argument(
         "--corpus",
@@ -81,11 +84,14 @@ def run(args: argparse.Namespace) -> int:
     check_at_least(args, documents=0, seq_len=0, batch_size=1)
     check_corpus(args)
     check_tasks(args)
+    from torchtitan_lr.hf.loading import find_step
+
     if args.tasks:
         from torchtitan_lr.hf.harness import evaluate_tasks as evaluate
     else:
         from torchtitan_lr.hf.evaluate import evaluate
 
+    args.checkpoint = find_step(args.checkpoint)
     result = evaluate(args)
     if os.environ.get("RANK", "0") == "0":
         if args.out is not None:

@@ -28,7 +28,7 @@ def add_arguments(parser: OneLineParser) -> None:
         "checkpoint",
         metavar="CHECKPOINT",
         type=Path,
-        help="a step's folder: .../checkpoint/step-100",
+        help="a run's folder (its newest step), or .../checkpoint/step-100",
     )
     add_out(parser)
     parser.add_argument(
@@ -84,10 +84,16 @@ def export(args: argparse.Namespace) -> None:
 
     from torchtitan_lr.hf.export import check_hf_exportable, export_factored
     from torchtitan_lr.hf.folder import add_tokenizer, export_folder, find_tokenizer
-    from torchtitan_lr.hf.loading import build_model_args, open_weights, read_run_config
+    from torchtitan_lr.hf.loading import (
+        build_model_args,
+        find_step,
+        open_weights,
+        read_run_config,
+    )
     from torchtitan_lr.hf.shards import plan_shards
 
     plan_shards({}, args.max_shard_size)  # refuse a wrong size before anything is written
+    args.checkpoint = find_step(args.checkpoint)
     config = read_run_config(args.checkpoint, args.config)
     model_args, size = build_model_args(config), args.max_shard_size
     hf = args.format == "hf"

@@ -3,19 +3,23 @@
 
 One prompt is continued on the terminal as it is generated:
 
-    torchtitan-lr generate outputs/checkpoint/step-100 --prompt "def main("
+    torchtitan-lr generate outputs/debug_cola --prompt "def main("
 
 A file of prompts, or stdin, gives one line of JSON per prompt:
 
-    torchtitan-lr generate outputs/checkpoint/step-100 --prompts prompts.txt --out texts.jsonl
-    echo "import os" | torchtitan-lr generate outputs/checkpoint/step-100 --prompts -
+    torchtitan-lr generate outputs/debug_cola --prompts prompts.txt --out texts.jsonl
+    echo "import os" | torchtitan-lr generate outputs/debug_cola --prompts -
 
 torchrun splits the model over ranks by a plan of training; rank 0 prints the same text:
 
-    torchrun --nproc_per_node=4 -m torchtitan_lr generate outputs/checkpoint/step-100 --prompt "def"
+    torchrun --nproc_per_node=4 -m torchtitan_lr generate outputs/debug_cola --prompt "def"
 
-A prompt and its continuation fit in the window that the model was trained on, else the command
-fails.
+A model that was fine-tuned on chats answers on the terminal, by its chat template; Ctrl-D ends:
+
+    torchtitan-lr generate outputs/debug_cola --chat
+
+A run's folder stands for its newest whole step. A prompt and its continuation fit in the window
+that the model was trained on, else the command fails.
 """
 
 import argparse
@@ -24,24 +28,28 @@ import dataclasses
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.errors import ConfigError
 
-_PATIENCE = 20.0
-"""Seconds that a rank waits before it prints an error; every rank meets a wrong option."""
-
 
 def add_arguments(parser: OneLineParser) -> None:
     """Add the checkpoint and the options."""
     parser.takes_overrides = True
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a step's folder")
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        type=Path,
+        help="a run's folder, a step's or an export's",
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="text to continue")
     source.add_argument(
         "--prompts", type=Path, help="file of prompts: one per line, or .jsonl; - is stdin"
+    )
+    source.add_argument(
+        "--chat", action="store_true", help="answer line after line, as fine-tuned on chats"
     )
     parser.add_argument("--out", type=Path, help="JSONL file to write; default: the terminal")
     parser.add_argument(
@@ -69,20 +77,14 @@ def add_arguments(parser: OneLineParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Continue the prompts; return the exit status."""
-    rank = int(os.environ.get("RANK", "0"))
-    try:
-        check_args(args)
-        prompts = None
-        if rank == 0:
-            from torchtitan_lr.inference.completion import read_prompts
+    # Every rank reports a wrong option: torchrun ends the others as soon as one of them has failed.
+    check_args(args)
+    prompts = None
+    if os.environ.get("RANK", "0") == "0":
+        from torchtitan_lr.inference.completion import read_prompts
 
-            prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
-        write_texts(args, prompts)
-    except ConfigError:
-        if rank:
-            # Rank 0 prints the same error and ends, and torchrun then ends this rank.
-            time.sleep(_PATIENCE)
-        raise
+        prompts = [args.prompt or ""] if args.prompts is None else read_prompts(args.prompts)
+    write_texts(args, prompts)
     if "WORLD_SIZE" in os.environ:
         from torchtitan_lr.hf.generate_ranks import leave_group
 
@@ -118,6 +120,11 @@ def check_args(args: argparse.Namespace) -> None:
             except UnicodeEncodeError as error:  # the command line is not UTF-8
                 want = f"text in UTF-8 (position {error.start}: {error.reason})"
                 raise ConfigError(key, text, want) from error
+    for name in ("out", "json"):
+        if args.chat and getattr(args, name):
+            raise ConfigError(f"--{name}", str(getattr(args, name)), "no such option with --chat")
+    if args.chat and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("--chat", "several ranks", "one process, without torchrun")
     if "" in args.stop:
         raise ConfigError("--stop", "", "a text of at least one character")
     if args.out is not None and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
@@ -135,13 +142,14 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
         ConfigError: The model cannot be loaded, or a prompt cannot be continued.
     """
     from torchtitan_lr.hf.generate_ranks import from_first_rank, load_on_ranks
+    from torchtitan_lr.hf.loading import find_step
     from torchtitan_lr.inference.completion import Settings, complete
     from torchtitan_lr.inference.decode import compile_blocks
     from torchtitan_lr.inference.sampling import Sampling
 
     first = prompts is not None
     model, tokenizer, choice = load_on_ranks(
-        args.checkpoint, args.config, args.device, args.cache, args.overrides
+        find_step(args.checkpoint), args.config, args.device, args.cache, args.overrides
     )
     prompts = from_first_rank(prompts)
     settings = Settings(
@@ -157,6 +165,11 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
     )
     if args.compile:
         compile_blocks(model)
+    if args.chat:
+        from torchtitan_lr.inference.chat import converse
+
+        converse(model, tokenizer, settings, _ask, _print)
+        return
     streaming = args.prompt is not None and not args.json and args.out is None
     write = _print if streaming and first else None
     done = complete(model, tokenizer, prompts, settings, write)
@@ -168,7 +181,7 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
         _print("\n")
     elif args.prompt is not None and args.out is None:
         (completion,) = done
-        print(json.dumps({"prompt": completion.prompt, "text": completion.text}))
+        print(json.dumps(dataclasses.asdict(completion)))
     else:
         with contextlib.ExitStack() as stack:
             file = sys.stdout
@@ -176,6 +189,17 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
                 file = stack.enter_context(args.out.open("w", encoding="utf-8"))
             for completion in done:
                 print(json.dumps(dataclasses.asdict(completion)), file=file, flush=True)
+
+
+def _ask() -> str | None:
+    """Read the next message that is not empty; None at the end of the input (Ctrl-D)."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return None
+        if line:
+            return line
 
 
 def _print(piece: str) -> None:

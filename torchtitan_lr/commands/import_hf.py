@@ -89,5 +89,5 @@ def as_text(result: dict[str, Any]) -> str:
         if errors:
             lines["mean " + key.replace("_", " ")] = f"{sum(errors) / len(errors):.4f}"
     lines["checkpoint"] = result["checkpoint"]
-    lines["train it"] = f"CONFIG_FILE={result['config']} ./run_llama_train.sh"
+    lines["train it"] = f"torchtitan-lr train {result['config']}"
     return "\n".join(f"{name:<21}{value}" for name, value in lines.items())

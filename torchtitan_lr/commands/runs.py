@@ -97,7 +97,8 @@ def find_runs(paths: list[Path]) -> list[Path]:
     found = set()
     for path in paths:
         if not path.is_dir():
-            raise ConfigError("PATH", str(path), "a folder with runs, such as ./outputs")
+            want = "a folder that exists; `torchtitan-lr train` makes ./outputs with its first run"
+            raise ConfigError("PATH", str(path), want)
         for folder, names, files in os.walk(path):
             names[:] = [name for name in names if name not in _NOT_SEARCHED]
             if RUN_CONFIG in files or HISTORY_FILE in files:

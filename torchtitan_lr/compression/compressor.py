@@ -221,11 +221,8 @@ def split_spans(flat: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
 
 def join_spans(compressed: Tensor, others: Tensor, spans: Sequence[Span], out: Tensor) -> None:
     """Write the two results of `split_spans` into ``out``."""
-    sources = {True: compressed, False: others}
-    taken = {True: 0, False: 0}
-    start = 0
-    for span in spans:
-        at = taken[span.compressed]
-        out[..., start : start + span.size] = sources[span.compressed][..., at : at + span.size]
-        taken[span.compressed] += span.size
-        start += span.size
+    pieces = {
+        kind: iter(part.split([span.size for span in spans if span.compressed is kind], dim=-1))
+        for kind, part in ((True, compressed), (False, others))
+    }
+    torch.cat([next(pieces[span.compressed]) for span in spans], dim=-1, out=out)

@@ -142,7 +142,8 @@ class CompressedAllReduce(UnitExchange):
         flat = yield from compressor.spread(total)
         if dense.numel():
             yield [dist.all_reduce(dense, group=compressor.group, async_op=True)]
-        join_spans(flat, dense, compressor.spans, shard)
+        # Behind the last entry is what filled up the last rank's part.
+        join_spans(flat[: compressor.compressed_size], dense, compressor.spans, shard)
 
 
 def apply_gradient_compression(

@@ -35,9 +35,6 @@ At that load 3 to 9% of the entries remain, on 2 to 8 ranks with 3 or more cells
 From 75 cells on, `PEELING_LIMIT` is the smaller limit, and fewer entries remain.
 """
 
-THETA_STEP = 1e-4
-"""`smallest_theta` returns multiples of this, or of less."""
-
 
 @dataclass(frozen=True)
 class CodecSizes:
@@ -188,31 +185,19 @@ def peels(c: float, theta: float, ranks: int) -> bool:
     return c * (1 - theta**ranks) <= PEELING_LIMIT + 1e-12
 
 
-def unit_load(m: int, c: float, theta: float, ranks: int) -> float:
-    """Return the unknowns per cell of one destination's sketch, for independent ranks.
-
-    It counts whole entries and cells: each rank sends at least one of m entries, and a row of the
-    sketch has at least one cell, so the load of a small unit is above c·(1 − θ^W).
-    """
-    unsent = (1 - kept_entries(m, theta) / m) ** ranks
-    return m * (1 - unsent) / (HASH_ROWS * sketch_row(m, c))
-
-
-def load_limit(m: int, c: float) -> float:
-    """Return the largest load at which a sketch of m entries peels all but a few percent.
-
-    In a small sketch, entries form an undecodable loop at lower loads (finite-size scaling of
-    random hypergraphs, with exponent 2/3).
-    """
-    early = SMALL_SKETCH * sketch_row(m, c) ** (-2 / 3)
-    return min(PEELING_LIMIT, SHARP_LIMIT - early)
-
-
 def can_be_decoded(codec: CodecSizes, m: int, ranks: int) -> bool:
-    """Return whether an owner can decode what W ranks send of its m entries."""
+    """Return whether an owner can decode all but a few percent of what W ranks send it.
+
+    It counts whole entries and cells: each of W independent ranks sends at least one of m entries,
+    and a row of the sketch has at least one cell. In a small sketch, entries form an undecodable
+    loop at lower loads (finite-size scaling of random hypergraphs, with exponent 2/3).
+    """
     if codec.name != "sketch" or m == 0 or ranks == 1:
         return True
-    return unit_load(m, codec.c, codec.theta, ranks) <= load_limit(m, codec.c) + 1e-12
+    row = sketch_row(m, codec.c)
+    unknown = m * (1 - (1 - kept_entries(m, codec.theta) / m) ** ranks)
+    limit = min(PEELING_LIMIT, SHARP_LIMIT - SMALL_SKETCH * row ** (-2 / 3))
+    return unknown / (HASH_ROWS * row) <= limit + 1e-12
 
 
 def smallest_theta(c: float, ranks: int) -> float:
@@ -223,6 +208,6 @@ def smallest_theta(c: float, ranks: int) -> float:
     if peels(c, 0.0, ranks):
         return 0.0
     exact = (1 - PEELING_LIMIT / c) ** (1 / ranks)
-    step = min(THETA_STEP, 10.0 ** (math.floor(math.log10(1 - exact)) - 1))
+    step = min(1e-4, 10.0 ** (math.floor(math.log10(1 - exact)) - 1))
     theta = round(math.ceil(exact / step - 1e-6) * step, 12)
     return theta if peels(c, theta, ranks) else round(theta + step, 12)

@@ -20,18 +20,13 @@ from torchtitan_lr.config.parse import (
     split_arguments,
 )
 from torchtitan_lr.config.paths import user_path
+from torchtitan_lr.config.ranges import check_ranges
 from torchtitan_lr.config.schema import AC_MODES, MODELS, TP_PLANS
 from torchtitan_lr.config.shipped import find_config
 from torchtitan_lr.errors import ConfigError
 
 CONFIG_MODULE = "torchtitan_lr.config.schema"
 _MODULE_KEY = "job.custom_config_module"
-
-RENAMED = {
-    "torchtitan_lr.job_config": CONFIG_MODULE,
-    "torchtitan_lr.specs": "torchtitan_lr.training.register",
-}
-"""Old module names in existing TOML files and run records, with their current names."""
 
 REGISTERED = {
     "model.name": MODELS,
@@ -109,9 +104,7 @@ def _fill(raw: dict[str, Any], overrides: list[Override]) -> Any:
 
     _import_unknown(given)
     values = apply_overrides(check_toml(raw, config_cls), overrides, config_cls)
-    for section, key in (("job", "custom_config_module"), ("experimental", "custom_import")):
-        if (named := values.get(section, {}).get(key)) in RENAMED:
-            values[section][key] = RENAMED[named]
+    check_ranges(values, config_cls)
     _check_before_merge(values)
     if (folder := values.get("job", {}).get("dump_folder")) is not None:
         if not folder.strip():
@@ -146,7 +139,7 @@ def _extension_name(name: Any) -> str:
         ConfigError: It is neither the package's own nor an experiment's; records of checkpoints
             name one too, and must not make this process import just any module.
     """
-    name = RENAMED.get(name, name) or CONFIG_MODULE
+    name = name or CONFIG_MODULE
     if name != CONFIG_MODULE:
         known = str(name).startswith("torchtitan_lr.experiments.")
         if not known or not _can_be_imported(name):
@@ -180,7 +173,6 @@ def _import_unknown(given: dict[str, Any]) -> None:
     unknown = any(isinstance(name, str) and name not in known for name, known in names)
     module = given.get("experimental.custom_import")
     if unknown and isinstance(module, str) and module:
-        module = RENAMED.get(module, module)
         _check_import(module)
         importlib.import_module(module)
 
@@ -195,9 +187,6 @@ def _check_before_merge(values: dict[str, Any]) -> None:
     if values.get("parallelism", {}).get("context_parallel_load_balancer") == "":
         key = "parallelism.context_parallel_load_balancer"
         raise ConfigError(key, "", "a name such as 'headtail'")
-    steps = values.get("validation", {}).get("steps", -1)
-    if steps != -1 and steps <= 0:
-        raise ConfigError("validation.steps", steps, "a positive integer, or -1 for the whole set")
     _check_import(values.get("experimental", {}).get("custom_import"))
 
 

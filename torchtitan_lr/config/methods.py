@@ -5,7 +5,9 @@ As in :mod:`torchtitan_lr.config.schema`, no ``from __future__ import annotation
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from torchtitan_lr.config.ranges import DECAY, FINITE, SEED, Range, at_least, positive
 
 TSR = "TSRAdam"
 """The value of ``optimizer.name`` that chooses TSR-Adam."""
@@ -46,40 +48,46 @@ class LowRank:
 class Optimizer:
     """Changed defaults of torchtitan's ``[optimizer]`` (CoLA's AdamW), and TSR-Adam's keys."""
 
-    name: str = "AdamW"
+    name: Annotated[
+        str, Range(lambda name: name in ("AdamW", "Adam", TSR), f"'AdamW', 'Adam' or {TSR!r}")
+    ] = "AdamW"
     """Optimizer to use: AdamW, Adam or TSRAdam."""
 
-    beta2: float = 0.999
+    beta2: Annotated[float, DECAY] = 0.999
     """Decay of the second moment."""
 
-    weight_decay: float = 0.01
+    weight_decay: Annotated[float, FINITE] = 0.01
     """Decoupled weight decay, applied to every parameter."""
 
-    tsr_rank: int = 128
+    tsr_rank: Annotated[int, at_least(1)] = 128
     """TSRAdam: rank r of the cores, at most the shorter side of every compressed matrix."""
 
-    tsr_refresh_interval: int = 100
+    tsr_refresh_interval: Annotated[int, at_least(1)] = 100
     """TSRAdam: steps K between refreshes of a matrix's bases."""
 
-    tsr_oversampling: int = 5
+    tsr_oversampling: Annotated[int, at_least(0)] = 5
     """TSRAdam: columns p of a refresh's sketch beyond the rank."""
 
-    tsr_power_iterations: int = 1
+    tsr_power_iterations: Annotated[int, at_least(0)] = 1
     """TSRAdam: power iterations q per refresh; each costs as much as the sketch."""
 
-    tsr_vocabulary_power_iterations: int = -1
+    tsr_vocabulary_power_iterations: Annotated[
+        int, at_least(-1, "a number of iterations, or -1 for tsr_power_iterations")
+    ] = -1
     """
     TSRAdam: power iterations of the embedding and of a compressed head, whose refreshes are the
     largest messages; -1 for `tsr_power_iterations`.
     """
 
-    tsr_scale: float = 0.75
+    tsr_scale: Annotated[float, positive("a positive number such as 0.75")] = 0.75
     """TSRAdam: factor α on the lifted update of compressed matrices (0.5 at 60M in the paper)."""
 
-    tsr_embedding_rank: int = 64
+    tsr_embedding_rank: Annotated[int, at_least(0, "a rank, or 0 to leave the embedding dense")] = (
+        64
+    )
     """TSRAdam: rank of the token embedding; 0 leaves it dense."""
 
-    tsr_embedding_refresh_interval: int = 100
+    tsr_embedding_refresh_interval: Annotated[int, at_least(1)] = 100
     """TSRAdam: steps between refreshes of the embedding's bases."""
 
     tsr_moments: Literal["keep", "rotate", "reset"] = "rotate"
@@ -123,7 +131,7 @@ class Optimizer:
     tsr_compress_head: bool = False
     """TSRAdam: compress the language-model head like a linear."""
 
-    tsr_overlap_buckets: int = 4
+    tsr_overlap_buckets: Annotated[int, at_least(1)] = 4
     """
     TSRAdam: number of all-reduces for the cores, and of those for dense gradients; each starts
     during backward, once its gradients are there. With 1, both start after backward.
@@ -179,10 +187,12 @@ class GradCompression:
     small for a sketch are sent dense.
     """
 
-    c: float = 10.0
+    c: Annotated[float, positive("a positive number such as 10")] = 10.0
     """'custom': entries per cell of the sketch."""
 
-    theta: float = 0.9875
+    theta: Annotated[float, Range(lambda x: 0 <= x < 1, "a number in [0, 1) such as 0.9875")] = (
+        0.9875
+    )
     """'custom': fraction of the entries that a rank does not send, from 0 to below 1."""
 
     auto: bool = False
@@ -197,11 +207,11 @@ class GradCompression:
     patterns: list[str] = field(default_factory=list)
     """Shell patterns of parameter names, such as 'layers.*.feed_forward.*'."""
 
-    min_size: int = 16384
+    min_size: Annotated[int, at_least(1, "a positive integer")] = 16384
     """Tensors with fewer entries are sent dense, in the same call as the sketches."""
 
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the residuals; bfloat16 halves their memory and rounds them."""
 
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Seed of the hash functions, which change every step."""

@@ -11,6 +11,7 @@ file does not import torch, so that a wrong path or a typo is reported at once.
 # and " 5 " for an int and "yes" for true, but neither "a,b" for a list nor "None" for None. Most of
 # this file, which names the key, the closest one and what works, would stay.
 import difflib
+import json
 import os
 import types
 from collections.abc import Iterator
@@ -25,6 +26,9 @@ from torchtitan_lr.config.shipped import near_configs
 from torchtitan_lr.errors import ConfigError
 
 CONFIG_FILE_KEY = "job.config_file"
+
+CONFIG_DIR = "${config_dir}"
+"""In a string of a file: the file's own folder, so that both can be moved together."""
 
 LARGEST_INTEGER = 2**63 - 1
 """The largest integer that torch and every file format here can store."""
@@ -76,7 +80,7 @@ def load_toml(path: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     """Read a TOML file, over the file that its key ``include`` names.
 
     The included file may include another one. Tables are merged key by key; a value of the file,
-    arrays included, replaces that of the included file.
+    arrays included, replaces that of the included file. ``${config_dir}`` is a file's own folder.
 
     Args:
         path: The file.
@@ -111,10 +115,15 @@ def _merge(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def in_folder(text: str, folder: Path) -> str:
+    """Put a file's folder in the place of ``${config_dir}`` in its strings, of TOML or of JSON."""
+    return text.replace(CONFIG_DIR, json.dumps(str(folder.resolve()))[1:-1])
+
+
 def _parse_file(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_bytes().decode("utf-8")
-        return tomli.loads(text)
+        return tomli.loads(in_folder(text, Path(path).parent))
     except UnicodeDecodeError as error:
         raise ConfigError(CONFIG_FILE_KEY, path, f"a UTF-8 text file ({error.reason})") from error
     except OSError as error:
@@ -286,10 +295,12 @@ def _limit(value: object, option: Field[Any]) -> str:
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the annotation alone.
 
-    ``Annotated[str, names]`` is one of the names in the list, to which registration adds names.
+    ``Annotated[str, names]`` is one of the names in the list, to which registration adds names;
+    other annotations are ranges (``torchtitan_lr.config.ranges``).
     """
     if get_origin(annotation) is Annotated:
-        return (Literal[tuple(annotation.__metadata__[0])],)
+        kind, first = get_args(annotation)[:2]
+        return (Literal[tuple(first)],) if isinstance(first, list) else _alternatives(kind)
     if get_origin(annotation) in (Union, types.UnionType):
         return get_args(annotation)
     return (annotation,)

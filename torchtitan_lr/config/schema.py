@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from torchtitan_lr.config.methods import Caat, GradCompression, LowRank, Optimizer
+from torchtitan_lr.config.ranges import NATURAL, POSITIVE, SEED, at_least
 
 BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat")
 """The plans of this package; ``parallel.tensor.plans`` refuses to load if it defines others."""
@@ -32,7 +33,7 @@ class Job:
     """Additions to torchtitan's ``[job]``."""
 
     custom_config_module: str = "torchtitan_lr.config.schema"
-    """Module whose JobConfig extends torchtitan's; always this one."""
+    """Module whose JobConfig extends torchtitan's: this one, or an experiment's."""
 
 
 @dataclass
@@ -123,16 +124,16 @@ class Training:
 
     dataloader: DataLoader = field(default_factory=DataLoader)
 
-    max_norm: float | int = 0.5
+    max_norm: Annotated[float | int, POSITIVE] = 0.5
     """Gradients are clipped to this global norm; inf disables clipping."""
 
-    max_skipped_steps: int = 0
+    max_skipped_steps: Annotated[int, NATURAL] = 0
     """
     Number of steps with a non-finite loss or gradient that may be skipped in the whole run before
     it stops. 0 stops at the first.
     """
 
-    max_bad_records: int = 0
+    max_bad_records: Annotated[int, NATURAL] = 0
     """
     Number of unreadable records of 'local' (an invalid JSON line, a damaged .parquet) that may be
     skipped in the whole run before it saves and stops. 0 stops at the first. Repeated reads of a
@@ -161,13 +162,13 @@ class Training:
     shuffle_seed: int | None = None
     """Seed of the reading order; None uses ``debug.seed``."""
 
-    shuffle_tokens: int = 32768
+    shuffle_tokens: Annotated[int, at_least(1, "a positive integer such as 32768")] = 32768
     """
     Tokens of each row of the global batch whose sequences change places. They are tokenised before
     the first step, and again on resume. More tokens mix more documents.
     """
 
-    steps_ahead: int = STEPS_AHEAD
+    steps_ahead: Annotated[int, at_least(0, "0 or a positive integer such as 2")] = STEPS_AHEAD
     """
     Steps whose batches a thread prepares while earlier steps compute. 0 prepares each batch when it
     is used. Checkpoints do not depend on it.
@@ -341,7 +342,7 @@ class Experimental:
 class Debug:
     """Changed defaults of torchtitan's ``[debug]``."""
 
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Seed of the weights and of every random choice: runs are reproducible by default."""
 
 

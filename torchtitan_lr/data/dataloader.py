@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torchtitan_lr.checkpoints.safe_metadata import load
+from torchtitan_lr.checkpoints.safe_metadata import DamagedError, load, read_metadata
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.config.schema import STEPS_AHEAD
 from torchtitan_lr.data.batches import BatchReader, MicroBatch, Prepared, Rows
@@ -85,7 +86,7 @@ class StripeDataLoader(BaseDataLoader):
         self._allow_changed = allow_changed
         self._rows = Rows.of(corpus, local_batch_size, global_batch_size, dp_world_size, dp_rank)
         pin_memory = pin_memory and torch.cuda.is_available()
-        self._fingerprint = _fingerprint(corpus, tokenizer)
+        self._fingerprint = corpus_fingerprint(corpus, tokenizer)
         self._reader = BatchReader(
             corpus, tokenizer, self._rows, seq_len, infinite, pin_memory, order, borders
         )
@@ -247,23 +248,61 @@ class StripeDataLoader(BaseDataLoader):
         self._check_identity(stored["dataloader"])
 
     def _check_identity(self, stored: dict[str, Any]) -> None:
-        here = self._identity()
-        if int(stored["global_batch_size"]) != self._rows.total:
-            raise ConfigError(
-                "training.global_batch_size",
-                self._rows.total,
-                f"{stored['global_batch_size']} as in the checkpoint: its data position counts "
-                "rows of that batch (-1 means local_batch_size * data-parallel size)",
-            )
-        if stored["corpus"] == here["corpus"]:
-            return
-        want = f"{stored['corpus']} as in the checkpoint"
-        if _same_kind(stored["corpus"], here["corpus"]):
-            if self._allow_changed:
-                logger.warning(f"The corpus was {stored['corpus']} and is {here['corpus']}")
-                return
-            want += ", or training.allow_changed_corpus = true to continue with the changed corpus"
-        raise ConfigError("training.dataset", here["corpus"], want)
+        check_same_batch(stored, self._rows.total)
+        if check_same_corpus(stored, self._fingerprint, self._allow_changed):
+            logger.warning(f"The corpus was {stored['corpus']} and is {self._fingerprint}")
+
+
+def check_same_batch(stored: dict[str, Any], rows: int) -> None:
+    """Compare a run's sequences per step with those of a stored position.
+
+    Raises:
+        ConfigError: They differ.
+    """
+    if int(stored["global_batch_size"]) != rows:
+        raise ConfigError(
+            "training.global_batch_size",
+            rows,
+            f"{stored['global_batch_size']} as in the checkpoint: its data position counts "
+            "rows of that batch (-1 means local_batch_size * data-parallel size)",
+        )
+
+
+def check_same_corpus(stored: dict[str, Any], here: str, may_change: bool) -> bool:
+    """Compare the fingerprint of a run's corpus with that of a stored position.
+
+    Returns:
+        Whether the corpus has changed, as ``may_change`` allows.
+
+    Raises:
+        ConfigError: It is another corpus.
+    """
+    if stored["corpus"] == here:
+        return False
+    want = f"{stored['corpus']} as in the checkpoint"
+    if _same_kind(stored["corpus"], here):
+        if may_change:
+            return True
+        want += ", or training.allow_changed_corpus = true to continue with the changed corpus"
+    raise ConfigError("training.dataset", here, want)
+
+
+def stored_identity(step_dir: str) -> dict[str, Any] | None:
+    """Read the batch and the corpus of a checkpoint's position.
+
+    Returns:
+        ``global_batch_size`` and ``corpus``; None for a checkpoint without a position, or with a
+        damaged one, which loading it reports.
+    """
+    stored = {"dataloader": {"global_batch_size": 0, "corpus": ""}}
+    try:
+        metadata = read_metadata(step_dir)
+        if any(name.startswith("dataloader.") for name in metadata.state_dict_metadata):
+            load(stored, step_dir, no_dist=True, metadata=metadata)
+            return stored["dataloader"]
+    except (DamagedError, CheckpointException):  # the latter derives from BaseException
+        pass
+    return None
 
 
 def _named(order: Order | None) -> str:
@@ -352,7 +391,7 @@ def _token_cache(
     return TokenCache(place, f"{corpus.origin()} {corpus.fingerprint()}", identity)
 
 
-def _fingerprint(corpus: Corpus, tokenizer: BaseTokenizer) -> str:
+def corpus_fingerprint(corpus: Corpus, tokenizer: BaseTokenizer) -> str:
     """Return the corpus' fingerprint; that of chats includes their template."""
     line = corpus.fingerprint()
     if getattr(corpus, "pairs", False) and (digest := ChatTemplate.of(tokenizer).digest):

@@ -1,17 +1,59 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Read the description of a machine."""
+"""A kind of machine, its links, and the files that describe one."""
 
-from dataclasses import MISSING, fields
-from math import isfinite
+from dataclasses import MISSING, dataclass, fields
+from math import inf, isfinite
 from pathlib import Path
 
 import tomli
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.estimate.step_time import Hardware
 
-KEYS = {field.name: field.type for field in fields(Hardware)}
-OPTIONAL = {field.name for field in fields(Hardware) if field.default is not MISSING}
+
+@dataclass(frozen=True)
+class Hardware:
+    """A kind of machine, described by a file in ``torchtitan_lr/estimate/machines/``.
+
+    Args:
+        name: Display name.
+        peak_tflops: Dense bf16 peak of a device, TFLOP/s.
+        matmul_efficiency: Fraction of the peak that large products reach, at most 1.
+        memory_gib: Memory of a device, GiB.
+        devices_per_node: Devices connected by the fast link.
+        intra_node_gbytes_per_s: Bandwidth of that link per device and direction, GB/s.
+        inter_node_gbytes_per_s: Bandwidth between nodes per device and direction, GB/s.
+        latency_us: α, microseconds per collective.
+        memory_gbytes_per_s: Bandwidth of a device's memory that kernels reach, GB/s.
+        kernel_us: Microseconds per kernel beyond its bytes and FLOPs.
+        attention_share: Speed of fused attention over that of large products.
+        direct_links: Whether every pair of a node's devices has links of its own, as in nodes of
+            four A100s without a switch: then N devices have (N-1)/(devices_per_node-1) of the
+            bandwidth among them.
+        product_gbytes_per_s: Bandwidth at which the bytes of products count, GB/s; by default the
+            memory's. A CPU's products work on its caches.
+    """
+
+    name: str
+    peak_tflops: float
+    matmul_efficiency: float
+    memory_gib: float
+    devices_per_node: int
+    intra_node_gbytes_per_s: float
+    inter_node_gbytes_per_s: float
+    latency_us: float
+    memory_gbytes_per_s: float = inf
+    kernel_us: float = 0.0
+    attention_share: float = 1.0
+    direct_links: bool = False
+    product_gbytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class MeshDim:
+    """A mesh dimension: its size, and the distance of neighbours in global ranks."""
+
+    size: int
+    stride: int
 
 
 MACHINES = Path(__file__).parent / "machines"
@@ -30,18 +72,18 @@ def load_hardware(name: str) -> Hardware:
     """
     path = Path(name) if name.endswith(".toml") else MACHINES / f"{name}.toml"
     if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in MACHINES.glob("*.toml")))
-        raise ConfigError("--hardware", name, f"a TOML file, or one of {known}")
+        shipped = ", ".join(sorted(file.stem for file in MACHINES.glob("*.toml")))
+        raise ConfigError("--hardware", name, f"a TOML file, or one of {shipped}")
     try:
         values = tomli.loads(path.read_text(encoding="utf-8"))
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("--hardware", name, f"a TOML file ({error})") from error
-    for key in sorted(values.keys() - KEYS.keys()):
-        raise ConfigError(f"{path.name}: {key}", values[key], f"one of {', '.join(KEYS)}")
-    for key, kind in KEYS.items():
-        if key in OPTIONAL and key not in values:
-            continue
-        _check(f"{path.name}: {key}", values.get(key), kind)
+    known = {field.name: field for field in fields(Hardware)}
+    for key in sorted(values.keys() - known.keys()):
+        raise ConfigError(f"{path.name}: {key}", values[key], f"one of {', '.join(known)}")
+    for key, field in known.items():
+        if key in values or field.default is MISSING:
+            _check(f"{path.name}: {key}", values.get(key), field.type)
     if values["matmul_efficiency"] > 1:
         key = f"{path.name}: matmul_efficiency"
         raise ConfigError(key, values["matmul_efficiency"], "a fraction of the peak, at most 1")

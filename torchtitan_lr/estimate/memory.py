@@ -38,15 +38,13 @@ def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
     Gradients grow while activations are used up, so that the peak is less than the sum: both are
     there at once only where an earlier micro-batch left its gradients.
     """
-    parts = asdict(
-        static_memory(
-            [_parameters(run, stage) for stage in run.stages_of(pp_rank)],
-            run.shard,
-            run.precision,
-            None if run.tsr is None else run.tsr_plans,
-        )
-    )
-    parts["activations"] = activation_bytes(run, pp_rank, rehearsal)
+    plans = None if run.tsr is None else run.tsr_plans
+    stages = [
+        {name: shape for unit in run.stages[stage].values() for name, shape in unit.items()}
+        for stage in run.stages_of(pp_rank)
+    ]
+    parts = asdict(static_memory(stages, run.shard, run.precision, plans))
+    parts["activations"] = in_flight(run, pp_rank, rehearsal)[0]
     parts["working"] = rehearsal.working
     parts["buffers"] = buffer_bytes(run, pp_rank)
     begins = parts["activations"] + parts["working"]
@@ -55,10 +53,6 @@ def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
     moving = parts["gradients"] + begins if accumulates else max(begins, ends)
     standing = parts["weights"] + parts["optimizer"] + parts["buffers"]
     return parts | {"peak": standing + moving}
-
-
-def _parameters(run: Run, stage: int) -> dict[str, tuple[int, ...]]:
-    return {name: shape for unit in run.stages[stage].values() for name, shape in unit.items()}
 
 
 def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> Rehearsal:
@@ -135,13 +129,8 @@ def checkpointing_of(run: Run, mode: str) -> partial[None]:
     return partial(apply_activation_checkpoint, job_config=config)
 
 
-def activation_bytes(run: Run, pp_rank: int, rehearsal: Rehearsal) -> int:
-    """Return what a rank keeps for backward, of all micro-batches in flight at once."""
-    return in_flight(run, pp_rank, rehearsal)[0]
-
-
 def in_flight(run: Run, pp_rank: int, rehearsal: Rehearsal) -> tuple[int, int]:
-    """Return the bytes that micro-batches keep on a rank at most, and how many those are.
+    """Return the bytes that micro-batches keep on a rank for backward, and how many those are.
 
     One that two stages of the rank hold counts twice.
     """
@@ -182,7 +171,11 @@ def buffer_bytes(run: Run, pp_rank: int) -> int:
             if name in unit:
                 total += 4 * core_elements(sharded(unit[name], run.shard), plan)
     if run.pp > 1:
-        total += _received_bytes(run, stages)
+        # Torch's buffers: one for every micro-batch, boundary and direction that is received.
+        boundaries = boundaries_of(run)
+        received = sum(boundaries[stage - 1] for stage in stages if stage)
+        received += sum(boundaries[stage] for stage in stages if stage < len(boundaries))
+        total += precision.compute * run.microbatches * run.microbatch * received
     return total
 
 
@@ -208,13 +201,3 @@ def _residual_bytes(run: Run) -> int:
     """Return the bytes of one number per compressed entry that a rank contributes to."""
     entries = sum(unit.ranks * unit.compressed for _, unit in exchanged_units(run))
     return run.compression.residual_dtype.itemsize * entries
-
-
-def _received_bytes(run: Run, stages: list[int]) -> int:
-    """Torch's buffers: one for every micro-batch, boundary and direction that is received."""
-    boundaries = boundaries_of(run)
-    elements = 0
-    for stage in stages:
-        elements += boundaries[stage - 1] if stage else 0
-        elements += boundaries[stage] if stage < len(boundaries) else 0
-    return run.precision.compute * run.microbatches * run.microbatch * elements

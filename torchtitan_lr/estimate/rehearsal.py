@@ -11,19 +11,21 @@ The CPU's operators are rehearsed. Its RMSNorm keeps the input and the normalize
 which a fused kernel does not: on a GPU the true number is smaller, see `fused_norm_saving`.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchtitan_lr.compat.dispatch import storage_address
-from torchtitan_lr.compat.fake import FakeTensorMode, fake_process_group
-from torchtitan_lr.estimate.storages import LivingStorages
+from torchtitan_lr.compat.dispatch import storage_address, tree_leaves
+from torchtitan_lr.compat.fake import FakeTensorMode, RehearsalMode, fake_process_group
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
@@ -171,7 +173,7 @@ def _run(workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None) -
         model = build_prepared(workload, mesh, prepare)
         for parameter in model.parameters():
             # Whole gradients are counted elsewhere, by unit.
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         tokens = torch.zeros(workload.batch, workload.seq_len, dtype=torch.long)
         outside = {_address(p) for p in model.parameters()}
         outside |= {_address(model.freqs_cis), _address(tokens)}
@@ -181,19 +183,12 @@ def _run(workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None) -
             loss = model(tokens, targets=tokens)
             kept = living.bytes() - _storage(loss).nbytes()
             loss.backward()
-        return _Count(kept, living.peak, _repeated(ledger))
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
-
-
-def _repeated(ledger: CommLedger) -> Repeats:
-    return {
+    repeated = {
         (row["scope"], row["op"], row["dtype"]): (row["calls"], row["elements"])
         for row in ledger.rows(split_recompute=True)
         if row["recompute"]
     }
+    return _Count(kept, living.peak, repeated)
 
 
 def _over_parts(repeats: Repeats) -> dict[tuple[str, str], tuple[int, int]]:
@@ -222,3 +217,66 @@ def _storage(x: Tensor) -> torch.UntypedStorage:
 
 def _address(x: Tensor) -> int:
     return storage_address(_storage(x))
+
+
+class LivingStorages(RehearsalMode):
+    """Tracks the storages that operators allocate, and which of them are alive.
+
+    Args:
+        outside: Addresses of storages to ignore: parameters, buffers, inputs.
+
+    Attributes:
+        peak: Maximum of the live bytes after any operator.
+    """
+
+    def __init__(self, outside: set[int]) -> None:
+        super().__init__()
+        self.peak = 0
+        self._outside = outside
+        self._froze = False
+        self._at_most = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and not self.finding_shapes:
+                storage = leaf.untyped_storage()
+                # An address can be reused after its storage is freed.
+                address = storage_address(storage)
+                known = self._storages.get(address)
+                if known is None or known[0].expired():
+                    self._storages[address] = (StorageWeakRef(storage), storage.nbytes())
+                    self._at_most += storage.nbytes()
+        if self._at_most > self.peak:  # otherwise a sweep cannot change the peak
+            self._at_most = self._sweep()
+            self.peak = max(self.peak, self._at_most)
+        return out
+
+    def __enter__(self) -> "LivingStorages":
+        # A collection over all objects of torch's modules would take longer than a rehearsal.
+        self._froze = gc.get_freeze_count() == 0
+        if self._froze:
+            gc.freeze()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        if self._froze:
+            gc.unfreeze()
+
+    def bytes(self) -> int:
+        """Return the bytes of the live storages."""
+        gc.collect()
+        return self._sweep()
+
+    def _sweep(self) -> int:
+        gone = [a for a, (reference, _) in self._storages.items() if reference.expired()]
+        for address in gone:
+            del self._storages[address]
+        return sum(n for a, (_, n) in self._storages.items() if a not in self._outside)

@@ -12,7 +12,7 @@ from torchtitan_lr.compression.settings import (
 )
 from torchtitan_lr.config.methods import TSR
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.estimate.step_time import MeshDim
+from torchtitan_lr.estimate.hardware import MeshDim
 from torchtitan_lr.formulas.data_parallel import named_parameters
 from torchtitan_lr.formulas.memory import NamedShapes, Precision
 from torchtitan_lr.models.args import LlamaArgs

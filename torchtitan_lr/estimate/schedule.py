@@ -52,18 +52,9 @@ def pipeline_order(
         return [_one_stage(p, min(ahead[p], microbatches), microbatches) for p in range(ranks)]
     from torchtitan_lr.compat.pipelining import rank_order
 
-    return [
-        [
-            Action(_KINDS[kind], stage, microbatch)
-            for kind, stage, microbatch in rank_order(
-                schedule, p, ranks, stages_per_rank, microbatches
-            )
-        ]
-        for p in range(ranks)
-    ]
-
-
-_KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+    letters = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+    orders = (rank_order(schedule, p, ranks, stages_per_rank, microbatches) for p in range(ranks))
+    return [[Action(letters[kind], *where) for kind, *where in order] for order in orders]
 
 
 def _one_stage(stage: int, ahead: int, microbatches: int) -> list[Action]:
@@ -118,7 +109,10 @@ def makespan(orders: Sequence[Sequence[Action]], seconds: Sequence[StageSeconds]
                 if None in ready:
                     break
                 start = max([clocks[rank], *(time for time in ready if time is not None)])
-                clocks[rank] = done[action] = start + _duration(action, seconds)
+                stage = seconds[action.stage]
+                whole = {"F": stage.forward, "B": stage.backward}
+                took = whole.get(action.kind, stage.backward / 2)
+                clocks[rank] = done[action] = start + took
                 places[rank] += 1
         if sum(places) == before:
             raise ValueError("the schedule has a deadlock: its ranks wait for one another")
@@ -136,8 +130,3 @@ def _needs(action: Action, stages: int) -> list[list[Action]]:
     if stage + 1 < stages:
         needs.append([Action("B", stage + 1, i), Action("I", stage + 1, i)])
     return needs
-
-
-def _duration(action: Action, seconds: Sequence[StageSeconds]) -> float:
-    stage = seconds[action.stage]
-    return {"F": stage.forward, "B": stage.backward}.get(action.kind, stage.backward / 2)

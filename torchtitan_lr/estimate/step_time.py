@@ -15,62 +15,28 @@ exposed only where they take longer. TSR-Adam's traffic at the end of a step is 
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
 
+from torchtitan_lr.estimate.hardware import Hardware, MeshDim
 from torchtitan_lr.estimate.kernels import Work
+from torchtitan_lr.estimate.run import Run, blocks_of
+from torchtitan_lr.estimate.schedule import StageSeconds, makespan, pipeline_order
+from torchtitan_lr.estimate.traffic import element_size
+from torchtitan_lr.estimate.work import PassWork
+from torchtitan_lr.formulas.memory import sharded
 from torchtitan_lr.formulas.traffic import Traffic
 
 _WIRE_SHARE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
-_BESIDE = ("parameter", "gradient", "index", "statistic")
+_OVERLAPPED = ("parameter", "gradient", "index", "statistic")
 """Roles whose collectives overlap with computation in forward and backward."""
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """A kind of machine, described by a file in ``torchtitan_lr/estimate/machines/``.
-
-    Args:
-        name: Display name.
-        peak_tflops: Dense bf16 peak of a device, TFLOP/s.
-        matmul_efficiency: Fraction of the peak that large products reach, at most 1.
-        memory_gib: Memory of a device, GiB.
-        devices_per_node: Devices connected by the fast link.
-        intra_node_gbytes_per_s: Bandwidth of that link per device and direction, GB/s.
-        inter_node_gbytes_per_s: Bandwidth between nodes per device and direction, GB/s.
-        latency_us: α, microseconds per collective.
-        memory_gbytes_per_s: Bandwidth of a device's memory that kernels reach, GB/s.
-        kernel_us: Microseconds per kernel beyond its bytes and FLOPs.
-        attention_share: Speed of fused attention over that of large products.
-        direct_links: Whether every pair of a node's devices has links of its own, as in nodes of
-            four A100s without a switch: then N devices have (N-1)/(devices_per_node-1) of the
-            bandwidth among them.
-        product_gbytes_per_s: Bandwidth at which the bytes of products count, GB/s; by default the
-            memory's. A CPU's products work on its caches.
-    """
-
-    name: str
-    peak_tflops: float
-    matmul_efficiency: float
-    memory_gib: float
-    devices_per_node: int
-    intra_node_gbytes_per_s: float
-    inter_node_gbytes_per_s: float
-    latency_us: float
-    memory_gbytes_per_s: float = inf
-    kernel_us: float = 0.0
-    attention_share: float = 1.0
-    direct_links: bool = False
-    product_gbytes_per_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class MeshDim:
-    """A mesh dimension: its size, and the distance of neighbours in global ranks."""
-
-    size: int
-    stride: int
+ADAMW_PASSES = 10
+"""Passes over a rank's parameters in a step of fused AdamW: clipping reads the gradients twice and
+writes them once; Adam reads weight, gradient and both moments and writes all but the gradient."""
 
 
 @dataclass(frozen=True)
@@ -149,15 +115,15 @@ def model_step_time(
         element_wise: Seconds of its other kernels in forward and backward.
         optimizer: Seconds of its optimizer's kernels.
     """
-    exposed, beside = 0.0, 0.0
+    exposed, overlapped = 0.0, 0.0
     for row in traffic:
         seconds = collective_seconds(row, element_size(row), mesh[row.mesh_dim], hardware)
-        if row.role in _BESIDE and row.pass_ != "optimizer":
-            beside += seconds
+        if row.role in _OVERLAPPED and row.pass_ != "optimizer":
+            overlapped += seconds
         else:
             exposed += seconds
-    hidden = min(beside, compute + element_wise)
-    exposed += beside - hidden
+    hidden = min(overlapped, compute + element_wise)
+    exposed += overlapped - hidden
     return StepTime(compute, exposed, hidden, bubble, element_wise, optimizer)
 
 
@@ -170,7 +136,7 @@ def exposed_seconds(
     """Return the exposed seconds of activation collectives and messages, by pass."""
     seconds = {"forward": 0.0, "backward": 0.0}
     for row in traffic:
-        if row.pass_ in seconds and row.role not in _BESIDE:
+        if row.pass_ in seconds and row.role not in _OVERLAPPED:
             dim = mesh[row.mesh_dim]
             seconds[row.pass_] += collective_seconds(row, element_size(row), dim, hardware)
     return seconds
@@ -189,3 +155,92 @@ def collective_seconds(row: Traffic, element_size: int, dim: MeshDim, hardware: 
     share = _WIRE_SHARE[row.op] * (dim.size - 1) / dim.size if row.op in _WIRE_SHARE else 1.0
     wire = share * row.elements * element_size / (gbytes * 1e9)
     return row.calls * hardware.latency_us * 1e-6 + wire
+
+
+def step_time(
+    run: Run, traffic: list[list[Traffic]], hardware: Hardware, work: PassWork
+) -> StepTime:
+    """Model a step on the pipeline rank that is busy longest.
+
+    Args:
+        run: The run.
+        traffic: Every pipeline rank's, of a whole step.
+        hardware: The machine.
+        work: Recorded by `work_of_run`.
+    """
+    sizes = partial(element_size, dtypes=run.wire_dtypes)
+    times = [
+        model_step_time(
+            _over_step(run, pp_rank, hardware, work, 0),
+            rows,
+            sizes,
+            run.mesh,
+            hardware,
+            element_wise=_over_step(run, pp_rank, hardware, work, 1)
+            + _staging_seconds(run, pp_rank, hardware),
+            optimizer=_optimizer_seconds(run, pp_rank, hardware),
+        )
+        for pp_rank, rows in enumerate(traffic)
+    ]
+    longest = max(times, key=lambda time: time.total)
+    if run.pp == 1:
+        return longest
+    return replace(longest, bubble=_bubble(run, traffic, hardware, work))
+
+
+def _over_step(run: Run, pp_rank: int, hardware: Hardware, work: PassWork, part: int) -> float:
+    """Seconds of products (part 0) or of other kernels (1) of all a rank's passes."""
+    passes = [each for s in run.stages_of(pp_rank) for each in _passes(run, s, hardware, work)]
+    return sum(each[part] for each in passes) * run.microbatches * run.accumulation
+
+
+def _optimizer_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
+    """AdamW's time; TSR-Adam's projections do not count."""
+    shapes = [shape for unit in run.units_of(pp_rank).values() for shape in unit.values()]
+    elements = sum(prod(sharded(shape, run.shard)) for shape in shapes)
+    return moved_seconds(ADAMW_PASSES * run.precision.parameter * elements, hardware)
+
+
+def _staging_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
+    """Return the copies of weights out of FSDP's gathers and of gradients into its reductions."""
+    sizes = run.precision
+    if run.shard == 1 and sizes.compute == sizes.parameter:
+        return 0.0
+    units = run.units_of(pp_rank).values()
+    elements = sum(prod(shape) for unit in units for shape in unit.values())
+    gathers = 2 if run.reshards else 1
+    per_element = gathers * 2 * sizes.compute + sizes.compute + sizes.reduce
+    return moved_seconds(run.accumulation * per_element * elements, hardware)
+
+
+def _bubble(run: Run, traffic: list[list[Traffic]], hardware: Hardware, work: PassWork) -> float:
+    """Seconds from the first action to the last, less those of the busiest rank."""
+    sizes = partial(element_size, dtypes=run.wire_dtypes)
+    stages = [StageSeconds(0, 0)] * len(run.stages)
+    for pp_rank, rows in enumerate(traffic):
+        mine = run.stages_of(pp_rank)
+        exposed = exposed_seconds(rows, sizes, run.mesh, hardware)
+        passes = len(mine) * run.microbatches * run.accumulation
+        for stage in mine:
+            forward, backward = (sum(each) for each in _passes(run, stage, hardware, work))
+            stages[stage] = StageSeconds(
+                forward + exposed["forward"] / passes, backward + exposed["backward"] / passes
+            )
+    schedule = run.config.parallelism.pipeline_parallel_schedule
+    per_rank = len(run.stages) // run.pp
+    orders = pipeline_order(schedule, run.pp, per_rank, run.microbatches)
+    busiest = max(
+        run.microbatches * sum(stages[s].forward + stages[s].backward for s in run.stages_of(p))
+        for p in range(run.pp)
+    )
+    return run.accumulation * (makespan(orders, stages) - busiest)
+
+
+def _passes(run: Run, stage: int, hardware: Hardware, work: PassWork) -> list[tuple[float, float]]:
+    """Seconds of products and of other kernels, forward and backward of a micro-batch."""
+    units, seconds = run.stages[stage], []
+    for block, ends in zip(work.block, work.ends, strict=True):
+        # The embedding counts with the head.
+        mine = Work().plus(block, blocks_of(units)).plus(ends, float("head" in units))
+        seconds.append((product_seconds(mine, hardware), element_wise_seconds(mine, hardware)))
+    return seconds

@@ -6,7 +6,7 @@ except those of TSR-Adam. With a pipeline and ``fsdp_reshard_after_forward = "al
 gathers are counted once per pass, although each micro-batch repeats them.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from math import lcm, prod
@@ -41,9 +41,16 @@ def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> 
     """
     tensor = _here(run, pp_rank, model_traffic(run.args, run.settings, run.tp, run.tokens))
     rows = _times(tensor, run.microbatches * run.accumulation)
-    rows += [*_data(run, pp_rank), *_messages(run, pp_rank)]
+    rows += _data(run, pp_rank)
+    if run.pp > 1:
+        boundaries, stages = boundaries_of(run), run.stages_of(pp_rank)
+        messages = pipeline_traffic(boundaries, stages, run.microbatch, run.microbatches)
+        rows += _times(messages, run.accumulation)
     if rehearsal is not None:
-        rows += _repeated(run, pp_rank, rehearsal)
+        count = blocks_of(run.units_of(pp_rank)) * run.microbatches * run.accumulation
+        for (op, dtype), (calls, size) in rehearsal.repeated.items():
+            numbers = round(calls * count), round(size * count)
+            rows.append(repeated_row(run, "blocks", op, dtype, *numbers))
     if run.tsr is not None:
         rows += optimizer_traffic(run, pp_rank, ())
     return rows
@@ -80,28 +87,11 @@ def _here(run: Run, pp_rank: int, rows: Iterable[Traffic]) -> list[Traffic]:
     return [row for row in rows if row.scope in scopes]
 
 
-def _repeated(run: Run, pp_rank: int, rehearsal: Rehearsal) -> list[Traffic]:
-    """Return the collectives that checkpointed blocks repeat in backward."""
-    count = blocks_of(run.units_of(pp_rank)) * run.microbatches * run.accumulation
-    return [
-        repeated_row(run, "blocks", op, dtype, round(calls * count), round(elements * count))
-        for (op, dtype), (calls, elements) in rehearsal.repeated.items()
-    ]
-
-
 def repeated_row(run: Run, scope: str, op: str, dtype: str, calls: int, elements: int) -> Traffic:
     """Return a row of a repeated collective; an fp32 one in a bf16 run is the norm's statistic."""
     wide = "float32" if run.precision.compute < 4 else ""
     role = "statistic" if dtype == wide else "activation"
     return Traffic(scope, "backward", op, role, calls, elements)
-
-
-def _messages(run: Run, pp_rank: int) -> list[Traffic]:
-    if run.pp == 1:
-        return []
-    boundaries = boundaries_of(run)
-    rows = pipeline_traffic(boundaries, run.stages_of(pp_rank), run.microbatch, run.microbatches)
-    return _times(rows, run.accumulation)
 
 
 def boundaries_of(run: Run) -> list[int]:
@@ -119,14 +109,10 @@ def _data(run: Run, pp_rank: int) -> list[Traffic]:
         run.config.parallelism.fsdp_reshard_after_forward == "always",
         run.accumulation,
     )
-    rows = data_parallel_traffic(run.args, run.settings, run.tp, layout)
-    if run.compresses:
-        rows = _compressed(run, rows)
-    return _here(run, pp_rank, rows)
-
-
-def _compressed(run: Run, uncompressed: Sequence[Traffic]) -> list[Traffic]:
-    """Replace the gradients' rows by the codec's, sent only in the last micro-batch."""
+    uncompressed = data_parallel_traffic(run.args, run.settings, run.tp, layout)
+    if not run.compresses:
+        return _here(run, pp_rank, uncompressed)
+    # The gradients' rows become the codec's, sent only in the last micro-batch.
     crossed = "dp_replicate" if run.replicas > 1 else "fsdp"
     rows = []
     for row in uncompressed:
@@ -141,7 +127,7 @@ def _compressed(run: Run, uncompressed: Sequence[Traffic]) -> list[Traffic]:
             Traffic(scope, "backward", op, role, 1, elements, crossed)
             for op, role, elements in exchange_traffic(unit, codec, run.replicas > 1)
         ]
-    return merge(rows)
+    return _here(run, pp_rank, merge(rows))
 
 
 def exchanged_units(run: Run) -> list[tuple[str, Unit]]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from torchtitan_lr.formulas.parameters import ranked_sides
 from torchtitan_lr.formulas.tensor_parallel import formula_of
 from torchtitan_lr.formulas.traffic import Traffic, merge
 
@@ -130,6 +129,15 @@ def named_parameters(
         units[f"block {i}"] = {f"layers.{i}.{name}": size for name, size in mine.items()}
     units["head"] = {"output.weight": (vocabulary // t, d)}
     return units | {"root": {"norm.weight": final_norm}}
+
+
+def ranked_sides(shape: LlamaArgs) -> list[tuple[int, int, int | None]]:
+    """Return (d_in, d_out, rank) of q, k, v, o, gate, up and down; no rank for a full matrix."""
+    d, d_kv, f = shape.dim, shape.kv_dim, shape.ffn_dim
+    attention, ffn = shape.rank_attention, shape.rank_ffn
+    ranks = [None] * 7 if shape.family == "full" else [attention] * 4 + [ffn] * 3
+    ins, outs = [d] * 6 + [f], [d, d_kv, d_kv, d, f, f, d]
+    return list(zip(ins, outs, ranks, strict=True))
 
 
 def padded(parameters: Iterable[tuple[int, ...]], ranks: int) -> int:

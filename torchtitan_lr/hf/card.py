@@ -2,12 +2,15 @@
 """The README.md of an export: what the model is, what it was trained on, and how well it does."""
 
 import math
-import shlex
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 from huggingface_hub import ModelCard, ModelCardData
 
+from torchtitan_lr.config.build import config_class, config_of_record
+from torchtitan_lr.hf.loading import read_record
+from torchtitan_lr.hf.step_zero import TRAIN_TOML
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.training import history
 from torchtitan_lr.training.summary import TRAIN_LOSS, VALIDATION_LOSS
@@ -37,7 +40,8 @@ model = AutoModelForCausalLM.from_pretrained("."{more})
 tokenizer = AutoTokenizer.from_pretrained("."{more})
 ```
 
-A base model: it continues text.
+A base model: it continues text. `{command}` in this folder repeats its training: {toml} holds every
+value of the run that is not a default.
 """
 
 
@@ -64,8 +68,38 @@ def write_card(
         tags=["torchtitan_lr", args.model_family.model_name],
     )
     table = "\n".join(f"| {key} | {value} |" for key, value in rows)
-    text = _TEXT.format(name=name, step=step, kind=_KINDS[args.family], table=table, more=loading)
+    ranks = getattr(getattr(config, "environment", None), "ranks", None)
+    command = f"{f'NGPU={ranks} ' if ranks else ''}torchtitan-lr train {TRAIN_TOML}"
+    kind = _KINDS[args.family]
+    text = _TEXT.format(
+        name=name, step=step, kind=kind, table=table, more=loading, command=command, toml=TRAIN_TOML
+    )
+    (out_dir / TRAIN_TOML).write_text(run_toml(step_dir))
     ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(out_dir / CARD)
+
+
+def run_toml(step_dir: Path) -> str:
+    """Return the TOML that repeats a run: all values of its record that are no defaults.
+
+    Args:
+        step_dir: A checkpoint of the run.
+    """
+    defaults = config_class()().to_dict()
+    changed = _changed(config_of_record(read_record(step_dir), []).to_dict(), defaults)
+    changed.get("job", {}).pop("config_file", None)
+    return tomli_w.dumps({name: keys for name, keys in changed.items() if keys})
+
+
+def _changed(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return what differs, table by table; TOML has no None."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        usual = defaults.get(name)
+        if isinstance(value, dict) and isinstance(usual, dict):
+            value, usual = _changed(value, usual), {}
+        if value is not None and value != usual:
+            found[name] = value
+    return found
 
 
 def _model_rows(args: LlamaArgs, written: int) -> list[tuple[str, Any]]:
@@ -90,7 +124,7 @@ def _model_rows(args: LlamaArgs, written: int) -> list[tuple[str, Any]]:
 
 def _run_rows(config: Any, step_dir: Path, step: str) -> list[tuple[str, Any]]:
     """Return rows from the record and the history of the run."""
-    training, job = config.training, getattr(config, "job", None)
+    training = config.training
     dump = step_dir.parent.parent
     records = history.read_history(dump / history.HISTORY_FILE)
     rows: list[tuple[str, Any]] = []
@@ -111,9 +145,6 @@ def _run_rows(config: Any, step_dir: Path, step: str) -> list[tuple[str, Any]]:
             loss, at = found[-1][key], found[-1]["step"]
             text = f"{loss:.4f} nats per token, perplexity {math.exp(min(loss, 700)):.2f}"
             rows.append((f"{what} loss at step {at}", text))
-    file = getattr(job, "config_file", None)
-    if file:
-        rows.append(("command", f"`torchtitan-lr train {shlex.quote(file)}`"))
     return rows
 
 

@@ -165,13 +165,11 @@ def build_coded_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
         what they mean.
     """
     configuration, _, modeling = HF_CODE
-    model = "TorchtitanLRForCausalLM"
+    kinds = ("Model", "ForCausalLM", "ForSequenceClassification")
+    classes = {f"AutoModel{k.removeprefix('Model')}": f"{modeling}.TorchtitanLR{k}" for k in kinds}
     return {
-        "architectures": [model],
-        "auto_map": {
-            "AutoConfig": f"{configuration}.TorchtitanLRConfig",
-            "AutoModelForCausalLM": f"{modeling}.{model}",
-        },
+        "architectures": ["TorchtitanLRForCausalLM"],
+        "auto_map": {"AutoConfig": f"{configuration}.TorchtitanLRConfig"} | classes,
         "model_type": CODED_TYPE,
         "family": args.family,
         **_shape(args),

@@ -21,7 +21,6 @@ from torchtitan_lr.hf.step_zero import (
     LONGEST_TRAINED,
     TOKENIZER_FOLDER,
     TRAIN_TOML,
-    shown,
     step_zero_of,
     write_step_zero,
 )
@@ -91,7 +90,7 @@ def import_folder(
         raise ConfigError("OUT", str(out), f"a writable folder ({error})") from error
     return {
         "checkpoint": str(step_zero_of(out)),
-        "config": f"{shown(out)}/{TRAIN_TOML}",
+        "config": str(out / TRAIN_TOML),
         "model": args.model_family.model_name,
         "parameters": sum(math.prod(shape) for shape in weights.shapes.values()),
         "tied": tied,

@@ -163,8 +163,10 @@ class CausalMask:
                 f"attention_mask: got {attention_mask.shape[-1]} columns, expected one for each of"
                 f" {past} cached and {tokens} new tokens"
             )
-        padded = attention_mask is not None and not bool(attention_mask.all())
-        self.padding = attention_mask.bool() if padded and attention_mask is not None else None
+        self.padding = None if attention_mask is None else attention_mask.bool()
+        # A value decides: a graph cannot know it, and keeps the mask.
+        if self.padding is not None and not torch.compiler.is_compiling() and self.padding.all():
+            self.padding = None
         self._built: dict[tuple[int, torch.device], Tensor] = {}
 
     def slots(self, device: torch.device) -> Tensor:

@@ -2,6 +2,7 @@
 """Load a training checkpoint into a model in one process, without a process group."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchtitan_lr.checkpoints.lane_record import check_lanes
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG, TRAINING_STATES
 from torchtitan_lr.checkpoints.manifest import (
     find_damage,
@@ -19,6 +19,7 @@ from torchtitan_lr.checkpoints.manifest import (
     read_manifest,
 )
 from torchtitan_lr.checkpoints.safe_metadata import read_metadata
+from torchtitan_lr.config.parse import in_folder
 from torchtitan_lr.data.tokenizer import build_tokenizer, check_tokenizer
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.weights import StoredWeights, no_checkpoint, parameter_shapes
@@ -55,14 +56,41 @@ def read_run_config(step_dir: Path, config_file: Path | None = None) -> Any:
         from torchtitan_lr.config.build import build_job_config
 
         return build_job_config([f"--job.config_file={config_file}"])
+    return json.loads(
+        json.dumps(read_record(step_dir)), object_hook=lambda items: SimpleNamespace(**items)
+    )
+
+
+def read_record(step_dir: Path) -> dict[str, Any]:
+    """Read the record of a checkpoint's run; errors as for `read_run_config`."""
     path = step_dir.resolve().parent.parent / RUN_CONFIG
     try:
-        return json.loads(path.read_text(), object_hook=lambda items: SimpleNamespace(**items))
+        record: dict[str, Any] = json.loads(in_folder(path.read_text(), path.parent))
+        return record
     except FileNotFoundError:
         want = f"a step's folder two levels below the run's {RUN_CONFIG}, or --config with its TOML"
         raise ConfigError("CHECKPOINT", str(step_dir), want) from None
     except (OSError, ValueError) as error:
         raise ConfigError(str(path), str(error), "the JSON that the run wrote") from error
+
+
+def find_step(folder: Path) -> Path:
+    """Return the newest whole step of a run's folder; any other folder is returned as it is.
+
+    Args:
+        folder: A run's dump folder, a step's folder or an export.
+
+    Raises:
+        ConfigError: The run has no whole checkpoint.
+    """
+    if not (folder / RUN_CONFIG).is_file():
+        return folder
+    record = read_record(folder / "checkpoint" / "step")
+    steps = folder / record.get("checkpoint", {}).get("folder", "checkpoint")
+    newest = newest_whole_before(steps / f"step-{sys.maxsize}")
+    if newest is None:
+        raise ConfigError("CHECKPOINT", str(folder), f"a run with a whole checkpoint in {steps}")
+    return Path(newest)
 
 
 def build_model_args(config: Any) -> LlamaArgs:
@@ -126,7 +154,6 @@ def open_weights(
         check_fingerprint(manifest.model, model_fingerprint(args) | tokenizer, step_dir)
     elif not dist.is_initialized() or dist.get_rank() == 0:
         logger.warning("%s has no manifest: loading it without checksums", step_dir)
-    check_lanes(step_dir, (args.lanes, args.sync_fraction), metadata)
     return StoredWeights(args, step_dir, metadata, parameter_shapes(model), dtype)
 
 

@@ -8,6 +8,7 @@ d, rank r, lanes G.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -15,7 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
 
 from .configuration_torchtitan_lr import TorchtitanLRConfig
 from .layers_torchtitan_lr import (
@@ -160,8 +165,8 @@ def next_token_loss(logits: Tensor, labels: Tensor, count: Tensor | int | None) 
     return total / ((labels != -100).sum() if count is None else count)
 
 
-class TorchtitanLRForCausalLM(PreTrainedModel, GenerationMixin):
-    """The model with its head, for ``AutoModelForCausalLM``.
+class TorchtitanLRPreTrainedModel(PreTrainedModel):
+    """Embedding, blocks and final norm: what all three models have, by the same names.
 
     Args:
         config: The model's configuration.
@@ -169,27 +174,27 @@ class TorchtitanLRForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = TorchtitanLRConfig
     base_model_prefix = ""
-    _auto_class = "AutoModelForCausalLM"  # save_pretrained copies the code for it
     _no_split_modules = ["Block"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_cache_class = True
     _supports_static_cache = True
     supports_gradient_checkpointing = True
-    accepts_loss_kwargs = True
 
     def __init__(self, config: TorchtitanLRConfig) -> None:
         super().__init__(config)
-        d, vocab_size = config.hidden_size, config.vocab_size
         # Lanes of the low-rank families are in the latents; those at full rank are streams.
         self.streams = config.lanes if config.family == "full" else 1
-        self.tok_embeddings: nn.Module = nn.Embedding(vocab_size, d)
+        self.tok_embeddings: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
-        head = LaneRows if self.streams > 1 else nn.Linear
-        self.output: nn.Module = head(d, vocab_size, bias=False)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
+        self._add_head()
         self.post_init()
+        name_adapter_targets(config)
+
+    def _add_head(self) -> None:
+        """Add the parameters that a class has beside the common ones."""
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding."""
@@ -199,14 +204,6 @@ class TorchtitanLRForCausalLM(PreTrainedModel, GenerationMixin):
         """Replace the embedding."""
         self.tok_embeddings = value
 
-    def get_output_embeddings(self) -> nn.Module:
-        """Return the head."""
-        return self.output
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the head."""
-        self.output = new_embeddings
-
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
             module.weight.data.normal_(0.0, self.config.initializer_range)
@@ -215,75 +212,29 @@ class TorchtitanLRForCausalLM(PreTrainedModel, GenerationMixin):
         elif isinstance(module, LowRankLinear) and module.gate is not None:
             module.gate.data.fill_(1.0)
 
-    def forward(
+    def _run(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        logits_to_keep: int = 0,
-        num_items_in_batch: Tensor | int | None = None,
-        cache: Cache | None = None,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Predict the next token at every position.
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: Cache | None,
+        inputs_embeds: Tensor | None,
+        use_cache: bool | None,
+    ) -> tuple[Tensor, list[Tensor], Cache | None]:
+        """Give the normed hidden state, every block's input, and the cache.
 
-        Args:
-            input_ids: Token ids (b, s).
-            attention_mask: 1 for tokens and 0 for padding, (b, cached + s).
-            position_ids: (b or 1, s); by default counted along the attention mask, so that padding
-                has no part in it.
-            past_key_values: Keys and values of earlier tokens, for transformers before 5.24.
-            inputs_embeds: Embeddings (b, s, d) in place of token ids.
-            labels: Token ids (b, s), not shifted; -100 where there is no loss.
-            use_cache: Whether to return keys and values; by default outside of training.
-            output_hidden_states: Whether to return every block's input and the last one's output.
-            return_dict: False for a tuple.
-            logits_to_keep: How many of the last positions get logits; 0 for all.
-            num_items_in_batch: What the summed loss is divided by; by default its labels' number.
-            cache: Keys and values of earlier tokens; transformers has this name since 5.24.
-            **kwargs: Ignored.
-
-        Returns:
-            Loss, logits (b, s, V), cache and hidden states.
+        The hidden state is (b, s, d), with lanes at full rank (b, s, G, d). For the arguments see
+        `TorchtitanLRModel.forward`.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected either input_ids or inputs_embeds")
         x = self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = past_key_values if cache is None else cache
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if self.gradient_checkpointing and self.training:
             use_cache, cache = False, None  # a block that runs twice would cache twice
         elif use_cache and cache is None:
             cache = DynamicCache()
-        hidden, states = self._run(x, attention_mask, position_ids, cache)
-        hidden = self.norm(hidden)
-        logits = self.output(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
-        loss = None if labels is None else next_token_loss(logits, labels, num_items_in_batch)
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        out = CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            hidden_states=(*states, hidden) if output_hidden_states else None,
-            **{CACHE_NAME: cache if use_cache else None},
-        )
-        return out.to_tuple() if return_dict is False else out
-
-    def _run(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cache: Cache | None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run the blocks on x (b, s, d); give the residual stream, and every block's input."""
         tokens = x.shape[1]
         past = 0 if cache is None else int(cache.get_seq_length())
         mask = CausalMask(attention_mask, past, tokens)
@@ -305,4 +256,208 @@ class TorchtitanLRForCausalLM(PreTrainedModel, GenerationMixin):
             else:
                 x, *rest = block(*arguments)
             carried = tuple(rest)
-        return x, states
+        return self.norm(x), states, cache if use_cache else None
+
+    def _states(self, wanted: bool | None, states: list[Tensor], hidden: Tensor) -> Any:
+        wanted = self.config.output_hidden_states if wanted is None else wanted
+        return (*states, hidden) if wanted else None
+
+
+class TorchtitanLRModel(TorchtitanLRPreTrainedModel):
+    """The model without a head, for ``AutoModel``."""
+
+    _auto_class = "AutoModel"  # save_pretrained copies the code for it
+    # The classes name their common weights alike; another one's head is not missed.
+    _keys_to_ignore_on_load_unexpected = [r"^(output|score)\."]  # noqa: RUF012
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """Run the blocks and the final norm.
+
+        Args:
+            input_ids: Token ids (b, s).
+            attention_mask: 1 for tokens and 0 for padding, (b, cached + s).
+            position_ids: (b or 1, s); by default counted along the attention mask, so that padding
+                has no part in it.
+            past_key_values: Keys and values of earlier tokens, for transformers before 5.24.
+            inputs_embeds: Embeddings (b, s, d) in place of token ids.
+            use_cache: Whether to return keys and values; by default outside of training.
+            output_hidden_states: Whether to return every block's input and the last one's output.
+            return_dict: False for a tuple.
+            cache: Keys and values of earlier tokens; transformers has this name since 5.24.
+            **kwargs: Ignored.
+
+        Returns:
+            The hidden state (b, s, d), with lanes at full rank (b, s, G, d); cache; hidden states.
+        """
+        cache = past_key_values if cache is None else cache
+        hidden, states, cache = self._run(
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache
+        )
+        out = BaseModelOutputWithPast(
+            last_hidden_state=hidden,
+            hidden_states=self._states(output_hidden_states, states, hidden),
+            **{CACHE_NAME: cache},
+        )
+        return out.to_tuple() if return_dict is False else out
+
+
+class TorchtitanLRForCausalLM(TorchtitanLRPreTrainedModel, GenerationMixin):
+    """The model with its head, for ``AutoModelForCausalLM``.
+
+    Args:
+        config: The model's configuration.
+    """
+
+    _auto_class = "AutoModelForCausalLM"
+    accepts_loss_kwargs = True
+
+    def _add_head(self) -> None:
+        head = LaneRows if self.streams > 1 else nn.Linear
+        self.output: nn.Module = head(self.config.hidden_size, self.config.vocab_size, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the head."""
+        return self.output
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the head."""
+        self.output = new_embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Predict the next token at every position.
+
+        Args:
+            input_ids: As for `TorchtitanLRModel`, as are those without a line here.
+            attention_mask: Likewise.
+            position_ids: Likewise.
+            past_key_values: Likewise.
+            inputs_embeds: Likewise.
+            labels: Token ids (b, s), not shifted; -100 where there is no loss.
+            use_cache: Likewise.
+            output_hidden_states: Likewise.
+            return_dict: Likewise.
+            logits_to_keep: How many of the last positions get logits; 0 for all.
+            num_items_in_batch: What the summed loss is divided by; by default its labels' number.
+            cache: Likewise.
+            **kwargs: Ignored.
+
+        Returns:
+            Loss, logits (b, s, V), cache and hidden states.
+        """
+        cache = past_key_values if cache is None else cache
+        hidden, states, cache = self._run(
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache
+        )
+        logits = self.output(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        loss = None if labels is None else next_token_loss(logits, labels, num_items_in_batch)
+        out = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=self._states(output_hidden_states, states, hidden),
+            **{CACHE_NAME: cache},
+        )
+        return out.to_tuple() if return_dict is False else out
+
+
+class TorchtitanLRForSequenceClassification(TorchtitanLRPreTrainedModel):
+    """The model with a head over the last token, for ``AutoModelForSequenceClassification``.
+
+    Args:
+        config: The model's configuration; ``num_labels`` is the width of the new head.
+    """
+
+    _auto_class = "AutoModelForSequenceClassification"
+    _keys_to_ignore_on_load_unexpected = [r"^output\."]  # noqa: RUF012
+
+    def _add_head(self) -> None:
+        self.num_labels = self.config.num_labels
+        self.score = nn.Linear(self.config.hidden_size * self.streams, self.num_labels, bias=False)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
+        """Score every class from the last token that is no padding.
+
+        Args:
+            input_ids: Token ids (b, s).
+            attention_mask: 1 for tokens and 0 for padding on either side, (b, s).
+            labels: Classes (b,); with one label numbers, for a squared error.
+            position_ids: As for `TorchtitanLRModel`.
+            inputs_embeds: Likewise.
+            output_hidden_states: Likewise.
+            return_dict: Likewise.
+            **kwargs: Ignored.
+
+        Returns:
+            Loss and logits (b, num_labels).
+        """
+        hidden, states, _ = self._run(
+            input_ids, attention_mask, position_ids, None, inputs_embeds, False
+        )
+        last = torch.full(hidden.shape[:1], hidden.shape[1] - 1, device=hidden.device)
+        if attention_mask is not None:
+            place = torch.arange(hidden.shape[1], device=hidden.device)
+            last = (attention_mask.to(hidden.device) * place).argmax(-1)
+        rows = torch.arange(len(hidden), device=hidden.device)
+        logits = self.score(hidden[rows, last].flatten(1))
+        loss = None
+        if labels is not None and self.num_labels == 1:
+            loss = F.mse_loss(logits[:, 0], labels.to(logits))
+        elif labels is not None:
+            loss = F.cross_entropy(logits.float(), labels.to(logits.device))
+        out = SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=self._states(output_hidden_states, states, hidden),
+        )
+        return out.to_tuple() if return_dict is False else out
+
+
+def name_adapter_targets(config: TorchtitanLRConfig) -> None:
+    """Name the linears for PEFT, which finds a model's default targets by its type alone.
+
+    Only where PEFT is imported already. Lanes have linears of their own, which PEFT cannot adapt.
+    """
+    peft = sys.modules.get("peft")
+    if peft is None:
+        return
+    targets = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    dense = ["wq", "wk", "wv", "wo", "w1", "w2", "w3"]
+    targets[config.model_type] = dense if config.family == "full" else ["A", "B"]
+    if config.lanes > 1:
+        targets.pop(config.model_type)

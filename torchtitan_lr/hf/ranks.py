@@ -2,7 +2,6 @@
 """A trained model on the ranks of torchrun, in any layout that training has, without gradients."""
 
 import importlib
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan_lr.checkpoints.layout import RUN_CONFIG, is_dcp
+from torchtitan_lr.checkpoints.layout import is_dcp
 from torchtitan_lr.checkpoints.manifest import damage_of
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config, config_of_record
@@ -24,7 +23,7 @@ from torchtitan_lr.hf.exported import (
     is_export,
     read_export_args,
 )
-from torchtitan_lr.hf.loading import build_model_args, open_weights, read_run_config
+from torchtitan_lr.hf.loading import build_model_args, open_weights, read_record
 from torchtitan_lr.hf.weights import StoredWeights, no_checkpoint
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
@@ -134,8 +133,7 @@ def build_config(
     elif config_file is not None:
         record = build_job_config([f"--job.config_file={config_file}"]).to_dict()
     else:
-        read_run_config(checkpoint)  # raises for what cannot be read
-        record = json.loads((checkpoint.resolve().parent.parent / RUN_CONFIG).read_text())
+        record = read_record(checkpoint)
     if not (is_export(checkpoint) or is_dcp(checkpoint)):
         raise no_checkpoint(checkpoint, "no table of contents")
     kept = {name: record[name] for name in _SECTIONS if name in record}

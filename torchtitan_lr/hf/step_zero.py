@@ -6,16 +6,17 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from torchtitan_lr.checkpoints.lane_record import record_of
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG, step_folder
 from torchtitan_lr.checkpoints.manifest import ManifestWriter
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.parse import CONFIG_DIR
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.shards import WeightSource
 from torchtitan_lr.models.args import LlamaArgs
@@ -60,7 +61,9 @@ def write_step_zero(source: WeightSource, out_dir: Path) -> None:
     config = build_job_config(
         [f"--job.config_file={toml}", window, f"--job.dump_folder={out_dir.resolve()}"]
     )
-    (out_dir / RUN_CONFIG).write_text(json.dumps(config.to_dict(), indent=2))
+    own = json.dumps(str(out_dir.resolve()))[1:-1]
+    record = json.dumps(config.to_dict(), indent=2).replace(own, CONFIG_DIR)  # it may be moved
+    (out_dir / RUN_CONFIG).write_text(record)
 
 
 def write_weights(source: WeightSource, step_dir: Path, fingerprint: dict[str, Any]) -> None:
@@ -80,7 +83,6 @@ def write_weights(source: WeightSource, step_dir: Path, fingerprint: dict[str, A
         name: torch.empty(shape, dtype=source.dtype, device="meta")
         for name, shape in source.shapes.items()
     }
-    state |= record_of((source.args.lanes, source.args.sync_fraction))
     step_dir.mkdir(parents=True)
     writer = ManifestWriter(step_dir, fingerprint, finite=True)
     writer.per_thread_copy_ahead = 0  # else DCP reads by size where there is a GPU
@@ -119,12 +121,11 @@ def build_toml(args: LlamaArgs, out_dir: Path) -> str:
         args: The model's arguments.
         out_dir: The folder of the checkpoint.
     """
-    folder = shown(out_dir)
-    model = {"name": args.model_family.model_name, "flavor": f"{folder}/{MODEL_ARGS}"}
+    model = {"name": args.model_family.model_name, "flavor": f"{CONFIG_DIR}/{MODEL_ARGS}"}
     if (out_dir / TOKENIZER_FOLDER).is_dir():
-        model["hf_assets_path"] = f"{folder}/{TOKENIZER_FOLDER}"
+        model["hf_assets_path"] = f"{CONFIG_DIR}/{TOKENIZER_FOLDER}"
     sections: dict[str, dict[str, Any]] = {
-        "job": {"dump_folder": f"{folder}/run"},
+        "job": {"dump_folder": f"{CONFIG_DIR}/run"},
         "model": model,
         "training": {
             "dataset": "cpython",
@@ -136,7 +137,7 @@ def build_toml(args: LlamaArgs, out_dir: Path) -> str:
         "lr_scheduler": {"warmup_steps": 100, "decay_type": "cosine", "min_lr_factor": 0.1},
         "checkpoint": {
             "enable": True,
-            "initial_load_path": f"{folder}/checkpoint/step-0",
+            "initial_load_path": f"{CONFIG_DIR}/checkpoint/step-0",
             "interval": 500,
         },
     }
@@ -144,21 +145,5 @@ def build_toml(args: LlamaArgs, out_dir: Path) -> str:
         sections["low_rank"] = {"lax_gate": args.lax_gate}
     if args.lanes > 1:
         sections["caat"] = {"lanes": args.lanes, "sync_fraction": args.sync_fraction}
-    lines = [
-        "# Written by torchtitan-lr import.",
-        f"# Run: torchtitan-lr train {folder}/{TRAIN_TOML}",
-    ]
-    for name, keys in sections.items():
-        # Strings, numbers and booleans of JSON are also TOML's.
-        values = (f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in keys.items())
-        lines += ["", f"[{name}]", *values]
-    return "\n".join(lines) + "\n"
-
-
-def shown(path: Path) -> str:
-    """Return a path for a TOML: below the repository's root relative to it, else absolute.
-
-    ``run_llama_train.sh`` runs in the root, and `models.stored_args` looks there too.
-    """
-    root, found = Path(__file__).resolve().parents[2], path.resolve()
-    return str(found.relative_to(root) if found.is_relative_to(root) else found)
+    head = f"# Written by torchtitan-lr import. Run: torchtitan-lr train {TRAIN_TOML}\n\n"
+    return head + tomli_w.dumps(sections)

@@ -65,9 +65,6 @@ class KeyValueCache:
         static: Whether attention reads all columns, the empty ones masked, from the second forward
             pass on. No shape then changes from step to step, as a compiled step needs it.
 
-    Attributes:
-        capacity: Number of columns.
-        padding: Number of padded columns of each row.
     """
 
     def __init__(
@@ -81,29 +78,14 @@ class KeyValueCache:
     ) -> None:
         width = max(lengths)
         self._static = static
-        self.capacity = capacity
         # A block's cache holds these and not the whole one, which would then outlive its batch.
         self._columns = Columns(capacity)
         # Kept only where rows differ: attention without a mask has faster kernels.
         self._padding: Tensor | None = None
-        self.padding = [width - length for length in lengths]
         if min(lengths) < width:
             self._padding = torch.tensor([[width - length] for length in lengths], device=device)
         layer = {"full": LayerCache, "latent": LatentLayerCache}[kind]
         self._layers = [layer(self._columns) for _ in range(n_layers)]
-
-    def advance(self, new: int = 1) -> int:
-        """Move on by ``new`` columns and return the first of them.
-
-        Raises:
-            ValueError: The cache has too few columns.
-        """
-        now = self._columns
-        if now.end + new > self.capacity:
-            raise ValueError(f"the cache has {self.capacity} columns, not {now.end + new}")
-        now.start, now.end = now.end, now.end + new
-        now.first = now.start == 0
-        return now.start
 
     def begin(self, table: Tensor, new: int) -> Tensor:
         """Move on by ``new`` columns and return the rotations of their positions.
@@ -118,12 +100,15 @@ class KeyValueCache:
         Raises:
             ValueError: The cache has too few columns.
         """
-        self.advance(new)
         now = self._columns
+        if now.end + new > now.capacity:
+            raise ValueError(f"the cache has {now.capacity} columns, not {now.end + new}")
+        now.start, now.end = now.end, now.end + new
+        now.first = now.start == 0
         columns = torch.arange(now.start, now.end, device=table.device)
         static = self._static and not now.first
         now.written = columns if static else None
-        now.mask = self._build_mask(columns, self.capacity if static else now.end)
+        now.mask = self._build_mask(columns, now.capacity if static else now.end)
         if self._padding is None:
             return table[now.start : now.end]
         # Padding, and rows that go on after their end, take any row of the table.
@@ -184,9 +169,6 @@ class LayerCache:
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with values, q (b, h, s, head_dim), k and v (b, h_kv, t, head_dim)."""
         now = self.columns
-        if q.shape[2] == 1 and q.shape[0] > 1 and q.device.type == "cpu":
-            # On CPUs the fused kernel needs almost twice the time for one token per row.
-            return (self.weights(q, k) @ v).view_as(q)
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -195,16 +177,6 @@ class LayerCache:
             is_causal=now.mask is None and now.first,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-
-    def weights(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return attention's weights (b, h_kv, h / h_kv · s, t); arguments as of `attention`."""
-        batch, heads, _, width = q.shape
-        groups = k.shape[1]
-        scores = q.reshape(batch, groups, -1, width) @ k.mT * width**-0.5
-        if self.columns.mask is not None:
-            hidden = ~self.columns.mask.repeat(1, 1, heads // groups, 1)
-            scores = scores.masked_fill(hidden, float("-inf"))
-        return scores.softmax(-1)
 
     def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new columns.
@@ -270,7 +242,7 @@ class LatentLayerCache(LayerCache):
         return self._mix(q, keys, stored, rows.to_local() if isinstance(rows, DTensor) else rows)
 
     def _mix(self, q: Tensor, k: Tensor, latents: Tensor, b: Tensor) -> Tensor:
-        """Attend in rank space.
+        """Attend in rank space; the order of products keeps the sum over tokens r wide.
 
         Args:
             q: Queries (b, h, s, head_dim).
@@ -283,7 +255,11 @@ class LatentLayerCache(LayerCache):
         """
         batch, heads, new, width = q.shape
         groups, lanes = k.shape[1], latents.shape[1]
-        weights = self.weights(q, k).reshape(batch, lanes, -1, k.shape[2])
+        scores = q.reshape(batch, groups, -1, width) @ k.mT * width**-0.5
+        if self.columns.mask is not None:
+            hidden = ~self.columns.mask.repeat(1, 1, heads // groups, 1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+        weights = scores.softmax(-1).reshape(batch, lanes, -1, k.shape[2])
         mixed = (weights @ latents).reshape(batch, groups, -1, latents.shape[-1])
         rows = b.unflatten(0, (groups, width))  # (h_kv, head_dim, r)
         return (mixed @ rows.mT).reshape(batch, heads, new, width)

@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torchtitan_lr.inference.decode import (
     Choice,
     Decoder,
     check_limit,
-    room,
+    max_new_tokens,
     whole_vocabulary,
 )
 from torchtitan_lr.inference.sampling import Sampling
@@ -24,7 +23,7 @@ from torchtitan_lr.models.llama import LlamaModel
 USUAL_NEW_TOKENS = 100
 """Limit without ``--max_new_tokens``, or what the trained window leaves if that is less."""
 
-_SEEDS = 2**63
+SEEDS = 2**63
 
 
 @dataclass(frozen=True)
@@ -91,21 +90,20 @@ def read_prompts(source: Path) -> list[str]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        is_json = source.suffix == ".jsonl" or (piped and line.startswith("{"))
-        prompts.append(_parse(line, f"{source}:{number}") if is_json else line.rstrip("\r"))
+        if source.suffix == ".jsonl" or (piped and line.startswith("{")):
+            try:
+                prompt = json.loads(line)["prompt"]
+            except (ValueError, TypeError, KeyError):
+                prompt = None
+            if not isinstance(prompt, str):
+                want = 'a line such as {"prompt": "text"}'
+                raise DataError("--prompts", f"{source}:{number}", want)
+            prompts.append(prompt)
+        else:
+            prompts.append(line.rstrip("\r"))
     if not prompts:
         raise ConfigError("--prompts", str(source), "at least one line that is not empty")
     return prompts
-
-
-def _parse(line: str, place: str) -> str:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, TypeError, KeyError):
-        prompt = None
-    if not isinstance(prompt, str):
-        raise DataError("--prompts", place, 'a line such as {"prompt": "text"}')
-    return prompt
 
 
 def complete(
@@ -131,63 +129,47 @@ def complete(
     Raises:
         ConfigError: A prompt has no tokens or does not fit the trained window.
     """
-    rows = []
+    rows: list[tuple[str, list[int], int, int]] = []  # prompt, ids, limit, seed
     for index, prompt in enumerate(prompts):
         key = "--prompt" if len(prompts) == 1 else f"--prompts, prompt {index + 1}"
         ids = tokenizer.encode(prompt, add_bos=True, add_eos=False)
-        seed = (settings.seed + index) % _SEEDS
-        rows.append(_Row(prompt, ids, _limit(model, ids, settings, key), seed))
-    return _batches(model, tokenizer, iter(rows), settings, write)
+        limit = settings.max_new_tokens
+        if limit is None:
+            limit = min(USUAL_NEW_TOKENS, max_new_tokens(model.model_args, len(ids), key))
+        check_limit(model.model_args, len(ids), limit, key)
+        rows.append((prompt, ids, limit, (settings.seed + index) % SEEDS))
+    size = settings.batch_size
+    batches = (rows[start : start + size] for start in range(0, len(rows), size))
+    return (
+        completion
+        for batch in batches
+        for completion in complete_batch(model, tokenizer, batch, settings, write)
+    )
 
 
-@dataclass(frozen=True)
-class _Row:
-    prompt: str
-    ids: list[int]
-    limit: int
-    seed: int
-
-
-def _limit(model: LlamaModel, ids: list[int], settings: Settings, key: str) -> int:
-    args, limit = model.model_args, settings.max_new_tokens
-    if limit is None:
-        return min(USUAL_NEW_TOKENS, room(args, len(ids), key))
-    check_limit(args, len(ids), limit, key)
-    return limit
-
-
-def _batches(
+def complete_batch(
     model: LlamaModel,
     tokenizer: Any,
-    rows: Iterator[_Row],
-    settings: Settings,
-    write: Callable[[str], Any] | None,
-) -> Iterator[Completion]:
-    while batch := list(islice(rows, settings.batch_size)):
-        yield from _complete_batch(model, tokenizer, batch, settings, write)
-
-
-def _complete_batch(
-    model: LlamaModel,
-    tokenizer: Any,
-    rows: list[_Row],
+    rows: list[tuple[str, list[int], int, int]],
     settings: Settings,
     write: Callable[[str], Any] | None,
 ) -> list[Completion]:
+    """Continue rows ``(prompt, ids, limit, seed)`` together; ``write`` as for `complete`."""
+    prompts, ids, limits, seeds = zip(*rows, strict=True)
     stop_ids = {tokenizer.eos_id, *settings.stop_ids} - {None}
     decoder = Decoder(
         model,
-        [row.ids for row in rows],
-        [row.limit for row in rows],
+        ids,
+        limits,
         settings.sampling,
-        [row.seed for row in rows],
+        seeds,
         stop_ids,
         settings.cache,
         settings.compiled,
         settings.choice,
     )
-    streams = [TextStream(tokenizer, row.ids, settings.stops) for row in rows]
-    done = [Completion(row.prompt, row.prompt) for row in rows]
+    streams = [TextStream(tokenizer, row, settings.stops) for row in ids]
+    done = [Completion(prompt, prompt) for prompt in prompts]
 
     def add(index: int, piece: str) -> None:
         done[index].text += piece

@@ -24,7 +24,7 @@ def whole_vocabulary(sampling: Sampling, logits: Tensor, uniform: Tensor) -> Ten
     return sampling.choose(logits[:, -1], uniform)
 
 
-def room(args: LlamaArgs, prompt: int, key: str = "--prompt") -> int:
+def max_new_tokens(args: LlamaArgs, prompt: int, key: str = "--prompt") -> int:
     """Return how many tokens can follow a prompt.
 
     Args:
@@ -126,7 +126,11 @@ class Decoder:
         Returns:
             One token per row; None for a row that had ended before.
         """
-        chosen = self._choose()
+        eager = self._compiled and self._steps == 0
+        with torch.compiler.set_stance("force_eager") if eager else nullcontext():
+            logits = self._model(self._next, cache=self.cache)
+        uniform = self._draws[:, self._steps] if self._draws.shape[1] else self._draws
+        chosen = self._choice(self._sampling, logits, uniform)
         self._next = chosen[:, None]
         self._steps += 1
         tokens = [
@@ -140,14 +144,6 @@ class Decoder:
                     token not in self._stop_ids and self.new_tokens[row] < self._limits[row]
                 )
         return tokens
-
-    def _choose(self) -> Tensor:
-        """Read the present tokens and draw the next ones (b,)."""
-        eager = self._compiled and self._steps == 0
-        with torch.compiler.set_stance("force_eager") if eager else nullcontext():
-            logits = self._model(self._next, cache=self.cache)
-        uniform = self._draws[:, self._steps] if self._draws.shape[1] else self._draws
-        return self._choice(self._sampling, logits, uniform)
 
     def stop(self, row: int) -> None:
         """End a row, for instance after a stop string."""
@@ -172,7 +168,7 @@ def check_limit(args: LlamaArgs, prompt: int, limit: int, key: str = "--prompt")
     Raises:
         ConfigError: The prompt or the number of new tokens is too large, or one of them is zero.
     """
-    most = room(args, prompt, key)
+    most = max_new_tokens(args, prompt, key)
     if not 0 < limit <= most:
         window = args.max_seq_len
         want = f"from 1 to {most} after a prompt of {prompt} tokens (trained window: {window})"

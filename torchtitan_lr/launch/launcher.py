@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from torchtitan_lr.checkpoints.layout import complete_steps, step_folder
+from torchtitan_lr.checks.stored import nothing_to_train
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, split_arguments
 from torchtitan_lr.errors import ConfigError
@@ -43,7 +44,7 @@ from torchtitan_lr.launch.report import (
     recorded_by_rank_0,
     summary_lines,
 )
-from torchtitan_lr.launch.run_state import FAILED, is_held, read_state, write_state
+from torchtitan_lr.launch.run_state import FAILED, FINISHED, is_held, read_state, write_state
 
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Each start of the ranks opens a store of its own. In a store that they share with torchrun, ranks
@@ -209,6 +210,14 @@ def main(argv: list[str] | None = None) -> int:
             arguments.append(f"--job.dump_folder={Path(config.job.dump_folder) / 'dry_run'}")
             config = build_job_config(arguments)
         check_machines(config, environment, placed.device)
+        if environment.nodes == 1 and (line := nothing_to_train(config)):
+            results = Path(config.job.dump_folder)
+            state = read_state(results)
+            summary = read_summary(results, newer_than=0)
+            # A run that was killed after its last step still has to validate.
+            if state is not None and state["state"] == FINISHED and summary is not None:
+                print("\n".join([line, *summary_lines(summary, results, results / "logs")]))
+                return 0
         if placed.note:
             print(placed.note, flush=True)
         # The launchers of several machines share the folder; then rank 0 locks it.

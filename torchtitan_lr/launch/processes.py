@@ -32,7 +32,7 @@ _END_SECONDS = 15  # for torchrun to end when a signal finds no rank: it may hav
 class RankGroup:
     """Starts a command and its ranks, and stops them on a signal.
 
-    The first SIGTERM, SIGINT or SIGHUP is forwarded to the ranks as SIGTERM if all of them have
+    The first SIGTERM, SIGINT or SIGHUP (as SIGTERM) is forwarded to the ranks if all of them have
     installed a handler: they finish the step and save. Ranks that have already ended are skipped.
     Before the handlers are installed there is nothing to save, so the ranks are killed. A second
     signal also kills them. SIGUSR1 is a scheduler's notice: it acts like SIGTERM as the first
@@ -133,7 +133,7 @@ class RankGroup:
             self._deadline = time.monotonic() + _END_SECONDS
         # A rank without a handler has finished training; the signal would make it fail.
         for pid in filter(_handles_sigterm, self._rank_pids()):
-            _send(pid, signal.SIGTERM)
+            _send(pid, signal.SIGTERM if number == signal.SIGHUP else number)
 
     def _all_ready(self) -> bool:
         ranks = self._rank_pids()

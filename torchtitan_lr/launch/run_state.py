@@ -2,7 +2,8 @@
 """``run_state.json`` in the dump folder: how a run ended, and why. Needs no torch.
 
 Rank 0 writes it when training starts and ends; the launcher writes it where a rank could not, with
-the cause that it found. A run whose file says ``running`` while nothing holds its folder was killed
+the cause that it found. A start that is refused, or ends before training, leaves the record of the
+run in the folder. A run whose file says ``running`` while nothing holds its folder was killed
 without any chance to write.
 """
 
@@ -24,12 +25,18 @@ RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 def write_state(dump_folder: str | Path, state: str, why: str = "") -> None:
     """Record a run's state; a disk without space or the right to write leaves the old record.
 
+    A failure replaces neither of the ends "finished" and "stopped": training that began after them
+    has recorded "running".
+
     Args:
         dump_folder: ``job.dump_folder``; nothing is written if it does not exist.
         state: One of the states above.
         why: The cause, in one line.
     """
     path = Path(dump_folder) / STATE_FILE
+    before = read_state(dump_folder)
+    if state == FAILED and before is not None and before["state"] in (FINISHED, STOPPED):
+        return
     record = {"state": state, "why": why, "since": f"{datetime.now().astimezone():%F %T %z}"}
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):

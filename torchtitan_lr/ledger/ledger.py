@@ -14,9 +14,7 @@ elements times item size on one rank, not wire volume.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,8 +37,7 @@ COUNTS = ("calls", "elements", "bytes", "overlapped_flops")
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """The key of a counter."""
 
     scope: str
@@ -76,7 +73,6 @@ class CommLedger(TorchDispatchMode):
         super().__init__()
         self._mesh_dims, self._step_dims = dict(mesh_dims), frozenset(step_dims)
         self._tracker = ScopeTracker(model_parts)
-        self._sizes: dict[str, int] = {}
         self._calls: Counter[Entry] = Counter()
         self._elements: Counter[Entry] = Counter()
         self._overlap = Overlap()
@@ -107,7 +103,7 @@ class CommLedger(TorchDispatchMode):
         kwargs = kwargs or {}
         call = identify(func, args, kwargs)
         entry = None
-        if call is not None and self._ranks(call.group) > 1:
+        if call is not None and group_size(call.group) > 1:
             # Only for these: a received gradient keeps its mark when other collectives use it.
             message = boundary_of(args) if call.op in ("send", "recv") else None
             scope, pass_, recompute = (*message, False) if message else self._tracker.here()
@@ -121,7 +117,15 @@ class CommLedger(TorchDispatchMode):
         if entry is None:
             self._overlap.observe(func, args, kwargs, result, self._tracker.reducing)
         elif call is not None:
-            self._overlap.end(partial(_is_waited_for_by, entry))
+            # FSDP2 waits for a unit's reduce-scatter before the next one, and for all at the end of
+            # backward.
+            next_unit = (entry.op, entry.mesh_dim) if entry.op == "reduce_scatter" else None
+            self._overlap.end(
+                lambda earlier: (
+                    earlier.pass_ == "backward"
+                    and (entry.pass_ == "forward" or (earlier.op, earlier.mesh_dim) == next_unit)
+                )
+            )
             self._overlap.start(entry, result, call.results)
         return result
 
@@ -149,15 +153,10 @@ class CommLedger(TorchDispatchMode):
         """
         merged: dict[tuple[Any, ...], dict[str, Any]] = {}
         for entry, calls in self._calls.items():
-            flags = {"recompute": entry.recompute} if split_recompute else {}
-            names = {
-                "scope": entry.scope,
-                "pass": entry.pass_,
-                "op": entry.op,
-                "mesh_dim": entry.mesh_dim,
-                "dtype": str(entry.dtype).removeprefix("torch."),
-                **flags,
-            }
+            names = entry._asdict() | {"dtype": str(entry.dtype).removeprefix("torch.")}
+            names = {name.rstrip("_"): value for name, value in names.items()}
+            if not split_recompute:
+                del names["recompute"]
             row = merged.setdefault(tuple(names.values()), names | dict.fromkeys(COUNTS, 0))
             row["calls"] += calls
             row["elements"] += self._elements[entry]
@@ -165,28 +164,12 @@ class CommLedger(TorchDispatchMode):
             row["overlapped_flops"] += self._overlap.flops[entry]
         return in_reading_order(merged.values())
 
-    def _ranks(self, group: str) -> int:
-        if group not in self._sizes:
-            self._sizes[group] = group_size(group)
-        return self._sizes[group]
-
     def bytes_by_mesh_dim(self) -> dict[str, int]:
         """Return the bytes of every mesh dimension, for the metrics."""
         total: Counter[str] = Counter()
         for row in self.rows():
             total[row["mesh_dim"]] += row["bytes"]
         return dict(sorted(total.items()))
-
-
-def _is_waited_for_by(entry: Entry, earlier: Entry) -> bool:
-    """Return whether FSDP2 waits for an earlier reduction before it starts a collective.
-
-    It waits for a unit's reduce-scatter before the next one, and for all at the end of backward.
-    """
-    if earlier.pass_ != "backward":
-        return False
-    following = (entry.op, entry.mesh_dim) == (earlier.op, earlier.mesh_dim)
-    return entry.pass_ == "forward" or (following and entry.op == "reduce_scatter")
 
 
 def ledger_for(
@@ -222,12 +205,12 @@ def mesh_dims_of(meshes: Mapping[str, Any]) -> dict[str, str]:
 
 def in_reading_order(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Sort rows by their position in the model, then by pass and operation."""
-    return sorted(rows, key=_reading_order)
-
-
-def _reading_order(row: dict[str, Any]) -> tuple[Any, ...]:
-    order = {"embedding": 0, "block": 1, "boundary": 2, "head": 3, "loss": 4, "step": 5}
-    name, _, index = row["scope"].partition(" ")
+    scopes = ("embedding", "block", "boundary", "head", "loss", "step")
     passes = ("forward", "backward", "optimizer")
-    rest = (row["op"], row["mesh_dim"], row["dtype"], row.get("recompute", False))
-    return (order.get(name, 6), int(index or 0), passes.index(row["pass"]), *rest)
+
+    def place(row: dict[str, Any]) -> tuple[Any, ...]:
+        name, _, index = row["scope"].partition(" ")
+        rest = (row["op"], row["mesh_dim"], row["dtype"], row.get("recompute", False))
+        return (scopes.index(name), int(index or 0), passes.index(row["pass"]), *rest)
+
+    return sorted(rows, key=place)

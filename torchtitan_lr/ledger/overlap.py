@@ -12,9 +12,7 @@ nor does an exchange of compressed gradients that ends there.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,8 +22,7 @@ from torchtitan_lr.compat.collectives import functional
 from torchtitan_lr.compat.dispatch import changes_arguments, storage_address, tree_leaves
 
 
-@dataclass(frozen=True)
-class _Running:
+class _Running(NamedTuple):
     """A started collective, the FLOPs issued before it, and the bytes that it writes."""
 
     key: Hashable
@@ -57,9 +54,8 @@ class Overlap:
         elif written:
             # Several tensors arrive together: the first to be read ends the collective.
             first = written[0]
-            begin, end = _span(first)
             storage = StorageWeakRef(first.untyped_storage())
-            found = _Running(key, self._issued, storage, begin, end)
+            found = _Running(key, self._issued, storage, *_span(first))
             self._unread.setdefault(storage_address(first), []).append(found)
 
     def observe(
@@ -96,7 +92,9 @@ class Overlap:
             return
         for leaf in inputs:
             if isinstance(leaf, Tensor):
-                self._end(partial(_meets, *_span(leaf)), storage_address(leaf))
+                begin, end = _span(leaf)
+                meets = lambda x, b=begin, e=end: x.begin < e and b < x.end  # noqa: E731
+                self._end(meets, storage_address(leaf))
 
     def end(self, ends: Callable[[Any], bool]) -> None:
         """End the ``c10d`` collectives of some keys: something waits for them here."""
@@ -120,10 +118,6 @@ class Overlap:
         self.flops.clear()
         self._running.clear()
         self._unread.clear()
-
-
-def _meets(begin: int, end: int, running: _Running) -> bool:
-    return running.begin < end and begin < running.end
 
 
 def _span(x: Tensor) -> tuple[int, int]:

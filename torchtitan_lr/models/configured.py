@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The model that a configuration describes, before anything is built."""
 
-from typing import Any
+from typing import Any, cast
 
 
 def llama_args(config: Any) -> Any:
@@ -17,6 +17,22 @@ def llama_args(config: Any) -> Any:
         return None
     args.update_from_config(config)
     return args
+
+
+def model_size(args: Any, seq_len: int) -> tuple[int, int]:
+    """Return the parameters of a model and its FLOPs per token, without memory for it.
+
+    Args:
+        args: The model's arguments.
+        seq_len: Tokens in a sequence, on which attention's share depends.
+    """
+    import torch
+
+    from torchtitan_lr.models.llama import LlamaModel
+
+    with torch.device("meta"):
+        model = LlamaModel(args)
+    return cast(tuple[int, int], args.get_nparams_and_flops(model, seq_len))
 
 
 def model_shapes(args: Any) -> dict[str, tuple[int, ...]]:

@@ -97,8 +97,7 @@ class Plan:
 
     def _cost(self, family: str, size: str) -> Cost:
         from torchtitan_lr.estimate.run import read_run
-        from torchtitan_lr.formulas.flops import flops_per_token
-        from torchtitan_lr.formulas.parameters import count_parameters
+        from torchtitan_lr.models.configured import model_size
 
         own = [f"--job.config_file={self._config}", f"--job.dump_folder={self.work / 'none'}"]
         ranks = self.experiment.families[family].ranks
@@ -106,10 +105,10 @@ class Plan:
         if not placed.config.validation.enable:
             raise ConfigError("validation.enable", False, "true: the fit reads the validation loss")
         run = read_run(placed.config, ranks)
-        parts = count_parameters(run.args)
-        counted = parts.total - parts.embedding - parts.head
+        total, flops = model_size(run.args, run.seq_len)
+        counted = total - 2 * run.args.vocab_size * run.args.dim  # the embedding, the head
         batches = run.microbatches * run.accumulation * run.shard * run.replicas
-        return Cost(counted, flops_per_token(run.args, run.seq_len), run.tokens * batches)
+        return Cost(counted, flops, run.tokens * batches)
 
     def point(self, family: str, size: str, budget: float, seed: int, rate: float | None) -> Point:
         """Return a run as a point of a sweep.

@@ -185,8 +185,7 @@ class Sweep:
         Raises:
             ConfigError: A point cannot run.
         """
-        from torchtitan_lr.formulas.parameters import count_parameters
-        from torchtitan_lr.models.configured import llama_args
+        from torchtitan_lr.models.configured import llama_args, model_size
 
         for point in self.points:
             folder = f"--job.dump_folder={self.work / point.name}"
@@ -199,7 +198,7 @@ class Sweep:
                 point.row = {"status": f"{REFUSED}: {error}"}
                 continue
             args = llama_args(placed.config)  # None for another package's model
-            point.row["parameters"] = args and count_parameters(args).total
+            point.row["parameters"] = args and model_size(args, args.max_seq_len)[0]
             if self.jobs > 1 and placed.device not in ("cpu", "cuda"):
                 raise ConfigError("--jobs", self.jobs, f"1 on a machine with {placed.device}")
             if self.jobs > 1 and placed.device == "cuda":

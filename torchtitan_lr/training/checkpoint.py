@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from torchtitan_lr.checkpoints.lane_record import ORDINARY, Lanes, check_lanes, record_of
 from torchtitan_lr.checkpoints.layout import (
     ASIDE,
     DISCARDED,
@@ -70,14 +69,12 @@ class CheckpointManager(TitanCheckpointHooks):
     """DCP checkpoints of model, optimizer, schedule, data position and train state.
 
     Attributes:
-        lanes: The model's CAAT-Net settings; saved with it and compared on loading.
         fingerprint: Fingerprint of the model and its tokenizer; saved with it and compared on
             loading, unless it is empty.
         waited: Seconds that the last step waited for the copy of a background save.
         before_save: Called before each save; an exception prevents it.
     """
 
-    lanes: Lanes = ORDINARY
     stager: Any
     _last_saved: str | None = None
     _verified: str | None = None
@@ -149,7 +146,6 @@ class CheckpointManager(TitanCheckpointHooks):
             super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, True)
             write_manifest(checkpoint_id, finite_weights(self.states[MODEL].model))
             return None
-        state_dict = {**state_dict, **record_of(self.lanes)}
         weights = self.states[MODEL].state_dict() if MODEL in self.states else ()
         writer = ManifestWriter(checkpoint_id, self.fingerprint, weights=weights)
         result: Future[Any] | AsyncSaveResponse | None = None
@@ -223,10 +219,9 @@ class CheckpointManager(TitanCheckpointHooks):
             raise _damaged(checkpoint_id, damage, newest_whole_before(checkpoint_id))
         manifest = read_manifest(checkpoint_id)
         may_differ = self._other_model and checkpoint_id == self.initial_load_path
-        if manifest is not None and not may_differ:
-            check_fingerprint(manifest.model, self.fingerprint, checkpoint_id)
+        if manifest is not None:
+            check_fingerprint(manifest.model, self.fingerprint, checkpoint_id, may_differ)
         metadata = read_metadata(checkpoint_id)
-        check_lanes(checkpoint_id, self.lanes, metadata)
         if state_dict.get(DATALOADER) is not None:
             state_dict[DATALOADER].check_checkpoint(checkpoint_id, metadata)
         if RESIDUALS in state_dict:

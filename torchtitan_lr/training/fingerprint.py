@@ -48,20 +48,24 @@ def tokenizer_digest(assets_path: str) -> str:
     return "" if file is None else f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"
 
 
-def check_fingerprint(stored: dict[str, Any], here: dict[str, Any], step_dir: str | Path) -> None:
+def check_fingerprint(
+    stored: dict[str, Any], here: dict[str, Any], step_dir: str | Path, other_model: bool = False
+) -> None:
     """Raise for a checkpoint of another model; call this before loading its weights.
 
     Args:
         stored: The checkpoint's fingerprint; empty if it has none.
         here: The current model's fingerprint. Only keys of both fingerprints are compared.
         step_dir: The checkpoint's folder.
+        other_model: Whether the checkpoint may hold another model; its lanes are compared anyway.
 
     Raises:
         ConfigError: The fingerprints differ; the error names the first differing key.
     """
     for key, there in stored.items():
         got = here.get(key, there)
-        if got == there:
+        # Weights of other lanes fit in name and shape, but no family could go on from them.
+        if got == there or (other_model and not key.startswith("caat.")):
             continue
         if isinstance(there, dict) and isinstance(got, dict):
             names = [name for name in there if got.get(name) != there[name]]

@@ -80,8 +80,12 @@ def report_start(
         counts = [0] * dist.get_world_size(group)
         dist.all_gather_object(counts, own, group=group)
     model, training = job_config.model, job_config.training
+    args, rank = model_parts[0].model_args, ""
+    if isinstance(args, LlamaArgs) and args.low_rank:  # low_rank.rank = 0 is the flavor's
+        ranks = dict.fromkeys((args.rank_attention, args.rank_ffn))
+        rank = f", rank {' and '.join(map(str, ranks))}"
     console.info(
-        f"{model.name} {model.flavor}: {sum(counts):,} parameters on {layout(dims)}, "
+        f"{model.name} {model.flavor}: {sum(counts):,} parameters{rank}, on {layout(dims)}, "
         f"{global_batch_size(job_config, dims):,} sequences of {training.seq_len:,} tokens per step"
     )
     console.info(f"Training starts at step {step + 1}")

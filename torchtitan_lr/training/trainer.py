@@ -1,9 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """torchtitan's trainer with checks of every step, clean interruption and a final summary."""
 
-import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,10 @@ from typing import Any
 import torch
 
 from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG
+from torchtitan_lr.checkpoints.run_record import described, write_record
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
+from torchtitan_lr.console.log import console
 from torchtitan_lr.data.dataloader import StripeDataLoader
 from torchtitan_lr.ledger.ledger import CommLedger, ledger_for
 from torchtitan_lr.models.args import LlamaArgs
@@ -50,6 +51,7 @@ class Trainer(TitanTrainer):
     """torchtitan's Trainer with its own step, start and end of training.
 
     Attributes:
+        before_start: Called when the checkpoint is loaded and the first step follows.
         skipped_steps: Optimizer steps skipped for a non-finite loss or gradient; checkpointed.
         interrupted: Whether a signal ended the run early.
     """
@@ -63,6 +65,7 @@ class Trainer(TitanTrainer):
 
     def __init__(self, job_config: JobConfig) -> None:
         bind_device()
+        self.before_start: Callable[[], None] = lambda: None
         self.skipped_steps = 0
         self.interrupted = False
         self._stop = StopSignal()
@@ -89,7 +92,6 @@ class Trainer(TitanTrainer):
         self._gradients = gradients_for(self.optimizers, self.model_parts, stages)
         args = self.model_parts[0].model_args
         if isinstance(args, LlamaArgs):
-            self.checkpointer.lanes = (args.lanes, args.sync_fraction)
             tokenizer = tokenizer_digest(job_config.model.hf_assets_path)
             self.checkpointer.fingerprint = model_fingerprint(args) | {TOKENIZER: tokenizer}
         self._residuals = Residuals(compressors_of(self.model_parts))
@@ -120,6 +122,7 @@ class Trainer(TitanTrainer):
         """Return whether another step follows; upstream calls it after loading and per step."""
         if not self._started:
             self._started = True
+            self.before_start()
             self.write_record()
             self._first_step = self.step
             self.metrics_processor.start_after(self.step)
@@ -134,12 +137,9 @@ class Trainer(TitanTrainer):
     def write_record(self) -> None:
         """Write the run's configuration into the dump folder, after all checks have passed."""
         if torch.distributed.get_rank() == 0:
-            job = self.job_config.job
-            path = Path(job.dump_folder) / job.save_config_file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            scratch = path.with_name(path.name + ".tmp")
-            scratch.write_text(json.dumps(self.job_config.to_dict(), indent=2))
-            scratch.replace(path)
+            changes = write_record(self.job_config, self.step)
+            if changes:
+                console.info("After step %d: %s", self.step, described(changes))
 
     def train_step(self, data_iterator: Iterator[MicroBatch]) -> None:
         """Run one optimizer step over all micro-batches of this rank.

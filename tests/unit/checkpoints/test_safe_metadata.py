@@ -15,7 +15,6 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as Format
 
 from tests.unit.tiny import build_tiny, tiny_args
-from torchtitan_lr.checkpoints.lane_record import check_lanes
 from torchtitan_lr.checkpoints.safe_metadata import DamagedError, load, read_metadata
 from torchtitan_lr.compression.residuals import warn_of_dropped_residuals
 from torchtitan_lr.errors import ConfigError
@@ -73,7 +72,6 @@ def test_upstream_would_run_it(evil: Path, tmp_path: Path) -> None:
 WAYS_IN: dict[str, Callable[[Path], Any]] = {
     "itself": read_metadata,
     "load": lambda step: load({"half": torch.zeros(2, 3)}, step, no_dist=True),
-    "lanes": lambda step: check_lanes(step, (1, 1.0)),
     "residuals": lambda step: warn_of_dropped_residuals(str(step)),
     "scripts": lambda step: load_model(step, tiny_args("cola")),
 }

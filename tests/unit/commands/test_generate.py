@@ -1,16 +1,21 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import io
 import json
+import shutil
 
 import pytest
 import torch
 
-from tests.commands import Command
+from tests.commands import ROOT, Command
 from tests.support.decoding import generate
 from tests.unit.hf.test_export import run_record, write_run
 from tests.unit.tiny import FAMILIES, build_tiny, tokens
+from torchtitan_lr.checkpoints.manifest import write_manifest
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.hf.loading import load_for_inference
+from torchtitan_lr.hf.loading import find_step, load_for_inference
+from torchtitan_lr.inference.chat import converse
+from torchtitan_lr.inference.completion import Settings
+from torchtitan_lr.inference.sampling import Sampling
 
 script = Command("generate")
 
@@ -63,12 +68,93 @@ def test_the_command_continues_the_prompt(tmp_path, capsys):
     assert len(out.strip()) > len("import os")
     assert command(capsys, *options, "--device", "cpu")[1] == out
     said = command(capsys, *options, "--device", "cpu", "--json")[1]
-    assert json.loads(said) == {"prompt": "import os", "text": out.removesuffix("\n")}
+    fields = {"new_tokens": 5, "end": "length"}  # those of --prompts
+    assert json.loads(said) == {"prompt": "import os", "text": out.removesuffix("\n")} | fields
     assert command(capsys, *options, "--device", "cpu", "--seed", 1)[1] != out
 
 
 def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_stands_for_its_newest_whole_step(tmp_path, capsys):
+    """The newest one that is not damaged; in a run without a whole step the line says so."""
+    step, _ = write_run(tmp_path, "cola")
+    shutil.copytree(step, step.parent / "step-3")
+    usual = ("--prompt", "import os", "--max_new_tokens", 5, "--device", "cpu")
+    wanted = command(capsys, step, *usual)[1]
+    assert command(capsys, tmp_path, *usual)[1] == wanted
+    assert find_step(tmp_path) == step and find_step(step) == step
+    (data,) = step.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-100])
+    write_manifest(step, finite=True)
+    data.write_bytes(data.read_bytes()[:-100])
+    assert find_step(tmp_path) == step.parent / "step-3"
+    shutil.rmtree(step.parent)
+    status, _, err = command(capsys, tmp_path, *usual)
+    assert status == 2 and "a run with a whole checkpoint" in err and err.count("\n") == 1
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end_of_text|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", ["", TEMPLATE])
+def test_a_chat_continues_the_tokens_of_training(tmp_path, capsys, monkeypatch, template):
+    """Each answer is what the model says to the rendered conversation so far, token by token."""
+    step, _ = write_run(tmp_path, "cola", torch.float64)
+    assets = tmp_path / "assets"
+    shutil.copytree(ROOT / "torchtitan_lr/data/assets/bpe4k", assets)
+    if template:
+        (assets / "chat_template.jinja").write_text(template)
+    record = run_record("cola")
+    record["model"]["hf_assets_path"] = str(assets)
+    (tmp_path / "job_config.json").write_text(json.dumps(record))
+    questions = ["a b", "", "def f", "and x"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(questions) + "\n"))
+    options = ("--chat", "--temperature", 0, "--max_new_tokens", 4, "--device", "cpu")
+    status, out, err = command(capsys, tmp_path, *options)
+    assert (status, err) == (0, "")
+    model, tokenizer = load_for_inference(step, device="cpu")
+    text, wanted = "", []
+    for index, question in enumerate(q for q in questions if q):
+        if template:
+            text += f"<user>{question}<|end_of_text|><assistant>"
+        else:
+            text += f"{chr(10) * 2 if index else ''}### User:\n{question}\n\n### Assistant:\n"
+        ids = rendered(tokenizer, text, begins=not template)
+        new = generate(model, torch.tensor([ids]), 4, temperature=0)[0, len(ids) :].tolist()
+        new = new[: new.index(tokenizer.eos_id)] if tokenizer.eos_id in new else new
+        wanted.append(tokenizer.decode(new))
+        text += wanted[-1] + "<|end_of_text|>"
+    assert out == "".join(f"{answer}\n" for answer in wanted)
+    refused = command(capsys, tmp_path, "--chat", "--json")
+    assert refused[0] == 2 and "--json" in refused[2]
+
+
+def rendered(tokenizer, text, begins):
+    """Tokens of a rendered chat; without a template BOS begins every stretch up to an EOS."""
+    ids = []
+    for number, part in enumerate(text.split("<|end_of_text|>")):
+        ids += [tokenizer.eos_id] if number else []
+        ids += tokenizer.encode(part, add_bos=begins and not number, add_eos=False)
+    return ids
+
+
+def test_a_chat_forgets_its_beginning_where_the_window_ends(tmp_path):
+    """Fifty messages in a window of 64 tokens; the answers see the last ones alone."""
+    step, _ = write_run(tmp_path, "cola")
+    model, tokenizer = load_for_inference(step, device="cpu")
+    questions = iter([*(f"message {i}" for i in range(50)), None])
+    said = []
+    settings = Settings(8, Sampling(temperature=0.0))
+    left = converse(model, tokenizer, settings, lambda: next(questions), said.append)
+    assert "".join(said).count("\n") >= 50
+    assert 2 <= len(left) < 8 and left[-2]["content"] == "message 49"
+    with pytest.raises(ConfigError, match="message: got"):
+        converse(model, tokenizer, settings, iter(["long " * 80, None]).__next__, said.append)
 
 
 def test_a_file_of_prompts_is_continued_in_order(tmp_path, capsys, monkeypatch):

@@ -96,7 +96,7 @@ def test_a_picture_of_several(outputs, capsys):
 @pytest.mark.parametrize(
     ("arguments", "status", "told"),
     [
-        (["{}/nothing"], 2, "error: PATH: got '{}/nothing', expected a folder with runs"),
+        (["{}/nothing"], 2, "error: PATH: got '{}/nothing', expected a folder that exists"),
         (["{}/empty"], 1, "error: there is no run below {}/empty"),
         (
             ["{}", "--plot=a.pdf"],

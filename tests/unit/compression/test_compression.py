@@ -12,11 +12,9 @@ from torchtitan_lr.compression.sizes import (
     can_be_decoded,
     exchange_traffic,
     exchange_unit,
-    load_limit,
     peels,
     sent_bytes,
     smallest_theta,
-    unit_load,
 )
 
 
@@ -117,6 +115,5 @@ def test_accepted_units_peel(c, ranks):
         codec = CodecSizes("sketch", c, theta)
         accepted = [m for m in range(8, 6000, 8) if can_be_decoded(codec, m, ranks)]
         m = accepted[0]
-        assert unit_load(m, c, theta, ranks) <= load_limit(m, c) <= 0.75
         # 4 to 9% in the mean of many trials, of which a small sketch needs more to show it.
         assert unpeeled(m, codec, ranks, trials=4 if m > 100 else 40) < 0.15

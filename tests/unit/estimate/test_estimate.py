@@ -15,7 +15,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.hardware import MACHINES, load_hardware
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import read_run
-from torchtitan_lr.estimate.timing import step_time
+from torchtitan_lr.estimate.step_time import step_time
 from torchtitan_lr.estimate.traffic import bytes_by_dim, peak_optimizer_traffic, step_traffic
 from torchtitan_lr.estimate.work import work_of_run
 from torchtitan_lr.formulas.memory import static_memory

@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.oracle.flops import head_flops, layer_flops
+from torchtitan_lr.estimate.hardware import Hardware
 from torchtitan_lr.estimate.kernels import KernelRecorder, Product, Work
 from torchtitan_lr.estimate.rehearsal import Workload
 from torchtitan_lr.estimate.step_time import (
-    Hardware,
     element_wise_seconds,
     product_seconds,
 )
 from torchtitan_lr.estimate.work import rehearse_work
-from torchtitan_lr.formulas.flops import head_flops, layer_flops
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.tensor.plans import TPSettings
 from torchtitan_lr.parallel.tensor.tensor_parallel import resolve_settings

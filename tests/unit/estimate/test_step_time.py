@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from torchtitan_lr.estimate.hardware import Hardware, MeshDim
 from torchtitan_lr.estimate.step_time import (
-    Hardware,
-    MeshDim,
     collective_seconds,
     compute_seconds,
     exposed_seconds,

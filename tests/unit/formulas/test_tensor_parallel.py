@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lr.formulas.parameters import count_parameters
+from tests.oracle.parameters import count_parameters
 from torchtitan_lr.formulas.tensor_parallel import (
     block_traffic,
 )

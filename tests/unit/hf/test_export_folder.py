@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, processors
 
 from tests.commands import ROOT, Command
 from tests.unit.hf.test_export import write_run
+from torchtitan_lr.config.build import build_job_config, config_of_record
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.data.train_tokenizer import byte_alphabet
 from torchtitan_lr.hf.tokenizer import export_tokenizer
@@ -99,7 +100,9 @@ def run_with_history(folder):
     step, _ = write_run(folder, "cola", torch.bfloat16)
     record = json.loads((folder / "job_config.json").read_text())
     record["training"] |= {"dataset": "python_stdlib", "dataset_path": None}
-    record["job"] = {"config_file": "train_configs/debug_cola.toml"}
+    record["training"] |= {"steps": 30, "mixture": [{"dataset": "cpython", "weight": 2.0}]}
+    record["job"] = {"config_file": "train_configs/debug_cola.toml", "dump_folder": str(folder)}
+    record["environment"] = {"ranks": 4}
     (folder / "job_config.json").write_text(json.dumps(record))
     history = [
         {"step": 10, "validation_metrics/loss": 3.5},
@@ -121,11 +124,18 @@ def test_the_card_says_what_the_run_recorded(tmp_path):
         "| tokens | 40,960 |",
         "| training loss at step 20 | 3.2500 nats per token, perplexity 25.79 |",
         "| validation loss at step 10 | 3.5000 nats per token, perplexity 33.12 |",
-        "| command | `torchtitan-lr train train_configs/debug_cola.toml` |",
         "| ranks of attention, feed-forward | 32, 32 |",
     ):
         assert line in card.splitlines()
     assert "61,440" not in card and card.count("trust_remote_code=True") == 2
+    assert "`NGPU=4 torchtitan-lr train train.toml` in this folder repeats" in card
+    repeated = build_job_config([f"--job.config_file={out}/train.toml"]).to_dict()
+    ran = json.loads((tmp_path / "run" / "job_config.json").read_text())
+    wanted = config_of_record(ran, []).to_dict()
+    wanted["job"]["config_file"] = repeated["job"]["config_file"]
+    assert repeated == wanted and repeated["training"]["steps"] == 30
+    # The control: the configuration that the run was started from, without its overrides.
+    assert build_job_config(["--job.config_file=debug_cola"]).to_dict()["training"]["steps"] == 150
     values = json.loads((out / "config.json").read_text())
     assert values["torch_dtype"] == "bfloat16" and values["eos_token_id"] == 1
     # A row of padding would have no gradient in transformers' embedding.

@@ -203,7 +203,68 @@ def test_the_code_needs_torch_and_transformers_only():
                 roots = set() if node.level else {node.module.split(".")[0]}
             else:
                 continue
-            assert roots <= {"__future__", "math", "typing", "torch", "transformers"}
+            assert roots <= {"__future__", "math", "sys", "typing", "torch", "transformers"}
+
+
+@pytest.mark.parametrize("case", ["lax_gated", "lanes"])
+def test_the_body_and_the_classifier_are_the_same_blocks(exported, case):
+    """``AutoModel`` has what the head reads; a classifier reads the last token that is a token."""
+    from transformers import AutoModel, AutoModelForSequenceClassification
+
+    ours, theirs, folder = exported(case)
+    usual = {"trust_remote_code": True, "torch_dtype": torch.float64}
+    body = AutoModel.from_pretrained(folder, **usual).eval()
+    ids = tokens(ours.model_args, b=3, s=12)
+    rows, mask = padded(ids, [12, 7, 3])
+    with torch.no_grad():
+        hidden = body(rows, attention_mask=mask).last_hidden_state
+        assert torch.equal(theirs.output(hidden), theirs(rows, attention_mask=mask).logits)
+    scorer = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=4, **usual)
+    labels, right = torch.tensor([0, 3, 1]), mask.flip(1)
+    out = scorer.eval()(rows, attention_mask=mask, labels=labels)
+    assert error(out.logits, scorer.score(hidden[:, -1].flatten(1))) < 1e-12
+    assert error(out.loss, F.cross_entropy(out.logits.float(), labels)) < 1e-6
+    # The same texts padded on the right; without the mask the last column is padding.
+    turned = torch.stack([row.roll(int(m.sum())) for row, m in zip(rows, mask, strict=True)])
+    assert error(scorer(turned, attention_mask=right).logits, out.logits) < 1e-12
+    assert error(scorer(turned).logits[2], out.logits[2]) > 1e-3
+    out.loss.backward()
+    assert (
+        scorer.score.weight.grad.abs().sum() > 0 and scorer.tok_embeddings.weight.grad is not None
+    )
+
+
+@pytest.mark.parametrize("case", GENERATING)
+def test_it_is_one_graph(exported, case):
+    """Of padded batches too, whose mask is data; the results are those without a graph."""
+    ours, theirs, _ = exported(case)
+    rows, mask = padded(tokens(ours.model_args, b=2, s=8), [8, 5])
+    explained = torch._dynamo.explain(theirs)(rows, attention_mask=mask)
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
+    torch._dynamo.reset()
+    compiled = torch.compile(theirs, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for given in (mask, torch.ones_like(mask), None):
+            wanted = theirs(rows, attention_mask=given).logits
+            assert error(compiled(rows, attention_mask=given).logits, wanted) < 1e-12
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("case", ["lax_gated", "lanes"])
+def test_adapters_find_their_linears(exported, case):
+    peft = pytest.importorskip("peft", reason="needs peft")
+    _, _, folder = exported(case)
+    model, config = load(folder), peft.LoraConfig(task_type="CAUSAL_LM", r=2)
+    if case == "lanes":  # the control: nothing there that PEFT can adapt
+        with pytest.raises(ValueError, match="target_modules"):
+            peft.get_peft_model(model, config)
+        return
+    adapted = peft.get_peft_model(model, config)
+    trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    assert len(trained) == 2 * 2 * 7 * len(model.layers)  # two matrices for A and for B
+    ids = torch.arange(8)[None]
+    adapted(ids, labels=ids).loss.backward()
+    assert all(adapted.get_parameter(name).grad is not None for name in trained)
 
 
 class Counted(ModelWeights):

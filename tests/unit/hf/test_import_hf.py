@@ -306,3 +306,28 @@ def test_tensors_are_read_one_by_one(plain, tmp_path):
     assert spy.names == [[name] for name in spy.shapes]
     # DCP keeps all tensors of a file until the file is written.
     assert len(list((tmp_path / "step-0").glob("*.distcp"))) == len(spy.shapes)
+
+
+def test_an_imported_folder_can_be_moved(tmp_path):
+    """Every path of its record and of its TOML is its own; loading it elsewhere is the same."""
+    build().save_pretrained(tmp_path / "theirs")
+    there, moved = tmp_path / "there", tmp_path / 'moved "é"'
+    argv = [str(tmp_path / "theirs"), str(there), "--tokenizer", str(ASSETS), "--dtype", "float32"]
+    assert import_hf.main(argv) == 0
+    model, tokenizer = load_for_inference(there / "checkpoint/step-0", device="cpu")
+    there.rename(moved)
+    again, same = load_for_inference(moved / "checkpoint/step-0", device="cpu")
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
+    assert same.encode("def f") == tokenizer.encode("def f")
+    config = build_job_config([f"--job.config_file={moved}/train.toml"])
+    for path in (
+        config.model.flavor,
+        config.model.hf_assets_path,
+        config.checkpoint.initial_load_path,
+        config.job.dump_folder,
+    ):
+        assert path.startswith(f"{moved}/")
+    check_job_config(config, 1, "cpu")
+    assert str(there) not in (moved / "job_config.json").read_text()

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.oracle.parameters import count_parameters
 from tests.unit.tiny import job_config, tiny_args
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.formulas.parameters import count_parameters
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel

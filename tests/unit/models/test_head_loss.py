@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.compat.fake import FakeTensorMode
-from torchtitan_lr.estimate.storages import LivingStorages
+from torchtitan_lr.estimate.rehearsal import LivingStorages
 from torchtitan_lr.models import head_loss
 from torchtitan_lr.models.head_loss import linear_loss
 from torchtitan_lr.models.lane_edges import lane_linear

@@ -54,6 +54,29 @@ def test_what_no_shape_tells(family: str, changes: dict[str, Any], line: str) ->
     assert "a/step-4" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("stored", "here", "line"),
+    [
+        ((4, 0.5), (2, 0.5), "caat.lanes: got 2, expected 4 "),
+        ((4, 0.5), (4, 0.25), "caat.sync_fraction: got 0.25, expected 0.5 "),
+        ((4, 0.5), (1, 1.0), "caat.lanes: got 1, expected 4 "),
+        ((1, 1.0), (4, 1.0), "caat.lanes: got 4, expected 1 "),
+    ],
+)
+def test_another_model_may_be_loaded_but_not_other_lanes(
+    stored: tuple[int, float], here: tuple[int, float], line: str
+) -> None:
+    there, new = (
+        model_fingerprint(tiny_args("full", lanes=lanes, sync_fraction=fraction))
+        for lanes, fraction in (stored, here)
+    )
+    check_fingerprint(as_json(there), there | {"model.name": "llama_svd"}, "step-4", True)
+    with pytest.raises(ConfigError) as error:
+        check_fingerprint(as_json(there), new | {"model.name": "llama_svd"}, "step-4", True)
+    assert str(error.value).startswith(line)
+    assert "\n" not in str(error.value)
+
+
 def test_what_changes_no_function_may_differ() -> None:
     stored = as_json(model_fingerprint(tiny_args("cola")))
     for changes in ({"max_seq_len": 64}, {"init_seed": 3}, {"n_kv_heads": 4}):

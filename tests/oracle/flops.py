@@ -8,20 +8,15 @@ Causal attention is counted in full, as in CoLA's Table 2 and by ``torch.utils.f
 ``SDPBackend.MATH``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from torchtitan_lr.formulas.parameters import (
+from tests.oracle.parameters import (
     attention_sides,
     feed_forward_sides,
     group_ranks,
     linear_parameters,
 )
-
-if TYPE_CHECKING:
-    from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.args import LlamaArgs
 
 FORWARD_AND_BACKWARD = 3
 """Forward counts once, backward twice."""

@@ -4,14 +4,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.unit.tiny import FAMILIES, build_tiny, tiny_args, tokens
-from torchtitan_lr.formulas.flops import (
+from tests.oracle.flops import (
     flops_per_sequence,
     flops_per_token,
     head_flops,
     layer_flops,
 )
-from torchtitan_lr.formulas.parameters import count_parameters
+from tests.oracle.parameters import count_parameters
+from tests.unit.tiny import FAMILIES, build_tiny, tiny_args, tokens
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 

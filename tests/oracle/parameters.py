@@ -1,13 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Number of parameters of a model, by part, in closed form."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.args import LlamaArgs
 
 
 @dataclass(frozen=True)
@@ -51,13 +47,6 @@ def feed_forward_sides(shape: LlamaArgs) -> list[tuple[int, int]]:
     """Return (d_in, d_out) of w1 (gate), w3 (up), w2 (down)."""
     d, f = shape.dim, shape.ffn_dim
     return [(d, f), (d, f), (f, d)]
-
-
-def ranked_sides(shape: LlamaArgs) -> list[tuple[int, int, int | None]]:
-    """(d_in, d_out, rank) of all seven linears of a block; None where it is a full matrix."""
-    rank_attention, rank_ffn = group_ranks(shape)
-    attention = [(*side, rank_attention) for side in attention_sides(shape)]
-    return [*attention, *((*side, rank_ffn) for side in feed_forward_sides(shape))]
 
 
 def group_ranks(shape: LlamaArgs) -> tuple[int | None, int | None]:

@@ -1,0 +1,98 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A run's record in its dump folder: the configuration it trains with, and what was changed.
+
+The record is ``job_config.json``. A run that is resumed with another learning rate keeps both
+values: the record's key ``changes`` lists them with the step after which the new one holds.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lr.checkpoints.layout import RUN_CONFIG
+
+CHANGES = "changes"
+"""Key of the record: a list of ``{"after_step": n, "optimizer.lr": [before, after], ...}``."""
+
+_SECTIONS = (
+    *("model", "low_rank", "caat", "training", "optimizer", "lr_scheduler"),
+    "grad_compression",
+)
+
+# These change no number of a resumed run. Tokenizer and batch are compared with the checkpoint,
+# whose reading order also goes on.
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("model.hf_assets_path", "model.tokenizer_path", "model.print_after_conversion"),
+        *("training.local_batch_size", "training.global_batch_size", "training.dataloader"),
+        *("training.shuffle", "training.shuffle_seed", "training.shuffle_tokens"),
+        *("training.steps_ahead", "training.token_cache", "training.enable_cpu_offload"),
+        *("training.gc_freq", "training.gc_debug", "training.allow_changed_corpus"),
+        *("training.max_bad_records", "training.max_skipped_steps", "optimizer.implementation"),
+    }
+)
+
+
+def record_path(config: Any) -> Path:
+    """Return the path of a run's record; the file may not exist."""
+    return Path(config.job.dump_folder) / (config.job.save_config_file or RUN_CONFIG)
+
+
+def read_record(config: Any) -> dict[str, Any]:
+    """Return the record in the dump folder of a configuration; {} without a readable one."""
+    try:
+        record = json.loads(record_path(config).read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def changed(record: dict[str, Any], config: Any) -> dict[str, list[Any]]:
+    """Return the keys that change what a resumed run computes.
+
+    Args:
+        record: Result of `read_record`; keys that only one of the two has are left out.
+        config: The configuration that would continue the run.
+
+    Returns:
+        ``[recorded value, value now]`` by dotted key.
+    """
+    now = json.loads(json.dumps(config.to_dict()))  # tuples become lists, as in the record
+    pairs = {
+        f"{section}.{key}": [record[section][key], value]
+        for section in _SECTIONS
+        for key, value in now.get(section, {}).items()
+        if key in record.get(section, {})
+    }
+    return {
+        key: values
+        for key, values in pairs.items()
+        if values[0] != values[1] and key not in _WITHOUT_EFFECT
+    }
+
+
+def described(changes: dict[str, list[Any]]) -> str:
+    """Return changes as text: ``optimizer.lr = 0.001 (was 0.003)``."""
+    return ", ".join(f"{key} = {now!r} (was {was!r})" for key, (was, now) in changes.items())
+
+
+def write_record(config: Any, step: int) -> dict[str, list[Any]]:
+    """Write the record of a run that starts or is resumed.
+
+    Args:
+        config: Its configuration.
+        step: The step that it resumes; 0 for a new run, whose record has no changes.
+
+    Returns:
+        What changed since the record before; empty for a new run.
+    """
+    path, before = record_path(config), read_record(config) if step else {}
+    changes = changed(before, config)
+    history = [entry for entry in before.get(CHANGES, []) if entry["after_step"] <= step]
+    history += [{"after_step": step, **changes}] if changes else []
+    record = config.to_dict() | ({CHANGES: history} if history else {})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_text(json.dumps(record, indent=2))
+    scratch.replace(path)
+    return changes

@@ -1,0 +1,150 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Checks of a configuration against the run that lies in its dump folder.
+
+A checkpoint there is resumed. Another model, another corpus or another batch is refused before
+any data are read, with the override that starts a new run; so is a run without a step to train.
+"""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lr.checkpoints.layout import complete_steps, step_folder
+from torchtitan_lr.checkpoints.run_record import changed, described, read_record, record_path
+from torchtitan_lr.checks.values import data_parallel_degree
+from torchtitan_lr.errors import ConfigError
+
+_NEVER_RESUMED = (
+    *("model.name", "low_rank.rank", "training.dataset", "training.global_batch_size"),
+)
+"""Keys with which no run is resumed; 0, -1 and an empty text stand for another key's value."""
+
+
+def resumed_step(config: Any) -> int | None:
+    """Return the step whose checkpoint a run resumes, None if it resumes none."""
+    checkpoint = config.checkpoint
+    steps = complete_steps(Path(config.job.dump_folder) / checkpoint.folder)
+    if not checkpoint.enable or checkpoint.create_seed_checkpoint or not steps:
+        return None
+    return steps[-1] if checkpoint.load_step == -1 else int(checkpoint.load_step)
+
+
+def nothing_to_train(config: Any) -> str:
+    """Return one line that says that the run in the dump folder has all its steps, else ""."""
+    step, steps = resumed_step(config), config.training.steps
+    if step is None or not 0 < steps <= step:
+        return ""
+    return (
+        f"already at step {step} of {steps}: nothing to train; choose more training.steps, or "
+        f"another folder, as in {_another_folder(config)}"
+    )
+
+
+def check_record(config: Any, world_size: int, device_type: str) -> None:
+    """Compare with the record of the run that would be resumed; needs neither torch nor data."""
+    record = read_record(config)
+    if not record or not resumed_step(config):  # a seed checkpoint, of step 0, has trained nothing
+        return
+    for section, _, name in (key.partition(".") for key in _NEVER_RESUMED):
+        there, here = record.get(section, {}).get(name), getattr(config, section).__dict__[name]
+        mixed = name == "dataset" and config.training.mixture
+        if there != here and not mixed and not {there, here} & {None, 0, -1, ""}:
+            want = f"{there!r} as in {record_path(config)}, whose run would be resumed"
+            with _cured(config):
+                raise ConfigError(f"{section}.{name}", here, want)
+    differences = changed(record, config)
+    if differences and (line := nothing_to_train(config)):
+        steps = config.training.steps
+        want = f"more than {resumed_step(config)}: {line}; changed: {described(differences)}"
+        raise ConfigError("training.steps", steps, want)
+
+
+def check_stored_model(config: Any, world_size: int, device_type: str) -> None:
+    """Check that the checkpoint to resume from holds this model; reads its manifest only."""
+    from torchtitan_lr.checkpoints.manifest import read_manifest
+    from torchtitan_lr.checkpoints.safe_metadata import DamagedError
+    from torchtitan_lr.titan.specs import get_train_spec
+    from torchtitan_lr.training.fingerprint import (
+        TOKENIZER,
+        check_fingerprint,
+        model_fingerprint,
+        tokenizer_digest,
+    )
+
+    path = _stored_model(config)
+    if path is None:
+        return
+    try:
+        manifest = read_manifest(path)
+    except DamagedError:  # the ranks look for an undamaged one
+        return
+    model_args: Any = get_train_spec(config.model.name).model_args[config.model.flavor]
+    model_args.update_from_config(config)
+    digest = tokenizer_digest(config.model.hf_assets_path)
+    if manifest is not None:
+        here = model_fingerprint(model_args) | {TOKENIZER: digest}
+        with _cured(config):
+            check_fingerprint(manifest.model, here, path)
+
+
+def _stored_model(config: Any) -> str | None:
+    """Return the checkpoint that must hold this model, None without one."""
+    checkpoint = config.checkpoint
+    if not checkpoint.enable:
+        return None
+    if (step := resumed_step(config)) is not None:
+        return step_folder(Path(config.job.dump_folder) / checkpoint.folder, step)
+    any_model = checkpoint.initial_load_in_hf or checkpoint.initial_load_other_model
+    return None if any_model else checkpoint.initial_load_path
+
+
+def check_stored_data(config: Any, world_size: int, device_type: str) -> None:
+    """Check that the position in the data belongs to this batch and corpus.
+
+    Of the checkpoint three values are read, of the corpus its names and sizes; a Hub dataset is
+    compared by the ranks.
+    """
+    from torchtitan_lr.data import dataloader
+    from torchtitan_lr.data.corpora import is_hub, training_source
+    from torchtitan_lr.data.mixture import MixtureSource
+    from torchtitan_lr.data.tokenizer import build_tokenizer
+
+    step, training = resumed_step(config), config.training
+    replicas = config.fault_tolerance.enable  # whose position counts the rows of all of them
+    if step is None or replicas or "dataloader" in config.checkpoint.exclude_from_loading:
+        return
+    folder = step_folder(Path(config.job.dump_folder) / config.checkpoint.folder, step)
+    if (stored := dataloader.stored_identity(folder)) is None:
+        return
+    rows = training.global_batch_size
+    if rows < 0:
+        rows = training.local_batch_size * data_parallel_degree(config, world_size)
+    with _cured(config):
+        dataloader.check_same_batch(stored, rows)
+    source = training_source(config)
+    parts = source.parts if isinstance(source, MixtureSource) else (source,)
+    if not any(is_hub(part.name) for part in parts):
+        here = dataloader.corpus_fingerprint(source.open(rows), build_tokenizer(config))
+        with _cured(config):
+            dataloader.check_same_corpus(stored, here, training.allow_changed_corpus)
+
+
+@contextmanager
+def _cured(config: Any) -> Iterator[None]:
+    """Append the override that starts a new run to an error about the run in the dump folder."""
+    try:
+        yield
+    except ConfigError as error:
+        if resumed_step(config) is None:
+            raise
+        want = f"{error.want}; for a new run choose another folder, as in "
+        raise ConfigError(error.key, error.got, want + _another_folder(config)) from error
+
+
+def _another_folder(config: Any) -> str:
+    """Return the override with a dump folder beside this one that does not exist."""
+    folder = config.job.dump_folder.rstrip("/")
+    names = (f"{folder}-{number}" for number in itertools.count(2))
+    return f"--job.dump_folder={next(name for name in names if not Path(name).exists())}"

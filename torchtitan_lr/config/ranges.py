@@ -1,0 +1,96 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The values that a key allows, beside its field: ``rank: Annotated[int, POSITIVE] = 1``.
+
+What depends on another key, on the model or on the ranks is checked in ``torchtitan_lr.checks``.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Annotated, Any, NamedTuple, get_origin
+
+from torchtitan_lr.errors import ConfigError
+
+
+class Range(NamedTuple):
+    """The values of a key.
+
+    Args:
+        holds: Whether a value is one of them; NaN must fail.
+        want: They in words, for the refusal.
+    """
+
+    holds: Callable[[Any], bool]
+    want: str
+
+
+def at_least(least: int, want: str = "") -> Range:
+    """Return the integers from ``least`` on."""
+    return Range(lambda n: n >= least, want or f"an integer of at least {least}")
+
+
+def positive(want: str) -> Range:
+    """Return the positive finite numbers."""
+    return Range(lambda x: 0 < x < math.inf, want)
+
+
+POSITIVE = Range(lambda n: n > 0, "a positive number")
+NATURAL = at_least(0, "0 or a positive integer")
+SEED = Range(lambda n: 0 <= n < 2**63, "an integer from 0 to 2**63 - 1")
+
+_SHARE = Range(lambda x: x is None or 0 <= x <= 1, "a number from 0 to 1")
+DECAY = Range(lambda x: 0 <= x < 1, "a number in [0, 1) such as 0.9")
+FINITE = Range(lambda x: 0 <= x < math.inf, "a number of at least 0")
+_SECONDS = Range(lambda n: n <= 10**9, "at most 10**9 seconds (30 years)")
+
+OF_TORCHTITAN: dict[str, tuple[Range, ...]] = {
+    **dict.fromkeys(
+        (
+            *("training.seq_len", "training.local_batch_size", "training.steps"),
+            *("training.gc_freq", "checkpoint.interval", "metrics.log_freq"),
+            *("validation.seq_len", "validation.local_batch_size", "validation.freq"),
+        ),
+        (POSITIVE,),
+    ),
+    "validation.steps": (
+        Range(lambda n: n == -1 or n > 0, "a positive integer, or -1 for the whole set"),
+    ),
+    "optimizer.lr": (positive("a positive number such as 0.001"),),
+    "optimizer.beta1": (DECAY,),
+    "optimizer.eps": (positive("a number such as 1e-8"),),
+    "lr_scheduler.total_steps": (Range(lambda n: n is None or n > 0, "a positive integer"),),
+    "lr_scheduler.warmup_steps": (NATURAL,),
+    "lr_scheduler.decay_ratio": (_SHARE,),
+    "lr_scheduler.min_lr_factor": (_SHARE,),
+    "comm.init_timeout_seconds": (POSITIVE, _SECONDS),
+    "comm.train_timeout_seconds": (POSITIVE, _SECONDS),
+    "checkpoint.keep_latest_k": (
+        Range(
+            lambda n: n == 0 or n >= 2,
+            "0 (keep all) or at least 2: the newest may still be in the process of being saved",
+        ),
+    ),
+    "checkpoint.load_step": (at_least(-1, "a step, or -1 for the newest"),),
+}
+"""The ranges of torchtitan's own keys, whose fields are not here to annotate."""
+
+
+def check_ranges(values: dict[str, Any], config_cls: Any) -> None:
+    """Raise for a value out of its key's range.
+
+    Args:
+        values: Values of the right types, by section and key.
+        config_cls: The whole configuration's dataclass.
+    """
+    tsr = values.get("optimizer", {}).get("name") == "TSRAdam"
+    sections: dict[str, Any] = {section.name: section.type for section in fields(config_cls)}
+    for section, table in values.items():
+        types: dict[str, Any] = {option.name: option.type for option in fields(sections[section])}
+        for name, value in table.items():
+            if name.startswith("tsr_") and not tsr:  # unused; sweeps set them for all methods
+                continue
+            key, annotation = f"{section}.{name}", types[name]
+            own = annotation.__metadata__ if get_origin(annotation) is Annotated else ()
+            for allowed in (*own, *OF_TORCHTITAN.get(key, ())):
+                if isinstance(allowed, Range) and not allowed.holds(value):
+                    raise ConfigError(key, value, allowed.want)

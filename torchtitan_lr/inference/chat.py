@@ -1,0 +1,84 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A conversation with a model, in the form in which fine-tuning on chats shows it conversations."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torchtitan_lr.data.pairs import MESSAGES, PairEncoder
+from torchtitan_lr.inference.completion import SEEDS, USUAL_NEW_TOKENS, Settings, complete_batch
+from torchtitan_lr.inference.decode import max_new_tokens
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.llama import LlamaModel
+
+Message = dict[str, str]
+
+_PROBE = "ANSWER"
+
+
+def converse(
+    model: LlamaModel,
+    tokenizer: Any,
+    settings: Settings,
+    ask: Callable[[], str | None],
+    write: Callable[[str], Any],
+) -> list[Message]:
+    """Answer message after message, each in view of those before it.
+
+    Tokens are those of training: the tokenizer's chat template, or the plain form where there is
+    none. An answer ends with EOS or with what the template writes behind answers. What does not
+    fit in the trained window is forgotten, the oldest question and its answer first.
+
+    Args:
+        model: The model, on one device.
+        tokenizer: Its tokenizer.
+        settings: How answers are drawn; answer i has ``seed + i``.
+        ask: Returns the next message, None after the last one.
+        write: Receives the pieces of an answer, and a line break behind it.
+
+    Returns:
+        The messages that the next answer would see.
+
+    Raises:
+        ConfigError: A message alone does not fit in the window, or the template is not usable.
+    """
+    encoder = PairEncoder(tokenizer)
+    settings = _ending_as_trained(encoder, tokenizer, settings)
+    messages: list[Message] = []
+    while (question := ask()) is not None:
+        messages.append({"role": "user", "content": question})
+        ids, limit = _fit(encoder, model.model_args, messages, settings.max_new_tokens)
+        row = ("", ids, limit, settings.seed % SEEDS)
+        (answer,) = complete_batch(model, tokenizer, [row], settings, write)
+        write("\n")
+        messages.append({"role": "assistant", "content": answer.text})
+        settings = replace(settings, seed=settings.seed + 1)
+    return messages
+
+
+def _fit(
+    encoder: PairEncoder, args: LlamaArgs, messages: list[Message], wanted: int | None
+) -> tuple[list[int], int]:
+    """Forget what leaves no room for an answer; return the prompt and the answer's limit."""
+    limit = wanted or USUAL_NEW_TOKENS
+    while True:
+        record = {MESSAGES: [*messages, {"role": "assistant", "content": _PROBE}]}
+        ids, _ = encoder.prompt(json.dumps(record))
+        if len(ids) + limit <= args.max_seq_len:
+            return ids, limit
+        if len(messages) == 1:  # nothing to forget: a shorter answer, or none
+            return ids, min(limit, max_new_tokens(args, len(ids), "message"))
+        del messages[:2]
+
+
+def _ending_as_trained(encoder: PairEncoder, tokenizer: Any, settings: Settings) -> Settings:
+    """Return settings that end an answer at the template's mark, such as ``<|im_end|>``."""
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
+    mark = encoder.template.segments(chat)[-1].text.rpartition(_PROBE)[2].strip()
+    ids = tokenizer.encode(mark, add_bos=False, add_eos=False) if mark else []
+    if not ids:
+        return settings
+    if not tokenizer.decode(ids[:1], skip_special_tokens=True):  # special tokens have no text
+        return replace(settings, stop_ids=[*settings.stop_ids, ids[0]])
+    return replace(settings, stops=[*settings.stops, mark])
