@@ -9,41 +9,38 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Shard
 
 import torchtitan_lr.training.register  # noqa: F401  # the models, as the default module does
+from torchtitan_lr.collectives import Edge, gather_replicated, local
 from torchtitan_lr.formulas.data_parallel import ranked_sides
 from torchtitan_lr.formulas.tensor_parallel import FORMULAS, PlanFormula
 from torchtitan_lr.formulas.traffic import forward
-from torchtitan_lr.models.marks import keep
-from torchtitan_lr.parallel.tensor import plan, plans
-from torchtitan_lr.parallel.tensor.collectives import gather_replicated
-from torchtitan_lr.parallel.tensor.styles import Edge, ShardedMixEdge, local, replicated_norm
+from torchtitan_lr.models.ends import EmbedEdge
+from torchtitan_lr.models.families.lax import MixEdge
+from torchtitan_lr.models.norms import down_products, normalize
+from torchtitan_lr.parallel import plans
 
 
 class GatheredEdge(Edge):
-    def product(self, x, factor):
-        return F.linear(x, gather_replicated(local(factor.weight), self.ranks, 0))
+    def whole(self, factor):
+        return gather_replicated(local(factor.weight), self.ranks, 0)
 
 
 class GatheredDownEdge(GatheredEdge):
     def forward(self, x, linears, norm=None):
-        x = x if norm is None else replicated_norm(x, norm)
-        return [keep(self.product(x, linear.A)) for linear in linears]
+        x = x if norm is None else normalize(x, norm)
+        return down_products(x, [self.whole(linear.A) for linear in linears])
 
 
 class GatheredUpEdge(GatheredEdge):
     def forward(self, latents, linears):
-        return [self.product(x, linear.B) for x, linear in zip(latents, linears, strict=True)]
+        pairs = zip(latents, linears, strict=True)
+        return [F.linear(x, self.whole(linear.B)) for x, linear in pairs]
 
 
-class Gathered(plan.TensorParallelPlan):
-    name = "gathered"
-    factors = Shard(0), Shard(0)
-    shards_heads = False
-
-    def styles(self, args, settings):
-        mix = plan.on_ranks(ShardedMixEdge, False) if args.model_family.carries_latents else None
-        down, up = plan.on_ranks(GatheredDownEdge), plan.on_ranks(GatheredUpEdge)
-        blocks = self.low_rank_blocks(plan.low_rank_edges(down, up, mix))
-        return blocks | plan.model_ends(settings)
+def gathered(args, settings):
+    down, up = plans.on_ranks(GatheredDownEdge), plans.on_ranks(GatheredUpEdge)
+    blocks = plans.low_rank_blocks(args, settings, down, up, plans.on_ranks(MixEdge))
+    embed = plans.on_ranks(EmbedEdge, True)
+    return blocks | plans.model_ends(embed, plans.model_head(settings))
 
 
 class GatheredFormula(PlanFormula):
@@ -57,5 +54,7 @@ class GatheredFormula(PlanFormula):
         return [(rank // t, d_in), (d_out // t, rank)]
 
 
-plans.register_plan(Gathered())
+plans.register_plan(
+    "gathered", plans.Plan(gathered, factors=(Shard(0), Shard(0)), shards_heads=False)
+)
 FORMULAS["gathered"] = GatheredFormula()

@@ -38,12 +38,12 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.parallelize import apply_compile
-from torchtitan_lr.parallel.recompute.low_rank_checkpoint import apply_low_rank_checkpoint
-from torchtitan_lr.parallel.tensor.tensor_parallel import (
+from torchtitan_lr.parallel.plans import (
     TPSettings,
     apply_tensor_parallel,
     resolve_settings,
 )
+from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 
 Row: TypeAlias = dict[str, Any]
 """Measurements of one variant by name; None if not measured."""

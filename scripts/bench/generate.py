@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.oracle.generation import pass_bytes
+from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, in_one_line
 from torchtitan_lr.config.schema import BUILT_IN_PLANS
 from torchtitan_lr.console.tables import text_table
@@ -44,14 +45,9 @@ from torchtitan_lr.inference.sampling import Sampling
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.generation import (
-    ShardedChoice,
-    generation_settings,
-    split_for_generation,
-)
-from torchtitan_lr.parallel.tensor.collectives import Ranks
-from torchtitan_lr.parallel.tensor.plans import PLANS as PLAN_TABLE
-from torchtitan_lr.parallel.tensor.plans import TPSettings
+from torchtitan_lr.parallel.generation import ShardedChoice, generation_settings
+from torchtitan_lr.parallel.plans import PLANS as PLAN_TABLE
+from torchtitan_lr.parallel.plans import TPSettings, apply_tensor_parallel
 from torchtitan_lr.training.device import keep_freed_memory
 
 Row: TypeAlias = dict[str, Any]
@@ -220,7 +216,7 @@ def _build(name: str, options: argparse.Namespace, ranks: int) -> Built:
     if plan is not None:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
         settings = generation_settings(SimpleNamespace(tp_plan=plan), args, ranks, kind)
-        split_for_generation(model, mesh, settings)
+        apply_tensor_parallel(model, mesh, settings)
         extra = {"choice": ShardedChoice(Ranks.of(mesh)), "settings": settings, "mesh": mesh}
     model.to_empty(device=options.device)
     model.init_weights()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchtitan_lr.models.lane_edges import lane_terms
+from torchtitan_lr.models.lanes import lane_terms
 from torchtitan_lr.models.llama import LlamaModel
 
 Mask = Literal["top-k", "random"]

@@ -124,7 +124,7 @@ def draw_volumes(axes: Any) -> None:
     from torchtitan_lr.formulas.tensor_parallel import block_traffic
     from torchtitan_lr.formulas.traffic import count
     from torchtitan_lr.models.flavors import FLAVORS
-    from torchtitan_lr.parallel.tensor.plans import PLANS, TPSettings
+    from torchtitan_lr.parallel.plans import PLANS, TPSettings
 
     names = {
         "megatron": "full rank (megatron)",

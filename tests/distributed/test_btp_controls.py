@@ -6,7 +6,7 @@ import pytest
 from tests.distributed.tp_cases import faulty_parity
 from tests.support.parity_cases import TOLERANCE, Case
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
+from torchtitan_lr.parallel.plans import TPSettings
 
 NOTICED = 1e-3
 """A fault counts as noticed only far above rounding."""

@@ -27,7 +27,7 @@ from tests.support.parity_cases import (
     tp_mesh,
 )
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
+from torchtitan_lr.parallel.plans import TPSettings
 
 MATRIX = [
     case for case in all_cases() if case.settings.plan == "btp" and case.dtype == torch.float64

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.support.parity_cases import tp_mesh
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.parallel.tensor import collectives
-from torchtitan_lr.parallel.tensor.collectives import Ranks
+from torchtitan_lr import collectives
+from torchtitan_lr.collectives import Ranks
 
 SHAPE = (4, 8, 4)
 

@@ -13,15 +13,14 @@ from torch import Tensor
 
 from tests.support.parity_cases import tp_mesh
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.parallel.tensor import collectives
-from torchtitan_lr.parallel.tensor.collectives import Ranks
-from torchtitan_lr.parallel.tensor.grouped_linear import concatenated_linear
-from torchtitan_lr.parallel.tensor.online_norm import OnlineNorm, online_down, sync_norm
-from torchtitan_lr.parallel.tensor.shared_linear import (
+from torchtitan_lr import collectives
+from torchtitan_lr.collectives import Ranks
+from torchtitan_lr.models.linears import (
     SharedInput,
     shared_linear,
     shared_linears,
 )
+from torchtitan_lr.models.norms import Reduction, down_products, online_down, sync_norm
 
 B, S, D, R = 1, 8, 16, 4
 
@@ -32,7 +31,7 @@ def functions(ranks: Ranks) -> dict[str, tuple[Callable[..., Any], list[tuple[in
     table: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
         "copy": (lambda x: collectives.copy_to_ranks(x, ranks), [(B, S, D)]),
         "reduce": (lambda x: collectives.reduce_over_ranks(x, ranks), [(B, S, D)]),
-        "concatenated": (lambda x, *w: concatenated_linear(x, w), [(B, S, D), *pair]),
+        "down": (lambda x, *w: down_products(x, w, Reduction(ranks)), [(B, S, D), *pair]),
         "shared": (lambda x, *w: shared_linear(x, w, SharedInput(ranks)), [(B, S, D), *pair]),
         "shared_tokens": (
             lambda x, *w: shared_linear(x, w, SharedInput(ranks, 1)),
@@ -53,8 +52,8 @@ def functions(ranks: Ranks) -> dict[str, tuple[Callable[..., Any], list[tuple[in
         "ungrouped": {"grouped": False},
         "sequence": {"sequence": True},
     }.items():
-        norm = OnlineNorm(ranks, 2 * D, 0.1, **choice)
-        down = lambda x, g, *w, norm=norm: online_down(x, g, w, norm)  # noqa: E731
+        how = Reduction(ranks, **choice)
+        down = lambda x, g, *w, how=how: online_down(x, g, 2 * D, 0.1, w, how)  # noqa: E731
         table[f"online_{name}"] = (down, [(B, S, D), (D,), *pair])
     return table
 

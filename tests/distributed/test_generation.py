@@ -19,6 +19,7 @@ from tests.oracle.generation import pass_bytes
 from tests.support.parity_cases import tp_mesh
 from tests.support.rank_pool import RankPool
 from tests.unit.tiny import build_tiny, tiny_args, tokens
+from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.hf.generate_ranks import load_on_ranks
 from torchtitan_lr.inference.cache import LayerCache
 from torchtitan_lr.inference.completion import Settings, complete
@@ -26,12 +27,8 @@ from torchtitan_lr.inference.decode import Decoder
 from torchtitan_lr.inference.sampling import Sampling
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.generation import (
-    ShardedChoice,
-    generation_settings,
-    split_for_generation,
-)
-from torchtitan_lr.parallel.tensor.collectives import Ranks
+from torchtitan_lr.parallel.generation import ShardedChoice, generation_settings
+from torchtitan_lr.parallel.plans import apply_tensor_parallel
 
 GREEDY, TOP, NUCLEUS = Sampling(0), Sampling(1.0, top_k=7, top_p=0.9), Sampling(1.3, top_p=0.8)
 FREE = Sampling(1.0)
@@ -104,7 +101,7 @@ def on_rank(cases: list[Spoken], fault: str = "") -> list[tuple[list[list[int]],
         model, mesh = build(case), tp_mesh(case.degree)
         section = SimpleNamespace(tp_plan=case.plan, **case.settings)
         settings = generation_settings(section, model.model_args, case.degree, case.cache)
-        split_for_generation(model, mesh, settings)
+        apply_tensor_parallel(model, mesh, settings)
         seeds, mistake = SEEDS, nullcontext()
         if fault == "seed":
             seeds = tuple(seed + dist.get_rank() for seed in SEEDS)
@@ -174,7 +171,7 @@ def bytes_on_rank(cases: list[Spoken]) -> list[list[tuple[int, int]]]:
         model, mesh = build(case), tp_mesh(case.degree)
         section = SimpleNamespace(tp_plan=case.plan, **case.settings)
         settings = generation_settings(section, model.model_args, case.degree, case.cache)
-        split_for_generation(model, mesh, settings)
+        apply_tensor_parallel(model, mesh, settings)
         prompts = [[1, 2, 3, 4], [5, 6, 7]]
         choice = ShardedChoice(Ranks.of(mesh))
         decoder = Decoder(model, prompts, [3, 3], case.sampling, (0, 1), choice=choice)

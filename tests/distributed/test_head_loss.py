@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The head's loss over vocabulary shards, in chunks, is that of one process."""
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -10,9 +11,8 @@ from tests.distributed.test_btp_parity import worst
 from tests.distributed.tp_cases import fully_shard_blocks
 from tests.support.parity_cases import Case, one_process, parity
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.models import head_loss
-from torchtitan_lr.parallel.tensor import ends
-from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
+from torchtitan_lr.models import ends, head_loss
+from torchtitan_lr.parallel.plans import TPSettings
 
 CASES = {
     "features": Case("cola", TPSettings("btp")),
@@ -29,15 +29,14 @@ def errors_in_chunks(case: Case, shift: bool = True) -> dict[str, float]:
     """
     one_process(case)
     wrappers = (fully_shard_blocks,) if case.degree == 2 and case.lanes == 1 else ()
-    total = ends.vocabulary_part
+    part = head_loss.VocabularyPart
 
-    def alone(ranks: ends.Ranks, rows: int) -> head_loss.VocabularyPart:
-        part = total(ranks, rows)
-        return head_loss.VocabularyPart(part.first, torch.clone, part.add)
+    def alone(first: int, total: object, add: Any) -> head_loss.VocabularyPart:
+        return part(first, torch.clone, add)
 
     with (
         patch.object(head_loss, "chunk_tokens", lambda tokens, dim: 5),
-        patch.object(ends, "vocabulary_part", total if shift else alone),
+        patch.object(ends, "VocabularyPart", part if shift else alone),
     ):
         return parity(case, *wrappers)
 

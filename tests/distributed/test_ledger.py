@@ -25,15 +25,17 @@ from tests.support.parity_cases import (
     tp_mesh,
 )
 from tests.support.rank_pool import RankPool
+from torchtitan_lr.collectives import reduce_over_ranks
 from torchtitan_lr.formulas.data_parallel import DataParallel, data_parallel_traffic
 from torchtitan_lr.formulas.tensor_parallel import model_traffic
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.ledger.comparison import compare, differences
 from torchtitan_lr.ledger.ledger import COUNTS, CommLedger, mesh_dims_of
+from torchtitan_lr.models import linears
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import sum_gradients
-from torchtitan_lr.parallel.recompute.low_rank_checkpoint import apply_low_rank_checkpoint
-from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
+from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 
 N = BATCH * TOKENS
 
@@ -163,15 +165,13 @@ def test_another_formula_is_noticed(measured: dict[Case, Any]) -> None:
 
 def measure_with_one_more_call(case: Case) -> list[dict[str, Any]]:
     """As `measure`, with an all-reduce too many in every down edge."""
-    from torchtitan_lr.parallel.tensor import btp
-    from torchtitan_lr.parallel.tensor.collectives import Ranks
+    original = linears.down_products
 
-    original = btp.reduce_over_ranks
+    def twice(x: torch.Tensor, weights: Any, how: Any) -> list[torch.Tensor]:
+        sums = original(x, weights, how)
+        return [reduce_over_ranks(h, how.ranks) / how.ranks.size for h in sums]
 
-    def twice(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        return original(original(x, ranks) / ranks.size, ranks)
-
-    with patch.object(btp, "reduce_over_ranks", twice):
+    with patch.object(linears, "down_products", twice):
         return measure(case)
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.test_ledger import build, measure, run
 from tests.support.parity_cases import Case, covering
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
+from torchtitan_lr.parallel.plans import TPSettings
 
 BTP = [
     TPSettings("btp", grouping, norm, stat, comm)
@@ -120,13 +120,10 @@ def test_vanilla_repeats_its_collectives(two_ranks: RankPool) -> None:
 
 
 def measure_unmarked(case: Case) -> list[dict[str, Any]]:
-    """As `measure`, when the norm's statistic is not marked."""
-    from torchtitan_lr.parallel.tensor import online_norm
+    """As `measure`, when latents and statistics are not saved."""
+    from torchtitan_lr.models import norms
 
-    def forget(x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    with patch.object(online_norm, "keep", forget):
+    with patch.object(norms, "save", lambda compute: compute()):
         return measure(case, "low_rank")
 
 

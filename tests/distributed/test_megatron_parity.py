@@ -8,7 +8,7 @@ from tests.distributed.test_btp_parity import worst, wrapped_parity
 from tests.distributed.tp_cases import faulty_parity
 from tests.support.parity_cases import TOLERANCE, Case, all_cases, parity
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
+from torchtitan_lr.parallel.plans import TPSettings
 
 MATRIX = [
     case for case in all_cases() if case.settings.plan == "megatron" and case.dtype == torch.float64

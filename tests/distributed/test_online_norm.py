@@ -13,7 +13,7 @@ from tests.reference.rms_norm import DIM as DIM_64
 from tests.reference.rms_norm import EPS
 from tests.support.parity_cases import relative, tp_mesh
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.parallel.tensor.collectives import (
+from torchtitan_lr.collectives import (
     FEATURES,
     TOKENS,
     Ranks,
@@ -23,8 +23,7 @@ from torchtitan_lr.parallel.tensor.collectives import (
     reduce_over_ranks,
     split_replicated,
 )
-from torchtitan_lr.parallel.tensor.ends import scattered_norm
-from torchtitan_lr.parallel.tensor.online_norm import OnlineNorm, online_down, sync_norm
+from torchtitan_lr.models.norms import Reduction, online_down, scattered_norm, sync_norm
 
 BATCH, SEQUENCE, DIM = 2, 4, 16
 RANKS_OF_LATENTS = (3, 5)
@@ -63,10 +62,10 @@ def online(
     x: Tensor, gamma: Tensor, weights: list[Tensor], eps: float, ranks: Ranks, form: Any
 ) -> list[Tensor]:
     """Whole tensors in, whole latents out, through `online_down` on shards."""
-    norm = OnlineNorm(ranks, x.shape[-1], eps, *form)
+    how = Reduction(ranks, *form)
     shards = [shard(weight, ranks) for weight in weights]
-    latents = online_down(shard(x, ranks), shard(gamma, ranks), shards, norm)
-    if norm.sequence:
+    latents = online_down(shard(x, ranks), shard(gamma, ranks), x.shape[-1], eps, shards, how)
+    if how.sequence:
         latents = [gather_replicated(latent, ranks, TOKENS) for latent in latents]
     return latents
 

@@ -12,13 +12,13 @@ from tests.distributed.training import small_trainer
 from tests.oracle.flops import layer_flops
 from tests.support.parity_cases import Case, model_args, shard_model, tp_mesh
 from tests.support.rank_pool import RankPool
+from torchtitan_lr.collectives import wait
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
 from torchtitan_lr.models.configured import llama_args
+from torchtitan_lr.models.linears import SharedInput
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
-from torchtitan_lr.parallel.tensor.collectives import wait
-from torchtitan_lr.parallel.tensor.plan import TPSettings
-from torchtitan_lr.parallel.tensor.shared_linear import SharedInput
+from torchtitan_lr.parallel.plans import TPSettings
 
 TOKENS = 2 * 8
 SHARDED = ["--parallelism.data_parallel_shard_degree=2", "--training.local_batch_size=4"]

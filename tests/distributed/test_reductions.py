@@ -14,12 +14,12 @@ from tests.reference.rms_norm import half_units
 from tests.support.parity_cases import tp_mesh
 from tests.support.rank_pool import RankPool
 from tests.unit.tiny import build_tiny, tokens
+from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.models.lanes import gather_for_lanes, share_channels
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel, synchronize_gradients
-from torchtitan_lr.parallel.tensor.caat import gather_for_lanes, share_over_ranks
-from torchtitan_lr.parallel.tensor.collectives import Ranks
 from torchtitan_lr.titan.base import ParallelDims
 from torchtitan_lr.training.device import bind_device
 from torchtitan_lr.training.gradients import gradient_norm, square_share
@@ -110,7 +110,7 @@ def lane_sums(wide: bool) -> tuple[float, float]:
     generator = torch.Generator().manual_seed(0)
     terms = torch.randn(4, 2, 8, 1, 64, generator=generator).bfloat16()  # a rank's first
     x = torch.zeros(2, 8, 1, 64, dtype=torch.bfloat16, requires_grad=True)
-    share_over_ranks(x, 48, ranks, wide).backward(terms[ranks.rank])
+    share_channels(x, 48, wide, ranks).backward(terms[ranks.rank])
     exact = terms.double().sum(0)
     assert x.grad is not None
     assert torch.equal(x.grad[..., 48:], terms[ranks.rank][..., 48:])

@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_lr.models.lane_edges import lane_sum, spread
-from torchtitan_lr.parallel.tensor import btp, caat, online_norm, shared_linear, styles, vanilla
-from torchtitan_lr.parallel.tensor.collectives import (
+from torchtitan_lr.collectives import (
     FEATURES,
     Ranks,
     copy_to_ranks,
@@ -20,7 +18,11 @@ from torchtitan_lr.parallel.tensor.collectives import (
     own_slice,
     reduce_over_ranks,
 )
-from torchtitan_lr.parallel.tensor.online_norm import OnlineNorm
+from torchtitan_lr.models import lanes, linears, norms
+from torchtitan_lr.models.families import lax
+from torchtitan_lr.models.lanes import lane_sum, spread
+from torchtitan_lr.models.norms import Reduction
+from torchtitan_lr.parallel import vanilla
 
 
 @contextmanager
@@ -35,21 +37,27 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def online_twin(
-    x: Tensor, gamma: Tensor, weights: Sequence[Tensor], norm: OnlineNorm, fault: str
+    x: Tensor,
+    gamma: Tensor,
+    dim: int,
+    eps: float,
+    weights: Sequence[Tensor],
+    how: Reduction,
+    fault: str,
 ) -> list[Tensor]:
     """`online_down` written with g alone and differentiated by autograd, with a fault or none."""
     own = x.square().sum(-1, keepdim=True)
-    total = own if fault == "local" else reduce_over_ranks(own, norm.ranks)
-    width = x.shape[-1] if fault == "local" else norm.dim
+    total = own if fault == "local" else reduce_over_ranks(own, how.ranks)
+    width = x.shape[-1] if fault == "local" else dim
     if fault == "detached":
         total = total.detach()
     scaled = x * gamma
-    rstd = torch.rsqrt(total / width + norm.eps)
+    rstd = torch.rsqrt(total / width + eps)
     if fault == "eps_twice":  # normalized locally with ε, restored without, normalized globally
-        scaled = scaled * torch.rsqrt(own / width + norm.eps) * (own / width).sqrt()
+        scaled = scaled * torch.rsqrt(own / width + eps) * (own / width).sqrt()
     if fault == "local":
         scaled, rstd = scaled * rstd, torch.ones_like(rstd)
-    h = reduce_over_ranks(F.linear(scaled, torch.cat(list(weights))), norm.ranks)
+    h = reduce_over_ranks(F.linear(scaled, torch.cat(list(weights))), how.ranks)
     return list((h * rstd).split([weight.shape[0] for weight in weights], dim=-1))
 
 
@@ -63,11 +71,14 @@ def partial_latents_cross() -> Iterator[None]:
     """LaX carries each rank's term of the latents, taken in front of the all-reduce."""
     terms: dict[int, Tensor] = {}
     alive: list[Tensor] = []  # ids stay unique while their tensors live
-    down, mix = btp.BTPDownEdge.forward, styles.ShardedMixEdge.forward
+    down, mix = linears.DownEdge.forward, lax.MixEdge.forward
+
+    def unsummed(x: Tensor, weights: Sequence[Tensor], how: Reduction) -> list[Tensor]:
+        return [F.linear(x, weight) for weight in weights]
 
     def keep_terms(self: Any, x: Tensor, linears: Any, norm: Any = None) -> list[Tensor]:
         latents = down(self, x, linears, norm)
-        with replaced(btp, "reduce_over_ranks", lambda h, ranks: h):
+        with replaced(linears, "down_products", unsummed):
             own = down(self, x, linears, norm)
         terms.update({id(latent): term for latent, term in zip(latents, own, strict=True)})
         alive.extend(latents)
@@ -77,8 +88,8 @@ def partial_latents_cross() -> Iterator[None]:
         return mix(self, latents, carried and [terms[id(latent)] for latent in carried], linears)
 
     with (
-        replaced(btp.BTPDownEdge, "forward", keep_terms),
-        replaced(styles.ShardedMixEdge, "forward", mix_terms),
+        replaced(linears.DownEdge, "forward", keep_terms),
+        replaced(lax.MixEdge, "forward", mix_terms),
     ):
         yield
 
@@ -89,7 +100,7 @@ def unsummed_copy(module: Any) -> AbstractContextManager[None]:
 
 
 def twin(fault: str) -> AbstractContextManager[None]:
-    return replaced(btp, "online_down", partial(online_twin, fault=fault))
+    return replaced(linears, "online_down", partial(online_twin, fault=fault))
 
 
 def slice_the_sum(out: Tensor, ranks: Ranks, dim: int) -> Tensor:
@@ -107,7 +118,7 @@ def own_gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 @contextmanager
 def own_tokens_statistic_gradient() -> Iterator[None]:
     """Sequence form: dS of the own tokens only."""
-    start, finish = online_norm.start_all_gather, online_norm.finish_all_gather
+    start, finish = norms.start_all_gather, norms.finish_all_gather
 
     def start_others(x: Tensor, ranks: Ranks) -> Tensor:
         return x if x.ndim == 2 else start(x, ranks)
@@ -116,8 +127,8 @@ def own_tokens_statistic_gradient() -> Iterator[None]:
         return (own_gather if x.ndim == 2 else finish)(x, ranks, dim)
 
     with (
-        replaced(online_norm, "start_all_gather", start_others),
-        replaced(online_norm, "finish_all_gather", finish_others),
+        replaced(norms, "start_all_gather", start_others),
+        replaced(norms, "finish_all_gather", finish_others),
     ):
         yield
 
@@ -129,9 +140,9 @@ def reduced_in_front_of_norms() -> Iterator[None]:
     Of the shared channels, by f in front of the column-parallel linears; g has no backward, and
     neither the norms' weights nor the embedding are reduced. Half of the channels are shared.
     """
-    summed = caat.summed_norm
+    summed = norms.normalize
 
-    def share(x: Tensor, shared: int, ranks: Ranks, wide: bool) -> Tensor:
+    def share(x: Tensor, shared: int, wide: bool, ranks: Ranks) -> Tensor:
         return spread(reduce_over_ranks(lane_sum(x, shared), ranks), x)
 
     def norm(x: Tensor, norm: Any, ranks: Ranks) -> Tensor:
@@ -140,9 +151,9 @@ def reduced_in_front_of_norms() -> Iterator[None]:
         return torch.cat((copy_to_ranks(out[..., :shared], ranks), out[..., shared:]), -1)
 
     with (
-        replaced(caat, "share_over_ranks", share),
-        replaced(caat, "summed_norm", norm),
-        unsummed_copy(caat),
+        replaced(lanes, "share_channels", share),
+        replaced(lanes, "normalize", norm),
+        unsummed_copy(norms),
         own_embedding_gradient(),
     ):
         yield
@@ -151,26 +162,26 @@ def reduced_in_front_of_norms() -> Iterator[None]:
 def own_embedding_gradient() -> AbstractContextManager[None]:
     """Each rank's lanes alone move the embedding."""
     return replaced(
-        caat, "gather_for_lanes", lambda x, ranks, wide: gather_replicated(x, ranks, FEATURES)
+        lanes, "gather_for_lanes", lambda x, ranks, wide: gather_replicated(x, ranks, FEATURES)
     )
 
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "nothing": nullcontext,
     "no_fault": lambda: twin(""),
-    "local_statistic": lambda: replaced(btp, "sync_norm", local_norm),
+    "local_statistic": lambda: replaced(linears, "sync_norm", local_norm),
     "local_statistic_online": lambda: twin("local"),
     "detached_statistic": lambda: twin("detached"),
     "eps_twice": lambda: twin("eps_twice"),
     "partial_latents_cross": partial_latents_cross,
     "gradient_of_own_heads": lambda: replaced(
-        shared_linear, "start_all_reduce", lambda gradient, ranks: gradient
+        linears, "start_all_reduce", lambda gradient, ranks: gradient
     ),
-    "own_tokens_gate_gradient": lambda: unsummed_copy(styles),
-    "own_tokens_norm_gradient": lambda: unsummed_copy(styles),
+    "own_tokens_gate_gradient": lambda: unsummed_copy(lax),
+    "own_tokens_norm_gradient": lambda: unsummed_copy(norms),
     "own_tokens_statistic_gradient": own_tokens_statistic_gradient,
     "reduced_in_front_of_norms": reduced_in_front_of_norms,
-    "unsummed_norm_gradient": lambda: unsummed_copy(caat),
+    "unsummed_norm_gradient": lambda: unsummed_copy(norms),
     "own_embedding_gradient": own_embedding_gradient,
     "slice_the_sum": lambda: replaced(vanilla, "scatter_sum", slice_the_sum),
 }

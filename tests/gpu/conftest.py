@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_lr.parallel.tensor.collectives import Ranks
+from torchtitan_lr.collectives import Ranks
 
 CUDA = pytest.param(
     "cuda",

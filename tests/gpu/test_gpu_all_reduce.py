@@ -5,10 +5,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compression.compressor import Compressor, Span
 from torchtitan_lr.compression.fsdp import CompressedAllReduce
 from torchtitan_lr.compression.sizes import CodecSizes, kept_entries
-from torchtitan_lr.parallel.tensor.collectives import Ranks
 
 SIZE = 2**22
 CYCLES = 2**31

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from tests.oracle.activations import kept_bytes
 from tests.unit.tiny import build_tiny, tokens
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.recompute.low_rank_checkpoint import (
+from torchtitan_lr.parallel.recompute import (
     ATTENTION_OPERATORS,
     apply_low_rank_checkpoint,
 )

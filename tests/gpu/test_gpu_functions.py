@@ -17,29 +17,24 @@ import torch
 from torch import Tensor
 
 import torchtitan_lr
-from torchtitan_lr.models import head_loss
-from torchtitan_lr.models.grouped_linear import grouped_linears
-from torchtitan_lr.models.lane_edges import lane_terms, share_channels
-from torchtitan_lr.models.remade import Gated, gated_linear, silu_linear
-from torchtitan_lr.parallel.tensor.caat import gather_for_lanes, share_over_ranks
-from torchtitan_lr.parallel.tensor.collectives import (
-    FEATURES,
-    TOKENS,
-    Ranks,
-    copy_to_ranks,
-    gather_partial,
-    gather_replicated,
-    reduce_over_ranks,
-    scatter_sum,
-    split_replicated,
-)
-from torchtitan_lr.parallel.tensor.ends import scattered_norm
-from torchtitan_lr.parallel.tensor.grouped_linear import concatenated_linear
-from torchtitan_lr.parallel.tensor.online_norm import OnlineNorm, online_down, sync_norm
-from torchtitan_lr.parallel.tensor.shared_linear import (
+from torchtitan_lr import collectives
+from torchtitan_lr.collectives import FEATURES, TOKENS, Ranks
+from torchtitan_lr.models import head_loss, lanes
+from torchtitan_lr.models.lanes import lane_terms, share_channels
+from torchtitan_lr.models.linears import (
+    Gated,
     SharedInput,
+    gated_linear,
     shared_linear,
     shared_linears,
+    silu_linear,
+)
+from torchtitan_lr.models.norms import (
+    Reduction,
+    down_products,
+    online_down,
+    scattered_norm,
+    sync_norm,
 )
 
 B, S, D, R, G = 2, 6, 24, 8, 2
@@ -87,7 +82,7 @@ def one_by_one(x: Tensor, *weights: Tensor) -> list[Tensor]:
 
 
 def down(ranks: Ranks, x: Tensor, gamma: Tensor, *weights: Tensor, **options: bool) -> list[Tensor]:
-    return online_down(x, gamma, weights, OnlineNorm(ranks, D, EPS, **options))
+    return online_down(x, gamma, D, EPS, weights, Reduction(ranks, **options))
 
 
 def in_chunks(size: int, x: Tensor, weight: Tensor) -> Tensor:
@@ -114,22 +109,16 @@ def losses() -> Iterator[Case]:
 
 
 def exchanges() -> Iterator[Case]:
-    stream = ((B, S, D),)
-    for name, whole in {
-        "_CopyToRanks": copy_to_ranks,
-        "_ReduceOverRanks": reduce_over_ranks,
-    }.items():
-        yield Case(name, lambda ranks, x, call=whole: call(x, ranks), torch.clone, stream)
-    along = {
-        "_GatherPartial": gather_partial,
-        "_GatherReplicated": gather_replicated,
-        "_ScatterSum": scatter_sum,
-        "_SplitReplicated": split_replicated,
-    }
-    for name, cut in along.items():
+    # The Functions themselves: a call over one rank would leave them out.
+    for name in ("_CopyToRanks", "_ReduceOverRanks"):
+        whole = getattr(collectives, name)
+        call = lambda ranks, x, whole=whole: whole.apply(x, ranks)  # noqa: E731
+        yield Case(name, call, torch.clone, ((B, S, D),))
+    for name in ("_GatherPartial", "_GatherReplicated", "_ScatterSum", "_SplitReplicated"):
+        cut = getattr(collectives, name)
         for dim in (TOKENS, FEATURES):
-            call = lambda ranks, x, cut=cut, dim=dim: cut(x, ranks, dim)  # noqa: E731
-            yield Case(name, call, torch.clone, stream, f"dim{dim}")
+            call = lambda ranks, x, cut=cut, dim=dim: cut.apply(x, ranks, dim)  # noqa: E731
+            yield Case(name, call, torch.clone, ((B, S, D),), f"dim{dim}")
 
 
 def cases() -> Iterator[Case]:
@@ -152,11 +141,9 @@ def cases() -> Iterator[Case]:
     )
     yield from losses()
     weights = ((R, D), (R, D), (R + 3, D))
-    concatenated = lambda ranks, x, *w: concatenated_linear(x, w)  # noqa: E731
     side_by_side = lambda x, *w: torch.cat(linears(x, *w), -1)  # noqa: E731
-    yield Case("_ConcatenatedLinear", concatenated, side_by_side, ((B, S, D), *weights))
-    grouped = lambda ranks, x, *w: torch.cat(grouped_linears(x, w), -1)  # noqa: E731
-    yield Case("_GroupedLinears", grouped, side_by_side, ((B, S, D), *weights))
+    grouped = lambda ranks, x, *w: torch.cat(down_products(x, w), -1)  # noqa: E731
+    yield Case("_Down", grouped, side_by_side, ((B, S, D), *weights))
     shared = lambda ranks, x, *w: shared_linear(x, w, SharedInput(ranks))  # noqa: E731
     yield Case("_SharedLinear", shared, side_by_side, ((B, S, D), *weights))
     apart = lambda ranks, x, *w: shared_linears(x, w, SharedInput(ranks, separate=True))  # noqa: E731
@@ -185,11 +172,10 @@ def cases() -> Iterator[Case]:
     for wide in (True, False):
         variant = "wide" if wide else "narrow"
         streams = ((B, S, G, D),)
-        share = lambda ranks, x, wide=wide: share_channels(x, SHARED, wide)  # noqa: E731
+        share = lambda ranks, x, wide=wide: share_channels(x, SHARED, wide, ranks)  # noqa: E731
         yield Case("_ShareChannels", share, partial_sum, streams, variant)
-        over = lambda ranks, x, wide=wide: share_over_ranks(x, SHARED, ranks, wide)  # noqa: E731
-        yield Case("_ShareOverRanks", over, partial_sum, streams, variant)
-        gather = lambda ranks, x, wide=wide: gather_for_lanes(x, ranks, wide)  # noqa: E731
+        whole = lanes._GatherForLanes
+        gather = lambda ranks, x, f=whole, wide=wide: f.apply(x, ranks, wide)  # noqa: E731
         yield Case("_GatherForLanes", gather, torch.clone, ((B, S, D),), variant)
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tests.gpu.trainers import IGNORED, micro_batches, trainer_on
+from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.tensor.collectives import Ranks
 from torchtitan_lr.training import trainer as trainer_module
 from torchtitan_lr.training.gradients import gradient_norm
 from torchtitan_lr.training.guard import Verdict

@@ -26,12 +26,12 @@ from torch.optim import adam
 
 from tests.gpu.syncs import no_synchronization
 from tests.gpu.trainers import MICRO_BATCHES, micro_batches, trainer_on
+from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.build import build_optimizers
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.parallel.parallelize import parallelize_llama
-from torchtitan_lr.parallel.tensor.collectives import Ranks
 from torchtitan_lr.training import guard
 from torchtitan_lr.training import trainer as trainer_module
 from torchtitan_lr.training.gradients import gradients_for

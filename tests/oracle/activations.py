@@ -7,7 +7,7 @@ from tests.oracle.flops import FORWARD_AND_BACKWARD, layer_flops
 from tests.oracle.parameters import attention_sides, feed_forward_sides
 from torchtitan_lr.formulas.tensor_parallel import UNSPLIT, PlanFormula, formula_of
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.tensor.plan import TPSettings
+from torchtitan_lr.parallel.plans import TPSettings
 
 
 @dataclass(frozen=True)

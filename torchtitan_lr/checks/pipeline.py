@@ -16,7 +16,24 @@ def check_pipeline(config: Any, world_size: int, device_type: str) -> None:
     section = config.parallelism
     if section.pipeline_parallel_degree == 1:
         return
-    _check_features(config)
+    # Untested with these models, or without meaning.
+    for key, value, want in (
+        (
+            "parallelism.pipeline_parallel_schedule_csv",
+            section.pipeline_parallel_schedule_csv,
+            "'' with a pipeline",
+        ),
+        (
+            "training.enable_cpu_offload",
+            config.training.enable_cpu_offload,
+            "False with a pipeline",
+        ),
+    ):
+        if value:
+            raise ConfigError(key, value, want)
+    if config.comm.mode == "fake_backend":
+        want = "'default' with a pipeline: the one rank of a dry run has no neighbours"
+        raise ConfigError("comm.mode", config.comm.mode, want)
     schedule = section.pipeline_parallel_schedule
     if schedule not in SCHEDULES:
         want = f"one of {', '.join(SCHEDULES)}"
@@ -26,25 +43,8 @@ def check_pipeline(config: Any, world_size: int, device_type: str) -> None:
     _check_microbatches(config, stages)
 
 
-def _check_features(config: Any) -> None:
-    """Refuse torchtitan's features that are untested with these models."""
-    section = config.parallelism
-    refused = (
-        ("parallelism.pipeline_parallel_schedule_csv", section.pipeline_parallel_schedule_csv, ""),
-        ("training.enable_cpu_offload", config.training.enable_cpu_offload, False),
-    )
-    for key, value, allowed in refused:
-        if value:
-            raise ConfigError(key, value, f"{allowed!r} with a pipeline")
-    if config.comm.mode == "fake_backend":
-        want = "'default' with a pipeline: the one rank of a dry run has no neighbours"
-        raise ConfigError("comm.mode", config.comm.mode, want)
-
-
 def _check_split_backward(config: Any) -> None:
     """Refuse features that schedules with a split backward cannot use: it runs each graph twice."""
-    from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
-
     schedule = config.parallelism.pipeline_parallel_schedule
     if not SCHEDULES[schedule][1]:
         return
@@ -55,7 +55,10 @@ def _check_split_backward(config: Any) -> None:
         want = f"'default' or 'never' with the schedule {schedule}, which needs the weights again"
         raise ConfigError("parallelism.fsdp_reshard_after_forward", "always", want)
     section = config.activation_checkpoint
-    MODES[section.mode].check_split_backward(section, schedule)
+    # Torch frees what it saved after the first of two recomputations.
+    if section.mode == "selective" and section.selective_ac_option == "op":
+        want = f"a number of blocks, as text, with the schedule {schedule}: torch repeats once only"
+        raise ConfigError("activation_checkpoint.selective_ac_option", "op", want)
 
 
 def _check_stages(config: Any) -> int:
@@ -66,14 +69,8 @@ def _check_stages(config: Any) -> int:
     args: Any = get_train_spec(config.model.name).model_args[config.model.flavor]
     args.update_from_config(config)
     degree, schedule = section.pipeline_parallel_degree, section.pipeline_parallel_schedule
-    for name in ("first_stage_less_layers", "last_stage_less_layers"):
-        key = f"pipeline_parallel_{name}"
-        if getattr(section, key) < 0:
-            raise ConfigError(f"parallelism.{key}", getattr(section, key), "0 or more")
     per_stage = section.pipeline_parallel_layers_per_stage
     key = "parallelism.pipeline_parallel_layers_per_stage"
-    if per_stage is not None and per_stage < 1:
-        raise ConfigError(key, per_stage, "a positive number")
     per_rank = stages_per_rank(section, args.n_layers)
     several, two = SCHEDULES[schedule]
     fits = per_rank == 2 if two else per_rank >= 2 if several else per_rank == 1

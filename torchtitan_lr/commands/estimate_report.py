@@ -31,8 +31,8 @@ from torchtitan_lr.estimate.work import work_of_run
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.models.configured import model_size
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
-from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, resolve_settings
+from torchtitan_lr.parallel.plans import TPSettings, resolve_settings
+from torchtitan_lr.parallel.recompute import MODES
 from torchtitan_lr.scaling.variants import FULL_RANK, read_modes, shared_mode
 
 GIB = 2**30

@@ -25,9 +25,19 @@ __all__ = [
     "in_backward",
     "next_node_number",
     "running_node_number",
+    "version_of",
 ]
 # checkpoint_wrapper: torchtitan wraps its blocks with it and expects its names and hooks. Its
 # module is private. If it moves, the import fails.
+
+
+def version_of(x: torch.Tensor) -> int:
+    """Return how often a tensor's memory was changed in place; aliases count together.
+
+    Reads ``Tensor._version``. If upstream removes it, low-rank checkpointing fails with an
+    AttributeError.
+    """
+    return int(x._version)
 
 
 def backward_may_repeat() -> bool:

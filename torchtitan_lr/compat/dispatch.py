@@ -13,20 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "ATTENTION_OPERATORS",
     "TorchDispatchMode",
-    "TreeSpec",
     "changes_arguments",
     "lower_as_identity",
     "schema_of",
     "storage_address",
-    "tree_flatten",
     "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
 ]
 
 ATTENTION_OPERATORS = frozenset(
@@ -59,8 +55,8 @@ def schema_of(func: Any) -> tuple[str, list[str]]:
 def changes_arguments(func: Any) -> bool:
     """Return whether an operator writes to an argument; False for a callable without a schema.
 
-    Reads ``OpOverload._schema.is_mutable``. If upstream renames it, low-rank checkpointing no
-    longer detects an in-place change of a kept tensor; this function's test fails first.
+    Reads ``OpOverload._schema.is_mutable``. If upstream renames it, the ledger and the estimate
+    take operators that write for views; this function's test fails first.
     """
     return bool(getattr(getattr(func, "_schema", None), "is_mutable", False))
 
@@ -68,8 +64,8 @@ def changes_arguments(func: Any) -> bool:
 def storage_address(x: Tensor | torch.UntypedStorage) -> int:
     """Return an id of a storage that is unique while it exists; fake ones have no data pointer.
 
-    Reads ``UntypedStorage._cdata``. If upstream removes it, recomputation and rehearsal fail with
-    an AttributeError. An address can be reused after its storage is freed.
+    Reads ``UntypedStorage._cdata``. If upstream removes it, the ledger and the rehearsal fail
+    with an AttributeError. An address can be reused after its storage is freed.
     """
     storage = x.untyped_storage() if isinstance(x, Tensor) else x
     return int(storage._cdata)

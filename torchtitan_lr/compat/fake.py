@@ -5,7 +5,7 @@ The rehearsal runs blocks on tensors without memory, as one rank of a fake proce
 the same classes in its own tests but does not publish them.
 
 Tested with torch 2.11 and 2.13. If a module moves, importing this one or calling
-`fake_process_group` fails; training needs only the type `FakeTensor`.
+`fake_process_group` fails.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from torchtitan_lr.compat.dispatch import TorchDispatchMode
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    "FakeTensor",
     "FakeTensorMode",
     "RehearsalMode",
     "fake_process_group",

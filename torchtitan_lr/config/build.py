@@ -21,11 +21,10 @@ from torchtitan_lr.config.parse import (
 )
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.config.ranges import check_ranges
-from torchtitan_lr.config.schema import AC_MODES, MODELS, TP_PLANS
+from torchtitan_lr.config.schema import AC_MODES, CONFIG_MODULE, MODELS, TP_PLANS
 from torchtitan_lr.config.shipped import find_config
 from torchtitan_lr.errors import ConfigError
 
-CONFIG_MODULE = "torchtitan_lr.config.schema"
 _MODULE_KEY = "job.custom_config_module"
 
 REGISTERED = {
@@ -100,12 +99,12 @@ def _fill(raw: dict[str, Any], overrides: list[Override]) -> Any:
     """Check a table and its overrides, and return the configuration."""
     given = _given(raw, overrides)
     config_cls = config_class(_extension_name(given.get(_MODULE_KEY)))
-    from torchtitan_lr.titan.base import fill_job_config
+    from torchtitan_lr.titan.configuration import fill_job_config
 
     _import_unknown(given)
     values = apply_overrides(check_toml(raw, config_cls), overrides, config_cls)
     check_ranges(values, config_cls)
-    _check_before_merge(values)
+    _check_import(values.get("experimental", {}).get("custom_import"))
     if (folder := values.get("job", {}).get("dump_folder")) is not None:
         if not folder.strip():
             raise ConfigError("job.dump_folder", folder, "a folder such as ./outputs")
@@ -151,10 +150,11 @@ def _extension_name(name: Any) -> str:
 @cache
 def config_class(module: str = CONFIG_MODULE) -> Any:
     """Return torchtitan's JobConfig merged with the sections of a module."""
-    # Imported late: torchtitan imports torch, which takes seconds; a wrong path is reported first.
+    from torchtitan_lr.titan.configuration import merged_job_config
+
+    # Called late: it imports torch, which takes seconds; a wrong path is reported first.
     with collector_off():
-        from torchtitan_lr.titan.base import merged_job_config
-    return merged_job_config(importlib.import_module(module).JobConfig)
+        return merged_job_config(importlib.import_module(module).JobConfig)
 
 
 def _given(raw: dict[str, Any], overrides: list[Override]) -> dict[str, Any]:
@@ -175,19 +175,6 @@ def _import_unknown(given: dict[str, Any]) -> None:
     if unknown and isinstance(module, str) and module:
         _check_import(module)
         importlib.import_module(module)
-
-
-def _check_before_merge(values: dict[str, Any]) -> None:
-    """Raise for values that cause a traceback or only a warning in torchtitan's manager."""
-    model = values.get("model", {})
-    if module := values.get("experimental", {}).get("custom_args_module"):
-        raise ConfigError("experimental.custom_args_module", module, "nothing: leave it out")
-    if path := model.get("tokenizer_path"):
-        raise ConfigError("model.tokenizer_path", path, "nothing: use model.hf_assets_path")
-    if values.get("parallelism", {}).get("context_parallel_load_balancer") == "":
-        key = "parallelism.context_parallel_load_balancer"
-        raise ConfigError(key, "", "a name such as 'headtail'")
-    _check_import(values.get("experimental", {}).get("custom_import"))
 
 
 def _check_import(module: str | None) -> None:

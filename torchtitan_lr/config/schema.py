@@ -12,8 +12,11 @@ from typing import Annotated, Literal
 from torchtitan_lr.config.methods import Caat, GradCompression, LowRank, Optimizer
 from torchtitan_lr.config.ranges import NATURAL, POSITIVE, SEED, at_least
 
+CONFIG_MODULE = "torchtitan_lr.config.schema"
+"""This module; an experiment's may stand in its place as ``job.custom_config_module``."""
+
 BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat")
-"""The plans of this package; ``parallel.tensor.plans`` refuses to load if it defines others."""
+"""The plans of this package, of ``parallel.plans``."""
 
 TP_PLANS = ["auto", *BUILT_IN_PLANS]
 """Values of ``parallelism.tp_plan``; registering a plan adds its name."""
@@ -25,14 +28,14 @@ STEPS_AHEAD = 2
 """Default of ``training.steps_ahead``."""
 
 AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
-"""Values of ``activation_checkpoint.mode``; registering a mode adds its name."""
+"""Values of ``activation_checkpoint.mode``."""
 
 
 @dataclass
 class Job:
     """Additions to torchtitan's ``[job]``."""
 
-    custom_config_module: str = "torchtitan_lr.config.schema"
+    custom_config_module: str = CONFIG_MODULE
     """Module whose JobConfig extends torchtitan's: this one, or an experiment's."""
 
 

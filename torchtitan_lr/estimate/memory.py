@@ -19,11 +19,12 @@ from torchtitan_lr.estimate.schedule import most_in_flight, pipeline_order
 from torchtitan_lr.estimate.traffic import boundaries_of, exchanged_units, repeated_row
 from torchtitan_lr.formulas.memory import core_elements, gathered_bytes, sharded, static_memory
 from torchtitan_lr.formulas.traffic import Traffic
-from torchtitan_lr.parallel.recompute.activation_checkpoint import (
+from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.recompute import (
     MODES,
     apply_activation_checkpoint,
+    wrapping_period,
 )
-from torchtitan_lr.parallel.tensor.plans import TPSettings
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP
 
 ROTARY_BYTES = 8
@@ -67,7 +68,7 @@ def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> 
     section = run.config.activation_checkpoint
     mode = run.checkpointing if mode is None else mode
     if not MODES[mode].eager:
-        least, most, share = MODES[mode].between(section)
+        least, most, share = "full", "none", section.memory_budget
         bounds = rehearse_run(run, least, fused_norm), rehearse_run(run, most, fused_norm)
         block = bounds[0].block + share * (bounds[1].block - bounds[0].block)
         working = max(bound.working for bound in bounds)
@@ -76,7 +77,7 @@ def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> 
     # Alternatives, and runs that differ in their ranks only, often have the same blocks.
     key = repr((workload, replace(section, mode=mode)))
     if key not in _KNOWN:
-        period = MODES[mode].period(section)
+        period = wrapping_period(section, mode)
         _KNOWN[key] = rehearse(workload, checkpointing_of(run, mode), period)
     result = _KNOWN[key]
     if not MODES[mode].recomputes and run.tp == 1 and fused_norm:

@@ -13,7 +13,7 @@ from torchtitan_lr.estimate.kernels import KernelRecorder, Work, norm_in_one_ker
 from torchtitan_lr.estimate.memory import checkpointing_of, workload_of
 from torchtitan_lr.estimate.rehearsal import Prepare, Workload, build_prepared, fake_ranks
 from torchtitan_lr.estimate.run import Run
-from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
+from torchtitan_lr.parallel.recompute import MODES, wrapping_period
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def work_of_run(run: Run, mode: str | None = None, one_kernel_norm: bool = True)
     section = run.config.activation_checkpoint
     mode = run.checkpointing if mode is None else mode
     if not MODES[mode].eager:
-        least, most, share = MODES[mode].between(section)
+        least, most, share = "full", "none", section.memory_budget
         bounds = (work_of_run(run, each, one_kernel_norm) for each in (least, most))
         return next(bounds).towards(next(bounds), share)
     compiled = run.config.compile
@@ -62,7 +62,7 @@ def work_of_run(run: Run, mode: str | None = None, one_kernel_norm: bool = True)
     workload = workload_of(run)
     key = repr((workload, replace(section, mode=mode), fused, one_kernel_norm))
     if key not in _KNOWN:
-        period = MODES[mode].period(section)
+        period = wrapping_period(section, mode)
         prepare = checkpointing_of(run, mode)
         _KNOWN[key] = rehearse_work(workload, fused, prepare, period, one_kernel_norm)
     return _KNOWN[key]

@@ -19,7 +19,7 @@ from torchtitan_lr.formulas.traffic import Traffic, merge
 
 if TYPE_CHECKING:
     from torchtitan_lr.models.args import LlamaArgs
-    from torchtitan_lr.parallel.tensor.plan import TPSettings
+    from torchtitan_lr.parallel.plans import TPSettings
 
 
 @dataclass(frozen=True)

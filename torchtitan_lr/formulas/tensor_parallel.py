@@ -7,7 +7,7 @@ factor of two for backward holds for BTP and full rank; vanilla's backward diffe
 which linears share the all-reduce of their input's gradient. Here stands every call of every plan
 in both passes.
 
-The formulas are independent of the plans that run (`parallel.tensor`): they state on paper what a
+The formulas are independent of the plans that run (`parallel.plans`): they state on paper what a
 plan should send, so that a measured step can disagree. Both sides are joined by the plan's name.
 
 n is the number of tokens b·s in a micro-batch on one rank.
@@ -23,7 +23,7 @@ from torchtitan_lr.formulas.traffic import Traffic, backward, forward, merge
 
 if TYPE_CHECKING:
     from torchtitan_lr.models.args import LlamaArgs
-    from torchtitan_lr.parallel.tensor.plan import TPSettings
+    from torchtitan_lr.parallel.plans import TPSettings
 
 COLUMN_MULTIPLE = 8
 """A payload with the norm's statistic as a column is padded to a multiple of this width."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.config.build import config_class
 from torchtitan_lr.config.parse import apply_overrides, split_arguments
 from torchtitan_lr.errors import ConfigError
@@ -19,13 +20,8 @@ from torchtitan_lr.hf.ranks import open_on_ranks
 from torchtitan_lr.inference.decode import Choice, whole_vocabulary
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.generation import (
-    ShardedChoice,
-    generation_settings,
-    split_for_generation,
-)
-from torchtitan_lr.parallel.tensor.collectives import Ranks
-from torchtitan_lr.parallel.tensor.plan import TPSettings
+from torchtitan_lr.parallel.generation import ShardedChoice, generation_settings
+from torchtitan_lr.parallel.plans import TPSettings, apply_tensor_parallel
 from torchtitan_lr.training.device import keep_freed_memory
 
 DEGREE = "parallelism.tensor_parallel_degree"
@@ -140,7 +136,7 @@ def _load_part(
     with torch.device("meta"):
         model = LlamaModel(args)
     model.to(stored.dtype)
-    split_for_generation(model, mesh, settings)
+    apply_tensor_parallel(model, mesh, settings)
     model.to_empty(device=mesh.device_type)
     stored.fill([model])
     return model.eval()

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lr.models.layers import LowRankLinear
+from torchtitan_lr.models.linears import LowRankLinear
 
 KINDS = ("full", "latent")
 """Values of ``--cache``."""

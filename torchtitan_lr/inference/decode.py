@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.inference.cache import KINDS, KeyValueCache
 from torchtitan_lr.inference.sampling import Sampling, draws
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.layers import HeadEdge
+from torchtitan_lr.models.ends import HeadEdge
 from torchtitan_lr.models.llama import LlamaModel
 
 Choice: TypeAlias = Callable[[Sampling, Tensor, Tensor], Tensor]
@@ -158,7 +158,7 @@ def compile_blocks(model: LlamaModel, backend: str | Callable[..., Any] = "induc
     for block in model.layers.values():
         block.compile(backend=backend, fullgraph=True)
     output = model.output
-    if output is not None and isinstance(output.head, HeadEdge):
+    if output is not None and cast(HeadEdge, output.head).mesh is None:
         output.compile(backend=backend, fullgraph=True)
 
 

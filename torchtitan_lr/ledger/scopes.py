@@ -22,7 +22,6 @@ from torchtitan_lr.compat.autograd import (
 )
 from torchtitan_lr.compat.dispatch import tree_leaves
 from torchtitan_lr.compat.fsdp import wrap_unit_calls
-from torchtitan_lr.parallel.recompute.tape import is_recomputing
 
 STEP = "step"
 """Scope of all calls outside the model and its loss: clipping, the optimizer, logging."""
@@ -73,8 +72,8 @@ class ScopeTracker:
     def here(self) -> tuple[str, str, bool]:
         """Return scope, pass (forward, backward, optimizer), and whether it is a recomputation."""
         if in_backward():
-            repeats = self._recomputing > 0 or is_recomputing()
-            return self._owner or self._backward_scope(), "backward", repeats
+            scope = self._owner or self._backward_scope()
+            return scope, "backward", self._recomputing > 0
         if self._owner or self._stack:
             return self._owner or self._stack[-1], "forward", False
         return (LOSS, "forward", False) if self._in_loss else (STEP, "optimizer", False)

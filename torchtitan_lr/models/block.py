@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.cache import AttentionCache
-from torchtitan_lr.models.lane_edges import dense_edges, low_rank_edges
-from torchtitan_lr.models.layers import low_rank_group
-from torchtitan_lr.models.remade import Gated, remakes
+from torchtitan_lr.models.lanes import dense_edges, low_rank_edges
+from torchtitan_lr.models.linears import Gated, can_recompute_input, low_rank_group
 from torchtitan_lr.models.rope import apply_rope
 
 Latents: TypeAlias = tuple[Tensor, ...]
@@ -183,7 +182,7 @@ class FeedForward(nn.Module):
             x, gate_up, *edges, self.silu_gate_up, norm, self.mix, previous
         )
         gated = Gated(hidden[0], hidden[1], self.outer_silu)
-        lazy = getattr(self.down_down, "takes_gated", False) and remakes(gated.gate)
+        lazy = getattr(self.down_down, "takes_gated", False) and can_recompute_input(gated.gate)
         hidden_units = gated if lazy else gated.product()
         edges = self.down_down, self.up_down
         (out,), latents_down = low_rank_group(
@@ -218,7 +217,7 @@ class TransformerBlock(nn.Module):
         """Run the block.
 
         Args:
-            x: Residual stream (b, s, d); with lanes at full rank (b, s, G, d), see `lane_edges`.
+            x: Residual stream (b, s, d); with lanes at full rank (b, s, G, d), see `lanes`.
             table: Rotary table, see `apply_rope`.
             carried: The previous block's seven latents, or None in the first block and in
                 families without them.

@@ -17,7 +17,7 @@ class AttentionCache(Protocol):
         """Return the edge that applies B to the latents of q, k and v.
 
         Args:
-            up: The block's own edge, such as `models.layers.UpEdge`.
+            up: The block's own edge, such as `models.linears.UpEdge`.
 
         Returns:
             ``up``, or an edge that leaves the last latent as it is.

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lr.compat.dtensor import local_slice
 from torchtitan_lr.compat.names import clean_name
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.layers import LowRankLinear
+from torchtitan_lr.models.linears import LowRankLinear
 
 DENSE_STD = 0.02
 """Embedding, head and full-rank linears: N(0, 0.02²), LLaMA's ``initializer_range``. CoLA

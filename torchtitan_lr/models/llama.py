@@ -11,9 +11,9 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.block import Latents, TransformerBlock
 from torchtitan_lr.models.cache import ModelCache
 from torchtitan_lr.models.documents import document_mask, document_positions
+from torchtitan_lr.models.ends import OutputProjection, TokenEmbedding
 from torchtitan_lr.models.initialization import init_parameters
-from torchtitan_lr.models.lane_edges import end_edges
-from torchtitan_lr.models.layers import OutputProjection, TokenEmbedding
+from torchtitan_lr.models.lanes import end_edges
 from torchtitan_lr.models.rope import build_freqs_cis
 from torchtitan_lr.titan.base import ModelProtocol
 

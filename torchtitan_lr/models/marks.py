@@ -1,19 +1,27 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Marking the tensors that low-rank activation checkpointing keeps.
+"""Results that low-rank activation checkpointing saves.
 
-The model and the edges of the parallel plans call `keep` on what must not be computed twice: the
-r-wide latents, and what a collective brought. Without low-rank checkpointing a mark is nothing.
+The edges of the model compute by `save` what backward must not compute twice: the r-wide latents,
+with the collective behind them, and the norms' statistics. Without low-rank checkpointing `save`
+only calls its argument.
+
+Torch's selective checkpointing saves the results of chosen operators. Outside of compiled code it
+repeats whatever leads to them: the product in front of a saved all-reduce would run again for
+nothing, or its result would have to be saved too. It also frees them after the first recomputation,
+and a split backward needs two. A `Tape` therefore saves the results of whole computations.
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from torchtitan_lr.compat.dispatch import lower_as_identity
+from torchtitan_lr.compat.autograd import version_of
+from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS, TorchDispatchMode, lower_as_identity
+
+T = TypeVar("T", bound=tuple[Any, ...])
 
 _library = torch.library.Library("torchtitan_lr", "FRAGMENT")
 _library.define("keep(Tensor x) -> Tensor")
@@ -21,26 +29,26 @@ _library.impl("keep", lambda x: x.clone(), "CompositeExplicitAutograd")
 torch.library.register_autograd("torchtitan_lr::keep", lambda ctx, gradient: gradient, lib=_library)
 
 _marks_in_graphs = False
-_listener = threading.local()
+_thread = threading.local()
 
 
-def keep(x: Tensor) -> Tensor:
-    """Mark a tensor as one to keep for backward when the rest is recomputed.
+def save(compute: Callable[[], T]) -> T:
+    """Compute tensors that backward takes from forward when it recomputes the rest.
+
+    Call it where autograd records nothing: in the forward of an autograd Function.
 
     Args:
-        x: Any tensor that an operator of this block made; its whole storage is kept.
+        compute: Returns a tuple of tensors. Its other effects happen in forward only.
 
     Returns:
-        The same tensor. In a compiled graph, the same values behind an operator
-        ``torchtitan_lr::keep``, which costs nothing: use this one from here on, and save this one.
+        The tensors. In a compiled graph they are behind an operator ``torchtitan_lr::keep``, which
+        costs nothing: there the compiler drops what only leads to saved tensors.
     """
     if torch.compiler.is_compiling():
-        marked: Tensor = torch.ops.torchtitan_lr.keep(x) if _marks_in_graphs else x
-        return marked
-    listener = getattr(_listener, "callback", None)
-    if listener is not None:
-        listener(x)
-    return x
+        made = compute()
+        return tuple(torch.ops.torchtitan_lr.keep(x) for x in made) if _marks_in_graphs else made  # type: ignore[return-value]
+    tape: Tape | None = getattr(_thread, "tape", None)
+    return compute() if tape is None else tape.take(compute)
 
 
 def mark_in_graphs() -> None:
@@ -50,12 +58,72 @@ def mark_in_graphs() -> None:
     lower_as_identity(torch.ops.torchtitan_lr.keep.default)
 
 
-@contextmanager
-def listen(callback: Callable[[Tensor], Any]) -> Iterator[None]:
-    """Call ``callback`` with every tensor that this thread marks, outside of compiled code."""
-    previous = getattr(_listener, "callback", None)
-    _listener.callback = callback
-    try:
-        yield
-    finally:
-        _listener.callback = previous
+class Tape:
+    """What one forward pass of a block saved, in order.
+
+    Args:
+        attention: Whether the results of fused attention are saved too.
+    """
+
+    def __init__(self, attention: bool) -> None:
+        self.attention = _SavedAttention() if attention else None
+        self.results: list[tuple[tuple[Any, ...], list[int]]] = []
+        self.place: int | None = None
+
+    def take(self, compute: Callable[[], T]) -> T:
+        """Compute and save, in forward; return the saved tensors, in a recomputation.
+
+        Raises:
+            RuntimeError: A saved tensor was changed in place since.
+        """
+        if self.place is None:
+            made = compute()
+            self.results.append((_aliases(made), _versions(made)))
+            return made
+        saved, versions = self.results[self.place]
+        if _versions(saved) != versions:
+            raise RuntimeError("a tensor that low-rank checkpointing saves was changed in place")
+        self.place += 1
+        return _aliases(saved)  # type: ignore[return-value]
+
+    def contexts(self) -> tuple["_Running", "_Running"]:
+        """Return the contexts of the forward pass and of each recomputation."""
+        return _Running(self, None), _Running(self, 0)
+
+
+class _Running:
+    """A context in which `save` uses a tape; torch enters the one of recomputations repeatedly."""
+
+    def __init__(self, tape: Tape, place: int | None) -> None:
+        self.tape, self.place = tape, place
+
+    def __enter__(self) -> None:
+        self.outer = getattr(_thread, "tape", None)
+        self.tape.place, _thread.tape = self.place, self.tape
+        if self.tape.attention is not None:
+            self.tape.attention.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.tape.attention is not None:
+            self.tape.attention.__exit__(*error)
+        _thread.tape = self.outer
+
+
+class _SavedAttention(TorchDispatchMode):
+    """Saves attention's output and log-sum-exp: the operator has an autograd formula of its own."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in ATTENTION_OPERATORS:
+            return save(lambda: func(*args, **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def _aliases(made: tuple[Any, ...]) -> tuple[Any, ...]:
+    # Autograd writes into the tensors that a Function returns; the memory is the same.
+    return tuple(x.detach() if isinstance(x, Tensor) else x for x in made)
+
+
+def _versions(made: tuple[Any, ...]) -> list[int]:
+    return [version_of(x) for x in made if isinstance(x, Tensor)]

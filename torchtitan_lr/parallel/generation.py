@@ -10,23 +10,18 @@ candidates only: one per row for greedy tokens, k for top-k. Every rank then dra
 numbers with the same seed, so that all of them read the same token next.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
+from torchtitan_lr.collectives import FEATURES, Ranks, all_gather, local
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.inference.decode import check_cache
 from torchtitan_lr.inference.sampling import Sampling
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.tensor.collectives import FEATURES, Ranks, all_gather
-from torchtitan_lr.parallel.tensor.plans import PLANS, TPSettings
-from torchtitan_lr.parallel.tensor.styles import local
-from torchtitan_lr.parallel.tensor.tensor_parallel import apply_tensor_parallel, resolve_settings
-
-_NOT_KEYS = ("loss_parallel", "wide_sums")
+from torchtitan_lr.parallel.plans import PLANS, TPSettings, resolve_settings
 
 
 def generation_settings(section: Any, args: LlamaArgs, degree: int, cache: str) -> TPSettings:
@@ -40,36 +35,23 @@ def generation_settings(section: Any, args: LlamaArgs, degree: int, cache: str) 
         cache: Kind of the cache, ``full`` or ``latent``.
 
     Returns:
-        Settings for `split_for_generation`. Sums are all-reduced: ranks cannot share one token.
+        Settings for `apply_tensor_parallel`. Sums are all-reduced: ranks cannot share one token.
 
     Raises:
         ConfigError: As `resolve_settings`, or the plan's ranks do not hold whole latents.
     """
-    keys = [field.name for field in fields(TPSettings) if field.name not in _NOT_KEYS]
-    given = {key: getattr(section, f"tp_{key}") for key in keys if hasattr(section, f"tp_{key}")}
-    settings = resolve_settings(TPSettings(**given), args, degree)
+    settings = resolve_settings(TPSettings.read(section), args, degree)
     check_cache(args, cache)
     if cache == "latent" and degree > 1 and PLANS[settings.plan].shards_latents:
         whole = [
-            plan.name
-            for plan in PLANS.values()
+            name
+            for name, plan in PLANS.items()
             if plan.low_rank and plan.lanes == (args.lanes > 1) and not plan.shards_latents
         ]
         want = f"'full' under the plan {settings.plan}, whose ranks hold parts of the latents, "
         want += f"or the plan {' or '.join(whole)}"
         raise ConfigError("--cache", cache, want)
     return replace(settings, comm="all_reduce")
-
-
-def split_for_generation(model: nn.Module, mesh: DeviceMesh, settings: TPSettings) -> None:
-    """Split a model over the ranks of a mesh, in place.
-
-    Args:
-        model: A `LlamaModel` on the meta device, or with the same weights on every rank.
-        mesh: The one-dimensional mesh of the tensor-parallel ranks.
-        settings: Result of `generation_settings`.
-    """
-    apply_tensor_parallel(model, mesh, settings)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,8 @@ from torch import nn
 from torchtitan_lr.compat.compiler import remake_inputs_of_products
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel
-from torchtitan_lr.parallel.recompute.activation_checkpoint import (
-    apply_activation_checkpoint,
-    compiles_model,
-)
-from torchtitan_lr.parallel.tensor.tensor_parallel import apply_tensor_parallel, tp_settings
+from torchtitan_lr.parallel.plans import apply_tensor_parallel, tp_settings
+from torchtitan_lr.parallel.recompute import apply_activation_checkpoint, compiles_model
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, ParallelDims
 

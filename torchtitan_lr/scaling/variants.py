@@ -55,7 +55,7 @@ def derive(config: str, plan: str, overrides: Sequence[str] = ()) -> list[str]:
         return [*_FULL_RANK, *_ONE_LANE]
     # Late: both import torch, and --help does not wait.
     from torchtitan_lr.models.families.registry import find_family
-    from torchtitan_lr.parallel.tensor import plans
+    from torchtitan_lr.parallel import plans
 
     changes = [f"--parallelism.tp_plan={plan}", *_ONE_LANE]
     family = find_family(given.model.name)
@@ -90,10 +90,10 @@ def read_plans(text: str, config: str | None, overrides: Sequence[str] = ()) -> 
 def _known_plans(config: str, overrides: Sequence[str]) -> tuple[str, ...]:
     given = build_job_config([f"--job.config_file={config}", *overrides])
     importlib.import_module(given.experimental.custom_import)
-    from torchtitan_lr.parallel.tensor import plans
+    from torchtitan_lr.parallel import plans
 
     # Models with lanes have one plan each, and full rank has its own.
-    names = [plan.name for plan in plans.PLANS.values() if plan.low_rank and not plan.lanes]
+    names = [n for n, plan in plans.PLANS.items() if plan.low_rank and not plan.lanes]
     return (*PLANS, *(name for name in names if name not in PLANS))
 
 
@@ -108,7 +108,7 @@ def shared_mode(mode: str, plans: Collection[str]) -> str:
         mode: The configured mode.
         plans: The compared plans, out of `PLANS`.
     """
-    from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
+    from torchtitan_lr.parallel.recompute import MODES
 
     return "full" if MODES[mode].low_rank and FULL_RANK in plans else mode
 
@@ -123,7 +123,7 @@ def read_modes(text: str, columns: Collection[str]) -> dict[str, str]:
     Raises:
         ConfigError: A column or mode does not exist.
     """
-    from torchtitan_lr.parallel.recompute.activation_checkpoint import MODES
+    from torchtitan_lr.parallel.recompute import MODES
 
     modes: dict[str, str] = {}
     for item in filter(None, text.split(",")):

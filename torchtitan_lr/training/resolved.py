@@ -11,7 +11,7 @@ from torch import nn
 
 from torchtitan_lr.console.log import console
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.tensor.tensor_parallel import tp_settings
+from torchtitan_lr.parallel.plans import tp_settings
 from torchtitan_lr.titan.base import JobConfig, ParallelDims, drop_marker
 
 _PACKAGES = ("torchtitan_lr", "torchtitan", "torch")

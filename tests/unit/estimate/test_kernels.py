@@ -18,8 +18,7 @@ from torchtitan_lr.estimate.step_time import (
 )
 from torchtitan_lr.estimate.work import rehearse_work
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.tensor.plans import TPSettings
-from torchtitan_lr.parallel.tensor.tensor_parallel import resolve_settings
+from torchtitan_lr.parallel.plans import TPSettings, resolve_settings
 
 SHAPE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 96}
 MACHINE = Hardware("test", 100.0, 0.5, 80.0, 4, 90.0, 10.0, 10.0)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.oracle.activations import kept_bytes
-from tests.unit.parallel.recompute.test_activations import Allocations
+from tests.unit.parallel.test_low_rank_checkpoint import Allocations
 from tests.unit.tiny import build_tiny, tiny_args
 from torchtitan_lr.estimate.rehearsal import Workload, rehearse
-from torchtitan_lr.parallel.recompute.activation_checkpoint import apply_activation_checkpoint
-from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings
+from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.recompute import apply_activation_checkpoint
 from torchtitan_lr.titan.base import ActivationCheckpoint
 
 BATCH, SEQ, LAYERS = 2, 16, 4

@@ -12,7 +12,7 @@ from torchtitan_lr.formulas.tensor_parallel import (
 from torchtitan_lr.formulas.traffic import count
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.tensor.plans import TPSettings
+from torchtitan_lr.parallel.plans import TPSettings
 
 BS, D, F, R, D_KV = 24, 64, 160, 16, 32
 

@@ -8,7 +8,7 @@ from tests.unit.tiny import FAMILIES, build_tiny
 from torchtitan_lr.data.documents import DocumentBorders
 from torchtitan_lr.models.documents import document_mask, document_positions
 from torchtitan_lr.models.loss import cross_entropy_sum
-from torchtitan_lr.parallel.recompute.low_rank_checkpoint import apply_low_rank_checkpoint
+from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 from torchtitan_lr.titan import IGNORE_INDEX
 
 BOS, EOS = 0, 1

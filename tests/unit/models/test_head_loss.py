@@ -12,7 +12,7 @@ from torchtitan_lr.compat.fake import FakeTensorMode
 from torchtitan_lr.estimate.rehearsal import LivingStorages
 from torchtitan_lr.models import head_loss
 from torchtitan_lr.models.head_loss import linear_loss
-from torchtitan_lr.models.lane_edges import lane_linear
+from torchtitan_lr.models.lanes import lane_linear
 from torchtitan_lr.models.loss import HeadLoss, cross_entropy_sum, loss_arguments
 from torchtitan_lr.titan import IGNORE_INDEX
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.unit.tiny import tiny_args
-from torchtitan_lr.models.lane_edges import share_channels
+from torchtitan_lr.models.lanes import share_channels
 
 
 def test_shared_channels_are_cut_not_rounded() -> None:

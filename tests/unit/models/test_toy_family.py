@@ -15,7 +15,7 @@ from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.hf.export import check_hf_exportable
 from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.models.layers import low_rank_group
+from torchtitan_lr.models.linears import low_rank_group
 from torchtitan_lr.titan.specs import registered_specs
 from torchtitan_lr.training.fingerprint import model_fingerprint
 

@@ -3,7 +3,7 @@
 
     y = B σ(A x),    σ = SiLU,    A (r, d_in),  B (d_out, r)        (Eq. 3)
 
-`models.layers.low_rank_group` applies it. Where σ acts is a setting, ``low_rank.activation``
+`models.linears.low_rank_group` applies it. Where σ acts is a setting, ``low_rank.activation``
 (Table 10), read from `LlamaArgs.latent_silu` and `LlamaArgs.outer_silu`.
 """
 

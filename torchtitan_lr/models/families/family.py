@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.layers import LowRankLinear
+from torchtitan_lr.models.linears import LowRankLinear
 
 if TYPE_CHECKING:
     from torchtitan_lr.models.args import LlamaArgs
@@ -74,7 +74,7 @@ class ModelFamily:
         return LowRankLinear(d_in, d_out, rank)
 
     def build_mix(self) -> nn.Module | None:
-        """Build the edge between A and σ, see `models.layers.low_rank_group`; None without one.
+        """Build the edge between A and σ, see `models.linears.low_rank_group`; None without one.
 
         Plans may hold a latent in shards along r. Without carried latents the edge must therefore
         act on each element by itself.

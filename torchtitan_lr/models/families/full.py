@@ -3,8 +3,8 @@
 
     y = W x
 
-`models.layers.DenseEdge` applies W to a group of linears; with CAAT-Net's lanes the edges of
-`models.lane_edges` do.
+`models.linears.ColumnEdge` applies W to a group of linears; with CAAT-Net's lanes the edges of
+`models.lanes` do.
 """
 
 from typing import TYPE_CHECKING, Any

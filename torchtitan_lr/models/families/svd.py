@@ -3,7 +3,7 @@
 
     y = B A x,    A (r, d_in),  B (d_out, r)
 
-`models.layers.low_rank_group` applies it, with no σ in the bottleneck. B A is a matrix, so that a
+`models.linears.low_rank_group` applies it, with no σ in the bottleneck. B A is a matrix, so that a
 trained model merges into a full-rank LLaMA. The way back is not unique.
 """
 

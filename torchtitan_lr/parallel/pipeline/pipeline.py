@@ -21,10 +21,9 @@ from torch.distributed.pipelining.schedules import (
 from torchtitan_lr.compat.pipelining import PipelineSchedule, forward_only
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.loss import HeadLoss
-from torchtitan_lr.parallel.pipeline.boundaries import Boundary, stage_boundary
 from torchtitan_lr.parallel.pipeline.stage_split import layers_before_boundaries
 from torchtitan_lr.parallel.pipeline.stages import build_stage, pack_messages
-from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, tp_settings
+from torchtitan_lr.parallel.plans import Boundary, TPSettings, stage_boundary, tp_settings
 from torchtitan_lr.titan.base import (
     TORCH_DTYPE_MAP,
     BaseModelArgs,

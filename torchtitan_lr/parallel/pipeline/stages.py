@@ -5,6 +5,9 @@ By default torch runs the model once to infer the shapes at a boundary, which wo
 tensor-parallel collectives, FSDP and compilation before the first step. Here the shapes follow from
 the plan. LaX's stream and latents are sent as one tensor: eight small messages would each cost a
 latency.
+
+Sends and receives run outside the model, where no forward hook or autograd node identifies them.
+The stage therefore marks the tensor of each message with an attribute, which the ledger reads.
 """
 
 from collections.abc import Sequence
@@ -13,8 +16,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchtitan_lr.compat.dispatch import tree_leaves
 from torchtitan_lr.compat.pipelining import SPLITS_BACKWARD, PipelineStage
-from torchtitan_lr.parallel.pipeline.boundaries import Boundary, mark
+from torchtitan_lr.parallel.plans import Boundary
+
+_MARK = "_pipeline_boundary"
+
+
+def mark(operations: list[Any], boundary: int, pass_: str) -> list[Any]:
+    """Mark the tensors of point-to-point operations and return the operations.
+
+    Args:
+        operations: ``torch.distributed.P2POp``.
+        boundary: Boundary i lies between the stages i and i + 1.
+        pass_: ``forward`` or ``backward``.
+    """
+    for operation in operations:
+        setattr(operation.tensor, _MARK, (f"boundary {boundary}", pass_))
+    return operations
+
+
+def boundary_of(arguments: Any) -> tuple[str, str] | None:
+    """Return scope and pass of a marked tensor among an operator's arguments, or None."""
+    for leaf in tree_leaves(arguments):
+        if isinstance(leaf, Tensor) and hasattr(leaf, _MARK):
+            found: tuple[str, str] = getattr(leaf, _MARK)
+            return found
+    return None
 
 
 class Stage(PipelineStage):

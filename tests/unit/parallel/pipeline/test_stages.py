@@ -9,11 +9,10 @@ from torch.distributed.pipelining import ScheduleZBVZeroBubble
 
 from tests.unit.tiny import build_tiny, tokens
 from torchtitan_lr.compat.pipelining import SPLITS_BACKWARD
-from torchtitan_lr.models.remade import silu_linear
+from torchtitan_lr.models.linears import silu_linear
 from torchtitan_lr.parallel.pipeline import stages
-from torchtitan_lr.parallel.pipeline.boundaries import Boundary, stage_boundary
 from torchtitan_lr.parallel.pipeline.stages import Stage, pack, pack_messages, unpack
-from torchtitan_lr.parallel.tensor.plans import TPSettings
+from torchtitan_lr.parallel.plans import Boundary, TPSettings, stage_boundary
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
 import torch
-import torch.nn.functional as F
 
 from torchtitan_lr.models.families.lax import MixEdge
-from torchtitan_lr.models.layers import (
-    LowRankLinear,
-    activate,
-)
+from torchtitan_lr.models.linears import LowRankLinear
 
 
 @pytest.fixture(autouse=True)
@@ -27,10 +23,3 @@ def test_mix_adds_the_carried_latents():
     torch.testing.assert_close(mixed[1], h[1] - 0.5 * c[1])
     unmixed = MixEdge()(list(h), None, [plain, gated])
     assert torch.equal(torch.stack(unmixed), h)
-
-
-def test_activation_by_projection():
-    h = torch.randn(2, 3, 4)
-    first, second = activate(list(h), [True, False])
-    assert torch.equal(first, F.silu(h[0]))
-    assert torch.equal(second, h[1])

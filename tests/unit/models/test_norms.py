@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.reference import rms_norm
-from torchtitan_lr.parallel.tensor.online_norm import (
+from torchtitan_lr.models.norms import (
     sum_of_squares,
 )
 

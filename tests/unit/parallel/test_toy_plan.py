@@ -13,7 +13,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.estimate.traffic import step_traffic
 from torchtitan_lr.formulas.tensor_parallel import FORMULAS, model_traffic
-from torchtitan_lr.parallel.tensor.plans import PLANS
+from torchtitan_lr.parallel.plans import PLANS
 
 DEBUG = "train_configs/debug_cola.toml"
 NAMED = "--parallelism.tp_plan=gathered"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.unit.tiny import build_tiny, tiny_args, tokens
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.lane_edges import share_channels
+from torchtitan_lr.models.lanes import share_channels
 from torchtitan_lr.models.llama import LlamaModel
 
 WIDE = torch.float64

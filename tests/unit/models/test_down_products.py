@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_lr.models.grouped_linear import grouped_linears
+from torchtitan_lr.models.norms import down_products
 
 SHAPES = ((2, 5, 12), (4, 12), (4, 12), (3, 12))
 """Of an input and its group's weights."""
 
 
 def joined(x: Tensor, *weights: Tensor) -> Tensor:
-    return torch.cat(grouped_linears(x, weights), -1)
+    return torch.cat(down_products(x, weights), -1)
 
 
 def plain(x: Tensor, *weights: Tensor) -> Tensor:

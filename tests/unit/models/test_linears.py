@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from scripts.bench.peers import Runner, Workload
-from torchtitan_lr.models.remade import Gated, gated_linear, silu_linear
+from torchtitan_lr.models.linears import Gated, gated_linear, silu_linear
 
 
 def plain_silu(h, weight):
@@ -67,7 +67,7 @@ def saved(family):
 def test_an_eager_cola_block_saves_less_than_a_full_one(monkeypatch):
     cola = saved("cola")
     assert cola < saved("full")
-    for name in ("layers", "block"):
-        monkeypatch.setattr(f"torchtitan_lr.models.{name}.remakes", lambda x: False)
+    for name in ("linears", "block"):
+        monkeypatch.setattr(f"torchtitan_lr.models.{name}.can_recompute_input", lambda x: False)
     # Six r-wide activations (a block's last is kept) and two f-wide products, in fp32.
     assert saved("cola") - cola == 4 * 64 * (6 * 64 + 2 * 688)

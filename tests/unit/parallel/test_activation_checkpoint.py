@@ -7,7 +7,7 @@ import pytest
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from tests.unit.tiny import build_tiny
-from torchtitan_lr.parallel.recompute.activation_checkpoint import apply_activation_checkpoint
+from torchtitan_lr.parallel.recompute import apply_activation_checkpoint
 from torchtitan_lr.titan.base import ActivationCheckpoint
 
 EVERY_SECOND = SimpleNamespace(

@@ -10,9 +10,7 @@ from torch import nn
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.tensor.plans import build_tp_plan
-from torchtitan_lr.parallel.tensor.styles import EdgeParallel
-from torchtitan_lr.parallel.tensor.tensor_parallel import TPSettings, resolve_settings
+from torchtitan_lr.parallel.plans import EdgeParallel, TPSettings, build_tp_plan, resolve_settings
 from torchtitan_lr.titan import logger
 
 

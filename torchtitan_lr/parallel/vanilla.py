@@ -15,27 +15,10 @@ from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
 
-from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.layers import LowRankLinear
-from torchtitan_lr.models.marks import keep
-from torchtitan_lr.parallel.tensor.collectives import (
-    FEATURES,
-    Ranks,
-    reduce_over_ranks,
-    scatter_sum,
-)
-from torchtitan_lr.parallel.tensor.plan import (
-    Styles,
-    TensorParallelPlan,
-    TPSettings,
-    low_rank_edges,
-    model_ends,
-    on_ranks,
-)
-from torchtitan_lr.parallel.tensor.shared_linear import SharedInput, shared_linear
-from torchtitan_lr.parallel.tensor.styles import Edge, ShardedMixEdge, local, replicated_norm
+from torchtitan_lr.collectives import FEATURES, Edge, Ranks, local, reduce_over_ranks, scatter_sum
+from torchtitan_lr.models.linears import LowRankLinear, SharedInput, shared_linear
+from torchtitan_lr.models.norms import normalize
 
 
 class VanillaDownEdge(Edge):
@@ -65,11 +48,12 @@ class VanillaDownEdge(Edge):
             One latent (b, s, r/T), Shard(-1), per linear.
         """
         weights = [local(linear.A.weight) for linear in linears]
-        x = x if norm is None else replicated_norm(x, norm)
-        shared = SharedInput(self.ranks, FEATURES if self.sharded_input else None)
+        x = x if norm is None else normalize(x, norm)
+        dim = FEATURES if self.sharded_input else None
+        shared = SharedInput(self.ranks, dim, saved="output")
         if not self.grouped:
-            return [keep(shared_linear(x, [weight], shared)) for weight in weights]
-        latents = keep(shared_linear(x, weights, shared))
+            return [shared_linear(x, [weight], shared) for weight in weights]
+        latents = shared_linear(x, weights, shared)
         return list(latents.split([weight.shape[0] for weight in weights], dim=-1))
 
 
@@ -106,30 +90,3 @@ class VanillaUpEdge(Edge):
         if self.sharded_output:
             return scatter_sum(out, self.ranks, FEATURES)
         return reduce_over_ranks(out, self.ranks)
-
-
-class Vanilla(TensorParallelPlan):
-    """Vanilla: stream replicated, A column-parallel, B row-parallel; latents Shard(-1)."""
-
-    name = "vanilla"
-    factors = Shard(0), Shard(1)
-    shards_latents = True
-    choices = frozenset({"grouping"})
-
-    def styles(self, args: LlamaArgs, settings: TPSettings) -> Styles:
-        """Return the styles, see `TensorParallelPlan.styles`."""
-        edges = low_rank_edges(
-            on_ranks(VanillaDownEdge, settings.grouping),
-            on_ranks(VanillaUpEdge),
-            on_ranks(ShardedMixEdge, True) if args.model_family.carries_latents else None,
-            down_o=on_ranks(VanillaDownEdge, settings.grouping, self.shards_heads),
-            up_qkv=on_ranks(VanillaUpEdge, self.shards_heads),
-        )
-        return self.low_rank_blocks(edges) | model_ends(settings)
-
-
-class VanillaReplicated(Vanilla):
-    """BOOST's baseline: q, k and v are all-reduced."""
-
-    name = "vanilla_replicated"
-    shards_heads = False

@@ -1,7 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Collectives over the tensor-parallel ranks, described as "forward X, backward Y".
 
-They use torch's functional collectives: `torch.compile` traces them, and every call is a
+One rank alone communicates nothing: the model of one device is that of T = 1 ranks. The functions
+use torch's functional collectives: `torch.compile` traces them, and every call is a
 `torch.ops._c10d_functional` operator. Activations are plain local tensors. The docstrings state
 whether a tensor is a replica, a shard or one term of a sum.
 
@@ -13,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lr.compat.collectives import functional
 
@@ -35,14 +38,37 @@ class Ranks:
         rank: This rank's index.
     """
 
-    group: str
-    size: int
-    rank: int
+    group: str = ""
+    size: int = 1
+    rank: int = 0
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "Ranks":
         """Return the ranks of a one-dimensional mesh."""
         return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+
+
+SINGLE = Ranks()
+"""One rank: the model on one device."""
+
+
+class Edge(nn.Module):
+    """A border of the model where ranks communicate: no parameters, and the ranks.
+
+    The model's modules call their edges by name with the linears to apply; a plan replaces edges.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+    """
+
+    def __init__(self, ranks: Ranks = SINGLE) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+
+def local(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter; its gradient is this rank's part too."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def start_all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
@@ -75,8 +101,15 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
+def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
+    """Sum the ranks' tensors, without autograd."""
+    return x if ranks.size == 1 else wait(start_all_reduce(x, ranks))
+
+
 def all_gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """Concatenate the ranks' tensors along `dim`, without autograd."""
+    if ranks.size == 1:
+        return x
     return finish_all_gather(start_all_gather(x, ranks), ranks, dim)
 
 
@@ -181,7 +214,7 @@ def copy_to_ranks(x: Tensor, ranks: Ranks) -> Tensor:
 
     Forward identity, backward all-reduce: every rank's computation contributes to the gradient.
     """
-    out: Tensor = _CopyToRanks.apply(x, ranks)
+    out: Tensor = x if ranks.size == 1 else _CopyToRanks.apply(x, ranks)
     return out
 
 
@@ -190,7 +223,7 @@ def reduce_over_ranks(x: Tensor, ranks: Ranks) -> Tensor:
 
     Forward all-reduce, backward identity: the gradient of a sum is that of each term.
     """
-    out: Tensor = _ReduceOverRanks.apply(x, ranks)
+    out: Tensor = x if ranks.size == 1 else _ReduceOverRanks.apply(x, ranks)
     return out
 
 
@@ -199,7 +232,7 @@ def gather_partial(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
     Forward all-gather, backward reduce-scatter: it is `copy_to_ranks` of the gathered tensor.
     """
-    out: Tensor = _GatherPartial.apply(x, ranks, dim)
+    out: Tensor = x if ranks.size == 1 else _GatherPartial.apply(x, ranks, dim)
     return out
 
 
@@ -208,7 +241,7 @@ def gather_replicated(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
     Forward all-gather, backward slice: the gradient is already complete on every rank.
     """
-    out: Tensor = _GatherReplicated.apply(x, ranks, dim)
+    out: Tensor = x if ranks.size == 1 else _GatherReplicated.apply(x, ranks, dim)
     return out
 
 
@@ -217,7 +250,7 @@ def scatter_sum(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
     Forward reduce-scatter, backward all-gather: each rank's term reached every shard.
     """
-    out: Tensor = _ScatterSum.apply(x, ranks, dim)
+    out: Tensor = x if ranks.size == 1 else _ScatterSum.apply(x, ranks, dim)
     return out
 
 
@@ -226,5 +259,38 @@ def split_replicated(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
     Forward slice, backward all-gather.
     """
-    out: Tensor = _SplitReplicated.apply(x, ranks, dim)
+    out: Tensor = x if ranks.size == 1 else _SplitReplicated.apply(x, ranks, dim)
     return out
+
+
+def wide_reduce_scatter(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Sum the ranks' tensors in fp32 or better, without autograd; each rank keeps its slice.
+
+    An all-reduce adds in the dtype that it sends. CAAT-Net adds the gradients of its partial
+    reduction in fp32 and sends them in bf16 (section 4): an all-to-all gives each rank all terms of
+    its slice, and the rank adds them and rounds once. With an all-gather of the sums, the volume
+    equals that of an all-reduce.
+
+    Args:
+        x: One rank's term; ``dim`` divides by the ranks.
+        ranks: The tensor-parallel ranks.
+        dim: The scattered dimension.
+
+    Returns:
+        This rank's slice of the sum, in the dtype of x.
+    """
+    dim %= x.ndim
+    slices = x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0).contiguous()  # (T, ...)
+    sizes = [1] * ranks.size
+    terms = wait(functional.all_to_all_single(slices, sizes, sizes, ranks.group))
+    return terms.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+def wide_all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
+    """Sum the ranks' tensors in fp32 or better; return the sum in the dtype of x on every rank."""
+    if ranks.size == 1:
+        return x
+    flat = x.flatten()
+    padded = F.pad(flat, (0, -flat.numel() % ranks.size))
+    total = all_gather(wide_reduce_scatter(padded, ranks, 0), ranks, 0)
+    return total[: flat.numel()].view(x.shape)

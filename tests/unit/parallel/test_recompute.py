@@ -1,0 +1,81 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A saved result by itself: backward finds it, and does not compute it again."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from torchtitan_lr.config.schema import AC_MODES
+from torchtitan_lr.models.marks import Tape, save
+from torchtitan_lr.parallel.recompute import MODES
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+class Product(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        def compute():
+            Product.calls += 1
+            return (x @ weight,)
+
+        ctx.save_for_backward(weight)
+        return save(compute)[0]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient @ ctx.saved_tensors[0].T, None
+
+
+def test_parts_of_a_saved_tensor() -> None:
+    """As grouped latents are: saved as one, used in parts, of which sin saves its argument."""
+    weight = draw(4, 6, seed=0)
+
+    def function(x: Tensor) -> Tensor:
+        first, second = Product.apply(x, weight).split([2, 4], dim=-1)
+        return first.sin().sum() + second.T.sin().square().sum()
+
+    def checkpointed(x: Tensor) -> Tensor:
+        contexts = Tape(attention=False).contexts
+        return checkpoint(function, x, use_reentrant=False, context_fn=contexts)
+
+    x = draw(3, 4, seed=1)
+    gradients = []
+    for run in (function, checkpointed):
+        leaf = x.clone().requires_grad_()
+        Product.calls = 0
+        loss = run(leaf)
+        for _ in range(2):  # as a split backward does
+            leaf.grad = None
+            loss.backward(retain_graph=True)
+        gradients.append(leaf.grad)
+        assert Product.calls == 1
+    assert torch.equal(*gradients)
+    # By hand: d sin = cos, d sin² = 2 sin cos = sin(2 ·).
+    h = x @ weight
+    exact = torch.cat([h[:, :2].cos(), (2 * h[:, 2:]).sin()], -1) @ weight.T
+    assert torch.allclose(gradients[1], exact, rtol=1e-12, atol=1e-12)  # fp64, sums of six
+
+
+def test_a_change_in_place_is_refused() -> None:
+    def function(x: Tensor) -> Tensor:
+        h = Product.apply(x, draw(4, 6, seed=0))
+        out = h.sin()
+        h.detach().mul_(2)
+        return out.sum()
+
+    contexts = Tape(attention=False).contexts
+    x = draw(3, 4, seed=1).requires_grad_()
+    loss = checkpoint(function, x, use_reentrant=False, context_fn=contexts)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
+
+
+def test_every_mode_has_its_name_in_the_schema() -> None:
+    assert sorted(MODES) == sorted(AC_MODES)

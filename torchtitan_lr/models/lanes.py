@@ -1,0 +1,367 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""CAAT-Net: a model of G streams ("lanes") that share a part of their channels.
+
+Every lane has its own residual stream, heads, hidden units and rows of the vocabulary. Its output
+before the residual addition is a_i; the *partial reduction* P replaces it by
+
+    y_i[:s] = Σ_j a_j[:s],    y_i[s:] = a_i[s:],    s = int(p · d)
+
+(CAAT-Net, equations 8 and 12). P is its own adjoint: backward applies it to the gradients, which
+have passed through the norms by then, as unequal streams require (section 4 and appendix B); so the
+gradients of the norms' weights are summed over the ranks. Weights have the shapes, names and
+placements of the model without lanes, lane i owning the i-th part of each: p = 1 is that model
+exactly. A rank has g = G/T of the lanes, in order, and one device all of them. Nothing is reduced
+in front of the column-parallel linears.
+
+A stream is (b, s, g, d) with the lanes that are here as the third dimension, so that everything
+that cuts a batch finds it in front.
+
+The low-rank families keep one stream, split along its features, and have lanes in the latents
+(b, s, g, r): experimental, see `LatentDownEdge`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_lr.collectives import (
+    FEATURES,
+    SINGLE,
+    Edge,
+    Ranks,
+    all_gather,
+    all_reduce,
+    local,
+    start_reduce_scatter,
+    wait,
+    wide_all_reduce,
+    wide_reduce_scatter,
+)
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.ends import EmbedEdge, HeadEdge
+from torchtitan_lr.models.linears import ColumnEdge, DownEdge, LowRankLinear, RowEdge, UpEdge
+from torchtitan_lr.models.marks import save
+from torchtitan_lr.models.norms import down_products, epsilon, normalize, sync_norm
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity; the gradient is laid out like its tensor.
+
+    Autograd does this when it accumulates. In a split backward (ZBVZeroBubble) it does not
+    accumulate, and a fused optimizer reads a transposed gradient in the wrong order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
+def lane_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Map each lane by its own rows of a weight.
+
+    Args:
+        x: One input per lane (b, s, g, d_in).
+        weight: (g · o, d_in), the lanes' rows one after the other.
+
+    Returns:
+        The lanes' outputs side by side, (b, s, g · o).
+    """
+    batch, tokens, lanes, _ = x.shape
+    if lanes == 1:
+        return F.linear(x.squeeze(2), weight)
+    inputs = x.flatten(0, 1).transpose(0, 1)  # (g, b s, d_in)
+    out = torch.bmm(inputs, weight.unflatten(0, (lanes, -1)).mT)
+    return out.transpose(0, 1).reshape(batch, tokens, -1)
+
+
+def lane_terms(x: Tensor, weight: Tensor, lanes: int) -> Tensor:
+    """Map each lane's part of the features by its own columns of a weight.
+
+    Args:
+        x: The lanes' inputs side by side, (b, s, g · i).
+        weight: (d_out, g · i), the lanes' columns one after the other.
+        lanes: Their number g.
+
+    Returns:
+        One term of the whole product per lane, (b, s, g, d_out).
+    """
+    if lanes == 1:
+        return F.linear(x, weight).unsqueeze(2)
+    inputs = x.unflatten(-1, (lanes, -1)).flatten(0, 1).transpose(0, 1)  # (g, b s, i)
+    weight = _ContiguousGradient.apply(weight)
+    out = torch.bmm(inputs, weight.unflatten(1, (lanes, -1)).permute(1, 2, 0))
+    return out.transpose(0, 1).unflatten(0, x.shape[:2])
+
+
+def lane_sum(x: Tensor, shared: int, wide: bool = True) -> Tensor:
+    """Sum the shared channels over the lanes of this device.
+
+    Args:
+        x: (b, s, g, d).
+        shared: The number of shared channels.
+        wide: Whether half precision is summed in fp32 and rounded once, not after every term.
+
+    Returns:
+        Tensor (b, s, 1, shared), of the dtype of x.
+    """
+    x = x[..., :shared]
+    if x.shape[2] == 1:
+        return x
+    if wide:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return x.sum(2, keepdim=True, dtype=dtype).to(x.dtype)
+    total, *rest = x.split(1, dim=2)
+    for term in rest:
+        total = total + term
+    return total
+
+
+def spread(total: Tensor, x: Tensor) -> Tensor:
+    """Put the sum of the shared channels (b, s, 1, shared) into every lane of x (b, s, g, d)."""
+    shared = total.shape[-1]
+    return torch.cat((total.expand(*x.shape[:-1], shared), x[..., shared:]), dim=-1)
+
+
+class _ShareChannels(torch.autograd.Function):
+    """Forward partial reduction, backward partial reduction."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shared: int, wide: bool, ranks: Ranks) -> Tensor:
+        ctx.shared, ctx.wide, ctx.ranks = shared, wide, ranks
+        (out,) = save(lambda: (spread(all_reduce(lane_sum(x, shared), ranks), x),))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        own = lane_sum(gradient, ctx.shared, ctx.wide)
+        total = (wide_all_reduce if ctx.wide else all_reduce)(own, ctx.ranks)
+        return spread(total, gradient), None, None, None
+
+
+def share_channels(x: Tensor, shared: int, wide: bool = True, ranks: Ranks = SINGLE) -> Tensor:
+    """Apply the partial reduction P to the lanes of all ranks.
+
+    Args:
+        x: The terms of this rank's lanes (b, s, g, d).
+        shared: The number of channels that are summed, the first ones; 0 communicates nothing.
+        wide: Whether backward sums in fp32 while it sends the dtype of x.
+        ranks: The tensor-parallel ranks.
+
+    Returns:
+        The result for each lane of this rank, (b, s, g, d).
+    """
+    if shared == 0:
+        return x
+    out: Tensor = _ShareChannels.apply(x, shared, wide, ranks)
+    return out
+
+
+class _GatherForLanes(torch.autograd.Function):
+    """Forward all-gather of the features, backward reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, wide: bool) -> Tensor:
+        ctx.ranks, ctx.wide = ranks, wide
+        return all_gather(x, ranks, FEATURES)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.wide:
+            return wide_reduce_scatter(gradient, ctx.ranks, FEATURES), None, None
+        return wait(start_reduce_scatter(gradient, ctx.ranks, FEATURES)), None, None
+
+
+def gather_for_lanes(x: Tensor, ranks: Ranks, wide: bool) -> Tensor:
+    """Gather the features (b, s, d/T) for lanes whose streams differ afterwards.
+
+    The gradient is a sum over all lanes, the only reduction of the embedding. A rank owns d/T of
+    the embedding, so a reduce-scatter is enough.
+    """
+    out: Tensor = x if ranks.size == 1 else _GatherForLanes.apply(x, ranks, wide)
+    return out
+
+
+class LaneColumnEdge(Edge):
+    """Norm and a full-rank group that starts from the lanes' own streams.
+
+    No collective but that of the norm's weight.
+    """
+
+    def forward(self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm) -> list[Tensor]:
+        """Normalize every lane and map it by its rows of each linear.
+
+        Args:
+            x: The streams of this rank's lanes (b, s, g, d).
+            linears: The group; weight (d_out/T, d) is Shard(0).
+            norm: Norm before them; weight (d,), Replicate.
+
+        Returns:
+            One output (b, s, d_out/T), Shard(-1), per linear: the lanes' side by side, heads in
+            their order.
+        """
+        x = normalize(x, norm, self.ranks)
+        weights = [local(linear.weight) for linear in linears]
+        if x.shape[2] > 1:
+            return [lane_linear(x, weight) for weight in weights]
+        return down_products(x.squeeze(2), weights)  # one product per kind of gradient
+
+
+class LaneRowEdge(Edge):
+    """A full-rank linear that ends in the lanes' streams, through the partial reduction.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+        args: The model's arguments.
+        wide: Whether backward sums in fp32 while it sends half precision.
+    """
+
+    def __init__(self, ranks: Ranks, args: LlamaArgs, wide: bool) -> None:
+        super().__init__(ranks)
+        self.lanes, self.shared = args.lanes // ranks.size, args.shared_channels(args.dim)
+        self.wide = wide
+
+    def forward(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+        """Map each lane's part of the features.
+
+        Args:
+            x: Input (b, s, d_in/T), Shard(-1).
+            linears: One linear; weight (d, d_in/T) is Shard(1).
+
+        Returns:
+            The term added to the streams of this rank's lanes, (b, s, g, d), per linear.
+        """
+        terms = [lane_terms(x, local(linear.weight), self.lanes) for linear in linears]
+        return [share_channels(term, self.shared, self.wide, self.ranks) for term in terms]
+
+
+class LatentDownEdge(Edge):
+    """Experimental: a low-rank group's down-projections, reduced in part only.
+
+    Lane i multiplies its part of the features: a_i = A[:, i] x[i], r wide. The whole sum
+    Σ a_i is A x; here each lane keeps its own channels from int(p · r) on.
+    Equivalently, a bottleneck of rank p · r shared by all is joined by one of (1 - p) · r in
+    each lane, a block-diagonal map. The latents and their gradients differ between ranks, so the
+    norm's statistic is reduced in both passes (`sync_norm`).
+
+    Args:
+        ranks: The tensor-parallel ranks.
+        args: The model's arguments.
+        wide: Whether backward sums in fp32 while it sends half precision.
+        grouped: Whether the shared channels of a group are one message.
+    """
+
+    def __init__(self, ranks: Ranks, args: LlamaArgs, wide: bool, grouped: bool = True) -> None:
+        super().__init__(ranks)
+        self.args, self.wide, self.grouped = args, wide, grouped
+
+    def forward(
+        self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
+    ) -> list[Tensor]:
+        """Compress an input into the latents of a group.
+
+        Args:
+            x: Input (b, s, d_in/T), Shard(-1).
+            linears: The group; A (r, d_in/T) is Shard(1).
+            norm: Norm before them; weight (d_in/T,), Shard(0).
+
+        Returns:
+            The latents of this rank's lanes, one (b, s, g, r) per linear.
+        """
+        if norm is not None and self.ranks.size == 1:
+            x = norm(x)
+        elif norm is not None:
+            width = norm.normalized_shape[0]
+            x = sync_norm(x, local(norm.weight), width, epsilon(norm), self.ranks)
+        weights = [local(linear.A.weight) for linear in linears]
+        if self.grouped:
+            return self._latents(x, weights)
+        return [latent for weight in weights for latent in self._latents(x, [weight])]
+
+    def _latents(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Compute the latents with one reduction: rows with shared outputs come first."""
+        shared = [self.args.shared_channels(weight.shape[0]) for weight in weights]
+        private = [weight.shape[0] - n for weight, n in zip(weights, shared, strict=True)]
+        pairs = list(zip(weights, shared, strict=True))
+        rows = torch.cat([*(w[:n] for w, n in pairs), *(w[n:] for w, n in pairs)])
+        terms = lane_terms(x, rows, self.args.lanes // self.ranks.size)
+        out = share_channels(terms, sum(shared), self.wide, self.ranks)
+        parts = out.split([*shared, *private], dim=-1)
+        n = len(weights)
+        return [torch.cat((parts[i], parts[n + i]), dim=-1) for i in range(n)]
+
+
+class LatentUpEdge(Edge):
+    """Experimental: up-projections on the lanes' own latents; no collective."""
+
+    def forward(self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]) -> list[Tensor]:
+        """Expand the latents of a group.
+
+        Args:
+            latents: The latents of this rank's lanes, one (b, s, g, r) per linear.
+            linears: The group; B (d_out/T, r) is Shard(0).
+
+        Returns:
+            One output (b, s, d_out/T), Shard(-1), per linear.
+        """
+        pairs = zip(latents, linears, strict=True)
+        return [lane_linear(latent, local(linear.B.weight)) for latent, linear in pairs]
+
+
+class LaneEmbedEdge(Edge):
+    """Look up this rank's features, gather all features: every lane starts with the same vectors.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+        lanes: Lanes G of the model.
+        wide: As in `LaneRowEdge`.
+    """
+
+    def __init__(self, ranks: Ranks, lanes: int, wide: bool) -> None:
+        super().__init__(ranks)
+        self.lanes, self.wide = lanes // ranks.size, wide
+
+    def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
+        """Look tokens (b, s) up in weight (V, d/T), Shard(1); gives (b, s, g, d)."""
+        x = F.embedding(tokens, local(embedding.weight))
+        x = gather_for_lanes(x, self.ranks, self.wide)
+        return x.unsqueeze(2).expand(-1, -1, self.lanes, -1)
+
+
+class LaneHeadEdge(HeadEdge):
+    """Final norm and head: each lane scores its part of the vocabulary; nothing is gathered."""
+
+    def normalized(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+        """Return the streams of this rank's lanes (b, s, g, d), normalized."""
+        return x if norm is None else normalize(x, norm, self.ranks)
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the logits of this rank's lanes side by side, (b, s, V/T)."""
+        return lane_linear(x, weight)
+
+
+def dense_edges(args: LlamaArgs) -> tuple[Edge, Edge]:
+    """Return one device's edges in front of and behind a full-rank group."""
+    if args.lanes == 1:
+        return ColumnEdge(), RowEdge()
+    return LaneColumnEdge(), LaneRowEdge(SINGLE, args, args.backward_sum == "float32")
+
+
+def low_rank_edges(args: LlamaArgs) -> tuple[Edge, Edge]:
+    """Return one device's edges that end and start a bottleneck chunk."""
+    if args.lanes == 1:
+        return DownEdge(), UpEdge()
+    return LatentDownEdge(SINGLE, args, args.backward_sum == "float32"), LatentUpEdge()
+
+
+def end_edges(args: LlamaArgs) -> tuple[Edge, Edge]:
+    """Return one device's edges of the embedding and of the head; low rank has one stream."""
+    if args.lanes > 1 and not args.low_rank:
+        return LaneEmbedEdge(SINGLE, args.lanes, True), LaneHeadEdge()
+    return EmbedEdge(), HeadEdge()

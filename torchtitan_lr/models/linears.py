@@ -1,0 +1,522 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Low-rank and dense linears, and the edges that apply them on one or several ranks.
+
+A factorised block is a chain of chunks: an up-projection B, d- or f-wide operations, the next
+down-projection A. The activations between chunks are r-wide, so ranks communicate there. The
+borders are the *edges* below: modules without parameters that receive the linears they apply and
+work on a whole group (q, k, v; gate, up). With several ranks they are those of bottleneck-aware
+tensor parallelism (BOOST), or at full rank of Megatron-LM; another plan replaces them by name, and
+the block's code does not change.
+
+Some linears recompute their elementwise input in backward. A product keeps its input for the
+gradient of its weight. Where the input is an element-wise function of tensors that backward needs
+anyway, keeping it is waste: σ(h) beside h, and silu(gate) · up beside gate and up. Memory falls by
+r for every bottleneck with σ but a block's last, and by 2 f for every SwiGLU, per token, for one
+more element-wise pass each. In compiled blocks the compiler decides what is kept
+(`compat.compiler`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from torchtitan_lr.collectives import (
+    SINGLE,
+    TOKENS,
+    Edge,
+    Ranks,
+    all_gather,
+    local,
+    reduce_over_ranks,
+    scatter_sum,
+    start_all_reduce,
+    start_reduce_scatter,
+    wait,
+)
+from torchtitan_lr.models.marks import save
+from torchtitan_lr.models.norms import (
+    Reduction,
+    down_products,
+    epsilon,
+    normalize,
+    online_down,
+    summed_products,
+    sync_norm,
+)
+
+
+class LowRankLinear(nn.Module):
+    """The factors of one linear map, W ≈ B A; applied by the edges, not by a call.
+
+    Args:
+        d_in: Input width; A.weight is (r, d_in).
+        d_out: Output width; B.weight is (d_out, r).
+        rank: Rank r.
+        gated: Whether to hold a learned factor on the latent carried from the previous block.
+    """
+
+    def __init__(self, d_in: int, d_out: int, rank: int, gated: bool = False) -> None:
+        super().__init__()
+        self.A = nn.Linear(d_in, rank, bias=False)
+        self.B = nn.Linear(rank, d_out, bias=False)
+        # Shape (1,), because FSDP2 shards along dimension 0 and does not support scalars.
+        self.gate = nn.Parameter(self.A.weight.new_ones(1)) if gated else None
+
+
+class Gated(NamedTuple):
+    """The hidden units σ(gate) · up, not multiplied yet."""
+
+    gate: Tensor
+    """(b, s, f)."""
+
+    up: Tensor
+    """(b, s, f)."""
+
+    silu: bool
+    """Whether σ is SiLU; otherwise it is the identity."""
+
+    def product(self) -> Tensor:
+        """Multiply."""
+        return (F.silu(self.gate) if self.silu else self.gate) * self.up
+
+
+def can_recompute_input(x: Tensor) -> bool:
+    """Return whether the products below can be used on an input like x.
+
+    Without gradients they have no use, and under autocast their backward would meet two dtypes.
+    """
+    device = x.device.type
+    # `torch.amp.is_autocast_available` would break the compiled graph in torch 2.11.
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.is_grad_enabled() and not autocast
+
+
+class _SiluLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(h, weight)
+        return F.linear(F.silu(h), weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        h, weight = ctx.saved_tensors
+        dweight = _weight_gradient(gradient, F.silu(h))
+        return _silu_backward(gradient @ weight, h), dweight
+
+
+class _GatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, silu: bool, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        ctx.silu = silu
+        (out,) = save(lambda: (F.linear(Gated(gate, up, silu).product(), weight),))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
+        gate, up, weight = ctx.saved_tensors
+        active = F.silu(gate) if ctx.silu else gate
+        dweight = _weight_gradient(gradient, active * up)
+        dproduct = gradient @ weight
+        dup = dproduct * active
+        dactive = dproduct.mul_(up)
+        return _silu_backward(dactive, gate) if ctx.silu else dactive, dup, None, dweight
+
+
+def _weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+    return gradient.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+def _silu_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    out: Tensor = torch.ops.aten.silu_backward(gradient, x)
+    return out
+
+
+def silu_linear(h: Tensor, weight: Tensor) -> Tensor:
+    """Apply B σ(h) with σ = SiLU; keeps h and not σ(h) (CoLA, Eq. 3).
+
+    Args:
+        h: Latent (b, s, r).
+        weight: B, (d_out, r).
+
+    Returns:
+        Tensor (b, s, d_out).
+    """
+    out: Tensor = _SiluLinear.apply(h, weight)
+    return out
+
+
+def gated_linear(hidden: Gated, weight: Tensor) -> Tensor:
+    """Apply A (σ(gate) · up); keeps gate and up, and neither σ(gate) nor the product.
+
+    Args:
+        hidden: Both factors (b, s, f).
+        weight: A, (r, f).
+
+    Returns:
+        Tensor (b, s, r).
+    """
+    out: Tensor = _GatedLinear.apply(*hidden, weight)
+    return out
+
+
+@dataclass(frozen=True)
+class SharedInput:
+    """How the input of column-parallel linears arrives.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+        dim: The sharded dimension, which forward gathers and backward reduce-scatters; None for a
+            replicated input, whose gradient is all-reduced.
+        saved: What low-rank checkpointing saves: the gathered ``input``, the ``output``, or
+            nothing.
+        separate: Whether each linear has its own part of the input's features. Otherwise all
+            linears have the same input.
+    """
+
+    ranks: Ranks
+    dim: int | None = None
+    saved: str = ""
+    separate: bool = False
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Return the input with all of its shards."""
+        if self.dim is None:
+            return x
+        dim = self.dim
+        if self.saved != "input":
+            return all_gather(x, self.ranks, dim)
+        (gathered,) = save(lambda: (all_gather(x, self.ranks, dim),))
+        return gathered
+
+    def start_sum(self, gradient: Tensor) -> Tensor:
+        """Start the sum of the whole input's gradient over the ranks; see `collectives.wait`."""
+        if self.dim is None:
+            return start_all_reduce(gradient, self.ranks)
+        return start_reduce_scatter(gradient, self.ranks, self.dim)
+
+
+class _SharedLinear(torch.autograd.Function):
+    """Forward a gather of the input, if it is sharded; backward the sum of its gradient.
+
+    Linears and collective are one Function because of its backward: the reduction of the input's
+    gradient runs while the gradients of the weights are computed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        # One variable argument: see `norms`.
+        x, shared, *weights = inputs
+        whole = shared.whole(x)
+        ctx.save_for_backward(whole, *weights)
+        ctx.shared = shared
+        if not shared.separate:
+            if shared.saved == "output":
+                return save(lambda: (F.linear(whole, _concatenated(weights)),))
+            return (F.linear(whole, _concatenated(weights)),)
+        return tuple(
+            F.linear(part, run[0]) if len(run) == 1 else torch.bmm(part, torch.stack(run).mT)
+            for part, run in _parts(whole, weights)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        whole, *weights = ctx.saved_tensors
+        shared = ctx.shared
+        if not shared.separate:
+            (gradient,) = gradients
+            summed = shared.start_sum(summed_products(gradient, weights))
+            dw = gradient.flatten(0, 1).T @ whole.flatten(0, 1)  # during the reduction
+            sizes = [weight.shape[0] for weight in weights]
+            return (wait(summed), None, *dw.split(sizes))
+        summed = shared.start_sum(_input_gradient(gradients, weights).view_as(whole))
+        dweights: list[Tensor] = []
+        for gradient, (part, run) in zip(gradients, _parts(whole, weights), strict=True):
+            if len(run) == 1:
+                dweights.append(gradient.flatten(0, 1).T @ part.flatten(0, 1))
+            else:
+                dweights.extend(torch.bmm(gradient.mT, part).unbind())
+        return (wait(summed), None, *dweights)
+
+
+def _concatenated(weights: Sequence[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
+
+
+def _parts(whole: Tensor, weights: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
+    """Pair each run of n weights of equal shape with its input (b, s, r), or (n, b·s, r) if n > 1.
+
+    Under grouped-query attention q has another shape and its own product; k and v share one.
+    """
+    runs = _runs(weights)
+    parts = whole.split([len(run) * run[0].shape[1] for run in runs], dim=-1)
+    return [
+        (part if len(run) == 1 else _stacked(part, len(run)), run)
+        for part, run in zip(parts, runs, strict=True)
+    ]
+
+
+def _runs(weights: Sequence[Tensor]) -> list[list[Tensor]]:
+    return [list(run) for _, run in groupby(weights, key=lambda weight: weight.shape)]
+
+
+def _stacked(x: Tensor, n: int) -> Tensor:
+    """View (b, s, n r) as a batch (n, b s, r)."""
+    return x.unflatten(-1, (n, -1)).flatten(0, 1).transpose(0, 1)
+
+
+def _input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Return the gradient (b·s, Σ r_i) of the inputs, from one gradient per run of weights."""
+    by_weight: list[Tensor] = []
+    for gradient, run in zip(gradients, _runs(weights), strict=True):
+        by_weight += [gradient.flatten(0, 1)] if len(run) == 1 else gradient.unbind()
+    pairs = list(zip(by_weight, weights, strict=True))
+    if torch.compiler.is_compiling():
+        return torch.cat([gradient @ weight for gradient, weight in pairs], -1)
+    widths = [weight.shape[1] for weight in weights]
+    out = by_weight[0].new_empty(by_weight[0].shape[0], sum(widths))
+    for (gradient, weight), part in zip(pairs, out.split(widths, dim=-1), strict=True):
+        torch.mm(gradient, weight, out=part)
+    return out
+
+
+def shared_linear(x: Tensor, weights: Sequence[Tensor], shared: SharedInput) -> Tensor:
+    """Apply column-parallel linears to one input that all ranks share.
+
+    Args:
+        x: Input (b, s, d_in), replicated or sharded along ``shared.dim``.
+        weights: One (d_out_i/T, d_in), Shard(0), per linear.
+        shared: How x arrives.
+
+    Returns:
+        The concatenated outputs, (b, s, Σ d_out_i/T).
+    """
+    (out,) = _SharedLinear.apply(x, shared, *weights)
+    return out
+
+
+def shared_linears(x: Tensor, weights: Sequence[Tensor], shared: SharedInput) -> list[Tensor]:
+    """Apply column-parallel linears, each to its own input; all ranks share the inputs.
+
+    Args:
+        x: The inputs concatenated along the features, (b, s, Σ d_in_i), replicated or sharded along
+            ``shared.dim``.
+        weights: One (d_out_i/T, d_in_i), Shard(0), per linear.
+        shared: How x arrives, with ``separate``.
+
+    Returns:
+        One output (b, s, d_out_i/T), Shard(-1), per linear.
+    """
+    outputs = _SharedLinear.apply(x, shared, *weights)
+    found: list[Tensor] = []
+    for out, run in zip(outputs, _runs(weights), strict=True):
+        # The product of a run of n is (n, b·s, d_out/T).
+        found += [out] if len(run) == 1 else out.unflatten(1, (x.shape[0], -1)).unbind()
+    return found
+
+
+class ColumnEdge(Edge):
+    """Start of a full-rank pair: the norm, then the column-parallel linears of a group.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+        sequence: Whether the stream is sharded along the tokens.
+    """
+
+    def __init__(self, ranks: Ranks = SINGLE, sequence: bool = False) -> None:
+        super().__init__(ranks)
+        self.sequence = sequence
+
+    def forward(self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm) -> list[Tensor]:
+        """Apply the group.
+
+        Args:
+            x: Residual stream (b, s, d), replicated; (b, s/T, d), Shard(1), for `sequence`.
+            linears: The group; weight (d_out/T, d) is Shard(0).
+            norm: Norm before them; weight (d,), Replicate.
+
+        Returns:
+            One output (b, s, d_out/T), Shard(-1), per linear.
+        """
+        if self.ranks.size == 1:
+            x = norm(x)
+            return [linear(x) for linear in linears]
+        x = normalize(x, norm, self.ranks if self.sequence else SINGLE)
+        weights = [local(linear.weight) for linear in linears]
+        shared = SharedInput(self.ranks, TOKENS if self.sequence else None)
+        out = shared_linear(x, weights, shared)
+        return list(out.split([weight.shape[0] for weight in weights], dim=-1))
+
+
+class RowEdge(Edge):
+    """End of a full-rank pair: a row-parallel linear and the sum over the ranks.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+        sequence: Whether each rank keeps a shard of the tokens.
+    """
+
+    def __init__(self, ranks: Ranks = SINGLE, sequence: bool = False) -> None:
+        super().__init__(ranks)
+        self.sequence = sequence
+
+    def forward(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+        """Apply the linears.
+
+        Args:
+            x: Input (b, s, d_in/T), Shard(-1).
+            linears: One linear; weight (d_out, d_in/T) is Shard(1).
+
+        Returns:
+            One output per linear: (b, s, d_out), replicated, or (b, s/T, d_out), Shard(1), for
+            `sequence`.
+        """
+        products = [F.linear(x, local(linear.weight)) for linear in linears]
+        if self.sequence:
+            return [scatter_sum(product, self.ranks, TOKENS) for product in products]
+        return [reduce_over_ranks(product, self.ranks) for product in products]
+
+
+class DownEdge(Edge):
+    """End of a chunk: the norm, if any, then A of every linear, and the chunk's one reduction.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+        grouped: Whether the latents of a group share one collective.
+        sequence: Whether the reduction is a reduce-scatter over the tokens.
+        online: Whether the norm's statistic is reduced with the latents, or before them.
+        column: For an online norm, whether the statistic is a column of the latents' message.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks = SINGLE,
+        grouped: bool = True,
+        sequence: bool = False,
+        online: bool = True,
+        column: bool = False,
+    ) -> None:
+        super().__init__(ranks)
+        self.online = online
+        # One rank has no message to share, and separate outputs need no copies.
+        self.how = Reduction(ranks, grouped and ranks.size > 1, column, sequence)
+        self.takes_gated = ranks.size == 1
+
+    def forward(
+        self, x: "Tensor | Gated", linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
+    ) -> list[Tensor]:
+        """Compress one input into the latents of a group.
+
+        Args:
+            x: Input (b, s, d_in/T), Shard(-1); where `takes_gated`, also its two factors.
+            linears: The group; all take the same input. A (r, d_in/T) is Shard(1).
+            norm: Norm before them; weight (d_in/T,), Shard(0).
+
+        Returns:
+            One pre-activation latent A x (b, s, r) per linear, replicated; (b, s/T, r), Shard(1),
+            for `sequence`.
+        """
+        weights = [local(linear.A.weight) for linear in linears]
+        if isinstance(x, Gated):
+            return [gated_linear(x, weight) for weight in weights]
+        if self.ranks.size == 1:
+            x = x if norm is None else norm(x)
+            if not can_recompute_input(x):
+                return [linear.A(x) for linear in linears]
+        elif norm is not None:
+            gamma, dim, eps = local(norm.weight), norm.normalized_shape[0], epsilon(norm)
+            if self.online:
+                return online_down(x, gamma, dim, eps, weights, self.how)
+            x = sync_norm(x, gamma, dim, eps, self.ranks)
+        return down_products(x, weights, self.how)
+
+
+class UpEdge(Edge):
+    """Start of a chunk: column-parallel B of every linear of the group, each on its own latent.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+        grouped: Whether the latents of a group share one collective and, if their shapes are
+            equal, one batched product.
+        sequence: Whether the latents arrive as token shards.
+    """
+
+    def __init__(self, ranks: Ranks = SINGLE, grouped: bool = True, sequence: bool = False) -> None:
+        super().__init__(ranks)
+        self.grouped = grouped
+        self.shared = SharedInput(ranks, TOKENS if sequence else None, saved="input")
+        self.applies_silu = ranks.size == 1
+
+    def forward(
+        self,
+        latents: Sequence[Tensor],
+        linears: Sequence[LowRankLinear],
+        use_silu: Sequence[bool] | None = None,
+    ) -> list[Tensor]:
+        """Expand the latents of a group.
+
+        Args:
+            latents: One (b, s, r) per linear, replicated; (b, s/T, r), Shard(1), for `sequence`;
+                after mixing and, without ``use_silu``, activation.
+            linears: The group; B (d_out/T, r) is Shard(0).
+            use_silu: Where `applies_silu`, the latents to which σ = SiLU has not been applied yet.
+
+        Returns:
+            One output (b, s, d_out/T), Shard(-1), per linear.
+        """
+        if self.ranks.size == 1:
+            silu = use_silu or [False] * len(linears)
+            return [
+                silu_linear(latent, linear.B.weight) if active else linear.B(latent)
+                for latent, linear, active in zip(latents, linears, silu, strict=True)
+            ]
+        weights = [local(linear.B.weight) for linear in linears]
+        if self.grouped and len(weights) > 1:
+            latent = torch.cat(list(latents), dim=-1)
+            return shared_linears(latent, weights, replace(self.shared, separate=True))
+        pairs = zip(latents, weights, strict=True)
+        return [shared_linear(latent, [weight], self.shared) for latent, weight in pairs]
+
+
+def low_rank_group(
+    x: Tensor | Gated,
+    linears: Sequence[nn.Module],
+    down: nn.Module,
+    up: nn.Module,
+    use_silu: Sequence[bool],
+    norm: nn.Module | None = None,
+    mix: nn.Module | None = None,
+    carried: Sequence[Tensor] | None = None,
+    last: bool = False,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Apply a group of factorised linears to one input: B A x, with σ CoLA's B σ(A x) (Eq. 3).
+
+    Args:
+        x: Input (b, s, d_in), or a `Gated` for an edge that takes one.
+        linears: The group, of `LowRankLinear`; all take the same input.
+        down: Edge that applies A, such as `DownEdge`.
+        up: Edge that applies B, such as `UpEdge`.
+        use_silu: Whether each linear has σ = SiLU in its bottleneck.
+        norm: Applied to x first.
+        mix: Edge between A and σ, such as LaX's `MixEdge`, which adds carried latents.
+        carried: The latents of the previous block; None in the first block.
+        last: Whether the group ends the block. Its σ(h) is then saved before the product, because
+            torch's checkpointing stops at the last saved tensor and does not repeat the product.
+
+    Returns:
+        One output (b, s, d_out) per linear, and their pre-activation latents A x (b, s, r).
+    """
+    latents = down(x, linears, norm)
+    mixed = latents if mix is None else mix(latents, carried, linears)
+    if not last and getattr(up, "applies_silu", False) and can_recompute_input(mixed[0]):
+        return up(mixed, linears, use_silu), latents
+    active = [F.silu(h) if silu else h for h, silu in zip(mixed, use_silu, strict=True)]
+    return up(active, linears), latents  # B σ(A x)
