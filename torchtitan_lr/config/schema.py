@@ -9,12 +9,11 @@ annotation is a class, so this file must not use ``from __future__ import annota
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from torchtitan_lr.config.fault_tolerance import FaultTolerance
 from torchtitan_lr.config.methods import Caat, GradCompression, LowRank, Optimizer
-from torchtitan_lr.config.ranges import NATURAL, POSITIVE, SEED, Range
+from torchtitan_lr.config.ranges import NATURAL, POSITIVE, SEED
 
 CONFIG_MODULE = "torchtitan_lr.config.schema"
-"""This module, the only one that ``job.custom_config_module`` may name."""
+"""This module; an experiment's may stand in its place as ``job.custom_config_module``."""
 
 BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat")
 """The plans of this package, of ``parallel.plans``."""
@@ -33,10 +32,8 @@ AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
 class Job:
     """Additions to torchtitan's ``[job]``."""
 
-    custom_config_module: Annotated[
-        str, Range(lambda name: name == CONFIG_MODULE, CONFIG_MODULE)
-    ] = CONFIG_MODULE
-    """Module whose JobConfig extends torchtitan's; always this one."""
+    custom_config_module: str = CONFIG_MODULE
+    """Module whose JobConfig extends torchtitan's: this one, or an experiment's."""
 
 
 @dataclass
@@ -345,6 +342,5 @@ class JobConfig:
     validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
-    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     experimental: Experimental = field(default_factory=Experimental)
     debug: Debug = field(default_factory=Debug)

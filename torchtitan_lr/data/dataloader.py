@@ -22,7 +22,6 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_lr.checkpoints.safe_metadata import load
-from torchtitan_lr.config.fault_tolerance import replica_rows
 from torchtitan_lr.data.order import Shares, shuffled
 from torchtitan_lr.data.rows import Batch, Rows, as_batch, open_rows, read_parts
 from torchtitan_lr.errors import ConfigError
@@ -293,17 +292,16 @@ def build_dataloader(
     Raises:
         ConfigError: As for `TokenDataLoader` and `ensure_prepared`, or a corpus has no whole row.
     """
-    ranks, rank = replica_rows(job_config, dp_world_size, dp_rank)
     training = job_config.training
     rows = training.global_batch_size
     if rows < 0:
-        rows = training.local_batch_size * ranks
+        rows = training.local_batch_size * dp_world_size
     return TokenDataLoader(
         TrainingRows.of(job_config),
         local_batch_size=training.local_batch_size,
         global_batch_size=rows,
-        dp_world_size=ranks,
-        dp_rank=rank,
+        dp_world_size=dp_world_size,
+        dp_rank=dp_rank,
         allow_changed=training.allow_changed_corpus,
         **vars(training.dataloader)
         | {"pin_memory": training.dataloader.pin_memory and torch.cuda.is_available()},
