@@ -65,7 +65,6 @@ class LowRankMetricsProcessor(MetricsProcessor):
         self.exit_status = 0
         self._pace = Pace(job_config.training.steps)
         self._opened: list[RunLogger] = []
-        self.writes = True
         self.history: HistoryLogger | None = None
         if torch.distributed.get_rank() == 0:
             self.history = HistoryLogger(Path(job_config.job.dump_folder) / HISTORY_FILE)
@@ -80,9 +79,6 @@ class LowRankMetricsProcessor(MetricsProcessor):
 
     def start_after(self, step: int) -> None:
         """Open the loggers for a run that starts after ``step``, the loaded checkpoint's step."""
-        if not self.writes:
-            self._last_logged_step, self.logger = step, BaseLogger()
-            return
         self._last_logged_step = step
         container = LoggerContainer()
         config = resolved_config(self.job_config, self.parallel_dims, self._model_args)
@@ -95,14 +91,6 @@ class LowRankMetricsProcessor(MetricsProcessor):
         self.logger = container
         if self.history is not None:
             self.history.rewind(step)
-
-    def set_writing(self, writes: bool, step: int) -> None:
-        """Open the loggers after ``step``, or close them: another process writes."""
-        if writes == self.writes:
-            return
-        self.close()
-        self.writes = writes
-        self.start_after(step)
 
     def publish(self, summary: dict[str, Any], curve: Path) -> None:
         """Add the summary and the curve of a finished run to TensorBoard and wandb."""
