@@ -10,7 +10,7 @@ import torch
 
 from tests.integration import runs
 
-CHECKPOINT = "outputs/debug_cola/checkpoint/step-150"
+RUN = "outputs/debug_cola"
 TINY = ["--training.steps=2", "--validation.steps=1", "--training.local_batch_size=1"]
 TINY += ["--lr_scheduler.warmup_steps=1", "--checkpoint.interval=2"]
 
@@ -42,7 +42,7 @@ def done(finished, tmp_path_factory):
         variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
         parts = words[len(variables) :]
         assert parts[0] == "torchtitan-lr"
-        arguments = [step if p == CHECKPOINT else p for p in parts[1:]] + SHORTER[parts[1]]
+        arguments = [str(finished.folder) if p == RUN else p for p in parts[1:]] + SHORTER[parts[1]]
         if parts[1] == "train":
             arguments += [f"--checkpoint.initial_load_path={step}", "--job.dump_folder=tuned"]
         start = [sys.executable, "-m", "torchtitan_lr", *arguments]

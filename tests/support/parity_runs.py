@@ -31,7 +31,6 @@ TINY = [
     "--model.flavor=parity",
     "--training.dataset=python_stdlib",
     "--training.seq_len=16",
-    "--training.shuffle_tokens=320",
     "--training.global_batch_size=8",
     "--training.steps=2",
     "--training.dtype=float32",
@@ -171,7 +170,7 @@ def train(
         gc.collect()  # torchtitan disables the collector, and a trainer has many reference cycles
         gc.freeze()  # the rest are caches, which the next run's collection skips
     dist.barrier()
-    return result | _curves_of(Path(folders[0]))
+    return result | _curves_of(Path(config.job.dump_folder))
 
 
 def _result_of(trainer: Trainer, everywhere: bool) -> dict[str, Any]:

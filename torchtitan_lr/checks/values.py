@@ -5,8 +5,8 @@ Every check takes the configuration, the number of ranks of the whole run and th
 (``cpu``, ``cuda`` or ``xpu``), and raises :class:`ConfigError` or returns nothing.
 """
 
+import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,9 @@ def check_training(config: Any, world_size: int, device_type: str) -> None:
             f"a multiple of {unit} (training.local_batch_size {training.local_batch_size} "
             f"x {degree} data-parallel ranks) such as {max(1, round(batch / unit)) * unit}, or -1"
         )
+        if batch > 0 and batch % degree == 0:
+            fits = math.gcd(batch // degree, config.training.local_batch_size)
+            want += f"; or the same batch with --training.local_batch_size={fits}"
         raise ConfigError("training.global_batch_size", batch, want)
     # A warm-up longer than the run is allowed: --training.steps=10 is a common trial run, and
     # torchtitan shortens the warm-up with a warning.
@@ -73,7 +76,6 @@ def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
         "profiling.save_traces_folder": profiling.enable_profiling,
         "profiling.save_memory_snapshot_folder": profiling.enable_memory_snapshot,
         "comm.save_traces_folder": config.comm.trace_buf_size > 0,
-        "training.token_cache": bool(config.training.token_cache),
     }
     for key in (key for key, used in written.items() if used):
         section, _, name = key.partition(".")
@@ -136,8 +138,6 @@ def _check_load_paths(config: Any) -> None:
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
         want = "false, or checkpoint.initial_load_model_only = true"
         raise ConfigError("checkpoint.initial_load_in_hf", True, want)
-    if checkpoint.initial_load_in_hf_quantized:
-        raise ConfigError("checkpoint.initial_load_in_hf_quantized", True, "false: not supported")
 
 
 def check_model(config: Any, world_size: int, device_type: str) -> None:
@@ -174,21 +174,7 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
 
 
 def check_data(config: Any, world_size: int, device_type: str) -> None:
-    """Check that the corpora exist and fill a sequence; call this after `check_vocabulary`."""
-    from torchtitan_lr.data.checks import check_corpus, check_sequences
-    from torchtitan_lr.data.tokenizer import build_tokenizer
+    """Check that the corpora are prepared and fill a sequence; this prepares what is missing."""
+    from torchtitan_lr.data.checks import check_corpora
 
-    check_corpus(config)
-    check_sequences(config, build_tokenizer(config))
-
-
-Check = Callable[[Any, int, str], None]
-
-VALUE_CHECKS: tuple[Check, ...] = (
-    check_training,
-    check_dump_folder,
-    check_checkpoint,
-    check_model,
-    check_vocabulary,
-)
-"""The checks of values, in the order of :func:`check_job_config`: slow ones last."""
+    check_corpora(config, world_size)

@@ -73,11 +73,9 @@ class CheckpointManager(TitanCheckpointHooks):
             loading, unless it is empty.
         waited: Seconds that the last step waited for the copy of a background save.
         before_save: Called before each save; an exception prevents it.
-        tidies: Whether a load renames later steps and deletes what killed saves left.
     """
 
     stager: Any
-    tidies = True
     _last_saved: str | None = None
     _verified: str | None = None
 
@@ -224,11 +222,12 @@ class CheckpointManager(TitanCheckpointHooks):
         if manifest is not None:
             check_fingerprint(manifest.model, self.fingerprint, checkpoint_id, may_differ)
         metadata = read_metadata(checkpoint_id)
-        if state_dict.get(DATALOADER) is not None:
-            state_dict[DATALOADER].check_checkpoint(checkpoint_id, metadata)
+        has_data = state_dict.get(DATALOADER) is not None
+        if has_data and not state_dict[DATALOADER].check_checkpoint(checkpoint_id, metadata):
+            del state_dict[DATALOADER]  # the data start anew
         if RESIDUALS in state_dict:
             state_dict[RESIDUALS].check_checkpoint(checkpoint_id, metadata)
-        elif DATALOADER in state_dict:
+        elif has_data:
             warn_of_dropped_residuals(checkpoint_id, metadata)
         return manifest is not None, metadata
 
@@ -256,7 +255,7 @@ class CheckpointManager(TitanCheckpointHooks):
         if loaded:
             source = self.initial_load_path if step == -1 else self.checkpoint_folder(step)
             console.info("Loaded %s.", source)
-        if self.tidies and not self.load_only and _is_first_rank():
+        if not self.load_only and _is_first_rank():
             self._tidy(step)
         _barrier()
         return bool(loaded)

@@ -8,7 +8,7 @@ import pytest
 from tests.commands import ROOT
 from tests.unit.checks.test_config_checks import MAIN, SHIPPED, check, refusal
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.data.corpora import validation_source
+from torchtitan_lr.data.prepare import wanted
 
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 
@@ -24,7 +24,8 @@ def test_every_train_config_passes(path, tmp_path, monkeypatch):
     if "initial_load_path" in path.read_text():
         overrides.append("--checkpoint.initial_load_path=")  # it need not be here
     config = check(*overrides, world=world, device=device, config_file=path)
-    assert config.job.dump_folder == str(tmp_path)
+    own = tmp_path / "replica_0" if config.fault_tolerance.enable else tmp_path
+    assert config.job.dump_folder == str(own)
     assert config.lr_scheduler.warmup_steps * 10 in range(
         config.training.steps - 10, config.training.steps + 1
     )
@@ -36,8 +37,8 @@ def test_a_local_corpus_alone_is_validated_on(tmp_path):
     argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}"]
     config = build_job_config([f"--job.config_file={MAIN}", *argv])
     assert config.validation.enable
-    source = validation_source(config)
-    assert (source.name, source.path, source.split) == ("local", str(tmp_path), "validation")
+    assert wanted(config, "validation")[0].sources == wanted(config)[0].sources
+    assert wanted(config)[0].sources[0].paths == (str(tmp_path),)
 
 
 def test_a_corpus_without_one_sequence_is_refused_before_ranks_start(tmp_path):

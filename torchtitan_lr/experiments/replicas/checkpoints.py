@@ -1,0 +1,96 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Checkpoints of replicas that come and go: one member writes them, any number resumes them."""
+
+import json
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torchtitan_lr.checkpoints.safe_metadata import load
+from torchtitan_lr.data.dataloader import TokenDataLoader
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.experiments.replicas.positions import DataPositions
+from torchtitan_lr.training.checkpoint import CheckpointManager
+
+_KEY = "replicas"
+
+
+class ReplicaCheckpoints(CheckpointManager):
+    """A checkpoint manager that saves only while its replica is the one that writes.
+
+    The folder is common to all replicas, so loading does not tidy it up: what looks like a rest of
+    a killed save may be the save of another replica.
+
+    Attributes:
+        writes: Whether this replica saves.
+        run_ends: Whether too few replicas remain after a stop signal, so that the state is saved.
+    """
+
+    writes = False
+    run_ends = False
+
+    def _tidy(self, step: int) -> None:
+        """Leave the common folder as it is."""
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        """Save if this replica writes and the step is due."""
+        if self.writes:
+            super().save(curr_step, last_step)
+
+    def save_interrupted(self, step: int) -> str | None:
+        """Save before an early end of the whole run, not when this replica alone leaves."""
+        if not self.writes or not self.run_ends:
+            return None
+        return super().save_interrupted(step)
+
+
+class StoredPositions:
+    """The data positions of all replicas, in place of a loader's in a checkpoint.
+
+    Args:
+        positions: What is saved and loaded.
+        loader: The loader of this rank, whose corpus and order are compared.
+    """
+
+    def __init__(self, positions: DataPositions, loader: TokenDataLoader) -> None:
+        self._positions, self._loader = positions, loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the positions as one entry, which any number of replicas can load."""
+        return {_KEY: self._positions.as_json(), "corpus": self._loader.dataset.identity}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over stored positions."""
+        self._positions.load_json(state_dict[_KEY])
+
+    def check_checkpoint(self, checkpoint_id: str, metadata: Metadata) -> bool:
+        """Compare a checkpoint's data and their split; call this before loading it.
+
+        Returns:
+            Whether its positions can be loaded. False if the data start anew instead.
+
+        Raises:
+            ConfigError: It was written by a run without replicas that come and go, with another
+                ``group_size``, by replicas that read other rows, or with other data.
+        """
+        if f"dataloader.{_KEY}" not in metadata.state_dict_metadata:
+            want = f"false: {checkpoint_id} was written without it"
+            raise ConfigError("fault_tolerance.enable", True, want)
+        stored = {"dataloader": {_KEY: ""}}
+        load(stored, checkpoint_id, no_dist=True, metadata=metadata)
+        found = json.loads(stored["dataloader"][_KEY])
+        parts = len(found["taken"])
+        here = len(self._positions.taken)
+        if parts != here:
+            want = f"{parts} as in the checkpoint, whose data are split into as many parts"
+            raise ConfigError("fault_tolerance.group_size", here, want)
+        # That of an earlier version had none: its positions were in the text.
+        if found.get("split", list(self._positions.split)) != list(self._positions.split):
+            want = (
+                "a number that with training.local_batch_size gives a replica the rows that it has "
+                f"in {checkpoint_id}"
+            )
+            raise ConfigError("NGPU", dist.get_world_size(), want)
+        name = _KEY if "split" in found else ""
+        return self._loader.check_checkpoint(checkpoint_id, metadata, name)

@@ -1,0 +1,210 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Replicas that come and go as an extension of a run: sections, folder, checks and trainer.
+
+A TOML names this module by ``job.custom_config_module``; `torchtitan_lr.config.build.extension_of`
+says what the package calls. It is imported without torch.
+
+As in :mod:`torchtitan_lr.config.schema`, no ``from __future__ import annotations``.
+"""
+
+import importlib.util
+import ipaddress
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lr.checkpoints.layout import RUN_CONFIG
+from torchtitan_lr.config import schema
+from torchtitan_lr.config.methods import TSR
+from torchtitan_lr.errors import ConfigError
+
+_SECTION = "fault_tolerance"
+
+
+@dataclass
+class FaultTolerance:
+    """Additions to torchtitan's ``[fault_tolerance]`` (experimental; docs/run_and_recover.md)."""
+
+    group_size: int = 0
+    """
+    Largest number of replicas. The training data are split into as many parts, and
+    ``training.global_batch_size`` counts the rows of as many replicas.
+    """
+
+    lighthouse: str = "127.0.0.1:29510"
+    """host:port of the quorum server, torchft's ``torchft_lighthouse``."""
+
+    address: str = "127.0.0.1"
+    """Address of this machine under which the other replicas reach it: loopback or private."""
+
+    allow_public_addresses: bool = False
+    """
+    Accept addresses that are neither loopback nor private. The ports have no authentication: who
+    reaches them can read the weights and stop the run.
+    """
+
+    quorum_timeout_s: int = 600
+    """
+    Seconds that a replica waits for ``min_replica_size`` replicas before it ends with an error.
+    """
+
+    heal_timeout_s: int = 300
+    """Seconds in which a newcomer must have fetched weights and optimizer state."""
+
+    quorum_retries: int = 600
+    """How often a request to the quorum server is repeated, so that it can be restarted."""
+
+    digests: bool = False
+    """Write a digest of weights and optimizer state into commits.jsonl after every step."""
+
+
+@dataclass
+class JobConfig(schema.JobConfig):
+    """The package's sections and this experiment's."""
+
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+
+
+def complete(config: Any) -> None:
+    """Give a replica its own dump folder in ``job.dump_folder``.
+
+    Log files, metrics, lock and state are a replica's own. Checkpoints and the run's record are
+    common to all replicas, in the folder that the configuration names.
+    """
+    folder, own = Path(config.job.dump_folder), f"replica_{config.fault_tolerance.replica_id}"
+    if not config.fault_tolerance.enable or folder.name == own:  # the record of a replica
+        return
+    config.job.dump_folder = os.path.join(config.job.dump_folder, own)
+    config.job.save_config_file = f"../{config.job.save_config_file or RUN_CONFIG}"
+    config.checkpoint.folder = str((folder / config.checkpoint.folder).absolute())
+
+
+def trainer_class(config: Any) -> Any:
+    """Return the trainer of a rank."""
+    # Imported late: it needs torch.
+    from torchtitan_lr.experiments.replicas.trainer import ReplicaTrainer
+    from torchtitan_lr.training.trainer import Trainer
+
+    return ReplicaTrainer if config.fault_tolerance.enable else Trainer
+
+
+def check(config: Any, world_size: int, device_type: str) -> None:
+    """Check what replicas that come and go need, before any rank starts.
+
+    Raises:
+        ConfigError: The first key that does not fit.
+    """
+    section = config.fault_tolerance
+    if not section.enable:
+        return
+    _check_methods(config)
+    _check_ranks(config, world_size, device_type)
+    _check_numbers(config)
+    _check_batch(config, world_size)
+    check_address(section.address, f"{_SECTION}.address", section.allow_public_addresses)
+    split_endpoint(section.lighthouse, f"{_SECTION}.lighthouse", section.allow_public_addresses)
+    if importlib.util.find_spec("torchft") is None:
+        want = "false, or torchft (pip install 'torchtitan_lr[ft]')"
+        raise ConfigError(f"{_SECTION}.enable", True, want)
+
+
+def _check_methods(config: Any) -> None:
+    """Refuse what does not reduce the gradients of replicas that come and go."""
+    section = config.fault_tolerance
+    if config.optimizer.name != TSR:
+        want = f"{TSR!r} with fault_tolerance.enable: no other optimizer reduces by itself"
+        raise ConfigError("optimizer.name", config.optimizer.name, want)
+    if config.grad_compression.codec != "none":
+        want = "'none' with fault_tolerance.enable"
+        raise ConfigError("grad_compression.codec", config.grad_compression.codec, want)
+    if section.semi_sync_method is not None:
+        want = "nothing: the quorum is synchronous, once per step"
+        raise ConfigError(f"{_SECTION}.semi_sync_method", section.semi_sync_method, want)
+    if section.process_group != "gloo":
+        want = "'gloo': NCCL is untested with replicas that come and go"
+        raise ConfigError(f"{_SECTION}.process_group", section.process_group, want)
+
+
+def _check_ranks(config: Any, world_size: int, device_type: str) -> None:
+    if (nodes := os.environ.get("NNODES", "1")) != "1":
+        want = "1 with fault_tolerance.enable: a replica is one machine, which starts by itself"
+        raise ConfigError("NNODES", nodes, want)
+    parallelism = config.parallelism
+    for name in ("data_parallel_replicate_degree", "pipeline_parallel_degree"):
+        degree = getattr(parallelism, name)
+        if degree > 1:
+            raise ConfigError(f"parallelism.{name}", degree, "1 with fault_tolerance.enable")
+    if config.comm.mode != "default":
+        want = "'default' with fault_tolerance.enable: a dry run has no quorum"
+        raise ConfigError("comm.mode", config.comm.mode, want)
+    if config.checkpoint.create_seed_checkpoint:
+        want = "false with fault_tolerance.enable: make it with --fault_tolerance.no_enable"
+        raise ConfigError("checkpoint.create_seed_checkpoint", True, want)
+    if device_type != "cpu":
+        want = f"false on {device_type}: only CPU replicas were tested"
+        raise ConfigError(f"{_SECTION}.enable", True, want)
+
+
+def _check_numbers(config: Any) -> None:
+    section = config.fault_tolerance
+    size, least = section.group_size, section.min_replica_size
+    if size < 1:
+        want = "the largest number of replicas, such as 3"
+        raise ConfigError(f"{_SECTION}.group_size", size, want)
+    if not 0 <= section.replica_id < size:
+        want = f"a number from 0 to {size - 1}, another for every replica"
+        raise ConfigError(f"{_SECTION}.replica_id", section.replica_id, want)
+    majority = size // 2 + 1
+    if not majority <= least <= size:
+        want = (
+            f"{majority} to {size}, a majority of group_size: with fewer, two halves of a cut "
+            "network would train on"
+        )
+        raise ConfigError(f"{_SECTION}.min_replica_size", least, want)
+    timeouts = ("process_group_timeout_ms", "quorum_timeout_s", "heal_timeout_s", "quorum_retries")
+    for name in timeouts:
+        if getattr(section, name) < 1:
+            raise ConfigError(f"{_SECTION}.{name}", getattr(section, name), "a positive integer")
+
+
+def _check_batch(config: Any, world_size: int) -> None:
+    ranks = max(1, world_size // max(1, config.parallelism.tensor_parallel_degree))
+    unit = config.training.local_batch_size * config.fault_tolerance.group_size * ranks
+    batch = config.training.global_batch_size
+    if batch != -1 and batch % unit:
+        each = "" if ranks == 1 else f" x {ranks} data-parallel ranks of a replica"
+        want = f"a multiple of {unit} (local_batch_size x fault_tolerance.group_size{each}), or -1"
+        raise ConfigError("training.global_batch_size", batch, want)
+
+
+def check_address(text: str, key: str, public: bool) -> None:
+    """Raise for an address that is not a literal IPv4 address, loopback or private.
+
+    Args:
+        text: The address.
+        key: The TOML key or option, for the error.
+        public: Whether others are accepted too.
+
+    Raises:
+        ConfigError: It is not, or it stands for all interfaces.
+    """
+    want = "a loopback or private IPv4 address of this machine such as 127.0.0.1 or 10.0.0.7"
+    try:
+        address = ipaddress.IPv4Address(text)
+    except ValueError:
+        raise ConfigError(key, text, want) from None
+    if address.is_unspecified:
+        raise ConfigError(key, text, f"{want}, not all interfaces")
+    if not (public or address.is_loopback or address.is_private):
+        want = f"{want}, or {_SECTION}.allow_public_addresses = true: the ports are not protected"
+        raise ConfigError(key, text, want)
+
+
+def split_endpoint(text: str, key: str, public: bool) -> tuple[str, int]:
+    """Return host and port of ``host:port``, after `check_address`; arguments as there."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(key, text, "host:port such as 127.0.0.1:29510")
+    check_address(host, key, public)
+    return host, int(port)
