@@ -56,11 +56,6 @@ class MatrixReport:
 def factorised_args(args: LlamaArgs, family: ModelFamily, rank: int) -> LlamaArgs:
     """Return the arguments of the factorised model.
 
-    Args:
-        args: The dense model's.
-        family: What it becomes; its B A is a matrix.
-        rank: Rank r of every linear.
-
     Raises:
         ConfigError: The rank is too large or too small.
     """
@@ -215,12 +210,7 @@ class CalibrationStream:
 
 
 def limit_tokens(batches: Iterable[Batch], tokens: int) -> Iterable[Batch]:
-    """Yield batches until they have a number of tokens; the last one may go beyond it.
-
-    Args:
-        batches: Batches of equal sizes, but for the last.
-        tokens: The number.
-    """
+    """Yield batches until they have a number of tokens; the last one may go beyond it."""
     left = tokens
     for inputs, labels in batches:
         if left <= 0:
@@ -231,10 +221,6 @@ def limit_tokens(batches: Iterable[Batch], tokens: int) -> Iterable[Batch]:
 
 def check_factorisable(args: LlamaArgs, name: str) -> ModelFamily:
     """Return the family that a dense model may become.
-
-    Args:
-        args: The model that there is.
-        name: The wanted family, without ``llama_``.
 
     Raises:
         ConfigError: No dense model determines a start of that family, or this one is not dense.
