@@ -5,8 +5,8 @@ Every check takes the configuration, the number of ranks of the whole run and th
 (``cpu``, ``cuda`` or ``xpu``), and raises :class:`ConfigError` or returns nothing.
 """
 
+import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,9 @@ def check_training(config: Any, world_size: int, device_type: str) -> None:
             f"a multiple of {unit} (training.local_batch_size {training.local_batch_size} "
             f"x {degree} data-parallel ranks) such as {max(1, round(batch / unit)) * unit}, or -1"
         )
+        if batch > 0 and batch % degree == 0:
+            fits = math.gcd(batch // degree, config.training.local_batch_size)
+            want += f"; or the same batch with --training.local_batch_size={fits}"
         raise ConfigError("training.global_batch_size", batch, want)
     # A warm-up longer than the run is allowed: --training.steps=10 is a common trial run, and
     # torchtitan shortens the warm-up with a warning.
@@ -136,8 +139,6 @@ def _check_load_paths(config: Any) -> None:
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
         want = "false, or checkpoint.initial_load_model_only = true"
         raise ConfigError("checkpoint.initial_load_in_hf", True, want)
-    if checkpoint.initial_load_in_hf_quantized:
-        raise ConfigError("checkpoint.initial_load_in_hf_quantized", True, "false: not supported")
 
 
 def check_model(config: Any, world_size: int, device_type: str) -> None:
@@ -180,15 +181,3 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
 
     check_corpus(config)
     check_sequences(config, build_tokenizer(config))
-
-
-Check = Callable[[Any, int, str], None]
-
-VALUE_CHECKS: tuple[Check, ...] = (
-    check_training,
-    check_dump_folder,
-    check_checkpoint,
-    check_model,
-    check_vocabulary,
-)
-"""The checks of values, in the order of :func:`check_job_config`: slow ones last."""

@@ -2,10 +2,10 @@
 """All that we use of torchtitan, so that another version of it is a change of this room.
 
 A contract of import-linter forbids ``import torchtitan`` elsewhere in the package. The modules are
-split by what importing them loads: this one neither torch nor torchtitan, `base` what
-``import torchtitan`` loads anyway, `specs` and `pipeline` the ``datasets`` package too. Private
-names of torchtitan and patches of its modules are here as well; each function says what fails if
-upstream changes, and ``tests/unit/titan`` and ``tests/unit/compat`` test them.
+split by what importing them loads: this one neither torch nor torchtitan, `configuration` torch,
+`base` what ``import torchtitan`` loads anyway, `specs` and `pipeline` the ``datasets`` package too.
+Private names of torchtitan and patches of its modules are here as well; each function says what
+fails if upstream changes, and ``tests/unit/titan`` and ``tests/unit/compat`` test them.
 
 Tested with torchtitan 0.2.2, the last release with TOML files and TrainSpec, which pyproject.toml
 pins. In 0.3.0 these names are gone (read from its wheel): in `base` JobConfig, Optimizer,

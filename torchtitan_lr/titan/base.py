@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan.components.loss import LossFunction
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
-from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed import ParallelDims, activation_checkpoint
@@ -34,26 +34,6 @@ __all__ = [
     "dist_utils",
     "set_default_dtype",
 ]
-
-
-def merged_job_config(extension: Any) -> Any:
-    """Return torchtitan's JobConfig merged with the sections of an extension.
-
-    Upstream merges only inside its command-line parser, which exits the process on an error. Calls
-    ``ConfigManager._merge_configs``; if upstream removes it, every start fails with an
-    AttributeError.
-    """
-    return ConfigManager._merge_configs(JobConfig, extension)
-
-
-def fill_job_config(config_class: Any, values: dict[str, Any]) -> Any:
-    """Return an instance of a merged JobConfig, given checked values by section and key.
-
-    Calls ``ConfigManager._dict_to_dataclass``; the manager's other tasks (parsing text, checking
-    the tokenizer) are done before or after. If upstream removes it, every start fails with an
-    AttributeError.
-    """
-    return ConfigManager()._dict_to_dataclass(config_class, values)
 
 
 def mesh_of(parallel_dims: Any, name: str) -> Any:

@@ -1,0 +1,113 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Every command of README and the pages is accepted, and none meets another one's run.
+
+``tests/integration/test_first_hour.py`` runs those of README and the page Start.
+"""
+
+import json
+import re
+import shlex
+
+import pytest
+
+from tests.commands import ROOT
+from torchtitan_lr.checkpoints.run_record import changed
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.commands.main import COMMANDS, parser_of
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.shipped import find_config
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# Files that a reader makes, by an earlier command or by hand.
+MADE = re.compile(r"(mine|tiny|NAME|outputs/\w+/train)(\.toml)?$")
+
+# What one run may change when it goes on.
+GOES_ON = {"training.steps", "training.max_norm"}
+
+
+def documented(page):
+    """The commands of a page as ``(variables, name, arguments)``, in their order."""
+    found = []
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
+    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        if "|" in words:
+            words = words[words.index("|") + 1 :]
+        count = next((i for i, w in enumerate(words) if not re.match(r"[A-Z_]+=", w)), len(words))
+        variables, words = dict(w.split("=", 1) for w in words[:count]), words[count:]
+        if not words:
+            continue
+        if words[0] == "./run_llama_train.sh":
+            found.append((variables, "train", words[1:]))
+        elif words[0] == "torchtitan-lr":
+            found.append((variables, words[1], words[2:]))
+        elif "-m" in words and words[words.index("-m") + 1] == "torchtitan_lr":
+            found.append(
+                (variables, *(lambda rest: (rest[0], rest[1:]))(words[words.index("-m") + 2 :]))
+            )
+    return found
+
+
+def training_config(variables, arguments):
+    """The configuration of a ``train`` command, and its ranks; None for a reader's own file."""
+    name = variables.get("CONFIG_FILE", "debug_cola")
+    if arguments and not arguments[0].startswith("-"):
+        name, arguments = arguments[0], arguments[1:]
+    if not (ROOT / find_config(name)).is_file():
+        assert MADE.search(name), name
+        return None
+    ranks = 1 if name == "debug_replicas" else int(variables.get("NGPU", 8))
+    ranks *= int(variables.get("NNODES", "1").rpartition(":")[2])
+    return build_job_config([f"--job.config_file={find_config(name)}", *arguments]), ranks
+
+
+ALL = [(page, *command) for page in PAGES for command in documented(page)]
+
+
+@pytest.mark.parametrize(
+    ("page", "variables", "name", "arguments"),
+    [pytest.param(*c, id=f"{c[0].stem}-{c[2]}-{i}") for i, c in enumerate(ALL)],
+)
+def test_a_documented_command_is_accepted(page, variables, name, arguments):
+    assert name in COMMANDS
+    if name == "train":
+        if (found := training_config(variables, arguments)) is not None:
+            replicas = found[0].fault_tolerance.enable
+            check_job_config(*found, "cpu" if replicas else "cuda", on_paper=True)
+        return
+    arguments = [a for a in arguments if a not in ("…", "...")]
+    parsed = parser_of(name).parse_args(arguments)
+    if name == "estimate":
+        config = build_job_config([f"--job.config_file={parsed.config}", *parsed.overrides])
+        check_job_config(config, parsed.world or 8, "cuda", on_paper=True)
+
+
+def test_the_pages_have_commands():
+    names = [name for _, _, name, _ in ALL]
+    assert names.count("train") > 20 and {"estimate", "generate", "export"} <= set(names)
+
+
+def collisions(commands):
+    """Folders in which two training commands would have other models, texts or batches."""
+    first, found = {}, []
+    for variables, arguments in commands:
+        config = training_config(variables, arguments)
+        if config is None or "COMM_MODE" in variables:  # a dry run has its own folder
+            continue
+        config = config[0]
+        folder = config.job.dump_folder.rstrip("/").removeprefix("./")
+        before = first.setdefault(folder, config)
+        differences = changed(json.loads(json.dumps(before.to_dict())), config)
+        if before.model.hf_assets_path != config.model.hf_assets_path:
+            differences["model.hf_assets_path"] = []
+        if differences.keys() - GOES_ON:
+            found.append((folder, *differences))
+    return found
+
+
+def test_documented_runs_have_folders_of_their_own():
+    commands = [(variables, rest) for _, variables, name, rest in ALL if name == "train"]
+    assert collisions(commands) == []
+    wrong = [({}, ["debug_cola"]), ({}, ["--training.dataset=local", "--training.steps=3"])]
+    assert collisions(wrong) == [("outputs/debug_cola", "training.dataset", "training.steps")]

@@ -1,0 +1,48 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""torchtitan's configuration without the rest of it.
+
+``import torchtitan`` loads quantization, and with it torch's compiler, which takes longer than
+torch itself. A launcher's early errors do not wait for that.
+"""
+
+import importlib
+import importlib.util
+import sys
+from typing import Any
+
+
+def merged_job_config(extension: Any) -> Any:
+    """Return torchtitan's JobConfig merged with the sections of an extension.
+
+    Upstream merges only inside its command-line parser, which exits the process on an error. Calls
+    ``ConfigManager._merge_configs``; if upstream removes it, every start fails with an
+    AttributeError.
+    """
+    config = _config_module()
+    return config.ConfigManager._merge_configs(config.JobConfig, extension)
+
+
+def fill_job_config(config_class: Any, values: dict[str, Any]) -> Any:
+    """Return an instance of a merged JobConfig, given checked values by section and key.
+
+    Calls ``ConfigManager._dict_to_dataclass``; the manager's other tasks (parsing text, checking
+    the tokenizer) are done before or after. If upstream removes it, every start fails with an
+    AttributeError.
+    """
+    return _config_module().ConfigManager()._dict_to_dataclass(config_class, values)
+
+
+def _config_module() -> Any:
+    """Import ``torchtitan.config`` without running ``torchtitan/__init__.py``, unless that has run.
+
+    A later ``import torchtitan`` runs it, and finds these modules loaded.
+    """
+    name = "torchtitan"
+    if name not in sys.modules and (spec := importlib.util.find_spec(name)) is not None:
+        # Finds the package's modules, although it is not executed.
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            return importlib.import_module(f"{name}.config")
+        finally:
+            del sys.modules[name]
+    return importlib.import_module(f"{name}.config")
