@@ -30,6 +30,8 @@ SHARED_INPUTS = {
 }
 """The linears of a block, each with the first one that has the same input."""
 
+_EDGES = {"attention.wo": "attention.o", "feed_forward.w2": "feed_forward.down"}
+
 Batch = tuple[dict[str, Tensor], Tensor]
 """``({"input": (b, s)}, labels (b, s))``; tokens without a label are padding."""
 
@@ -134,7 +136,7 @@ class TruncatedWeights:
             is_ffn = linear.startswith("feed_forward")
             rank = self.args.rank_ffn if is_ffn else self.args.rank_attention
             seed = index * len(SHARED_INPUTS) + order
-            found = truncate(weight, rank, moments.get(first), seed)
+            found = truncate(weight, rank, moments[first] if moments else None, seed)
             for letter, factor in (("A", found.A), ("B", found.B)):
                 self._factors[f"{prefix}{linear}.{letter}.weight"] = factor.to("cpu", self.dtype)
             errors = found.error, found.weighted_error
@@ -200,7 +202,8 @@ class CalibrationStream:
             moments[first] = moments[first] + product if first in moments else product
 
         for first in set(SHARED_INPUTS.values()):
-            linear = block.get_submodule(first)
+            # The block applies the weights of these two by an edge, which is what is called.
+            linear = block.get_submodule(_EDGES.get(first, first))
             linear.register_forward_pre_hook(lambda m, x, first=first: note(first, m, x))
         for number, (x, mask) in enumerate(self._batches):
             valid = mask.to(self._device)

@@ -32,6 +32,10 @@ def batches(number=3, b=2, s=12, padding=5):
         yield {"input": tokens}, labels
 
 
+# What the block calls in the place of these linears, with the same input.
+EDGES = {"attention.wo": "attention.o", "feed_forward.w2": "feed_forward.down"}
+
+
 @pytest.fixture
 def dense():
     model = build_tiny("full", torch.float64, n_kv_heads=2, max_seq_len=12)
@@ -63,7 +67,8 @@ def inputs_of(model):
     for index in range(model.model_args.n_layers):
         for linear in LINEARS:
             name = f"layers.{index}.{linear}"
-            model.get_submodule(name).register_forward_pre_hook(note(name))
+            called = f"layers.{index}.{EDGES.get(linear, linear)}"
+            model.get_submodule(called).register_forward_pre_hook(note(name))
     with torch.no_grad():
         for inputs, labels in batches():
             valid = labels >= 0
