@@ -76,10 +76,10 @@ def partial_latents_cross() -> Iterator[None]:
     def unsummed(x: Tensor, weights: Sequence[Tensor], how: Reduction) -> list[Tensor]:
         return [F.linear(x, weight) for weight in weights]
 
-    def keep_terms(self: Any, x: Tensor, linears: Any, norm: Any = None) -> list[Tensor]:
-        latents = down(self, x, linears, norm)
+    def keep_terms(self: Any, x: Tensor, group: Any, norm: Any = None) -> list[Tensor]:
+        latents = down(self, x, group, norm)
         with replaced(linears, "down_products", unsummed):
-            own = down(self, x, linears, norm)
+            own = down(self, x, group, norm)
         terms.update({id(latent): term for latent, term in zip(latents, own, strict=True)})
         alive.extend(latents)
         return latents
