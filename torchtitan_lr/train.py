@@ -23,15 +23,13 @@ with collector_off():
     from torchtitan_lr.training.trainer import Trainer
 
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.config.fault_tolerance import private_folder
+from torchtitan_lr.config.build import build_job_config, extension_of
 from torchtitan_lr.console.log import init_console
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.launch.environment import launched_ranks
 from torchtitan_lr.launch.folder_lock import locked_by_rank
 from torchtitan_lr.launch.run_state import FAILED, FINISHED, RUNNING, STOPPED, write_state
 from torchtitan_lr.training.device import bind_device
-from torchtitan_lr.training.guard import BadDataError, NonFiniteError, QuorumError
 
 
 def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) -> int:
@@ -42,8 +40,8 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         trainer_class: The trainer to build.
 
     Returns:
-        The exit status: 0 if training finished or was stopped and saved, 1 for a non-finite loss,
-        bad data or a missing quorum, 2 for an invalid configuration.
+        The exit status: 0 if training finished or was stopped and saved, 1 for a non-finite loss
+        or bad data, 2 for an invalid configuration.
     """
     init_console()
     device_type = bind_device()
@@ -55,15 +53,11 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         config = build_job_config(sys.argv[1:] if argv is None else argv)
         init_console(config.metrics.verbose)
         check_job_config(config, launched_ranks(config.comm.mode), device_type)
-        folder = str(private_folder(config))
-        common = config.job.dump_folder if config.fault_tolerance.enable else None
-        still_ours = lock.enter_context(locked_by_rank(folder, os.environ, common))
+        folder = config.job.dump_folder
+        still_ours = lock.enter_context(locked_by_rank(folder, os.environ))
         record = partial(_record, folder)
-        if config.fault_tolerance.enable:
-            # Imported late: it needs torchft, which is an extra.
-            from torchtitan_lr.replicas.trainer import ReplicaTrainer
-
-            trainer_class = ReplicaTrainer
+        if (extension := extension_of(config)) is not None:
+            trainer_class = extension.trainer_class(config)
         trainer = trainer_class(config)
         trainer.checkpointer.before_save = still_ours
         trainer.before_start = partial(record, RUNNING)
@@ -77,7 +71,7 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
             record(STOPPED, f"{trainer.stopped_by} after step {trainer.step}")
         else:
             record(FINISHED)
-    except (ConfigError, NonFiniteError, BadDataError, QuorumError) as error:
+    except (ConfigError, RunFailedError) as error:
         record(FAILED, str(error))
         # Print on every rank: torchrun kills the other ranks as soon as any rank fails.
         print(f"error: {error}", file=sys.stderr, flush=True)

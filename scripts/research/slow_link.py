@@ -58,6 +58,7 @@ TORCHFT = "TSRAdam torchft"
 QUORUM = f"{ADDRESSES[0]}:29532"
 REPLICAS = [
     *("--optimizer.name=TSRAdam", "--parallelism.data_parallel_replicate_degree=1"),
+    "--job.custom_config_module=torchtitan_lr.experiments.replicas.job_config",
     *("--fault_tolerance.enable", "--fault_tolerance.group_size=2"),
     *("--fault_tolerance.min_replica_size=2", f"--fault_tolerance.lighthouse={QUORUM}"),
 ]

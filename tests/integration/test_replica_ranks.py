@@ -22,6 +22,7 @@ if importlib.util.find_spec("torchft") is None:
 SITE = Path(importlib.util.find_spec("torchft").origin).parents[1]
 
 STEPS = 9
+EXTENSION = "--job.custom_config_module=torchtitan_lr.experiments.replicas.job_config"
 
 TSR = """
 [fault_tolerance]
@@ -60,7 +61,7 @@ def start(config, end, replica, *options, ranks=2):
     """Starts a replica."""
     own = [f"--fault_tolerance.replica_id={replica}", f"--fault_tolerance.lighthouse={end}"]
     return Process(
-        [*LAUNCH, *OPTIONS, "--fault_tolerance.enable", *own, *options],
+        [*LAUNCH, *OPTIONS, EXTENSION, "--fault_tolerance.enable", *own, *options],
         CONFIG_FILE=str(config),
         NGPU=str(ranks),
         PYTHONPATH=f"{ROOT}{os.pathsep}{SITE}",
@@ -75,10 +76,9 @@ LAYOUTS = {"shards": (8, []), "tensor": (4, ["--parallelism.tensor_parallel_degr
 """Rows of a step on two replicas of two ranks, and the layout of these ranks."""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rank_dies_and_all_is_as_in_one_process(layout, request, tmp_path):
-    if layout != "shards" and not request.config.getoption("--full"):
-        pytest.skip("a second layout: with --full")
+def test_a_rank_dies_and_all_is_as_in_one_process(layout, tmp_path):
     rows, split = LAYOUTS[layout]
     folder = tmp_path / "run"
     config = write_config(folder, "llama_cola", steps=STEPS, extra=TSR)
@@ -104,7 +104,7 @@ def test_a_rank_dies_and_all_is_as_in_one_process(layout, request, tmp_path):
     done = Process([*LAUNCH, *options], CONFIG_FILE=str(config), NGPU="1").finish()
     assert done.status == 0, done.everything
     expected = history(alone)
-    found = {record["step"]: record for record in history(folder)}
+    found = {record["step"]: record for record in history(folder / "replica_0")}
     keys = ("loss_metrics/global_avg_loss", "grad_norm", "n_tokens_seen", "lr")
     for record in expected:
         for key in keys:

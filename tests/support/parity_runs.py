@@ -171,7 +171,7 @@ def train(
         gc.collect()  # torchtitan disables the collector, and a trainer has many reference cycles
         gc.freeze()  # the rest are caches, which the next run's collection skips
     dist.barrier()
-    return result | _curves_of(Path(folders[0]))
+    return result | _curves_of(Path(config.job.dump_folder))
 
 
 def _result_of(trainer: Trainer, everywhere: bool) -> dict[str, Any]:

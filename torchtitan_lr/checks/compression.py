@@ -33,7 +33,12 @@ def check_grad_compression(config: Any, world_size: int, device_type: str) -> No
         return
     sizes = {name: math.prod(shape) for name, shape in model_shapes(args).items()}
     if not any(is_compressed(name, size, settings) for name, size in sizes.items()):
-        _refuse_empty_selection(section)
+        if section.layers == "patterns":
+            least = f"at least min_size ({section.min_size})"
+            want = f"patterns that some tensor of {least} entries fits"
+            raise ConfigError("grad_compression.patterns", section.patterns, want)
+        want = "the size of some tensor of this model, or less"
+        raise ConfigError("grad_compression.min_size", section.min_size, want)
     if section.codec == "sketch" and ranks > 1:
         _check_unit_sizes(config, world_size)
 
@@ -63,11 +68,3 @@ def _check_layout(config: Any, world_size: int) -> None:
     if config.optimizer.name not in ("AdamW", "Adam"):
         want = f"'none' with optimizer.name = {config.optimizer.name!r}, which reduces by itself"
         raise ConfigError("grad_compression.codec", codec, want)
-
-
-def _refuse_empty_selection(section: Any) -> None:
-    if section.layers == "patterns":
-        want = f"patterns that some tensor of at least min_size ({section.min_size}) entries fits"
-        raise ConfigError("grad_compression.patterns", section.patterns, want)
-    want = "the size of some tensor of this model, or less"
-    raise ConfigError("grad_compression.min_size", section.min_size, want)

@@ -5,20 +5,47 @@ It needs no process group: the launcher calls it before any rank starts, and eve
 again.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torchtitan_lr.checks.compression import check_grad_compression
-from torchtitan_lr.checks.optimizer import check_tsr
 from torchtitan_lr.checks.pipeline import check_pipeline
-from torchtitan_lr.checks.replicas import check_replicas
 from torchtitan_lr.checks.stored import check_record, check_stored_data, check_stored_model
-from torchtitan_lr.checks.support import SUPPORT_CHECKS, check_tensor_parallel
+from torchtitan_lr.checks.support import (
+    check_compile,
+    check_cpu,
+    check_parallelism,
+    check_tensor_parallel,
+    check_tsr,
+)
 from torchtitan_lr.checks.values import (
-    VALUE_CHECKS,
     check_checkpoint,
     check_data,
     check_dump_folder,
+    check_model,
+    check_training,
     check_vocabulary,
+)
+from torchtitan_lr.config.build import extension_of
+from torchtitan_lr.errors import ConfigError
+
+
+def _check_extension(config: Any, world_size: int, device_type: str) -> None:
+    extension = extension_of(config)
+    if extension is not None:
+        extension.check(config, world_size, device_type)
+    elif config.fault_tolerance.enable:
+        module = "torchtitan_lr.experiments.replicas.job_config"
+        want = f"false, or job.custom_config_module = '{module}'"
+        raise ConfigError("fault_tolerance.enable", True, want)
+
+
+# The record comes first, since it takes no time, and what reads data or builds models last.
+_CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
+    *(check_record, _check_extension, check_parallelism, check_compile, check_cpu),
+    *(check_training, check_dump_folder, check_checkpoint, check_model, check_vocabulary),
+    *(check_stored_model, check_data, check_tensor_parallel, check_pipeline, check_tsr),
+    *(check_grad_compression, check_stored_data),
 )
 
 _OF_FILES = (
@@ -41,12 +68,6 @@ def check_job_config(
     Raises:
         ConfigError: With the first invalid key.
     """
-    for check in (
-        check_record,  # first: it takes no time
-        *(check_replicas, *SUPPORT_CHECKS, *VALUE_CHECKS),
-        *(check_stored_model, check_data),
-        *(check_tensor_parallel, check_pipeline, check_tsr, check_grad_compression),
-        check_stored_data,
-    ):
+    for check in _CHECKS:
         if not (on_paper and check in _OF_FILES):
             check(config, world_size, device_type)

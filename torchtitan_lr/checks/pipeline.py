@@ -16,7 +16,24 @@ def check_pipeline(config: Any, world_size: int, device_type: str) -> None:
     section = config.parallelism
     if section.pipeline_parallel_degree == 1:
         return
-    _check_features(config)
+    # Untested with these models, or without meaning.
+    for key, value, want in (
+        (
+            "parallelism.pipeline_parallel_schedule_csv",
+            section.pipeline_parallel_schedule_csv,
+            "'' with a pipeline",
+        ),
+        (
+            "training.enable_cpu_offload",
+            config.training.enable_cpu_offload,
+            "False with a pipeline",
+        ),
+    ):
+        if value:
+            raise ConfigError(key, value, want)
+    if config.comm.mode == "fake_backend":
+        want = "'default' with a pipeline: the one rank of a dry run has no neighbours"
+        raise ConfigError("comm.mode", config.comm.mode, want)
     schedule = section.pipeline_parallel_schedule
     if schedule not in SCHEDULES:
         want = f"one of {', '.join(SCHEDULES)}"
@@ -24,21 +41,6 @@ def check_pipeline(config: Any, world_size: int, device_type: str) -> None:
     _check_split_backward(config)
     stages = _check_stages(config)
     _check_microbatches(config, stages)
-
-
-def _check_features(config: Any) -> None:
-    """Refuse torchtitan's features that are untested with these models."""
-    section = config.parallelism
-    refused = (
-        ("parallelism.pipeline_parallel_schedule_csv", section.pipeline_parallel_schedule_csv, ""),
-        ("training.enable_cpu_offload", config.training.enable_cpu_offload, False),
-    )
-    for key, value, allowed in refused:
-        if value:
-            raise ConfigError(key, value, f"{allowed!r} with a pipeline")
-    if config.comm.mode == "fake_backend":
-        want = "'default' with a pipeline: the one rank of a dry run has no neighbours"
-        raise ConfigError("comm.mode", config.comm.mode, want)
 
 
 def _check_split_backward(config: Any) -> None:
@@ -67,14 +69,8 @@ def _check_stages(config: Any) -> int:
     args: Any = get_train_spec(config.model.name).model_args[config.model.flavor]
     args.update_from_config(config)
     degree, schedule = section.pipeline_parallel_degree, section.pipeline_parallel_schedule
-    for name in ("first_stage_less_layers", "last_stage_less_layers"):
-        key = f"pipeline_parallel_{name}"
-        if getattr(section, key) < 0:
-            raise ConfigError(f"parallelism.{key}", getattr(section, key), "0 or more")
     per_stage = section.pipeline_parallel_layers_per_stage
     key = "parallelism.pipeline_parallel_layers_per_stage"
-    if per_stage is not None and per_stage < 1:
-        raise ConfigError(key, per_stage, "a positive number")
     per_rank = stages_per_rank(section, args.n_layers)
     several, two = SCHEDULES[schedule]
     fits = per_rank == 2 if two else per_rank >= 2 if several else per_rank == 1

@@ -1,32 +1,28 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Checks for torchtitan features that this package, or the device, does not support."""
+"""Checks of degrees, plans and features against the ranks, the model and the device."""
 
 import math
 import os
 import shutil
-from collections.abc import Callable
 from typing import Any
 
+from torchtitan_lr.config.methods import TSR
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.configured import llama_args
+from torchtitan_lr.models.configured import llama_args, model_shapes
 
 
 def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
     """Check that the data, tensor and pipeline degrees multiply to the world size."""
     sections = config.parallelism
-    for name in ("context", "expert", "expert_tensor"):
-        key = f"{name}_parallel_degree"
-        degree = getattr(sections, key)
-        if degree != 1:
-            want = "1: only data, tensor and pipeline parallelism are supported in this version"
-            raise ConfigError(f"parallelism.{key}", degree, want)
-    if sections.enable_async_tensor_parallel:
-        want = "false: the plans are untested with it (it fuses products and collectives on CUDA)"
-        raise ConfigError("parallelism.enable_async_tensor_parallel", True, want)
     rest, others = world_size, []
     for name in ("tensor_parallel", "pipeline_parallel", "data_parallel_replicate"):
         degree = getattr(sections, f"{name}_degree")
-        _check_degree(f"{name}_degree", degree, rest)
+        if degree <= 0 or rest % degree:
+            # Up to the square root only: a typing error may ask for 10**12 ranks.
+            small = [n for n in range(1, math.isqrt(rest) + 1) if rest % n == 0]
+            divisors = sorted({*small, *(rest // n for n in small)})
+            want = f"a divisor of the {rest} ranks: {', '.join(map(str, divisors))}"
+            raise ConfigError(f"parallelism.{name}_degree", degree, want)
         rest //= degree
         others.append(f"{name}_degree ({degree})")
     shard = sections.data_parallel_shard_degree
@@ -50,48 +46,12 @@ def check_tensor_parallel(config: Any, world_size: int, device_type: str) -> Non
         tp_settings(config, args, config.parallelism.tensor_parallel_degree)
 
 
-def _check_degree(name: str, degree: int, ranks: int) -> None:
-    if degree <= 0 or ranks % degree:
-        small = [n for n in range(1, math.isqrt(ranks) + 1) if ranks % n == 0]
-        divisors = sorted({*small, *(ranks // n for n in small)})
-        want = f"a divisor of the {ranks} ranks: {', '.join(map(str, divisors))}"
-        raise ConfigError(f"parallelism.{name}", degree, want)
-
-
-def check_unsupported(config: Any, world_size: int, device_type: str) -> None:
-    """Refuse features of torchtitan that this package does not support."""
-    refused = (
-        ("model.converters", config.model.converters, "an empty list: no float8 or MX here"),
-        ("optimizer.early_step_in_backward", config.optimizer.early_step_in_backward, "false"),
-        ("memory_estimation.enable", config.memory_estimation.enable, "false: not supported"),
-    )
-    for key, value, want in refused:
-        if value:
-            raise ConfigError(key, value, want)
-    if config.comm.mode == "local_tensor":
-        raise ConfigError("comm.mode", "local_tensor", "'default' or 'fake_backend'")
-
-
-def check_activation_checkpoint(config: Any, world_size: int, device_type: str) -> None:
-    """Check the values of ``[activation_checkpoint]`` and what its mode needs."""
-    from torchtitan_lr.parallel.recompute import check_mode
-
-    section = config.activation_checkpoint
-    option = section.selective_ac_option
-    if option != "op" and not (option.isdecimal() and int(option) > 0):
-        want = "'op', or every how many blocks, as text, such as '2'"
-        raise ConfigError("activation_checkpoint.selective_ac_option", option, want)
-    if section.determinism_check not in ("default", "none"):
-        want = "'default' or 'none'"
-        raise ConfigError(
-            "activation_checkpoint.determinism_check", section.determinism_check, want
-        )
-    check_mode(config)
-
-
 def check_compile(config: Any, world_size: int, device_type: str) -> None:
-    """Check the components and the backend of ``[compile]``."""
-    section = config.compile
+    """Check ``[compile]``, and what activation checkpointing needs with and without it."""
+    from torchtitan_lr.parallel.recompute import MODES, check_mode, compiles_model
+
+    mode, section = MODES[config.activation_checkpoint.mode], config.compile
+    check_mode(config)
     for component in section.components:
         if component not in ("model", "loss"):
             raise ConfigError("compile.components", component, "'model' and/or 'loss'")
@@ -101,12 +61,19 @@ def check_compile(config: Any, world_size: int, device_type: str) -> None:
 
     backends = torch.compiler.list_backends(exclude_tags=())
     if section.backend not in backends:
-        want = f"one of {', '.join(backends)}"
-        raise ConfigError("compile.backend", section.backend, want)
+        raise ConfigError("compile.backend", section.backend, f"one of {', '.join(backends)}")
+    if device_type != "cpu":
+        return
     compiler = os.environ.get("CXX", "g++").split()[0]
-    if device_type == "cpu" and section.backend == "inductor" and shutil.which(compiler) is None:
+    if section.backend == "inductor" and shutil.which(compiler) is None:
         want = f"false on a CPU without the C++ compiler {compiler} (CXX names another)"
         raise ConfigError("compile.enable", True, want)
+    # torch 2.13 cannot compile tensor-parallel blocks on a CPU if they recompute attention.
+    tensor_parallel = config.parallelism.tensor_parallel_degree > 1
+    if tensor_parallel and compiles_model(config) and not mode.compiles_on_cpu:
+        others = [repr(other.name) for other in MODES.values() if other.compiles_on_cpu]
+        want = f"{' or '.join(others)} with compile.enable and tensor parallelism on a CPU"
+        raise ConfigError("activation_checkpoint.mode", mode.name, want)
 
 
 def check_cpu(config: Any, world_size: int, device_type: str) -> None:
@@ -124,29 +91,15 @@ def check_cpu(config: Any, world_size: int, device_type: str) -> None:
             raise ConfigError(f"{section}.{name}", refused, f"{want} on a CPU")
 
 
-def check_compiled_checkpointing(config: Any, world_size: int, device_type: str) -> None:
-    """Refuse modes with which torch 2.13 cannot compile tensor-parallel blocks on a CPU.
-
-    These are the modes that recompute attention.
-    """
-    from torchtitan_lr.parallel.recompute import MODES, compiles_model
-
-    mode = MODES[config.activation_checkpoint.mode]
-    tensor_parallel = config.parallelism.tensor_parallel_degree > 1
-    if device_type != "cpu" or not tensor_parallel or not compiles_model(config):
+def check_tsr(config: Any, world_size: int, device_type: str) -> None:
+    """Check TSR-Adam's ranks against the model's shapes."""
+    if config.optimizer.name != TSR:
         return
-    if not mode.compiles_on_cpu:
-        others = [repr(other.name) for other in MODES.values() if other.compiles_on_cpu]
-        want = f"{' or '.join(others)} with compile.enable and tensor parallelism on a CPU"
-        raise ConfigError("activation_checkpoint.mode", mode.name, want)
+    if config.training.enable_cpu_offload:
+        raise ConfigError("training.enable_cpu_offload", True, "false with TSRAdam")
 
+    from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 
-SUPPORT_CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
-    check_unsupported,
-    check_parallelism,
-    check_activation_checkpoint,
-    check_compile,
-    check_compiled_checkpointing,
-    check_cpu,
-)
-"""The checks of features, in the order of ``check_job_config``."""
+    args = llama_args(config)
+    if args is not None:  # else another package's model: the ranks check it
+        plan_matrices(model_shapes(args), TSRSettings.from_config(config.optimizer))

@@ -7,7 +7,6 @@ Every check takes the configuration, the number of ranks of the whole run and th
 
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +139,6 @@ def _check_load_paths(config: Any) -> None:
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
         want = "false, or checkpoint.initial_load_model_only = true"
         raise ConfigError("checkpoint.initial_load_in_hf", True, want)
-    if checkpoint.initial_load_in_hf_quantized:
-        raise ConfigError("checkpoint.initial_load_in_hf_quantized", True, "false: not supported")
 
 
 def check_model(config: Any, world_size: int, device_type: str) -> None:
@@ -184,15 +181,3 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
 
     check_corpus(config)
     check_sequences(config, build_tokenizer(config))
-
-
-Check = Callable[[Any, int, str], None]
-
-VALUE_CHECKS: tuple[Check, ...] = (
-    check_training,
-    check_dump_folder,
-    check_checkpoint,
-    check_model,
-    check_vocabulary,
-)
-"""The checks of values, in the order of :func:`check_job_config`: slow ones last."""

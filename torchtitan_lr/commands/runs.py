@@ -21,7 +21,6 @@ from typing import Any
 
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG
 from torchtitan_lr.commands.parser import OneLineParser
-from torchtitan_lr.config.fault_tolerance import REPLICAS
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.run_state import (
@@ -136,12 +135,10 @@ def describe(folder: Path) -> RunInfo:
 
 def _state_of(folder: Path, step: int, steps: int | None) -> tuple[str, str]:
     """Return a run's state, and why it stopped or failed."""
-    replicas = list(folder.glob(REPLICAS))
-    if any(map(is_held, (folder, *replicas))):
+    if is_held(folder):
         return RUNNING, ""
-    found = filter(None, map(read_state, (folder, *replicas)))
-    record = max(found, key=lambda record: str(record.get("since")), default=None)
-    if record is None:  # of a version without this record
+    record = read_state(folder)
+    if not record:  # of a version without this record
         summary = _read_json(folder / SUMMARY_FILE)
         if steps is not None and summary.get("steps") == steps:
             return FINISHED, ""

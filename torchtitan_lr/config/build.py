@@ -21,11 +21,11 @@ from torchtitan_lr.config.parse import (
 )
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.config.ranges import check_ranges
-from torchtitan_lr.config.schema import AC_MODES, MODELS, TP_PLANS
+from torchtitan_lr.config.schema import AC_MODES, CONFIG_MODULE, MODELS, TP_PLANS
 from torchtitan_lr.config.shipped import find_config
 from torchtitan_lr.errors import ConfigError
 
-CONFIG_MODULE = "torchtitan_lr.config.schema"
+_MODULE_KEY = "job.custom_config_module"
 
 REGISTERED = {
     "model.name": MODELS,
@@ -78,7 +78,9 @@ def config_of_record(record: dict[str, Any], argv: list[str]) -> Any:
     Raises:
         ConfigError: A value does not fit its key.
     """
-    return _fill(_known(record, config_class()), split_arguments(argv))
+    overrides = split_arguments(argv)
+    module = _given(record, overrides).get(_MODULE_KEY)
+    return _fill(_known(record, config_class(_extension_name(module))), overrides)
 
 
 def _known(table: dict[str, Any], section: Any) -> dict[str, Any]:
@@ -95,40 +97,78 @@ def _known(table: dict[str, Any], section: Any) -> dict[str, Any]:
 
 def _fill(raw: dict[str, Any], overrides: list[Override]) -> Any:
     """Check a table and its overrides, and return the configuration."""
-    config_cls = config_class()
+    given = _given(raw, overrides)
+    config_cls = config_class(_extension_name(given.get(_MODULE_KEY)))
     from torchtitan_lr.titan.configuration import fill_job_config
 
-    _import_unknown(raw, overrides)
+    _import_unknown(given)
     values = apply_overrides(check_toml(raw, config_cls), overrides, config_cls)
     check_ranges(values, config_cls)
-    _check_before_merge(values)
+    _check_import(values.get("experimental", {}).get("custom_import"))
     if (folder := values.get("job", {}).get("dump_folder")) is not None:
         if not folder.strip():
             raise ConfigError("job.dump_folder", folder, "a folder such as ./outputs")
         if folder.startswith("~"):  # which shells do not expand after "="
             values["job"]["dump_folder"] = str(user_path(folder, "job.dump_folder"))
-    return fill_job_config(config_cls, values)
+    config = fill_job_config(config_cls, values)
+    if (extension := extension_of(config)) is not None:
+        extension.complete(config)
+    return config
+
+
+def extension_of(config: Any) -> Any | None:
+    """Return the module that extends a run; None for an ordinary one.
+
+    ``job.custom_config_module`` names it, a module of `torchtitan_lr.experiments`. This is the only
+    place where the package meets its experiments. The module has
+
+    - ``JobConfig``, a dataclass of TOML sections that derives from the package's;
+    - ``complete(config)``, called when a configuration has been built, and changes it;
+    - ``check(config, world_size, device_type)``, called with the package's own checks;
+    - ``trainer_class(config)``, which returns the trainer of a rank.
+    """
+    name = _extension_name(getattr(config.job, "custom_config_module", None))
+    return None if name == CONFIG_MODULE else importlib.import_module(name)
+
+
+def _extension_name(name: Any) -> str:
+    """Return a valid ``job.custom_config_module``.
+
+    Raises:
+        ConfigError: It is neither the package's own nor an experiment's; records of checkpoints
+            name one too, and must not make this process import just any module.
+    """
+    name = name or CONFIG_MODULE
+    if name != CONFIG_MODULE:
+        known = str(name).startswith("torchtitan_lr.experiments.")
+        if not known or not _can_be_imported(name):
+            want = f"{CONFIG_MODULE}, or a module of torchtitan_lr.experiments"
+            raise ConfigError(_MODULE_KEY, name, want)
+    return str(name)
 
 
 @cache
-def config_class() -> Any:
-    """Return torchtitan's JobConfig merged with ``torchtitan_lr.config.schema``."""
-    from torchtitan_lr.config import schema as extension
+def config_class(module: str = CONFIG_MODULE) -> Any:
+    """Return torchtitan's JobConfig merged with the sections of a module."""
     from torchtitan_lr.titan.configuration import merged_job_config
 
     # Called late: it imports torch, which takes seconds; a wrong path is reported first.
     with collector_off():
-        return merged_job_config(extension.JobConfig)
+        return merged_job_config(importlib.import_module(module).JobConfig)
 
 
-def _import_unknown(raw: dict[str, Any], overrides: list[Override]) -> None:
-    """Import ``experimental.custom_import`` for an unknown name: the module may register it."""
-    given = {
+def _given(raw: dict[str, Any], overrides: list[Override]) -> dict[str, Any]:
+    """Return the values of a table and its overrides by dotted key, unchecked."""
+    return {
         f"{section}.{key}": value
         for section, table in raw.items()
         if isinstance(table, dict)
         for key, value in table.items()
     } | {override.key: override.value for override in overrides}
+
+
+def _import_unknown(given: dict[str, Any]) -> None:
+    """Import ``experimental.custom_import`` for an unknown name: the module may register it."""
     names = [(given.get(key), known) for key, known in REGISTERED.items()]
     unknown = any(isinstance(name, str) and name not in known for name, known in names)
     module = given.get("experimental.custom_import")
@@ -137,28 +177,14 @@ def _import_unknown(raw: dict[str, Any], overrides: list[Override]) -> None:
         importlib.import_module(module)
 
 
-def _check_before_merge(values: dict[str, Any]) -> None:
-    """Raise for values that cause a traceback or only a warning in torchtitan's manager."""
-    job, model = values.get("job", {}), values.get("model", {})
-    if job.get("custom_config_module", CONFIG_MODULE) != CONFIG_MODULE:
-        raise ConfigError("job.custom_config_module", job["custom_config_module"], CONFIG_MODULE)
-    if module := values.get("experimental", {}).get("custom_args_module"):
-        raise ConfigError("experimental.custom_args_module", module, "nothing: leave it out")
-    if path := model.get("tokenizer_path"):
-        raise ConfigError("model.tokenizer_path", path, "nothing: use model.hf_assets_path")
-    if values.get("parallelism", {}).get("context_parallel_load_balancer") == "":
-        key = "parallelism.context_parallel_load_balancer"
-        raise ConfigError(key, "", "a name such as 'headtail'")
-    _check_import(values.get("experimental", {}).get("custom_import"))
-
-
 def _check_import(module: str | None) -> None:
     """Raise if a module does not exist; the ranks import it later."""
-    if not module:
-        return
-    try:
-        found = importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError, AttributeError):  # parent missing, or not a valid module name
-        found = False
-    if not found:
+    if module and not _can_be_imported(module):
         raise ConfigError("experimental.custom_import", module, "a module that can be imported")
+
+
+def _can_be_imported(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError, AttributeError):  # parent missing, or not a valid module name
+        return False

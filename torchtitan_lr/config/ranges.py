@@ -29,6 +29,11 @@ def at_least(least: int, want: str = "") -> Range:
     return Range(lambda n: n >= least, want or f"an integer of at least {least}")
 
 
+def unset(want: str) -> Range:
+    """Return false, None and the empty list and text."""
+    return Range(lambda value: not value, want)
+
+
 def positive(want: str) -> Range:
     """Return the positive finite numbers."""
     return Range(lambda x: 0 < x < math.inf, want)
@@ -71,6 +76,43 @@ OF_TORCHTITAN: dict[str, tuple[Range, ...]] = {
         ),
     ),
     "checkpoint.load_step": (at_least(-1, "a step, or -1 for the newest"),),
+    # What is not supported has one value.
+    "checkpoint.initial_load_in_hf_quantized": (unset("false: not supported"),),
+    "comm.mode": (Range(lambda mode: mode != "local_tensor", "'default' or 'fake_backend'"),),
+    "experimental.custom_args_module": (unset("nothing: leave it out"),),
+    "memory_estimation.enable": (unset("false: not supported"),),
+    "model.converters": (unset("an empty list: no float8 or MX here"),),
+    "model.tokenizer_path": (unset("nothing: use model.hf_assets_path"),),
+    "optimizer.early_step_in_backward": (unset("false"),),
+    "parallelism.enable_async_tensor_parallel": (
+        unset("false: the plans are untested with it (it fuses products and collectives on CUDA)"),
+    ),
+    **dict.fromkeys(
+        [f"parallelism.{name}_parallel_degree" for name in ("context", "expert", "expert_tensor")],
+        (
+            Range(
+                lambda n: n == 1,
+                "1: only data, tensor and pipeline parallelism are supported in this version",
+            ),
+        ),
+    ),
+    "parallelism.context_parallel_load_balancer": (
+        Range(lambda name: name != "", "a name such as 'headtail'"),
+    ),
+    "parallelism.pipeline_parallel_first_stage_less_layers": (at_least(0, "0 or more"),),
+    "parallelism.pipeline_parallel_last_stage_less_layers": (at_least(0, "0 or more"),),
+    "parallelism.pipeline_parallel_layers_per_stage": (
+        Range(lambda n: n is None or n > 0, "a positive number"),
+    ),
+    "activation_checkpoint.selective_ac_option": (
+        Range(
+            lambda text: text == "op" or (text.isdecimal() and int(text) > 0),
+            "'op', or every how many blocks, as text, such as '2'",
+        ),
+    ),
+    "activation_checkpoint.determinism_check": (
+        Range(lambda name: name in ("default", "none"), "'default' or 'none'"),
+    ),
 }
 """The ranges of torchtitan's own keys, whose fields are not here to annotate."""
 

@@ -9,9 +9,11 @@ annotation is a class, so this file must not use ``from __future__ import annota
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from torchtitan_lr.config.fault_tolerance import FaultTolerance
 from torchtitan_lr.config.methods import Caat, GradCompression, LowRank, Optimizer
 from torchtitan_lr.config.ranges import NATURAL, POSITIVE, SEED, at_least
+
+CONFIG_MODULE = "torchtitan_lr.config.schema"
+"""This module; an experiment's may stand in its place as ``job.custom_config_module``."""
 
 BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat")
 """The plans of this package, of ``parallel.plans``."""
@@ -33,8 +35,8 @@ AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
 class Job:
     """Additions to torchtitan's ``[job]``."""
 
-    custom_config_module: str = "torchtitan_lr.config.schema"
-    """Module whose JobConfig extends torchtitan's; always this one."""
+    custom_config_module: str = CONFIG_MODULE
+    """Module whose JobConfig extends torchtitan's: this one, or an experiment's."""
 
 
 @dataclass
@@ -363,6 +365,5 @@ class JobConfig:
     validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
-    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     experimental: Experimental = field(default_factory=Experimental)
     debug: Debug = field(default_factory=Debug)

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan_lr.checkpoints.safe_metadata import DamagedError, load, read_metadata
-from torchtitan_lr.config.fault_tolerance import replica_rows
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.config.schema import STEPS_AHEAD
 from torchtitan_lr.data.batches import BatchReader, MicroBatch, Prepared, Rows
@@ -336,7 +335,6 @@ def build_dataloader(
         ConfigError: As for :class:`StripeDataLoader` and :func:`build_corpus`, or worker processes
             are configured.
     """
-    dp_world_size, dp_rank = replica_rows(job_config, dp_world_size, dp_rank)
     training = job_config.training
     check_workers(training.dataloader, "training")
     rows = training.global_batch_size

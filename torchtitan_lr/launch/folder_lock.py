@@ -7,9 +7,6 @@ starts, otherwise rank 0 does. On NFS a lock holds between machines if the serve
 runs; with the mount options ``nolock`` or ``local_lock``, each machine sees only its own locks.
 There rank 0 compares the recorded holder with itself before each save: the start that signed last
 goes on, and an earlier one ends without writing.
-
-Replicas that come and go are one job of several launches. Each locks a folder of its own, and
-shares the lock of the dump folder with the others, so that no other job can take it.
 """
 
 import contextlib
@@ -25,7 +22,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from torchtitan_lr.config.fault_tolerance import REPLICAS
 from torchtitan_lr.errors import ConfigError
 
 LOCK_FILE = "run.lock"
@@ -50,7 +46,7 @@ def locked(dump_folder: str) -> Iterator[StillOurs]:
     path = Path(dump_folder) / LOCK_FILE
     with ExitStack() as open_file:
         try:
-            file = _open_locked(dump_folder, path, open_file, shared=False)
+            file = _open_locked(dump_folder, path, open_file)
             signature = _sign(file)
         except OSError as error:
             raise _unusable(dump_folder, path, error) from error
@@ -63,27 +59,7 @@ def locked(dump_folder: str) -> Iterator[StillOurs]:
         yield check
 
 
-@contextmanager
-def shared(dump_folder: str | None) -> Iterator[None]:
-    """Share the lock of a dump folder, which is created if needed, with the run's other replicas.
-
-    Args:
-        dump_folder: ``job.dump_folder``; None to do nothing.
-
-    Raises:
-        ConfigError: As for `locked`.
-    """
-    with ExitStack() as open_file:
-        if dump_folder is not None:
-            path = Path(dump_folder) / LOCK_FILE
-            try:
-                _open_locked(dump_folder, path, open_file, shared=True)
-            except OSError as error:
-                raise _unusable(dump_folder, path, error) from error
-        yield
-
-
-def _open_locked(dump_folder: str, path: Path, until: ExitStack, shared: bool) -> IO[bytes]:
+def _open_locked(dump_folder: str, path: Path, until: ExitStack) -> IO[bytes]:
     """Open and lock the file of a folder, which is created if needed.
 
     Raises:
@@ -93,27 +69,24 @@ def _open_locked(dump_folder: str, path: Path, until: ExitStack, shared: bool) -
     path.parent.mkdir(parents=True, exist_ok=True)
     file = until.enter_context(path.open("ab", buffering=0))
     try:
-        lock_file(file, path, shared)
+        lock_file(file, path)
     except BlockingIOError:
         # Listing runs holds each lock for an instant (`run_state.is_held`): try twice.
         time.sleep(0.05)
         try:
-            lock_file(file, path, shared)
+            lock_file(file, path)
         except BlockingIOError:
             raise _taken(dump_folder, path) from None
     return file
 
 
 @contextmanager
-def locked_by_rank(
-    dump_folder: str, variables: Mapping[str, str], common: str | None = None
-) -> Iterator[StillOurs]:
+def locked_by_rank(dump_folder: str, variables: Mapping[str, str]) -> Iterator[StillOurs]:
     """Lock the dump folder on rank 0, unless the launcher has locked it.
 
     Args:
-        dump_folder: ``job.dump_folder``, or a replica's own.
+        dump_folder: ``job.dump_folder``.
         variables: The rank's environment.
-        common: The dump folder of all replicas, whose lock is shared.
 
     Yields:
         As `locked`; what does nothing, where this rank did not lock.
@@ -125,23 +98,22 @@ def locked_by_rank(
     if by_launcher or variables.get("RANK", "0") != "0":
         yield lambda: None
         return
-    with shared(common), locked(dump_folder) as check:
+    with locked(dump_folder) as check:
         yield check
 
 
-def lock_file(file: IO[Any], path: Path, shared: bool = False) -> None:
+def lock_file(file: IO[Any], path: Path) -> None:
     """Lock a file until it is closed, or warn that this file system cannot.
 
     Args:
         file: The file, open for writing; processes that inherit it keep the lock.
         path: Its path, for the warning.
-        shared: Whether others may share the lock.
 
     Raises:
         BlockingIOError: Another process holds the lock.
     """
     try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
     except OSError as error:
@@ -174,10 +146,7 @@ def _unusable(dump_folder: str, path: Path, error: OSError) -> ConfigError:
 
 def _holder(path: Path) -> str:
     try:
-        # Replicas that share this lock sign those of their own folders.
-        paths = (path, *path.parent.glob(f"{REPLICAS}/{LOCK_FILE}"))
-        newest = max(paths, key=lambda path: path.stat().st_mtime)
-        who = json.loads(newest.read_text())
+        who = json.loads(path.read_text())
         return f"process {who['pid']} on {who['host']} has used it since {who['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "its holder is not recorded yet"  # between locking and signing

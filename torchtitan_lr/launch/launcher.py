@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 from torchtitan_lr.checkpoints.layout import complete_steps, step_folder
 from torchtitan_lr.checks.stored import nothing_to_train
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.config.fault_tolerance import private_folder
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, split_arguments
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import (
@@ -29,7 +28,6 @@ from torchtitan_lr.launch.environment import (
 from torchtitan_lr.launch.folder_lock import (
     HELD_VARIABLE,
     locked,
-    shared,
 )
 from torchtitan_lr.launch.machines import (
     check_machines,
@@ -144,7 +142,7 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     Returns:
         The exit status: 0 for a run that finished, or that a signal stopped and that saved.
     """
-    dump_folder = private_folder(config)
+    dump_folder = Path(config.job.dump_folder)
     begin = time.time()
     # A dry run is one process without torchrun; its output goes to the console.
     expected = 0 if environment.comm_mode else environment.ranks
@@ -213,7 +211,8 @@ def main(argv: list[str] | None = None) -> int:
             config = build_job_config(arguments)
         check_machines(config, environment, placed.device)
         if environment.nodes == 1 and (line := nothing_to_train(config)):
-            state, results = read_state(private_folder(config)), Path(config.job.dump_folder)
+            results = Path(config.job.dump_folder)
+            state = read_state(results)
             summary = read_summary(results, newer_than=0)
             # A run that was killed after its last step still has to validate.
             if state is not None and state["state"] == FINISHED and summary is not None:
@@ -222,11 +221,9 @@ def main(argv: list[str] | None = None) -> int:
         if placed.note:
             print(placed.note, flush=True)
         # The launchers of several machines share the folder; then rank 0 locks it.
-        folder = private_folder(config)
-        common = config.job.dump_folder if config.fault_tolerance.enable else None
-        lock = locked(str(folder)) if environment.nodes == 1 else nullcontext()
-        with shared(common), lock:
-            log_folder = make_log_folder(folder)
+        folder = config.job.dump_folder
+        with locked(folder) if environment.nodes == 1 else nullcontext():
+            log_folder = make_log_folder(Path(folder))
             return run(environment, arguments, log_folder, config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

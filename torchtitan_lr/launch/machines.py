@@ -46,9 +46,6 @@ def check_machines(config: Any, environment: Environment, device_type: str) -> N
     if restarts and config.checkpoint.load_step != -1:
         want = f"-1 with MAX_RESTARTS={restarts}: every restart would return to this step"
         raise ConfigError("checkpoint.load_step", config.checkpoint.load_step, want)
-    if environment.nodes > 1 and config.fault_tolerance.enable:
-        want = "1 with fault_tolerance.enable: a replica is one machine, which starts by itself"
-        raise ConfigError("NNODES", environment.nodes_text, want)
     check_job_config(config, environment.world_size, device_type)
     if environment.min_nodes is None:
         return

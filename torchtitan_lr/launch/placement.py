@@ -53,8 +53,6 @@ def place(environment: Environment, arguments: list[str]) -> Placement:
     """
     config = build_job_config(arguments)
     count = _accelerator()[1]
-    if config.fault_tolerance.enable and not environment.ranks_given:
-        environment = replace(environment, ranks=1)  # a replica has one
     wanted = environment.ranks
     # With several machines nothing is chosen: all of them must start alike.
     free = not (environment.ranks_given or environment.comm_mode or environment.nodes > 1)

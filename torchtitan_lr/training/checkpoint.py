@@ -73,11 +73,9 @@ class CheckpointManager(TitanCheckpointHooks):
             loading, unless it is empty.
         waited: Seconds that the last step waited for the copy of a background save.
         before_save: Called before each save; an exception prevents it.
-        tidies: Whether a load renames later steps and deletes what killed saves left.
     """
 
     stager: Any
-    tidies = True
     _last_saved: str | None = None
     _verified: str | None = None
 
@@ -256,7 +254,7 @@ class CheckpointManager(TitanCheckpointHooks):
         if loaded:
             source = self.initial_load_path if step == -1 else self.checkpoint_folder(step)
             console.info("Loaded %s.", source)
-        if self.tidies and not self.load_only and _is_first_rank():
+        if not self.load_only and _is_first_rank():
             self._tidy(step)
         _barrier()
         return bool(loaded)

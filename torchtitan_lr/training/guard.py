@@ -17,19 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_lr.errors import RunFailedError
+
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(RunFailedError):
     """A loss or gradient is NaN or infinite, and ``training.max_skipped_steps`` is used up."""
 
 
-class BadDataError(RuntimeError):
+class BadDataError(RunFailedError):
     """A rank could not read its data; the run was saved in its state before the step."""
-
-
-class QuorumError(RuntimeError):
-    """Too few replicas came together in time (``[fault_tolerance]``)."""
 
 
 class StopSignal:

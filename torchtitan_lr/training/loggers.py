@@ -75,18 +75,14 @@ class TensorBoardLogger(RunLogger):
         after: The step that was loaded; a run that starts after step 0 continues the newest
             folder, and TensorBoard drops the later steps there.
         config: The resolved configuration.
-        tag: A prefix of the keys.
     """
 
-    def __init__(
-        self, folder: Path, after: int, config: dict[str, Any], tag: str | None = None
-    ) -> None:
+    def __init__(self, folder: Path, after: int, config: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         earlier = sorted(path for path in folder.glob("*") if path.is_dir())
         goes_on = after > 0 and bool(earlier)
         place = earlier[-1] if goes_on else folder / f"{datetime.now():%Y%m%d-%H%M%S}"
-        self._tag = f"{tag}/" if tag else ""
         self._step = after
         self._writer = SummaryWriter(
             str(place), max_queue=1000, purge_step=after + 1 if goes_on else None
@@ -97,7 +93,7 @@ class TensorBoardLogger(RunLogger):
         """Write one record."""
         self._step = step
         for key, value in metrics.items():
-            self._writer.add_scalar(self._tag + key, value, step)
+            self._writer.add_scalar(key, value, step)
 
     def publish(self, summary: dict[str, Any], curve: Path) -> None:
         """Add the summary as text and the curve as an image."""
@@ -119,15 +115,11 @@ class WandbLogger(RunLogger):
         dump_folder: ``job.dump_folder``; keeps the run's id.
         after: The step that was loaded; a run that starts after step 0 continues its wandb run.
         config: The resolved configuration.
-        tag: A prefix of the keys.
     """
 
-    def __init__(
-        self, dump_folder: Path, after: int, config: dict[str, Any], tag: str | None = None
-    ) -> None:
+    def __init__(self, dump_folder: Path, after: int, config: dict[str, Any]) -> None:
         import wandb  # imported late: few runs use it
 
-        self._tag = f"{tag}/" if tag else ""
         self._wandb = wandb
         kept = dump_folder / WANDB_ID_FILE
         stored = kept.read_text().strip() if after > 0 and kept.is_file() else ""
@@ -155,7 +147,7 @@ class WandbLogger(RunLogger):
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Send one record."""
-        self._run.log({self._tag + key: value for key, value in metrics.items()}, step=step)
+        self._run.log(metrics, step=step)
 
     def publish(self, summary: dict[str, Any], curve: Path) -> None:
         """Upload the summary's values and file, and the curve."""
@@ -170,7 +162,7 @@ class WandbLogger(RunLogger):
 
 
 def open_loggers(
-    job_config: JobConfig, after: int, config: dict[str, Any], rank: int, tag: str | None
+    job_config: JobConfig, after: int, config: dict[str, Any], rank: int
 ) -> list[RunLogger]:
     """Open TensorBoard and wandb according to ``[metrics]``.
 
@@ -180,20 +172,19 @@ def open_loggers(
         config: The resolved configuration.
         rank: This rank. wandb is written by rank 0, TensorBoard by the others too if
             ``metrics.save_for_all_ranks``.
-        tag: A prefix of the keys.
     """
     metrics, dump_folder = job_config.metrics, Path(job_config.job.dump_folder)
     opened: list[RunLogger] = []
     if metrics.enable_wandb and rank == 0:
         try:
-            opened.append(WandbLogger(dump_folder, after, config, tag))
+            opened.append(WandbLogger(dump_folder, after, config))
         except Exception as error:  # of the network, the account or the disk
             logger.warning("wandb cannot be used, training goes on without it: %s", error)
     if metrics.enable_tensorboard and (rank == 0 or metrics.save_for_all_ranks):
         folder = dump_folder / metrics.save_tb_folder
         if metrics.save_for_all_ranks:
             folder /= f"rank_{rank}"
-        opened.append(TensorBoardLogger(folder, after, config, tag))
+        opened.append(TensorBoardLogger(folder, after, config))
     return opened
 
 
@@ -213,17 +204,12 @@ def set_wandb_environment(job_config: JobConfig) -> None:
         os.environ.setdefault("WANDB_TAGS", ",".join(metrics.wandb_tags))
     mode = metrics.wandb_mode
     if mode == "auto":
-        mode = "online" if _has_wandb_credentials() else "offline"
+        netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+        known = netrc.is_file() and "wandb" in netrc.read_text()
+        mode = "online" if known or os.environ.get("WANDB_API_KEY") else "offline"
     os.environ.setdefault("WANDB_MODE", mode)
     # Its own lines and warnings; the run's address is on the console (`WandbLogger`).
     os.environ.setdefault("WANDB_SILENT", "true")
-
-
-def _has_wandb_credentials() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    return netrc.is_file() and "wandb" in netrc.read_text()
 
 
 def _finite_or_none(value: Any) -> Any:

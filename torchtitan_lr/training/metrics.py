@@ -40,7 +40,6 @@ class LowRankMetricsProcessor(MetricsProcessor):
     Args:
         job_config: ``[metrics]`` selects the loggers.
         parallel_dims: Parallel degrees.
-        tag: A prefix for TensorBoard and wandb keys.
         model_args: The model's arguments, for the record of the configuration.
 
     Attributes:
@@ -49,24 +48,23 @@ class LowRankMetricsProcessor(MetricsProcessor):
     """
 
     logger: BaseLogger
+    time_last_log: float
+    ntokens_since_last_log: int
 
     def __init__(
         self,
         job_config: JobConfig,
         parallel_dims: ParallelDims,
-        tag: str | None = None,
         model_args: BaseModelArgs | None = None,
     ) -> None:
         set_wandb_environment(job_config)
         # `start_after` opens the loggers, once the checkpoint has been loaded without an error.
         with without_loggers():
-            super().__init__(job_config, parallel_dims, tag)
-        self._tag = tag
+            super().__init__(job_config, parallel_dims)
         self._model_args = model_args
         self.exit_status = 0
         self._pace = Pace(job_config.training.steps)
         self._opened: list[RunLogger] = []
-        self.writes = True
         self.history: HistoryLogger | None = None
         if torch.distributed.get_rank() == 0:
             self.history = HistoryLogger(Path(job_config.job.dump_folder) / HISTORY_FILE)
@@ -81,14 +79,11 @@ class LowRankMetricsProcessor(MetricsProcessor):
 
     def start_after(self, step: int) -> None:
         """Open the loggers for a run that starts after ``step``, the loaded checkpoint's step."""
-        if not self.writes:
-            self._last_logged_step, self.logger = step, BaseLogger()
-            return
         self._last_logged_step = step
         container = LoggerContainer()
         config = resolved_config(self.job_config, self.parallel_dims, self._model_args)
         rank = torch.distributed.get_rank()
-        self._opened = open_loggers(self.job_config, step, config, rank, self._tag)
+        self._opened = open_loggers(self.job_config, step, config, rank)
         for opened in self._opened:
             container.add_logger(opened)
         if self.history is not None:
@@ -96,14 +91,6 @@ class LowRankMetricsProcessor(MetricsProcessor):
         self.logger = container
         if self.history is not None:
             self.history.rewind(step)
-
-    def set_writing(self, writes: bool, step: int) -> None:
-        """Open the loggers after ``step``, or close them: another process writes."""
-        if writes == self.writes:
-            return
-        self.close()
-        self.writes = writes
-        self.start_after(step)
 
     def publish(self, summary: dict[str, Any], curve: Path) -> None:
         """Add the summary and the curve of a finished run to TensorBoard and wandb."""
@@ -192,7 +179,10 @@ class LowRankMetricsProcessor(MetricsProcessor):
             )
         )
         self._last_logged_step = step
-        self._start_window()
+        # The next window starts.
+        self.ntokens_since_last_log = 0
+        self.data_loading_times.clear()
+        self.time_last_log = time.perf_counter()
 
     def log_validation(
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
@@ -213,18 +203,3 @@ class LowRankMetricsProcessor(MetricsProcessor):
         self.logger.log(metrics, step)
         seconds = metrics.get("validation_metrics/seconds")
         console.info(validation_line(step, loss, perplexity(loss), seconds))
-
-    def _start_window(self) -> None:
-        self.ntokens_since_last_log = 0
-        self.data_loading_times.clear()
-        self.time_last_log = time.perf_counter()
-
-
-def build_metrics_processor(
-    job_config: JobConfig,
-    parallel_dims: ParallelDims,
-    model_args: BaseModelArgs | None = None,
-    tag: str | None = None,
-) -> LowRankMetricsProcessor:
-    """Build the processor; torchtitan's TrainSpec prescribes these arguments."""
-    return LowRankMetricsProcessor(job_config, parallel_dims, tag, model_args)

@@ -13,8 +13,8 @@ from torchtitan_lr.parallel.parallelize import PARALLELIZE, parallelize_llama
 from torchtitan_lr.parallel.pipeline.pipeline import pipeline_llama
 from torchtitan_lr.titan.components import build_lr_schedulers
 from torchtitan_lr.titan.specs import TrainSpec, register_train_spec, registered_specs
-from torchtitan_lr.training.metrics import build_metrics_processor
-from torchtitan_lr.training.validate import build_validator
+from torchtitan_lr.training.metrics import LowRankMetricsProcessor
+from torchtitan_lr.training.validate import Validator
 
 
 def build_train_spec(family: str) -> TrainSpec:
@@ -29,8 +29,8 @@ def build_train_spec(family: str) -> TrainSpec:
         build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=build_tokenizer,
         build_loss_fn=build_loss,
-        build_validator_fn=build_validator,
-        build_metrics_processor_fn=build_metrics_processor,
+        build_validator_fn=Validator,
+        build_metrics_processor_fn=LowRankMetricsProcessor,
         state_dict_adapter=LlamaStateDictAdapter,
     )
 

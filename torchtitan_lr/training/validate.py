@@ -117,6 +117,8 @@ def batch_loss(
 class Validator(BaseValidator):
     """Runs the model over this rank's share of the validation set.
 
+    torchtitan's TrainSpec prescribes the arguments.
+
     Args:
         job_config: ``[validation]`` sets the corpus, sequence length and number of batches.
         dp_world_size: Data-parallel ranks that share the set.
@@ -127,7 +129,9 @@ class Validator(BaseValidator):
         validation_context: Context of a forward pass (loss parallel).
         maybe_enable_amp: Context of mixed precision.
         metrics_processor: Logs the result.
-        pipeline: Runs the batches if the model is split into stages.
+        pp_schedule: Runs the batches if the model is split into stages.
+        pp_has_first_stage: Of this rank; `Pipeline` knows it.
+        pp_has_last_stage: The same.
 
     Attributes:
         last_loss: The latest result, nats per token.
@@ -145,7 +149,9 @@ class Validator(BaseValidator):
         validation_context: ValidationContext,
         maybe_enable_amp: AbstractContextManager[None],
         metrics_processor: MetricsProcessor,
-        pipeline: Pipeline | None = None,
+        pp_schedule: Pipeline | None = None,
+        pp_has_first_stage: bool | None = None,
+        pp_has_last_stage: bool | None = None,
     ) -> None:
         super().__init__(job_config)
         self.parallel_dims = parallel_dims
@@ -153,7 +159,7 @@ class Validator(BaseValidator):
         self.validation_context = validation_context
         self.maybe_enable_amp = maybe_enable_amp
         self.metrics_processor = metrics_processor
-        self.pipeline = pipeline
+        self.pipeline = pp_schedule
         self.validation_set = build_validation_set(job_config, dp_world_size, dp_rank, tokenizer)
         # torchtitan's own section has no such key.
         self._first_step = getattr(job_config.validation, "first_step", False)
@@ -171,10 +177,11 @@ class Validator(BaseValidator):
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Compute and log the validation loss and perplexity."""
         started = time.perf_counter()
-        loss_of = partial(self._batch_loss, model_parts[0])
+        loss_of = partial(batch_loss, model_parts[0], self.loss_fn, self.pipeline)
         first = torch.distributed.get_rank() == 0
         batches = progress(self.validation_set, "validation", len(self.validation_set), shown=first)
-        loss_sum, total = sum_over_ranks(model_parts, batches, loss_of, self.parallel_dims)
+        with self.validation_context(), self.maybe_enable_amp:
+            loss_sum, total = sum_over_ranks(model_parts, batches, loss_of, self.parallel_dims)
         self.last_loss = loss_sum / total
         self.metrics_processor.log_validation(
             self.last_loss,
@@ -186,40 +193,3 @@ class Validator(BaseValidator):
                 "validation_metrics/seconds": time.perf_counter() - started,
             },
         )
-
-    def _batch_loss(
-        self, model: nn.Module, inputs: dict[str, torch.Tensor], labels: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the summed loss of one batch; all its tensors have the shape `(b, s)`."""
-        with self.validation_context(), self.maybe_enable_amp:
-            return batch_loss(model, self.loss_fn, self.pipeline, inputs, labels)
-
-
-def build_validator(
-    job_config: JobConfig,
-    dp_world_size: int,
-    dp_rank: int,
-    tokenizer: BaseTokenizer,
-    parallel_dims: ParallelDims,
-    loss_fn: LossFunction,
-    validation_context: ValidationContext,
-    maybe_enable_amp: AbstractContextManager[None],
-    metrics_processor: MetricsProcessor,
-    pp_schedule: Pipeline | None = None,
-    pp_has_first_stage: bool | None = None,
-    pp_has_last_stage: bool | None = None,
-) -> Validator:
-    """Build the validator; torchtitan's TrainSpec prescribes these arguments."""
-    del pp_has_first_stage, pp_has_last_stage  # `Pipeline` has them
-    return Validator(
-        job_config,
-        dp_world_size,
-        dp_rank,
-        tokenizer,
-        parallel_dims,
-        loss_fn,
-        validation_context,
-        maybe_enable_amp,
-        metrics_processor,
-        pp_schedule,
-    )

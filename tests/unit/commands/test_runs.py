@@ -2,7 +2,6 @@
 """The list of runs, from folders as runs leave them."""
 
 import json
-from contextlib import nullcontext
 
 import pytest
 
@@ -115,17 +114,3 @@ def test_refusals(tmp_path, capsys, arguments, status, told):
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith(told.format(tmp_path))
     assert len(said.err.splitlines()) == 1
-
-
-def test_a_run_of_replicas_runs_as_long_as_one_does(tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    for number in (0, 1):
-        (tmp_path / f"replica_{number}").mkdir()
-        write_state(tmp_path / f"replica_{number}", FINISHED)
-    states = []
-    for held in (True, False):
-        with locked(str(tmp_path / "replica_1")) if held else nullcontext():
-            assert runs.main([str(tmp_path), "--json"]) == 0
-        (run,) = json.loads(capsys.readouterr().out)
-        states.append(run["state"])
-    assert states == [RUNNING, FINISHED]

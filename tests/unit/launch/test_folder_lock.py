@@ -13,7 +13,6 @@ from torchtitan_lr.launch.folder_lock import (
     LOCK_FILE,
     locked,
     locked_by_rank,
-    shared,
 )
 
 
@@ -76,25 +75,3 @@ def test_a_later_start_stops_the_saves_of_an_earlier_one(tmp_path, monkeypatch):
             first()
     with locked_by_rank(str(tmp_path), {"RANK": "1"}) as other_rank:
         other_rank()
-
-
-def replica(folder, number):
-    """The locks of a replica that no launcher started."""
-    own = str(folder / f"replica_{number}")
-    return locked_by_rank(own, {"RANK": "0"}, common=str(folder))
-
-
-def test_replicas_share_a_folder_with_no_other_job(tmp_path):
-    with replica(tmp_path, 0), replica(tmp_path, 1):
-        with pytest.raises(ConfigError) as info, locked(str(tmp_path)):
-            pass
-        assert f"process {os.getpid()} on" in str(info.value)  # a replica's signature
-        with pytest.raises(ConfigError, match="replica_1"), replica(tmp_path, 1):
-            pass
-    with locked(str(tmp_path)):
-        with pytest.raises(ConfigError, match="no other job uses"), replica(tmp_path, 0):
-            pass
-        with pytest.raises(ConfigError), shared(str(tmp_path)):
-            pass
-    with shared(None):
-        assert {path.name for path in tmp_path.glob("replica_*")} == {"replica_0", "replica_1"}

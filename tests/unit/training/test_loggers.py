@@ -116,10 +116,10 @@ def test_training_goes_on_without_wandb(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("wandb.init", fail)
     metrics = SimpleNamespace(enable_wandb=True, enable_tensorboard=False)
     job = SimpleNamespace(metrics=metrics, job=SimpleNamespace(dump_folder=str(tmp_path)))
-    assert open_loggers(job, 0, {}, rank=0, tag=None) == []
+    assert open_loggers(job, 0, {}, rank=0) == []
     assert "training goes on without it" in caplog.text
     caplog.clear()
-    assert open_loggers(job, 0, {}, rank=1, tag=None) == [] and not caplog.text
+    assert open_loggers(job, 0, {}, rank=1) == [] and not caplog.text
 
 
 def test_the_resolved_configuration():

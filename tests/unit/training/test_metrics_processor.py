@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lr.titan.base import JobConfig, ParallelDims
 from torchtitan_lr.training.device import bind_device
-from torchtitan_lr.training.metrics import build_metrics_processor
+from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 
 GIB = 2**30
 # Ratios of a few fp64 numbers.
@@ -74,7 +74,7 @@ def processor_of(tmp_path, monkeypatch, clock):
         job.job.dump_folder = str(tmp_path)
         job.metrics.log_freq = 4
         job.training.steps = 11
-        processor = build_metrics_processor(job, dims)
+        processor = LowRankMetricsProcessor(job, dims)
         processor.num_flops_per_token = 10**9
         return processor
 

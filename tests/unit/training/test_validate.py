@@ -20,8 +20,8 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.titan.base import BaseTokenizer, ParallelDims
 from torchtitan_lr.training.device import bind_device
-from torchtitan_lr.training.metrics import build_metrics_processor
-from torchtitan_lr.training.validate import build_validator
+from torchtitan_lr.training.metrics import LowRankMetricsProcessor
+from torchtitan_lr.training.validate import Validator
 
 BEGIN, END = 0, 1
 DOCUMENTS = ["cdef", "c", "ghfedc", "hgc"]
@@ -104,9 +104,9 @@ def validator_of(tmp_path):
         section.seq_len, section.local_batch_size, section.steps = 3, batch, steps
         section.freq, section.first_step = freq, first_step
         dims = ParallelDims(1, 1, 1, 1, 1, 1, 1, world_size=1)
-        return build_validator(
+        return Validator(
             job, ranks, rank, Letters(), dims, cross_entropy_sum, nullcontext, nullcontext(),
-            build_metrics_processor(job, dims),
+            LowRankMetricsProcessor(job, dims),
         )  # fmt: skip
 
     return build

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchtitan_lr.replicas.exchange import NumberSum
+from torchtitan_lr.experiments.replicas.exchange import NumberSum
 
 
 class FirstCall:

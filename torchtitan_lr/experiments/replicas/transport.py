@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.replicas.fingerprint import Fingerprint, check_same
+from torchtitan_lr.experiments.replicas.fingerprint import Fingerprint, check_same
 
 _DIGEST = "X-Sha256"
 _PATIENCE_SECONDS = 10.0

@@ -1,18 +1,100 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Checks of ``[fault_tolerance]`` before any rank starts."""
+"""Replicas that come and go as an extension of a run: sections, folder, checks and trainer.
+
+A TOML names this module by ``job.custom_config_module``; `torchtitan_lr.config.build.extension_of`
+says what the package calls. It is imported without torch.
+
+As in :mod:`torchtitan_lr.config.schema`, no ``from __future__ import annotations``.
+"""
 
 import importlib.util
 import ipaddress
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.checkpoints.layout import RUN_CONFIG
+from torchtitan_lr.config import schema
 from torchtitan_lr.config.methods import TSR
 from torchtitan_lr.errors import ConfigError
 
 _SECTION = "fault_tolerance"
 
 
-def check_replicas(config: Any, world_size: int, device_type: str) -> None:
-    """Check what replicas that come and go need; do nothing without them."""
+@dataclass
+class FaultTolerance:
+    """Additions to torchtitan's ``[fault_tolerance]`` (experimental; docs/run_and_recover.md)."""
+
+    group_size: int = 0
+    """
+    Largest number of replicas. The training data are split into as many parts, and
+    ``training.global_batch_size`` counts the rows of as many replicas.
+    """
+
+    lighthouse: str = "127.0.0.1:29510"
+    """host:port of the quorum server, torchft's ``torchft_lighthouse``."""
+
+    address: str = "127.0.0.1"
+    """Address of this machine under which the other replicas reach it: loopback or private."""
+
+    allow_public_addresses: bool = False
+    """
+    Accept addresses that are neither loopback nor private. The ports have no authentication: who
+    reaches them can read the weights and stop the run.
+    """
+
+    quorum_timeout_s: int = 600
+    """
+    Seconds that a replica waits for ``min_replica_size`` replicas before it ends with an error.
+    """
+
+    heal_timeout_s: int = 300
+    """Seconds in which a newcomer must have fetched weights and optimizer state."""
+
+    quorum_retries: int = 600
+    """How often a request to the quorum server is repeated, so that it can be restarted."""
+
+    digests: bool = False
+    """Write a digest of weights and optimizer state into commits.jsonl after every step."""
+
+
+@dataclass
+class JobConfig(schema.JobConfig):
+    """The package's sections and this experiment's."""
+
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+
+
+def complete(config: Any) -> None:
+    """Give a replica its own dump folder in ``job.dump_folder``.
+
+    Log files, metrics, lock and state are a replica's own. Checkpoints and the run's record are
+    common to all replicas, in the folder that the configuration names.
+    """
+    folder, own = Path(config.job.dump_folder), f"replica_{config.fault_tolerance.replica_id}"
+    if not config.fault_tolerance.enable or folder.name == own:  # the record of a replica
+        return
+    config.job.dump_folder = os.path.join(config.job.dump_folder, own)
+    config.job.save_config_file = f"../{config.job.save_config_file or RUN_CONFIG}"
+    config.checkpoint.folder = str((folder / config.checkpoint.folder).absolute())
+
+
+def trainer_class(config: Any) -> Any:
+    """Return the trainer of a rank."""
+    # Imported late: it needs torch.
+    from torchtitan_lr.experiments.replicas.trainer import ReplicaTrainer
+    from torchtitan_lr.training.trainer import Trainer
+
+    return ReplicaTrainer if config.fault_tolerance.enable else Trainer
+
+
+def check(config: Any, world_size: int, device_type: str) -> None:
+    """Check what replicas that come and go need, before any rank starts.
+
+    Raises:
+        ConfigError: The first key that does not fit.
+    """
     section = config.fault_tolerance
     if not section.enable:
         return
@@ -45,6 +127,9 @@ def _check_methods(config: Any) -> None:
 
 
 def _check_ranks(config: Any, world_size: int, device_type: str) -> None:
+    if (nodes := os.environ.get("NNODES", "1")) != "1":
+        want = "1 with fault_tolerance.enable: a replica is one machine, which starts by itself"
+        raise ConfigError("NNODES", nodes, want)
     parallelism = config.parallelism
     for name in ("data_parallel_replicate_degree", "pipeline_parallel_degree"):
         degree = getattr(parallelism, name)

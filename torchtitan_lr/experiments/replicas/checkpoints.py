@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan_lr.checkpoints.safe_metadata import load
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.replicas.positions import DataPositions
+from torchtitan_lr.experiments.replicas.positions import DataPositions
 from torchtitan_lr.training.checkpoint import CheckpointManager
 
 _KEY = "replicas"
@@ -29,7 +29,9 @@ class ReplicaCheckpoints(CheckpointManager):
 
     writes = False
     run_ends = False
-    tidies = False
+
+    def _tidy(self, step: int) -> None:
+        """Leave the common folder as it is."""
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Save if this replica writes and the step is due."""

@@ -27,8 +27,10 @@ from torchtitan_lr.training.trainer import Trainer
 pytest.importorskip("torchft", reason="torchft is not installed (the extra `ft`)")
 
 from tests.support.lighthouse import lighthouse
-from torchtitan_lr.replicas.state import digest
-from torchtitan_lr.replicas.trainer import ReplicaTrainer
+from torchtitan_lr.experiments.replicas.state import digest
+from torchtitan_lr.experiments.replicas.trainer import ReplicaTrainer
+
+pytestmark = pytest.mark.nightly
 
 STEPS = 5
 PLAIN, REFRESH, VOTE = 2, 3, 4
@@ -125,6 +127,7 @@ def cut(tmp_path_factory):
         expected = train(trainer), read_history(folder / "plain" / HISTORY_FILE)
     with lighthouse("127.0.0.1:0", 1, 5.0, 2.0) as address:
         options = [
+            "--job.custom_config_module=torchtitan_lr.experiments.replicas.job_config",
             "--fault_tolerance.enable",
             "--fault_tolerance.group_size=1",
             "--fault_tolerance.min_replica_size=1",

@@ -14,38 +14,41 @@ The ranks of one replica share its weights (FSDP) and make the same calls to one
 attempt, whether sums between replicas succeed or not. The vote is common to all of them.
 """
 
+import importlib
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchtitan_lr.config.fault_tolerance import private_folder
 from torchtitan_lr.data.dataloader import StripeDataLoader
-from torchtitan_lr.optim.finite import step_unless
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.replicas.checkpoints import ReplicaCheckpoints, StoredPositions
-from torchtitan_lr.replicas.commits import COMMITS_FILE, Sums, add_commit
-from torchtitan_lr.replicas.exchange import (
+from torchtitan_lr.experiments.replicas.checkpoints import ReplicaCheckpoints, StoredPositions
+from torchtitan_lr.experiments.replicas.commits import COMMITS_FILE, Sums, add_commit
+from torchtitan_lr.experiments.replicas.exchange import (
     LostReplicaError,
     gather_loader_states,
     joined_ranks,
 )
-from torchtitan_lr.replicas.fingerprint import run_fingerprint
-from torchtitan_lr.replicas.first_call import FirstCall, SeenLoss
-from torchtitan_lr.replicas.positions import EXCHANGE_STEPS, DataPositions, PartReader
-from torchtitan_lr.replicas.state import digest, load_training_state, training_state
+from torchtitan_lr.experiments.replicas.fingerprint import run_fingerprint
+from torchtitan_lr.experiments.replicas.first_call import FirstCall, SeenLoss
+from torchtitan_lr.experiments.replicas.positions import EXCHANGE_STEPS, DataPositions, PartReader
+from torchtitan_lr.experiments.replicas.state import digest, load_training_state, training_state
+from torchtitan_lr.optim.finite import step_unless
+from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig
+from torchtitan_lr.titan.specs import registered_specs
 from torchtitan_lr.training.guard import Verdict
 from torchtitan_lr.training.step_data import MicroBatch, StepData
 from torchtitan_lr.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from torchtitan_lr.replicas.membership import Membership
+    from torchtitan_lr.experiments.replicas.membership import Membership
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,10 @@ class ReplicaTrainer(Trainer):
     loss_fn: Any
 
     def __init__(self, job_config: JobConfig) -> None:
-        super().__init__(job_config)
         self._section = job_config.fault_tolerance
+        with _rows_of_replica(job_config):
+            super().__init__(job_config)
         self.gradient_accumulation_steps = self.dataloader.microbatches
-        self.metrics_processor.writes = False
         self._positions = DataPositions(self._section.group_size)
         self._data_start = self.dataloader.state_dict()
         self.checkpointer.states["dataloader"] = StoredPositions(
@@ -89,7 +92,7 @@ class ReplicaTrainer(Trainer):
         self._members: Membership | None = None
         self._joined = False
         self._discarded = 0
-        self._commits = private_folder(job_config) / COMMITS_FILE
+        self._commits = Path(job_config.job.dump_folder) / COMMITS_FILE
         training = job_config.training
         rows = training.local_batch_size * self.gradient_accumulation_steps * self._data_ranks
         self._nominal = float(rows * training.seq_len * self._section.group_size)
@@ -172,7 +175,9 @@ class ReplicaTrainer(Trainer):
 
     def _enter(self) -> "Membership":
         """Open the ports and start the heartbeat."""
-        from torchtitan_lr.replicas.membership import Membership  # late: it needs torchft
+        from torchtitan_lr.experiments.replicas.membership import (
+            Membership,
+        )  # late: it needs torchft
 
         corpus = self._data_start["corpus"]
         return Membership(
@@ -190,13 +195,7 @@ class ReplicaTrainer(Trainer):
         before = set(self._members.group.replicas)
         joined = self._members.join()
         if joined:
-            writes = self._members.writes
-            self.checkpointer.writes = writes
-            if not self._started:
-                self.metrics_processor.writes = writes  # opened when training starts
-            elif writes != self.metrics_processor.writes:
-                self.metrics_processor.set_writing(writes, self._members.committed)
-                self.write_record()
+            self.checkpointer.writes = self._members.writes
             # The members of a step are new ones: the group is made anew with every change.
             synchronizer = self.optimizers.synchronizer
             synchronizer.groups = replace(synchronizer.groups, replicas=self._members.group)
@@ -365,7 +364,23 @@ class ReplicaTrainer(Trainer):
     def _make_up_for_validation(self) -> None:
         """Do not validate alone after a restart: the other replicas would wait."""
 
-    def write_summary(self) -> None:
-        """Write summary and curve, if this replica writes."""
-        if self.checkpointer.writes:
-            super().write_summary()
+
+@contextmanager
+def _rows_of_replica(config: JobConfig) -> Iterator[None]:
+    """Let the loader that is built meanwhile read this replica's part of the data.
+
+    Its ranks are then some of the data-parallel ranks of ``group_size`` replicas.
+    """
+    importlib.import_module(config.experimental.custom_import)
+    section, table, name = config.fault_tolerance, registered_specs(), config.model.name
+    spec = table[name]
+
+    def build(*, dp_world_size: int, dp_rank: int, **rest: Any) -> Any:
+        ranks, rank = section.group_size * dp_world_size, section.replica_id * dp_world_size
+        return spec.build_dataloader_fn(dp_world_size=ranks, dp_rank=rank + dp_rank, **rest)
+
+    table[name] = replace(spec, build_dataloader_fn=build)
+    try:
+        yield
+    finally:
+        table[name] = spec

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchtitan_lr.compat.gloo import gloo_group
+from torchtitan_lr.experiments.replicas.gloo import gloo_group
 
 
 def listening():

@@ -25,8 +25,8 @@ from torch import Tensor
 from torchft import ProcessGroupGloo
 from torchft.process_group import create_store_client
 
-from torchtitan_lr.compat.gloo import GlooConnections, gloo_group
-from torchtitan_lr.replicas.agreement import ANY, CallAgreement
+from torchtitan_lr.experiments.replicas.agreement import ANY, CallAgreement
+from torchtitan_lr.experiments.replicas.gloo import GlooConnections, gloo_group
 from torchtitan_lr.titan import logger
 
 

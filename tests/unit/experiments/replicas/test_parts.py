@@ -12,13 +12,15 @@ import torch.distributed.checkpoint as dcp
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.replicas.commits import Sums, add_commit
-from torchtitan_lr.replicas.fingerprint import check_same, run_fingerprint
-from torchtitan_lr.replicas.positions import DataPositions, PartReader
-from torchtitan_lr.replicas.state import digest
-from torchtitan_lr.replicas.transport import HealTransport
+from torchtitan_lr.experiments.replicas.commits import Sums, add_commit
+from torchtitan_lr.experiments.replicas.fingerprint import check_same, run_fingerprint
+from torchtitan_lr.experiments.replicas.positions import DataPositions, PartReader
+from torchtitan_lr.experiments.replicas.state import digest
+from torchtitan_lr.experiments.replicas.transport import HealTransport
 from torchtitan_lr.training.history import read_history
 from torchtitan_lr.training.step_data import StepData
+
+pytestmark = pytest.mark.nightly
 
 
 class Loader:
@@ -83,7 +85,9 @@ def test_positions_survive_json_and_know_their_parts():
 
 
 def fingerprint(*arguments):
-    return run_fingerprint(build_job_config(list(arguments)), {"low_rank.rank": 8}, "corpus")
+    module = "--job.custom_config_module=torchtitan_lr.experiments.replicas.job_config"
+    config = build_job_config([module, *arguments])
+    return run_fingerprint(config, {"low_rank.rank": 8}, "corpus")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +182,7 @@ def test_a_state_cannot_run_code(transports, capsys):
 
 
 def test_a_checkpoint_of_other_rows_or_of_another_kind_is_refused(tmp_path, monkeypatch):
-    from torchtitan_lr.replicas.checkpoints import StoredPositions
+    from torchtitan_lr.experiments.replicas.checkpoints import StoredPositions
 
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     positions = DataPositions(2)

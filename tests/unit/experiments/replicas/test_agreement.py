@@ -3,7 +3,9 @@
 
 import pytest
 
-from torchtitan_lr.replicas.agreement import ANY, CallAgreement, MismatchError
+from torchtitan_lr.experiments.replicas.agreement import ANY, CallAgreement, MismatchError
+
+pytestmark = pytest.mark.nightly
 
 STEP = ["4 float32", "9 float32", ANY]
 

@@ -15,21 +15,24 @@ import torch.distributed as dist
 from torchft import Manager
 
 from torchtitan_lr.console.native import NativeLines
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.replicas.exchange import (
+from torchtitan_lr.errors import ConfigError, RunFailedError
+from torchtitan_lr.experiments.replicas.exchange import (
     LostReplicaError,
     from_first_rank,
     gather_bytes,
     least_of_ranks,
 )
-from torchtitan_lr.replicas.fingerprint import Fingerprint, check_same
-from torchtitan_lr.replicas.group import ReplicaGroup
-from torchtitan_lr.replicas.transport import HealTransport
+from torchtitan_lr.experiments.replicas.fingerprint import Fingerprint, check_same
+from torchtitan_lr.experiments.replicas.group import ReplicaGroup
+from torchtitan_lr.experiments.replicas.transport import HealTransport
 from torchtitan_lr.titan import logger
-from torchtitan_lr.training.guard import QuorumError
 
 _HEARTBEAT = timedelta(milliseconds=100)
 _CONNECT = timedelta(seconds=30)
+
+
+class QuorumError(RunFailedError):
+    """Too few replicas came together in time (``[fault_tolerance]``)."""
 
 
 class Membership:
