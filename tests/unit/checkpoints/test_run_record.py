@@ -16,8 +16,11 @@ def test_both_values_stay_in_the_record(tmp_path):
     assert write_record(config(tmp_path), 0) == {}
     assert "changes" not in read_record(config(tmp_path))
     # What changes no number is no change, and neither is a list for a tuple.
-    same = config(tmp_path, "--training.steps_ahead=0", "--metrics.log_freq=3")
+    same = config(tmp_path, "--training.gc_freq=9", "--metrics.log_freq=3")
     assert write_record(same, 5) == {}
+    batch = {"training.local_batch_size": [8, 4]}
+    assert write_record(config(tmp_path, "--training.local_batch_size=4"), 5) == batch
+    write_record(config(tmp_path), 0)
     first = {"optimizer.lr": [0.006, 0.001]}
     assert write_record(config(tmp_path, "--optimizer.lr=1e-3"), 10) == first
     second = {"training.steps": [150, 300], "lr_scheduler.decay_type": ["cosine", "linear"]}
