@@ -16,6 +16,8 @@ fi
 if [ -n "${1:-}" ] && [ -f "$1" ]; then
     set -- "$(cd "$(dirname "$1")" && pwd)/$(basename "$1")" "${@:2}"
 fi
+# Relative paths of data are relative to this folder.
+export TORCHTITAN_LR_CALLER=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 export CONFIG_FILE=${CONFIG_FILE:-./train_configs/debug_cola.toml}

@@ -1,9 +1,18 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Options of the whole suite."""
 
+import os
 import random
+import tempfile
+from pathlib import Path
 
 import pytest
+
+# Tokens that runs of the suite prepare, in their subprocesses too: not in the user's own cache, and
+# kept from one run of the suite to the next.
+os.environ["XDG_CACHE_HOME"] = str(
+    Path(tempfile.gettempdir()) / f"torchtitan_lr-tests-{os.getuid()}"
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

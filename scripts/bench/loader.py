@@ -1,205 +1,178 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Time the training loader alone: tokens/s, and how long a step of a given length waits for data.
+"""Time the training loader alone, on prepared tokens that this script writes.
 
-Three cases, in turn in every repeat: without a token cache, with an empty one (which is written),
-and with a full one. Each is timed with a thread that reads ahead and without. The last column is
-tokens per second of CPU time, which other programs on the machine hardly change.
+The speed is that of one core: tokens per second of CPU time, and of the clock. The wait is what a
+step of a 1B model sees between the end of a step and its next batch: 32 sequences of 256 tokens
+(cola_1b) or 8 of 4,096. The start is that of one of 1,024 ranks on a terabyte, whose token files
+are sparse: building the loader and reading the first batch, in a new process.
 
     python -m scripts.bench.loader
-    python -m scripts.bench.loader --path 'data/*.jsonl' --assets my_tokenizer --json
+    python -m scripts.bench.loader --batch 64 --seq-len 4096 --terabytes 4 --json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
+import resource
 import sys
 import tempfile
 import time
 from itertools import islice
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.console.tables import text_table
-from torchtitan_lr.titan import logger
 
 if TYPE_CHECKING:
-    from torchtitan_lr.data.dataloader import StripeDataLoader
+    from torchtitan_lr.data.dataloader import TokenDataLoader
 
-CASES = ("no cache", "empty cache", "full cache")
-ENCODE = "encode, one document at a time"
+DOCUMENT = 1000
+"""Tokens of a document."""
+
+SHARD = 1 << 31
+"""Tokens of a shard of the terabyte: 4 GiB, as `prepare` writes them."""
+
+STEPS_OF_1B = {"32 x 256": (32, 256), "8 x 4096": (8, 4096)}
+"""Rows of a rank and tokens of a row."""
 
 Row = dict[str, float]
 
 
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
-    """Time every case; print the table or its JSON."""
+    """Time everything; print the table or its JSON."""
     options = _parse(argv)
-    level = logger.level
-    logger.setLevel("ERROR")
-    try:
-        report = _report(options)
-    finally:
-        logger.setLevel(level)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        small, large = Path(folder, "small"), Path(folder, "large")
+        _write(small, options.tokens // 4, 4, sparse=False)
+        _write(large, SHARD, max(1, int(options.terabytes * 1e12) // (2 * SHARD)), sparse=True)
+        report: dict[str, Row] = {}
+        for name, masked in (("text", False), ("documents apart", True)):
+            report[name] = _speed(small, options, masked)
+        for name, (rows, seq_len) in STEPS_OF_1B.items():
+            report[f"wait, {name}"] = _wait(small, rows, seq_len, options)
+        # Forked before it is timed, so that imports are those of this process.
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            report["start"] = pool.apply(_start, (large, options.seq_len))
     print(json.dumps(report, indent=2) if options.json else _as_text(report))
     return 0
 
 
-def _report(options: argparse.Namespace) -> dict[str, object]:
-    found: dict[str, list[Row]] = {}
-    for _ in range(options.repeats):
-        found.setdefault(ENCODE, []).append(_encode(options))
-        with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryDirectory() as full:
-            _fill(options, full)
-            for ahead in (0, options.ahead):
-                folders = ("", f"{empty}/{ahead}", full)
-                for case, folder in zip(CASES, folders, strict=True):
-                    name = f"{case}, {ahead} steps ahead"
-                    row = _bench(options, folder, ahead, options.waits)
-                    found.setdefault(name, []).append(row)
-    rows = {name: _middle(repeats) for name, repeats in found.items()}
-    return {
-        "tokens_per_step": options.batch * options.seq_len,
-        "step_ms": options.step_ms,
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "rows": rows,
-    }
+def _write(folder: Path, tokens: int, shards: int, sparse: bool) -> None:
+    """Write shards of random or of no tokens, in documents of `DOCUMENT` tokens."""
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    count = tokens // DOCUMENT
+    head = b"MMIDIDX\x00\x00" + np.array([1], "<u8").tobytes() + bytes([8])
+    head += np.array([count, count + 1], "<u8").tobytes()
+    places = np.arange(count + 1, dtype="<i8")
+    index = [np.full(count, DOCUMENT, "<i4"), 2 * DOCUMENT * places[:-1], places]
+    for shard in range(shards):
+        name = folder / f"train-{shard:05d}"
+        if shard and sparse:  # an index of 43 MB, the same for all
+            os.link(folder / "train-00000.idx", f"{name}.idx")
+        else:
+            Path(f"{name}.idx").write_bytes(head + b"".join(part.tobytes() for part in index))
+        with open(f"{name}.bin", "wb") as file:
+            if sparse:
+                file.truncate(2 * count * DOCUMENT)
+            else:
+                random.integers(0, 1 << 15, count * DOCUMENT, dtype=np.uint16).tofile(file)
 
 
-def _middle(repeats: list[Row]) -> Row:
-    """Return the medians of the repeats, and the range of the tokens/s."""
-    row = {key: median(repeat[key] for repeat in repeats) for key in repeats[0]}
-    speeds = [repeat["tokens_per_s"] for repeat in repeats]
-    return row | {"slowest": min(speeds), "fastest": max(speeds)}
+def _loader(
+    folder: Path, rows: int, seq_len: int, masked: bool = False, ranks: int = 1
+) -> TokenDataLoader:
+    from torchtitan_lr.data.corpus import Corpus
+    from torchtitan_lr.data.dataloader import TokenDataLoader, TrainingRows
+    from torchtitan_lr.data.rows import Rows
+
+    part = Rows(Corpus.open(folder), seq_len, mask_documents=masked)
+    return TokenDataLoader(
+        TrainingRows([part], seed=0),
+        local_batch_size=rows,
+        global_batch_size=rows * ranks,
+        dp_world_size=ranks,
+        dp_rank=ranks - 1,
+    )
 
 
-def _fill(options: argparse.Namespace, cache: str) -> None:
-    """Write a cache of all blocks that are read later; the last block of a lane is not written."""
-    loader = _loader(options, cache, options.ahead)
-    for _ in islice(loader, 2 * (options.steps + options.waits)):
-        pass
-    loader.close()
-
-
-def _loader(options: argparse.Namespace, cache: str, ahead: int) -> StripeDataLoader:
-    from torchtitan_lr.data.dataloader import build_dataloader
-
-    arguments = [
-        f"--training.seq_len={options.seq_len}",
-        f"--training.local_batch_size={options.batch}",
-        f"--training.token_cache={cache}",
-        f"--training.steps_ahead={ahead}",
-    ]
-    config, tokenizer = _config(options, arguments)
-    return build_dataloader(dp_world_size=1, dp_rank=0, tokenizer=tokenizer, job_config=config)
-
-
-def _config(options: argparse.Namespace, arguments: list[str]) -> tuple[Any, Any]:
-    """Return the configuration and the tokenizer."""
-    from torchtitan_lr.config.build import build_job_config
-    from torchtitan_lr.data.tokenizer import build_tokenizer
-
-    arguments = [*arguments, f"--model.hf_assets_path={options.assets}"]
-    if options.path:
-        arguments += ["--training.dataset=local", f"--training.dataset_path={options.path}"]
-    config = build_job_config(arguments)
-    return config, build_tokenizer(config)
-
-
-def _bench(options: argparse.Namespace, cache: str, ahead: int, waits: int) -> Row:
-    """Return the tokens/s of a loader, and the waits of steps that compute for ``step_ms``."""
-    loader = _loader(options, cache, ahead)
+def _speed(folder: Path, options: argparse.Namespace, masked: bool) -> Row:
+    """Return the tokens per second of one core."""
+    batches = iter(_loader(folder, options.batch, options.seq_len, masked))
+    next(batches)  # opens the shards
     start, cpu = time.perf_counter(), time.process_time()
-    for _ in islice(loader, options.steps):
+    for _ in islice(batches, options.steps):
         pass
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    waited = _waits(loader, options.step_ms / 1e3, waits)
-    loader.close()
     tokens = options.steps * options.batch * options.seq_len
-    return {
-        "tokens_per_s": tokens / seconds,
-        "tokens_per_cpu_s": tokens / cpu,
-        "wait_ms": 1e3 * median(waited),
-        "longest_wait_ms": 1e3 * max(waited),
-    }
+    return {"tokens_per_s": tokens / seconds, "tokens_per_cpu_s": tokens / cpu}
 
 
-def _waits(loader: StripeDataLoader, step: float, count: int) -> list[float]:
-    waited = [0.0] if not count else []
-    batches = iter(loader)
-    for _ in range(count):
-        time.sleep(step)
-        start = time.perf_counter()
+def _wait(folder: Path, rows: int, seq_len: int, options: argparse.Namespace) -> Row:
+    """Return the milliseconds that steps wait for their batch."""
+    batches, waited, busy = iter(_loader(folder, rows, seq_len)), [], []
+    next(batches)
+    for _ in range(options.waits):
+        time.sleep(options.step_ms / 1e3)
+        start, cpu = time.perf_counter(), time.process_time()
         next(batches)
-        waited.append(time.perf_counter() - start)
-    return waited
+        waited.append(1e3 * (time.perf_counter() - start))
+        busy.append(1e3 * (time.process_time() - cpu))
+    return {"median_ms": median(waited), "longest_ms": max(waited), "cpu_ms": median(busy)}
 
 
-def _encode(options: argparse.Namespace) -> Row:
-    """Return the tokens/s of the tokenizer's own ``encode`` in one thread, without a loader."""
-    from torchtitan_lr.data.corpora import training_source
-
-    config, tokenizer = _config(options, [])
-    wanted, tokens = options.steps * options.batch * options.seq_len // 4, 0
+def _start(folder: Path, seq_len: int) -> Row:
+    """Return what the first batch of one of 1,024 ranks costs."""
+    _loader(folder, 1, seq_len)  # imports
+    before, files = _resident(), len(os.listdir("/proc/self/fd"))
     start, cpu = time.perf_counter(), time.process_time()
-    for text in training_source(config).open():
-        tokens += len(tokenizer.encode(text, add_bos=True, add_eos=True))
-        if tokens >= wanted:
-            break
+    loader = _loader(folder, 16, seq_len, masked=True, ranks=1024)
+    next(iter(loader))
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    nan = float("nan")
     return {
-        "tokens_per_s": tokens / seconds,
-        "tokens_per_cpu_s": tokens / cpu,
-        "wait_ms": nan,
-        "longest_wait_ms": nan,
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "opened_files": len(os.listdir("/proc/self/fd")) - files,
+        "mapped_files": sum(1 for line in open("/proc/self/maps") if str(folder) in line),
+        "memory_growth_mb": (_resident() - before) / 1e6,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
     }
 
 
-def _as_text(report: dict[str, object]) -> str:
-    rows = report["rows"]
-    assert isinstance(rows, dict)
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _as_text(report: dict[str, Row]) -> str:
     lines = [
-        [
-            name,
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['slowest']:,.0f}-{row['fastest']:,.0f}",
-            f"{row['tokens_per_cpu_s']:,.0f}",
-            "" if row["wait_ms"] != row["wait_ms"] else f"{row['wait_ms']:.3f}",
-            "" if row["wait_ms"] != row["wait_ms"] else f"{row['longest_wait_ms']:.1f}",
-        ]
-        for name, row in rows.items()
+        [name, key, f"{value:,.3f}" if value < 100 else f"{value:,.0f}"]
+        for name, row in report.items()
+        for key, value in row.items()
     ]
-    head = ["loader", "tokens/s", "range", "tokens/CPU-s", "wait, ms", "longest"]
-    what = f"{report['tokens_per_step']} tokens per step of {report['step_ms']} ms"
-    where = f"{report['cores']} cores, load {report['load']:.1f}"
-    return f"{text_table(head, lines)}\n{what}; {where}"
+    load = os.getloadavg()[0]
+    return f"{text_table(['case', 'what', ''], lines)}\n{os.cpu_count()} cores, load {load:.1f}"
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__)
-    parser.add_argument("--path", default="", help="local files; the standard library by default")
-    parser.add_argument("--assets", default="torchtitan_lr/data/assets/bpe4k", help="tokenizer")
-    parser.add_argument("--seq-len", type=int, default=1024, help="tokens per row")
-    parser.add_argument("--batch", type=int, default=16, help="rows per step")
-    parser.add_argument("--steps", type=int, default=100, help="steps for the tokens/s")
-    parser.add_argument("--waits", type=int, default=15, help="steps for the wait")
-    parser.add_argument("--step-ms", type=float, default=160, help="computing time of a step")
-    parser.add_argument("--ahead", type=int, default=2, help="training.steps_ahead")
-    parser.add_argument("--repeats", type=int, default=3, help="of every case, in turn")
+    parser.add_argument("--folder", help="where the files are written; default: the system's")
+    parser.add_argument("--tokens", type=int, default=200_000_000, help="of the speed's corpus")
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens per row")
+    parser.add_argument("--batch", type=int, default=512, help="rows per step")
+    parser.add_argument("--steps", type=int, default=20, help="steps for the speed")
+    parser.add_argument("--waits", type=int, default=30, help="steps for the wait")
+    parser.add_argument("--step-ms", type=float, default=100, help="computing time of a step")
+    parser.add_argument("--terabytes", type=float, default=1.0, help="size of the start's corpus")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    options = parser.parse_args(argv)
-    for name in ("seq_len", "batch", "steps", "waits", "repeats", "ahead"):
-        if getattr(options, name) < 1:
-            got, flag = getattr(options, name), name.replace("_", "-")
-            parser.error(f"--{flag}: got {got}, expected at least 1")
-    if not options.step_ms >= 0:
-        parser.error(f"--step-ms: got {options.step_ms}, expected a number of at least 0")
-    return options
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

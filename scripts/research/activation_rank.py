@@ -50,21 +50,24 @@ def read_tokens(config: Any, options: argparse.Namespace, seq_len: int) -> Any:
     """
     import torch
 
-    from torchtitan_lr.data.corpora import validation_source
+    from torchtitan_lr.data.corpus import Corpus
+    from torchtitan_lr.data.evaluation import prepared
+    from torchtitan_lr.data.prepare import ensure_prepared
     from torchtitan_lr.data.tokenizer import build_tokenizer
+    from torchtitan_lr.hf.loading import read_job_config
 
     tokenizer: Any = build_tokenizer(config)
+    documents: Any
     if options.text is None:
-        try:
-            source = validation_source(config)
-        except AttributeError as error:  # the saved configuration has no such key
-            raise ConfigError("--text", None, "a file: the run has no [validation]") from error
-        documents = iter(source.open())
+        run = read_job_config(options.checkpoint, options.config)
+        corpora = [Corpus.open(part.folder) for part in ensure_prepared(run, "validation")]
+        documents = (document.tokens.tolist() for document in prepared(corpora, tokenizer))
     else:
-        documents = iter([options.text.read_text(errors="replace")])
+        text = options.text.read_text(errors="replace")
+        documents = [tokenizer.encode(text, add_bos=True, add_eos=True)]
     found: list[int] = []
     for document in documents:
-        found += tokenizer.encode(document, add_bos=True, add_eos=True)
+        found += document
         if len(found) >= options.tokens + seq_len:
             break
     rows = min(-(-options.tokens // seq_len), len(found) // seq_len)

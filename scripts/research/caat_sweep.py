@@ -174,9 +174,9 @@ def read_bytes(split: Literal["train", "validation"]) -> Any:
     """Read the embedded corpus as one tensor of bytes."""
     import torch
 
-    from torchtitan_lr.data.corpora import build_corpus
+    from torchtitan_lr.data.sources import Source, texts
 
-    text = "\n".join(build_corpus("python_stdlib", None, split, "--corpus"))
+    text = "\n".join(texts(Source("python_stdlib"), held_out=split == "validation"))
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 

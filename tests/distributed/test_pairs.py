@@ -12,8 +12,8 @@ import torch
 from tests.distributed.training import train
 from tests.support.parity_runs import EXACT, LAYOUTS, degrees, largest_difference, model
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.data import batches
-from torchtitan_lr.data.pairs import unmask_
+from torchtitan_lr.data import dataloader
+from torchtitan_lr.data.rows import Arrays, read_parts
 from torchtitan_lr.training import step_data
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
@@ -31,10 +31,11 @@ CORES = ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=8", "--optimizer.tsr_
 CORES += ["--optimizer.tsr_compress_head", "--optimizer.tsr_refresh_interval=2"]
 
 
-def without_some_labels(inputs: torch.Tensor, labels: torch.Tensor) -> None:
+def without_some_labels(*args: Any) -> Arrays:
     """Drop all labels of about two rows in three, by the row's own tokens."""
-    unmask_(inputs, labels)
-    labels[inputs.sum(-1) % 3 > 0] = -100
+    inputs, labels = read_parts(*args)
+    labels[inputs["input"].sum(-1) % 3 > 0] = -100
+    return inputs, labels
 
 
 def train_on(corpus: str, arguments: list[str], average: bool = False) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def train_on(corpus: str, arguments: list[str], average: bool = False) -> dict[s
 
     path = f"--training.dataset_path={corpus}"
     with (
-        patch.object(batches, "unmask_", without_some_labels),
+        patch.object(dataloader, "read_parts", without_some_labels),
         patch("torchtitan_lr.training.trainer.StepReader", Reader),
     ):
         return train([*OPTIONS, path, *arguments], everywhere=True) | {"seen": seen}

@@ -188,8 +188,8 @@ def files_of(folder: str) -> dict[str, bytes]:
     ("options", "line"),
     [
         (
-            ["--training.global_batch_size=16", "--metrics.enable_tensorboard"],
-            "training.global_batch_size: got 16",
+            ["--training.shuffle_seed=5", "--metrics.enable_tensorboard"],
+            "training.shuffle_seed: got '5', expected 0 as in .*step-3",
         ),
         (["--low_rank.rank=16"], r"low_rank.rank_attention: got 16, expected 12 as .*step-3"),
         # Every shape fits.
@@ -198,7 +198,7 @@ def files_of(folder: str) -> dict[str, bytes]:
             "model.name: got 'llama_cola', expected 'llama_lax' as .*step-3",
         ),
     ],
-    ids=["batch", "rank", "family"],
+    ids=["order", "rank", "family"],
 )
 def test_a_refused_resume_changes_no_file(
     options: list[str], line: str, stopped: str, two_ranks: RankPool

@@ -7,8 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -18,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.support import parity_runs
 from tests.support.rank_pool import new_folder
 from torchtitan_lr.compat.dtensor import local_part
-from torchtitan_lr.data.corpora import PythonStdlib
-from torchtitan_lr.titan.base import HuggingFaceTokenizer, ParallelDims
+from torchtitan_lr.titan.base import ParallelDims
 
 SPOILT = "layers.1.feed_forward.w1.A.weight"
 """Whose gradient the fault ``nan_gradient`` spoils."""
@@ -98,48 +96,18 @@ def loss_gap(losses: list[float], expected: list[float], least_fall: float = 0.1
     return max(abs(a - b) for a, b in zip(losses, expected, strict=True)) / fallen
 
 
-_SELECT = PythonStdlib._select
-_ENCODE = HuggingFaceTokenizer.encode
-
-
 @contextmanager
 def known_setup() -> Iterator[None]:
     """Set up once per process what is equal in all runs and takes longer than a `TINY` run's steps.
 
-    The standard library's list of files and their tokens: that the trainer reads the right ones is
-    shown by the unit tests of `torchtitan_lr.data` and by the whole runs in tests/integration,
-    which tokenise for themselves. And the device meshes of equal degrees, which FSDP2 concatenates
-    with tensor parallelism's anew for every parameter.
+    These are the device meshes of equal degrees, which FSDP2 concatenates with tensor parallelism's
+    anew for every parameter.
     """
     with (
-        patch.object(PythonStdlib, "_select", _select_once),
-        patch.object(HuggingFaceTokenizer, "encode", _encode_once),
         patch.object(ParallelDims, "build_mesh", _build_meshes_once),
         patch.object(DeviceMesh, "_concatenate", staticmethod(_concatenate_once)),
     ):
         yield
-
-
-@cache
-def _files_of(root: Path, split: Any) -> list[tuple[str, int]]:
-    corpus = object.__new__(PythonStdlib)
-    corpus.root = root
-    return list(_SELECT(corpus, split))
-
-
-def _select_once(corpus: PythonStdlib, split: Any) -> Iterator[tuple[str, int]]:
-    """Walk the standard library once per process: it does not change between runs."""
-    return iter(_files_of(corpus.root, split))
-
-
-_TOKENS: dict[tuple[Any, ...], list[int]] = {}
-
-
-def _encode_once(tokenizer: HuggingFaceTokenizer, text: str, **options: bool) -> list[int]:
-    key = (tokenizer.tokenizer_path, text, *sorted(options.items()))
-    if key not in _TOKENS:
-        _TOKENS[key] = _ENCODE(tokenizer, text, **options)
-    return list(_TOKENS[key])
 
 
 _MESHES: dict[tuple[Any, ...], tuple[Any, ...]] = {}

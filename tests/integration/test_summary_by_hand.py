@@ -12,8 +12,7 @@ import torch
 
 from tests.integration import runs
 from tests.reference.validation_loss import sequence_losses, windows
-from torchtitan_lr.data.corpora import PythonStdlib
-from torchtitan_lr.data.dataloader import StripeDataLoader
+from torchtitan_lr.data.sources import Source, texts
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.hf.loading import build_model_args, load_model, read_run_config
 
@@ -49,8 +48,8 @@ def tokenizer(folder):
 def held_out(tokenizer):
     """The sequences that the run validates on, and as many that follow them."""
     encode = partial(tokenizer.encode, add_bos=False, add_eos=False)
-    texts = islice(PythonStdlib("validation", "validation.dataset"), 8)
-    documents = [[tokenizer.bos_id, *encode(text), tokenizer.eos_id] for text in texts]
+    found = islice(texts(Source("python_stdlib"), held_out=True), 8)
+    documents = [[tokenizer.bos_id, *encode(text), tokenizer.eos_id] for text in found]
     sequences = windows(documents, SEQ_LEN)
     return sequences[:VALIDATED], sequences[VALIDATED : 2 * VALIDATED]
 
@@ -112,19 +111,10 @@ def test_unigram_entropy(folder, held_out):
 
 def test_training_loss(logged, tokenizer, losses_by_hand):
     """The loss of step 5 is that of step 4's weights on the fifth batch, which one rank reads."""
-    corpus = PythonStdlib("train", "training.dataset")
-    loader = StripeDataLoader(
-        corpus,
-        tokenizer,
-        seq_len=SEQ_LEN,
-        local_batch_size=BATCH,
-        global_batch_size=BATCH,
-        dp_world_size=1,
-        dp_rank=0,
-    )
-    batches = [
-        torch.cat([inputs["input"], labels[:, -1:]], dim=1).tolist()
-        for inputs, labels in islice(loader, 6)
-    ]
+    # The run reads its corpus from the start to the end.
+    encode = partial(tokenizer.encode, add_bos=True, add_eos=True)
+    documents = map(encode, islice(texts(Source("python_stdlib"), held_out=False), 8))
+    rows = windows(documents, SEQ_LEN)
+    batches = [rows[start : start + BATCH] for start in range(0, 6 * BATCH, BATCH)]
     others = [(4, batches[3]), (4, batches[5])]
     assert_logged(logged[5][TRAINING], losses_by_hand, 4, batches[4], others)

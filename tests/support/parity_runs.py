@@ -31,7 +31,6 @@ TINY = [
     "--model.flavor=parity",
     "--training.dataset=python_stdlib",
     "--training.seq_len=16",
-    "--training.shuffle_tokens=320",
     "--training.global_batch_size=8",
     "--training.steps=2",
     "--training.dtype=float32",

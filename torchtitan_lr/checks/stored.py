@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Checks of a configuration against the run that lies in its dump folder.
 
-A checkpoint there is resumed. Another model, another corpus or another batch is refused before
+A checkpoint there is resumed. Another model or another corpus is refused before
 any data are read, with the override that starts a new run; so is a run without a step to train.
 """
 
@@ -13,12 +13,9 @@ from typing import Any
 
 from torchtitan_lr.checkpoints.layout import complete_steps, step_folder
 from torchtitan_lr.checkpoints.run_record import changed, described, read_record, record_path
-from torchtitan_lr.checks.values import data_parallel_degree
 from torchtitan_lr.errors import ConfigError
 
-_NEVER_RESUMED = (
-    *("model.name", "low_rank.rank", "training.dataset", "training.global_batch_size"),
-)
+_NEVER_RESUMED = ("model.name", "low_rank.rank", "training.dataset")
 """Keys with which no run is resumed; 0, -1 and an empty text stand for another key's value."""
 
 
@@ -49,7 +46,8 @@ def check_record(config: Any, world_size: int, device_type: str) -> None:
         return
     for section, _, name in (key.partition(".") for key in _NEVER_RESUMED):
         there, here = record.get(section, {}).get(name), getattr(config, section).__dict__[name]
-        mixed = name == "dataset" and config.training.mixture
+        training = config.training
+        mixed = name == "dataset" and (training.mixture or training.allow_changed_corpus)
         if there != here and not mixed and not {there, here} & {None, 0, -1, ""}:
             want = f"{there!r} as in {record_path(config)}, whose run would be resumed"
             with _cured(config):
@@ -101,34 +99,28 @@ def _stored_model(config: Any) -> str | None:
 
 
 def check_stored_data(config: Any, world_size: int, device_type: str) -> None:
-    """Check that the position in the data belongs to this batch and corpus.
+    """Check that the position in the data belongs to this corpus and order.
 
-    Of the checkpoint three values are read, of the corpus its names and sizes; a Hub dataset is
-    compared by the ranks.
+    Of the checkpoint one value is read, of the corpus its record.
     """
-    from torchtitan_lr.data import dataloader
-    from torchtitan_lr.data.corpora import is_hub, training_source
-    from torchtitan_lr.data.mixture import MixtureSource
-    from torchtitan_lr.data.tokenizer import build_tokenizer
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    step, training = resumed_step(config), config.training
-    replicas = config.fault_tolerance.enable  # whose position counts the rows of all of them
+    from torchtitan_lr.checkpoints.safe_metadata import DamagedError, read_metadata
+    from torchtitan_lr.data.dataloader import TrainingRows, check_position
+
+    step, replicas = resumed_step(config), config.fault_tolerance.enable  # theirs are several
     if step is None or replicas or "dataloader" in config.checkpoint.exclude_from_loading:
         return
     folder = step_folder(Path(config.job.dump_folder) / config.checkpoint.folder, step)
-    if (stored := dataloader.stored_identity(folder)) is None:
+    try:
+        metadata = read_metadata(folder)
+    except (DamagedError, CheckpointException):  # loading it reports them
         return
-    rows = training.global_batch_size
-    if rows < 0:
-        rows = training.local_batch_size * data_parallel_degree(config, world_size)
+    if not any(name.startswith("dataloader.") for name in metadata.state_dict_metadata):
+        return
+    here = TrainingRows.of(config, world_size).identity
     with _cured(config):
-        dataloader.check_same_batch(stored, rows)
-    source = training_source(config)
-    parts = source.parts if isinstance(source, MixtureSource) else (source,)
-    if not any(is_hub(part.name) for part in parts):
-        here = dataloader.corpus_fingerprint(source.open(rows), build_tokenizer(config))
-        with _cured(config):
-            dataloader.check_same_corpus(stored, here, training.allow_changed_corpus)
+        check_position(here, config.training.allow_changed_corpus, folder, metadata)
 
 
 @contextmanager

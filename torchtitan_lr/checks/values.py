@@ -76,7 +76,6 @@ def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
         "profiling.save_traces_folder": profiling.enable_profiling,
         "profiling.save_memory_snapshot_folder": profiling.enable_memory_snapshot,
         "comm.save_traces_folder": config.comm.trace_buf_size > 0,
-        "training.token_cache": bool(config.training.token_cache),
     }
     for key in (key for key, used in written.items() if used):
         section, _, name = key.partition(".")
@@ -175,9 +174,7 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
 
 
 def check_data(config: Any, world_size: int, device_type: str) -> None:
-    """Check that the corpora exist and fill a sequence; call this after `check_vocabulary`."""
-    from torchtitan_lr.data.checks import check_corpus, check_sequences
-    from torchtitan_lr.data.tokenizer import build_tokenizer
+    """Check that the corpora are prepared and fill a sequence; this prepares what is missing."""
+    from torchtitan_lr.data.checks import check_corpora
 
-    check_corpus(config)
-    check_sequences(config, build_tokenizer(config))
+    check_corpora(config, world_size)

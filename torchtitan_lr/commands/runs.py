@@ -39,7 +39,7 @@ from torchtitan_lr.training.history import (
 )
 from torchtitan_lr.training.summary import SUMMARY_FILE
 
-_NOT_SEARCHED = {"checkpoint", "logs", "tb", "wandb", "token_cache", "comm_traces"}
+_NOT_SEARCHED = {"checkpoint", "logs", "tb", "wandb", "comm_traces"}
 
 
 @dataclass(frozen=True)

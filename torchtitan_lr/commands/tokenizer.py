@@ -14,6 +14,7 @@ import argparse
 from pathlib import Path
 
 from torchtitan_lr.commands.parser import OneLineParser
+from torchtitan_lr.errors import ConfigError
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -32,13 +33,17 @@ def add_arguments(parser: OneLineParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train and write the tokenizer, and print its size; return the exit status."""
-    from torchtitan_lr.data.corpora import build_corpus
     from torchtitan_lr.data.llama3 import BOS, EOS, NUM_LLAMA3_SPECIALS
+    from torchtitan_lr.data.sources import Source, texts
     from torchtitan_lr.data.train_tokenizer import make_folder, save_hf, save_tiktoken, train_bpe
 
     tiktoken = args.format == "tiktoken"
     make_folder(args.out, dry=True)  # check it before training, which may take minutes
-    corpus = build_corpus(args.corpus, args.path, "train", "training")
+    if (args.corpus == "local") != bool(args.path):
+        want = "a file, folder or pattern with --corpus local, and no path without"
+        raise ConfigError("--path", args.path, want)
+    source = Source(args.corpus, (args.path,) if args.path else (), "--path")
+    corpus = texts(source, held_out=False)
     # llama-3's 256 special tokens are not in a rank file, but count as vocabulary.
     room = args.vocab_size - (NUM_LLAMA3_SPECIALS if tiktoken else 0)
     tokenizer = train_bpe(corpus, room, [] if tiktoken else [BOS, EOS])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from torchtitan_lr.config.methods import Caat, GradCompression, LowRank, Optimizer
-from torchtitan_lr.config.ranges import NATURAL, POSITIVE, SEED, at_least
+from torchtitan_lr.config.ranges import NATURAL, POSITIVE, SEED
 
 CONFIG_MODULE = "torchtitan_lr.config.schema"
 """This module; an experiment's may stand in its place as ``job.custom_config_module``."""
@@ -23,9 +23,6 @@ TP_PLANS = ["auto", *BUILT_IN_PLANS]
 
 MODELS = ("llama_full", "llama_svd", "llama_cola", "llama_lax")
 """Values of ``model.name`` that ``experimental.custom_import`` registers by default."""
-
-STEPS_AHEAD = 2
-"""Default of ``training.steps_ahead``."""
 
 AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
 """Values of ``activation_checkpoint.mode``."""
@@ -145,8 +142,8 @@ class Training:
 
     allow_changed_corpus: bool = False
     """
-    Resume although the corpus has changed since the checkpoint: a file was repaired, added or
-    removed. The run continues at about the same position, and may repeat or miss some text.
+    Resume from a checkpoint of another corpus, order or ``seq_len``, or of a version whose loader
+    had positions in the text: weights, optimizer and step are loaded, and the data start anew.
     """
 
     mask_documents: bool = False
@@ -157,32 +154,12 @@ class Training:
 
     shuffle: bool = True
     """
-    Read the corpus in a seeded order: the files of 'cpython', the blocks of 'local' are permuted
-    anew in each pass, and the sequences of every row among ``shuffle_tokens``. Checkpoints store
-    the order, and a resumed run continues in it.
+    Read the sequences of a corpus in a seeded order, another one in each epoch. False reads them
+    from its start to its end.
     """
 
     shuffle_seed: int | None = None
     """Seed of the reading order; None uses ``debug.seed``."""
-
-    shuffle_tokens: Annotated[int, at_least(1, "a positive integer such as 32768")] = 32768
-    """
-    Tokens of each row of the global batch whose sequences change places. They are tokenised before
-    the first step, and again on resume. More tokens mix more documents.
-    """
-
-    steps_ahead: Annotated[int, at_least(0, "0 or a positive integer such as 2")] = STEPS_AHEAD
-    """
-    Steps whose batches a thread prepares while earlier steps compute. 0 prepares each batch when it
-    is used. Checkpoints do not depend on it.
-    """
-
-    token_cache: str = "token_cache"
-    """
-    Folder of the tokens of the files and of 'local', so that a second pass, a resumed run or
-    another run does not tokenise them again; relative to ``job.dump_folder``. Empty for no cache.
-    The folder can be shared by several runs and may be deleted.
-    """
 
     token_folder: str = ""
     """

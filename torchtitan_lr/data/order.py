@@ -1,106 +1,157 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The seeded reading order: permutations that are the same on every rank and machine.
+"""The seeded order of training rows: permutations without a table, and exact shares of a mixture.
 
-Each pass over the corpus has a permutation of the blocks of its own. It depends on the seed and on
-the number of the pass alone, so nothing of it is stored, and every rank finds its blocks without
-communication. The keys that are sorted come from integer arithmetic, not from a library's random
-numbers: the order of a run is the same after an update of numpy.
+Row k of a run is a pure function of (corpus, seed, k). Each epoch permutes the windows by a Feistel
+network (Luby and Rackoff, 1988) over the smallest power of two that holds them. A result that is no
+window is encrypted again until it is one: cycle walking (Black and Rogaway, "Ciphers with arbitrary
+finite domains", 2002, section 4). Memory and start-up are the same for a gigabyte and a terabyte.
+The round function is integer arithmetic alone, so the order is the same on every machine and after
+an update of numpy.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from functools import lru_cache
-from typing import Any
+from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
+
+Indices = npt.NDArray[np.int64]
+
+ROUNDS = 6
+"""Four rounds suffice for a pseudo-random permutation; more help where the halves are small."""
+
+MOST_SLOTS = 1 << 16
+"""Longest period of a mixture; shares that need a longer one are rounded to 1/65,536."""
 
 _WORD = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
 
 
-@dataclass(frozen=True)
-class Order:
-    """How a corpus is shuffled; stored with every position.
-
-    Attributes:
-        seed: Determines all permutations.
-        tokens: Tokens of each row whose windows change places (:mod:`torchtitan_lr.data.shuffle`).
-    """
-
-    seed: int
-    tokens: int
-
-    def block(self, stripe: int, num_stripes: int, num_blocks: int, k: int) -> int:
-        """Return the index of the ``k``-th block that a stripe reads.
-
-        The stripes together read the blocks in turns: block ``k * num_stripes + stripe`` of the
-        run. Every ``num_blocks`` of these are one pass, and each pass has its own permutation.
-
-        Args:
-            stripe: The stripe, ``0 <= stripe < num_stripes``.
-            num_stripes: Number of stripes that share the corpus.
-            num_blocks: Number of blocks in the corpus.
-            k: Number of blocks that the stripe has read before.
-        """
-        turn, index = divmod(k * num_stripes + stripe, num_blocks)
-        return int(_pass_order(self.seed, turn, num_blocks)[index])
-
-    def windows(self, seq_len: int) -> int:
-        """Return how many windows of ``seq_len + 1`` tokens change places, at least one."""
-        return max(1, self.tokens // (seq_len + 1))
-
-    def state(self) -> dict[str, int]:
-        """Return the order as a JSON value."""
-        return asdict(self)
-
-    @staticmethod
-    def of(state: dict[str, Any] | None) -> Order | None:
-        """Return the order of a stored value; None, the fixed order, for None."""
-        return None if state is None else Order(int(state["seed"]), int(state["tokens"]))
-
-
-def permutation(count: int, *key: int) -> npt.NDArray[np.int64]:
-    """Return a permutation of ``0 .. count - 1`` that depends on the key alone.
+def shuffled(rows: Indices, size: int, *key: int) -> Indices:
+    """Return the windows that some rows of an endless order read.
 
     Args:
-        count: Number of places.
-        *key: Integers; every change of one gives an unrelated permutation.
+        rows: Numbers of rows from 0 (n,).
+        size: Number of windows. Every ``size`` rows are one epoch, which has each window once.
+        *key: Integers, such as the seed; every change of one gives an unrelated order.
 
     Returns:
-        The permutation, ``(count,)``.
+        Windows (n,), from 0 to ``size - 1``.
     """
-    seed = _seed_of(key)
-    # Different inputs of `_mix` have different outputs, so no two keys are equal.
-    keys = _mix(np.arange(count, dtype=np.uint64) * np.uint64(_STEP) + np.uint64(seed))
-    return np.argsort(keys, kind="stable")
+    epochs, places = np.divmod(rows, size)
+    windows = np.empty_like(rows)
+    for epoch in np.unique(epochs).tolist():  # a batch is in one epoch, or across one border
+        inside = epochs == epoch
+        windows[inside] = permuted(places[inside], size, *key, epoch)
+    return windows
 
 
-def unit_number(*key: int) -> float:
-    """Return a pseudo-random number in [0, 1) that depends on the key alone."""
-    return float(_seed_of(key) >> 11) / 2.0**53
+def permuted(places: Indices, size: int, *key: int) -> Indices:
+    """Apply a permutation of ``0 .. size - 1``, chosen by a key, to some places.
+
+    Args:
+        places: Any of ``0 .. size - 1`` (n,).
+        size: Number of places.
+        *key: As for `shuffled`.
+
+    Returns:
+        Their images (n,).
+    """
+    bits = max(2, (size - 1).bit_length())
+    keys = [_mixed(_STEP * (index + 1) + _seed_of(key) & _WORD) for index in range(ROUNDS)]
+    images = _feistel(places.astype(np.uint64), bits, keys)
+    # The domain is less than twice as large as the windows, so on average two walks are enough.
+    while (outside := images >= size).any():
+        images[outside] = _feistel(images[outside], bits, keys)
+    return images.astype(np.int64)
+
+
+def _feistel(values: npt.NDArray[np.uint64], bits: int, keys: list[int]) -> npt.NDArray[np.uint64]:
+    """Encrypt numbers of some bits; the halves' widths differ by one if the number is odd."""
+    low, high = bits // 2, bits - bits // 2
+    left, right = values >> np.uint64(low), values & np.uint64((1 << low) - 1)
+    for key in keys:
+        # The half that is replaced has the width of the other half of the next round.
+        left, right = right, left ^ _mixed_array(right + np.uint64(key)) >> np.uint64(64 - high)
+        low, high = high, low
+    return left << np.uint64(low) | right
 
 
 def _seed_of(key: tuple[int, ...]) -> int:
     seed = _STEP
     for part in key:
-        seed = _mix(seed ^ _mix((part + _STEP) & _WORD))
+        seed = _mixed(seed ^ _mixed(part + _STEP & _WORD))
     return seed
 
 
-@lru_cache(maxsize=4)  # stripes of one rank are in neighbouring passes
-def _pass_order(seed: int, turn: int, num_blocks: int) -> npt.NDArray[np.int64]:
-    return permutation(num_blocks, seed, turn)
+def _mixed(value: int) -> int:
+    return int(_mixed_array(np.array([value], dtype=np.uint64))[0])
 
 
-def _mix(value: Any) -> Any:
-    """Return the finalizer of SplitMix64 (Steele et al., 2014) of an integer or of uint64."""
-    wrap = value.dtype.type if isinstance(value, np.ndarray) else int
-    value = _cut((value ^ (value >> wrap(30))) * wrap(0xBF58476D1CE4E5B9))
-    value = _cut((value ^ (value >> wrap(27))) * wrap(0x94D049BB133111EB))
-    return value ^ (value >> wrap(31))
+def _mixed_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the finalizer of SplitMix64 (Steele et al., 2014) of each number."""
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ values >> np.uint64(31)
 
 
-def _cut(value: Any) -> Any:
-    return value & _WORD if isinstance(value, int) else value  # arrays wrap by themselves
+class Shares:
+    """Which part of a mixture each row is of, and which row of that part.
+
+    After any n rows, part i has had more than ``n w_i - 1`` and fewer than ``n w_i + 1`` of them:
+    the schedule is one period of a proportionate-fair one, by earliest pseudo-deadline (Baruah et
+    al., "Proportionate progress", 1996). Part i's row number j is due in the slots from
+    ``j / w_i`` to ``(j + 1) / w_i``.
+
+    Args:
+        weights: Positive weights, over whose sum the shares are.
+
+    Attributes:
+        slots: Which part each row of a period is of.
+        counts: Rows of each part in a period.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        # A third is a third again, whatever its digits as a float.
+        least = Fraction(1, MOST_SLOTS)
+        exact = [max(Fraction(weight).limit_denominator(MOST_SLOTS), least) for weight in weights]
+        shares = [weight / sum(exact) for weight in exact]
+        period = int(np.lcm.reduce([share.denominator for share in shares], dtype=object))
+        if period > MOST_SLOTS:
+            period = MOST_SLOTS
+            rounded = [max(1, round(share * period)) for share in shares]
+            rounded[int(np.argmax(rounded))] += period - sum(rounded)
+            shares = [Fraction(count, period) for count in rounded]
+        self.counts = np.array([int(share * period) for share in shares], dtype=np.int64)
+        self.slots = _schedule(self.counts.tolist())
+        parts = np.arange(len(weights))
+        # Rows of each part before each slot, and in the whole period: (period + 1, parts).
+        self._before = np.zeros((period + 1, len(weights)), dtype=np.int64)
+        np.cumsum(self.slots[:, None] == parts, axis=0, out=self._before[1:])
+
+    def choose(self, rows: Indices) -> tuple[Indices, Indices]:
+        """Return the part (n,) of some rows (n,), and their numbers (n,) in it."""
+        periods, slots = np.divmod(rows, len(self.slots))
+        parts = self.slots[slots]
+        return parts, periods * self.counts[parts] + self._before[slots, parts]
+
+    def seen(self, rows: int) -> list[int]:
+        """Return how many of the first rows each part has had."""
+        periods, slot = divmod(rows, len(self.slots))
+        found: list[int] = (periods * self.counts + self._before[slot]).tolist()
+        return found
+
+
+def _schedule(counts: list[int]) -> Indices:
+    """Return the part of each slot of a period, by earliest pseudo-deadline."""
+    period = sum(counts)
+    given = [0] * len(counts)
+    slots = np.empty(period, dtype=np.int64)
+    for slot in range(period):
+        released = [i for i, n in enumerate(counts) if given[i] * period < (slot + 1) * n]
+        part = min(released, key=lambda i: -((given[i] + 1) * -period // counts[i]))
+        slots[slot] = part
+        given[part] += 1
+    return slots

@@ -1,43 +1,28 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Pairs and chats for fine-tuning: one per row, with loss on the answers alone.
+"""Pairs and chats for fine-tuning, with loss on the answers alone.
 
-A record is ``{"prompt": ..., "completion": ...}`` or ``{"messages": [...]}``. It passes through
-the loader as its canonical JSON, is encoded when it is read, and fills a row: it is cut at
-``seq_len + 1`` tokens, and padded behind its end. Attention is causal and the padding has no
-labels, so it changes nothing.
-
-A token that is no label (the prompt's and the padding's) is stored as its complement ``~t``, which
-is negative. One array therefore holds a row's tokens and its labels, and everything between the
-corpus and the batch handles it as a window of text. :func:`unmask_` parts the two again.
+A record is ``{"prompt": ..., "completion": ...}`` or ``{"messages": [...]}``. It is checked and
+made canonical JSON where it is read, and encoded where it is prepared. A token that is no label is
+encoded as its complement ``~t``, which is negative; on disk the two are tokens and a loss mask.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchtitan_lr.data.chat_template import ChatTemplate, Segment
 from torchtitan_lr.data.encoding import Tokens
-from torchtitan_lr.data.shuffle import ShuffledStripe
-from torchtitan_lr.data.stripes import DocumentStream, Stripe
-from torchtitan_lr.errors import ConfigError, DataError
-from torchtitan_lr.titan import IGNORE_INDEX
 
 if TYPE_CHECKING:
-    import torch
-
     from torchtitan_lr.titan.base import BaseTokenizer
 
 PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
 ROLES = ("system", "user", "assistant")
 
-MOST_UNUSABLE = 100_000
-"""Pairs in a row without room for an answer, after which a run stops instead of searching on."""
-
-_PADDING = ~0
 _EXPECTED = f'a JSON object with strings "{PROMPT}" and "{COMPLETION}", or with "{MESSAGES}"'
 
 
@@ -153,23 +138,6 @@ class PairEncoder:
         tokens = self._encode(segments[:-1], bos)
         return [token if token >= 0 else ~token for token in tokens.tolist()], answer
 
-    def row(self, document: str, size: int) -> Tokens | None:
-        """Encode a pair as a window.
-
-        Args:
-            document: Result of :func:`parse_pair`.
-            size: Tokens of a window, ``seq_len + 1``.
-
-        Returns:
-            The tokens ``(size,)``, cut or padded; None if no token of an answer has room.
-        """
-        tokens = self.encode(document)[:size]
-        if not has_labels(tokens):
-            return None
-        row = np.full(size, _PADDING, dtype=np.int32)
-        row[: len(tokens)] = tokens
-        return row
-
     def _segments(self, record: dict[str, Any]) -> tuple[list[Segment], bool]:
         """Return the parts of a record, and whether BOS goes before them."""
         if MESSAGES not in record:
@@ -209,105 +177,3 @@ class PairEncoder:
         if not bos and getattr(self._tokenizer, "hf_adds_bos", False):
             ids = ids[1:]
         return ids
-
-
-def has_labels(window: Tokens) -> bool:
-    """Return whether a window has a label; its first token is never one."""
-    return bool((window[1:] >= 0).any())
-
-
-def unmask_(inputs: torch.Tensor, labels: torch.Tensor) -> None:
-    """Turn complements into tokens and ignored labels, in place; text has none.
-
-    Args:
-        inputs: Tokens (b, s), int64.
-        labels: Tokens (b, s), int64.
-    """
-    # Imported late: a corpus is opened without torch.
-    inputs.bitwise_xor_(inputs >> 63)  # ~t for negative t, t for all others
-    labels.masked_fill_(labels < 0, IGNORE_INDEX)
-
-
-class PairStream:
-    """The pairs of a stream as windows; those without room for an answer are left out."""
-
-    def __init__(self, stream: DocumentStream, encoder: PairEncoder, size: int) -> None:
-        self._stream = stream
-        self._encoder = encoder
-        self._size = size
-
-    def seek(self, position: Any) -> None:
-        """Make the pair at ``position`` the next one."""
-        self._stream.seek(position)
-
-    def next_document(
-        self, unreadable: Callable[[DataError], None] | None = None
-    ) -> tuple[Any, Tokens] | None:
-        """Return the next pair's position and window, or None after the last one.
-
-        Raises:
-            ConfigError: Very many pairs in a row have no room for an answer.
-        """
-        for _ in range(MOST_UNUSABLE):
-            found = self._stream.next_document(unreadable)
-            if found is None:
-                return None
-            row = self._encoder.row(str(found[1]), self._size)
-            if row is not None:
-                return found[0], row
-        raise no_room(self._size - 1, "training", f"{MOST_UNUSABLE} pairs in a row")
-
-    def skip(self, error: DataError) -> None:
-        """Count an unreadable record as skipped, or raise its error."""
-        self._stream.skip(error)
-
-    def encoded(self, position: Any, tokens: Tokens) -> None:
-        """Do nothing: windows of pairs are not cached."""
-
-
-class PairStripe(Stripe):
-    """A stripe whose windows are one pair each.
-
-    Args:
-        stream: The stripe's canonical records.
-        tokenizer: Encodes them.
-        seq_len: Tokens of an input; a window has one more.
-    """
-
-    def __init__(self, stream: DocumentStream, tokenizer: BaseTokenizer, seq_len: int) -> None:
-        pairs = PairStream(stream, PairEncoder(tokenizer), seq_len + 1)
-        super().__init__(pairs, tokenizer, seq_len)
-
-    def load_state(self, state: dict[str, Any], changed: bool = False) -> None:
-        """Go to a position: behind a whole pair, however long its window was or is."""
-        super().load_state(state | {"offset": 0}, changed)
-        if state["offset"]:
-            self._offset = len(self._tokens)
-
-
-class ShuffledPairStripe(ShuffledStripe, PairStripe):
-    """A stripe of pairs, permuted group by group."""
-
-
-def no_room(seq_len: int, key: str, what: str) -> ConfigError:
-    """Return the error for pairs whose prompts fill the whole window."""
-    want = f"more tokens: the prompts of {what} leave no room for an answer"
-    return ConfigError(f"{key}.seq_len", seq_len, want)
-
-
-def pair_windows(
-    records: Iterator[str], tokenizer: BaseTokenizer, size: int, limit: int | None = None
-) -> Iterator[Tokens]:
-    """Yield the windows of pairs, in order.
-
-    Yields:
-        Tokens ``(size,)``; see :meth:`PairEncoder.row`.
-    """
-    encoder, found = PairEncoder(tokenizer), 0
-    for record in records:
-        if found == limit:
-            return
-        row = encoder.row(record, size)
-        if row is not None:
-            found += 1
-            yield row

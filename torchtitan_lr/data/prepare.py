@@ -32,7 +32,6 @@ from torchtitan_lr.console.progress import Preparing
 from torchtitan_lr.data.corpus import RECORD, Corpus
 from torchtitan_lr.data.sources import LIBRARIES, Reader, Source, data_path
 from torchtitan_lr.data.tokenize import signature_of, tokenize
-from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -279,7 +278,8 @@ def _check_entry(entry: dict[str, Any], key: str) -> None:
         raise ConfigError(f"{key}.weight", entry["weight"], "a positive number such as 0.5")
 
 
-def _ranks_of_data(config: Any, world_size: int) -> int:
+def data_ranks(config: Any, world_size: int) -> int:
+    """Return the data-parallel degree of a run."""
     layout = config.parallelism
     degrees = (
         layout.tensor_parallel_degree,
@@ -294,7 +294,7 @@ def _training_tokens(config: Any, world_size: int) -> int:
     training = config.training
     rows = training.global_batch_size
     if rows < 0:
-        rows = training.local_batch_size * _ranks_of_data(config, world_size)
+        rows = training.local_batch_size * data_ranks(config, world_size)
     return (training.steps + 1) * rows * (training.seq_len + 1)
 
 
@@ -305,12 +305,14 @@ def _validation_tokens(config: Any, world_size: int) -> int | None:
         return 1
     if section.steps < 0:
         return None
-    rows = section.steps * section.local_batch_size * _ranks_of_data(config, world_size)
+    rows = section.steps * section.local_batch_size * data_ranks(config, world_size)
     return rows * (section.seq_len + 1)
 
 
 def _prepared(config: Any, part: Wanted) -> Path:
     """Return the folder of a part, locked until this process ends; prepare it if needed."""
+    from torchtitan_lr.data.tokenizer import build_tokenizer  # late: it imports torchtitan
+
     tokenizer = build_tokenizer(config)
     readers = [Reader(source) for source in part.sources]
     name = f"{part.sources[0].name}-{signature_of(readers, tokenizer)[:20]}"

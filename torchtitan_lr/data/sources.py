@@ -25,7 +25,7 @@ import re
 import sysconfig
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -156,16 +156,21 @@ class Reader:
         elif source.name in LIBRARIES:
             self._root = Path(sysconfig.get_path("stdlib"))
             self.files = library_files(self._root)
+        elif (place := data_path(source.paths[0], source.key)).exists():
+            files = place.rglob("*") if place.is_dir() else [place]
+            self.files = sorted(file for file in files if file.is_file())
         self.pairs = source.name == STDLIB_DOCS or self._holds_pairs()
 
-    def stamp(self) -> list[Any]:
-        """Return what identifies the files without reading them: place, size and time of each."""
-        stats = [(str(file), file.stat()) for file in self.files]
-        return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    def stamp(self) -> dict[str, Any]:
+        """Return what identifies the text without reading it: place, size and time of files."""
+        stats = [(os.path.abspath(file), file.stat()) for file in self.files]
+        files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        named = asdict(replace(self.source, key="", paths=() if files else self.source.paths))
+        return named | {"files": files}
 
     @cached_property
     def size(self) -> int | None:
-        """Bytes of the files on disk; None for a dataset."""
+        """Bytes of the files on disk; None for a dataset, which may read some of them."""
         if self.source.name == "hf":
             return None
         return sum(file.stat().st_size for file in self.files)

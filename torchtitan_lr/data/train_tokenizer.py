@@ -4,12 +4,12 @@
 import base64
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from torchtitan_lr.console.progress import progress
-from torchtitan_lr.data.blocks import Corpus
 from torchtitan_lr.data.llama3 import BOS, EOS, HF_FILE, LLAMA3_SPLIT, TIKTOKEN_FILE
 from torchtitan_lr.errors import ConfigError
 
@@ -17,7 +17,7 @@ NUM_BYTES = 256
 MAX_VOCAB = 1_000_000
 
 
-def train_bpe(corpus: Corpus, vocab_size: int, specials: list[str]) -> Tokenizer:
+def train_bpe(corpus: Iterable[str], vocab_size: int, specials: list[str]) -> Tokenizer:
     """Train a byte-level BPE tokenizer with llama-3's pre-tokenization.
 
     Args:

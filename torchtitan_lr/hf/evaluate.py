@@ -5,25 +5,25 @@ import argparse
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from torchtitan_lr.checkpoints.layout import RUN_CONFIG
 from torchtitan_lr.console.progress import progress
-from torchtitan_lr.data.blocks import Corpus, Split
-from torchtitan_lr.data.corpora import Source, validation_source
-from torchtitan_lr.data.documents import DocumentBorders, model_arguments, moved
-from torchtitan_lr.data.evaluation import EvaluationSet
-from torchtitan_lr.data.mixture import MixtureSource
-from torchtitan_lr.data.validation import ValidationSet, build_validation_set
+from torchtitan_lr.data.corpus import Corpus
+from torchtitan_lr.data.evaluation import Document, EvaluationSet, encoded, prepared
+from torchtitan_lr.data.prepare import C4, Part, ensure_prepared
+from torchtitan_lr.data.rows import model_arguments, moved, open_rows
+from torchtitan_lr.data.sources import Source, data_path
+from torchtitan_lr.data.validation import ValidationSet
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.exported import is_export
 from torchtitan_lr.hf.loading import (
     build_model_args,
     load_for_inference,
     load_tokenizer,
+    read_job_config,
     read_run_config,
 )
 from torchtitan_lr.hf.ranks import (
@@ -59,50 +59,43 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     if options.overrides and not ranks:
         key, _, value = options.overrides[0].removeprefix("--").partition("=")
         raise ConfigError(key, value, "torchrun --nproc_per_node=RANKS before the command")
-    try:
-        source = None if options.as_validated else _source(options)
-        return (_on_ranks if ranks else _alone)(options, source)
-    except ConfigError as error:
-        key = _OPTIONS.get(error.key) if options.corpus else None
-        if key is None:
-            raise
-        raise type(error)(key, error.got, error.want) from error
+    return (_on_ranks if ranks else _alone)(options)
 
-
-_OPTIONS = {"validation.dataset": "--corpus", "validation.dataset_path": "--path"}
-"""What sets a key of the TOML here."""
 
 Batches = EvaluationSet | ValidationSet
 
 
-def _alone(options: argparse.Namespace, source: Source | MixtureSource | None) -> dict[str, Any]:
+def _alone(options: argparse.Namespace) -> dict[str, Any]:
     """Evaluate in this process, without a process group."""
-    model, tokenizer = load_for_inference(options.checkpoint, options.config, options.device)
-    batches: Batches
+    source = _source(options)
+    config = None
     if source is None:
-        config = read_run_config(options.checkpoint, options.config)
-        batches, corpus = _validation_set(config, tokenizer)
+        config = read_job_config(options.checkpoint, options.config)
+    model, tokenizer = load_for_inference(options.checkpoint, options.config, options.device)
+    seq_len = options.seq_len or model.model_args.max_seq_len
+    if config is not None and options.as_validated:
         seq_len = config.validation.seq_len
     else:
         check_window(options.seq_len, model.model_args.max_seq_len)
-        seq_len = options.seq_len or model.model_args.max_seq_len
-        batches, corpus = _evaluation_set(options, source.open(), tokenizer, seq_len), _name(source)
+    batches, corpus = _batches(options, source, config, tokenizer, seq_len)
     about = {"checkpoint": str(options.checkpoint), "corpus": corpus, "seq_len": seq_len}
     return about | _result(batches, corpus, lambda: total_loss(model, batches)) | {"ranks": 1}
 
 
-def _on_ranks(options: argparse.Namespace, source: Source | MixtureSource | None) -> dict[str, Any]:
+def _on_ranks(options: argparse.Namespace) -> dict[str, Any]:
     """Evaluate on all ranks of torchrun; what can be refused is refused before they connect."""
+    source = _source(options)
     device_type = bind_device()
     if options.device not in ("", device_type):
         want = f"{device_type} under torchrun, or nothing"
         raise ConfigError("--device", options.device, want)
     ranks = launched_ranks("default")
-    length = None if source is None else options.seq_len
+    length = None if options.as_validated else options.seq_len
     model = options.checkpoint, options.config, options.overrides
     config = build_config(*model, ranks, device_type, length)
     tokenizer = load_tokenizer(config, build_model_args(config))
-    corpus = None if source is None else source.open()
+    if source is not None:
+        next(encoded(source, tokenizer), None)
     local = "" if device_type == "cpu" else f":{os.environ['LOCAL_RANK']}"
     device = torch.device(f"{device_type}{local}")
     if device_type != "cpu":
@@ -111,11 +104,7 @@ def _on_ranks(options: argparse.Namespace, source: Source | MixtureSource | None
     parallel_dims = start_group(config)
     loaded = load_on_ranks(options.checkpoint, config, parallel_dims, device)
     seq_len, share = config.validation.seq_len, data_share(parallel_dims)
-    batches: Batches
-    if source is None or corpus is None:
-        batches, name = _validation_set(config, tokenizer, share)
-    else:
-        batches, name = _evaluation_set(options, corpus, tokenizer, seq_len, share), _name(source)
+    batches, name = _batches(options, source, config, tokenizer, seq_len, share)
     about = {"checkpoint": str(options.checkpoint), "corpus": name, "seq_len": seq_len}
     result = _result(batches, name, lambda: loaded.total_loss(batches))
     return about | result | {"ranks": ranks}
@@ -158,52 +147,68 @@ def total_loss(model: LlamaModel, batches: Batches) -> tuple[float, int]:
     return float(loss_sum), int(num_tokens)
 
 
-def _source(options: argparse.Namespace) -> Source | MixtureSource:
-    """Return the corpus of the command line, by default the run's validation corpus."""
-    if options.corpus is None:
+def _source(options: argparse.Namespace) -> Source | None:
+    """Return the corpus of the command line; None for the run's validation corpus."""
+    name, path = options.corpus, options.path
+    if name is None:
         if is_export(options.checkpoint) and options.config is None:
             want = "a corpus: an export has no record of its data"
-            raise ConfigError("--corpus", options.corpus, want)
-        config = read_run_config(options.checkpoint, options.config)
-        try:
-            return validation_source(config)
-        except AttributeError as error:
-            raise _incomplete(error) from error
-    parts: dict[str, Split] = {"local": "all"}
-    name = {"c4": "c4_validation"}.get(options.corpus, options.corpus)
-    return Source(name, options.path, parts.get(name, "validation"), "validation")
+            raise ConfigError("--corpus", name, want)
+        read_job_config(options.checkpoint, options.config)  # raises where it names no corpus
+        return None
+    if name == "local":
+        return Source(name, (path,), "--path", part="held_out")
+    if not name.startswith("c4"):
+        return Source(name, (), "--corpus")
+    if path and path[0] in "/.~" and not data_path(path, "--path").exists():
+        raise ConfigError("--path", path, "a local copy of c4 that exists")
+    where = "--path" if path else "--corpus"
+    return Source("hf", (path or C4,), where, "held_out", config="en", split="validation")
 
 
-def _name(source: Source | MixtureSource) -> str:
-    return f"{source.name} ({source.split})"
-
-
-def _evaluation_set(
+def _batches(
     options: argparse.Namespace,
-    corpus: Corpus,
+    source: Source | None,
+    config: Any,
     tokenizer: Any,
     seq_len: int,
     share: tuple[int, int] = (1, 0),
-) -> EvaluationSet:
-    borders = None
-    if options.config is not None or not is_export(options.checkpoint):
-        borders = DocumentBorders.of(read_run_config(options.checkpoint, options.config), tokenizer)
-    documents = options.documents or None
-    sizes = seq_len, options.batch_size, documents
-    return EvaluationSet(corpus, tokenizer, *sizes, *share, borders=borders)
+) -> tuple[Batches, str]:
+    """Return this rank's share of the text, and its name.
+
+    Args:
+        options: Those of the command line.
+        source: The corpus that it names; None for that of the run's validation.
+        config: The run's configuration; may be None with a corpus.
+        tokenizer: Encodes the documents.
+        seq_len: Tokens per window.
+        share: Data-parallel ranks, and which of them this one is.
+    """
+    masked = config is not None and config.training.mask_documents
+    if source is not None:
+        if config is None and (options.config is not None or not is_export(options.checkpoint)):
+            record = read_run_config(options.checkpoint, options.config)
+            masked = getattr(record.training, "mask_documents", False)
+        name = f"{options.corpus} (all)" if options.corpus == "local" else options.corpus
+
+        def documents() -> Iterator[Document]:
+            return encoded(source, tokenizer)
+    elif options.as_validated:
+        parts, rows = open_rows(config, "validation")
+        section = config.validation
+        held_out = ValidationSet(rows, section.local_batch_size, *share, section.steps)
+        return held_out, f"{_names(parts)} (as validated)"
+    else:
+        parts = ensure_prepared(config, "validation")
+        corpora = [Corpus.open(part.folder) for part in parts]
+        name = f"{_names(parts)} (held out)"
+
+        def documents() -> Iterator[Document]:
+            return prepared(corpora, tokenizer)
+
+    sizes = seq_len, options.batch_size, options.documents or None
+    return EvaluationSet(documents, tokenizer.decode, *sizes, *share, masked), name
 
 
-def _validation_set(
-    config: Any, tokenizer: Any, share: tuple[int, int] = (1, 0)
-) -> tuple[ValidationSet, str]:
-    """Return this rank's share of the run's own validation set, and its name."""
-    try:
-        name = f"{validation_source(config).name} (as validated)"
-        return build_validation_set(config, *share, tokenizer), name
-    except AttributeError as error:
-        raise _incomplete(error) from error
-
-
-def _incomplete(error: AttributeError) -> ConfigError:
-    want = "the complete record of a run, or --corpus"
-    return ConfigError(RUN_CONFIG, str(error), want)
+def _names(parts: list[Part]) -> str:
+    return " + ".join(part.name for part in parts)

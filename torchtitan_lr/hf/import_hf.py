@@ -5,14 +5,15 @@ import argparse
 import math
 import shutil
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from torchtitan_lr.data.corpora import Source
-from torchtitan_lr.data.evaluation import EvaluationSet
+from torchtitan_lr.data.evaluation import EvaluationSet, encoded
+from torchtitan_lr.data.sources import Source
 from torchtitan_lr.data.tokenizer import build_tokenizer, check_tokenizer, resolve_assets_path
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.exported import open_source
@@ -166,12 +167,13 @@ def _calibration(
         return None
     if tokenizer is None:
         raise ConfigError("--calibration", name, "a tokenizer in DIR or in --tokenizer, too")
-    corpus = Source("local", name, "all", "training")
+    source = Source("local", (name,), "--calibration", part="train")
     if name in _SHIPPED:
-        corpus = Source(name, None, "train", "training")
+        source = Source(name, (), "--calibration")
     length = min(args.max_seq_len, LONGEST_TRAINED)
     try:
-        batches = EvaluationSet(corpus.open(), tokenizer, length, _WINDOWS)
+        documents = partial(encoded, source, tokenizer, held_out=False)
+        batches = EvaluationSet(documents, tokenizer.decode, length, _WINDOWS)
         return list(limit_tokens(batches, options.calibration_tokens))
     except ConfigError as error:
         raise ConfigError("--calibration", name, error.want) from error

@@ -74,6 +74,30 @@ def read_record(step_dir: Path) -> dict[str, Any]:
         raise ConfigError(str(path), str(error), "the JSON that the run wrote") from error
 
 
+def read_job_config(step_dir: Path, config_file: Path | None = None) -> Any:
+    """Read the configuration of a checkpoint's run, with the defaults of what its record lacks.
+
+    Args:
+        step_dir: As for `read_run_config`.
+        config_file: As for `read_run_config`.
+
+    Raises:
+        ConfigError: There is no readable configuration, or it names no corpus.
+    """
+    # Imported late: only what reads a run's corpus needs torchtitan's configuration classes.
+    from torchtitan_lr.config.build import config_of_record
+
+    found = read_run_config(step_dir, config_file)
+    if config_file is not None:
+        return found
+    record = read_record(step_dir)
+    for section in ("training", "validation"):
+        if not hasattr(getattr(found, section, None), "dataset"):
+            want = "the complete record of a run, or --corpus"
+            raise ConfigError(RUN_CONFIG, f"no {section}.dataset", want)
+    return config_of_record(record, [])
+
+
 def find_step(folder: Path) -> Path:
     """Return the newest whole step of a run's folder; any other folder is returned as it is.
 

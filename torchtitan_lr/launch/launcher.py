@@ -147,6 +147,9 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     # A dry run is one process without torchrun; its output goes to the console.
     expected = 0 if environment.comm_mode else environment.ranks
     command, variables = build_command(environment, arguments, log_folder)
+    from torchtitan_lr.data.prepare import prepare_for_ranks  # late, as are the checks
+
+    variables |= prepare_for_ranks(config, environment.world_size)
     if environment.nodes == 1:
         variables[HELD_VARIABLE] = os.path.realpath(dump_folder)
     group = RankGroup(command, variables, log_folder / "launcher.log", expected)

@@ -96,10 +96,8 @@ class ScopeTracker:
             self._model_ends.append(next_node_number())
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    self._undo.append(leaf.register_hook(leave_loss).remove)
-
-        def leave_loss(gradient: Tensor) -> None:
-            self._in_loss = False
+                    leave = leaf.register_hook(lambda _: setattr(self, "_in_loss", False))
+                    self._undo.append(leave.remove)
 
         self._undo.append(root.register_forward_hook(after).remove)
         # The root's own parameters: the final norm.
@@ -121,20 +119,18 @@ class ScopeTracker:
         handle = module.register_forward_pre_hook(before, prepend=True)
         self._undo.append(handle.remove)
         self._undo.append(module.register_forward_hook(after).remove)
-        self._follow_recomputation(module)
         self._own_unit(module, scope)
 
-    def _follow_recomputation(self, module: nn.Module) -> None:
-        def before(*_: Any) -> None:
-            self._recomputing += in_backward()
+        def count(change: int) -> Callable[..., None]:
+            def recomputes(*_: Any) -> None:
+                self._recomputing += change * in_backward()
 
-        def after(*_: Any) -> None:
-            self._recomputing -= in_backward()
+            return recomputes
 
         for inner in checkpointed_modules(module):
-            self._undo.append(inner.register_forward_pre_hook(before).remove)
+            self._undo.append(inner.register_forward_pre_hook(count(1)).remove)
             # Recomputation may stop early with an exception.
-            self._undo.append(inner.register_forward_hook(after, always_call=True).remove)
+            self._undo.append(inner.register_forward_hook(count(-1), always_call=True).remove)
 
     def _own_unit(self, module: nn.Module, scope: str) -> None:
         def wrap(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -222,11 +222,12 @@ class CheckpointManager(TitanCheckpointHooks):
         if manifest is not None:
             check_fingerprint(manifest.model, self.fingerprint, checkpoint_id, may_differ)
         metadata = read_metadata(checkpoint_id)
-        if state_dict.get(DATALOADER) is not None:
-            state_dict[DATALOADER].check_checkpoint(checkpoint_id, metadata)
+        has_data = state_dict.get(DATALOADER) is not None
+        if has_data and not state_dict[DATALOADER].check_checkpoint(checkpoint_id, metadata):
+            del state_dict[DATALOADER]  # the data start anew
         if RESIDUALS in state_dict:
             state_dict[RESIDUALS].check_checkpoint(checkpoint_id, metadata)
-        elif DATALOADER in state_dict:
+        elif has_data:
             warn_of_dropped_residuals(checkpoint_id, metadata)
         return manifest is not None, metadata
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_lr.errors import RunFailedError
+from torchtitan_lr.errors import ConfigError, RunFailedError
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -141,6 +141,25 @@ def first_rank_with(found: str | None) -> str | None:
         if name is not None:
             return f"rank {rank}: {name}"
     return None
+
+
+def check_same_data(identity: str) -> None:
+    """Compare the prepared tokens of all ranks: machines without a shared folder have their own.
+
+    Args:
+        identity: `TrainingRows.identity` of this rank.
+
+    Raises:
+        ConfigError: A rank reads other tokens; on every rank.
+    """
+    if dist.get_backend() == "fake":  # a dry run: there are no other ranks
+        return
+    everywhere: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(everywhere, identity)
+    for rank, other in enumerate(everywhere):
+        if other != everywhere[0]:
+            want = f"the same tokens on all machines; rank 0 has {everywhere[0]}, rank {rank} this"
+            raise ConfigError("training.dataset", other, want)
 
 
 def why_rejected(findings: Findings, global_tokens: float, gradient: str | None) -> str:

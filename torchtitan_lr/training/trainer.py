@@ -14,7 +14,8 @@ from torchtitan_lr.checkpoints.run_record import described, write_record
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
 from torchtitan_lr.console.log import console
-from torchtitan_lr.data.dataloader import StripeDataLoader
+from torchtitan_lr.data.dataloader import TokenDataLoader
+from torchtitan_lr.data.rows import Batch
 from torchtitan_lr.ledger.ledger import CommLedger, ledger_for
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.loss import loss_arguments
@@ -37,12 +38,13 @@ from torchtitan_lr.training.guard import (
     NonFiniteError,
     StopSignal,
     Verdict,
+    check_same_data,
     why_rejected,
 )
 from torchtitan_lr.training.history import read_history
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 from torchtitan_lr.training.resolved import report_start, report_stop, title_of
-from torchtitan_lr.training.step_data import MicroBatch, StepReader
+from torchtitan_lr.training.step_data import StepReader
 from torchtitan_lr.training.summary import CURVE_FILE, build_summary, write_summary
 from torchtitan_lr.training.validate import Validator
 
@@ -82,11 +84,9 @@ class Trainer(TitanTrainer):
         with trainer_parts(self.checkpoint_manager):
             super().__init__(job_config)
         job_config.job.save_config_file = record or RUN_CONFIG
+        check_same_data(self.dataloader.dataset.identity)
         self._reader = StepReader(
-            self.dataloader,
-            self.device,
-            self.parallel_dims.non_data_parallel_size,
-            job_config.training.max_bad_records,
+            self.dataloader, self.device, self.parallel_dims.non_data_parallel_size
         )
         stages = self.parallel_dims.get_optional_mesh("pp")
         self._gradients = gradients_for(self.optimizers, self.model_parts, stages)
@@ -113,8 +113,8 @@ class Trainer(TitanTrainer):
             self.write_summary()
 
     def close(self) -> None:
-        """End what runs beside training: reading ahead, saving, logging."""
-        if isinstance(self.dataloader, StripeDataLoader):
+        """End what runs beside training: worker processes, saving, logging."""
+        if isinstance(self.dataloader, TokenDataLoader):
             self.dataloader.close()
         super().close()
 
@@ -141,7 +141,7 @@ class Trainer(TitanTrainer):
             if changes:
                 console.info("After step %d: %s", self.step, described(changes))
 
-    def train_step(self, data_iterator: Iterator[MicroBatch]) -> None:
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """Run one optimizer step over all micro-batches of this rank.
 
         The loss of each micro-batch is its summed token loss divided by the valid tokens of the
@@ -160,7 +160,7 @@ class Trainer(TitanTrainer):
         self.optimizers.zero_grad()
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         seen = self.ntokens_seen
-        data = self._reader.read(data_iterator, self.gradient_accumulation_steps, self.step)
+        data = self._reader.read(data_iterator, self.gradient_accumulation_steps)
         if data.problem is not None:
             self.ntokens_seen = seen
             self._stop_for_data(data.problem)
@@ -267,17 +267,9 @@ class Trainer(TitanTrainer):
         if self.step > self._first_step:
             saved = self.checkpointer.save_interrupted(self.step)
         how = f"saved as {saved}" if saved else "nothing was saved"
-        advice = "run the same command again"
-        if self.job_config.training.dataset == "local":
-            advice = (
-                "repair the file and resume with training.allow_changed_corpus = true, or skip "
-                "unreadable records with training.max_bad_records"
-            )
-        raise BadDataError(f"step {failed}: {why}; {how}: {advice}")
+        raise BadDataError(f"step {failed}: {why}; {how}: repair it and run the same command again")
 
-    def _forward_backward(
-        self, microbatches: list[MicroBatch], global_tokens: float
-    ) -> torch.Tensor:
+    def _forward_backward(self, microbatches: list[Batch], global_tokens: float) -> torch.Tensor:
         """Accumulate gradients; return this rank's share of the loss (detached scalar)."""
         losses = []
         # Filled on the device: `torch.tensor` would stop the host until its copy has arrived.

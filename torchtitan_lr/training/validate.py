@@ -12,11 +12,12 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchtitan_lr.console.progress import progress
-from torchtitan_lr.data.documents import model_arguments, moved
-from torchtitan_lr.data.validation import build_validation_set
+from torchtitan_lr.data.rows import model_arguments, moved, open_rows
+from torchtitan_lr.data.validation import ValidationSet, count_labels, entropy
 from torchtitan_lr.models.loss import loss_arguments, perplexity
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
 from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
@@ -160,7 +161,10 @@ class Validator(BaseValidator):
         self.maybe_enable_amp = maybe_enable_amp
         self.metrics_processor = metrics_processor
         self.pipeline = pp_schedule
-        self.validation_set = build_validation_set(job_config, dp_world_size, dp_rank, tokenizer)
+        section = job_config.validation
+        sizes = section.local_batch_size, dp_world_size, dp_rank, section.steps
+        self.validation_set = ValidationSet(open_rows(job_config, "validation")[1], *sizes)
+        self._entropy: float | None = None
         # torchtitan's own section has no such key.
         self._first_step = getattr(job_config.validation, "first_step", False)
         self.last_loss: float | None = None
@@ -189,7 +193,22 @@ class Validator(BaseValidator):
             extra_metrics={
                 "validation_metrics/perplexity": perplexity(self.last_loss),
                 "validation_metrics/tokens": total,
-                "validation_metrics/unigram_entropy": self.validation_set.unigram_entropy,
+                "validation_metrics/unigram_entropy": self._unigram_entropy(),
                 "validation_metrics/seconds": time.perf_counter() - started,
             },
         )
+
+    def _unigram_entropy(self) -> float:
+        """Return the entropy of all ranks' labels: the loss of the best model without context.
+
+        Each rank counts its own share, once; a trained model's loss must be below it.
+        """
+        if self._entropy is None:
+            counts = count_labels(self.validation_set).to(device_type())
+            if (mesh := self.parallel_dims.get_optional_mesh("loss")) is not None:
+                size = torch.tensor(len(counts), device=counts.device)
+                dist.all_reduce(size, dist.ReduceOp.MAX, mesh.get_group())
+                counts = nn.functional.pad(counts, (0, int(size) - len(counts)))
+                dist.all_reduce(counts, group=mesh.get_group())
+            self._entropy = entropy(counts)
+        return self._entropy

@@ -8,7 +8,7 @@ import pytest
 from tests.commands import ROOT
 from tests.unit.checks.test_config_checks import MAIN, SHIPPED, check, refusal
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.data.corpora import validation_source
+from torchtitan_lr.data.prepare import wanted
 
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 
@@ -37,8 +37,8 @@ def test_a_local_corpus_alone_is_validated_on(tmp_path):
     argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}"]
     config = build_job_config([f"--job.config_file={MAIN}", *argv])
     assert config.validation.enable
-    source = validation_source(config)
-    assert (source.name, source.path, source.split) == ("local", str(tmp_path), "validation")
+    assert wanted(config, "validation")[0].sources == wanted(config)[0].sources
+    assert wanted(config)[0].sources[0].paths == (str(tmp_path),)
 
 
 def test_a_corpus_without_one_sequence_is_refused_before_ranks_start(tmp_path):

@@ -5,14 +5,16 @@ import itertools
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from tests.commands import Command
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
 from tests.unit.hf.test_export import run_record, write_run
-from torchtitan_lr.data.corpora import PythonStdlib
-from torchtitan_lr.data.evaluation import EvaluationSet
+from torchtitan_lr.data.evaluation import Document, EvaluationSet
+from torchtitan_lr.data.sources import Source
+from torchtitan_lr.data.sources import texts as texts_of
 from torchtitan_lr.hf.loading import load_for_inference
 from torchtitan_lr.titan import IGNORE_INDEX
 
@@ -43,19 +45,26 @@ def texts(tmp_path):
     return path
 
 
-class Words:
+def words(documents):
     """One token per character; BOS 1 and EOS 2."""
+    return [[1, *map(ord, text), 2] for text in documents]
 
-    def encode(self, text, add_bos, add_eos):
-        return [1] * add_bos + [ord(letter) for letter in text] + [2] * add_eos
+
+def evaluation_set(documents, *args):
+    """The set of some texts; none of them is decoded."""
+    found = [
+        Document(np.array(tokens), len(text))
+        for text, tokens in zip(documents, words(documents), strict=True)
+    ]
+    return EvaluationSet(lambda: iter(found), str, *args)
 
 
 @pytest.mark.parametrize("seq_len", [1, 3, 4, 7, 50])
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_every_token_is_a_label_once(seq_len, batch):
     documents = ["abcdef", "g", "", "hijklmnop"]
-    stream = [token for text in documents for token in Words().encode(text, True, True)]
-    found = EvaluationSet(documents, Words(), seq_len, batch)
+    stream = [token for tokens in words(documents) for token in tokens]
+    found = evaluation_set(documents, seq_len, batch)
     labels, pairs = [], []
     for inputs, wanted in found:
         assert inputs["input"].shape == wanted.shape and len(wanted) <= batch
@@ -73,8 +82,8 @@ def test_every_token_is_a_label_once(seq_len, batch):
 @pytest.mark.parametrize("batch", [1, 2])
 def test_ranks_share_the_windows(ranks, batch):
     documents = ["abcdef", "g", "", "hijklmnopqrstuvw" * 2]
-    windows = torch.cat([labels for _, labels in EvaluationSet(documents, Words(), 4, 99)])
-    shares = [EvaluationSet(documents, Words(), 4, batch, None, ranks, r) for r in range(ranks)]
+    windows = torch.cat([labels for _, labels in evaluation_set(documents, 4, 99)])
+    shares = [evaluation_set(documents, 4, batch, None, ranks, r) for r in range(ranks)]
     batches = [list(share) for share in shares]
     shapes = [[labels.shape for _, labels in own] for own in batches]
     assert shapes == [shapes[0]] * ranks  # every rank has the same batches
@@ -142,14 +151,14 @@ def test_the_number_of_validation_is_repeated(small_library, tmp_path, capsys):
     (tmp_path / "job_config.json").write_text(json.dumps(record))
     found = json.loads(command(capsys, step, "--as_validated", "--json", "--device", "cpu")[1])
     _, tokenizer = load_for_inference(step)
-    documents = [encode(tokenizer, text) for text in PythonStdlib("validation", "k")]
+    documents = [encode(tokenizer, text) for text in texts_of(Source("python_stdlib"), True)]
     losses = sequence_losses(model.eval(), windows(documents, 48))
     assert found["tokens"] == losses.numel()
     assert found["loss"] == pytest.approx(losses.mean().item(), rel=1e-12)
     assert found["bits_per_byte"] is None
     # Whole documents are the same corpus, but more tokens.
     whole = json.loads(command(capsys, step, "--json", "--device", "cpu", "--seq_len", 48)[1])
-    assert whole["corpus"] == "python_stdlib (validation)"
+    assert whole["corpus"] == "python_stdlib (held out)"
     assert whole["tokens"] == sum(map(len, documents)) - 1 > found["tokens"]
     assert whole["loss"] != pytest.approx(found["loss"], rel=1e-6)
 

@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.data.corpora import PythonStdlib
+from torchtitan_lr.data.sources import Source, texts
 from torchtitan_lr.data.tokenizer import (
     TiktokenTokenizer,
     build_tokenizer,
@@ -36,7 +36,7 @@ def rank_file(tmp_path_factory):
     from torchtitan_lr.data.train_tokenizer import save_tiktoken, train_bpe
 
     out = tmp_path_factory.mktemp("ranks")
-    save_tiktoken(train_bpe(PythonStdlib("validation", "k"), 600, []), out)
+    save_tiktoken(train_bpe(texts(Source("cpython"), held_out=True), 600, []), out)
     return out / "tokenizer.model"
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.unit.tiny import FAMILIES, build_tiny
-from torchtitan_lr.data.documents import DocumentBorders
+from torchtitan_lr.data.rows import as_batch, labelled
 from torchtitan_lr.models.documents import document_mask, document_positions
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
@@ -61,7 +61,8 @@ def alone(model):
 def together(model, change=None):
     model.zero_grad()
     inputs, labels = packed()
-    batch, labels = DocumentBorders(BOS, True).split(inputs, labels)
+    tokens = torch.cat([inputs, labels[:, -1:]], dim=1).numpy()
+    batch, labels = as_batch(labelled(tokens, begins=tokens == BOS))
     found = batch["documents"] if change is None else change(batch["documents"])
     loss = cross_entropy_sum(model(inputs, documents=found), labels)
     loss.backward()
@@ -110,15 +111,3 @@ def test_positions_restart_and_later_documents_are_hidden():
     assert document_positions(found).tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
     seen = (document_mask(torch.tensor([[1, 1, 2]]), torch.float64) == 0)[0, 0]
     assert seen.tolist() == [[True, False, False], [True, True, False], [False, False, True]]
-
-
-def test_borders_by_bos_and_by_eos():
-    inputs = torch.tensor([[5, BOS, 6, EOS, BOS, 7], [BOS, 6, 7, EOS, BOS, EOS]])
-    labels = torch.tensor([[BOS, 6, EOS, BOS, 7, 8], [6, 7, EOS, BOS, EOS, BOS]])
-    batch, found = DocumentBorders(BOS, True).split(inputs, labels)
-    assert batch["documents"].tolist() == [[0, 1, 1, 1, 2, 2], [1, 1, 1, 1, 2, 2]]
-    no = IGNORE_INDEX
-    assert found.tolist() == [[no, 6, EOS, no, 7, 8], [6, 7, EOS, no, EOS, no]]
-    batch, found = DocumentBorders(EOS, False).split(inputs, labels)
-    assert batch["documents"].tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1]]
-    assert found.tolist() == [[BOS, 6, EOS, no, 7, 8], [6, 7, EOS, no, EOS, no]]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.support.corpora import write_corpus
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.titan.base import BaseTokenizer, ParallelDims
@@ -91,16 +92,15 @@ def process_group():
 def validator_of(tmp_path):
     """Builds the validator of one of D ranks that share the corpus; it reduces with nobody."""
     bind_device()
-    (tmp_path / "corpus.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS)
-    )
+    held_out = [Letters().encode(text, True, True) for text in DOCUMENTS]
+    write_corpus(tmp_path / "corpus", [[[1] * 9]], [held_out])
 
     def build(rank=0, ranks=1, steps=-1, batch=2, first_step=False, freq=4):
         job = build_job_config([])
         job.job.dump_folder = str(tmp_path)
         job.training.steps = 7
         section = job.validation
-        section.dataset, section.dataset_path = "local", str(tmp_path / "corpus.jsonl")
+        job.training.dataset, job.training.dataset_path = "prepared", str(tmp_path / "corpus")
         section.seq_len, section.local_batch_size, section.steps = 3, batch, steps
         section.freq, section.first_step = freq, first_step
         dims = ParallelDims(1, 1, 1, 1, 1, 1, 1, world_size=1)

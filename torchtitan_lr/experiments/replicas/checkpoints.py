@@ -2,13 +2,13 @@
 """Checkpoints of replicas that come and go: one member writes them, any number resumes them."""
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan_lr.checkpoints.safe_metadata import load
+from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.experiments.replicas.positions import DataPositions
 from torchtitan_lr.training.checkpoint import CheckpointManager
@@ -50,31 +50,31 @@ class StoredPositions:
 
     Args:
         positions: What is saved and loaded.
-        part: The part that this replica reads.
-        state: The state of this rank's loader, of which the names are compared.
+        loader: The loader of this rank, whose corpus and order are compared.
     """
 
-    def __init__(
-        self, positions: DataPositions, part: int = 0, state: Mapping[str, Any] | None = None
-    ) -> None:
-        self._positions, self._part, self._names = positions, part, set(state or ())
+    def __init__(self, positions: DataPositions, loader: TokenDataLoader) -> None:
+        self._positions, self._loader = positions, loader
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions as one entry, which any number of replicas can load."""
-        return {_KEY: self._positions.as_json()}
+        return {_KEY: self._positions.as_json(), "corpus": self._loader.dataset.identity}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over stored positions."""
         self._positions.load_json(state_dict[_KEY])
 
-    def check_checkpoint(self, checkpoint_id: str, metadata: Metadata | None = None) -> None:
-        """Raise if a checkpoint's data were split in another way; call this before loading it.
+    def check_checkpoint(self, checkpoint_id: str, metadata: Metadata) -> bool:
+        """Compare a checkpoint's data and their split; call this before loading it.
+
+        Returns:
+            Whether its positions can be loaded. False if the data start anew instead.
 
         Raises:
             ConfigError: It was written by a run without replicas that come and go, with another
-                ``group_size``, or by replicas that read other rows.
+                ``group_size``, by replicas that read other rows, or with other data.
         """
-        if metadata is not None and f"dataloader.{_KEY}" not in metadata.state_dict_metadata:
+        if f"dataloader.{_KEY}" not in metadata.state_dict_metadata:
             want = f"false: {checkpoint_id} was written without it"
             raise ConfigError("fault_tolerance.enable", True, want)
         stored = {"dataloader": {_KEY: ""}}
@@ -85,10 +85,12 @@ class StoredPositions:
         if parts != here:
             want = f"{parts} as in the checkpoint, whose data are split into as many parts"
             raise ConfigError("fault_tolerance.group_size", here, want)
-        known = found["known"].get(str(self._part))
-        if known is not None and not self._names <= known[1].keys():
+        # That of an earlier version had none: its positions were in the text.
+        if found.get("split", list(self._positions.split)) != list(self._positions.split):
             want = (
                 "a number that with training.local_batch_size gives a replica the rows that it has "
                 f"in {checkpoint_id}"
             )
             raise ConfigError("NGPU", dist.get_world_size(), want)
+        name = _KEY if "split" in found else ""
+        return self._loader.check_checkpoint(checkpoint_id, metadata, name)

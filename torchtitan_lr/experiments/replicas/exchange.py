@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Numbers and short records of a step, exchanged between replicas and between a replica's ranks."""
 
-import json
 from typing import Any
 
 import torch
@@ -50,25 +49,6 @@ def gather_bytes(group: Any, payload: bytes) -> list[bytes]:
         _sum(table, group)
     rows = zip(table, lengths.tolist(), strict=True)
     return [row[:length].numpy().tobytes() for row, length in rows]
-
-
-def gather_loader_states(group: Any, state: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Return the state of the loaders of each member, by replica.
-
-    Args:
-        group: The `ReplicaGroup`.
-        state: The state of this rank's loader; the ranks of a replica have different entries.
-
-    Raises:
-        LostReplicaError: A collective between replicas failed.
-    """
-    of_ranks: list[dict[str, Any]] = [state]
-    if dist.get_world_size() > 1:
-        of_ranks *= dist.get_world_size()
-        dist.all_gather_object(of_ranks, state)
-    whole = {key: value for of_rank in of_ranks for key, value in of_rank.items()}
-    rows = gather_bytes(group, json.dumps(whole).encode())
-    return dict(zip(group.replicas, map(json.loads, rows), strict=True))
 
 
 def least_of_ranks(*numbers: int) -> list[int]:

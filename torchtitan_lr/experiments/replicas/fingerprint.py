@@ -17,8 +17,6 @@ _SECTIONS = ("optimizer", "lr_scheduler", "low_rank", "training", "activation_ch
 
 _MAY_DIFFER = {
     "training.dataset_path",  # the corpus itself is compared
-    "training.steps_ahead",
-    "training.token_cache",
     "training.gc_freq",
     "training.gc_debug",
     "training.allow_changed_corpus",

@@ -26,17 +26,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchtitan_lr.data.dataloader import StripeDataLoader
+from torchtitan_lr.data.dataloader import TokenDataLoader
+from torchtitan_lr.data.rows import Batch
 from torchtitan_lr.experiments.replicas.checkpoints import ReplicaCheckpoints, StoredPositions
 from torchtitan_lr.experiments.replicas.commits import COMMITS_FILE, Sums, add_commit
-from torchtitan_lr.experiments.replicas.exchange import (
-    LostReplicaError,
-    gather_loader_states,
-    joined_ranks,
-)
+from torchtitan_lr.experiments.replicas.exchange import LostReplicaError, joined_ranks
 from torchtitan_lr.experiments.replicas.fingerprint import run_fingerprint
 from torchtitan_lr.experiments.replicas.first_call import FirstCall, SeenLoss
-from torchtitan_lr.experiments.replicas.positions import EXCHANGE_STEPS, DataPositions, PartReader
+from torchtitan_lr.experiments.replicas.positions import DataPositions
 from torchtitan_lr.experiments.replicas.state import digest, load_training_state, training_state
 from torchtitan_lr.optim.finite import step_unless
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
@@ -44,7 +41,7 @@ from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.titan.specs import registered_specs
 from torchtitan_lr.training.guard import Verdict
-from torchtitan_lr.training.step_data import MicroBatch, StepData
+from torchtitan_lr.training.step_data import StepData
 from torchtitan_lr.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -58,13 +55,11 @@ class Attempt:
     Attributes:
         sums: The sums over all ranks of the members.
         norm: Norm of the gradient of the nominal loss.
-        exchanged: State of the loader of each member behind this step; empty in most steps.
         stops: Whether this rank got a stop signal before its first call.
     """
 
     sums: Sums
     norm: torch.Tensor
-    exchanged: dict[int, dict[str, Any]]
     stops: bool
 
 
@@ -74,7 +69,7 @@ class ReplicaTrainer(Trainer):
     checkpoint_manager = ReplicaCheckpoints
     checkpointer: ReplicaCheckpoints
     optimizers: TSROptimizers
-    dataloader: StripeDataLoader
+    dataloader: TokenDataLoader
     loss_fn: Any
 
     def __init__(self, job_config: JobConfig) -> None:
@@ -82,13 +77,13 @@ class ReplicaTrainer(Trainer):
         with _rows_of_replica(job_config):
             super().__init__(job_config)
         self.gradient_accumulation_steps = self.dataloader.microbatches
-        self._positions = DataPositions(self._section.group_size)
-        self._data_start = self.dataloader.state_dict()
-        self.checkpointer.states["dataloader"] = StoredPositions(
-            self._positions, self._section.replica_id, self._data_start
-        )
-        self._part = PartReader(self._read_step, self._move_loader)
-        self._iterator: Iterator[MicroBatch] = iter(())
+        loader = self.dataloader
+        split = loader.global_batch_size, loader.local_batch_size * self._data_ranks
+        self._positions = DataPositions(self._section.group_size, split)
+        self.checkpointer.states["dataloader"] = StoredPositions(self._positions, loader)
+        # The micro-batches of the step that is tried, and the number of its part's step.
+        self._pending: tuple[int, StepData] | None = None
+        self._iterator: Iterator[Batch] = iter(())
         self._members: Membership | None = None
         self._joined = False
         self._discarded = 0
@@ -109,7 +104,7 @@ class ReplicaTrainer(Trainer):
             self.step = self._members.committed
         return super().should_continue_training()
 
-    def train_step(self, data_iterator: Iterator[MicroBatch]) -> None:
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """Try the next step with those that are there, until it is committed.
 
         Raises:
@@ -179,7 +174,7 @@ class ReplicaTrainer(Trainer):
             Membership,
         )  # late: it needs torchft
 
-        corpus = self._data_start["corpus"]
+        corpus = self.dataloader.dataset.identity
         return Membership(
             self._section,
             run_fingerprint(self.job_config, self.checkpointer.fingerprint, corpus, self._ranks),
@@ -221,20 +216,15 @@ class ReplicaTrainer(Trainer):
         assert self._members is not None
         group = self._members.group
         try:
-            data = self._part.next(self._positions, self._section.replica_id)
+            data = self._next_data()
             self.optimizers.zero_grad()
-            last = self.step >= self.job_config.training.steps
-            exchanges = self.step % EXCHANGE_STEPS == 0 or self.checkpointer.is_due(self.step, last)
             due = self.optimizers.due()
-            group.calls.begin(repr((due, exchanges, len(group.replicas))))
+            group.calls.begin(repr((due, len(group.replicas))))
             first = FirstCall(group, len(data.microbatches), partial(self._numbers, data))
             self._first = first
             self._forward_backward(data.microbatches, self._nominal)
             norm = self.optimizers.synchronize()
             sums = Sums(*first.result())
-            exchanged: dict[int, dict[str, Any]] = {}
-            if exchanges:
-                exchanged = gather_loader_states(group, self.dataloader.state_dict())
         except LostReplicaError:
             return None
         except Exception:
@@ -245,7 +235,7 @@ class ReplicaTrainer(Trainer):
             return None
         finally:
             self._first = None
-        return None if group.failure else Attempt(sums, norm, exchanged, self._stops)
+        return None if group.failure else Attempt(sums, norm, self._stops)
 
     def _loss_is_known(self, loss: torch.Tensor) -> None:
         if self._first is not None:
@@ -277,21 +267,30 @@ class ReplicaTrainer(Trainer):
         step_unless(rejected, self.optimizers)
         self._unread = self.step, verdict, sums.tokens
         self.lr_schedulers.step()
-        self._positions.commit(group.replicas, attempt.exchanged)
-        self._part.committed()
+        self._positions.commit(group.replicas)
         self.ntokens_seen += int(sums.read)
         self.metrics_processor.ntokens_since_last_log += int(sums.read) // self._data_ranks
         self._settle()
         return float(verdict.norm)
 
-    def _read_step(self) -> StepData:
-        """Read the micro-batches of one step, which count only once they are committed."""
+    def _next_data(self) -> StepData:
+        """Read the first step of this part that is not committed; a lost one's data are kept.
+
+        Their tokens count only once they are committed.
+        """
+        part = self._section.replica_id
+        step, row = self._positions.taken[part], self._positions.row_of(part)
+        if self._pending is not None and self._pending[0] == step:
+            return self._pending[1]
+        if self.dataloader.rows != row:
+            self.dataloader.seek(row)
         metrics = self.metrics_processor
         seen, since = self.ntokens_seen, metrics.ntokens_since_last_log
-        data = self._reader.read(self._iterator, self.gradient_accumulation_steps, self.step)
+        data = self._reader.read(self._iterator, self.gradient_accumulation_steps)
         self.ntokens_seen, metrics.ntokens_since_last_log = seen, since
         if data.problem is not None:
             self._stop_for_data(data.problem)
+        self._pending = step, data
         return data
 
     @property
@@ -310,9 +309,6 @@ class ReplicaTrainer(Trainer):
     @property
     def _rank(self) -> int:
         return torch.distributed.get_rank()
-
-    def _move_loader(self, state: dict[str, Any] | None) -> None:
-        self.dataloader.load_state_dict(self._data_start if state is None else state)
 
     def _healing_state(self) -> dict[str, Any]:
         """Return what a newcomer takes over: everything as after the last committed step."""

@@ -10,11 +10,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from tests.support.corpora import write_corpus
+from torchtitan_lr.checkpoints.safe_metadata import read_metadata
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.data.dataloader import TokenDataLoader, TrainingRows
+from torchtitan_lr.data.rows import Rows
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.experiments.replicas.commits import Sums, add_commit
 from torchtitan_lr.experiments.replicas.fingerprint import check_same, run_fingerprint
-from torchtitan_lr.experiments.replicas.positions import DataPositions, PartReader
+from torchtitan_lr.experiments.replicas.positions import DataPositions
 from torchtitan_lr.experiments.replicas.state import digest
 from torchtitan_lr.experiments.replicas.transport import HealTransport
 from torchtitan_lr.training.history import read_history
@@ -23,63 +27,20 @@ from torchtitan_lr.training.step_data import StepData
 pytestmark = pytest.mark.nightly
 
 
-class Loader:
-    """Counts up; its state is the next number."""
-
-    def __init__(self):
-        self.at, self.reads = 0, 0
-
-    def read(self):
-        self.at, self.reads = self.at + 1, self.reads + 1
-        return self.at - 1
-
-    def move(self, state):
-        self.at = 0 if state is None else state["at"]
-
-
-def reader():
-    loader = Loader()
-    return loader, PartReader(loader.read, loader.move)
-
-
-def test_a_lost_step_takes_the_same_data_again():
-    positions, (loader, part) = DataPositions(3), reader()
-    assert [part.next(positions, 1) for _ in range(3)] == [0, 0, 0]
-    positions.commit([0, 1], {})
-    part.committed()
-    assert part.next(positions, 1) == 1
-    assert loader.reads == 2
-
-
-def test_a_commit_that_this_replica_missed_drops_its_data():
-    positions, (_, part) = DataPositions(3), reader()
-    assert part.next(positions, 1) == 0
-    positions.commit([0, 1], {})  # healed from a member that has committed with this one
-    assert part.next(positions, 1) == 1
-
-
-def test_a_newcomer_goes_on_behind_what_was_committed():
-    positions = DataPositions(3)
+def test_a_part_goes_on_behind_what_was_committed():
+    positions = DataPositions(3, (12, 4))
     for _ in range(5):
-        positions.commit([0, 2], {})
-    _, part = reader()
-    assert part.next(positions, 2) == 5
-    assert part.next(positions, 2) == 5
-    positions.commit([0, 2], {2: {"at": 6}})
-    positions.commit([0, 2], {})
-    again, part = reader()
-    assert part.next(positions, 2) == 7
-    assert again.reads == 2  # from the exchanged position: one skipped, one taken
-    _, part = reader()
-    assert part.next(positions, 1) == 0  # no replica has read this part
+        positions.commit([0, 2])
+    assert positions.taken == [5, 0, 5]
+    assert [positions.row_of(part) for part in range(3)] == [60, 0, 60]
 
 
 def test_positions_survive_json_and_know_their_parts():
     positions = DataPositions(3)
-    positions.commit([0, 2], {2: {"at": 1}})
+    positions.commit([0, 2])
     same = DataPositions(3)
     same.load_json(positions.as_json())
-    assert (same.taken, same.known) == ([1, 0, 1], {2: (1, {"at": 1})})
+    assert same.taken == [1, 0, 1]
     with pytest.raises(ValueError, match="3 parts, not 2"):
         DataPositions(2).load_json(positions.as_json())
 
@@ -185,18 +146,23 @@ def test_a_checkpoint_of_other_rows_or_of_another_kind_is_refused(tmp_path, monk
     from torchtitan_lr.experiments.replicas.checkpoints import StoredPositions
 
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    positions = DataPositions(2)
-    positions.commit([1], {1: {"sample_index": 4, "lane_2": "{}"}})
-    saved = {"dataloader": StoredPositions(positions).state_dict()}
-    dcp.save(saved, checkpoint_id=tmp_path / "replicas", no_dist=True)
+    corpora = [write_corpus(tmp_path / f"{n}", [[list(range(n))]]) for n in (70, 80)]
+    sizes = {"local_batch_size": 2, "global_batch_size": 4, "dp_world_size": 2, "dp_rank": 0}
+    loaders = [TokenDataLoader(TrainingRows([Rows(corpus, 6)]), **sizes) for corpus in corpora]
+    positions = DataPositions(2, (4, 2))
+    positions.commit([1])
+    saved = {"dataloader": StoredPositions(positions, loaders[0]).state_dict()}
     path = str(tmp_path / "replicas")
+    dcp.save(saved, checkpoint_id=path, no_dist=True)
 
-    def check(*state, part=1, parts=2):
-        StoredPositions(DataPositions(parts), part, dict.fromkeys(state)).check_checkpoint(path)
+    def check(parts=2, split=(4, 2), loader=loaders[0]):
+        stored = StoredPositions(DataPositions(parts, split), loader)
+        return stored.check_checkpoint(path, read_metadata(path))
 
-    check("sample_index", "lane_2")
-    check("lane_9", part=0)  # whose position was never exchanged
+    assert check()
     with pytest.raises(ConfigError, match=r"^NGPU: got 2, expected .* rows that it has"):
-        check("sample_index", "lane_2", "lane_3")
+        check(split=(4, 1))
     with pytest.raises(ConfigError, match=r"group_size: got 3, expected 2 as in"):
-        check("lane_2", parts=3)
+        check(parts=3)
+    with pytest.raises(ConfigError, match=r"^training.dataset: got .* starts the data anew"):
+        check(loader=loaders[1])

@@ -1,0 +1,213 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What a run prepares, and the folder that all runs share."""
+
+import fcntl
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.data import prepare
+from torchtitan_lr.data.corpus import Corpus
+from torchtitan_lr.data.prepare import ensure_prepared, free, prepare_for_ranks, wanted
+from torchtitan_lr.errors import ConfigError, DataError
+
+LINES = [json.dumps({"text": f"Line {i} of {i * i} words. " * 3}) + "\n" for i in range(200)]
+
+
+@pytest.fixture(autouse=True)
+def no_locks_left():
+    yield
+    for file in prepare._held.values():
+        file.close()
+    prepare._held.clear()
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Return a function that makes a configuration on 200 lines of text."""
+    (tmp_path / "a.jsonl").write_text("".join(LINES))
+
+    def make(*arguments, path=tmp_path / "a.jsonl"):
+        own = [f"--training.dataset=local --training.dataset_path={path}"] if path else []
+        given = " ".join([*own, f"--training.token_folder={tmp_path / 'store'}", *arguments])
+        return build_job_config(["--job.config_file=train_configs/debug_cola.toml", *given.split()])
+
+    return make
+
+
+def test_a_run_prepares_once_and_its_ranks_find_it(tmp_path, config, monkeypatch, capsys):
+    job = config("--validation.enable")
+    variables = prepare_for_ranks(job, world_size=2)
+    said = capsys.readouterr().err + capsys.readouterr().out
+    (part,) = ensure_prepared(job)
+    assert (part.weight, part.name) == (1.0, "local")
+    corpus = Corpus.open(part.folder)
+    assert sum(info.documents for info in corpus.train + corpus.held_out) == 200
+    before = corpus.train[0].sha256, os.stat(part.folder / "corpus.json").st_ino
+    # A rank neither lists the files nor opens the tokenizer.
+    monkeypatch.setattr(prepare, "Reader", None)
+    monkeypatch.setattr("torchtitan_lr.data.tokenizer.build_tokenizer", None)
+    monkeypatch.setenv(prepare.PREPARED, variables[prepare.PREPARED])
+    assert ensure_prepared(job) == [part]
+    assert ensure_prepared(job, "validation") == [part]
+    assert (corpus.train[0].sha256, os.stat(part.folder / "corpus.json").st_ino) == before
+    del said
+
+
+def test_a_changed_file_or_tokenizer_is_another_folder(tmp_path, config):
+    first = ensure_prepared(config())[0].folder
+    os.utime(tmp_path / "a.jsonl", ns=(1, 1))
+    second = ensure_prepared(config())[0].folder
+    assert first != second
+    assert Corpus.open(first).identity == Corpus.open(second).identity  # the text is the same
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write(LINES[0])
+    third = ensure_prepared(config())[0].folder
+    assert Corpus.open(third).identity != Corpus.open(first).identity
+
+
+def test_paths_are_relative_to_where_the_command_was_typed(tmp_path, config, monkeypatch):
+    here = ensure_prepared(config())[0].folder
+    monkeypatch.setenv("TORCHTITAN_LR_CALLER", str(tmp_path))
+    assert ensure_prepared(config(path="a.jsonl"))[0].folder == here
+    monkeypatch.setenv("TORCHTITAN_LR_CALLER", str(tmp_path.parent))
+    assert ensure_prepared(config(path=f"{tmp_path.name}/a.json*"))[0].folder == here
+    with pytest.raises(ConfigError, match="an existing file"):
+        ensure_prepared(config(path="a.jsonl"))
+
+
+def test_records_that_another_run_was_allowed_to_lose(tmp_path, config):
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("{\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:201"):
+        ensure_prepared(config())
+    ensure_prepared(config("--training.max_bad_records=1"))
+    with pytest.raises(ConfigError, match=r"training\.max_bad_records: got 0, expected .* = 1"):
+        ensure_prepared(config())
+
+
+def test_a_mixture_has_a_folder_and_a_share_for_each(tmp_path, config):
+    (tmp_path / "b.txt").write_text("Other words.\n" * 900)
+    job = config(path=None)
+    job.training.dataset_path = None
+    job.training.mixture = [
+        {"dataset": "local", "path": str(tmp_path / "a.jsonl"), "weight": 3, "name": "a"},
+        {"dataset": "local", "path": str(tmp_path / "b.txt")},
+    ]
+    parts = ensure_prepared(job)
+    assert [(part.name, part.weight) for part in parts] == [("a", 0.75), ("local", 0.25)]
+    assert len({part.folder for part in parts}) == 2
+    for entry, why in [
+        ({"dataset": "local", "path": "x", "wieght": 1}, "one of the keys dataset, path, weight"),
+        ({"path": "x"}, "a corpus such as 'local'"),
+        ({"dataset": "local", "path": "x", "weight": 0}, "a positive number"),
+        ({"dataset": "local", "path": "x", "weight": "1"}, "a number"),
+        ({"dataset": "local", "path": "x", "name": "a"}, "different names"),
+    ]:
+        job.training.mixture = [{"dataset": "cpython", "name": "a"}, entry]
+        with pytest.raises(ConfigError, match=why):
+            wanted(job)
+
+
+def test_other_validation_files_are_all_held_out(tmp_path, config):
+    (tmp_path / "v.txt").write_text("Some words.\n" * 900)
+    job = config("--validation.dataset=local", f"--validation.dataset_path={tmp_path / 'v.txt'}")
+    corpus = Corpus.open(ensure_prepared(job, "validation")[0].folder)
+    assert (corpus.tokens(), corpus.tokens(held_out=True) > 1000) == (0, True)
+
+
+def test_how_much_of_a_dataset_of_the_hub_is_prepared(config):
+    options = "--training.steps=9 --training.global_batch_size=8 --training.seq_len=99"
+    options += " --validation.enable --validation.steps=2 --validation.local_batch_size=4"
+    options += " --validation.seq_len=49 --parallelism.tensor_parallel_degree=2"
+    job = config(options, "--training.dataset=c4", path=None)
+    ((train, held_out),) = (each.sources for each in wanted(job, world_size=8))
+    assert (train.paths, train.config, train.split) == (("allenai/c4",), "en", "train")
+    assert (train.tokens, train.part) == (10 * 8 * 100, "train")
+    assert (held_out.split, held_out.part, held_out.tokens) == ("validation", "held_out", 1600)
+    job = config(options, "--training.dataset=hf --training.dataset_path=a/b@1.0", path=None)
+    ((both,),) = (each.sources for each in wanted(job, world_size=8))
+    assert (both.paths, both.part, both.tokens) == (("a/b@1.0",), "both", 8000)
+    job = config(options, "--training.dataset=hf --training.dataset_path=a/b", path=None)
+    job.training.hf_streaming = False
+    assert wanted(job)[0].sources[0].tokens is None
+
+
+def test_a_prepared_folder_of_the_user(tmp_path, config):
+    folder = ensure_prepared(config())[0].folder
+    job = config("--training.dataset=prepared", f"--training.dataset_path={folder}", path=None)
+    assert ensure_prepared(job)[0].folder == folder
+    shard = Path(Corpus.open(folder).train[0].prefix).with_suffix(".bin")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(DataError, match="it was cut"):
+        prepare_for_ranks(job, 1)
+
+
+def in_child(function, *arguments):
+    child = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    child.start()
+    return child
+
+
+def test_two_runs_prepare_a_folder_once(tmp_path, config):
+    log = tmp_path / "log"
+
+    def run():
+        real = prepare.tokenize
+
+        def slow(*args, **options):
+            with log.open("a") as file:
+                file.write("prepares\n")
+            time.sleep(0.5)
+            return real(*args, **options)
+
+        prepare.tokenize = slow
+        folder = ensure_prepared(config())[0].folder
+        with log.open("a") as file:
+            file.write(f"{Corpus.open(folder).identity}\n")
+
+    children = [in_child(run) for _ in range(3)]
+    for child in children:
+        child.join()
+        assert child.exitcode == 0
+    lines = log.read_text().splitlines()
+    assert lines.count("prepares") == 1
+    assert len(lines) == 4
+    assert len(set(lines)) == 2
+
+
+def test_the_oldest_unused_folders_go(tmp_path, config):
+    store = tmp_path / "store"
+    (tmp_path / "b.jsonl").write_text("".join(LINES[:50]))
+    (tmp_path / "c.jsonl").write_text("".join(LINES[:70]))
+    a, b, c = (
+        ensure_prepared(config(path=tmp_path / name))[0].folder
+        for name in ("a.jsonl", "b.jsonl", "c.jsonl")
+    )
+    for age, folder in enumerate((a, b, c)):
+        os.utime(store / "locks" / folder.name, (age + 1, age + 1))
+    assert free(store, 1) > 1  # this process reads all of them
+    assert all(folder.exists() for folder in (a, b, c))
+    prepare._held.pop(b).close()
+    prepare._held.pop(c).close()
+    sizes = {f: sum(p.stat().st_size for p in f.iterdir()) for f in (a, b, c)}
+    assert free(store, sizes[a] + sizes[c]) == sizes[a] + sizes[c]
+    assert (a.exists(), b.exists(), c.exists()) == (True, False, True)  # a is older, and in use
+    ensure_prepared(config(path=tmp_path / "b.jsonl"))  # is prepared again
+    assert b.exists()
+
+
+def test_a_file_system_without_locks(tmp_path, config, monkeypatch):
+    def refuse(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    folder = ensure_prepared(config())[0].folder
+    prepare._held.pop(folder).close()
+    free(tmp_path / "store", 0)
+    assert folder.exists()
