@@ -32,7 +32,6 @@ from torchtitan_lr.console.progress import Preparing
 from torchtitan_lr.data.corpus import RECORD, Corpus
 from torchtitan_lr.data.sources import LIBRARIES, Reader, Source, data_path
 from torchtitan_lr.data.tokenize import signature_of, tokenize
-from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -312,6 +311,8 @@ def _validation_tokens(config: Any, world_size: int) -> int | None:
 
 def _prepared(config: Any, part: Wanted) -> Path:
     """Return the folder of a part, locked until this process ends; prepare it if needed."""
+    from torchtitan_lr.data.tokenizer import build_tokenizer  # late: it imports torchtitan
+
     tokenizer = build_tokenizer(config)
     readers = [Reader(source) for source in part.sources]
     name = f"{part.sources[0].name}-{signature_of(readers, tokenizer)[:20]}"

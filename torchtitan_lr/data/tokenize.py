@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_lr.compat.interpreter import end_with
+from torchtitan_lr.data.chat_template import ChatTemplate
 from torchtitan_lr.data.corpus import PARTS, Corpus, Kind, ShardInfo, checksum, save_record
 from torchtitan_lr.data.encoding import encode_documents, tokenizer_identity
 from torchtitan_lr.data.held_out import ONE_IN
@@ -114,7 +115,8 @@ class Journal:
 def signature_of(readers: Sequence[Reader], tokenizer: BaseTokenizer) -> str:
     """Return a hash of all that determines a prepared folder."""
     sources = [reader.stamp() for reader in readers]
-    text = json.dumps([1, ONE_IN, sources, tokenizer_identity(tokenizer)])
+    template = ChatTemplate.of(tokenizer).digest if readers[0].pairs else ""
+    text = json.dumps([1, ONE_IN, sources, tokenizer_identity(tokenizer), template])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

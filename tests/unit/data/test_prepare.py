@@ -51,7 +51,7 @@ def test_a_run_prepares_once_and_its_ranks_find_it(tmp_path, config, monkeypatch
     before = corpus.train[0].sha256, os.stat(part.folder / "corpus.json").st_ino
     # A rank neither lists the files nor opens the tokenizer.
     monkeypatch.setattr(prepare, "Reader", None)
-    monkeypatch.setattr(prepare, "build_tokenizer", None)
+    monkeypatch.setattr("torchtitan_lr.data.tokenizer.build_tokenizer", None)
     monkeypatch.setenv(prepare.PREPARED, variables[prepare.PREPARED])
     assert ensure_prepared(job) == [part]
     assert ensure_prepared(job, "validation") == [part]
