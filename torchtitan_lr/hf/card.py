@@ -79,11 +79,7 @@ def write_card(
 
 
 def run_toml(step_dir: Path) -> str:
-    """Return the TOML that repeats a run: all values of its record that are no defaults.
-
-    Args:
-        step_dir: A checkpoint of the run.
-    """
+    """Return the TOML that repeats a run: all values of its record that are no defaults."""
     defaults = config_class()().to_dict()
     changed = _changed(config_of_record(read_record(step_dir), []).to_dict(), defaults)
     changed.get("job", {}).pop("config_file", None)
