@@ -89,7 +89,7 @@ def test_own_text_own_tokenizer_and_a_stop_in_between(afternoon):
     assert [r for r in here if "loss_metrics/global_avg_loss" in r] == [
         r for r in there if "loss_metrics/global_avg_loss" in r
     ]
-    assert len({record["loss_metrics/global_avg_loss"] for record in there if len(record) > 3}) > 9
+    assert len({record.get("loss_metrics/global_avg_loss") for record in there}) > 9
 
 
 def test_its_loss_on_a_text(afternoon):
