@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 
 from tests.distributed.evaluation_cases import WINDOW, evaluate_all, options_of, write_run
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
+from tests.support.model_weights import ModelWeights
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.hf.export import export_factored, export_hf
 from torchtitan_lr.hf.tokenizer import export_tokenizer
-from torchtitan_lr.hf.weights import ModelWeights
 from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.distributed.training import train
+from tests.support.model_weights import ModelWeights
 from tests.support.parity_runs import EXACT, LAYOUTS, largest_difference
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.hf.export import export_hf
 from torchtitan_lr.hf.import_hf import import_folder
-from torchtitan_lr.hf.weights import ModelWeights
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 

@@ -85,10 +85,10 @@ def run(args: argparse.Namespace) -> int:
 
         prompts = [args.prompt or ""] if args.prompts is None else read_prompts(args.prompts)
     write_texts(args, prompts)
-    if "WORLD_SIZE" in os.environ:
-        from torchtitan_lr.hf.generate_ranks import leave_group
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from torch.distributed import destroy_process_group
 
-        leave_group()
+        destroy_process_group()
     return 0
 
 
@@ -141,7 +141,8 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
     Raises:
         ConfigError: The model cannot be loaded, or a prompt cannot be continued.
     """
-    from torchtitan_lr.hf.generate_ranks import from_first_rank, load_on_ranks
+    from torchtitan_lr.checkpoints.manifest import from_first_rank
+    from torchtitan_lr.hf.generate_ranks import load_on_ranks
     from torchtitan_lr.hf.loading import find_step
     from torchtitan_lr.inference.completion import Settings, complete
     from torchtitan_lr.inference.decode import compile_blocks
@@ -151,7 +152,7 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
     model, tokenizer, choice = load_on_ranks(
         find_step(args.checkpoint), args.config, args.device, args.cache, args.overrides
     )
-    prompts = from_first_rank(prompts)
+    prompts = from_first_rank(prompts) or []  # stdin has one reader
     settings = Settings(
         args.max_new_tokens,
         Sampling(args.temperature, args.top_k, args.top_p),

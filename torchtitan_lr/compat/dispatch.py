@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "ATTENTION_OPERATORS",
@@ -23,6 +23,7 @@ __all__ = [
     "schema_of",
     "storage_address",
     "tree_leaves",
+    "tree_map",
 ]
 
 ATTENTION_OPERATORS = frozenset(

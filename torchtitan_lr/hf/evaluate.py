@@ -44,9 +44,6 @@ from torchtitan_lr.training.validate import sum_losses
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     """Load a model and evaluate it; on the ranks of torchrun every rank calls this.
 
-    Args:
-        options: Arguments of ``evaluate``.
-
     Returns:
         The results by name: ``loss`` in nats per token, ``perplexity``, ``bits_per_byte`` (None
         for the windows of validation, whose text is not whole), ``tokens``, ``documents``,
@@ -102,11 +99,11 @@ def _on_ranks(options: argparse.Namespace) -> dict[str, Any]:
         getattr(torch, device_type).set_device(device)
 
     parallel_dims = start_group(config)
-    loaded = load_on_ranks(options.checkpoint, config, parallel_dims, device)
+    total_loss_of = load_on_ranks(options.checkpoint, config, parallel_dims, device)
     seq_len, share = config.validation.seq_len, data_share(parallel_dims)
     batches, name = _batches(options, source, config, tokenizer, seq_len, share)
     about = {"checkpoint": str(options.checkpoint), "corpus": name, "seq_len": seq_len}
-    result = _result(batches, name, lambda: loaded.total_loss(batches))
+    result = _result(batches, name, lambda: total_loss_of(batches))
     return about | result | {"ranks": ranks}
 
 
@@ -129,12 +126,7 @@ def _result(
 
 @torch.inference_mode()
 def total_loss(model: LlamaModel, batches: Batches) -> tuple[float, int]:
-    """Return the loss summed over all valid tokens, in nats, and their number.
-
-    Args:
-        model: The model, on one device.
-        batches: Inputs and labels, on the CPU.
-    """
+    """Return the loss summed over all valid tokens, in nats, and their number."""
     device = model.freqs_cis.device
 
     def batch_loss(inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:

@@ -91,22 +91,13 @@ def export_hf(
 
 
 def is_hf_llama(args: LlamaArgs, keep_factors: bool = False) -> bool:
-    """Return whether the export is transformers' own LLaMA.
-
-    Args:
-        args: The model's arguments.
-        keep_factors: Whether factors stay factors.
-    """
+    """Return whether the export is transformers' own LLaMA."""
     adapter = LlamaStateDictAdapter(args, hf_assets_path=None)
     return adapter.is_llama and not (keep_factors and args.low_rank)
 
 
 def check_hf_exportable(args: LlamaArgs, keep_factors: bool = False) -> None:
     """Raise for a model that transformers cannot run.
-
-    Args:
-        args: The model's arguments.
-        keep_factors: Whether llama_svd is to keep its factors.
 
     Raises:
         ConfigError: The family is not one of this package, or factors are to be kept where there
@@ -125,10 +116,6 @@ def build_hf_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
 
     The rotary settings have the format of transformers before version 5, which later versions also
     read.
-
-    Args:
-        args: The model's arguments.
-        dtype: Precision of the weights.
 
     Returns:
         The contents of ``config.json``.
@@ -155,10 +142,6 @@ def build_hf_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
 
 def build_coded_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
     """Return the configuration of a model whose code is exported with it.
-
-    Args:
-        args: The model's arguments.
-        dtype: Precision of the weights.
 
     Returns:
         The contents of ``config.json``; `torchtitan_lr.hf.configuration_torchtitan_lr` says

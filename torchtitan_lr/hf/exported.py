@@ -51,9 +51,6 @@ def open_source(folder: Path, key: str = "DIR") -> tuple[FolderWeights, bool]:
 def load_export(folder: Path) -> LlamaModel:
     """Load an export onto the CPU.
 
-    Args:
-        folder: What ``export`` wrote; a merged llama_svd is a llama_full here.
-
     Returns:
         The model in the export's dtype, in evaluation mode.
 
@@ -73,9 +70,6 @@ def load_export(folder: Path) -> LlamaModel:
 def export_dtype(folder: Path) -> torch.dtype:
     """Return the precision of an export's weights.
 
-    Args:
-        folder: The export.
-
     Raises:
         ConfigError: A file is missing or damaged.
     """
@@ -84,10 +78,6 @@ def export_dtype(folder: Path) -> torch.dtype:
 
 def fill_from_export(folder: Path, model: ModelWrapper) -> None:
     """Read an export into a model that is split over ranks; every rank reads its own shards.
-
-    Args:
-        folder: The export.
-        model: This rank's parts; every rank of the process group calls this.
 
     Raises:
         ConfigError: A file is missing or damaged, or holds another model.
@@ -114,9 +104,6 @@ def _damaged(folder: Path, error: BaseException) -> ConfigError:
 
 def read_export_args(folder: Path) -> LlamaArgs:
     """Read what an export says about its model.
-
-    Args:
-        folder: The export.
 
     Returns:
         The model's arguments; what does not change its function has its default.
@@ -152,11 +139,7 @@ def read_export_args(folder: Path) -> LlamaArgs:
 
 
 def is_llama(folder: Path) -> bool:
-    """Return whether the weights have the names and the layout of transformers' LLaMA.
-
-    Args:
-        folder: An export whose arguments can be read.
-    """
+    """Return whether the weights have the names and the layout of transformers' LLaMA."""
     path = folder / HF_CONFIG
     if (folder / MODEL_ARGS).is_file() or not path.is_file():
         return False

@@ -28,10 +28,6 @@ _MODEL_IDS = ("bos_token_id", "eos_token_id")
 def find_tokenizer(config: Any, args: LlamaArgs) -> str:
     """Find a run's tokenizer.
 
-    Args:
-        config: The run's record, sections as attributes.
-        args: The model's arguments.
-
     Returns:
         ``model.hf_assets_path``; "" if there is no tokenizer any more.
 
@@ -48,13 +44,7 @@ def find_tokenizer(config: Any, args: LlamaArgs) -> str:
 
 
 def add_tokenizer(config: Any, out_dir: Path, length: int) -> None:
-    """Write a run's tokenizer into an export.
-
-    Args:
-        config: The run's record, sections as attributes.
-        out_dir: An existing folder.
-        length: Length of the sequences that the model was trained on.
-    """
+    """Write a run's tokenizer into an export."""
     folder = resolve_assets_path(config.model.hf_assets_path)
     export_tokenizer(build_tokenizer(config), folder, out_dir, length)
 

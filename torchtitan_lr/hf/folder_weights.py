@@ -76,9 +76,6 @@ class FolderWeights:
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Read whole parameters onto the CPU.
 
-        Args:
-            names: Which ones.
-
         Raises:
             ConfigError: A file is damaged.
         """
@@ -154,10 +151,6 @@ def open_folder(
 
 def weight_files(folder: Path, key: str = "DIR") -> list[Path]:
     """List the files of a folder's weights, for every command that reads them.
-
-    Args:
-        folder: An export, or a Hugging Face LLaMA.
-        key: The input to name in errors.
 
     Returns:
         ``model.safetensors`` if it is there, as transformers prefers it, else those of the index.

@@ -86,13 +86,6 @@ def load_on_ranks(
 ) -> tuple[LlamaModel, Any, Choice]:
     """Load this rank's part of a model; the process group is started if there are several ranks.
 
-    Args:
-        step_dir: A step's folder, or what ``export`` wrote.
-        config_file: A TOML to read instead of the run's saved configuration.
-        device: Name of the device; by default this rank's cuda device if there is one, else cpu.
-        cache: Kind of the cache, ``full`` or ``latent``.
-        overrides: ``--parallelism.key=value``.
-
     Returns:
         The model, the tokenizer, and what draws its tokens.
 
@@ -132,29 +125,11 @@ def _load_part(
     step_dir: Path, config: Any, args: LlamaArgs, mesh: DeviceMesh, settings: TPSettings
 ) -> LlamaModel:
     """Load a rank's part of the model."""
-    stored = open_on_ranks(step_dir, args, config.model.hf_assets_path)
+    dtype, fill = open_on_ranks(step_dir, args, config.model.hf_assets_path)
     with torch.device("meta"):
         model = LlamaModel(args)
-    model.to(stored.dtype)
+    model.to(dtype)
     apply_tensor_parallel(model, mesh, settings)
     model.to_empty(device=mesh.device_type)
-    stored.fill([model])
+    fill([model])
     return model.eval()
-
-
-def from_first_rank(prompts: list[str] | None) -> list[str]:
-    """Return rank 0's prompts on every rank: stdin has one reader.
-
-    Args:
-        prompts: The prompts; None on the other ranks.
-    """
-    found = [prompts]
-    if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
-    return found[0] or []
-
-
-def leave_group() -> None:
-    """End the process group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

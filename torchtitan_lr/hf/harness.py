@@ -76,13 +76,7 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Encode a text, with BOS unless ``add_special_tokens`` is False.
-
-        Args:
-            string: The text.
-            add_special_tokens: None for the default, which is True.
-            **kwargs: What the harness also passes; unused.
-        """
+        """Encode a text, with BOS unless ``add_special_tokens`` is False."""
         wanted = add_special_tokens is not False
         ids: list[int] = self._encoder.encode(string, add_bos=wanted, add_eos=False)
         # Some tokenizers put BOS in front by themselves.
@@ -92,11 +86,7 @@ class HarnessModel(TemplateLM):
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
-        """Score continuations of contexts.
-
-        Args:
-            requests: With ``args = (context, continuation)``.
-            disable_tqdm: Whether to show no bar.
+        """Score continuations: requests with ``args = (context, continuation)``.
 
         Returns:
             Log-likelihood in nats, and whether it is the greedy continuation, by request.
@@ -120,10 +110,6 @@ class HarnessModel(TemplateLM):
     ) -> list[float]:
         """Score whole texts, each token once, BOS excepted, with as much context as fits.
 
-        Args:
-            requests: With ``args = (text,)``.
-            disable_tqdm: Unused: there is no bar.
-
         Returns:
             Log-likelihood in nats by request.
         """
@@ -142,11 +128,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
-        """Continue texts up to a stop string, EOS or a number of tokens.
-
-        Args:
-            requests: With ``args = (context, options)``.
-            disable_tqdm: Unused: there is no bar.
+        """Continue texts (``args = (context, options)``) to a stop string, EOS or a length.
 
         Returns:
             The continuations by request.
@@ -209,9 +191,6 @@ def _sampling(options: dict[str, Any]) -> Sampling:
 
 def evaluate_tasks(options: argparse.Namespace) -> dict[str, Any]:
     """Run tasks on a checkpoint or an export.
-
-    Args:
-        options: Arguments of ``evaluate``.
 
     Returns:
         ``tasks``, the harness' results by task and metric, and what was evaluated.

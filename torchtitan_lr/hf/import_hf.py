@@ -58,11 +58,6 @@ def import_folder(
 ) -> dict[str, Any]:
     """Read a folder and write its checkpoint.
 
-    Args:
-        options: Arguments of ``import``.
-        report: Called for every factorised matrix.
-        notice: Called with one line about what the checkpoint does not have.
-
     Returns:
         ``checkpoint``, ``config`` (a TOML), ``model`` (its name), ``parameters``, ``tied``,
         ``tokenizer`` and ``matrices`` (one row per factorised matrix).

@@ -120,9 +120,6 @@ def find_step(folder: Path) -> Path:
 def build_model_args(config: Any) -> LlamaArgs:
     """Build the model's arguments as the trainer does: the flavor, then the job's overrides.
 
-    Args:
-        config: The job's sections as attributes.
-
     Returns:
         The model's arguments.
 
@@ -184,11 +181,6 @@ def open_weights(
 def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaModel:
     """Verify a checkpoint of any number of ranks and load its weights onto the CPU.
 
-    Args:
-        step_dir: Folder of a distributed checkpoint (DCP).
-        args: The model's arguments.
-        assets_path: Folder of the tokenizer to use with it, if any.
-
     Returns:
         The model in the checkpoint's dtype, in evaluation mode.
 
@@ -249,10 +241,6 @@ def read_for_inference(
 ) -> tuple[Any, LlamaArgs, Any]:
     """Read what a checkpoint or an export says about its model, without the weights.
 
-    Args:
-        step_dir: A step's folder, or what ``export`` wrote.
-        config_file: A TOML to read instead of the run's saved configuration.
-
     Returns:
         The job's sections as attributes (an export has ``model`` alone), the model's arguments and
         the tokenizer.
@@ -273,10 +261,6 @@ def read_for_inference(
 
 def load_tokenizer(config: Any, args: LlamaArgs) -> Any:
     """Return the tokenizer of a run.
-
-    Args:
-        config: The job's sections as attributes.
-        args: The model's arguments.
 
     Raises:
         ConfigError: There is none, or it does not fit the model's vocabulary.

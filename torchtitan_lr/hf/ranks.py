@@ -3,8 +3,7 @@
 
 import importlib
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from torchtitan_lr.hf.exported import (
     read_export_args,
 )
 from torchtitan_lr.hf.loading import build_model_args, open_weights, read_record
-from torchtitan_lr.hf.weights import StoredWeights, no_checkpoint
+from torchtitan_lr.hf.weights import no_checkpoint
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.loss import HeadLoss
@@ -44,51 +43,13 @@ _OVERRIDES = ("parallelism", "comm")
 
 _FLAVOR = "of the export"
 
+Batches = Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]
+"""Inputs and labels."""
+
 
 def started_by_torchrun() -> bool:
     """Return whether torchrun, or a launcher like it, started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-@dataclass(frozen=True)
-class RankModel:
-    """This rank's part of a model.
-
-    Attributes:
-        args: The model's arguments.
-        parts: The model, or this rank's pipeline stages.
-        pipeline: Runs batches through the stages, None without a pipeline.
-        parallel_dims: Degrees and meshes.
-        loss_parallel: Whether the logits are split over the vocabulary.
-    """
-
-    args: LlamaArgs
-    parts: list[nn.Module]
-    pipeline: Pipeline | None
-    parallel_dims: ParallelDims
-    loss_parallel: bool
-
-    @property
-    def data_share(self) -> tuple[int, int]:
-        """Number of data-parallel ranks, and this one's place among them."""
-        return data_share(self.parallel_dims)
-
-    def total_loss(
-        self, batches: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]
-    ) -> tuple[float, int]:
-        """Return the loss summed over the tokens of all ranks, in nats, and their number.
-
-        Args:
-            batches: This rank's share; every rank has equally many batches of equal sizes.
-        """
-        context = dist_utils.get_train_context(self.loss_parallel)
-
-        def summed(inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
-            with context():
-                return batch_loss(self.parts[0], HeadLoss(), self.pipeline, inputs, labels)
-
-        loss, tokens = sum_over_ranks(self.parts, batches, summed, self.parallel_dims)
-        return loss, round(tokens)
 
 
 def data_share(parallel_dims: ParallelDims) -> tuple[int, int]:
@@ -150,9 +111,6 @@ def build_config(
 def check_overrides(overrides: list[str]) -> None:
     """Raise for an override that would not change the layout.
 
-    Args:
-        overrides: Arguments ``--section.key=value``.
-
     Raises:
         ConfigError: Another section.
     """
@@ -195,10 +153,6 @@ def _without_training(config: Any, seq_len: int | None) -> None:
 def check_window(seq_len: int, longest: int) -> None:
     """Raise for sequences that are longer than the trained window.
 
-    Args:
-        seq_len: Value of ``--seq_len``.
-        longest: The trained window.
-
     Raises:
         ConfigError: There are no rotary positions beyond it.
     """
@@ -227,7 +181,7 @@ def start_group(config: Any) -> ParallelDims:
 
 def load_on_ranks(
     checkpoint: Path, config: Any, parallel_dims: ParallelDims, device: torch.device
-) -> RankModel:
+) -> Callable[[Batches], tuple[float, int]]:
     """Build this rank's part of the model and read its shards of the weights.
 
     Args:
@@ -236,68 +190,61 @@ def load_on_ranks(
         parallel_dims: Result of `start_group`.
         device: Of this rank.
 
+    Returns:
+        A function that gives the loss summed over the tokens of all ranks, in nats, and their
+        number, of this rank's share of the batches; every rank has as many of equal sizes.
+
     Raises:
         ConfigError: The files are damaged or hold another model.
     """
     args = build_model_args(config)
-    stored = open_on_ranks(checkpoint, args, config.model.hf_assets_path)
+    dtype, fill = open_on_ranks(checkpoint, args, config.model.hf_assets_path)
     # The wrappers compute in the weights' own precision, as one process does.
     names = {value: name for name, value in TORCH_DTYPE_MAP.items()}
-    if stored.dtype not in names:
+    if dtype not in names:
         want = f"weights in one of {', '.join(TORCH_DTYPE_MAP)} on several ranks"
-        raise ConfigError("CHECKPOINT", str(stored.dtype).removeprefix("torch."), want)
-    config.training.dtype = config.training.mixed_precision_param = names[stored.dtype]
-    parts, pipeline = _build_parts(config, args, parallel_dims, device, stored.dtype)
-    stored.fill(parts)
-    section = config.parallelism
-    loss_parallel = parallel_dims.tp_enabled and not section.disable_loss_parallel
-    return RankModel(args, parts, pipeline, parallel_dims, loss_parallel)
+        raise ConfigError("CHECKPOINT", str(dtype).removeprefix("torch."), want)
+    config.training.dtype = config.training.mixed_precision_param = names[dtype]
+    parts, pipeline = _build_parts(config, args, parallel_dims, device, dtype)
+    fill(parts)
+    loss_parallel = parallel_dims.tp_enabled and not config.parallelism.disable_loss_parallel
+    context = dist_utils.get_train_context(loss_parallel)
+
+    def summed(inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+        with context():
+            return batch_loss(parts[0], HeadLoss(), pipeline, inputs, labels)
+
+    def total_loss(batches: Batches) -> tuple[float, int]:
+        loss, tokens = sum_over_ranks(parts, batches, summed, parallel_dims)
+        return loss, round(tokens)
+
+    return total_loss
 
 
-@dataclass(frozen=True)
-class RankWeights:
-    """The weights of a checkpoint or an export, of which every rank reads its own shards.
-
-    Attributes:
-        checkpoint: The folder.
-        stored: A checkpoint's weights; None for an export.
-        dtype: Their precision.
-    """
-
-    checkpoint: Path
-    stored: StoredWeights | None
-    dtype: torch.dtype
-
-    def fill(self, parts: list[nn.Module]) -> None:
-        """Read into this rank's parts of the model; every rank of the process group calls this.
-
-        Raises:
-            ConfigError: A file is damaged, or holds another model.
-        """
-        wrapper = ModelWrapper(parts)
-        if self.stored is None:
-            fill_from_export(self.checkpoint, wrapper)
-        else:
-            state = wrapper.state_dict()
-            self.stored.fill(state, no_dist=False)
-            wrapper.load_state_dict(state)
-
-
-def open_on_ranks(checkpoint: Path, args: LlamaArgs, assets_path: str) -> RankWeights:
+def open_on_ranks(
+    checkpoint: Path, args: LlamaArgs, assets_path: str
+) -> tuple[torch.dtype, Callable[[list[nn.Module]], None]]:
     """Verify a checkpoint or an export on all ranks, without loading its weights.
 
-    Args:
-        checkpoint: A checkpoint of any number of ranks, or an export.
-        args: The model's arguments.
-        assets_path: Folder of the tokenizer to use with it.
+    Returns:
+        The weights' precision, and what reads them into this rank's parts of the model: every rank
+        calls it and reads its own shards. It raises as this function does.
 
     Raises:
         ConfigError: It is damaged, or contains another model.
     """
     if is_export(checkpoint):
-        return RankWeights(checkpoint, None, export_dtype(checkpoint))
+        dtype = export_dtype(checkpoint)
+        return dtype, lambda parts: fill_from_export(checkpoint, ModelWrapper(parts))
     stored = open_weights(checkpoint, args, assets_path, damage_of)
-    return RankWeights(checkpoint, stored, stored.dtype)
+
+    def fill(parts: list[nn.Module]) -> None:
+        wrapper = ModelWrapper(parts)
+        state = wrapper.state_dict()
+        stored.fill(state, no_dist=False)
+        wrapper.load_state_dict(state)
+
+    return stored.dtype, fill
 
 
 def _build_parts(

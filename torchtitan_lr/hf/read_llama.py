@@ -29,9 +29,6 @@ _SCALED = "llama3"
 def read_llama_args(path: Path) -> tuple[LlamaArgs, bool]:
     """Read a configuration of transformers' LLaMA, of version 4 or 5.
 
-    Args:
-        path: The ``config.json``.
-
     Returns:
         The arguments of the same ``llama_full``, and whether embedding and head are tied over
         there.

@@ -111,10 +111,6 @@ def write_shards(
 def plan_shards(tensors: Tensors, max_size: str) -> StateDictSplit:
     """Distribute tensors over files, as transformers names them.
 
-    Args:
-        tensors: What is to be written; tensors without data will do.
-        max_size: As for `write_shards`.
-
     Raises:
         ConfigError: The size is none.
     """

@@ -40,10 +40,6 @@ def write_step_zero(source: WeightSource, out_dir: Path) -> None:
 
     The folder is laid out as a run's dump folder, so that every command for checkpoints reads it.
 
-    Args:
-        source: The weights; each is read once, in the model's order.
-        out_dir: An existing folder; its ``tokenizer`` is the model's, if there is one.
-
     Raises:
         ConfigError: The weights cannot be read, or are not finite.
     """
@@ -70,11 +66,6 @@ def write_weights(source: WeightSource, step_dir: Path, fingerprint: dict[str, A
     """Write weights as a distributed checkpoint (DCP) with a manifest.
 
     Each tensor has a file of its own, and one at a time is in memory, beside what the source keeps.
-
-    Args:
-        source: The weights; each is read once, in the model's order.
-        step_dir: The new folder.
-        fingerprint: The model's, which a run that loads the checkpoint compares with its own.
 
     Raises:
         ConfigError: As for `write_step_zero`.
@@ -115,12 +106,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def build_toml(args: LlamaArgs, out_dir: Path) -> str:
-    """Return the TOML of a run that starts from the checkpoint.
-
-    Args:
-        args: The model's arguments.
-        out_dir: The folder of the checkpoint.
-    """
+    """Return the TOML of a run that starts from the checkpoint."""
     model = {"name": args.model_family.model_name, "flavor": f"{CONFIG_DIR}/{MODEL_ARGS}"}
     if (out_dir / TOKENIZER_FOLDER).is_dir():
         model["hf_assets_path"] = f"{CONFIG_DIR}/{TOKENIZER_FOLDER}"

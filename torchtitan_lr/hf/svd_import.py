@@ -30,6 +30,8 @@ SHARED_INPUTS = {
 }
 """The linears of a block, each with the first one that has the same input."""
 
+_EDGES = {"attention.wo": "attention.o", "feed_forward.w2": "feed_forward.down"}
+
 Batch = tuple[dict[str, Tensor], Tensor]
 """``({"input": (b, s)}, labels (b, s))``; tokens without a label are padding."""
 
@@ -55,11 +57,6 @@ class MatrixReport:
 
 def factorised_args(args: LlamaArgs, family: ModelFamily, rank: int) -> LlamaArgs:
     """Return the arguments of the factorised model.
-
-    Args:
-        args: The dense model's.
-        family: What it becomes; its B A is a matrix.
-        rank: Rank r of every linear.
 
     Raises:
         ConfigError: The rank is too large or too small.
@@ -139,7 +136,7 @@ class TruncatedWeights:
             is_ffn = linear.startswith("feed_forward")
             rank = self.args.rank_ffn if is_ffn else self.args.rank_attention
             seed = index * len(SHARED_INPUTS) + order
-            found = truncate(weight, rank, moments.get(first), seed)
+            found = truncate(weight, rank, moments[first] if moments else None, seed)
             for letter, factor in (("A", found.A), ("B", found.B)):
                 self._factors[f"{prefix}{linear}.{letter}.weight"] = factor.to("cpu", self.dtype)
             errors = found.error, found.weighted_error
@@ -205,7 +202,8 @@ class CalibrationStream:
             moments[first] = moments[first] + product if first in moments else product
 
         for first in set(SHARED_INPUTS.values()):
-            linear = block.get_submodule(first)
+            # The block applies the weights of these two by an edge, which is what is called.
+            linear = block.get_submodule(_EDGES.get(first, first))
             linear.register_forward_pre_hook(lambda m, x, first=first: note(first, m, x))
         for number, (x, mask) in enumerate(self._batches):
             valid = mask.to(self._device)
@@ -215,12 +213,7 @@ class CalibrationStream:
 
 
 def limit_tokens(batches: Iterable[Batch], tokens: int) -> Iterable[Batch]:
-    """Yield batches until they have a number of tokens; the last one may go beyond it.
-
-    Args:
-        batches: Batches of equal sizes, but for the last.
-        tokens: The number.
-    """
+    """Yield batches until they have a number of tokens; the last one may go beyond it."""
     left = tokens
     for inputs, labels in batches:
         if left <= 0:
@@ -231,10 +224,6 @@ def limit_tokens(batches: Iterable[Batch], tokens: int) -> Iterable[Batch]:
 
 def check_factorisable(args: LlamaArgs, name: str) -> ModelFamily:
     """Return the family that a dense model may become.
-
-    Args:
-        args: The model that there is.
-        name: The wanted family, without ``llama_``.
 
     Raises:
         ConfigError: No dense model determines a start of that family, or this one is not dense.

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Weights by this package's names: those of a checkpoint, read on demand, or of a model."""
+"""Weights of a checkpoint by this package's names, read on demand."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,9 +37,6 @@ class StoredWeights:
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Read whole parameters onto the CPU.
 
-        Args:
-            names: Which ones.
-
         Raises:
             ConfigError: A file is damaged.
         """
@@ -65,50 +62,13 @@ class StoredWeights:
             raise no_checkpoint(self.step_dir, "damaged files") from error
 
 
-@dataclass(frozen=True)
-class ModelWeights:
-    """The weights of a model in memory, as `StoredWeights` gives those of a checkpoint.
-
-    Attributes:
-        model: The model, with plain tensors.
-    """
-
-    model: LlamaModel
-
-    @property
-    def args(self) -> LlamaArgs:
-        """The model's arguments."""
-        return self.model.model_args
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter by name."""
-        return parameter_shapes(self.model)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Precision of the parameters."""
-        return next(self.model.parameters()).dtype
-
-    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return parameters by name."""
-        state = self.model.state_dict()
-        return {name: state[name] for name in names}
-
-
 def parameter_shapes(model: LlamaModel) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter by name, in the model's order."""
     return {name: tuple(value.shape) for name, value in model.state_dict().items()}
 
 
 def no_checkpoint(step_dir: Path, why: str, older: str | None = None) -> ConfigError:
-    """Return the error of a folder that is no whole checkpoint.
-
-    Args:
-        step_dir: The folder.
-        why: What is wrong with it.
-        older: A whole checkpoint to use instead, if there is one.
-    """
+    """Return the error of a folder that is no whole checkpoint."""
     example = older or "outputs/checkpoint/step-100"
     return ConfigError(
         "CHECKPOINT", str(step_dir), f"a complete checkpoint such as {example} (found: {why})"

@@ -12,7 +12,8 @@ and a split backward needs two. A `Tape` therefore saves the results of whole co
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -86,27 +87,23 @@ class Tape:
         self.place += 1
         return _aliases(saved)  # type: ignore[return-value]
 
-    def contexts(self) -> tuple["_Running", "_Running"]:
-        """Return the contexts of the forward pass and of each recomputation."""
-        return _Running(self, None), _Running(self, 0)
+    def recording(self) -> AbstractContextManager[None]:
+        """Return a context in which `save` saves, for the forward pass."""
+        return self._running(None)
 
+    def replaying(self) -> AbstractContextManager[None]:
+        """Return a context in which `save` returns what was saved, for a recomputation."""
+        return self._running(0)
 
-class _Running:
-    """A context in which `save` uses a tape; torch enters the one of recomputations repeatedly."""
-
-    def __init__(self, tape: Tape, place: int | None) -> None:
-        self.tape, self.place = tape, place
-
-    def __enter__(self) -> None:
-        self.outer = getattr(_thread, "tape", None)
-        self.tape.place, _thread.tape = self.place, self.tape
-        if self.tape.attention is not None:
-            self.tape.attention.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        if self.tape.attention is not None:
-            self.tape.attention.__exit__(*error)
-        _thread.tape = self.outer
+    @contextmanager
+    def _running(self, place: int | None) -> Iterator[None]:
+        outer = getattr(_thread, "tape", None)
+        self.place, _thread.tape = place, self
+        try:
+            with nullcontext() if self.attention is None else self.attention:
+                yield
+        finally:
+            _thread.tape = outer
 
 
 class _SavedAttention(TorchDispatchMode):

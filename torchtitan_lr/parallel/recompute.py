@@ -12,12 +12,14 @@ The edges name what is saved, see `torchtitan_lr.models.marks`. The memory and t
 collectives of a mode are stated nowhere: the estimator measures them on wrapped blocks.
 """
 
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -26,7 +28,7 @@ from torch.utils.checkpoint import (
 )
 
 from torchtitan_lr.compat.autograd import checkpoint_wrapper
-from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS
+from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS, tree_map
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families.registry import ModelFamily, find_family
@@ -197,18 +199,112 @@ def checkpoint_block(
     if torch.compiler.is_compiling():
         # The compiler removes operators whose results are only used by saved tensors.
         contexts = _contexts_saving_attention if save_attention_compiled else _contexts
-    elif torch.is_grad_enabled():
-        contexts = Tape(save_attention).contexts
-    else:
+        return checkpoint(
+            block,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,  # a block draws no random numbers
+            context_fn=contexts,
+            **kwargs,
+        )
+    if not torch.is_grad_enabled():
         return block(*args, **kwargs)
-    return checkpoint(
-        block,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=False,  # a block draws no random numbers
-        context_fn=contexts,
-        **kwargs,
-    )
+    return Recomputation(block, args, kwargs, Tape(save_attention)).forward()
+
+
+class Recomputation:
+    """A forward pass whose saved tensors are computed again when backward needs the first of them.
+
+    ``torch.utils.checkpoint`` does this anew for every call of autograd. The weights' half of a
+    split backward is one call per linear: a block would run as often, and what each call leaves
+    would stay until the last. Here all calls of a backward share one recomputation.
+
+    Args:
+        function: Called in forward, and again in backward until the last saved tensor is there.
+        args: Its positional arguments, which are kept.
+        kwargs: Its keyword arguments.
+        tape: Holds the results that are not computed again.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tape: Tape,
+    ) -> None:
+        self.function, self.args, self.kwargs, self.tape = function, args, kwargs, tape
+        self._shapes: list[tuple[torch.Size, torch.dtype]] = []
+        self._found: dict[int, Tensor] = {}
+        # Autocast ends before backward begins.
+        devices = {"cpu"} | {x.device.type for x in args if isinstance(x, Tensor)}
+        self._autocast = [
+            (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+            for device in sorted(devices)
+            if torch.amp.is_autocast_available(device)
+        ]
+
+    def forward(self) -> Any:
+        """Run the function; autograd gets numbers in place of the tensors that it saves."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with hooks, self.tape.recording():
+            return self.function(*self.args, **self.kwargs)
+
+    def _pack(self, x: Tensor) -> int:
+        self._shapes.append((x.shape, x.dtype))
+        return len(self._shapes) - 1
+
+    def _unpack(self, number: int) -> Tensor:
+        if number not in self._found:
+            self._recompute()
+        return self._found.pop(number)
+
+    def _recompute(self) -> None:
+        count = 0
+
+        def collect(x: Tensor) -> None:
+            nonlocal count
+            if (x.shape, x.dtype) != self._shapes[count]:
+                raise RuntimeError(_ANOTHER_PATH)
+            self._found[count] = x.detach()
+            count += 1
+            if count == len(self._shapes):
+                raise _AllFound
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(collect, _never)
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            args, kwargs = tree_map(_cut_loose, (self.args, self.kwargs))
+            for device, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            stack.enter_context(hooks)
+            stack.enter_context(self.tape.replaying())
+            stack.enter_context(suppress(_AllFound))
+            self.function(*args, **kwargs)
+        if count < len(self._shapes):
+            raise RuntimeError(_ANOTHER_PATH)
+
+
+_ANOTHER_PATH = (
+    "low-rank checkpointing: the recomputation took another path than the forward pass; was it "
+    "under a context, such as sdpa_kernel, that ended?"
+)
+
+
+class _AllFound(Exception):
+    """Ends a recomputation."""
+
+
+def _cut_loose(x: Any) -> Any:
+    if not isinstance(x, Tensor) or not x.requires_grad:
+        return x
+    leaf = x.detach().requires_grad_()
+    # Module hooks (the FLOP counter's) run other operators on leaves than on results.
+    return leaf if x.is_leaf else leaf.view_as(leaf)
+
+
+def _never(packed: Any) -> Tensor:
+    raise RuntimeError("the graph of a recomputation is never run backward")
 
 
 def _without_latents(family: ModelFamily) -> ConfigError:

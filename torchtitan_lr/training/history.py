@@ -11,6 +11,10 @@ HISTORY_FILE = "metrics.jsonl"
 TRAIN_LOSS = "loss_metrics/global_avg_loss"
 """Key of a logged step: training loss, nats per token."""
 
+INTERVAL_LOSS = "interval_loss"
+"""Key of a logged step: mean of the training losses of all steps since the one before it, or since
+a resume; nats per token."""
+
 VALIDATION_LOSS = "validation_metrics/loss"
 """Key of a validation: its loss, nats per token."""
 

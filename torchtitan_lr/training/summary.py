@@ -8,7 +8,12 @@ from statistics import median
 from typing import Any
 
 from torchtitan_lr.training.figures import draw_curve
-from torchtitan_lr.training.history import TRAIN_LOSS, UNIGRAM_ENTROPY, VALIDATION_LOSS
+from torchtitan_lr.training.history import (
+    INTERVAL_LOSS,
+    TRAIN_LOSS,
+    UNIGRAM_ENTROPY,
+    VALIDATION_LOSS,
+)
 
 SUMMARY_FILE = "summary.json"
 CURVE_FILE = "curve.png"
@@ -33,7 +38,8 @@ def build_summary(
         checkpoint: Folder of the newest checkpoint.
 
     Returns:
-        ``steps, train_loss, val_loss, val_ppl, unigram_entropy`` (losses in nats per token),
+        ``steps, train_loss, val_loss, val_ppl, unigram_entropy`` (losses in nats per token; that
+        of training is the mean of the steps since the last record but one),
         ``tokens_per_s`` (all ranks together, the median over logged windows without the first),
         ``mfu`` (percent; None if the device's peak is unknown), ``peak_memory_gib,
         checkpoint`` and ``curve`` (filled in by `write_summary`); of a mixture also
@@ -46,9 +52,13 @@ def build_summary(
     val = [record for record in history if VALIDATION_LOSS in record]
     windows = train[1:] or train  # the first window includes warm-up and compilation
     val_loss = val[-1][VALIDATION_LOSS] if val else None
+    loss = train[-1][TRAIN_LOSS] if train else None
+    mean = train[-1].get(INTERVAL_LOSS) if train else None
+    if mean is not None and math.isfinite(mean):  # a skipped step has no loss
+        loss = mean
     return {
         "steps": steps,
-        "train_loss": train[-1][TRAIN_LOSS] if train else None,
+        "train_loss": loss,
         "val_loss": val_loss,
         "val_ppl": None if val_loss is None else _finite(perplexity(val_loss)),
         "unigram_entropy": val[-1][UNIGRAM_ENTROPY] if val else None,

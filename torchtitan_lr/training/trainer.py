@@ -41,7 +41,7 @@ from torchtitan_lr.training.guard import (
     check_same_data,
     why_rejected,
 )
-from torchtitan_lr.training.history import read_history
+from torchtitan_lr.training.history import INTERVAL_LOSS, read_history
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 from torchtitan_lr.training.resolved import report_start, report_stop, title_of
 from torchtitan_lr.training.step_data import StepReader
@@ -73,6 +73,7 @@ class Trainer(TitanTrainer):
         self._stop = StopSignal()
         # Number, verdict and valid tokens of the last step, until the host has read the verdict.
         self._unread: tuple[int, Verdict, float] | None = None
+        self._losses: list[torch.Tensor] = []  # of the steps since the last logged one
         self._started = False
         self._first_step = 0
         self._ledger: CommLedger | None = None
@@ -169,6 +170,7 @@ class Trainer(TitanTrainer):
         self._residuals.measure(self.metrics_processor.should_log(self.step))
         with self._counted():
             loss = self._forward_backward(data.microbatches, global_tokens)
+            self._losses.append(loss.clone())  # on the device: the host does not wait for them
             share = self._gradients.reduce_and_square_norm()
             verdict = Verdict(loss, share, self._stop.name is not None)
             self._gradients.clip(self.job_config.training.max_norm, verdict.norm)
@@ -336,9 +338,12 @@ class Trainer(TitanTrainer):
     ) -> None:
         mesh = self.parallel_dims.get_optional_mesh("loss")
         pipeline = self.parallel_dims.get_optional_mesh("pp")
+        since_last = torch.stack(self._losses).mean()
+        self._losses.clear()
         if pipeline is not None:
             # Only the last stage has the loss; rank 0 needs it for logging.
             torch.distributed.all_reduce(loss, group=pipeline.get_group())
+            torch.distributed.all_reduce(since_last, group=pipeline.get_group())
         # A rank without valid tokens has no mean loss.
         own = loss / token_share if token_share else torch.full_like(loss, -math.inf)
         counted = {} if self._ledger is None else self._ledger.bytes_by_mesh_dim()
@@ -350,6 +355,7 @@ class Trainer(TitanTrainer):
             extra_metrics={
                 "n_tokens_seen": self.ntokens_seen * self._batch_degree,
                 "lr": lr,
+                INTERVAL_LOSS: dist_utils.dist_sum(since_last, mesh),
                 "skipped_steps": self.skipped_steps,
                 **self._reader.metrics(),
                 **{f"comm_bytes/{dim}": size for dim, size in counted.items()},

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from tests.support.model_weights import ModelWeights
 from tests.unit.tiny import tiny_args, tokens
 from torchtitan_lr import hf
 from torchtitan_lr.hf.export import HF_CODE, export_factored, export_hf
-from torchtitan_lr.hf.weights import ModelWeights
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.titan.specs import RoPEScalingArgs
 
@@ -272,7 +272,7 @@ class Counted(ModelWeights):
 
     def __init__(self, model):
         super().__init__(model)
-        object.__setattr__(self, "sizes", [])
+        self.sizes = []
 
     def read(self, names):
         weights = super().read(names)

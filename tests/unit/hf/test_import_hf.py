@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.commands import ROOT, Command
+from tests.support.model_weights import ModelWeights
 from tests.unit.hf.test_export_hf import model_of
 from tests.unit.tiny import tokens
 from torchtitan_lr.checkpoints.manifest import damage_of, read_manifest
@@ -21,7 +22,6 @@ from torchtitan_lr.hf.export import export_factored, export_hf
 from torchtitan_lr.hf.import_hf import open_source
 from torchtitan_lr.hf.loading import load_for_inference, load_model
 from torchtitan_lr.hf.step_zero import write_weights
-from torchtitan_lr.hf.weights import ModelWeights
 
 import_hf = Command("import")
 

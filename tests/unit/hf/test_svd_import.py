@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.commands import Command
+from tests.support.model_weights import ModelWeights
 from tests.unit.tiny import build_tiny, tiny_args
 from torchtitan_lr.hf.export import export_factored
 from torchtitan_lr.hf.loading import load_for_inference
 from torchtitan_lr.hf.svd_import import TruncatedWeights, factorised_args
-from torchtitan_lr.hf.weights import ModelWeights
 from torchtitan_lr.models.families.registry import FAMILIES
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import merge_factors
@@ -30,6 +30,10 @@ def batches(number=3, b=2, s=12, padding=5):
         if index == number - 1:
             labels[-1, s - padding :] = -100
         yield {"input": tokens}, labels
+
+
+# What the block calls in the place of these linears, with the same input.
+EDGES = {"attention.wo": "attention.o", "feed_forward.w2": "feed_forward.down"}
 
 
 @pytest.fixture
@@ -63,7 +67,8 @@ def inputs_of(model):
     for index in range(model.model_args.n_layers):
         for linear in LINEARS:
             name = f"layers.{index}.{linear}"
-            model.get_submodule(name).register_forward_pre_hook(note(name))
+            called = f"layers.{index}.{EDGES.get(linear, linear)}"
+            model.get_submodule(called).register_forward_pre_hook(note(name))
     with torch.no_grad():
         for inputs, labels in batches():
             valid = labels >= 0

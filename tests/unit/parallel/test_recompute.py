@@ -4,11 +4,10 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from torchtitan_lr.config.schema import AC_MODES
 from torchtitan_lr.models.marks import Tape, save
-from torchtitan_lr.parallel.recompute import MODES
+from torchtitan_lr.parallel.recompute import MODES, Recomputation
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -42,8 +41,7 @@ def test_parts_of_a_saved_tensor() -> None:
         return first.sin().sum() + second.T.sin().square().sum()
 
     def checkpointed(x: Tensor) -> Tensor:
-        contexts = Tape(attention=False).contexts
-        return checkpoint(function, x, use_reentrant=False, context_fn=contexts)
+        return Recomputation(function, (x,), {}, Tape(attention=False)).forward()
 
     x = draw(3, 4, seed=1)
     gradients = []
@@ -63,6 +61,21 @@ def test_parts_of_a_saved_tensor() -> None:
     assert torch.allclose(gradients[1], exact, rtol=1e-12, atol=1e-12)  # fp64, sums of six
 
 
+def test_a_backward_in_parts_recomputes_once() -> None:
+    """As the weights' half of a split backward, which is one call of autograd per linear."""
+    calls = []
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        calls.append(1)
+        return x.sin() + y.sin()
+
+    x, y = (draw(3, 4, seed=i).requires_grad_() for i in (1, 2))
+    out = Recomputation(function, (x, y), {}, Tape(attention=False)).forward().sum()
+    found = [torch.autograd.grad(out, part, retain_graph=True)[0] for part in (x, y)]
+    assert torch.equal(found[0], x.cos()) and torch.equal(found[1], y.cos())
+    assert len(calls) == 2
+
+
 def test_a_change_in_place_is_refused() -> None:
     def function(x: Tensor) -> Tensor:
         h = Product.apply(x, draw(4, 6, seed=0))
@@ -70,9 +83,8 @@ def test_a_change_in_place_is_refused() -> None:
         h.detach().mul_(2)
         return out.sum()
 
-    contexts = Tape(attention=False).contexts
     x = draw(3, 4, seed=1).requires_grad_()
-    loss = checkpoint(function, x, use_reentrant=False, context_fn=contexts)
+    loss = Recomputation(function, (x,), {}, Tape(attention=False)).forward()
     with pytest.raises(RuntimeError, match="changed in place"):
         loss.backward()
 

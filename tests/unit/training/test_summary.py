@@ -41,6 +41,14 @@ def test_takes_the_last_losses_and_the_median_speed_without_the_first_window() -
     }
 
 
+def test_the_training_loss_is_that_of_the_last_interval() -> None:
+    """Not of its last batch; of an interval with a skipped step, which has no loss, it is."""
+    for mean, expected in ((5.25, 5.25), (math.nan, 4.5)):
+        records = history()
+        records[3] |= {"interval_loss": mean}
+        assert build_summary(records, 4, 1.0, None)["train_loss"] == expected
+
+
 def test_a_run_without_validation_has_no_validation_numbers(tmp_path: Path) -> None:
     train_only = history()[:-1]
     summary = build_summary(train_only, 4, 1.0, None)

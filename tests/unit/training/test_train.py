@@ -197,6 +197,24 @@ def test_rates_and_tokens_of_each_step(trainer):
     assert [record["step"] for record in records] == [1, 2, 3, 4]
 
 
+def test_a_logged_step_has_the_mean_of_the_losses_since_the_last(trainer, monkeypatch):
+    trainer.job_config.metrics.log_freq = 3
+    losses, real = [], trainer._forward_backward
+    monkeypatch.setattr(
+        trainer, "_forward_backward", lambda *a: losses.append(real(*a)) or losses[-1]
+    )
+    batches = trainer.batch_generator(batch for seed in range(4) for batch in microbatches(seed))
+    for _ in range(4):
+        trainer.step += 1
+        trainer.train_step(batches)
+    found = {record["step"]: record["interval_loss"] for record in history(trainer)}
+    values = [loss.item() for loss in losses]
+    # The first step, every third one and the last.
+    wanted = {1: values[0], 3: sum(values[1:3]) / 2, 4: values[3]}
+    assert found == pytest.approx(wanted, rel=EXACT)
+    assert abs(found[3] / history(trainer)[1][LOSS] - 1) > 1e-4  # the control: the last batch
+
+
 def test_what_lies_between_steps_is_not_training_time(trainer, monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
