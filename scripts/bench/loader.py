@@ -16,7 +16,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import resource
 import sys
 import tempfile
 import time
@@ -132,7 +131,7 @@ def _wait(folder: Path, rows: int, seq_len: int, options: argparse.Namespace) ->
 def _start(folder: Path, seq_len: int) -> Row:
     """Return what the first batch of one of 1,024 ranks costs."""
     _loader(folder, 1, seq_len)  # imports
-    before, files = _resident(), len(os.listdir("/proc/self/fd"))
+    before, files = _resident("RssAnon"), len(os.listdir("/proc/self/fd"))
     start, cpu = time.perf_counter(), time.process_time()
     loader = _loader(folder, 16, seq_len, masked=True, ranks=1024)
     next(iter(loader))
@@ -142,13 +141,15 @@ def _start(folder: Path, seq_len: int) -> Row:
         "cpu_seconds": cpu,
         "opened_files": len(os.listdir("/proc/self/fd")) - files,
         "mapped_files": sum(1 for line in open("/proc/self/maps") if str(folder) in line),
-        "memory_growth_mb": (_resident() - before) / 1e6,
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+        "memory_growth_mb": (_resident("RssAnon") - before) / 1e6,
+        "pages_of_files_mb": _resident("RssFile") / 1e6,
     }
 
 
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def _resident(kind: str) -> int:
+    """Return this process's bytes in memory: its own, or pages of files, which all share."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(kind))
 
 
 def _as_text(report: dict[str, Row]) -> str:

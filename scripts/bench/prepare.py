@@ -144,26 +144,35 @@ def _prepare(pipe: Any, path: Path, folder: str, workers: int, out: Path) -> Non
         ]
         memory.append((share or 0, max(map(_resident, [os.getpid(), *children]))))
 
+    before = _cpu_seconds()  # the imports of torch are no part of it
     started = time.perf_counter()
     reader = Reader(Source("local", (str(path),)))
     corpus = tokenize([reader], tokenizer, out, key="--out", workers=workers, report=report)
     seconds = time.perf_counter() - started
-    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    cpu = sum(each.ru_utime + each.ru_stime for each in usage)
+    own, all_of_them = (after - then for after, then in zip(_cpu_seconds(), before, strict=True))
     tokens = corpus.tokens() + corpus.tokens(held_out=True)
     early = max(peak for share, peak in memory if share <= 0.25)
     late = max(peak for share, peak in memory if share > 0.25)
     pipe.send(
         {
             "tokens_per_s": tokens / seconds,
-            "tokens_per_cpu_s": tokens / cpu,
+            "tokens_per_cpu_s": tokens / all_of_them,
             "tokens": tokens,
             "seconds": seconds,
-            "own_cpu_s": usage[0].ru_utime + usage[0].ru_stime,
+            "own_cpu_s": own,
             "peak_mib_first_quarter": early / MIB,
             "peak_mib_later": late / MIB,
         }
     )
+
+
+def _cpu_seconds() -> tuple[float, float]:
+    """Return the CPU time of this process, and with its ended children."""
+    own, children = (
+        used.ru_utime + used.ru_stime
+        for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
+    return own, own + children
 
 
 def _resident(pid: int) -> int:

@@ -10,8 +10,8 @@ today:
 - `Trainer._settle` waits for the verdict, after the step is queued;
 - Adam that is not fused reads the verdict before it steps;
 - what a logged step reads;
-- a refresh of TSR-Adam: the SVD asks the device whether it converged, lists of matrices are copied;
-- TSR-Adam's `_age` copies the ages of matrices to the device where they differ (``reset``).
+- a refresh of TSR-Adam: the decomposition asks the device whether it converged, and replicas ask
+  whether their bases differ.
 """
 
 from collections import Counter

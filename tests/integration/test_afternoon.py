@@ -65,8 +65,8 @@ def test_the_main_job_with_its_steps_cut(afternoon):
 
 def test_own_text_own_tokenizer_and_a_stop_in_between(afternoon):
     """Stopped by Ctrl-C and started again, it has the losses of the run that was left alone."""
-    words = ("tokenizer", "--corpus", "local", "--path", "own", "--vocab_size", "700")
-    assert "700 tokens" in afternoon.do(*words, "--out", "my_tokenizer")
+    words = ("tokenizer", "--corpus", "local", "--path", "own", "--vocab_size", "600")
+    assert "600 tokens" in afternoon.do(*words, "--out", "my_tokenizer")
     alone = [*OWN, "--job.dump_folder=outputs/alone"]
     afternoon.do("train", "debug_cola", *alone, NGPU="2")
     started = runs.Process(
@@ -89,7 +89,7 @@ def test_own_text_own_tokenizer_and_a_stop_in_between(afternoon):
     assert [r for r in here if "loss_metrics/global_avg_loss" in r] == [
         r for r in there if "loss_metrics/global_avg_loss" in r
     ]
-    assert len({record["loss_metrics/global_avg_loss"] for record in there if len(record) > 3}) > 9
+    assert len({record.get("loss_metrics/global_avg_loss") for record in there}) > 9
 
 
 def test_its_loss_on_a_text(afternoon):

@@ -59,7 +59,10 @@ def test_the_same_command_has_nothing_to_do(again, finished):
             ["--training.steps=9", "--low_rank.rank=16"],
             "rank_attention: got 16, expected 32 ",
         ),
-        (["--training.steps=9", "--training.local_batch_size=1"], "batch_size: got 4, expected 8 "),
+        (
+            ["--training.local_batch_size=1"],
+            "changed: training.local_batch_size = 1 (was 2)",
+        ),
         (
             ["--training.steps=9", "--training.dataset=local", "--training.dataset_path=*.md"],
             "training.dataset: got 'local', expected 'python_stdlib' ",

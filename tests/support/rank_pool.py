@@ -185,6 +185,8 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
     from torch.distributed import device_mesh
 
     torch.set_num_threads(1)
+    # A daemon may have no children, but the first rank that needs a corpus prepares it with some.
+    multiprocessing.current_process()._config["daemon"] = False
     if sys.platform == "linux":  # a stopped rank does not notice the end of its parent
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     gc.freeze()  # later collections skip all imported modules

@@ -19,14 +19,14 @@ _SECTIONS = (
     "grad_compression",
 )
 
-# These change no number of a resumed run. Tokenizer and batch are compared with the checkpoint,
-# whose reading order also goes on.
+# These change no number of a resumed run. Tokenizer and reading order are compared with the
+# checkpoint's.
 _WITHOUT_EFFECT = frozenset(
     {
         *("model.hf_assets_path", "model.tokenizer_path", "model.print_after_conversion"),
-        *("training.local_batch_size", "training.global_batch_size", "training.dataloader"),
-        *("training.shuffle", "training.shuffle_seed", "training.shuffle_tokens"),
-        *("training.steps_ahead", "training.token_cache", "training.enable_cpu_offload"),
+        "training.dataloader",
+        *("training.shuffle", "training.shuffle_seed", "training.enable_cpu_offload"),
+        *("training.token_folder", "training.token_folder_gb"),
         *("training.gc_freq", "training.gc_debug", "training.allow_changed_corpus"),
         *("training.max_bad_records", "training.max_skipped_steps", "optimizer.implementation"),
     }
@@ -64,6 +64,8 @@ def changed(record: dict[str, Any], config: Any) -> dict[str, list[Any]]:
         for key, value in now.get(section, {}).items()
         if key in record.get(section, {})
     }
+    if min(pairs.get("training.global_batch_size", [-1])) > 0:
+        pairs.pop("training.local_batch_size", None)  # only splits the batch
     return {
         key: values
         for key, values in pairs.items()

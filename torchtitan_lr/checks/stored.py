@@ -25,7 +25,8 @@ def resumed_step(config: Any) -> int | None:
     steps = complete_steps(Path(config.job.dump_folder) / checkpoint.folder)
     if not checkpoint.enable or checkpoint.create_seed_checkpoint or not steps:
         return None
-    return steps[-1] if checkpoint.load_step == -1 else int(checkpoint.load_step)
+    step = steps[-1] if checkpoint.load_step == -1 else int(checkpoint.load_step)
+    return step if step in steps else None  # `check_checkpoint` refuses a missing one
 
 
 def nothing_to_train(config: Any) -> str:
@@ -109,7 +110,8 @@ def check_stored_data(config: Any, world_size: int, device_type: str) -> None:
     from torchtitan_lr.data.dataloader import TrainingRows, check_position
 
     step, replicas = resumed_step(config), config.fault_tolerance.enable  # theirs are several
-    if step is None or replicas or "dataloader" in config.checkpoint.exclude_from_loading:
+    # Of a seed checkpoint, of step 0, only the model is loaded.
+    if not step or replicas or "dataloader" in config.checkpoint.exclude_from_loading:
         return
     folder = step_folder(Path(config.job.dump_folder) / config.checkpoint.folder, step)
     try:

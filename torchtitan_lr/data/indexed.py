@@ -86,7 +86,9 @@ class IndexedDataset:
     def _part(self, dtype: npt.DTypeLike, start: int, count: int) -> npt.NDArray[Any]:
         if not count:  # nothing can be mapped
             return np.empty(0, dtype=dtype)
-        return np.memmap(f"{self.prefix}.idx", dtype, "r", _HEADER.size + start, (count,))
+        return np.asarray(
+            np.memmap(f"{self.prefix}.idx", dtype, "r", _HEADER.size + start, (count,))
+        )
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int32]:
@@ -114,7 +116,8 @@ class IndexedDataset:
         """All tokens ``(num_tokens,)``, mapped and read-only."""
         if not self.num_tokens:
             return np.empty(0, dtype=self.dtype)
-        return np.memmap(f"{self.prefix}.bin", self.dtype.newbyteorder("<"), "r")
+        # A plain array of the mapped file: slices of a memmap cost more than what they copy.
+        return np.asarray(np.memmap(f"{self.prefix}.bin", self.dtype.newbyteorder("<"), "r"))
 
     def check(self) -> None:
         """Read the whole index.

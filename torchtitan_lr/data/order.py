@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -59,8 +60,7 @@ def permuted(places: Indices, size: int, *key: int) -> Indices:
     Returns:
         Their images (n,).
     """
-    bits = max(2, (size - 1).bit_length())
-    keys = [_mixed(_STEP * (index + 1) + _seed_of(key) & _WORD) for index in range(ROUNDS)]
+    bits, keys = max(2, (size - 1).bit_length()), _round_keys(key)
     images = _feistel(places.astype(np.uint64), bits, keys)
     # The domain is less than twice as large as the windows, so on average two walks are enough.
     while (outside := images >= size).any():
@@ -79,11 +79,12 @@ def _feistel(values: npt.NDArray[np.uint64], bits: int, keys: list[int]) -> npt.
     return left << np.uint64(low) | right
 
 
-def _seed_of(key: tuple[int, ...]) -> int:
+@lru_cache(maxsize=64)  # one for each part and epoch
+def _round_keys(key: tuple[int, ...]) -> list[int]:
     seed = _STEP
     for part in key:
         seed = _mixed(seed ^ _mixed(part + _STEP & _WORD))
-    return seed
+    return [_mixed(_STEP * (index + 1) + seed & _WORD) for index in range(ROUNDS)]
 
 
 def _mixed(value: int) -> int:

@@ -68,7 +68,7 @@ def write_card(
         tags=["torchtitan_lr", args.model_family.model_name],
     )
     table = "\n".join(f"| {key} | {value} |" for key, value in rows)
-    ranks = getattr(getattr(config, "environment", None), "ranks", None)
+    ranks = _ranks(step_dir.resolve().parent.parent)
     command = f"{f'NGPU={ranks} ' if ranks else ''}torchtitan-lr train {TRAIN_TOML}"
     kind = _KINDS[args.family]
     text = _TEXT.format(
@@ -84,6 +84,14 @@ def run_toml(step_dir: Path) -> str:
     changed = _changed(config_of_record(read_record(step_dir), []).to_dict(), defaults)
     changed.get("job", {}).pop("config_file", None)
     return tomli_w.dumps({name: keys for name, keys in changed.items() if keys})
+
+
+def _ranks(dump: Path) -> int | None:
+    """Return a run's number of ranks: its speed, all ranks together, over the speed of one."""
+    whole, one = "throughput/tokens_per_s", "throughput/tokens_per_s_per_device"
+    records = history.read_history(dump / history.HISTORY_FILE)
+    ratios = [record[whole] / record[one] for record in records if record.get(one)]
+    return round(ratios[-1]) if ratios else None
 
 
 def _changed(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

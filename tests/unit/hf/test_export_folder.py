@@ -102,11 +102,11 @@ def run_with_history(folder):
     record["training"] |= {"dataset": "python_stdlib", "dataset_path": None}
     record["training"] |= {"steps": 30, "mixture": [{"dataset": "cpython", "weight": 2.0}]}
     record["job"] = {"config_file": "train_configs/debug_cola.toml", "dump_folder": str(folder)}
-    record["environment"] = {"ranks": 4}
     (folder / "job_config.json").write_text(json.dumps(record))
     history = [
         {"step": 10, "validation_metrics/loss": 3.5},
-        {"step": 20, "loss_metrics/global_avg_loss": 3.25, "n_tokens_seen": 40960},
+        {"step": 20, "loss_metrics/global_avg_loss": 3.25, "n_tokens_seen": 40960}
+        | {"throughput/tokens_per_s": 4e3 / 3, "throughput/tokens_per_s_per_device": 1e3 / 3},
         {"step": 30, "validation_metrics/loss": 3.0, "n_tokens_seen": 61440},
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in history))

@@ -23,16 +23,21 @@ from torchtitan_lr.training.guard import NonFiniteError
 # Their result's size, or a number of Python, depends on values.
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"}
 
+LISTS = {"index", "index_put", "index_put_", "_index_put_impl_"}
+"""A list as an index is copied to the device, for which the host waits."""
+
 
 class Reads(TorchDispatchMode):
     """Counts reads of values, copies that block the host, and all-reduces, while `on`.
 
     Args:
         host: Counters that are on the host by design, whose reads do not count.
+        names: The operators that count.
     """
 
-    def __init__(self, host=()):
+    def __init__(self, host=(), names=READS):
         super().__init__()
+        self.names = names
         self.host = {tensor.untyped_storage().data_ptr() for tensor in host}
         self.found = Counter()
         self.sums = 0
@@ -41,7 +46,7 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        reads = name in READS or self.blocks(name, args, kwargs)
+        reads = name in self.names or self.blocks(name, args, kwargs)
         if self.on and reads and args[0].untyped_storage().data_ptr() not in self.host:
             self.found[name] += 1
         self.sums += self.on and name.startswith(("allreduce", "all_reduce"))
@@ -84,12 +89,12 @@ def step(trainer, bad=False, seed=0):
     handle.remove()
 
 
-def counted(trainer, monkeypatch):
+def counted(trainer, monkeypatch, names=READS):
     """The reads and the all-reduces of a third step, but for those of its data."""
     host = []
     if isinstance(trainer.optimizers, TSROptimizers):
         host = [count for part in trainer.optimizers for count in part.counters()]
-    reads = Reads(host)
+    reads = Reads(host, names)
     monkeypatch.setattr(trainer._reader, "read", without(reads, trainer._reader.read))
     for _ in range(2):
         step(trainer)
@@ -122,6 +127,20 @@ def test_a_step_reads_nothing_and_sums_once(options, ranks, tmp_path, monkeypatc
         assert found == {}
         # Norm, finite losses and signals of all ranks travel together.
         assert sums == (ranks > 1)
+
+
+@pytest.mark.parametrize("moments", ["rotate", "reset"])
+def test_a_refresh_reads_nothing_and_copies_no_list(moments, tmp_path, monkeypatch):
+    each = [f"--optimizer.tsr_{name}refresh_interval=1" for name in ("", "embedding_")]
+    options = [*TSR[:3], *each, f"--optimizer.tsr_moments={moments}"]
+    with tiny_trainer(tmp_path, *OPTIONS, *options) as trainer:
+        assert counted(trainer, monkeypatch, READS | LISTS)[0] == {}
+        stacks = [stack for part in trainer.optimizers for stack in part.stacks]
+        assert stacks and all((stack.refreshes == 3).all() for stack in stacks)
+    # The control.
+    with Reads(names=LISTS) as reads:
+        stacks[0].left[[0]] = 1.0 + stacks[0].left[[0]]
+    assert reads.found.total() == 2
 
 
 def test_a_decision_of_the_host_is_noticed(tmp_path, monkeypatch):

@@ -61,16 +61,6 @@ class ReductionGroups:
     replicas: dist.ProcessGroup | None = None
     stages: dist.ProcessGroup | None = None
 
-    @property
-    def shards(self) -> list[dist.ProcessGroup]:
-        """Return the sharding groups in order."""
-        return list(self.sharding.values())
-
-    @property
-    def sizes(self) -> list[int]:
-        """Return the number of ranks of every sharding dimension."""
-        return [group.size() for group in self.shards]
-
 
 @dataclass
 class Refresh:
@@ -106,6 +96,7 @@ class Synchronizer:
     Attributes:
         all_cores: All cores of a step in one buffer, which one call clears, scales or sends. The
             stacks' cores are views of it.
+        sums: Those of the running step.
     """
 
     def __init__(
@@ -119,7 +110,7 @@ class Synchronizer:
         self.stacks, self.dense, self.groups, self.settings = stacks, dense, groups, settings
         self.order = order
         self._projected: set[ParamRef] = set()
-        self._sums = EarlySums([], order, self._start_sum, early=False)
+        self.sums = EarlySums([], order, self._start_sum, early=False)
         sizes = [stack.average.numel() for stack in stacks]
         # A pipeline stage may have no compressed matrix.
         like = stacks[0].average if stacks else local_part(dense[0][0])
@@ -133,7 +124,7 @@ class Synchronizer:
         Args:
             due: The matrices that refresh in this step, by stack.
         """
-        self.drop()
+        self.sums.wait()  # of a step that was abandoned
         self.all_cores.zero_()
         self._projected = set(self._kept(due))
         # A pipeline runs backward several times before a gradient is complete.
@@ -143,7 +134,7 @@ class Synchronizer:
         # Dense parameters, and matrices that refresh from their dense gradient, by dtype.
         whole = [ref for ref in self.order if ref[0] == DENSE]
         for number, indices in enumerate(due):
-            if self.stacks[number].sends_dense(self.groups.sizes):
+            if self.stacks[number].sends_dense:
                 whole += [(number, index) for index in indices]
         by_dtype: dict[torch.dtype, list[ParamRef]] = defaultdict(list)
         for ref in whole:
@@ -151,11 +142,7 @@ class Synchronizer:
         for same in by_dtype.values():
             sizes = [local_part(self._parameter(ref)).numel() for ref in same]
             buckets += self._split(same, sizes, BUCKET_ELEMENTS)
-        self._sums = EarlySums(buckets, self.order, self._start_sum, early)
-
-    def drop(self) -> None:
-        """Wait for what an abandoned step has started."""
-        self._sums.wait()
+        self.sums = EarlySums(buckets, self.order, self._start_sum, early)
 
     def receive(self, ref: ParamRef) -> bool:
         """Note a gradient that backward has produced.
@@ -172,7 +159,7 @@ class Synchronizer:
         gradient = self._parameter(ref).grad
         if gradient is None:
             return False
-        if self._sums.has_started(ref):
+        if self.sums.has_started(ref):
             raise RuntimeError(
                 "a parameter received a second gradient after its sum over the replicas had "
                 "started; set optimizer.tsr_overlap_buckets = 1"
@@ -188,21 +175,13 @@ class Synchronizer:
             if ref in self._projected and self._parameter(ref).grad is not None:
                 yield ref
 
-    def ready(self, ref: ParamRef) -> None:
-        """Mark a parameter that has its last gradient, and start the sums that are complete."""
-        self._sums.ready(ref)
-
-    def start_rest(self) -> None:
-        """Start the sums that have not started."""
-        self._sums.start_rest()
-
     def finish_sums(self) -> list[Tensor]:
         """Wait for all sums.
 
         Returns:
             The gradient of every dense parameter, in order: this rank's parts.
         """
-        self._sums.wait()
+        self.sums.wait()
         return [_whole_gradient(parameter) for parameter, _ in self.dense]
 
     def new_bases(self, due: Sequence[Sequence[int]]) -> list[Refresh]:
@@ -215,7 +194,7 @@ class Synchronizer:
             Their bases and cores, equal on all replicas; not yet applied.
         """
         flat = [(number, index) for number, indices in enumerate(due) for index in indices]
-        sizes = [self.stacks[number].sketch_size(self.groups.sizes) for number, _ in flat]
+        sizes = [self.stacks[number].sketch_size for number, _ in flat]
         found = []
         for bucket in split_buckets(sizes, BUCKET_ELEMENTS):
             rounds: dict[int, dict[int, list[int]]] = {}
@@ -265,18 +244,19 @@ class Synchronizer:
     def _start_sum(self, bucket: Sequence[ParamRef]) -> list["PendingSum"]:
         """Start the sum of a bucket over the replicas, if any; before it, cores over the shards."""
         if bucket[0] in self._projected:
-            for dim, group in enumerate(self.groups.shards):
-                sum_over(self._cores([ref for ref in bucket if self._is_partial(ref, dim)]), group)
+            for dim, group in enumerate(self.groups.sharding.values()):
+                # A one-sided core stays sharded along its long side: its blocks are no terms.
+                terms = []
+                for number, index in bucket:
+                    stack = self.stacks[number]
+                    splits = (*stack.layout.rows, *stack.layout.columns)
+                    if dim in splits and dim not in stack.core_dims:
+                        terms.append((number, index))
+                sum_over(self._cores(terms), group)
             tensors = self._cores(bucket)
         else:
             tensors = [_whole_gradient(self._parameter(ref)) for ref in bucket]
         return [PendingSum(tensors, self.groups.replicas)] if self.groups.replicas else []
-
-    def _is_partial(self, ref: ParamRef, dim: int) -> bool:
-        """Return whether ranks of a mesh dimension hold terms of a core, not its blocks."""
-        stack = self.stacks[ref[0]]
-        # A one-sided core stays sharded along its long side.
-        return dim in (*stack.layout.rows, *stack.layout.columns) and dim not in stack.core_dims
 
     def _cores(self, matrices: Sequence[ParamRef]) -> list[Tensor]:
         if len(matrices) == sum(len(stack) for stack in self.stacks):
@@ -473,14 +453,14 @@ def _answer(
 ) -> dict[int, Answer]:
     """Run one round: at most one call per kind of request and mesh dimension."""
     sums = {i: request for i, request in requests.items() if isinstance(request, Sum)}
-    for dim, group in enumerate(groups.shards):
+    for dim, group in enumerate(groups.sharding.values()):
         split = [s.tensor for i, s in sums.items() if dim in getattr(layouts[i], s.axis)]
         sum_over(split, group)
     sum_over([s.tensor for s in sums.values() if s.replicas], groups.replicas)
     answers: dict[int, Answer] = {i: request.tensor for i, request in sums.items()}
     gathers = {i: request for i, request in requests.items() if isinstance(request, Gather)}
     answers |= dict.fromkeys(gathers)
-    for dim, group in enumerate(groups.shards):
+    for dim, group in enumerate(groups.sharding.values()):
         concerned = {
             i: request.tensor
             for i, request in gathers.items()
@@ -555,12 +535,12 @@ def squared_norm(
     Returns:
         A scalar, equal on all ranks.
     """
-    places = [group.rank() for group in groups.shards]
+    places = [group.rank() for group in groups.sharding.values()]
     total = torch.zeros((), dtype=torch.float64, device=device)
     for part, dims in pieces:
         if all(place == 0 or dim in dims for dim, place in enumerate(places)):
             total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
-    for group in (*groups.shards, groups.stages):
+    for group in (*groups.sharding.values(), groups.stages):
         if group is not None:
             dist.all_reduce(total, group=group)
     return total

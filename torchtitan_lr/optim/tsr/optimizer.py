@@ -82,9 +82,9 @@ class TSROptimizers(OptimizersContainer):
         ]
         parameters = [parameter for part in named for _, parameter in part]
         groups = ReductionGroups(mesh_groups(parameters), replicas, stages)
-        order = list(groups.sharding)
         plans = plan_matrices(_all_shapes(named, stages), settings)
-        self.optimizers = [TSRAdam(part, plans, order, settings, dict(defaults)) for part in named]
+        sizes = {name: group.size() for name, group in groups.sharding.items()}
+        self.optimizers = [TSRAdam(part, plans, sizes, settings, dict(defaults)) for part in named]
         stacks = [stack for optimizer in self.optimizers for stack in optimizer.stacks]
         dense = [p for optimizer in self.optimizers for p in optimizer.dense]
         refs: dict[Tensor, ParamRef] = {p: (DENSE, index) for index, p in enumerate(dense)}
@@ -92,8 +92,9 @@ class TSROptimizers(OptimizersContainer):
             refs |= {parameter: (number, i) for i, parameter in enumerate(stack.parameters)}
         # Backward runs from the last module to the first.
         backward = [refs[parameter] for parameter in reversed(parameters)]
-        splits = [(p, _splits(p, order)) for p in dense]
-        self.synchronizer = Synchronizer(stacks, splits, groups, settings, backward)
+        dims = [[shard_dims(p, dim, groups.sharding) for dim in range(p.dim())] for p in dense]
+        split = [(p, tuple(chain(*of_p))) for p, of_p in zip(dense, dims, strict=True)]
+        self.synchronizer = Synchronizer(stacks, split, groups, settings, backward)
         for parameter, ref in refs.items():
             parameter.register_post_accumulate_grad_hook(_hook(self, ref))
         self._counts_before: list[Tensor] = []
@@ -115,7 +116,7 @@ class TSROptimizers(OptimizersContainer):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Drop all gradients, and the cores and bases of an abandoned step."""
-        self.synchronizer.drop()
+        self.synchronizer.sums.wait()  # which may still write to the gradients
         super().zero_grad(*args, **kwargs)
         self._forget_step()
 
@@ -150,7 +151,7 @@ class TSROptimizers(OptimizersContainer):
             number, index = ref
             self.synchronizer.stacks[number].project(index)
         if self._is_last:
-            self.synchronizer.ready(ref)
+            self.synchronizer.sums.ready(ref)
 
     @torch.no_grad()
     def accumulate(self, last: bool) -> None:
@@ -165,7 +166,7 @@ class TSROptimizers(OptimizersContainer):
             self._use(ref)
         self._in_microbatch = False
         if last:
-            self.synchronizer.start_rest()
+            self.synchronizer.sums.start_rest()
 
     @torch.no_grad()
     def synchronize(self) -> Tensor:
@@ -253,7 +254,7 @@ class TSRAdam(Optimizer):
     Args:
         named_parameters: Clean name and parameter.
         plans: Of the compressed matrices, by name.
-        order: Names of the run's mesh dimensions.
+        sharding: Sizes of the run's mesh dimensions that split parameters, by name, in order.
         settings: The settings.
         defaults: ``lr``, ``beta1``, ``beta2``, ``eps`` and ``weight_decay``.
 
@@ -273,7 +274,7 @@ class TSRAdam(Optimizer):
         self,
         named_parameters: Sequence[tuple[str, nn.Parameter]],
         plans: Mapping[str, MatrixPlan],
-        order: Sequence[str],
+        sharding: Mapping[str, int],
         settings: TSRSettings,
         defaults: dict[str, Any],
     ) -> None:
@@ -287,11 +288,14 @@ class TSRAdam(Optimizer):
             if name in plans:
                 plan, part = plans[name], local_part(parameter)
                 shape = (plan.rows, plan.columns, plan.rank, plan.power_iterations, plan.transposed)
-                layout = _layout(parameter, plan, order)
+                row, column = (1, 0) if plan.transposed else (0, 1)
+                rows = shard_dims(parameter, row, sharding)
+                layout = Layout(rows, shard_dims(parameter, column, sharding))
                 alike[shape, layout, part.shape, part.dtype].append((plan, parameter))
+        ranks = list(sharding.values())
         self.stacks = [
-            MatrixStack([plan for plan, _ in same], [p for _, p in same], order, settings)
-            for same in alike.values()
+            MatrixStack([plan for plan, _ in same], [p for _, p in same], key[1], ranks, settings)
+            for key, same in alike.items()
         ]
         for stack in self.stacks:
             for i, matrix in enumerate(stack.parameters):
@@ -382,7 +386,8 @@ class MatrixStack:
     Args:
         plans: The compression of each matrix.
         parameters: The parameters, plain or DTensors.
-        order: Names of the run's mesh dimensions.
+        layout: The mesh dimensions that split each of them.
+        ranks: Size of every mesh dimension of the run.
         settings: The settings.
 
     Attributes:
@@ -392,6 +397,8 @@ class MatrixStack:
         average_square: v, of the same shape as ``average``.
         core: C of the running step, of the same shape; a part of `Synchronizer.all_cores`.
         core_dims: Mesh dimensions that split a core.
+        sketch_size: Elements (m + n)k of one matrix's sketches on a rank.
+        sends_dense: Whether a refresh sums dense gradients, not sketches, over the replicas.
         ages: Number of cores in the moments (b,), on the CPU.
         refreshes: Number of refreshes so far (b,), on the CPU.
     """
@@ -402,13 +409,23 @@ class MatrixStack:
         self,
         plans: Sequence[MatrixPlan],
         parameters: Sequence[Tensor],
-        order: Sequence[str],
+        layout: Layout,
+        ranks: Sequence[int],
         settings: TSRSettings,
     ) -> None:
         self.plans, self.parameters, self.settings = list(plans), list(parameters), settings
-        self.plan = plans[0]
+        self.plan = plan = plans[0]
         self.row_dim, self.column_dim = (1, 0) if self.plan.transposed else (0, 1)
-        self.layout = _layout(parameters[0], self.plan, order)
+        self.layout = layout
+        # Blocks are counted with padding: all ranks must decide alike.
+        block = (
+            largest_block(plan.rows, (ranks[dim] for dim in layout.rows)),
+            largest_block(plan.columns, (ranks[dim] for dim in layout.columns)),
+        )
+        self.sketch_size = sum(block) * plan.width
+        self.sends_dense = refresh_is_dense(
+            *block, plan.width, plan.power_iterations, settings.refresh
+        )
         self.core_dims = () if self.plan.two_sided else self.layout.columns
         b, r, weight = len(parameters), self.plan.rank, local_part(parameters[0])
         m, n = self._oriented(weight).shape
@@ -487,23 +504,9 @@ class MatrixStack:
             self.plan.rank,
             self.plan.power_iterations,
             mesh_dims=len(groups.sharding),
-            replicas=groups.replicas is not None and not self.sends_dense(groups.sizes),
+            replicas=groups.replicas is not None and not self.sends_dense,
             earlier=self.bases(indices),
         )
-
-    def sends_dense(self, ranks: Sequence[int]) -> bool:
-        """Return whether a refresh sums dense gradients, not sketches, over the replicas.
-
-        Args:
-            ranks: Size of every mesh dimension of the run. Blocks are counted with padding, so that
-                the result is equal on all ranks.
-        """
-        plan, block = self.plan, self._largest_block(ranks)
-        return refresh_is_dense(*block, plan.width, plan.power_iterations, self.settings.refresh)
-
-    def sketch_size(self, ranks: Sequence[int]) -> int:
-        """Return the elements (m + n)k of one matrix's sketches on a rank."""
-        return sum(self._largest_block(ranks)) * self.plan.width
 
     def change_bases(self, refresh: Refresh, rejected: Tensor | None) -> None:
         """Replace the bases and carry the moments over according to ``tsr_moments``.
@@ -577,10 +580,6 @@ class MatrixStack:
         # A copy from pageable memory would make the host wait for the device.
         on_host = torch.tensor(ages, dtype=self.dtype, pin_memory=self.left.is_cuda)
         return on_host.to(self.left.device, non_blocking=True)[:, None, None]
-
-    def _largest_block(self, ranks: Sequence[int]) -> tuple[int, int]:
-        rows = largest_block(self.plan.rows, (ranks[dim] for dim in self.layout.rows))
-        return rows, largest_block(self.plan.columns, (ranks[d] for d in self.layout.columns))
 
     def _oriented(self, matrix: Tensor) -> Tensor:
         return matrix.mT if self.plan.transposed else matrix
@@ -718,14 +717,3 @@ def _all_shapes(
     everyone: list[Any] = [None] * stages.size()
     dist.all_gather_object(everyone, own, group=stages)
     return {name: shape for shapes in everyone for name, shape in shapes.items()}
-
-
-def _layout(parameter: Tensor, plan: MatrixPlan, order: Sequence[str]) -> Layout:
-    """Return which mesh dimensions split the rows and the columns of a planned matrix."""
-    row_dim, column_dim = (1, 0) if plan.transposed else (0, 1)
-    return Layout(shard_dims(parameter, row_dim, order), shard_dims(parameter, column_dim, order))
-
-
-def _splits(parameter: Tensor, order: Sequence[str]) -> tuple[int, ...]:
-    found = {d for dim in range(parameter.dim()) for d in shard_dims(parameter, dim, order)}
-    return tuple(sorted(found))

@@ -1,0 +1,37 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The record of a run that is resumed with other settings."""
+
+import json
+
+from torchtitan_lr.checkpoints.run_record import read_record, write_record
+from torchtitan_lr.config.build import build_job_config
+
+
+def config(folder, *arguments):
+    base = ["--job.config_file=debug_cola", f"--job.dump_folder={folder}"]
+    return build_job_config([*base, *arguments])
+
+
+def test_both_values_stay_in_the_record(tmp_path):
+    assert write_record(config(tmp_path), 0) == {}
+    assert "changes" not in read_record(config(tmp_path))
+    # What changes no number is no change, and neither is a list for a tuple.
+    same = config(tmp_path, "--training.gc_freq=9", "--metrics.log_freq=3")
+    assert write_record(same, 5) == {}
+    batch = {"training.local_batch_size": [8, 4]}
+    assert write_record(config(tmp_path, "--training.local_batch_size=4"), 5) == batch
+    write_record(config(tmp_path), 0)
+    first = {"optimizer.lr": [0.006, 0.001]}
+    assert write_record(config(tmp_path, "--optimizer.lr=1e-3"), 10) == first
+    second = {"training.steps": [150, 300], "lr_scheduler.decay_type": ["cosine", "linear"]}
+    later = ("--optimizer.lr=1e-3", "--training.steps=300", "--lr_scheduler.decay_type=linear")
+    assert write_record(config(tmp_path, *later), 20) == second
+    record = json.loads((tmp_path / "job_config.json").read_text())
+    assert record["changes"] == [{"after_step": 10, **first}, {"after_step": 20, **second}]
+    assert (record["optimizer"]["lr"], record["training"]["steps"]) == (0.001, 300)
+    # A return to an earlier step forgets what came after it; a new run has no past.
+    assert write_record(config(tmp_path, *later, "--training.seq_len=64"), 15)
+    steps = [entry["after_step"] for entry in read_record(config(tmp_path))["changes"]]
+    assert steps == [10, 15]
+    write_record(config(tmp_path), 0)
+    assert "changes" not in read_record(config(tmp_path))
