@@ -151,9 +151,9 @@ def train(
     folders: list[Any] = [dump_folder or new_folder()]
     dist.broadcast_object_list(folders)
     config = build_job_config([*TINY, f"--job.dump_folder={folders[0]}", *arguments])
-    check_job_config(config, dist.get_world_size(), "cpu")
     if exact:
         use_float64(config)
+    check_job_config(config, dist.get_world_size(), "cpu")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     trainer = None
     try:
