@@ -589,6 +589,7 @@ def load_dataset(source: Source) -> Any:
         ConfigError: It cannot be opened, or has no such column.
     """
     import datasets  # imported late: it takes a second
+    import huggingface_hub as hub
 
     (given,) = source.paths
     place = data_path(given, source.key)
@@ -604,6 +605,9 @@ def load_dataset(source: Source) -> Any:
             found = datasets.load_dataset(str(place), name=source.config, **options)
         else:
             path, revision = split_revision(given)
+            # One request first: without a network `datasets` tries again for a minute per file.
+            if not hub.constants.HF_HUB_OFFLINE:
+                hub.HfApi().dataset_info(path, revision=revision, timeout=10)
             options |= {"name": source.config, "revision": revision}
             found = datasets.load_dataset(path, **options)
         columns = found.column_names
@@ -611,7 +615,7 @@ def load_dataset(source: Source) -> Any:
         why = " ".join(str(error).split())[:200]
         want = (
             f"a dataset that opens ({type(error).__name__}: {why}); "
-            "without a network set the path to a local copy"
+            "without a network name a local copy here, or files with --training.dataset=local"
         )
         raise ConfigError(source.key, given, want) from error
     if columns is not None and source.column not in columns:
