@@ -29,10 +29,9 @@ def done(tmp_path_factory):
     clone = tmp_path_factory.mktemp("hour") / "clone"
     subprocess.run(["git", "clone", "-q", runs.ROOT, clone], check=True)
     (clone / "data").mkdir()
-    line = (
-        '{"text": "' + "A sentence of a text that is long enough to be a document. " * 20 + '"}\n'
-    )
-    (clone / "data" / "a.jsonl").write_text(line * 400)
+    # Documents that differ: those held out are chosen by their hash.
+    texts = (f"Document {i}. " + f"Sentence {i * 7} of a text. " * 60 for i in range(600))
+    (clone / "data" / "a.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
     ended = []
     for page in ("README.md", "docs/index.md"):
         for variables, name, words in documented(clone / page):
