@@ -87,5 +87,6 @@ def test_a_checkpoint_of_other_lanes_is_refused(
             f"--checkpoint.initial_load_path={base}/checkpoint/step-1",
             "--checkpoint.initial_load_model_only",
         ]
-    (error,) = one_rank.errors(train, [*one, "--caat.lanes=2", *load], "", folder)
+    more = ["--training.steps=2", "--caat.lanes=2", *load]
+    (error,) = one_rank.errors(train, [*one, *more], "", folder)
     assert "ConfigError: caat.lanes: got 2, expected 4" in error

@@ -75,18 +75,23 @@ def test_other_settings_are_noticed(reference: Any) -> None:
     assert largest_difference(other, reference(*model("full"))) > 1e-3
 
 
-def test_mixed_precision_is_the_same_regime(four_ranks: RankPool, one_rank: RankPool) -> None:
+def test_mixed_precision_is_the_same_regime(
+    four_ranks: RankPool, one_rank: RankPool, tmp_path: Path
+) -> None:
     """A basis of rounded gradients is another one, so losses are compared, not weights."""
-    # A small learning rate: large steps multiply the differences, on some corpora sixfold. In the
-    # fixed order, since mixed batches are alike, the loss falls enough for the control.
+    # A small learning rate: large steps multiply the differences, on some corpora sixfold. The
+    # records are alike, so that the loss falls enough for the control.
+    records = (f"record {number}: one of many that are alike\n" for number in range(4000))
+    (tmp_path / "alike.txt").write_text("\n".join(records))
     options = [*model("full"), *BF16, "--training.steps=8", "--optimizer.lr=3e-3"]
-    options += ["--training.no_shuffle"]
+    options += ["--training.dataset=local", f"--training.dataset_path={tmp_path}/alike.txt"]
     alone = one_rank.run(train, [*options, *BATCH[8]])[0]["losses"]
     run = four_ranks.run(train, [*options, *LAYOUTS["hsdp2x2"]])[0]["losses"]
-    assert loss_gap(run, alone, least_fall=0.04) < LOSS_GAP
+    limit = LOSS_GAP / 4  # 0.0007 here, and 0.029 for the control
+    assert loss_gap(run, alone) < limit
     # The control: another rank.
     other = one_rank.run(train, [*options, *BATCH[8], "--optimizer.tsr_rank=8"])[0]["losses"]
-    assert loss_gap(other, alone, least_fall=0.04) > 5 * LOSS_GAP
+    assert loss_gap(other, alone) > 10 * limit
 
 
 def test_bf16_weights_keep_fp32_state(four_ranks: RankPool) -> None:
