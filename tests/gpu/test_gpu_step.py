@@ -13,13 +13,13 @@ from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.training import trainer as trainer_module
 from torchtitan_lr.training.gradients import gradient_norm
 from torchtitan_lr.training.guard import Verdict
-from torchtitan_lr.training.trainer import MicroBatch, Trainer
+from torchtitan_lr.training.trainer import Batch, Trainer
 
 MAX_NORM = 0.1
 
 
 def by_hand(
-    trainer: Trainer, batches: list[MicroBatch], dtype: torch.dtype, clip: bool = True
+    trainer: Trainer, batches: list[Batch], dtype: torch.dtype, clip: bool = True
 ) -> dict[str, Tensor]:
     """Loss, gradient norm and parameters after a first step, by the formulas."""
     model = LlamaModel(trainer.model_args)
@@ -47,7 +47,7 @@ def by_hand(
 
 
 def by_trainer(
-    trainer: Trainer, batches: list[MicroBatch], monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer, batches: list[Batch], monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Tensor]:
     found = {}
 

@@ -16,7 +16,7 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.device import DEVICE_HOLDERS
 from torchtitan_lr.training import device as device_module
-from torchtitan_lr.training.trainer import MicroBatch, Trainer
+from torchtitan_lr.training.trainer import Batch, Trainer
 
 SEQ, BATCH = 16, 2
 MICRO_BATCHES = 2
@@ -81,10 +81,10 @@ def trainer_on(
             gc.enable()  # torchtitan switches it off
 
 
-def micro_batches(vocab_size: int) -> list[MicroBatch]:
+def micro_batches(vocab_size: int) -> list[Batch]:
     """The micro-batches of one step, on the host; each has other labels that do not count."""
     generator = torch.Generator().manual_seed(0)
-    found: list[MicroBatch] = []
+    found: list[Batch] = []
     for skipped in (3, 9):
         tokens = torch.randint(vocab_size, (BATCH, SEQ + 1), generator=generator)
         labels = tokens[:, 1:].clone()

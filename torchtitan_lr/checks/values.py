@@ -177,4 +177,8 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
     """Check that the corpora are prepared and fill a sequence; this prepares what is missing."""
     from torchtitan_lr.data.checks import check_corpora
 
+    workers = config.training.dataloader.num_workers
+    if workers < 0:
+        want = "0 or the worker processes of each rank"
+        raise ConfigError("training.dataloader.num_workers", workers, want)
     check_corpora(config, world_size)

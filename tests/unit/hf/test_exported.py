@@ -97,7 +97,7 @@ def test_exports_are_evaluated_and_continued(family, form, tmp_path, texts, caps
     ("options", "line"),
     [
         ([], "--corpus: got None, expected a corpus: an export has no record"),
-        (["--as_validated"], "CHECKPOINT: got"),
+        (["--as_validated"], "--corpus: got None, expected a corpus: an export has no record"),
         (["--corpus", "python_stdlib", "--seq_len", "65"], "--seq_len: got 65, expected at most"),
     ],
 )
