@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.support.namespaces import (
+from scripts.research.namespaces import (
     ADDRESSES,
     DEVICE,
     NotPermittedError,

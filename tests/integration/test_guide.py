@@ -42,7 +42,8 @@ def done(finished, tmp_path_factory):
         variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
         parts = words[len(variables) :]
         assert parts[0] == "torchtitan-lr"
-        arguments = [str(finished.folder) if p == RUN else p for p in parts[1:]] + SHORTER[parts[1]]
+        here = {RUN: str(finished.folder), "cpython": "python_stdlib"}  # what the run trained on
+        arguments = [here.get(part, part) for part in parts[1:]] + SHORTER[parts[1]]
         if parts[1] == "train":
             arguments += [f"--checkpoint.initial_load_path={step}", "--job.dump_folder=tuned"]
         start = [sys.executable, "-m", "torchtitan_lr", *arguments]

@@ -33,7 +33,8 @@ def wait_for_signal():
 
 
 if mode != "deaf":
-    signal.signal(signal.SIGTERM, lambda *_: os.write(write, b"1"))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os.write(write, b"1"))
 leave(f"pid{rank}", str(os.getpid()))
 print("threads", os.environ["OMP_NUM_THREADS"], flush=True)
 print("ready", rank, flush=True)

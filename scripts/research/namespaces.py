@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Two network namespaces as two machines, with a link between them that can be slowed and cut.
+"""Two network namespaces as two machines, with a link between them that can be slowed.
 
 It needs root and iproute2.
 """
@@ -7,7 +7,7 @@ It needs root and iproute2.
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 DEVICE = "slow0"
@@ -68,48 +68,6 @@ def limit(namespace: str, mbit: float, delay_ms: float = 0) -> None:
     _call(*tc, "root", "handle", "1:", *bucket)
     if delay_ms:
         _call(*tc, "parent", "1:", "handle", "2:", "netem", "delay", f"{delay_ms}ms")
-
-
-def unlimit(namespace: str) -> None:
-    """Take back a `limit`.
-
-    Args:
-        namespace: Its name.
-
-    Raises:
-        NotPermittedError: It has none.
-    """
-    tc = ("ip", "netns", "exec", namespace, "tc", "qdisc", "del", "dev", DEVICE)
-    _call(*tc, "root")
-
-
-def cut(names: Sequence[str]) -> None:
-    """Lose every packet between two namespaces, as a broken cable does; no connection is closed.
-
-    Each end sends to a hardware address that nobody has.
-
-    Args:
-        names: The namespaces.
-
-    Raises:
-        NotPermittedError: The kernel refuses.
-    """
-    for name, peer in zip(names, reversed(ADDRESSES), strict=True):
-        wrong = ("lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", DEVICE)
-        _call("ip", "-n", name, "neigh", "replace", peer, *wrong)
-
-
-def join(names: Sequence[str]) -> None:
-    """Take back a `cut`.
-
-    Args:
-        names: The namespaces.
-
-    Raises:
-        NotPermittedError: The kernel refuses.
-    """
-    for name, peer in zip(names, reversed(ADDRESSES), strict=True):
-        _call("ip", "-n", name, "neigh", "del", peer, "dev", DEVICE)
 
 
 def _call(*command: str) -> None:
