@@ -7,10 +7,17 @@ import pytest
 import torch
 from torch import nn
 
+from torchtitan_lr.config.schema import BUILT_IN_PLANS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.plans import EdgeParallel, TPSettings, build_tp_plan, resolve_settings
+from torchtitan_lr.parallel.plans import (
+    PLANS,
+    EdgeParallel,
+    TPSettings,
+    build_tp_plan,
+    resolve_settings,
+)
 from torchtitan_lr.titan import logger
 
 
@@ -30,6 +37,11 @@ def tiny(family: str = "cola", **changes: Any) -> LlamaArgs:
         activation="fullrank" if family in ("full", "svd") else "both",
     )
     return replace(args, **changes)
+
+
+def test_the_keys_values_are_the_plans() -> None:
+    """The schema, which loads no torch, names what the table has."""
+    assert list(PLANS) == list(BUILT_IN_PLANS)
 
 
 def test_auto_is_the_plan_of_the_family() -> None:
