@@ -9,8 +9,10 @@ import resource
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -167,6 +169,30 @@ def test_tokens_end_a_source(tmp_path, monkeypatch):
     found = documents(corpus)
     assert found == encoded(TEXTS[: len(found)])
     assert not corpus.held_out
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("saved", [True, False], ids=["saved", "files"])
+def test_a_dataset_is_read_and_gone_on_with(tmp_path, monkeypatch, streaming, saved):
+    monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
+    folder = tmp_path / "dataset"
+    if saved:
+        datasets.Dataset.from_dict({"words": TEXTS}).save_to_disk(folder)
+    else:
+        folder.mkdir()
+        lines = (json.dumps({"words": text, "n": i}) + "\n" for i, text in enumerate(TEXTS))
+        (folder / "train.jsonl").write_text("".join(lines))
+    source = Source("hf", (str(folder),), column="words", split="train", streaming=streaming)
+    reader = Reader(replace(source, part="train"))
+    pieces = list(reader.pieces())
+    found = [text for piece in pieces for text, _ in reader.documents(piece)]
+    assert found == TEXTS and len(pieces) > 5
+    # From the place behind the third piece: what a killed preparation goes on with.
+    done = len([text for piece in pieces[:3] for text, _ in reader.documents(piece)])
+    rest = reader.pieces(json.loads(json.dumps(pieces[2].position)))
+    assert [text for piece in rest for text, _ in reader.documents(piece)] == TEXTS[done:]
+    with pytest.raises(ConfigError, match="text_column: got 'text'"):
+        list(Reader(replace(source, column="text")).pieces())
 
 
 def test_every_bad_line_is_listed(tmp_path, monkeypatch):
