@@ -17,10 +17,10 @@ BATCH = "--training.global_batch_size"
 
 
 @pytest.fixture
-def config(monkeypatch):
+def config(monkeypatch, tmp_path):
     """The main job without tensor parallelism, whose ranks all read data."""
-    monkeypatch.chdir(ROOT)
-    file = "--job.config_file=train_configs/debug_cola.toml"
+    monkeypatch.chdir(tmp_path)  # where no earlier run lies
+    file = f"--job.config_file={ROOT}/train_configs/debug_cola.toml"
 
     def build(*arguments):
         one = ["--parallelism.tensor_parallel_degree=1", "--training.local_batch_size=1"]

@@ -11,19 +11,19 @@ from torchtitan_lr.launch import launcher
 from torchtitan_lr.launch.environment import Environment, read_environment
 from torchtitan_lr.launch.placement import find_device, place
 
-MAIN = "--job.config_file=train_configs/debug_cola.toml"
-CAAT = "--job.config_file=train_configs/debug_caat.toml"  # tensor_parallel_degree = 2
+MAIN = f"--job.config_file={ROOT}/train_configs/debug_cola.toml"
+CAAT = f"--job.config_file={ROOT}/train_configs/debug_caat.toml"  # tensor_parallel_degree = 2
 TP, BATCH = "--parallelism.tensor_parallel_degree", "--training.global_batch_size"
 
 
 @pytest.fixture
-def gpus(monkeypatch):
+def gpus(monkeypatch, tmp_path):
     """Sets how many GPUs torch finds."""
     import torch
 
     for name in ("NGPU", "NNODES", "LOG_RANK", "COMM_MODE", "RDZV_ENDPOINT", "CONFIG_FILE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(tmp_path)  # where no earlier run lies
 
     def found(count):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
