@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.training.step_data import StepData
+from torchtitan_lr.training.guard import StepData
 
 COMMITS_FILE = "commits.jsonl"
 """In the private folder of each replica."""

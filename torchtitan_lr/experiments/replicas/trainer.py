@@ -40,8 +40,7 @@ from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.titan.specs import registered_specs
-from torchtitan_lr.training.guard import Verdict
-from torchtitan_lr.training.step_data import StepData
+from torchtitan_lr.training.guard import StepData, Verdict
 from torchtitan_lr.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -76,6 +75,7 @@ class ReplicaTrainer(Trainer):
         self._section = job_config.fault_tolerance
         with _rows_of_replica(job_config):
             super().__init__(job_config)
+        self._batch_degree = 1  # the tokens of all ranks are counted
         self.gradient_accumulation_steps = self.dataloader.microbatches
         loader = self.dataloader
         split = loader.global_batch_size, loader.local_batch_size * self._data_ranks
@@ -292,10 +292,6 @@ class ReplicaTrainer(Trainer):
             self._stop_for_data(data.problem)
         self._pending = step, data
         return data
-
-    @property
-    def _batch_degree(self) -> int:
-        return 1  # the tokens of all ranks are counted
 
     @property
     def _data_ranks(self) -> int:

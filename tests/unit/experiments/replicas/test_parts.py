@@ -21,8 +21,8 @@ from torchtitan_lr.experiments.replicas.fingerprint import check_same, run_finge
 from torchtitan_lr.experiments.replicas.positions import DataPositions
 from torchtitan_lr.experiments.replicas.state import digest
 from torchtitan_lr.experiments.replicas.transport import HealTransport
+from torchtitan_lr.training.guard import StepData
 from torchtitan_lr.training.history import read_history
-from torchtitan_lr.training.step_data import StepData
 
 pytestmark = pytest.mark.nightly
 
