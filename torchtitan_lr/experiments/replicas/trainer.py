@@ -285,7 +285,8 @@ class ReplicaTrainer(Trainer):
         stops = self._stops or bool(sums.stopping and self.checkpointer.run_ends)
         loss = torch.tensor(sums.loss, dtype=torch.float64)
         verdict = Verdict(loss, (norm * factor).square() / ranks, stops)
-        self._gradients.clip(self.job_config.training.max_norm, verdict.norm)
+        limit = self.job_config.training.max_norm
+        self._gradients.clip(limit, verdict.norm)
         self.checkpointer.maybe_wait_for_staging()
         step_unless(verdict.rejected, self.optimizers)
         self._unread = self.step, verdict, sums.tokens
