@@ -31,7 +31,7 @@ from torchtitan_lr.compat.autograd import checkpoint_wrapper
 from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS, tree_map
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.families.registry import ModelFamily, find_family
+from torchtitan_lr.models.families import ModelFamily, find_family
 from torchtitan_lr.models.marks import Tape, mark_in_graphs
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, apply_ac, count_checkpointed_blocks_from

@@ -54,7 +54,7 @@ def derive(config: str, plan: str, overrides: Sequence[str] = ()) -> list[str]:
     if plan == FULL_RANK:
         return [*_FULL_RANK, *_ONE_LANE]
     # Late: both import torch, and --help does not wait.
-    from torchtitan_lr.models.families.registry import find_family
+    from torchtitan_lr.models.families import find_family
     from torchtitan_lr.parallel import plans
 
     changes = [f"--parallelism.tp_plan={plan}", *_ONE_LANE]
