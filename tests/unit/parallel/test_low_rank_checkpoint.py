@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.oracle.activations import kept_bytes, layer_recompute_flops, recompute_flops
-from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models import linears, norms
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
@@ -87,11 +86,6 @@ def test_another_path_in_backward_is_refused() -> None:
         loss = model(torch.zeros(BATCH, SEQ, dtype=torch.long)).sum()
     with pytest.raises(RuntimeError, match="such as sdpa_kernel"):
         loss.backward()
-
-
-def test_full_rank_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"activation_checkpoint\.mode"):
-        apply_low_rank_checkpoint(build("full"), False)
 
 
 class Allocations(TorchDispatchMode):
