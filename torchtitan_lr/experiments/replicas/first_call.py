@@ -63,7 +63,6 @@ class SeenLoss:
 
     def __init__(self, loss: Any, see: Callable[[Tensor], None]) -> None:
         self._loss, self._see = loss, see
-        self.takes_targets = getattr(loss, "takes_targets", False)
 
     def __call__(self, prediction: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of a prediction, a scalar."""
