@@ -34,7 +34,7 @@ from torchtitan_lr.hf.svd_import import (
     limit_tokens,
 )
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.families.registry import FAMILIES
+from torchtitan_lr.models.families import FAMILIES
 
 _SHIPPED = ("cpython", "python_stdlib")
 """Values of ``--calibration`` that are no paths: the corpus's training part."""

@@ -210,7 +210,7 @@ class Trainer(TitanTrainer):
         The labels are one of them, for a head that computes the loss.
         """
         inputs, labels, extra, common = super().post_dataloading_process(input_dict, labels)
-        return inputs, labels, {}, common | extra | loss_arguments(self.loss_fn, labels)
+        return inputs, labels, {}, common | extra | loss_arguments(self.model_parts[0], labels)
 
     def forward_backward_step(
         self,

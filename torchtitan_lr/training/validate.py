@@ -101,7 +101,7 @@ def batch_loss(
     """Return the summed loss of one batch on the device of the run, an fp64 scalar.
 
     Args:
-        model: The model; not called with a pipeline.
+        model: The model; with a pipeline a part of it, which is not called.
         loss_fn: Returns the sum over tokens.
         pipeline: Runs the batch if the model is split into stages.
         inputs: Tokens (b, s) and the model's further arguments, on any device.
@@ -109,7 +109,7 @@ def batch_loss(
     """
     inputs, labels = moved((inputs, labels), device_type())
     tokens = inputs["input"]
-    arguments = model_arguments(inputs) | loss_arguments(loss_fn, labels)
+    arguments = model_arguments(inputs) | loss_arguments(model, labels)
     if pipeline is not None:
         return pipeline.evaluate(tokens, labels, **arguments).detach().double()
     return loss_fn(model(tokens, **arguments), labels).detach().double()

@@ -52,20 +52,6 @@ def test_megatron_reads_ours_and_we_read_megatrons(tmp_path, dtype):
         assert ours.read_bytes() == written.read_bytes()
 
 
-def test_documents_of_several_sequences(tmp_path):
-    megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    import torch
-
-    builder = megatron.IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.uint16)
-    builder.add_document(torch.arange(10), [4, 6])
-    builder.add_document(torch.arange(5), [5])
-    builder.finalize(str(tmp_path / "a.idx"))
-    found = IndexedDataset(tmp_path / "a")
-    found.check()
-    assert (found.num_sequences, found.num_documents) == (3, 2)
-    assert found.ends.tolist() == [10, 15]
-
-
 def test_a_writer_goes_on_behind_what_it_keeps(tmp_path):
     whole = write(tmp_path / "whole")
     first = IndexedWriter(tmp_path / "cut", np.uint16)
@@ -100,19 +86,6 @@ def edit(path, offset, data):
         (26, struct.pack("<Q", 0), "borders"),
         (HEADER + 12, struct.pack("<i", -4), "ends at"),  # the last length
         (HEADER + 16 + 24, struct.pack("<q", 1 << 62), "ends at"),  # the last offset
-    ],
-)
-def test_a_hostile_header_is_refused_on_opening(tmp_path, offset, data, why):
-    write(tmp_path / "a")
-    edit(tmp_path / "a.idx", offset, data)
-    with pytest.raises(DataError, match=why) as found:
-        IndexedDataset(tmp_path / "a")
-    assert "\n" not in str(found.value)
-
-
-@pytest.mark.parametrize(
-    ("offset", "data", "why"),
-    [
         (HEADER, struct.pack("<i", -1), "at least 0"),
         (HEADER, struct.pack("<i", 4), "without gaps"),
         (HEADER + 16 + 8, struct.pack("<q", -(1 << 40)), "without gaps"),
@@ -120,11 +93,12 @@ def test_a_hostile_header_is_refused_on_opening(tmp_path, offset, data, why):
         (HEADER + 48 + 32, struct.pack("<q", 1 << 40), "borders of documents"),
     ],
 )
-def test_a_hostile_index_is_refused_by_its_check(tmp_path, offset, data, why):
+def test_a_hostile_index_is_refused(tmp_path, offset, data, why):
     write(tmp_path / "a")
     edit(tmp_path / "a.idx", offset, data)
-    with pytest.raises(DataError, match=why):
+    with pytest.raises(DataError, match=why) as found:
         IndexedDataset(tmp_path / "a").check()
+    assert "\n" not in str(found.value)
 
 
 def test_cut_and_foreign_files_are_refused(tmp_path):

@@ -40,10 +40,9 @@ def config(tmp_path):
     return make
 
 
-def test_a_run_prepares_once_and_its_ranks_find_it(tmp_path, config, monkeypatch, capsys):
+def test_a_run_prepares_once_and_its_ranks_find_it(tmp_path, config, monkeypatch):
     job = config("--validation.enable")
     variables = prepare_for_ranks(job, world_size=2)
-    said = capsys.readouterr().err + capsys.readouterr().out
     (part,) = ensure_prepared(job)
     assert (part.weight, part.name) == (1.0, "local")
     corpus = Corpus.open(part.folder)
@@ -56,7 +55,6 @@ def test_a_run_prepares_once_and_its_ranks_find_it(tmp_path, config, monkeypatch
     assert ensure_prepared(job) == [part]
     assert ensure_prepared(job, "validation") == [part]
     assert (corpus.train[0].sha256, os.stat(part.folder / "corpus.json").st_ino) == before
-    del said
 
 
 def test_a_changed_file_or_tokenizer_is_another_folder(tmp_path, config):
@@ -148,12 +146,6 @@ def test_a_prepared_folder_of_the_user(tmp_path, config):
         prepare_for_ranks(job, 1)
 
 
-def in_child(function, *arguments):
-    child = multiprocessing.get_context("fork").Process(target=function, args=arguments)
-    child.start()
-    return child
-
-
 def test_two_runs_prepare_a_folder_once(tmp_path, config):
     log = tmp_path / "log"
 
@@ -171,7 +163,9 @@ def test_two_runs_prepare_a_folder_once(tmp_path, config):
         with log.open("a") as file:
             file.write(f"{Corpus.open(folder).identity}\n")
 
-    children = [in_child(run) for _ in range(3)]
+    children = [multiprocessing.get_context("fork").Process(target=run) for _ in range(3)]
+    for child in children:
+        child.start()
     for child in children:
         child.join()
         assert child.exitcode == 0
