@@ -42,7 +42,7 @@ def documents(corpus, held_out=False, loss=False):
     found = []
     for info in corpus.held_out if held_out else corpus.train:
         shard = corpus.shard(info, loss)
-        found += [part.tolist() for part in np.split(shard.tokens, shard.ends[:-1])]
+        found += [part.tolist() for part in np.split(shard.read(), shard.ends[:-1])]
     return found
 
 
