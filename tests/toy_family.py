@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.families.cola import RANKS
-from torchtitan_lr.models.families.family import ModelFamily
+from torchtitan_lr.models.families import RANKS, ModelFamily
 from torchtitan_lr.training.register import register_model_family
 
 
@@ -21,8 +20,6 @@ class TanhEdge(nn.Module):
 
 
 class Tanh(ModelFamily):
-    name = "tanh"
-
     def defaults(self, size):
         return {"rank_attention": RANKS[size], "rank_ffn": RANKS[size], "activation": "fullrank"}
 
@@ -36,4 +33,4 @@ class Tanh(ModelFamily):
         super().check(args)
 
 
-register_model_family(Tanh())
+register_model_family(Tanh("tanh"))

@@ -14,7 +14,7 @@ from torchtitan_lr.formulas.data_parallel import ranked_sides
 from torchtitan_lr.formulas.tensor_parallel import FORMULAS, PlanFormula
 from torchtitan_lr.formulas.traffic import forward
 from torchtitan_lr.models.ends import EmbedEdge
-from torchtitan_lr.models.families.lax import MixEdge
+from torchtitan_lr.models.linears import MixEdge
 from torchtitan_lr.models.norms import down_products, normalize
 from torchtitan_lr.parallel import plans
 
@@ -39,7 +39,7 @@ class GatheredUpEdge(GatheredEdge):
 def gathered(args, settings):
     down, up = plans.on_ranks(GatheredDownEdge), plans.on_ranks(GatheredUpEdge)
     blocks = plans.low_rank_blocks(args, settings, down, up, plans.on_ranks(MixEdge))
-    embed = plans.on_ranks(EmbedEdge, True)
+    embed = plans.on_ranks(EmbedEdge, gather=True)
     return blocks | plans.model_ends(embed, plans.model_head(settings))
 
 

@@ -10,7 +10,9 @@ Known pairs: `copy_to_ranks` and `reduce_over_ranks` are f and g of Megatron-LM 
 `gather_partial` and `scatter_sum` are their sequence-parallel counterparts.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,17 +55,25 @@ SINGLE = Ranks()
 
 
 class Edge(nn.Module):
-    """A border of the model where ranks communicate: no parameters, and the ranks.
+    """A border of the model where ranks communicate: no parameters, the ranks, and options.
 
     The model's modules call their edges by name with the linears to apply; a plan replaces edges.
+    A subclass states its options as class attributes, with their defaults.
 
     Args:
         ranks: The tensor-parallel ranks.
+        **options: Values of the subclass' options.
+
+    Raises:
+        AttributeError: The subclass has no such option.
     """
 
-    def __init__(self, ranks: Ranks = SINGLE) -> None:
+    def __init__(self, ranks: Ranks = SINGLE, **options: Any) -> None:
         super().__init__()
         self.ranks = ranks
+        for name, value in options.items():
+            getattr(self, name)  # a misspelt option would otherwise have no effect
+            setattr(self, name, value)
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -87,12 +97,10 @@ def start_reduce_scatter(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
 
 def wait(started: Tensor) -> Tensor:
-    """Wait for the result of `start_all_reduce` or `start_reduce_scatter`.
-
-    The result is a view. If a Function's forward ends in an operator that returns its argument, as
-    this one does, torch 2.11's compiler loses the gradient.
-    """
+    """Wait for the result of `start_all_reduce` or `start_reduce_scatter`; returns a view of it."""
     result: Tensor = functional.wait_tensor(started)
+    # Torch 2.11's compiler loses the gradient of a Function whose forward ends in an operator that
+    # returns its argument, as the wait does.
     return result.view_as(result)
 
 
@@ -101,29 +109,62 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
-    """Sum the ranks' tensors, without autograd."""
-    return x if ranks.size == 1 else wait(start_all_reduce(x, ranks))
+def all_reduce(x: Tensor, ranks: Ranks, wide: bool = False) -> Tensor:
+    """Sum the ranks' tensors, without autograd; `wide` as in `reduce_scatter`."""
+    if ranks.size == 1:
+        return x
+    if not wide:
+        return wait(start_all_reduce(x, ranks))
+    flat = x.flatten()
+    padded = F.pad(flat, (0, -flat.numel() % ranks.size))
+    total = all_gather(reduce_scatter(padded, ranks, 0, wide), ranks, 0)
+    return total[: flat.numel()].view(x.shape)
 
 
 def all_gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """Concatenate the ranks' tensors along `dim`, without autograd."""
-    if ranks.size == 1:
-        return x
-    return finish_all_gather(start_all_gather(x, ranks), ranks, dim)
+    return x if ranks.size == 1 else all_gathers([x], ranks, dim)[0]
 
 
-def start_all_gather(x: Tensor, ranks: Ranks) -> Tensor:
-    """Start gathering equal-shaped tensors of the ranks; see `finish_all_gather`."""
-    started: Tensor = functional.all_gather_into_tensor(x.contiguous(), ranks.size, ranks.group)
-    return started
+def all_gathers(tensors: Sequence[Tensor], ranks: Ranks, dim: int) -> list[Tensor]:
+    """Gather several tensors as `all_gather` does; all gathers start before the first is awaited.
+
+    Args:
+        tensors: This rank's tensors; each is equal in shape on all ranks.
+        ranks: More than one rank.
+        dim: The gathered dimension.
+    """
+    gather = functional.all_gather_into_tensor
+    started = [gather(x.contiguous(), ranks.size, ranks.group) for x in tensors]
+    gathered = [wait(x).unflatten(0, (ranks.size, -1)) for x in started]  # the ranks come first
+    dims = [dim % x.ndim for x in tensors]
+    return [x.movedim(0, d).flatten(d, d + 1) for x, d in zip(gathered, dims, strict=True)]
 
 
-def finish_all_gather(started: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """Wait for the result of `start_all_gather` and concatenate it along `dim`."""
-    dim %= started.ndim
-    gathered = wait(started).unflatten(0, (ranks.size, -1))  # the ranks come first
-    return gathered.movedim(0, dim).flatten(dim, dim + 1)
+def reduce_scatter(x: Tensor, ranks: Ranks, dim: int, wide: bool = False) -> Tensor:
+    """Sum the ranks' tensors, of which each rank keeps its slice, without autograd.
+
+    The operator adds in the dtype that it sends. CAAT-Net adds the gradients of its partial
+    reduction in fp32 and sends them in bf16 (section 4): an all-to-all gives each rank all terms of
+    its slice, and the rank adds them and rounds once. With an all-gather of the sums, the volume
+    equals that of an all-reduce.
+
+    Args:
+        x: One rank's term; ``dim`` divides by the ranks.
+        ranks: More than one rank.
+        dim: The scattered dimension.
+        wide: Whether to sum in fp32 or better, by an all-to-all.
+
+    Returns:
+        This rank's slice of the sum, in the dtype of x.
+    """
+    if not wide:
+        return wait(start_reduce_scatter(x, ranks, dim))
+    dim %= x.ndim
+    slices = x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0).contiguous()  # (T, ...)
+    sizes = [1] * ranks.size
+    terms = wait(functional.all_to_all_single(slices, sizes, sizes, ranks.group))
+    return terms.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 
 def own_slice(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
@@ -132,165 +173,63 @@ def own_slice(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     return part if part.is_contiguous() else part.contiguous()
 
 
-class _CopyToRanks(torch.autograd.Function):
-    """Forward identity, backward all-reduce."""
+_OPERATIONS: dict[str, Callable[[Tensor, Ranks, int], Tensor]] = {
+    "identity": lambda x, ranks, dim: x.view_as(x),
+    "slice": own_slice,
+    "all_reduce": lambda x, ranks, dim: all_reduce(x, ranks),
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "wide_reduce_scatter": lambda x, ranks, dim: reduce_scatter(x, ranks, dim, wide=True),
+}
+
+
+class _Pair(torch.autograd.Function):
+    """Forward one of `_OPERATIONS`, backward another."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int, pair: tuple[str, str]) -> Tensor:
+        ctx.ranks, ctx.dim, ctx.backward_operation = ranks, dim, pair[1]
+        return _OPERATIONS[pair[0]](x, ranks, dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return wait(start_all_reduce(gradient, ctx.ranks)), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _OPERATIONS[ctx.backward_operation](gradient, ctx.ranks, ctx.dim), None, None, None
 
 
-class _ReduceOverRanks(torch.autograd.Function):
-    """Forward all-reduce, backward identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        return wait(start_all_reduce(x, ranks))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _GatherPartial(torch.autograd.Function):
-    """Forward all-gather, backward reduce-scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-        ctx.ranks, ctx.dim = ranks, dim
-        return all_gather(x, ranks, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return wait(start_reduce_scatter(gradient, ctx.ranks, ctx.dim)), None, None
-
-
-class _GatherReplicated(torch.autograd.Function):
-    """Forward all-gather, backward slice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-        ctx.ranks, ctx.dim = ranks, dim
-        return all_gather(x, ranks, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return own_slice(gradient, ctx.ranks, ctx.dim), None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    """Forward reduce-scatter, backward all-gather."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-        ctx.ranks, ctx.dim = ranks, dim
-        return wait(start_reduce_scatter(x, ranks, dim))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(gradient, ctx.ranks, ctx.dim), None, None
-
-
-class _SplitReplicated(torch.autograd.Function):
-    """Forward slice, backward all-gather."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-        ctx.ranks, ctx.dim = ranks, dim
-        return own_slice(x, ranks, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(gradient, ctx.ranks, ctx.dim), None, None
-
-
-def copy_to_ranks(x: Tensor, ranks: Ranks) -> Tensor:
-    """Use a replicated tensor in computations that differ by rank (f of Megatron-LM).
-
-    Forward identity, backward all-reduce: every rank's computation contributes to the gradient.
-    """
-    out: Tensor = x if ranks.size == 1 else _CopyToRanks.apply(x, ranks)
-    return out
-
-
-def reduce_over_ranks(x: Tensor, ranks: Ranks) -> Tensor:
-    """Sum the ranks' terms into a replicated tensor (g of Megatron-LM).
-
-    Forward all-reduce, backward identity: the gradient of a sum is that of each term.
-    """
-    out: Tensor = x if ranks.size == 1 else _ReduceOverRanks.apply(x, ranks)
-    return out
-
-
-def gather_partial(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """Gather shards for computations that differ by rank.
-
-    Forward all-gather, backward reduce-scatter: it is `copy_to_ranks` of the gathered tensor.
-    """
-    out: Tensor = x if ranks.size == 1 else _GatherPartial.apply(x, ranks, dim)
-    return out
-
-
-def gather_replicated(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """Gather shards for computations that every rank repeats.
-
-    Forward all-gather, backward slice: the gradient is already complete on every rank.
-    """
-    out: Tensor = x if ranks.size == 1 else _GatherReplicated.apply(x, ranks, dim)
-    return out
-
-
-def scatter_sum(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """Sum the ranks' terms, of which each rank keeps a shard.
-
-    Forward reduce-scatter, backward all-gather: each rank's term reached every shard.
-    """
-    out: Tensor = x if ranks.size == 1 else _ScatterSum.apply(x, ranks, dim)
-    return out
-
-
-def split_replicated(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """Keep a shard of a replicated tensor whose gradient all ranks need whole.
-
-    Forward slice, backward all-gather.
-    """
-    out: Tensor = x if ranks.size == 1 else _SplitReplicated.apply(x, ranks, dim)
-    return out
-
-
-def wide_reduce_scatter(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """Sum the ranks' tensors in fp32 or better, without autograd; each rank keeps its slice.
-
-    An all-reduce adds in the dtype that it sends. CAAT-Net adds the gradients of its partial
-    reduction in fp32 and sends them in bf16 (section 4): an all-to-all gives each rank all terms of
-    its slice, and the rank adds them and rounds once. With an all-gather of the sums, the volume
-    equals that of an all-reduce.
+def run_pair(x: Tensor, ranks: Ranks, dim: int = FEATURES, *, pair: tuple[str, str]) -> Tensor:
+    """Apply an operation on the ranks' tensors whose gradient is another one's result.
 
     Args:
-        x: One rank's term; ``dim`` divides by the ranks.
-        ranks: The tensor-parallel ranks.
-        dim: The scattered dimension.
-
-    Returns:
-        This rank's slice of the sum, in the dtype of x.
+        x: This rank's tensor.
+        ranks: The tensor-parallel ranks; one rank does nothing.
+        dim: The dimension that is cut or put together.
+        pair: The operation of forward and that of backward.
     """
-    dim %= x.ndim
-    slices = x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0).contiguous()  # (T, ...)
-    sizes = [1] * ranks.size
-    terms = wait(functional.all_to_all_single(slices, sizes, sizes, ranks.group))
-    return terms.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+    out: Tensor = x if ranks.size == 1 else _Pair.apply(x, ranks, dim, pair)
+    return out
 
 
-def wide_all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
-    """Sum the ranks' tensors in fp32 or better; return the sum in the dtype of x on every rank."""
-    if ranks.size == 1:
-        return x
-    flat = x.flatten()
-    padded = F.pad(flat, (0, -flat.numel() % ranks.size))
-    total = all_gather(wide_reduce_scatter(padded, ranks, 0), ranks, 0)
-    return total[: flat.numel()].view(x.shape)
+copy_to_ranks = partial(run_pair, pair=("identity", "all_reduce"))
+"""Use a replicated tensor in computations that differ by rank (f of Megatron-LM).
+
+Every rank's computation contributes to the gradient."""
+
+reduce_over_ranks = partial(run_pair, pair=("all_reduce", "identity"))
+"""Sum the ranks' terms into a replicated tensor (g of Megatron-LM).
+
+The gradient of a sum is that of each term."""
+
+gather_partial = partial(run_pair, pair=("all_gather", "reduce_scatter"))
+"""Gather shards for computations that differ by rank: `copy_to_ranks` of the gathered tensor."""
+
+gather_partial_wide = partial(run_pair, pair=("all_gather", "wide_reduce_scatter"))
+"""As `gather_partial`; backward sums in fp32 while it sends half precision."""
+
+gather_replicated = partial(run_pair, pair=("all_gather", "slice"))
+"""Gather shards for computations that every rank repeats: each rank has the whole gradient."""
+
+scatter_sum = partial(run_pair, pair=("reduce_scatter", "all_gather"))
+"""Sum the ranks' terms, of which each rank keeps a shard: each term reached every shard."""
+
+split_replicated = partial(run_pair, pair=("slice", "all_gather"))
+"""Keep a shard of a replicated tensor whose gradient all ranks need whole."""

@@ -43,7 +43,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.models.loss import HeadLoss, cross_entropy_sum, loss_arguments
+from torchtitan_lr.models.loss import cross_entropy_sum, loss_arguments
 from torchtitan_lr.titan.base import LossFunction
 from torchtitan_lr.titan.specs import RoPEScalingArgs
 from torchtitan_lr.training.device import keep_freed_memory
@@ -240,7 +240,7 @@ class Runner:
             # Only these: a cast of the module would spoil the others' rotary tables.
             parameter.data = parameter.data.to(workload.dtype)
         ours = isinstance(self.model, LlamaModel)
-        self.loss: LossFunction = HeadLoss() if ours else cross_entropy_sum
+        self.loss: LossFunction = cross_entropy_sum
         self.low_rank = ours and cast(LlamaArgs, self.model.model_args).low_rank
         self.cuda = workload.device == "cuda"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
@@ -255,14 +255,14 @@ class Runner:
         layers = cast(Any, self.model).layers
         for block in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
             block.compile()
-        if not isinstance(self.loss, HeadLoss):
+        if not isinstance(self.model, LlamaModel):  # else the head computes it
             self.loss = torch.compile(cross_entropy_sum)
 
     def step(self) -> float:
         """Train for one step; return the loss (nats a token)."""
         # For what is compiled in this step, as a training run does; others have torch's default.
         remake_inputs_of_products(self.low_rank)
-        prediction = self.model(self.tokens, **loss_arguments(self.loss, self.labels))
+        prediction = self.model(self.tokens, **loss_arguments(self.model, self.labels))
         loss = self.loss(prediction, self.labels) / self.labels.numel()
         loss.backward()
         self.optimizer.step()

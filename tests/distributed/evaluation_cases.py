@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from tests.support import parity_runs  # adds the flavor `parity`  # noqa: F401
 from torchtitan_lr.hf.evaluate import evaluate
 from torchtitan_lr.hf.loading import build_model_args, read_run_config
-from torchtitan_lr.models.families.registry import FAMILIES
+from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP
 

@@ -18,7 +18,7 @@ from tests.support.parity_runs import (
     write_seed_checkpoint,
 )
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.models.families.registry import FAMILIES
+from torchtitan_lr.models.families import FAMILIES
 
 pytestmark = pytest.mark.nightly
 

@@ -14,10 +14,10 @@ from tests.reference.rms_norm import half_units
 from tests.support.parity_cases import tp_mesh
 from tests.support.rank_pool import RankPool
 from tests.unit.tiny import build_tiny, tokens
-from torchtitan_lr.collectives import Ranks
+from torchtitan_lr.collectives import Ranks, gather_partial, gather_partial_wide
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
-from torchtitan_lr.models.lanes import gather_for_lanes, share_channels
+from torchtitan_lr.models.lanes import share_channels
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel, synchronize_gradients
 from torchtitan_lr.titan.base import ParallelDims
@@ -116,7 +116,9 @@ def lane_sums(wide: bool) -> tuple[float, float]:
     assert torch.equal(x.grad[..., 48:], terms[ranks.rank][..., 48:])
     shared = half_units(x.grad[..., :48], exact[..., :48])
     own = torch.zeros(2, 8, 16, dtype=torch.bfloat16, requires_grad=True)
-    gather_for_lanes(own, ranks, wide).backward(terms[ranks.rank].squeeze(2))
+    (gather_partial_wide if wide else gather_partial)(own, ranks).backward(
+        terms[ranks.rank].squeeze(2)
+    )
     assert own.grad is not None
     return shared, half_units(own.grad, exact.squeeze(2).chunk(4, -1)[ranks.rank])
 

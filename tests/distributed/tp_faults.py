@@ -11,15 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_lr.collectives import (
-    FEATURES,
     Ranks,
     copy_to_ranks,
     gather_replicated,
     own_slice,
     reduce_over_ranks,
 )
-from torchtitan_lr.models import lanes, linears, norms
-from torchtitan_lr.models.families import lax
+from torchtitan_lr.models import ends, lanes, linears, norms
 from torchtitan_lr.models.lanes import lane_sum, spread
 from torchtitan_lr.models.norms import Reduction
 from torchtitan_lr.parallel import vanilla
@@ -71,7 +69,7 @@ def partial_latents_cross() -> Iterator[None]:
     """LaX carries each rank's term of the latents, taken in front of the all-reduce."""
     terms: dict[int, Tensor] = {}
     alive: list[Tensor] = []  # ids stay unique while their tensors live
-    down, mix = linears.DownEdge.forward, lax.MixEdge.forward
+    down, mix = linears.DownEdge.forward, linears.MixEdge.forward
 
     def unsummed(x: Tensor, weights: Sequence[Tensor], how: Reduction) -> list[Tensor]:
         return [F.linear(x, weight) for weight in weights]
@@ -89,7 +87,7 @@ def partial_latents_cross() -> Iterator[None]:
 
     with (
         replaced(linears.DownEdge, "forward", keep_terms),
-        replaced(lax.MixEdge, "forward", mix_terms),
+        replaced(linears.MixEdge, "forward", mix_terms),
     ):
         yield
 
@@ -118,18 +116,13 @@ def own_gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 @contextmanager
 def own_tokens_statistic_gradient() -> Iterator[None]:
     """Sequence form: dS of the own tokens only."""
-    start, finish = norms.start_all_gather, norms.finish_all_gather
+    gather = norms.all_gathers
 
-    def start_others(x: Tensor, ranks: Ranks) -> Tensor:
-        return x if x.ndim == 2 else start(x, ranks)
+    def gather_others(tensors: Sequence[Tensor], ranks: Ranks, dim: int) -> list[Tensor]:
+        statistic, *rest = tensors
+        return [own_gather(statistic, ranks, dim), *gather(rest, ranks, dim)]
 
-    def finish_others(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-        return (own_gather if x.ndim == 2 else finish)(x, ranks, dim)
-
-    with (
-        replaced(norms, "start_all_gather", start_others),
-        replaced(norms, "finish_all_gather", finish_others),
-    ):
+    with replaced(norms, "all_gathers", gather_others):
         yield
 
 
@@ -153,6 +146,7 @@ def reduced_in_front_of_norms() -> Iterator[None]:
     with (
         replaced(lanes, "share_channels", share),
         replaced(lanes, "normalize", norm),
+        replaced(ends, "normalize", norm),
         unsummed_copy(norms),
         own_embedding_gradient(),
     ):
@@ -161,9 +155,7 @@ def reduced_in_front_of_norms() -> Iterator[None]:
 
 def own_embedding_gradient() -> AbstractContextManager[None]:
     """Each rank's lanes alone move the embedding."""
-    return replaced(
-        lanes, "gather_for_lanes", lambda x, ranks, wide: gather_replicated(x, ranks, FEATURES)
-    )
+    return replaced(lanes, "gather_partial", gather_replicated)
 
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -177,7 +169,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "gradient_of_own_heads": lambda: replaced(
         linears, "start_all_reduce", lambda gradient, ranks: gradient
     ),
-    "own_tokens_gate_gradient": lambda: unsummed_copy(lax),
+    "own_tokens_gate_gradient": lambda: unsummed_copy(linears),
     "own_tokens_norm_gradient": lambda: unsummed_copy(norms),
     "own_tokens_statistic_gradient": own_tokens_statistic_gradient,
     "reduced_in_front_of_norms": reduced_in_front_of_norms,

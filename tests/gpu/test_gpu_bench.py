@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from scripts.bench import gpu
-from torchtitan_lr.models.families.registry import FAMILIES
+from torchtitan_lr.models.families import FAMILIES
 
 
 @pytest.mark.parametrize("family", FAMILIES)

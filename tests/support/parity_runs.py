@@ -20,7 +20,7 @@ from torchtitan_lr.commands.train import make_seed_checkpoint
 from torchtitan_lr.compat.names import clean_name
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.families.registry import FAMILIES
+from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP

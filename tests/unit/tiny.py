@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.families.registry import FAMILIES
+from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.llama import LlamaModel
 
 __all__ = ["FAMILIES", "build_tiny", "job_config", "tiny_args", "tokens"]

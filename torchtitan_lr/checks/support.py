@@ -48,9 +48,9 @@ def check_tensor_parallel(config: Any, world_size: int, device_type: str) -> Non
 
 def check_compile(config: Any, world_size: int, device_type: str) -> None:
     """Check ``[compile]``, and what activation checkpointing needs with and without it."""
-    from torchtitan_lr.parallel.recompute import MODES, check_mode, compiles_model
+    from torchtitan_lr.parallel.recompute import COMPILES_ON_CPU, check_mode, compiles_model
 
-    mode, section = MODES[config.activation_checkpoint.mode], config.compile
+    mode, section = config.activation_checkpoint.mode, config.compile
     check_mode(config)
     for component in section.components:
         if component not in ("model", "loss"):
@@ -70,10 +70,10 @@ def check_compile(config: Any, world_size: int, device_type: str) -> None:
         raise ConfigError("compile.enable", True, want)
     # torch 2.13 cannot compile tensor-parallel blocks on a CPU if they recompute attention.
     tensor_parallel = config.parallelism.tensor_parallel_degree > 1
-    if tensor_parallel and compiles_model(config) and not mode.compiles_on_cpu:
-        others = [repr(other.name) for other in MODES.values() if other.compiles_on_cpu]
-        want = f"{' or '.join(others)} with compile.enable and tensor parallelism on a CPU"
-        raise ConfigError("activation_checkpoint.mode", mode.name, want)
+    if tensor_parallel and compiles_model(config) and mode not in COMPILES_ON_CPU:
+        others = " or ".join(map(repr, COMPILES_ON_CPU))
+        want = f"{others} with compile.enable and tensor parallelism on a CPU"
+        raise ConfigError("activation_checkpoint.mode", mode, want)
 
 
 def check_cpu(config: Any, world_size: int, device_type: str) -> None:

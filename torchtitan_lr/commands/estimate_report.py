@@ -32,7 +32,7 @@ from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.models.configured import model_size
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plans import TPSettings, resolve_settings
-from torchtitan_lr.parallel.recompute import MODES
+from torchtitan_lr.parallel.recompute import EAGER_MODES
 from torchtitan_lr.scaling.variants import FULL_RANK, read_modes, shared_mode
 
 GIB = 2**30
@@ -128,9 +128,8 @@ def _pipeline_rank(
 def _by_mode(run: Run, pp_rank: int, own: Rehearsal) -> dict[str, dict[str, int]]:
     """Return the bytes saved for backward, and backward's working memory, by checkpointing mode."""
     result = {}
-    eager = [mode.name for mode in MODES.values() if mode.eager]
-    for mode in dict.fromkeys((*eager, run.checkpointing)):
-        if MODES[mode].low_rank and not run.args.low_rank:
+    for mode in dict.fromkeys((*EAGER_MODES, run.checkpointing)):
+        if mode == "low_rank" and not run.args.low_rank:
             continue
         rehearsal = own if mode == run.checkpointing else rehearse_run(run, mode)
         kept, _ = in_flight(run, pp_rank, rehearsal)
@@ -185,11 +184,11 @@ def alternative_modes(
     """
     shared = shared_mode(config.activation_checkpoint.mode, plans)
     modes = dict.fromkeys(plans, shared) | read_modes(named, plans)
-    if FULL_RANK in modes and MODES[modes[FULL_RANK]].low_rank:
+    if FULL_RANK in modes and modes[FULL_RANK] == "low_rank":
         want = "full=MODE with another mode: full rank has no low-rank activations"
         raise ConfigError("--checkpointing", f"{FULL_RANK}={modes[FULL_RANK]}", want)
     for mode in set(modes.values()):
-        if not MODES[mode].low_rank:
+        if mode != "low_rank":
             check_job_config(with_checkpointing(config, mode), world, "cuda", on_paper=True)
     return modes
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "ATTENTION_OPERATORS",
@@ -23,7 +23,7 @@ __all__ = [
     "schema_of",
     "storage_address",
     "tree_leaves",
-    "tree_map",
+    "tree_map_only",
 ]
 
 ATTENTION_OPERATORS = frozenset(

@@ -22,6 +22,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,15 +32,14 @@ import numpy.typing as npt
 from torchtitan_lr.compat.interpreter import end_with
 from torchtitan_lr.data.chat_template import ChatTemplate
 from torchtitan_lr.data.corpus import PARTS, Corpus, Kind, ShardInfo, checksum, save_record
-from torchtitan_lr.data.encoding import encode_documents, tokenizer_identity
 from torchtitan_lr.data.held_out import ONE_IN
 from torchtitan_lr.data.indexed import IndexedWriter
-from torchtitan_lr.data.pairs import PairEncoder
+from torchtitan_lr.data.pairs import PairEncoder, Tokens
 from torchtitan_lr.data.sources import Bad, Piece, Reader
 from torchtitan_lr.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from torchtitan_lr.titan.base import BaseTokenizer
+    from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
 JOURNAL = "preparing.json"
 BAD_RECORDS = "bad_records.txt"
@@ -112,7 +112,7 @@ class Journal:
         return Journal(signature, shards=([], []))
 
 
-def signature_of(readers: Sequence[Reader], tokenizer: BaseTokenizer) -> str:
+def signature_of(readers: Sequence[Reader], tokenizer: HuggingFaceTokenizer) -> str:
     """Return a hash of all that determines a prepared folder."""
     sources = [reader.stamp() for reader in readers]
     template = ChatTemplate.of(tokenizer).digest if readers[0].pairs else ""
@@ -122,7 +122,7 @@ def signature_of(readers: Sequence[Reader], tokenizer: BaseTokenizer) -> str:
 
 def tokenize(
     readers: Sequence[Reader],
-    tokenizer: BaseTokenizer,
+    tokenizer: HuggingFaceTokenizer,
     folder: Path,
     *,
     key: str,
@@ -170,7 +170,7 @@ class _Preparation:
     def __init__(
         self,
         readers: Sequence[Reader],
-        tokenizer: BaseTokenizer,
+        tokenizer: HuggingFaceTokenizer,
         folder: Path,
         journal: Journal,
         shard_bytes: int,
@@ -353,7 +353,8 @@ class _Shards:
             self._open = [IndexedWriter(name + end, kind, *counts) for end, kind in self._kinds]
         for writer, values in zip(self._open, [tokens, *mask], strict=True):
             writer.append(values, lengths)
-        self._counts[-1] = [self._open[0].num_documents, self._open[0].num_tokens]
+        documents, written = self._counts[-1]
+        self._counts[-1] = [documents + len(lengths), written + len(tokens)]
         if self._counts[-1][1] >= self._most:
             self._end()
 
@@ -398,7 +399,7 @@ class _Work:
     """What a process needs to encode pieces."""
 
     def __init__(
-        self, readers: Sequence[Reader], tokenizer: BaseTokenizer, dtype: npt.DTypeLike
+        self, readers: Sequence[Reader], tokenizer: HuggingFaceTokenizer, dtype: npt.DTypeLike
     ) -> None:
         self._readers, self._tokenizer, self._dtype = readers, tokenizer, dtype
         self._pairs = PairEncoder(tokenizer) if readers[0].pairs else None
@@ -447,7 +448,35 @@ def _encode(index: int, piece: Piece) -> Encoded:
     return _work(index, piece)
 
 
-def vocabulary(tokenizer: BaseTokenizer) -> int:
+def vocabulary(tokenizer: HuggingFaceTokenizer) -> int:
     """Return the largest id plus one, or the number of tokens: ids can have gaps."""
-    ids = tokenizer.get_vocab().values() if hasattr(tokenizer, "get_vocab") else ()
-    return max(tokenizer.get_vocab_size(), 1 + max(ids, default=-1))
+    return max(tokenizer.get_vocab_size(), 1 + max(tokenizer.get_vocab().values(), default=-1))
+
+
+def encode_documents(tokenizer: HuggingFaceTokenizer, texts: Sequence[str]) -> list[Tokens]:
+    """Tokenise documents, on all cores and without Python's lock.
+
+    The ids are those of ``encode(text, add_bos=True, add_eos=True)``, which keeps the lock.
+    """
+    rust = tokenizer.tokenizer
+    # A tokenizer that pads would pad to the longest document of the batch.
+    batches = [[text] for text in texts] if rust.padding else [list(texts)]
+    # The fast call omits the offsets of the tokens in the text.
+    found = (each.ids for batch in batches for each in rust.encode_batch_fast(batch))
+    begin, end = (
+        [] if added or token is None else [token]
+        for token, added in (
+            (tokenizer.bos_id, tokenizer.hf_adds_bos),
+            (tokenizer.eos_id, tokenizer.hf_adds_eos),
+        )
+    )
+    return [np.array([*begin, *ids, *end], dtype=np.int32) for ids in found]
+
+
+def tokenizer_identity(tokenizer: HuggingFaceTokenizer) -> str:
+    """Return a digest of all that determines a tokenizer's ids, its library's version included."""
+    ends = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.hf_adds_bos, tokenizer.hf_adds_eos]
+    if tokenizer.tokenizer.encode_special_tokens:  # is no part of its JSON
+        ends.append(True)
+    parts = [version("tokenizers"), repr(ends), tokenizer.tokenizer.to_str()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -21,7 +21,7 @@ from torchtitan_lr.formulas.memory import core_elements, gathered_bytes, sharded
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.parallel.plans import TPSettings
 from torchtitan_lr.parallel.recompute import (
-    MODES,
+    EAGER_MODES,
     apply_activation_checkpoint,
     wrapping_period,
 )
@@ -67,7 +67,7 @@ def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> 
     """
     section = run.config.activation_checkpoint
     mode = run.checkpointing if mode is None else mode
-    if not MODES[mode].eager:
+    if mode not in EAGER_MODES:
         least, most, share = "full", "none", section.memory_budget
         bounds = rehearse_run(run, least, fused_norm), rehearse_run(run, most, fused_norm)
         block = bounds[0].block + share * (bounds[1].block - bounds[0].block)
@@ -80,7 +80,7 @@ def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> 
         period = wrapping_period(section, mode)
         _KNOWN[key] = rehearse(workload, checkpointing_of(run, mode), period)
     result = _KNOWN[key]
-    if not MODES[mode].recomputes and run.tp == 1 and fused_norm:
+    if mode == "none" and run.tp == 1 and fused_norm:
         saving = fused_norm_saving(run.args, run.tokens, workload.dtype)
         result = replace(result, block=result.block - 2 * saving, ends=max(0, result.ends - saving))
     return result
@@ -95,13 +95,13 @@ def repeated_by_block(run: Run) -> list[Traffic]:
     Raises:
         ConfigError: Only the compiler decides what is repeated.
     """
-    mode = MODES[run.checkpointing]
-    if run.tp == 1 or not mode.recomputes:
+    mode = run.checkpointing
+    if run.tp == 1 or mode == "none":
         return []
-    if not mode.eager:
-        *others, last = [repr(other.name) for other in MODES.values() if other.eager]
+    if mode not in EAGER_MODES:
+        *others, last = map(repr, EAGER_MODES)
         want = f"{', '.join(others)} or {last}: only the compiler knows what it repeats"
-        raise ConfigError("activation_checkpoint.mode", mode.name, want)
+        raise ConfigError("activation_checkpoint.mode", mode, want)
     prepare = checkpointing_of(run, run.checkpointing)
     count = run.microbatches * run.accumulation
     return [

@@ -13,7 +13,7 @@ from torchtitan_lr.estimate.kernels import KernelRecorder, Work, norm_in_one_ker
 from torchtitan_lr.estimate.memory import checkpointing_of, workload_of
 from torchtitan_lr.estimate.rehearsal import Prepare, Workload, build_prepared, fake_ranks
 from torchtitan_lr.estimate.run import Run
-from torchtitan_lr.parallel.recompute import MODES, wrapping_period
+from torchtitan_lr.parallel.recompute import EAGER_MODES, wrapping_period
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def work_of_run(run: Run, mode: str | None = None, one_kernel_norm: bool = True)
     """
     section = run.config.activation_checkpoint
     mode = run.checkpointing if mode is None else mode
-    if not MODES[mode].eager:
+    if mode not in EAGER_MODES:
         least, most, share = "full", "none", section.memory_budget
         bounds = (work_of_run(run, each, one_kernel_norm) for each in (least, most))
         return next(bounds).towards(next(bounds), share)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from torchtitan_lr.data.evaluation import EvaluationSet, encoded
 from torchtitan_lr.data.sources import Source
 from torchtitan_lr.data.tokenizer import build_tokenizer, check_tokenizer, resolve_assets_path
+from torchtitan_lr.data.validation import EvaluationSet, encoded
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.exported import open_source
 from torchtitan_lr.hf.shards import WeightSource
@@ -34,7 +34,7 @@ from torchtitan_lr.hf.svd_import import (
     limit_tokens,
 )
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.families.registry import FAMILIES
+from torchtitan_lr.models.families import FAMILIES
 
 _SHIPPED = ("cpython", "python_stdlib")
 """Values of ``--calibration`` that are no paths: the corpus's training part."""

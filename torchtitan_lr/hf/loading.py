@@ -24,7 +24,7 @@ from torchtitan_lr.data.tokenizer import build_tokenizer, check_tokenizer
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.weights import StoredWeights, no_checkpoint, parameter_shapes
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.families.registry import FAMILIES, find_family
+from torchtitan_lr.models.families import FAMILIES, find_family
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.stored_args import read_model_args as read_model_args

@@ -26,7 +26,7 @@ from torchtitan_lr.hf.loading import build_model_args, open_weights, read_record
 from torchtitan_lr.hf.weights import no_checkpoint
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.models.loss import HeadLoss
+from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, ParallelDims, dist_utils, set_default_dtype
@@ -212,7 +212,7 @@ def load_on_ranks(
 
     def summed(inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
         with context():
-            return batch_loss(parts[0], HeadLoss(), pipeline, inputs, labels)
+            return batch_loss(parts[0], cross_entropy_sum, pipeline, inputs, labels)
 
     def total_loss(batches: Batches) -> tuple[float, int]:
         loss, tokens = sum_over_ranks(parts, batches, summed, parallel_dims)
@@ -261,7 +261,7 @@ def _build_parts(
     pipeline = None
     if parallel_dims.pp_enabled:
         split = partial(spec.pipelining_fn, model, parallel_dims, config, device, args)
-        pipeline, parts, _, _ = split(spec.parallelize_fn, HeadLoss())
+        pipeline, parts, _, _ = split(spec.parallelize_fn, cross_entropy_sum)
     else:
         parts = [spec.parallelize_fn(model, parallel_dims, config)]
     for part in parts:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.cache import AttentionCache
 from torchtitan_lr.models.lanes import dense_edges, low_rank_edges
-from torchtitan_lr.models.linears import Gated, can_recompute_input, low_rank_group
+from torchtitan_lr.models.linears import Gated, low_rank_group
 from torchtitan_lr.models.rope import apply_rope
 
 Latents: TypeAlias = tuple[Tensor, ...]
@@ -175,24 +175,19 @@ class FeedForward(nn.Module):
         """
         gate_up, down = [self.w1, self.w3], [self.w2]
         if not self.low_rank:
-            return self.down(self.glu(*self.gate_up(x, gate_up, norm)), down)[0], ()
+            gate, up = self.gate_up(x, gate_up, norm)
+            return self.down(Gated(gate, up, self.outer_silu).product(), down)[0], ()
         previous, previous_down = carried and carried[:2], carried and carried[2:]
         edges = self.down_gate_up, self.up_gate_up
         hidden, latents = low_rank_group(
             x, gate_up, *edges, self.silu_gate_up, norm, self.mix, previous
         )
         gated = Gated(hidden[0], hidden[1], self.outer_silu)
-        lazy = getattr(self.down_down, "takes_gated", False) and can_recompute_input(gated.gate)
-        hidden_units = gated if lazy else gated.product()
         edges = self.down_down, self.up_down
         (out,), latents_down = low_rank_group(
-            hidden_units, down, *edges, self.silu_down, None, self.mix, previous_down, last=True
+            gated, down, *edges, self.silu_down, None, self.mix, previous_down, last=True
         )
         return out, (*latents, *latents_down)
-
-    def glu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Gate the hidden units, both inputs (b, s, f) for any f."""
-        return Gated(gate, up, self.outer_silu).product()
 
 
 class TransformerBlock(nn.Module):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.families.registry import FAMILIES, ModelFamily
+from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.models.stored_args import is_file_name, read_flavor
 from torchtitan_lr.titan.specs import RoPEScalingArgs
 

@@ -28,23 +28,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lr.collectives import (
-    FEATURES,
     SINGLE,
     Edge,
     Ranks,
-    all_gather,
     all_reduce,
+    gather_partial,
+    gather_partial_wide,
     local,
-    start_reduce_scatter,
-    wait,
-    wide_all_reduce,
-    wide_reduce_scatter,
 )
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.ends import EmbedEdge, HeadEdge
 from torchtitan_lr.models.linears import ColumnEdge, DownEdge, LowRankLinear, RowEdge, UpEdge
 from torchtitan_lr.models.marks import save
-from torchtitan_lr.models.norms import down_products, epsilon, normalize, sync_norm
+from torchtitan_lr.models.norms import down_products, norm_numbers, normalize, sync_norm
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -141,8 +136,7 @@ class _ShareChannels(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         own = lane_sum(gradient, ctx.shared, ctx.wide)
-        total = (wide_all_reduce if ctx.wide else all_reduce)(own, ctx.ranks)
-        return spread(total, gradient), None, None, None
+        return spread(all_reduce(own, ctx.ranks, ctx.wide), gradient), None, None, None
 
 
 def share_channels(x: Tensor, shared: int, wide: bool = True, ranks: Ranks = SINGLE) -> Tensor:
@@ -160,31 +154,6 @@ def share_channels(x: Tensor, shared: int, wide: bool = True, ranks: Ranks = SIN
     if shared == 0:
         return x
     out: Tensor = _ShareChannels.apply(x, shared, wide, ranks)
-    return out
-
-
-class _GatherForLanes(torch.autograd.Function):
-    """Forward all-gather of the features, backward reduce-scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, wide: bool) -> Tensor:
-        ctx.ranks, ctx.wide = ranks, wide
-        return all_gather(x, ranks, FEATURES)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.wide:
-            return wide_reduce_scatter(gradient, ctx.ranks, FEATURES), None, None
-        return wait(start_reduce_scatter(gradient, ctx.ranks, FEATURES)), None, None
-
-
-def gather_for_lanes(x: Tensor, ranks: Ranks, wide: bool) -> Tensor:
-    """Gather the features (b, s, d/T) for lanes whose streams differ afterwards.
-
-    The gradient is a sum over all lanes, the only reduction of the embedding. A rank owns d/T of
-    the embedding, so a reduce-scatter is enough.
-    """
-    out: Tensor = x if ranks.size == 1 else _GatherForLanes.apply(x, ranks, wide)
     return out
 
 
@@ -214,18 +183,13 @@ class LaneColumnEdge(Edge):
 
 
 class LaneRowEdge(Edge):
-    """A full-rank linear that ends in the lanes' streams, through the partial reduction.
+    """A full-rank linear that ends in the lanes' streams, through the partial reduction."""
 
-    Args:
-        ranks: The tensor-parallel ranks.
-        args: The model's arguments.
-        wide: Whether backward sums in fp32 while it sends half precision.
-    """
+    args: LlamaArgs = LlamaArgs()
+    """The model's arguments."""
 
-    def __init__(self, ranks: Ranks, args: LlamaArgs, wide: bool) -> None:
-        super().__init__(ranks)
-        self.lanes, self.shared = args.lanes // ranks.size, args.shared_channels(args.dim)
-        self.wide = wide
+    wide: bool = True
+    """Whether backward sums in fp32 while it sends half precision."""
 
     def forward(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
         """Map each lane's part of the features.
@@ -237,8 +201,10 @@ class LaneRowEdge(Edge):
         Returns:
             The term added to the streams of this rank's lanes, (b, s, g, d), per linear.
         """
-        terms = [lane_terms(x, local(linear.weight), self.lanes) for linear in linears]
-        return [share_channels(term, self.shared, self.wide, self.ranks) for term in terms]
+        lanes = self.args.lanes // self.ranks.size
+        shared = self.args.shared_channels(self.args.dim)
+        terms = [lane_terms(x, local(linear.weight), lanes) for linear in linears]
+        return [share_channels(term, shared, self.wide, self.ranks) for term in terms]
 
 
 class LatentDownEdge(Edge):
@@ -249,17 +215,16 @@ class LatentDownEdge(Edge):
     Equivalently, a bottleneck of rank p · r shared by all is joined by one of (1 - p) · r in
     each lane, a block-diagonal map. The latents and their gradients differ between ranks, so the
     norm's statistic is reduced in both passes (`sync_norm`).
-
-    Args:
-        ranks: The tensor-parallel ranks.
-        args: The model's arguments.
-        wide: Whether backward sums in fp32 while it sends half precision.
-        grouped: Whether the shared channels of a group are one message.
     """
 
-    def __init__(self, ranks: Ranks, args: LlamaArgs, wide: bool, grouped: bool = True) -> None:
-        super().__init__(ranks)
-        self.args, self.wide, self.grouped = args, wide, grouped
+    args: LlamaArgs = LlamaArgs()
+    """The model's arguments."""
+
+    wide: bool = True
+    """As in `LaneRowEdge`."""
+
+    grouped: bool = True
+    """Whether the shared channels of a group are one message."""
 
     def forward(
         self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
@@ -274,27 +239,23 @@ class LatentDownEdge(Edge):
         Returns:
             The latents of this rank's lanes, one (b, s, g, r) per linear.
         """
-        if norm is not None and self.ranks.size == 1:
-            x = norm(x)
-        elif norm is not None:
-            width = norm.normalized_shape[0]
-            x = sync_norm(x, local(norm.weight), width, epsilon(norm), self.ranks)
+        if norm is not None:
+            single = self.ranks.size == 1
+            x = norm(x) if single else sync_norm(x, *norm_numbers(norm), self.ranks)
         weights = [local(linear.A.weight) for linear in linears]
-        if self.grouped:
-            return self._latents(x, weights)
-        return [latent for weight in weights for latent in self._latents(x, [weight])]
-
-    def _latents(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Compute the latents with one reduction: rows with shared outputs come first."""
-        shared = [self.args.shared_channels(weight.shape[0]) for weight in weights]
-        private = [weight.shape[0] - n for weight, n in zip(weights, shared, strict=True)]
-        pairs = list(zip(weights, shared, strict=True))
-        rows = torch.cat([*(w[:n] for w, n in pairs), *(w[n:] for w, n in pairs)])
-        terms = lane_terms(x, rows, self.args.lanes // self.ranks.size)
-        out = share_channels(terms, sum(shared), self.wide, self.ranks)
-        parts = out.split([*shared, *private], dim=-1)
-        n = len(weights)
-        return [torch.cat((parts[i], parts[n + i]), dim=-1) for i in range(n)]
+        latents: list[Tensor] = []
+        for group in [weights] if self.grouped else [[weight] for weight in weights]:
+            shared = [self.args.shared_channels(weight.shape[0]) for weight in group]
+            private = [weight.shape[0] - n for weight, n in zip(group, shared, strict=True)]
+            pairs = list(zip(group, shared, strict=True))
+            # The shared rows of all linears come first, so that one reduction serves the group.
+            rows = torch.cat([*(w[:n] for w, n in pairs), *(w[n:] for w, n in pairs)])
+            terms = lane_terms(x, rows, self.args.lanes // self.ranks.size)
+            out = share_channels(terms, sum(shared), self.wide, self.ranks)
+            parts = out.split([*shared, *private], dim=-1)
+            n = len(group)
+            latents += [torch.cat((parts[i], parts[n + i]), dim=-1) for i in range(n)]
+        return latents
 
 
 class LatentUpEdge(Edge):
@@ -317,51 +278,32 @@ class LatentUpEdge(Edge):
 class LaneEmbedEdge(Edge):
     """Look up this rank's features, gather all features: every lane starts with the same vectors.
 
-    Args:
-        ranks: The tensor-parallel ranks.
-        lanes: Lanes G of the model.
-        wide: As in `LaneRowEdge`.
+    The gradient is a sum over all lanes, the only reduction of the embedding. A rank owns d/T of
+    the embedding, so a reduce-scatter is enough.
     """
 
-    def __init__(self, ranks: Ranks, lanes: int, wide: bool) -> None:
-        super().__init__(ranks)
-        self.lanes, self.wide = lanes // ranks.size, wide
+    lanes: int = 1
+    """Lanes G of the model."""
+
+    wide: bool = True
+    """As in `LaneRowEdge`."""
 
     def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
         """Look tokens (b, s) up in weight (V, d/T), Shard(1); gives (b, s, g, d)."""
         x = F.embedding(tokens, local(embedding.weight))
-        x = gather_for_lanes(x, self.ranks, self.wide)
-        return x.unsqueeze(2).expand(-1, -1, self.lanes, -1)
-
-
-class LaneHeadEdge(HeadEdge):
-    """Final norm and head: each lane scores its part of the vocabulary; nothing is gathered."""
-
-    def normalized(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
-        """Return the streams of this rank's lanes (b, s, g, d), normalized."""
-        return x if norm is None else normalize(x, norm, self.ranks)
-
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the logits of this rank's lanes side by side, (b, s, V/T)."""
-        return lane_linear(x, weight)
+        x = (gather_partial_wide if self.wide else gather_partial)(x, self.ranks)
+        return x.unsqueeze(2).expand(-1, -1, self.lanes // self.ranks.size, -1)
 
 
 def dense_edges(args: LlamaArgs) -> tuple[Edge, Edge]:
     """Return one device's edges in front of and behind a full-rank group."""
     if args.lanes == 1:
         return ColumnEdge(), RowEdge()
-    return LaneColumnEdge(), LaneRowEdge(SINGLE, args, args.backward_sum == "float32")
+    return LaneColumnEdge(), LaneRowEdge(args=args, wide=args.backward_sum == "float32")
 
 
 def low_rank_edges(args: LlamaArgs) -> tuple[Edge, Edge]:
     """Return one device's edges that end and start a bottleneck chunk."""
     if args.lanes == 1:
         return DownEdge(), UpEdge()
-    return LatentDownEdge(SINGLE, args, args.backward_sum == "float32"), LatentUpEdge()
-
-
-def end_edges(args: LlamaArgs) -> tuple[Edge, Edge]:
-    """Return one device's edges of the embedding and of the head; low rank has one stream."""
-    if args.lanes > 1 and not args.low_rank:
-        return LaneEmbedEdge(SINGLE, args.lanes, True), LaneHeadEdge()
-    return EmbedEdge(), HeadEdge()
+    return LatentDownEdge(args=args, wide=args.backward_sum == "float32"), LatentUpEdge()

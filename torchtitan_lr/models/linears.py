@@ -17,7 +17,7 @@ more element-wise pass each. In compiled blocks the compiler decides what is kep
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from torchtitan_lr.collectives import (
     Edge,
     Ranks,
     all_gather,
+    copy_to_ranks,
     local,
     reduce_over_ranks,
     scatter_sum,
@@ -43,7 +44,7 @@ from torchtitan_lr.models.marks import save
 from torchtitan_lr.models.norms import (
     Reduction,
     down_products,
-    epsilon,
+    norm_numbers,
     normalize,
     online_down,
     summed_products,
@@ -86,17 +87,6 @@ class Gated(NamedTuple):
         return (F.silu(self.gate) if self.silu else self.gate) * self.up
 
 
-def can_recompute_input(x: Tensor) -> bool:
-    """Return whether the products below can be used on an input like x.
-
-    Without gradients they have no use, and under autocast their backward would meet two dtypes.
-    """
-    device = x.device.type
-    # `torch.amp.is_autocast_available` would break the compiled graph in torch 2.11.
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.is_grad_enabled() and not autocast
-
-
 class _SiluLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
@@ -107,8 +97,8 @@ class _SiluLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         h, weight = ctx.saved_tensors
-        dweight = _weight_gradient(gradient, F.silu(h))
-        return _silu_backward(gradient @ weight, h), dweight
+        dweight = gradient.flatten(0, -2).T @ F.silu(h).flatten(0, -2)
+        return torch.ops.aten.silu_backward(gradient @ weight, h), dweight
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -124,20 +114,13 @@ class _GatedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
         gate, up, weight = ctx.saved_tensors
         active = F.silu(gate) if ctx.silu else gate
-        dweight = _weight_gradient(gradient, active * up)
+        dweight = gradient.flatten(0, -2).T @ (active * up).flatten(0, -2)
         dproduct = gradient @ weight
         dup = dproduct * active
-        dactive = dproduct.mul_(up)
-        return _silu_backward(dactive, gate) if ctx.silu else dactive, dup, None, dweight
-
-
-def _weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
-    return gradient.flatten(0, -2).T @ x.flatten(0, -2)
-
-
-def _silu_backward(gradient: Tensor, x: Tensor) -> Tensor:
-    out: Tensor = torch.ops.aten.silu_backward(gradient, x)
-    return out
+        dgate = dproduct.mul_(up)  # in place: f-wide, and not needed any more
+        if ctx.silu:
+            dgate = torch.ops.aten.silu_backward(dgate, gate)
+        return dgate, dup, None, dweight
 
 
 def silu_linear(h: Tensor, weight: Tensor) -> Tensor:
@@ -218,14 +201,15 @@ class _SharedLinear(torch.autograd.Function):
         whole = shared.whole(x)
         ctx.save_for_backward(whole, *weights)
         ctx.shared = shared
-        if not shared.separate:
-            if shared.saved == "output":
-                return save(lambda: (F.linear(whole, _concatenated(weights)),))
-            return (F.linear(whole, _concatenated(weights)),)
-        return tuple(
-            F.linear(part, run[0]) if len(run) == 1 else torch.bmm(part, torch.stack(run).mT)
-            for part, run in _parts(whole, weights)
-        )
+        if shared.separate:
+            return tuple(
+                F.linear(part, run[0]) if len(run) == 1 else torch.bmm(part, torch.stack(run).mT)
+                for part, run in _parts(whole, weights)
+            )
+        rows = weights[0] if len(weights) == 1 else torch.cat(weights)
+        if shared.saved == "output":
+            return save(lambda: (F.linear(whole, rows),))
+        return (F.linear(whole, rows),)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -238,7 +222,7 @@ class _SharedLinear(torch.autograd.Function):
             sizes = [weight.shape[0] for weight in weights]
             return (wait(summed), None, *dw.split(sizes))
         summed = shared.start_sum(_input_gradient(gradients, weights).view_as(whole))
-        dweights: list[Tensor] = []
+        dweights: list[Tensor] = []  # during the reduction, too
         for gradient, (part, run) in zip(gradients, _parts(whole, weights), strict=True):
             if len(run) == 1:
                 dweights.append(gradient.flatten(0, 1).T @ part.flatten(0, 1))
@@ -247,40 +231,36 @@ class _SharedLinear(torch.autograd.Function):
         return (wait(summed), None, *dweights)
 
 
-def _concatenated(weights: Sequence[Tensor]) -> Tensor:
-    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
-
-
-def _parts(whole: Tensor, weights: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
-    """Pair each run of n weights of equal shape with its input (b, s, r), or (n, b·s, r) if n > 1.
+def _runs(weights: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Put neighbours of equal shape together: each run is one batched product.
 
     Under grouped-query attention q has another shape and its own product; k and v share one.
     """
+    return [list(run) for _, run in groupby(weights, key=lambda weight: weight.shape)]
+
+
+def _parts(whole: Tensor, weights: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
+    """Pair each run of n weights with its input (b, s, r), or (n, b s, r) if n > 1."""
     runs = _runs(weights)
     parts = whole.split([len(run) * run[0].shape[1] for run in runs], dim=-1)
     return [
-        (part if len(run) == 1 else _stacked(part, len(run)), run)
+        # (b, s, n r) viewed as a batch: no copy, as `bmm` takes any strides
+        (part.unflatten(-1, (len(run), -1)).flatten(0, 1).transpose(0, 1), run)
+        if len(run) > 1
+        else (part, run)
         for part, run in zip(parts, runs, strict=True)
     ]
 
 
-def _runs(weights: Sequence[Tensor]) -> list[list[Tensor]]:
-    return [list(run) for _, run in groupby(weights, key=lambda weight: weight.shape)]
-
-
-def _stacked(x: Tensor, n: int) -> Tensor:
-    """View (b, s, n r) as a batch (n, b s, r)."""
-    return x.unflatten(-1, (n, -1)).flatten(0, 1).transpose(0, 1)
-
-
 def _input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Return the gradient (b·s, Σ r_i) of the inputs, from one gradient per run of weights."""
+    """Return the gradient (b s, Σ r_i) of the inputs, from one gradient per run of weights."""
     by_weight: list[Tensor] = []
     for gradient, run in zip(gradients, _runs(weights), strict=True):
         by_weight += [gradient.flatten(0, 1)] if len(run) == 1 else gradient.unbind()
     pairs = list(zip(by_weight, weights, strict=True))
     if torch.compiler.is_compiling():
         return torch.cat([gradient @ weight for gradient, weight in pairs], -1)
+    # Eagerly each product is written where it belongs: a `cat` would copy all of them once more.
     widths = [weight.shape[1] for weight in weights]
     out = by_weight[0].new_empty(by_weight[0].shape[0], sum(widths))
     for (gradient, weight), part in zip(pairs, out.split(widths, dim=-1), strict=True):
@@ -324,16 +304,10 @@ def shared_linears(x: Tensor, weights: Sequence[Tensor], shared: SharedInput) ->
 
 
 class ColumnEdge(Edge):
-    """Start of a full-rank pair: the norm, then the column-parallel linears of a group.
+    """Start of a full-rank pair: the norm, then the column-parallel linears of a group."""
 
-    Args:
-        ranks: The tensor-parallel ranks.
-        sequence: Whether the stream is sharded along the tokens.
-    """
-
-    def __init__(self, ranks: Ranks = SINGLE, sequence: bool = False) -> None:
-        super().__init__(ranks)
-        self.sequence = sequence
+    sequence: bool = False
+    """Whether the stream is sharded along the tokens."""
 
     def forward(self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm) -> list[Tensor]:
         """Apply the group.
@@ -357,16 +331,10 @@ class ColumnEdge(Edge):
 
 
 class RowEdge(Edge):
-    """End of a full-rank pair: a row-parallel linear and the sum over the ranks.
+    """End of a full-rank pair: a row-parallel linear and the sum over the ranks."""
 
-    Args:
-        ranks: The tensor-parallel ranks.
-        sequence: Whether each rank keeps a shard of the tokens.
-    """
-
-    def __init__(self, ranks: Ranks = SINGLE, sequence: bool = False) -> None:
-        super().__init__(ranks)
-        self.sequence = sequence
+    sequence: bool = False
+    """Whether each rank keeps a shard of the tokens."""
 
     def forward(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
         """Apply the linears.
@@ -386,29 +354,19 @@ class RowEdge(Edge):
 
 
 class DownEdge(Edge):
-    """End of a chunk: the norm, if any, then A of every linear, and the chunk's one reduction.
+    """End of a chunk: the norm, if any, then A of every linear, and the chunk's one reduction."""
 
-    Args:
-        ranks: The tensor-parallel ranks.
-        grouped: Whether the latents of a group share one collective.
-        sequence: Whether the reduction is a reduce-scatter over the tokens.
-        online: Whether the norm's statistic is reduced with the latents, or before them.
-        column: For an online norm, whether the statistic is a column of the latents' message.
-    """
+    grouped: bool = True
+    """Whether the latents of a group share one collective."""
 
-    def __init__(
-        self,
-        ranks: Ranks = SINGLE,
-        grouped: bool = True,
-        sequence: bool = False,
-        online: bool = True,
-        column: bool = False,
-    ) -> None:
-        super().__init__(ranks)
-        self.online = online
-        # One rank has no message to share, and separate outputs need no copies.
-        self.how = Reduction(ranks, grouped and ranks.size > 1, column, sequence)
-        self.takes_gated = ranks.size == 1
+    sequence: bool = False
+    """Whether the reduction is a reduce-scatter over the tokens."""
+
+    online: bool = True
+    """Whether the norm's statistic is reduced with the latents, or before them."""
+
+    column: bool = False
+    """For an online norm, whether the statistic is a column of the latents' message."""
 
     def forward(
         self, x: "Tensor | Gated", linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
@@ -416,7 +374,7 @@ class DownEdge(Edge):
         """Compress one input into the latents of a group.
 
         Args:
-            x: Input (b, s, d_in/T), Shard(-1); where `takes_gated`, also its two factors.
+            x: Input (b, s, d_in/T), Shard(-1); on one rank also its two factors.
             linears: The group; all take the same input. A (r, d_in/T) is Shard(1).
             norm: Norm before them; weight (d_in/T,), Shard(0).
 
@@ -427,33 +385,29 @@ class DownEdge(Edge):
         weights = [local(linear.A.weight) for linear in linears]
         if isinstance(x, Gated):
             return [gated_linear(x, weight) for weight in weights]
-        if self.ranks.size == 1:
+        single = self.ranks.size == 1
+        if single:
             x = x if norm is None else norm(x)
-            if not can_recompute_input(x):
+            if not torch.is_grad_enabled():
                 return [linear.A(x) for linear in linears]
-        elif norm is not None:
-            gamma, dim, eps = local(norm.weight), norm.normalized_shape[0], epsilon(norm)
+        # One rank has no message to share, and separate outputs need no copies.
+        how = Reduction(self.ranks, self.grouped and not single, self.column, self.sequence)
+        if norm is not None and not single:
             if self.online:
-                return online_down(x, gamma, dim, eps, weights, self.how)
-            x = sync_norm(x, gamma, dim, eps, self.ranks)
-        return down_products(x, weights, self.how)
+                return online_down(x, *norm_numbers(norm), weights, how)
+            x = sync_norm(x, *norm_numbers(norm), self.ranks)
+        return down_products(x, weights, how)
 
 
 class UpEdge(Edge):
-    """Start of a chunk: column-parallel B of every linear of the group, each on its own latent.
+    """Start of a chunk: column-parallel B of every linear of the group, each on its own latent."""
 
-    Args:
-        ranks: The tensor-parallel ranks.
-        grouped: Whether the latents of a group share one collective and, if their shapes are
-            equal, one batched product.
-        sequence: Whether the latents arrive as token shards.
-    """
+    grouped: bool = True
+    """Whether the latents of a group share one collective and, if their shapes are equal, one
+    batched product."""
 
-    def __init__(self, ranks: Ranks = SINGLE, grouped: bool = True, sequence: bool = False) -> None:
-        super().__init__(ranks)
-        self.grouped = grouped
-        self.shared = SharedInput(ranks, TOKENS if sequence else None, saved="input")
-        self.applies_silu = ranks.size == 1
+    sequence: bool = False
+    """Whether the latents arrive as token shards."""
 
     def forward(
         self,
@@ -467,7 +421,7 @@ class UpEdge(Edge):
             latents: One (b, s, r) per linear, replicated; (b, s/T, r), Shard(1), for `sequence`;
                 after mixing and, without ``use_silu``, activation.
             linears: The group; B (d_out/T, r) is Shard(0).
-            use_silu: Where `applies_silu`, the latents to which σ = SiLU has not been applied yet.
+            use_silu: On one rank, the latents to which σ = SiLU has not been applied yet.
 
         Returns:
             One output (b, s, d_out/T), Shard(-1), per linear.
@@ -479,11 +433,48 @@ class UpEdge(Edge):
                 for latent, linear, active in zip(latents, linears, silu, strict=True)
             ]
         weights = [local(linear.B.weight) for linear in linears]
-        if self.grouped and len(weights) > 1:
-            latent = torch.cat(list(latents), dim=-1)
-            return shared_linears(latent, weights, replace(self.shared, separate=True))
+        separate = self.grouped and len(weights) > 1
+        shared = SharedInput(self.ranks, TOKENS if self.sequence else None, "input", separate)
+        if separate:
+            return shared_linears(torch.cat(list(latents), dim=-1), weights, shared)
         pairs = zip(latents, weights, strict=True)
-        return [shared_linear(latent, [weight], self.shared) for latent, weight in pairs]
+        return [shared_linear(latent, [weight], shared) for latent, weight in pairs]
+
+
+class MixEdge(Edge):
+    """LaX: add the previous block's latents, projection by projection; local on any ranks."""
+
+    sharded: bool = False
+    """Whether a rank holds only a part of each latent, along r or along the tokens. Then the
+    gradient of a learned gate is a sum over the ranks."""
+
+    def forward(
+        self,
+        latents: Sequence[Tensor],
+        carried: Sequence[Tensor] | None,
+        linears: Sequence[LowRankLinear],
+    ) -> list[Tensor]:
+        """Compute A_i x_i + g · A_(i-1) x_(i-1).
+
+        Args:
+            latents: This block's A_i x_i, one (b, s, r) per linear, in the plan's layout.
+            carried: The previous block's, in the same order and layout; None in the first block.
+            linears: The group, with the gates g (1,), Replicate, where they are learned (else
+                g = 1).
+
+        Returns:
+            The mixed latents, in the same layout.
+        """
+        if carried is None:
+            return list(latents)
+        gates = [local(linear.gate) for linear in linears if linear.gate is not None]
+        if gates and self.sharded:  # one collective for the group
+            gates = list(copy_to_ranks(torch.cat(gates), self.ranks).split(1))
+        gate = iter(gates)
+        return [
+            latent + (previous if linear.gate is None else next(gate) * previous)
+            for latent, previous, linear in zip(latents, carried, linears, strict=True)
+        ]
 
 
 def low_rank_group(
@@ -500,7 +491,7 @@ def low_rank_group(
     """Apply a group of factorised linears to one input: B A x, with σ CoLA's B σ(A x) (Eq. 3).
 
     Args:
-        x: Input (b, s, d_in), or a `Gated` for an edge that takes one.
+        x: Input (b, s, d_in), or its two factors.
         linears: The group, of `LowRankLinear`; all take the same input.
         down: Edge that applies A, such as `DownEdge`.
         up: Edge that applies B, such as `UpEdge`.
@@ -514,9 +505,15 @@ def low_rank_group(
     Returns:
         One output (b, s, d_out) per linear, and their pre-activation latents A x (b, s, r).
     """
+    # Without gradients nothing is kept, so that recomputing an input has no use.
+    recomputes = torch.is_grad_enabled()
+    if isinstance(x, Gated) and not (
+        recomputes and isinstance(down, DownEdge) and down.ranks.size == 1
+    ):
+        x = x.product()
     latents = down(x, linears, norm)
     mixed = latents if mix is None else mix(latents, carried, linears)
-    if not last and getattr(up, "applies_silu", False) and can_recompute_input(mixed[0]):
+    if not last and recomputes and isinstance(up, UpEdge) and up.ranks.size == 1:
         return up(mixed, linears, use_silu), latents
     active = [F.silu(h) if silu else h for h, silu in zip(mixed, use_silu, strict=True)]
     return up(active, linears), latents  # B σ(A x)

@@ -11,9 +11,9 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.block import Latents, TransformerBlock
 from torchtitan_lr.models.cache import ModelCache
 from torchtitan_lr.models.documents import document_mask, document_positions
-from torchtitan_lr.models.ends import OutputProjection, TokenEmbedding
+from torchtitan_lr.models.ends import EmbedEdge, HeadEdge, OutputProjection, TokenEmbedding
 from torchtitan_lr.models.initialization import init_parameters
-from torchtitan_lr.models.lanes import end_edges
+from torchtitan_lr.models.lanes import LaneEmbedEdge
 from torchtitan_lr.models.rope import build_freqs_cis
 from torchtitan_lr.titan.base import ModelProtocol
 
@@ -32,7 +32,10 @@ class LlamaModel(ModelProtocol):
         model_args.check()
         self.model_args = model_args
         dim, vocab_size = model_args.dim, model_args.vocab_size
-        embed, head = end_edges(model_args)
+        # The low-rank families have lanes in their latents, and one stream.
+        lanes = model_args.lanes if not model_args.low_rank else 1
+        embed = EmbedEdge() if lanes == 1 else LaneEmbedEdge(lanes=lanes)
+        head = HeadEdge(stream="replicated" if lanes == 1 else "lanes")
         self.tok_embeddings: nn.Module | None = TokenEmbedding(vocab_size, dim, embed)
         self.layers = nn.ModuleDict(
             {str(i): TransformerBlock(i, model_args) for i in range(model_args.n_layers)}
@@ -64,6 +67,7 @@ class LlamaModel(ModelProtocol):
             documents: Index of each token's document (b, s), on every pipeline stage; None for one
                 document per row. Documents do not see each other (`models.documents`).
             targets: Token ids (b, s) whose log-probabilities are summed, on every pipeline stage.
+                A head that gathers its logits over the ranks does not use them.
 
         Returns:
             Logits (b, s, V), with a cache of the last position alone, (b, 1, V); with targets
@@ -92,7 +96,6 @@ class LlamaModel(ModelProtocol):
         if self.output is not None:
             out: Tensor = self.output(x, self.norm, targets)
             return out
-        x = x if self.norm is None else self.norm(x)
         return x if latents is None else (x, *latents)
 
     def flops_per_token(self, seq_len: int) -> int:

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Results that low-rank activation checkpointing saves.
+"""Results that low-rank activation checkpointing saves, and the recomputation of the rest.
 
 The edges of the model compute by `save` what backward must not compute twice: the r-wide latents,
 with the collective behind them, and the norms' statistics. Without low-rank checkpointing `save`
@@ -8,19 +8,25 @@ only calls its argument.
 Torch's selective checkpointing saves the results of chosen operators. Outside of compiled code it
 repeats whatever leads to them: the product in front of a saved all-reduce would run again for
 nothing, or its result would have to be saved too. It also frees them after the first recomputation,
-and a split backward needs two. A `Tape` therefore saves the results of whole computations.
+and a split backward needs two. A `Recomputation` therefore saves the results of whole computations.
 """
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from torchtitan_lr.compat.autograd import version_of
-from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS, TorchDispatchMode, lower_as_identity
+from torchtitan_lr.compat.dispatch import (
+    ATTENTION_OPERATORS,
+    TorchDispatchMode,
+    lower_as_identity,
+    tree_map_only,
+)
 
 T = TypeVar("T", bound=tuple[Any, ...])
 
@@ -48,8 +54,8 @@ def save(compute: Callable[[], T]) -> T:
     if torch.compiler.is_compiling():
         made = compute()
         return tuple(torch.ops.torchtitan_lr.keep(x) for x in made) if _marks_in_graphs else made  # type: ignore[return-value]
-    tape: Tape | None = getattr(_thread, "tape", None)
-    return compute() if tape is None else tape.take(compute)
+    running: Recomputation | None = getattr(_thread, "running", None)
+    return compute() if running is None else running.result_of(compute)
 
 
 def mark_in_graphs() -> None:
@@ -57,53 +63,6 @@ def mark_in_graphs() -> None:
     global _marks_in_graphs
     _marks_in_graphs = True
     lower_as_identity(torch.ops.torchtitan_lr.keep.default)
-
-
-class Tape:
-    """What one forward pass of a block saved, in order.
-
-    Args:
-        attention: Whether the results of fused attention are saved too.
-    """
-
-    def __init__(self, attention: bool) -> None:
-        self.attention = _SavedAttention() if attention else None
-        self.results: list[tuple[tuple[Any, ...], list[int]]] = []
-        self.place: int | None = None
-
-    def take(self, compute: Callable[[], T]) -> T:
-        """Compute and save, in forward; return the saved tensors, in a recomputation.
-
-        Raises:
-            RuntimeError: A saved tensor was changed in place since.
-        """
-        if self.place is None:
-            made = compute()
-            self.results.append((_aliases(made), _versions(made)))
-            return made
-        saved, versions = self.results[self.place]
-        if _versions(saved) != versions:
-            raise RuntimeError("a tensor that low-rank checkpointing saves was changed in place")
-        self.place += 1
-        return _aliases(saved)  # type: ignore[return-value]
-
-    def recording(self) -> AbstractContextManager[None]:
-        """Return a context in which `save` saves, for the forward pass."""
-        return self._running(None)
-
-    def replaying(self) -> AbstractContextManager[None]:
-        """Return a context in which `save` returns what was saved, for a recomputation."""
-        return self._running(0)
-
-    @contextmanager
-    def _running(self, place: int | None) -> Iterator[None]:
-        outer = getattr(_thread, "tape", None)
-        self.place, _thread.tape = place, self
-        try:
-            with nullcontext() if self.attention is None else self.attention:
-                yield
-        finally:
-            _thread.tape = outer
 
 
 class _SavedAttention(TorchDispatchMode):
@@ -117,10 +76,109 @@ class _SavedAttention(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _aliases(made: tuple[Any, ...]) -> tuple[Any, ...]:
-    # Autograd writes into the tensors that a Function returns; the memory is the same.
-    return tuple(x.detach() if isinstance(x, Tensor) else x for x in made)
+class _AllFound(Exception):
+    """Ends a recomputation."""
 
 
-def _versions(made: tuple[Any, ...]) -> list[int]:
-    return [version_of(x) for x in made if isinstance(x, Tensor)]
+class Recomputation:
+    """A forward pass whose saved tensors are computed again when backward needs the first of them.
+
+    ``torch.utils.checkpoint`` does this anew for every call of autograd. The weights' half of a
+    split backward is one call per linear: a block would run as often, and what each call leaves
+    would stay until the last. Here all calls of a backward share one recomputation.
+
+    Args:
+        function: Called in forward, and again in backward until the last saved tensor is there.
+        args: Its positional arguments, which are kept.
+        kwargs: Its keyword arguments.
+        save_attention: Whether the results of fused attention are saved too.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        save_attention: bool = False,
+    ) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self._attention: AbstractContextManager[Any] = (
+            _SavedAttention() if save_attention else nullcontext()
+        )
+        self._results: list[tuple[Any, list[int]]] = []
+        self._shapes: list[tuple[torch.Size, torch.dtype]] = []
+        self._found: dict[int, Tensor] = {}
+        self._next: int | None = None
+
+    def forward(self) -> Any:
+        """Run the function; autograd gets numbers in place of the tensors that it saves."""
+
+        def pack(x: Tensor) -> int:
+            self._shapes.append((x.shape, x.dtype))
+            return len(self._shapes) - 1
+
+        with saved_tensors_hooks(pack, self._unpack), self._running(None):
+            return self.function(*self.args, **self.kwargs)
+
+    def result_of(self, compute: Callable[[], T]) -> T:
+        """Compute and keep, in forward; return what was kept, in a recomputation.
+
+        Raises:
+            RuntimeError: A kept tensor was changed in place since.
+        """
+        if self._next is None:
+            made: Any = compute()
+            versions = [version_of(x) for x in made if isinstance(x, Tensor)]
+            # Aliases: autograd writes into the tensors that a Function returns.
+            self._results.append((tree_map_only(Tensor, Tensor.detach, made), versions))
+            return made
+        saved, versions = self._results[self._next]
+        if [version_of(x) for x in saved if isinstance(x, Tensor)] != versions:
+            raise RuntimeError("a tensor that low-rank checkpointing saves was changed in place")
+        self._next += 1
+        return tree_map_only(Tensor, Tensor.detach, saved)
+
+    def _unpack(self, number: int) -> Tensor:
+        """Return a tensor that autograd saved, after a recomputation if it is the first one.
+
+        Raises:
+            RuntimeError: The recomputation saves other tensors than the forward pass did.
+        """
+        if number in self._found:
+            return self._found.pop(number)
+        found: list[Tensor] = []
+
+        def collect(x: Tensor) -> None:
+            found.append(x.detach())
+            if len(found) == len(self._shapes):
+                raise _AllFound
+
+        with torch.enable_grad():
+            # A graph of its own. It begins with views, because module hooks (the FLOP counter's)
+            # run other operators on leaves than on results.
+            args, kwargs = tree_map_only(
+                Tensor,
+                lambda x: x.detach().requires_grad_().view_as(x) if x.requires_grad else x,
+                (self.args, self.kwargs),
+            )
+            hooks = saved_tensors_hooks(collect, lambda x: x)
+            with hooks, self._running(0), suppress(_AllFound):
+                self.function(*args, **kwargs)
+        if [(x.shape, x.dtype) for x in found] != self._shapes:
+            raise RuntimeError(
+                "low-rank checkpointing: the recomputation took another path than the forward "
+                "pass; was it under a context, such as sdpa_kernel, that ended?"
+            )
+        self._found = dict(enumerate(found))
+        return self._found.pop(number)
+
+    @contextmanager
+    def _running(self, first: int | None) -> Iterator[None]:
+        """Let `save` use this: keep results (None), or return the kept ones from the first on."""
+        outer = getattr(_thread, "running", None)
+        self._next, _thread.running = first, self
+        try:
+            with self._attention:
+                yield
+        finally:
+            _thread.running = outer

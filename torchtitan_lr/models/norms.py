@@ -29,12 +29,11 @@ from torchtitan_lr.collectives import (
     TOKENS,
     Ranks,
     all_gather,
+    all_gathers,
     all_reduce,
     cast,
     copy_to_ranks,
-    finish_all_gather,
     local,
-    start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
     wait,
@@ -73,11 +72,6 @@ class Reduction:
             return start_reduce_scatter(x, self.ranks, TOKENS)
         return start_all_reduce(x, self.ranks)
 
-    def gather(self, *gradients: Tensor) -> list[Tensor]:
-        """Gather the token shards of gradients; all gathers start before the first is awaited."""
-        started = [start_all_gather(gradient, self.ranks) for gradient in gradients]
-        return [finish_all_gather(part, self.ranks, TOKENS) for part in started]
-
     def by_weight(self, payloads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         """Return one tensor per linear, of one per message."""
         if len(payloads) == len(weights):
@@ -102,8 +96,11 @@ class _OnlineDown(torch.autograd.Function):
             reductions = []
             for i, group in enumerate(how.messages(weights)):
                 h = F.linear(x, torch.cat(group) * gamma)
-                payload = _append_column(h, statistic) if how.column and i == 0 else h
-                reductions.append(how.start(payload))  # runs during the next product
+                if how.column and i == 0:
+                    padding = -(h.shape[-1] + 1) % COLUMN_MULTIPLE
+                    column = F.pad(statistic.to(h.dtype).unsqueeze(-1), (0, padding))
+                    h = torch.cat((h, column), dim=-1)
+                reductions.append(how.start(h))  # runs during the next product
             products.extend(wait(reduction) for reduction in reductions)
             if started is None:
                 width = sum(weight.shape[0] for weight in how.messages(weights)[0])
@@ -128,7 +125,7 @@ class _OnlineDown(torch.autograd.Function):
         ds = -0.5 / ctx.dim * rstd.square() * inner  # equal on every rank
         dhs = [(dy * rstd.unsqueeze(-1)).to(x.dtype) for dy in dys]
         if how.sequence:
-            ds, *dhs = how.gather(ds, *dhs)
+            ds, *dhs = all_gathers([ds, *dhs], how.ranks, TOKENS)
         dx = 2 * ds.unsqueeze(-1) * x
         dgamma = torch.zeros_like(gamma, dtype=rstd.dtype)
         dweights: list[Tensor] = []
@@ -158,20 +155,25 @@ class _Down(torch.autograd.Function):
         if how.ranks.size == 1:
             return save(lambda: tuple(F.linear(x, weight) for weight in weights))
 
-        def reduced() -> tuple[Tensor, ...]:
-            # Each reduction runs during the next product.
-            started = [how.start(F.linear(x, torch.cat(group))) for group in how.messages(weights)]
-            return tuple(wait(reduction) for reduction in started)
-
-        return save(reduced)
+        # The inner list starts all reductions: each runs during the next product.
+        return save(
+            lambda: tuple(
+                wait(reduction)
+                for reduction in [
+                    how.start(F.linear(x, torch.cat(group))) for group in how.messages(weights)
+                ]
+            )
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        whole = ctx.how.gather(*gradients) if ctx.how.sequence else gradients
+        how, whole = ctx.how, list(gradients)
+        if how.sequence:
+            whole = all_gathers(gradients, how.ranks, TOKENS)
         gradient = torch.cat(whole, dim=-1) if len(whole) > 1 else whole[0]
         dw = gradient.flatten(0, -2).T @ x.flatten(0, -2)
-        if ctx.how.ranks.size == 1:
+        if how.ranks.size == 1:
             dx = gradient @ (torch.cat(weights) if len(weights) > 1 else weights[0])
         else:
             dx = summed_products(gradient, weights)
@@ -183,12 +185,8 @@ class _SyncNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks) -> Tensor:
-
-        def reduced() -> tuple[Tensor]:
-            statistic = all_reduce(sum_of_squares(x), ranks)
-            return (torch.rsqrt(statistic / dim + eps),)
-
-        rstd = save(reduced)[0].unsqueeze(-1)
+        (rstd,) = save(lambda: (torch.rsqrt(all_reduce(sum_of_squares(x), ranks) / dim + eps),))
+        rstd = rstd.unsqueeze(-1)
         ctx.save_for_backward(x, gamma, rstd)
         ctx.dim, ctx.ranks = dim, ranks
         return cast(x * rstd * gamma, x.dtype)
@@ -315,21 +313,16 @@ def normalize(x: Tensor, norm: nn.RMSNorm, ranks: Ranks = SINGLE) -> Tensor:
     return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
 
 
-def epsilon(norm: nn.RMSNorm) -> float:
-    """Return ε of a norm; torch's default if it was built without one."""
-    return torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
+def norm_numbers(norm: nn.RMSNorm) -> tuple[Tensor, int, float]:
+    """Return a norm's weight on this rank, its features d over all ranks, and its ε."""
+    eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
+    return local(norm.weight), norm.normalized_shape[0], eps
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
     """Sum x² over the last dimension, accumulated and returned in fp32 (fp64 for fp64)."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return torch.linalg.vector_norm(x, dim=-1, dtype=dtype).square()
-
-
-def _append_column(h: Tensor, statistic: Tensor) -> Tensor:
-    padding = -(h.shape[-1] + 1) % COLUMN_MULTIPLE
-    column = F.pad(statistic.to(h.dtype).unsqueeze(-1), (0, padding))
-    return torch.cat((h, column), dim=-1)
 
 
 def summed_products(gradient: Tensor, weights: Sequence[Tensor]) -> Tensor:

@@ -52,7 +52,10 @@ class LlamaStateDictAdapter(Llama3StateDictAdapter):
             ConfigError: For svd, whose factors a full matrix does not determine, and for lanes with
                 channels of their own.
         """
-        self.llama_args.model_family.check_import()
+        family = self.llama_args.model_family
+        if family.factorises:
+            want = "llama_full: a full-rank matrix does not determine the factors of "
+            raise ConfigError("model.name", family.model_name, want + family.model_name)
         if not self.is_llama and not self.llama_args.low_rank:
             want = "1 to load a LLaMA's weights, whose streams are one"
             raise ConfigError("caat.sync_fraction", self.llama_args.sync_fraction, want)

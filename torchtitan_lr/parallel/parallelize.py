@@ -68,15 +68,6 @@ def parallelize_llama_lax(
     return parallelize_llama(model, parallel_dims, job_config)
 
 
-PARALLELIZE = {
-    "full": parallelize_llama_full,
-    "svd": parallelize_llama_svd,
-    "cola": parallelize_llama_cola,
-    "lax": parallelize_llama_lax,
-}
-"""By family; families from outside the package have `parallelize_llama`."""
-
-
 def apply_compile(model: nn.Module, backend: str) -> None:
     """Compile each decoder block by itself: equal blocks share one compilation."""
     # At full rank it costs time, and the latents that low rank keeps beside are not there.

@@ -21,21 +21,19 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from torchtitan_lr.collectives import Ranks
+from torchtitan_lr.collectives import Edge, Ranks
 from torchtitan_lr.config.schema import TP_PLANS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import EmbedEdge, HeadEdge, Stream
-from torchtitan_lr.models.families.lax import MixEdge
 from torchtitan_lr.models.lanes import (
     LaneColumnEdge,
     LaneEmbedEdge,
-    LaneHeadEdge,
     LaneRowEdge,
     LatentDownEdge,
     LatentUpEdge,
 )
-from torchtitan_lr.models.linears import ColumnEdge, DownEdge, RowEdge, UpEdge
+from torchtitan_lr.models.linears import ColumnEdge, DownEdge, MixEdge, RowEdge, UpEdge
 from torchtitan_lr.parallel.vanilla import VanillaDownEdge, VanillaUpEdge
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig
@@ -88,29 +86,33 @@ def btp(args: LlamaArgs, settings: TPSettings) -> Splits:
     latents, is replicated: backward communicates only the r-wide gradient of the latents. Attention
     heads, SwiGLU and residual additions work on shards.
     """
-    sequence = settings.comm == "sequence"
-    online, column = settings.norm == "online", settings.norm_stat == "column"
-    down = on_ranks(DownEdge, settings.grouping, sequence, online, column)
-    up = on_ranks(UpEdge, settings.grouping, sequence)
-    blocks = low_rank_blocks(args, settings, down, up, on_ranks(MixEdge, sequence))
-    scatter = settings.head == "scatter"
+    sequence, scatter = settings.comm == "sequence", settings.head == "scatter"
+    down = on_ranks(
+        DownEdge,
+        grouped=settings.grouping,
+        sequence=sequence,
+        online=settings.norm == "online",
+        column=settings.norm_stat == "column",
+    )
+    up = on_ranks(UpEdge, grouped=settings.grouping, sequence=sequence)
+    blocks = low_rank_blocks(args, settings, down, up, on_ranks(MixEdge, sharded=sequence))
     head = model_head(settings, "scatter" if scatter else "features")
     return blocks | model_ends(on_ranks(EmbedEdge), head, Shard(0) if scatter else Replicate())
 
 
 def vanilla(args: LlamaArgs, settings: TPSettings) -> Splits:
     """Each pair of factors split as Megatron splits an MLP, see `parallel.vanilla`."""
-    heads = PLANS[settings.plan].shards_heads
+    heads, grouped = PLANS[settings.plan].shards_heads, settings.grouping
     blocks = low_rank_blocks(
         args,
         settings,
-        on_ranks(VanillaDownEdge, settings.grouping),
+        on_ranks(VanillaDownEdge, grouped=grouped),
         on_ranks(VanillaUpEdge),
-        on_ranks(MixEdge, True),
-        down_o=on_ranks(VanillaDownEdge, settings.grouping, heads),
-        up_qkv=on_ranks(VanillaUpEdge, heads),
+        on_ranks(MixEdge, sharded=True),
+        down_o=on_ranks(VanillaDownEdge, grouped=grouped, sharded_input=heads),
+        up_qkv=on_ranks(VanillaUpEdge, sharded_output=heads),
     )
-    return blocks | model_ends(on_ranks(EmbedEdge, True), model_head(settings))
+    return blocks | model_ends(on_ranks(EmbedEdge, gather=True), model_head(settings))
 
 
 def megatron(args: LlamaArgs, settings: TPSettings) -> Splits:
@@ -120,23 +122,25 @@ def megatron(args: LlamaArgs, settings: TPSettings) -> Splits:
     the tokens (Korthikanti et al., section 4.2.2), where the norms run on token shards too.
     """
     sequence = settings.comm == "sequence"
-    blocks = dense_blocks(on_ranks(ColumnEdge, sequence), on_ranks(RowEdge, sequence))
+    blocks = dense_blocks(
+        on_ranks(ColumnEdge, sequence=sequence), on_ranks(RowEdge, sequence=sequence)
+    )
     head = model_head(settings, "tokens" if sequence else "replicated")
-    return blocks | model_ends(on_ranks(EmbedEdge, True, sequence), head)
+    return blocks | model_ends(on_ranks(EmbedEdge, gather=True, sequence=sequence), head)
 
 
 def caat(args: LlamaArgs, settings: TPSettings) -> Splits:
     """CAAT-Net: Megatron's placements, with a residual stream for every lane (`models.lanes`)."""
-    wide = settings.wide_sums
-    row = on_ranks(LaneRowEdge, args, wide)
-    embed = on_ranks(LaneEmbedEdge, args.lanes, wide)
-    head = model_head(settings, edge=LaneHeadEdge)
-    return dense_blocks(on_ranks(LaneColumnEdge), row) | model_ends(embed, head)
+    row = on_ranks(LaneRowEdge, args=args, wide=settings.wide_sums)
+    embed = on_ranks(LaneEmbedEdge, lanes=args.lanes, wide=settings.wide_sums)
+    blocks = dense_blocks(on_ranks(LaneColumnEdge), row)
+    return blocks | model_ends(embed, model_head(settings, "lanes"))
 
 
 def btp_caat(args: LlamaArgs, settings: TPSettings) -> Splits:
     """Experimental: BTP's placements; the latents are reduced in part only (`models.lanes`)."""
-    down = on_ranks(LatentDownEdge, args, settings.wide_sums, settings.grouping)
+    wide, grouped = settings.wide_sums, settings.grouping
+    down = on_ranks(LatentDownEdge, args=args, wide=wide, grouped=grouped)
     blocks = low_rank_blocks(args, settings, down, on_ranks(LatentUpEdge))
     return blocks | model_ends(on_ranks(EmbedEdge), model_head(settings, "features"))
 
@@ -227,16 +231,15 @@ def register_plan(name: str, plan: Plan) -> None:
         TP_PLANS.append(name)
 
 
-def on_ranks(edge: Callable[..., nn.Module], *options: Any) -> EdgeFactory:
-    """Return a factory of an edge that takes the ranks first."""
-    return lambda mesh: edge(Ranks.of(mesh), *options)
+def on_ranks(edge: type[Edge], **options: Any) -> EdgeFactory:
+    """Return a factory of an edge, given its options."""
+    return lambda mesh: edge(Ranks.of(mesh), **options)
 
 
-def model_head(
-    settings: TPSettings, stream: Stream = "replicated", edge: type[HeadEdge] = HeadEdge
-) -> EdgeFactory:
+def model_head(settings: TPSettings, stream: Stream = "replicated") -> EdgeFactory:
     """Return a factory of the head's edge for a layout of the residual stream."""
-    return lambda mesh: edge(Ranks.of(mesh), stream, settings.loss_parallel, mesh)
+    parallel = settings.loss_parallel
+    return lambda mesh: HeadEdge(Ranks.of(mesh), stream=stream, loss_parallel=parallel, mesh=mesh)
 
 
 def low_rank_blocks(

@@ -12,27 +12,19 @@ The edges name what is saved, see `torchtitan_lr.models.marks`. The memory and t
 collectives of a mode are stated nowhere: the estimator measures them on wrapped blocks.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan_lr.compat.autograd import checkpoint_wrapper
-from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS, tree_map
+from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.families.registry import ModelFamily, find_family
-from torchtitan_lr.models.marks import Tape, mark_in_graphs
+from torchtitan_lr.models.families import find_family
+from torchtitan_lr.models.marks import Recomputation, mark_in_graphs
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, apply_ac, count_checkpointed_blocks_from
 
@@ -42,41 +34,22 @@ SELECTIVE_SAVE_LIST = {torch.ops.aten.mm.default, *ATTENTION_OPERATORS}
 torchtitan saves every second matmul as well. Its own list lacks attention on the CPU.
 """
 
+EAGER_MODES = ("none", "selective", "full", "low_rank")
+"""Modes in which wrapped blocks recompute. In ``memory_budget`` the compiler does, which nobody can
+measure beforehand: it counts as a share of the way from ``full`` to ``none``."""
 
-@dataclass(frozen=True)
-class CheckpointingMode:
-    """A mode of activation checkpointing: which activations backward recomputes.
+COMPILES_ON_CPU = ("none", "low_rank")
+"""Modes in which torch can compile tensor-parallel blocks on a CPU: torch 2.13 cannot if attention
+is recomputed."""
 
-    Attributes:
-        name: The value of ``activation_checkpoint.mode``.
-        recomputes: Whether anything is recomputed.
-        eager: Whether wrapped blocks recompute. Otherwise the compiler does, and the estimator
-            cannot measure it: ``memory_budget`` counts as a share of the way from ``full`` to
-            ``none``.
-        low_rank: Whether it needs a low-rank model. Comparisons with full rank use ``full``
-            instead.
-        compiles_on_cpu: Whether torch can compile tensor-parallel blocks in this mode on a CPU.
-            Torch 2.13 cannot if attention is recomputed.
-    """
-
-    name: str
-    recomputes: bool = True
-    eager: bool = True
-    low_rank: bool = False
-    compiles_on_cpu: bool = False
-
-
-MODES = {
-    mode.name: mode
-    for mode in (
-        CheckpointingMode("none", recomputes=False, compiles_on_cpu=True),
-        CheckpointingMode("selective"),
-        CheckpointingMode("full"),
-        CheckpointingMode("low_rank", low_rank=True, compiles_on_cpu=True),
-        CheckpointingMode("memory_budget", eager=False),
-    )
+_COMPILED_SAVES = {
+    False: partial(create_selective_checkpoint_contexts, [torch.ops.torchtitan_lr.keep.default]),
+    True: partial(
+        create_selective_checkpoint_contexts,
+        [torch.ops.torchtitan_lr.keep.default, *ATTENTION_OPERATORS],
+    ),
 }
-"""Modes by name, those of `config.schema.AC_MODES`."""
+"""What compiled blocks save, by whether that includes attention's results."""
 
 
 def check_mode(config: Any) -> None:
@@ -85,18 +58,19 @@ def check_mode(config: Any) -> None:
     Raises:
         ConfigError: With one line that names the key.
     """
-    mode = config.activation_checkpoint.mode
-    family = find_family(config.model.name)
-    if MODES[mode].low_rank and family is not None and not family.low_rank:
-        raise _without_latents(family)
-    if MODES[mode].eager:
+    section, family = config.activation_checkpoint, find_family(config.model.name)
+    key = "activation_checkpoint.mode"
+    if section.mode == "low_rank" and family is not None and not family.low_rank:
+        want = f"another mode for {family.model_name}, which has no low-rank activations"
+        raise ConfigError(key, section.mode, want)
+    if section.mode in EAGER_MODES:
         return
     if not compiles_model(config):
         want = "'selective', 'full' or 'none' unless compile.enable with the component 'model'"
-        raise ConfigError("activation_checkpoint.mode", mode, want)
-    budget = config.activation_checkpoint.memory_budget
-    if not 0 <= budget <= 1:
-        raise ConfigError("activation_checkpoint.memory_budget", budget, "a number from 0 to 1")
+        raise ConfigError(key, section.mode, want)
+    if not 0 <= section.memory_budget <= 1:
+        want = "a number from 0 to 1"
+        raise ConfigError("activation_checkpoint.memory_budget", section.memory_budget, want)
 
 
 def wrapping_period(section: Any, mode: str) -> int:
@@ -150,13 +124,7 @@ def apply_low_rank_checkpoint(model: nn.Module, save_attention: bool) -> None:
         save_attention: Whether to save attention's output (b, s, d/T) and log-sum-exp
             (b, heads/T, s) instead of recomputing attention. Compiled blocks with DTensor
             parameters on a CPU always save them.
-
-    Raises:
-        ConfigError: For a model without bottlenecks.
     """
-    family = cast(LlamaArgs, model.model_args).model_family
-    if not family.low_rank:
-        raise _without_latents(family)
     mark_in_graphs()
     # Attention counts as an operator that can draw random numbers. To repeat it on a CPU, torch's
     # partitioner saves the generator's state after the DeviceMesh of the DTensor parameters, where
@@ -198,129 +166,14 @@ def checkpoint_block(
     """
     if torch.compiler.is_compiling():
         # The compiler removes operators whose results are only used by saved tensors.
-        contexts = _contexts_saving_attention if save_attention_compiled else _contexts
         return checkpoint(
             block,
             *args,
             use_reentrant=False,
             preserve_rng_state=False,  # a block draws no random numbers
-            context_fn=contexts,
+            context_fn=_COMPILED_SAVES[save_attention_compiled],
             **kwargs,
         )
     if not torch.is_grad_enabled():
         return block(*args, **kwargs)
-    return Recomputation(block, args, kwargs, Tape(save_attention)).forward()
-
-
-class Recomputation:
-    """A forward pass whose saved tensors are computed again when backward needs the first of them.
-
-    ``torch.utils.checkpoint`` does this anew for every call of autograd. The weights' half of a
-    split backward is one call per linear: a block would run as often, and what each call leaves
-    would stay until the last. Here all calls of a backward share one recomputation.
-
-    Args:
-        function: Called in forward, and again in backward until the last saved tensor is there.
-        args: Its positional arguments, which are kept.
-        kwargs: Its keyword arguments.
-        tape: Holds the results that are not computed again.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tape: Tape,
-    ) -> None:
-        self.function, self.args, self.kwargs, self.tape = function, args, kwargs, tape
-        self._shapes: list[tuple[torch.Size, torch.dtype]] = []
-        self._found: dict[int, Tensor] = {}
-        # Autocast ends before backward begins.
-        devices = {"cpu"} | {x.device.type for x in args if isinstance(x, Tensor)}
-        self._autocast = [
-            (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-            for device in sorted(devices)
-            if torch.amp.is_autocast_available(device)
-        ]
-
-    def forward(self) -> Any:
-        """Run the function; autograd gets numbers in place of the tensors that it saves."""
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with hooks, self.tape.recording():
-            return self.function(*self.args, **self.kwargs)
-
-    def _pack(self, x: Tensor) -> int:
-        self._shapes.append((x.shape, x.dtype))
-        return len(self._shapes) - 1
-
-    def _unpack(self, number: int) -> Tensor:
-        if number not in self._found:
-            self._recompute()
-        return self._found.pop(number)
-
-    def _recompute(self) -> None:
-        count = 0
-
-        def collect(x: Tensor) -> None:
-            nonlocal count
-            if (x.shape, x.dtype) != self._shapes[count]:
-                raise RuntimeError(_ANOTHER_PATH)
-            self._found[count] = x.detach()
-            count += 1
-            if count == len(self._shapes):
-                raise _AllFound
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(collect, _never)
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            args, kwargs = tree_map(_cut_loose, (self.args, self.kwargs))
-            for device, dtype, enabled in self._autocast:
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
-            stack.enter_context(hooks)
-            stack.enter_context(self.tape.replaying())
-            stack.enter_context(suppress(_AllFound))
-            self.function(*args, **kwargs)
-        if count < len(self._shapes):
-            raise RuntimeError(_ANOTHER_PATH)
-
-
-_ANOTHER_PATH = (
-    "low-rank checkpointing: the recomputation took another path than the forward pass; was it "
-    "under a context, such as sdpa_kernel, that ended?"
-)
-
-
-class _AllFound(Exception):
-    """Ends a recomputation."""
-
-
-def _cut_loose(x: Any) -> Any:
-    if not isinstance(x, Tensor) or not x.requires_grad:
-        return x
-    leaf = x.detach().requires_grad_()
-    # Module hooks (the FLOP counter's) run other operators on leaves than on results.
-    return leaf if x.is_leaf else leaf.view_as(leaf)
-
-
-def _never(packed: Any) -> Tensor:
-    raise RuntimeError("the graph of a recomputation is never run backward")
-
-
-def _without_latents(family: ModelFamily) -> ConfigError:
-    want = f"another mode for {family.model_name}, which has no low-rank activations"
-    return ConfigError("activation_checkpoint.mode", "low_rank", want)
-
-
-def _policy(kept: frozenset[Any], context: Any, func: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if func in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _contexts() -> Any:
-    kept = frozenset({torch.ops.torchtitan_lr.keep.default})
-    return create_selective_checkpoint_contexts(partial(_policy, kept))
-
-
-def _contexts_saving_attention() -> Any:
-    kept = ATTENTION_OPERATORS | {torch.ops.torchtitan_lr.keep.default}
-    return create_selective_checkpoint_contexts(partial(_policy, kept))
+    return Recomputation(block, args, kwargs, save_attention).forward()

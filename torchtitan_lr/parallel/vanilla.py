@@ -16,23 +16,19 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lr.collectives import FEATURES, Edge, Ranks, local, reduce_over_ranks, scatter_sum
+from torchtitan_lr.collectives import FEATURES, Edge, local, reduce_over_ranks, scatter_sum
 from torchtitan_lr.models.linears import LowRankLinear, SharedInput, shared_linear
 from torchtitan_lr.models.norms import normalize
 
 
 class VanillaDownEdge(Edge):
-    """Norm and column-parallel A.
+    """Norm and column-parallel A."""
 
-    Args:
-        ranks: The tensor-parallel ranks.
-        grouped: Whether the group's linears share one backward all-reduce of their input.
-        sharded_input: Whether the input is feature-sharded (attention's output).
-    """
+    grouped: bool = True
+    """Whether the group's linears share one backward all-reduce of their input."""
 
-    def __init__(self, ranks: Ranks, grouped: bool, sharded_input: bool = False) -> None:
-        super().__init__(ranks)
-        self.grouped, self.sharded_input = grouped, sharded_input
+    sharded_input: bool = False
+    """Whether the input is feature-sharded (attention's output)."""
 
     def forward(
         self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
@@ -58,17 +54,11 @@ class VanillaDownEdge(Edge):
 
 
 class VanillaUpEdge(Edge):
-    """Row-parallel B and the sum over the ranks.
+    """Row-parallel B and the sum over the ranks."""
 
-    Args:
-        ranks: The tensor-parallel ranks.
-        sharded_output: Whether each rank keeps a shard of the output's features (the heads of q,
-            k and v), or all of it.
-    """
-
-    def __init__(self, ranks: Ranks, sharded_output: bool = False) -> None:
-        super().__init__(ranks)
-        self.sharded_output = sharded_output
+    sharded_output: bool = False
+    """Whether each rank keeps a shard of the output's features (the heads of q, k and v), or all of
+    it."""
 
     def forward(self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]) -> list[Tensor]:
         """Expand the latents of a group.
@@ -81,12 +71,8 @@ class VanillaUpEdge(Edge):
             One output per linear: (b, s, d_out), replicated, or (b, s, d_out/T), Shard(-1), for
             `sharded_output`.
         """
-        return [
-            self._reduce(F.linear(latent, local(linear.B.weight)))
-            for latent, linear in zip(latents, linears, strict=True)
-        ]
-
-    def _reduce(self, out: Tensor) -> Tensor:
+        pairs = zip(latents, linears, strict=True)
+        outs = [F.linear(latent, local(linear.B.weight)) for latent, linear in pairs]
         if self.sharded_output:
-            return scatter_sum(out, self.ranks, FEATURES)
-        return reduce_over_ranks(out, self.ranks)
+            return [scatter_sum(out, self.ranks, FEATURES) for out in outs]
+        return [reduce_over_ranks(out, self.ranks) for out in outs]

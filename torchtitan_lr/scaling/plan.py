@@ -74,7 +74,7 @@ class Plan:
     def _model(self, family: str, size: str) -> list[str]:
         """Return the overrides of a family at a size; write the file of a flavor that is new."""
         from torchtitan_lr.models.args import LlamaArgs
-        from torchtitan_lr.models.families.registry import FAMILIES, find_family
+        from torchtitan_lr.models.families import FAMILIES, find_family
         from torchtitan_lr.models.stored_args import write_model_args
 
         arm, shape = self.experiment.families[family], self.experiment.sizes[size]

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.schema import AC_MODES
 from torchtitan_lr.errors import ConfigError
 
 PLANS: tuple[str, ...] = ("full", "vanilla", "vanilla_replicated", "btp")
@@ -54,7 +55,7 @@ def derive(config: str, plan: str, overrides: Sequence[str] = ()) -> list[str]:
     if plan == FULL_RANK:
         return [*_FULL_RANK, *_ONE_LANE]
     # Late: both import torch, and --help does not wait.
-    from torchtitan_lr.models.families.registry import find_family
+    from torchtitan_lr.models.families import find_family
     from torchtitan_lr.parallel import plans
 
     changes = [f"--parallelism.tp_plan={plan}", *_ONE_LANE]
@@ -108,9 +109,7 @@ def shared_mode(mode: str, plans: Collection[str]) -> str:
         mode: The configured mode.
         plans: The compared plans, out of `PLANS`.
     """
-    from torchtitan_lr.parallel.recompute import MODES
-
-    return "full" if MODES[mode].low_rank and FULL_RANK in plans else mode
+    return "full" if mode == "low_rank" and FULL_RANK in plans else mode
 
 
 def read_modes(text: str, columns: Collection[str]) -> dict[str, str]:
@@ -123,13 +122,11 @@ def read_modes(text: str, columns: Collection[str]) -> dict[str, str]:
     Raises:
         ConfigError: A column or mode does not exist.
     """
-    from torchtitan_lr.parallel.recompute import MODES
-
     modes: dict[str, str] = {}
     for item in filter(None, text.split(",")):
         column, _, mode = item.partition("=")
-        if column not in columns or mode not in MODES:
-            want = f"COLUMN=MODE, of {', '.join(columns)} and {', '.join(MODES)}"
+        if column not in columns or mode not in AC_MODES:
+            want = f"COLUMN=MODE, of {', '.join(columns)} and {', '.join(AC_MODES)}"
             raise ConfigError("--checkpointing", item, want)
         modes[column] = mode
     return modes

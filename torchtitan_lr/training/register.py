@@ -3,36 +3,32 @@
 
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.tokenizer import build_tokenizer
-from torchtitan_lr.models.families.registry import FAMILIES, ModelFamily, register_family
+from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.models.flavors import FLAVORS, build_flavors
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.loss import build_loss
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 from torchtitan_lr.optim.build import build_optimizers
-from torchtitan_lr.parallel.parallelize import PARALLELIZE, parallelize_llama
+from torchtitan_lr.parallel.parallelize import (
+    parallelize_llama,
+    parallelize_llama_cola,
+    parallelize_llama_full,
+    parallelize_llama_lax,
+    parallelize_llama_svd,
+)
 from torchtitan_lr.parallel.pipeline.pipeline import pipeline_llama
 from torchtitan_lr.titan.components import build_lr_schedulers
 from torchtitan_lr.titan.specs import TrainSpec, register_train_spec, registered_specs
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 from torchtitan_lr.training.validate import Validator
 
-
-def build_train_spec(family: str) -> TrainSpec:
-    """Assemble the TrainSpec of a family, one of `FAMILIES`."""
-    return TrainSpec(
-        model_cls=LlamaModel,
-        model_args=FLAVORS[family],
-        parallelize_fn=PARALLELIZE.get(family, parallelize_llama),
-        pipelining_fn=pipeline_llama,
-        build_optimizers_fn=build_optimizers,
-        build_lr_schedulers_fn=build_lr_schedulers,
-        build_dataloader_fn=build_dataloader,
-        build_tokenizer_fn=build_tokenizer,
-        build_loss_fn=build_loss,
-        build_validator_fn=Validator,
-        build_metrics_processor_fn=LowRankMetricsProcessor,
-        state_dict_adapter=LlamaStateDictAdapter,
-    )
+PARALLELIZE = {
+    "full": parallelize_llama_full,
+    "svd": parallelize_llama_svd,
+    "cola": parallelize_llama_cola,
+    "lax": parallelize_llama_lax,
+}
+"""By family; families from outside the package have `parallelize_llama`."""
 
 
 def register_model_family(family: ModelFamily) -> None:
@@ -40,7 +36,7 @@ def register_model_family(family: ModelFamily) -> None:
 
     A run names the module that calls this by ``experimental.custom_import``.
     """
-    register_family(family)
+    FAMILIES[family.name] = family
     FLAVORS[family.name] = build_flavors(family)
     register_train_specs()
 
@@ -51,9 +47,23 @@ def register_train_specs() -> None:
     Registered names are skipped: torchtitan raises for a second registration.
     """
     for family in FAMILIES.values():
-        name = family.model_name
-        if name not in registered_specs():
-            register_train_spec(name, build_train_spec(family.name))
+        if family.model_name in registered_specs():
+            continue
+        spec = TrainSpec(
+            model_cls=LlamaModel,
+            model_args=FLAVORS[family.name],
+            parallelize_fn=PARALLELIZE.get(family.name, parallelize_llama),
+            pipelining_fn=pipeline_llama,
+            build_optimizers_fn=build_optimizers,
+            build_lr_schedulers_fn=build_lr_schedulers,
+            build_dataloader_fn=build_dataloader,
+            build_tokenizer_fn=build_tokenizer,
+            build_loss_fn=build_loss,
+            build_validator_fn=Validator,
+            build_metrics_processor_fn=LowRankMetricsProcessor,
+            state_dict_adapter=LlamaStateDictAdapter,
+        )
+        register_train_spec(family.model_name, spec)
 
 
 register_train_specs()

@@ -201,7 +201,7 @@ def test_wrong_hardware(text, message, tmp_path, script, capsys):
         ([DEBUG, "--training.seq_len=many"], "training.seq_len"),
         ([DEBUG, "--model.flavor=huge"], "model.flavor"),
         ([DEBUG, "--checkpointing=btp"], "--checkpointing: got 'btp', expected COLUMN=MODE"),
-        ([DEBUG, "--checkpointing=lax=full"], "of full, vanilla, btp and none, selective"),
+        ([DEBUG, "--checkpointing=lax=full"], "of full, vanilla, btp and selective, full"),
         ([DEBUG, "--checkpointing=full=low_rank"], "--checkpointing: got 'full=low_rank'"),
         ([DEBUG, "--checkpointing=btp=memory_budget"], "activation_checkpoint.mode: got"),
     ],

@@ -12,7 +12,7 @@ from tests.unit.tiny import build_tiny, tiny_args
 from torchtitan_lr.hf.export import export_factored
 from torchtitan_lr.hf.loading import load_for_inference
 from torchtitan_lr.hf.svd_import import TruncatedWeights, factorised_args
-from torchtitan_lr.models.families.registry import FAMILIES
+from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import merge_factors
 

@@ -2,8 +2,7 @@
 import pytest
 import torch
 
-from torchtitan_lr.models.families.lax import MixEdge
-from torchtitan_lr.models.linears import LowRankLinear
+from torchtitan_lr.models.linears import LowRankLinear, MixEdge
 
 
 @pytest.fixture(autouse=True)

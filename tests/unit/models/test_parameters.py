@@ -6,7 +6,7 @@ import torch
 
 from tests.oracle.parameters import count_parameters
 from tests.unit.tiny import tiny_args
-from torchtitan_lr.models.families.registry import FAMILIES
+from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 

@@ -13,7 +13,7 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.hf.export import check_hf_exportable
-from torchtitan_lr.models.families.registry import FAMILIES
+from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.linears import low_rank_group
 from torchtitan_lr.titan.specs import registered_specs

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_lr.config.schema import AC_MODES
-from torchtitan_lr.models.marks import Tape, save
-from torchtitan_lr.parallel.recompute import MODES, Recomputation
+from torchtitan_lr.models.marks import Recomputation, save
+from torchtitan_lr.parallel.recompute import EAGER_MODES
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -41,7 +41,7 @@ def test_parts_of_a_saved_tensor() -> None:
         return first.sin().sum() + second.T.sin().square().sum()
 
     def checkpointed(x: Tensor) -> Tensor:
-        return Recomputation(function, (x,), {}, Tape(attention=False)).forward()
+        return Recomputation(function, (x,), {}).forward()
 
     x = draw(3, 4, seed=1)
     gradients = []
@@ -70,7 +70,7 @@ def test_a_backward_in_parts_recomputes_once() -> None:
         return x.sin() + y.sin()
 
     x, y = (draw(3, 4, seed=i).requires_grad_() for i in (1, 2))
-    out = Recomputation(function, (x, y), {}, Tape(attention=False)).forward().sum()
+    out = Recomputation(function, (x, y), {}).forward().sum()
     found = [torch.autograd.grad(out, part, retain_graph=True)[0] for part in (x, y)]
     assert torch.equal(found[0], x.cos()) and torch.equal(found[1], y.cos())
     assert len(calls) == 2
@@ -84,10 +84,10 @@ def test_a_change_in_place_is_refused() -> None:
         return out.sum()
 
     x = draw(3, 4, seed=1).requires_grad_()
-    loss = Recomputation(function, (x,), {}, Tape(attention=False)).forward()
+    loss = Recomputation(function, (x,), {}).forward()
     with pytest.raises(RuntimeError, match="changed in place"):
         loss.backward()
 
 
 def test_every_mode_has_its_name_in_the_schema() -> None:
-    assert sorted(MODES) == sorted(AC_MODES)
+    assert sorted((*EAGER_MODES, "memory_budget")) == sorted(AC_MODES)

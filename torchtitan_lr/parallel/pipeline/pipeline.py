@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import (
 
 from torchtitan_lr.compat.pipelining import PipelineSchedule, forward_only
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.loss import HeadLoss
+from torchtitan_lr.models.loss import head_computes_loss
 from torchtitan_lr.parallel.pipeline.stage_split import layers_before_boundaries
 from torchtitan_lr.parallel.pipeline.stages import build_stage, pack_messages
 from torchtitan_lr.parallel.plans import Boundary, TPSettings, stage_boundary, tp_settings
@@ -185,7 +185,7 @@ def pipeline_llama(
         dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
         device=device,
         group=group,
-        head_loss=isinstance(loss_fn, HeadLoss),
+        head_loss=head_computes_loss(job_config),
     )
     seq_len = job_config.training.seq_len
     of_training = boundaries(seq_len)

@@ -65,7 +65,7 @@ class CutTrainer(ReplicaTrainer):
             "weights": [p.detach().clone() for p in self.model_parts[0].parameters()],
             "optimizer": copy.deepcopy([o.state_dict() for o in self.optimizers]),
             "schedule": copy.deepcopy(self.lr_schedulers.state_dict()),
-            "data": self._positions.as_json(),
+            "data": self._positions.state_dict(),
             "train": self.state_dict() | {"step": self._members.committed},
             "logged": self.metrics_processor.ntokens_since_last_log,
             "rng": [torch.get_rng_state(), repr(random.getstate()), repr(np.random.get_state())],
