@@ -55,5 +55,5 @@ def check_grad_compression(config: Any, world_size: int, device_type: str) -> No
         from torchtitan_lr.estimate.traffic import exchanged_units
 
         if not any(unit.compressed for _, unit in exchanged_units(read_run(config, world_size))):
-            want = "'sparse' or 'none': each unit of this selection is too small for a sketch"
-            raise ConfigError("grad_compression.codec", "sketch", f"{want} to peel")
+            small = "every unit of this selection is too small for a sketch to peel"
+            raise ConfigError("grad_compression.codec", "sketch", f"'sparse' or 'none': {small}")
