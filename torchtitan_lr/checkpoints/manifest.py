@@ -167,7 +167,7 @@ def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | No
                 known[0] = max(known[0], info.offset + info.length)
         names = sorted(files, key=lambda name: (-files[name][0], name))
         for name in share_of(names, rank, ranks):
-            _compare(Path(step_dir) / name, *files[name])
+            _check_file(Path(step_dir) / name, *files[name])
         if rank == 0 and METADATA in files:
             read_metadata(step_dir)
     except DamagedError as error:
@@ -175,7 +175,7 @@ def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | No
     return None
 
 
-def _compare(path: Path, size: int, checksum: int | None = None) -> None:
+def _check_file(path: Path, size: int, checksum: int | None = None) -> None:
     """Compare a file with the manifest; without a checksum it may be longer than known."""
     try:
         found = path.stat().st_size

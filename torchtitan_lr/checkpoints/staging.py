@@ -53,6 +53,9 @@ class BackgroundStager(AsyncStager):
             stream.wait_stream(torch.accelerator.current_stream())
         return self._thread.submit(_copied, staged, copies, stream)
 
+    def synchronize_staging(self) -> None:
+        """Do nothing: torch waits for the future of `stage`."""
+
     def close(self) -> None:
         """Wait for the copy at hand, and free the buffers."""
         self._thread.shutdown()
