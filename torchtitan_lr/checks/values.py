@@ -175,7 +175,7 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
 
 def check_data(config: Any, world_size: int, device_type: str) -> None:
     """Check that the corpora are prepared and fill a sequence; this prepares what is missing."""
-    from torchtitan_lr.data.checks import check_corpora
+    from torchtitan_lr.data.rows import check_corpora
 
     workers = config.training.dataloader.num_workers
     if workers < 0:
