@@ -15,8 +15,8 @@ from torchtitan_lr.formulas.tsr_traffic import (
     tsr_traffic,
 )
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 
 Shapes = dict[str, tuple[int, ...]]
 

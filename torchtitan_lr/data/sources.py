@@ -238,6 +238,19 @@ class Reader:
                 elif text:
                     yield text, bool(piece.held_out)
 
+    def texts(self, held_out: bool | None = None) -> Iterator[str]:
+        """Yield the documents (of pairs the canonical records) of a part; None for both.
+
+        Raises:
+            DataError: A file or a record is unreadable.
+        """
+        for piece in self.pieces():
+            for found in self.documents(piece):
+                if isinstance(found, Bad):
+                    raise DataError(self.source.key, found.where, found.want)
+                if held_out in (None, found[1]):
+                    yield found[0]
+
     def _is_held_out(self, document: str, piece: Piece) -> bool:
         if self.source.part != "both":
             return self.source.part == "held_out"
@@ -401,21 +414,11 @@ class Reader:
 def texts(source: Source, held_out: bool | None = None) -> Iterator[str]:
     """Yield every document as plain text, for what has no use for tokens or labels.
 
-    Args:
-        source: What to read.
-        held_out: The part; None for both.
-
-    Raises:
-        ConfigError: As for :class:`Reader`.
-        DataError: A file or a record is unreadable.
+    Arguments and errors are those of :meth:`Reader.texts`.
     """
     reader = Reader(source)
-    for piece in reader.pieces():
-        for found in reader.documents(piece):
-            if isinstance(found, Bad):
-                raise DataError(source.key, found.where, found.want)
-            if held_out is None or found[1] == held_out:
-                yield text_of(found[0]) if reader.pairs else found[0]
+    for text in reader.texts(held_out):
+        yield text_of(text) if reader.pairs else text
 
 
 def data_path(path: str, key: str) -> Path:

@@ -353,7 +353,8 @@ class _Shards:
             self._open = [IndexedWriter(name + end, kind, *counts) for end, kind in self._kinds]
         for writer, values in zip(self._open, [tokens, *mask], strict=True):
             writer.append(values, lengths)
-        self._counts[-1] = [self._open[0].num_documents, self._open[0].num_tokens]
+        documents, written = self._counts[-1]
+        self._counts[-1] = [documents + len(lengths), written + len(tokens)]
         if self._counts[-1][1] >= self._most:
             self._end()
 

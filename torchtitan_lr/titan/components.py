@@ -15,7 +15,13 @@ from torchtitan.components.checkpoint import (
 )
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
+from torchtitan.components.metrics import (
+    BaseLogger,
+    LoggerContainer,
+    MetricsProcessor,
+    TensorBoardLogger,
+    WandBLogger,
+)
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 
 __all__ = [
@@ -28,7 +34,9 @@ __all__ = [
     "MetricsProcessor",
     "ModelWrapper",
     "OptimizersContainer",
+    "TensorBoardLogger",
     "TitanCheckpointHooks",
+    "WandBLogger",
     "build_lr_schedulers",
     "build_optimizers",
     "init_optimizer_container",

@@ -35,8 +35,7 @@ from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.titan.specs import registered_specs
-from torchtitan_lr.training.guard import Verdict
-from torchtitan_lr.training.step_data import StepData
+from torchtitan_lr.training.guard import StepData, Verdict
 from torchtitan_lr.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -104,6 +103,7 @@ class ReplicaTrainer(Trainer):
         self._section = job_config.fault_tolerance
         with _rows_of_replica(job_config):
             super().__init__(job_config)
+        self._batch_degree = 1  # the tokens of all ranks are counted
         loader, training = self.dataloader, job_config.training
         self.gradient_accumulation_steps = loader.microbatches
         self._data_ranks = self.parallel_dims.dp_shard  # of this replica; they read other data
@@ -317,10 +317,6 @@ class ReplicaTrainer(Trainer):
             self._stop_for_data(data.problem)
         self._pending = step, data
         return data
-
-    @property
-    def _batch_degree(self) -> int:
-        return 1  # the tokens of all ranks are counted
 
     def _healing_state(self) -> dict[str, Any]:
         """Return what a newcomer takes over: everything as after the last committed step."""

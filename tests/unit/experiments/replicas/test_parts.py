@@ -21,7 +21,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.experiments.replicas.checkpoints import DataPositions
 from torchtitan_lr.experiments.replicas.state import digest
 from torchtitan_lr.experiments.replicas.trainer import Sums, step_numbers
-from torchtitan_lr.training.step_data import StepData
+from torchtitan_lr.training.guard import StepData
 
 pytest.importorskip("torchft", reason="torchft is not installed (the extra `ft`)")
 
