@@ -98,7 +98,7 @@ def check_tsr(config: Any, world_size: int, device_type: str) -> None:
     if config.training.enable_cpu_offload:
         raise ConfigError("training.enable_cpu_offload", True, "false with TSRAdam")
 
-    from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
+    from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
 
     args = llama_args(config)
     if args is not None:  # else another package's model: the ranks check it

@@ -116,12 +116,6 @@ class Optimizer:
     which all matrices refresh in the first step, or random ones without communication ('random').
     """
 
-    tsr_product_precision: Literal["float32", "bfloat16"] = "float32"
-    """
-    TSRAdam: precision to which the factors of UᵀGV and UDVᵀ are rounded in every step; sums are
-    fp32. Refreshes keep fp32.
-    """
-
     tsr_projection: Literal["two_sided", "one_sided"] = "two_sided"
     """
     TSRAdam: project both sides (cores r×r), or only the shorter side as in GaLore (r×max(m, n)); a

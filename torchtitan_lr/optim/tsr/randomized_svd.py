@@ -107,12 +107,12 @@ def randomized_svd(
     q, _ = yield from tsqr(y, "rows", mesh_dims)
     for _ in range(power_iterations):
         # Z = GᵀQ and Y = G·qr(Z): the sketch turns towards the leading directions.
-        z = yield from _sum(_transposed_times(gradients, q), "rows", replicas)
+        z = yield from _sum(_times(gradients, q, transposed=True), "rows", replicas)
         z, _ = yield from tsqr(z, "columns", mesh_dims)
         y = yield from _sum(_times(gradients, z), "columns", replicas)
         q, _ = yield from tsqr(y, "rows", mesh_dims)
     # B = QᵀG (k, n), kept as Bᵀ = Q_b·R_b; then B = R_bᵀ·Q_bᵀ, and its SVD is that of a k×k matrix.
-    b = yield from _sum(_transposed_times(gradients, q), "rows", replicas)
+    b = yield from _sum(_times(gradients, q, transposed=True), "rows", replicas)
     q_b, r_b = yield from tsqr(b, "columns", mesh_dims)
     # A non-finite gradient makes R_b non-finite on every rank, and LAPACK would raise. Its singular
     # values become NaN instead, and so does the gradient's norm.
@@ -122,7 +122,10 @@ def randomized_svd(
     left = q @ small_left[..., :rank]
     right = q_b @ small_right[..., :rank]
     sides = yield from _sum(sketches[..., :1].mT @ right, "columns", False)
-    keep = _signs(sides) * _is_present(values, rank)[:, None, :]
+    # 1 for singular values above rounding error, else 0.
+    smallest = values[:, :1] * values.shape[-1] * torch.finfo(values.dtype).eps
+    present = (values[:, :rank] > smallest).to(values.dtype)
+    keep = _signs(sides) * present[:, None, :]
     svd = SVD(left * keep, values[:, :rank], right * keep)
     if earlier is None:
         return svd
@@ -134,7 +137,7 @@ def _small_svd(square: Tensor) -> SVD:
 
     In fp32, BᵀB = V·diag(σ²)·Vᵀ is formed and decomposed in fp64, and U = BV/σ: one batched
     symmetric decomposition, where a GPU computes the SVDs of a batch one after the other. Squares
-    lose half of fp64's digits, which leaves σ exact to 1e-7 where it is above `_is_present`. Wider
+    lose half of fp64's digits, which leaves σ exact to 1e-7 where it is above rounding error. Wider
     dtypes have no such room, and take the SVD itself.
 
     Args:
@@ -164,18 +167,16 @@ def _align(svd: SVD, earlier_left: Tensor, earlier_right: Tensor | None) -> Step
     that are nearly orthogonal to their predecessors, or have none, keep the sketch's sign, which
     does not depend on rounding.
     """
-    turn = yield from _turns(svd.left, earlier_left, "rows")
-    left, values, right = svd.left * turn[:, None, :], svd.values * turn, svd.right
-    if earlier_right is not None:
-        turn = yield from _turns(right, earlier_right, "columns")
-        values, right = values * turn, right * turn[:, None, :]
-    return SVD(left, values, right)
-
-
-def _turns(vectors: Tensor, earlier: Tensor, axis: Axis) -> Steps[Tensor]:
-    """Return the signs (b, r) of the products with the earlier vectors; 1 near zero."""
-    products = yield from _sum((vectors * earlier).sum(dim=-2), axis, False)
-    return _signs(products + torch.finfo(products.dtype).eps ** 0.5)
+    values, sides = svd.values, [svd.left, svd.right]
+    axes: tuple[Axis, Axis] = ("rows", "columns")
+    for number, old in enumerate((earlier_left, earlier_right)):
+        if old is not None:
+            side = sides[number]
+            products = yield from _sum((side * old).sum(dim=-2), axes[number], False)
+            # Near zero the sign would be that of rounding noise, which layouts do not share.
+            turn = _signs(products + torch.finfo(products.dtype).eps ** 0.5)
+            values, sides[number] = values * turn, side * turn[:, None, :]
+    return SVD(sides[0], values, sides[1])
 
 
 def tsqr(tall: Tensor, axis: Axis, mesh_dims: int) -> Steps[tuple[Tensor, Tensor]]:
@@ -266,20 +267,12 @@ def _sum(tensor: Tensor, axis: Axis, replicas: bool) -> Steps[Tensor]:
     return answer
 
 
-def _times(gradients: Sequence[Tensor], right: Tensor) -> Tensor:
+def _times(gradients: Sequence[Tensor], factors: Tensor, transposed: bool = False) -> Tensor:
+    """Return the products G·X, or GᵀX, of b matrices (m, n) and factors (b, n or m, k)."""
     # One product per matrix: stacking the gradients would copy all of them.
-    return torch.stack([g.to(x.dtype) @ x for g, x in zip(gradients, right, strict=True)])
-
-
-def _transposed_times(gradients: Sequence[Tensor], left: Tensor) -> Tensor:
-    return torch.stack([g.to(x.dtype).mT @ x for g, x in zip(gradients, left, strict=True)])
+    pairs = zip((g.mT if transposed else g for g in gradients), factors, strict=True)
+    return torch.stack([g.to(x.dtype) @ x for g, x in pairs])
 
 
 def _signs(values: Tensor) -> Tensor:
     return torch.where(values < 0, -1.0, 1.0).to(values.dtype)
-
-
-def _is_present(values: Tensor, rank: int) -> Tensor:
-    """Return 1 for singular values (b, k) above rounding error, else 0; (b, r)."""
-    smallest = values[:, :1] * values.shape[-1] * torch.finfo(values.dtype).eps
-    return (values[:, :rank] > smallest).to(values.dtype)
