@@ -161,7 +161,7 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
 
 def check_data(config: Any, world_size: int, device_type: str) -> None:
     """Check that the corpora are prepared and fill a sequence; this prepares what is missing."""
-    from torchtitan_lr.data.checks import check_corpora
+    from torchtitan_lr.data.rows import check_corpora
 
     workers, key = config.training.dataloader.num_workers, "training.dataloader.num_workers"
     _require(workers >= 0, key, workers, "0 or the worker processes of each rank")
