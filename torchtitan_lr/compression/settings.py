@@ -30,7 +30,6 @@ class CompressionSettings:
         patterns: Shell patterns of parameter names, for ``patterns``.
         min_size: Smaller tensors are sent dense.
         residual_dtype: Dtype of the residuals.
-        seed: Seed of the hash functions.
         revocable: Whether residuals change with the step and not with its exchanges, because the
             step may be skipped or a checkpoint may still read them. Needs a second residual.
     """
@@ -42,7 +41,6 @@ class CompressionSettings:
     patterns: tuple[str, ...]
     min_size: int
     residual_dtype: torch.dtype
-    seed: int
     revocable: bool = False
 
 
@@ -79,7 +77,6 @@ def compression_settings(config: Any, ranks: int) -> CompressionSettings:
         patterns=tuple(section.patterns),
         min_size=section.min_size,
         residual_dtype=TORCH_DTYPE_MAP[section.residual_dtype],
-        seed=section.seed,
         revocable=(
             config.training.max_skipped_steps > 0
             or config.checkpoint.async_mode == "async_with_pinned_mem"
