@@ -255,6 +255,8 @@ def check_position(
         raise ConfigError("checkpoint", checkpoint_id, f"{want}: {advice}")
     mine, theirs = _settings(identity), _settings(stored[_STATE]["corpus"])
     key = next(key for key in [*mine, *theirs] if mine.get(key) != theirs.get(key))
+    if key in ("training.dataset", "training.mixture"):
+        advice += "; training.hf_tokens sets the size of a Hub's dataset, otherwise the steps do"
     want = f"{theirs.get(key)} as in {checkpoint_id} ({advice})"
     raise ConfigError(key, mine.get(key), want)
 

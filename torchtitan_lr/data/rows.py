@@ -21,9 +21,17 @@ import numpy.typing as npt
 
 from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.data.order import Indices
-from torchtitan_lr.data.prepare import Part, Section, ensure_prepared
+from torchtitan_lr.data.prepare import (
+    Part,
+    Section,
+    Wanted,
+    data_ranks,
+    ensure_prepared,
+    wanted,
+)
+from torchtitan_lr.data.sources import Reader
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.titan import IGNORE_INDEX
+from torchtitan_lr.titan import IGNORE_INDEX, logger
 
 if TYPE_CHECKING:
     import torch
@@ -178,6 +186,59 @@ def open_rows(
             raise ConfigError("validation.dataset", part.name, want + "nothing of it is held out")
         opened.append(Rows(corpus, seq_len, held_out, masked, section))
     return parts, opened
+
+
+def check_corpora(config: Any, world_size: int) -> None:
+    """Check the corpora of a run; prepare them if that was not done.
+
+    Args:
+        config: The run's ``JobConfig``; sections ``training`` and ``validation`` are read.
+        world_size: Ranks of the run.
+
+    Raises:
+        ConfigError: A corpus that does not exist or cannot be prepared, that has no whole row, or
+            a validation corpus with training files.
+        DataError: A record or a shard is unreadable.
+    """
+    validates = config.validation.enable
+    trained = wanted(config, "training", world_size)
+    if validates and config.validation.dataset == "local":
+        _check_other_files(wanted(config, "validation", world_size), trained)
+    _warn_of_cut_pairs(open_rows(config, "training", world_size)[1], "training")
+    if not validates:
+        return
+    section = config.validation
+    held_out = open_rows(config, "validation", world_size)[1]
+    _warn_of_cut_pairs(held_out, "validation")
+    rows = sum(map(len, held_out))
+    batch = section.local_batch_size * data_ranks(config, world_size)
+    if rows < batch:
+        logger.warning(
+            "The held-out part has %d sequences of %d tokens, fewer than a validation batch of %d",
+            *(rows, section.seq_len, batch),
+        )
+
+
+def _warn_of_cut_pairs(opened: list[Rows], key: str) -> None:
+    for part in (part for part in opened if part.pairs and part.cut):
+        logger.warning(
+            "%d pairs of %s are longer than %s.seq_len = %d and are cut; %d of them have no room "
+            "for an answer and are left out",
+            *(part.cut, part.corpus.folder, key, part.seq_len, part.left_out),
+        )
+
+
+def _check_other_files(validated: list[Wanted], trained: list[Wanted]) -> None:
+    """Raise if the named validation corpus contains training files."""
+
+    def files(parts: list[Wanted]) -> set[str]:
+        sources = (source for part in parts for source in part.sources if source.name == "local")
+        return {str(file.resolve()) for source in sources for file in Reader(source).files}
+
+    if shared := sorted(files(validated) & files(trained)):
+        advice = "validation.dataset = 'training' takes what is held out from it"
+        want = f"files that are not trained on ({shared[0]} is); {advice}"
+        raise ConfigError("validation.dataset_path", str(validated[0].sources[0]), want)
 
 
 def labelled(

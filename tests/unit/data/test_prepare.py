@@ -13,9 +13,9 @@ import pytest
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data import prepare
-from torchtitan_lr.data.checks import check_corpora
 from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.data.prepare import ensure_prepared, free, prepare_for_ranks, wanted
+from torchtitan_lr.data.rows import check_corpora
 from torchtitan_lr.errors import ConfigError, DataError
 
 LINES = [json.dumps({"text": f"Line {i} of {i * i} words. " * 3}) + "\n" for i in range(200)]
@@ -127,6 +127,13 @@ def test_how_much_of_a_dataset_of_the_hub_is_prepared(config):
     ((both,),) = (each.sources for each in wanted(job, world_size=8))
     assert (both.paths, both.part, both.tokens) == (("a/b@1.0",), "both", 8000)
     job = config(options, "--training.dataset=hf --training.dataset_path=a/b", path=None)
+    more = [
+        config(options, f"--training.steps={steps} --training.hf_tokens=7000") for steps in (9, 99)
+    ]
+    for each in more:
+        each.training.dataset, each.training.dataset_path = "hf", "a/b"
+    assert wanted(more[0], world_size=8) == wanted(more[1], world_size=8)
+    assert wanted(more[0])[0].sources[0].tokens == 7000
     job.training.hf_streaming = False
     assert wanted(job)[0].sources[0].tokens is None
 

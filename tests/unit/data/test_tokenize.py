@@ -20,9 +20,8 @@ import pytest
 
 from torchtitan_lr.data import sources
 from torchtitan_lr.data.corpus import Corpus
-from torchtitan_lr.data.held_out import USUAL_LIMIT, document_hash
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair
-from torchtitan_lr.data.sources import Reader, Source
+from torchtitan_lr.data.sources import USUAL_LIMIT, Reader, Source, document_hash
 from torchtitan_lr.data.tokenize import tokenize
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
