@@ -25,10 +25,10 @@ def test_a_prepared_folder(tmp_path, loss):
     found = build(tmp_path / "a", loss)
     assert (found.tokens(), found.tokens(held_out=True)) == (50, 10)
     assert found.kind == ("pairs" if loss else "text")
-    assert found.shard(found.train[1]).tokens.tolist() == list(range(25, 50))
+    assert found.shard(found.train[1]).read().tolist() == list(range(25, 50))
     assert found.shard(found.held_out[0]).ends.tolist() == [5, 10]
     if loss:
-        assert found.shard(found.train[0], loss=True).tokens.tolist() == [n % 2 for n in range(25)]
+        assert found.shard(found.train[0], loss=True).read().tolist() == [n % 2 for n in range(25)]
     found.check()
     # The place does not matter to the identity, the content does.
     shutil.copytree(tmp_path / "a", tmp_path / "b")

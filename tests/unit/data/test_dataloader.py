@@ -172,6 +172,7 @@ def test_a_position_in_other_data_is_refused_or_starts_them_anew(corpora, change
     text = str(error.value)
     assert text.startswith(line) and "\n" not in text, text
     assert "training.allow_changed_corpus = true starts the data anew" in text
+    assert ("training.hf_tokens" in text) == (change == "corpus")
     assert not build(other, allow_changed=True)[0].check_checkpoint(*found)
 
 

@@ -23,8 +23,7 @@ def write(prefix, dtype=np.uint16, documents=DOCUMENTS):
 
 def test_tokens_lengths_and_ends_of_a_file_of_ours(tmp_path):
     found = write(tmp_path / "a")
-    assert found.dtype == np.uint16
-    assert found.tokens.tolist() == [5, 6, 7, 1, 9, 9, 40_000, 3]
+    assert found.read().tolist() == [5, 6, 7, 1, 9, 9, 40_000, 3]
     assert (found.lengths.tolist(), found.ends.tolist()) == ([3, 1, 0, 4], [3, 4, 4, 8])
     assert (found.num_tokens, found.num_documents, found.num_sequences) == (8, 4, 4)
     found.check()
@@ -64,7 +63,7 @@ def test_a_writer_goes_on_behind_what_it_keeps(tmp_path):
         assert (tmp_path / f"cut{suffix}").read_bytes() == (
             tmp_path / f"whole{suffix}"
         ).read_bytes()
-    assert whole.num_tokens == second.num_tokens
+    assert whole.num_tokens == 8
 
 
 def edit(path, offset, data):

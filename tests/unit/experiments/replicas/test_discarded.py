@@ -146,8 +146,8 @@ def test_every_collective_of_a_step_failed_once(cut):
     for step in (PLAIN, REFRESH):
         assert discarded[step] == trainer.calls[step] > 2
     assert discarded[1] == discarded[STEPS] == 0 and discarded[VOTE] == 1
-    stacks = next(iter(trainer.optimizers)).stacks
-    assert all(stack.due(REFRESH - 1) and not stack.due(PLAIN - 1) for stack in stacks)
+    plans = [plan for stack in next(iter(trainer.optimizers)).stacks for plan in stack.plans]
+    assert all(plan.is_due(REFRESH - 1, 1) and not plan.is_due(PLAIN - 1, 1) for plan in plans)
 
 
 def test_a_discarded_step_leaves_every_bit(cut):
