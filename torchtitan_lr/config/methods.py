@@ -7,7 +7,7 @@ As in :mod:`torchtitan_lr.config.schema`, no ``from __future__ import annotation
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from torchtitan_lr.config.ranges import DECAY, FINITE, SEED, Range, at_least, positive
+from torchtitan_lr.config.ranges import DECAY, FINITE, Range, at_least, positive
 
 TSR = "TSRAdam"
 """The value of ``optimizer.name`` that chooses TSR-Adam."""
@@ -206,6 +206,3 @@ class GradCompression:
 
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the residuals; bfloat16 halves their memory and rounds them."""
-
-    seed: Annotated[int, SEED] = 0
-    """Seed of the hash functions, which change every step."""

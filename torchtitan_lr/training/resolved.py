@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from torchtitan_lr.checkpoints.run_record import global_batch_size
 from torchtitan_lr.console.log import console
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.plans import tp_settings
@@ -36,7 +37,7 @@ def resolved_config(
         "data_parallel_replicate_degree": dims.dp_replicate,
         "data_parallel_shard_degree": dims.dp_shard,
     }
-    config["training"]["global_batch_size"] = global_batch_size(job_config, dims)
+    config["training"]["global_batch_size"] = global_batch_size(job_config, dims.world_size)
     if isinstance(model_args, LlamaArgs):
         config["model_args"] = drop_marker(asdict(model_args))
         if dims.tp > 1:
@@ -49,14 +50,6 @@ def resolved_config(
         found = next(iter(distributions(name=name)), None)
         config["environment"][name] = found.version if found else "unknown"
     return config
-
-
-def global_batch_size(job_config: JobConfig, dims: ParallelDims) -> int:
-    """Return the sequences per step of all ranks together."""
-    training = job_config.training
-    if training.global_batch_size > 0:
-        return int(training.global_batch_size)
-    return int(training.local_batch_size * dims.dp_replicate * dims.dp_shard)
 
 
 def layout(dims: ParallelDims) -> str:
@@ -87,6 +80,7 @@ def report_start(
         rank = f", rank {' and '.join(map(str, ranks))}"
     console.info(
         f"{model.name} {model.flavor}: {sum(counts):,} parameters{rank}, on {layout(dims)}, "
-        f"{global_batch_size(job_config, dims):,} sequences of {training.seq_len:,} tokens per step"
+        f"{global_batch_size(job_config, dims.world_size):,} sequences of {training.seq_len:,} "
+        "tokens per step"
     )
     console.info(f"Training starts at step {step + 1}")

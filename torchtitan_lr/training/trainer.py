@@ -142,7 +142,7 @@ class Trainer(TitanTrainer):
     def write_record(self) -> None:
         """Write the run's configuration into the dump folder, after all checks have passed."""
         if torch.distributed.get_rank() == 0:
-            changes = write_record(self.job_config, self.step)
+            changes = write_record(self.job_config, self.step, self.parallel_dims.world_size)
             if changes:
                 console.info("After step %d: %s", self.step, described(changes))
 

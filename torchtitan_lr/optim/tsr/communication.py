@@ -186,45 +186,41 @@ class Synchronizer:
         """
         flat = [(number, index) for number, indices in enumerate(due) for index in indices]
         sizes = [self.stacks[number].sketch_size for number, _ in flat]
-        found = []
-        for bucket in split_buckets(sizes, BUCKET_ELEMENTS):
-            rounds: dict[int, dict[int, list[int]]] = {}
-            for number, index in (flat[i] for i in bucket):
-                iterations = self.stacks[number].plan.power_iterations
-                rounds.setdefault(iterations, {}).setdefault(number, []).append(index)
-            for matrices in rounds.values():
-                found += self._decompose(matrices)
+        rounds: dict[tuple[int, int], dict[int, list[int]]] = {}
+        for bucket, members in enumerate(split_buckets(sizes, BUCKET_ELEMENTS)):
+            for number, index in (flat[i] for i in members):
+                key = bucket, self.stacks[number].plan.power_iterations
+                rounds.setdefault(key, {}).setdefault(number, []).append(index)
+        found: list[Refresh] = []
+        for matrices in rounds.values():
+            chosen = [(self.stacks[number], indices) for number, indices in matrices.items()]
+            layouts = [stack.layout for stack, _ in chosen]
+            steps = [stack.decompose(indices, self.groups) for stack, indices in chosen]
+            svds: list[SVD] = solve_together(steps, layouts, self.groups)
+            # One batch per matrix: a difference is repaired and logged for that matrix only.
+            batches = [list(batch) for svd in svds for batch in zip(*svd, strict=True)]
+            if drifted := repair_drift(batches, self.groups.replicas):
+                names = [stack.plans[i].name for stack, indices in chosen for i in indices]
+                logger.warning(
+                    "Replicas computed different bases for %s; the first replica's are used",
+                    ", ".join(names[i] for i in drifted),
+                )
+            refreshes: list[Refresh] = []
+            for (stack, indices), svd in zip(chosen, svds, strict=True):
+                # In the new bases UᵀGV is diag(σ), and UᵀG is diag(σ)Vᵀ: nothing is sent for it.
+                if stack.plan.two_sided:
+                    core = torch.diag_embed(svd.values)
+                    refreshes.append(Refresh(stack, indices, svd.left, svd.right, core))
+                else:
+                    core = svd.values[..., None] * svd.right.mT
+                    refreshes.append(Refresh(stack, indices, svd.left, None, core))
+            if self.settings.moments == "rotate":
+                products = [_overlaps(refresh) for refresh in refreshes]
+                overlaps = solve_together(products, layouts, self.groups)
+                for refresh, of_both in zip(refreshes, overlaps, strict=True):
+                    refresh.overlaps = of_both
+            found += refreshes
         return found
-
-    def _decompose(self, matrices: Mapping[int, list[int]]) -> list[Refresh]:
-        """Compute the new bases of one round, given its matrices by stack."""
-        chosen = [(self.stacks[number], indices) for number, indices in matrices.items()]
-        layouts = [stack.layout for stack, _ in chosen]
-        steps = [stack.decompose(indices, self.groups) for stack, indices in chosen]
-        svds: list[SVD] = solve_together(steps, layouts, self.groups)
-        # One batch per matrix: a difference is repaired and logged for that matrix only.
-        batches = [list(batch) for svd in svds for batch in zip(*svd, strict=True)]
-        if drifted := repair_drift(batches, self.groups.replicas):
-            names = [stack.plans[i].name for stack, indices in chosen for i in indices]
-            logger.warning(
-                "Replicas computed different bases for %s; the first replica's are used",
-                ", ".join(names[i] for i in drifted),
-            )
-        refreshes = []
-        for (stack, indices), svd in zip(chosen, svds, strict=True):
-            # In the new bases UᵀGV is diag(σ), and UᵀG is diag(σ)Vᵀ: nothing is sent for it.
-            if stack.plan.two_sided:
-                core = torch.diag_embed(svd.values)
-                refreshes.append(Refresh(stack, indices, svd.left, svd.right, core))
-            else:
-                core = svd.values[..., None] * svd.right.mT
-                refreshes.append(Refresh(stack, indices, svd.left, None, core))
-        if self.settings.moments == "rotate":
-            products = [_overlaps(refresh) for refresh in refreshes]
-            overlaps = solve_together(products, layouts, self.groups)
-            for refresh, found in zip(refreshes, overlaps, strict=True):
-                refresh.overlaps = found
-        return refreshes
 
     def norm(self, refreshes: Sequence[Refresh], gradients: Sequence[Tensor]) -> Tensor:
         """Return sqrt(Σ|C|² + Σ|g|²) of all cores and dense gradients, each element once, in fp64.

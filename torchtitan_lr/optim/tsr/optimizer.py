@@ -330,8 +330,21 @@ class TSRAdam(Optimizer):
         self.counters = [self.steps]
         for stack in self.stacks:
             self.counters += [stack.ages, stack.refreshes]
-            for i, matrix in enumerate(stack.parameters):
-                self.state[matrix] = {"step": self.steps, **stack.state_of(i)}
+            # What a checkpoint holds; the tensors share the stack's memory.
+            for i, (plan, matrix) in enumerate(zip(stack.plans, stack.parameters, strict=True)):
+                m, n, r, row, column = plan.rows, plan.columns, plan.rank, stack.row, stack.column
+                core = ((r, r), {}) if plan.two_sided else ((r, n), {column: 1})
+                self.state[matrix] = {
+                    "step": self.steps,
+                    "left": wrap_like(matrix, stack.left[i], (m, r), {row: 0}),
+                    "exp_avg": wrap_like(matrix, stack.average[i], *core),
+                    "exp_avg_sq": wrap_like(matrix, stack.average_square[i], *core),
+                    "age": stack.ages[i],
+                    "refreshes": stack.refreshes[i],
+                }
+                if stack.right is not None:
+                    right = wrap_like(matrix, stack.right[i], (n, r), {column: 0})
+                    self.state[matrix]["right"] = right
         moments = zip(self.dense, self._averages, self._squares, strict=True)
         for parameter, average, square in moments:
             like = (tuple(parameter.shape), {dim: dim for dim in range(parameter.dim())})
@@ -411,6 +424,8 @@ class MatrixStack:
         settings: The settings.
 
     Attributes:
+        row: Dimension of a parameter that its rows are, as it is projected.
+        column: The other one.
         left: U (b, m, r), rows sharded like the matrix's rows.
         right: V (b, n, r), rows sharded like the matrix's columns; None if one-sided.
         average: m (b, r, r), or (b, r, n) sharded like the matrix's columns if one-sided.
@@ -435,7 +450,7 @@ class MatrixStack:
     ) -> None:
         self.plans, self.parameters, self.settings = list(plans), list(parameters), settings
         self.plan = plan = plans[0]
-        self.row_dim, self.column_dim = (1, 0) if self.plan.transposed else (0, 1)
+        self.row, self.column = (1, 0) if self.plan.transposed else (0, 1)
         self.layout = layout
         # Blocks are counted with padding: all ranks must decide alike.
         split = ((plan.rows, layout.rows), (plan.columns, layout.columns))
@@ -455,30 +470,13 @@ class MatrixStack:
         self.refreshes = torch.zeros(b, dtype=torch.int64)
         if plan.waits:
             # The bases until the first refresh; each rank draws all rows, and keeps its own.
-            sides = [("left", self.left, plan.rows, self.row_dim)]
+            sides = [("left", self.left, plan.rows, self.row)]
             if self.right is not None:
-                sides.append(("right", self.right, plan.columns, self.column_dim))
+                sides.append(("right", self.right, plan.columns, self.column))
             for side, bases, rows, dim in sides:
                 for own, parameter, basis in zip(plans, parameters, bases, strict=True):
                     full = draw_basis(f"{own.name}:{side}", (rows, plan.rank))
                     basis.copy_(own_part(parameter, full, {dim: 0}))
-
-    def state_of(self, index: int) -> dict[str, Tensor]:
-        """Return the checkpointed state of one matrix; the tensors share the stack's memory."""
-        plan, parameter = self.plans[index], self.parameters[index]
-        r, n = plan.rank, plan.columns
-        core, dims = ((r, r), {}) if plan.two_sided else ((r, n), {self.column_dim: 1})
-        state = {
-            "left": wrap_like(parameter, self.left[index], (plan.rows, r), {self.row_dim: 0}),
-            "exp_avg": wrap_like(parameter, self.average[index], core, dims),
-            "exp_avg_sq": wrap_like(parameter, self.average_square[index], core, dims),
-            "age": self.ages[index],
-            "refreshes": self.refreshes[index],
-        }
-        if self.right is not None:
-            right = self.right[index]
-            state["right"] = wrap_like(parameter, right, (n, r), {self.column_dim: 0})
-        return state
 
     def bases(self, indices: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Return U (b, m, r) and V (b, n, r) of some matrices."""
@@ -502,7 +500,7 @@ class MatrixStack:
         keys = [(self.plans[i].name, counts[i]) for i in indices]
         # Every rank draws the whole Ω (n, k) of each matrix, and keeps its own rows.
         full = draw_sketches(keys, (self.plan.columns, self.plan.width), self.left)
-        own = [own_part(self.parameters[0], sketch, {self.column_dim: 0}) for sketch in full]
+        own = [own_part(self.parameters[0], sketch, {self.column: 0}) for sketch in full]
         return randomized_svd(
             [self._oriented(gradient) for gradient in gradients],
             torch.stack(own),

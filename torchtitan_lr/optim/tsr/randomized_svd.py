@@ -83,14 +83,17 @@ def randomized_svd(
     power_iterations: int,
     mesh_dims: int = 0,
     replicas: bool = False,
-    earlier: tuple[Tensor, Tensor | None] | None = None,
+    earlier: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Steps[SVD]:
     """Compute the leading singular triplets of matrices of one shape (TSR-Adam, Algorithm 1).
 
     A gradient determines singular vectors up to a sign. The sketch fixes the sign, so that every
-    layout of ranks computes the same vectors; `_align` then flips each vector towards its
-    predecessor. Columns of a vanishing singular value are set to zero: the gradient does not
-    determine them, and rounding noise would differ between layouts.
+    layout of ranks computes the same vectors. Each vector is then flipped towards its predecessor,
+    with its σ: kept moments (``tsr_moments = "keep"``) are indexed by vector, and those before and
+    after a flip would cancel. The sides flip independently: if a gradient changes its sign, both
+    bases stay and σ turns negative. Vectors that are nearly orthogonal to their predecessors, or
+    have none, keep the sketch's sign. Columns of a vanishing singular value are set to zero: the
+    gradient does not determine them, and rounding noise would differ between layouts.
 
     Args:
         gradients: This rank's b local blocks of G, each (m, n); may be empty.
@@ -99,8 +102,11 @@ def randomized_svd(
         power_iterations: q.
         mesh_dims: Number of mesh dimensions that may shard a matrix of this run.
         replicas: Whether the gradients are partial sums over replicas.
-        earlier: The previous bases U (b, m, r) and V (b, n, r); V is None if that side is not
-            projected. Zeros, or random, before the first refresh.
+        earlier: The previous bases U (b, m, r) and V (b, n, r), None for a side that is not to be
+            aligned. Zeros, or random, before the first refresh.
+
+    Yields:
+        Requests for sums and blocks of other ranks.
     """
     # Y = GΩ, an (m, k) sketch of the range of G.
     y = yield from _sum(_times(gradients, sketches), "columns", replicas)
@@ -126,10 +132,15 @@ def randomized_svd(
     smallest = values[:, :1] * values.shape[-1] * torch.finfo(values.dtype).eps
     present = (values[:, :rank] > smallest).to(values.dtype)
     keep = _signs(sides) * present[:, None, :]
-    svd = SVD(left * keep, values[:, :rank], right * keep)
-    if earlier is None:
-        return svd
-    return (yield from _align(svd, *earlier))
+    values, bases = values[:, :rank], [left * keep, right * keep]
+    axes: tuple[Axis, Axis] = ("rows", "columns")
+    for number, old in enumerate(earlier):
+        if old is not None:
+            products = yield from _sum((bases[number] * old).sum(dim=-2), axes[number], False)
+            # Near zero the sign would be that of rounding noise, which layouts do not share.
+            turn = _signs(products + torch.finfo(products.dtype).eps ** 0.5)
+            values, bases[number] = values * turn, bases[number] * turn[:, None, :]
+    return SVD(bases[0], values, bases[1])
 
 
 def _small_svd(square: Tensor) -> SVD:
@@ -156,27 +167,6 @@ def _small_svd(square: Tensor) -> SVD:
     least = (values[..., :1] * 1e-9).clamp(min=torch.finfo(torch.float64).tiny)
     left = wide @ right / torch.maximum(values, least)[..., None, :]
     return SVD(left.to(square.dtype), values.to(square.dtype), right.to(square.dtype))
-
-
-def _align(svd: SVD, earlier_left: Tensor, earlier_right: Tensor | None) -> Steps[SVD]:
-    """Flip each vector towards its predecessor; U·diag(σ)·Vᵀ does not change.
-
-    Kept moments (``tsr_moments = "keep"``) are indexed by vector. If a vector flips its sign, its
-    core entries flip too, and the moments before and after cancel. The two sides flip
-    independently: if a gradient changes its sign, both bases stay and σ turns negative. Vectors
-    that are nearly orthogonal to their predecessors, or have none, keep the sketch's sign, which
-    does not depend on rounding.
-    """
-    values, sides = svd.values, [svd.left, svd.right]
-    axes: tuple[Axis, Axis] = ("rows", "columns")
-    for number, old in enumerate((earlier_left, earlier_right)):
-        if old is not None:
-            side = sides[number]
-            products = yield from _sum((side * old).sum(dim=-2), axes[number], False)
-            # Near zero the sign would be that of rounding noise, which layouts do not share.
-            turn = _signs(products + torch.finfo(products.dtype).eps ** 0.5)
-            values, sides[number] = values * turn, side * turn[:, None, :]
-    return SVD(sides[0], values, sides[1])
 
 
 def tsqr(tall: Tensor, axis: Axis, mesh_dims: int) -> Steps[tuple[Tensor, Tensor]]:
