@@ -100,10 +100,10 @@ class Trainer(TitanTrainer):
             tokenizer = tokenizer_digest(job_config.model.hf_assets_path)
             self.checkpointer.fingerprint = model_fingerprint(args) | {TOKENIZER: tokenizer}
         self._residuals = Residuals(compressors_of(self.model_parts))
-        if self._residuals.compressors:
+        if self._residuals.compressors and job_config.grad_compression.save_residuals:
             self.checkpointer.states[RESIDUALS] = self._residuals
-        for compressor in self._residuals.compressors:
-            compressor.before_writing = self.checkpointer.maybe_wait_for_staging
+            for compressor in self._residuals.compressors:
+                compressor.before_writing = self.checkpointer.maybe_wait_for_staging
 
     def train(self) -> None:
         """Train to ``training.steps`` or to a stop signal, then save and report."""
