@@ -1,10 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Byte-level BPE tokenizers with llama-3's split: trained on text, or read from a rank file."""
 
-import base64
-import binascii
 import json
 from collections.abc import Iterable
+from hashlib import sha256
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -81,10 +80,12 @@ def read_ranks(path: Path) -> Tokenizer:
     Raises:
         ConfigError: It is not a rank file (SentencePiece models have the same name).
     """
+    from tiktoken.load import load_tiktoken_bpe  # few runs have a rank file
+
     try:
-        pairs = [line.split() for line in path.read_bytes().splitlines() if line]
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    except (OSError, ValueError, binascii.Error):
+        # With the file's hash, tiktoken does not take its copy of an earlier version.
+        ranks = load_tiktoken_bpe(str(path), sha256(path.read_bytes()).hexdigest())
+    except (OSError, ValueError):
         ranks = {}
     covers_bytes = all(bytes([byte]) in ranks for byte in range(NUM_BYTES))
     if sorted(ranks.values()) != list(range(len(ranks))) or not covers_bytes:
