@@ -6,6 +6,7 @@ except those of TSR-Adam. With a pipeline and ``fsdp_reshard_after_forward = "al
 gathers are counted once per pass, although each micro-batch repeats them.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -97,7 +98,7 @@ def repeated_row(run: Run, scope: str, op: str, dtype: str, calls: int, elements
 def boundaries_of(run: Run) -> list[int]:
     """Return the elements per sequence that a rank sends over each stage boundary."""
     boundaries = stage_boundaries(run.config, run.args, run.seq_len, run.settings)
-    return [boundary.elements for boundary in boundaries]
+    return [math.prod(boundary.shape) for boundary in boundaries]
 
 
 def _data(run: Run, pp_rank: int) -> list[Traffic]:

@@ -50,7 +50,8 @@ def apply_data_parallel(
         job_config: The run's configuration: ``[training]`` for dtypes, ``[parallelism]`` for the
             resharding policy.
     """
-    policy = mixed_precision_policy(job_config)
+    policy, training = mixed_precision_policy(job_config), job_config.training
+    mixed = not parallel_dims.dp_enabled and training.mixed_precision_param != training.dtype
     # FSDP2 must not sum over the replicas if an optimizer or a compressor does.
     owned = optimizer_owns_replicas(job_config) and parallel_dims.dp_replicate_enabled
     if parallel_dims.fsdp_enabled or owned:
@@ -59,7 +60,7 @@ def apply_data_parallel(
             names = ["dp_replicate", "fsdp"]
         mesh = mesh_of(parallel_dims, "fsdp") if owned else parallel_dims.get_mesh(names)
         offload = {}
-        if job_config.training.enable_cpu_offload:
+        if training.enable_cpu_offload:
             offload["offload_policy"] = CPUOffloadPolicy()
         shard = partial(fully_shard, mesh=mesh, mp_policy=policy, **offload)
         # On a mesh of size 1 nothing is sharded: a second all-gather would only copy.
@@ -78,14 +79,20 @@ def apply_data_parallel(
         if owned:
             kind = f"FSDP over {mesh.size()} ranks; the optimizer synchronizes the replicas"
         logger.info("Applied %s to the model", kind)
-    elif parallel_dims.dp_replicate_enabled or needs_precision_wrapper(parallel_dims, job_config):
+    elif parallel_dims.dp_replicate_enabled or mixed:
         mesh = mesh_of(parallel_dims, "dp_replicate")
         wrap = partial(replicate, mesh=mesh, mp_policy=policy)
         _apply_by_block(model, wrap, wrap)
         logger.info("Applied replication over %d ranks to the model", mesh.size())
     sum_gradients(model)
-    if compresses(job_config):
-        _compress(model, parallel_dims, job_config)
+    if compresses(job_config) and parallel_dims.fsdp_enabled:
+        # Over the slower links only: those between hosts, if there are any.
+        crosses_hosts = parallel_dims.dp_replicate_enabled
+        mesh = parallel_dims.get_mesh("dp_replicate" if crosses_hosts else "fsdp")
+        settings = compression_settings(job_config, mesh.size())
+        apply_gradient_compression(model, mesh, settings, all_reduce=crosses_hosts)
+    elif compresses(job_config):
+        logger.info("Gradient compression: nothing to exchange without FSDP")
 
 
 def prefetch_in_forward(model: nn.Module) -> None:
@@ -117,12 +124,6 @@ def mixed_precision_policy(job_config: JobConfig) -> MixedPrecisionPolicy:
         reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
         cast_forward_inputs=False,
     )
-
-
-def needs_precision_wrapper(parallel_dims: ParallelDims, job_config: JobConfig) -> bool:
-    """Return whether a model without data parallelism needs a wrapper for its mixed precision."""
-    training = job_config.training
-    return not parallel_dims.dp_enabled and training.mixed_precision_param != training.dtype
 
 
 def reshard_after_forward(job_config: JobConfig, pp_enabled: bool) -> bool:
@@ -160,16 +161,6 @@ def synchronize_gradients(model_parts: Sequence[nn.Module], enabled: bool) -> No
 def fsdp_modules(model_parts: Iterable[nn.Module]) -> list[FSDPModule]:
     """Return every FSDP2-managed module, replicated ones included."""
     return [m for part in model_parts for m in part.modules() if isinstance(m, FSDPModule)]
-
-
-def _compress(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
-    if not parallel_dims.fsdp_enabled:
-        logger.info("Gradient compression: nothing to exchange without FSDP")
-        return
-    crosses_hosts = parallel_dims.dp_replicate_enabled
-    mesh = parallel_dims.get_mesh("dp_replicate" if crosses_hosts else "fsdp")
-    settings = compression_settings(job_config, mesh.size())
-    apply_gradient_compression(model, mesh, settings, all_reduce=crosses_hosts)
 
 
 def _apply_by_block(

@@ -60,7 +60,8 @@ class NormalizedLoss:
 class Pipeline:
     """This rank's stages and the schedules that run batches through them.
 
-    Every rank of the pipeline calls the same methods with the same batches.
+    Every rank of the pipeline calls the same methods with the same batches. ``step`` is the
+    schedule's: forward and backward of a batch.
 
     Args:
         schedule: The training schedule, which calls ``loss``.
@@ -81,7 +82,7 @@ class Pipeline:
         build: Callable[..., Any],
         microbatch_size: int,
     ) -> None:
-        self.schedule = schedule
+        self.schedule, self.step = schedule, schedule.step
         self.loss = loss
         self.parts = parts
         self._boundaries = boundaries
@@ -92,10 +93,6 @@ class Pipeline:
     def normalize_by(self, tokens: float | Tensor) -> None:
         """Set the divisor of the loss: the valid tokens of the global batch."""
         self.loss.tokens = tokens
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Run forward and backward of a batch; arguments as in torch's ``schedule.step``."""
-        self.schedule.step(*args, **kwargs)
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **arguments: Tensor) -> Tensor:
         """Return the summed loss of a batch of any size, without gradients.
@@ -127,27 +124,25 @@ class Pipeline:
         """Return a schedule with its own stages, because their receive buffers differ in size."""
         key = (microbatches, size, seq_len)
         if key not in self._evaluations:
+            # Of a kind for any number of micro-batches, with the same stages per rank.
+            kind: Callable[..., PipelineSchedule] = ScheduleLoopedBFS
+            if isinstance(self.schedule, PipelineScheduleSingle):
+                kind = ScheduleGPipe
+            elif isinstance(self.schedule, ScheduleZBVZeroBubble):
+                kind = ScheduleZBVZeroBubble
             boundaries = self._boundaries(seq_len)
             stages = [
                 self._build(part, index, boundaries, size, seq_len)
                 for index, part in self.parts.items()
             ]
-            self._evaluations[key] = forward_only(
-                self._evaluation_class()(
-                    stages if len(stages) > 1 else stages[0],
-                    n_microbatches=microbatches,
-                    loss_fn=self.loss.loss_fn,
-                    scale_grads=False,
-                )
+            schedule = kind(
+                stages if len(stages) > 1 else stages[0],
+                n_microbatches=microbatches,
+                loss_fn=self.loss.loss_fn,
+                scale_grads=False,
             )
+            self._evaluations[key] = forward_only(schedule)
         return self._evaluations[key]
-
-    def _evaluation_class(self) -> Callable[..., PipelineSchedule]:
-        """Return a class for any number of micro-batches, with the same stages per rank."""
-        if isinstance(self.schedule, PipelineScheduleSingle):
-            return ScheduleGPipe
-        v_shaped = isinstance(self.schedule, ScheduleZBVZeroBubble)
-        return ScheduleZBVZeroBubble if v_shaped else ScheduleLoopedBFS
 
 
 def pipeline_llama(

@@ -11,6 +11,7 @@ The stage therefore marks the tensor of each message with an attribute, which th
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,17 +24,23 @@ from torchtitan_lr.parallel.plans import Boundary
 _MARK = "_pipeline_boundary"
 
 
-def mark(operations: list[Any], boundary: int, pass_: str) -> list[Any]:
-    """Mark the tensors of point-to-point operations and return the operations.
+def _marked(name: str, offset: int, pass_: str) -> Any:
+    """Return a method of torch's stage with marks on the tensors of its operations.
 
     Args:
-        operations: ``torch.distributed.P2POp``.
-        boundary: Boundary i lies between the stages i and i + 1.
+        name: Of the method, which returns the ``torch.distributed.P2POp`` of a micro-batch.
+        offset: Boundary i lies between the stages i and i + 1; stage i's is i + ``offset``.
         pass_: ``forward`` or ``backward``.
     """
-    for operation in operations:
-        setattr(operation.tensor, _MARK, (f"boundary {boundary}", pass_))
-    return operations
+
+    def operations_of(stage: PipelineStage, microbatch: int) -> list[Any]:
+        operations: list[Any] = getattr(PipelineStage, name)(stage, microbatch)
+        for operation in operations:
+            scope = f"boundary {stage.stage_index + offset}"
+            setattr(operation.tensor, _MARK, (scope, pass_))
+        return operations
+
+    return operations_of
 
 
 def boundary_of(arguments: Any) -> tuple[str, str] | None:
@@ -67,21 +74,10 @@ class Stage(PipelineStage):
         if SPLITS_BACKWARD:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Return operations that receive activations from the previous stage."""
-        return mark(super().get_fwd_recv_ops(fwd_chunk_id), self.stage_index - 1, "forward")
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Return operations that send activations to the next stage."""
-        return mark(super().get_fwd_send_ops(fwd_chunk_id), self.stage_index, "forward")
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Return operations that receive gradients from the next stage."""
-        return mark(super().get_bwd_recv_ops(bwd_chunk_id), self.stage_index, "backward")
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Return operations that send gradients to the previous stage."""
-        return mark(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index - 1, "backward")
+    get_fwd_recv_ops = _marked("get_fwd_recv_ops", -1, "forward")
+    get_fwd_send_ops = _marked("get_fwd_send_ops", 0, "forward")
+    get_bwd_recv_ops = _marked("get_bwd_recv_ops", 0, "backward")
+    get_bwd_send_ops = _marked("get_bwd_send_ops", -1, "backward")
 
 
 def build_stage(
@@ -111,18 +107,21 @@ def build_stage(
         group: Process group of the pipeline.
         head_loss: Whether the last stage returns the loss instead of logits.
     """
-    first, last = index == 0, index == len(boundaries)
-    tokens = torch.empty((batch, seq_len), dtype=torch.int64, device="meta")
-    output = torch.empty((batch, seq_len, vocab_size), dtype=dtype, device="meta")
+    empty = partial(torch.empty, device="meta")
+    messages = [
+        empty((batch, *boundary.shape), dtype=dtype, requires_grad=True) for boundary in boundaries
+    ]
+    tokens = empty((batch, seq_len), dtype=torch.int64)
+    output = empty((batch, seq_len, vocab_size), dtype=dtype)
     if head_loss:
-        output = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta")
+        output = empty((), dtype=torch.promote_types(dtype, torch.float32))
     return Stage(
         part,
         index,
-        len(boundaries) + 1,
+        len(messages) + 1,
         device,
-        input_args=tokens if first else _message(boundaries[index - 1], batch, dtype),
-        output_args=output if last else _message(boundaries[index], batch, dtype),
+        input_args=[tokens, *messages][index],
+        output_args=[*messages, output][index],
         group=group,
     )
 
@@ -179,8 +178,3 @@ def unpack(message: Tensor, boundary: Boundary) -> tuple[Tensor, ...]:
     batch, rows = message.shape[:2]
     features = (boundary.lanes, -1) if boundary.lanes else (-1,)
     return stream.reshape(batch, rows * boundary.tokens_per_row, *features), *latents
-
-
-def _message(boundary: Boundary, batch: int, dtype: torch.dtype) -> Tensor:
-    shape = (batch, boundary.rows, boundary.width)
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)

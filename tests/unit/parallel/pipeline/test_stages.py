@@ -30,7 +30,7 @@ from torchtitan_lr.parallel.plans import Boundary, TPSettings, stage_boundary
 def test_packing_is_undone(boundary, stream, latents):
     sent = [torch.randn(shape, dtype=torch.float64) for shape in (stream, *latents)]
     message = pack(tuple(sent), boundary)
-    assert message.shape == (2, boundary.rows, boundary.width)
+    assert message.shape == (2, *boundary.shape)
     assert message.is_contiguous()
     received = unpack(message.requires_grad_(), boundary)
     assert len(received) == len(sent)
