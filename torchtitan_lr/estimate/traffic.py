@@ -29,7 +29,7 @@ from torchtitan_lr.formulas.tsr_traffic import (
     TSRStep,
     tsr_traffic,
 )
-from torchtitan_lr.parallel.pipeline.pipeline import stage_boundaries
+from torchtitan_lr.parallel.pipeline import stage_boundaries
 
 
 def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> list[Traffic]:

@@ -16,7 +16,7 @@ from torchtitan_lr.parallel.parallelize import (
     parallelize_llama_lax,
     parallelize_llama_svd,
 )
-from torchtitan_lr.parallel.pipeline.pipeline import pipeline_llama
+from torchtitan_lr.parallel.pipeline import pipeline_llama
 from torchtitan_lr.titan.components import build_lr_schedulers
 from torchtitan_lr.titan.specs import TrainSpec, register_train_spec, registered_specs
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor

@@ -24,7 +24,7 @@ from torchtitan_lr.parallel.data_parallel import (
     optimizer_owns_replicas,
     synchronize_gradients,
 )
-from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
+from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, dist_utils
 from torchtitan_lr.titan.trainer import Trainer as TitanTrainer

@@ -10,9 +10,9 @@ import torch
 from tests.oracle.pipeline import boundary_elements
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.loss import cross_entropy_sum
-from torchtitan_lr.parallel.pipeline.pipeline import NormalizedLoss, stage_boundaries
-from torchtitan_lr.parallel.pipeline.stage_split import layers_before_boundaries
+from torchtitan_lr.parallel.pipeline import NormalizedLoss, stage_boundaries
 from torchtitan_lr.parallel.plans import Boundary, TPSettings, stage_boundary
+from torchtitan_lr.parallel.stage_split import layers_before_boundaries
 
 # width 48, ranks 12 (q, k, v, o) and 20 (gate, up, down)
 LATENTS = 4 * 12 + 3 * 20
