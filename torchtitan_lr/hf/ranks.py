@@ -124,7 +124,7 @@ def check_overrides(overrides: list[str]) -> None:
 def _record_of_export(folder: Path) -> dict[str, Any]:
     """Return the record of a run whose model is that of an export, as a flavor of its family."""
     args = read_export_args(folder)
-    FLAVORS[args.family].add(_FLAVOR, args)
+    FLAVORS[args.family][_FLAVOR] = args
     model = {"name": args.model_family.model_name, "flavor": _FLAVOR}
     return {
         "model": model | {"hf_assets_path": str(folder)},

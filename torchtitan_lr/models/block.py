@@ -6,16 +6,18 @@ tensors, so it also runs on a shard of the heads or of the feed-forward.
 """
 
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.cache import AttentionCache
 from torchtitan_lr.models.lanes import dense_edges, low_rank_edges
 from torchtitan_lr.models.linears import Gated, low_rank_group
 from torchtitan_lr.models.rope import apply_rope
+
+if TYPE_CHECKING:
+    from torchtitan_lr.inference.cache import LayerCache
 
 Latents: TypeAlias = tuple[Tensor, ...]
 """The seven pre-activation latents A x (b, s, r) that LaX passes from block to block,
@@ -60,7 +62,7 @@ class Attention(nn.Module):
         norm: nn.Module,
         table: Tensor,
         carried: Latents | None,
-        cache: AttentionCache | None = None,
+        cache: "LayerCache | None" = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Latents]:
         """Compute attention.
@@ -98,7 +100,7 @@ class Attention(nn.Module):
         k: Tensor,
         v: Tensor,
         table: Tensor,
-        cache: AttentionCache | None = None,
+        cache: "LayerCache | None" = None,
         mask: Tensor | None = None,
     ) -> Tensor:
         """Rotate queries and keys, and compute causal attention.
@@ -206,7 +208,7 @@ class TransformerBlock(nn.Module):
         x: Tensor,
         table: Tensor,
         carried: Latents | None = None,
-        cache: AttentionCache | None = None,
+        cache: "LayerCache | None" = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Latents | None]:
         """Run the block.

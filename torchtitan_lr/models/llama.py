@@ -2,20 +2,22 @@
 """The LLaMA model of every family, made of blocks; no code here knows of ranks or meshes."""
 
 from collections.abc import Callable
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.block import Latents, TransformerBlock
-from torchtitan_lr.models.cache import ModelCache
-from torchtitan_lr.models.documents import document_mask, document_positions
+from torchtitan_lr.models.documents import separate
 from torchtitan_lr.models.ends import EmbedEdge, HeadEdge, OutputProjection, TokenEmbedding
 from torchtitan_lr.models.initialization import init_parameters
 from torchtitan_lr.models.lanes import LaneEmbedEdge
 from torchtitan_lr.models.rope import build_freqs_cis
 from torchtitan_lr.titan.base import ModelProtocol
+
+if TYPE_CHECKING:
+    from torchtitan_lr.inference.cache import KeyValueCache
 
 
 class LlamaModel(ModelProtocol):
@@ -54,7 +56,7 @@ class LlamaModel(ModelProtocol):
         self,
         tokens: Tensor,
         *carried: Tensor,
-        cache: ModelCache | None = None,
+        cache: "KeyValueCache | None" = None,
         documents: Tensor | None = None,
         targets: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
@@ -77,21 +79,18 @@ class LlamaModel(ModelProtocol):
         """
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         latents: Latents | None = carried or None
-        table = torch.view_as_real(self.freqs_cis)
+        table, mask = torch.view_as_real(self.freqs_cis), None
         if documents is not None:
             if cache is not None:
                 raise ValueError("a cache holds one document per row")
-            mask = document_mask(documents, x.dtype)
-            table = table[document_positions(documents)]
-            for block in self.layers.values():
-                x, latents = block(x, table, latents, mask=mask)
-        elif cache is None:
-            for block in self.layers.values():
-                x, latents = block(x, table, latents)
-        else:
-            rotations = cache.begin(table, tokens.shape[1])
-            for index, block in enumerate(self.layers.values()):
-                x, latents = block(x, rotations, latents, cache.layer(index))
+            positions, mask = separate(documents, x.dtype)
+            table = table[positions]
+        elif cache is not None:
+            table = cache.begin(table, tokens.shape[1])
+        for index, block in enumerate(self.layers.values()):
+            layer = None if cache is None else cache.layer(index)
+            x, latents = block(x, table, latents, layer, mask)
+        if cache is not None:
             x = x[:, -1:]  # generation reads no other prediction
         if self.output is not None:
             out: Tensor = self.output(x, self.norm, targets)

@@ -4,7 +4,7 @@
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
-from torchtitan_lr.models.flavors import FLAVORS, build_flavors
+from torchtitan_lr.models.flavors import FLAVORS, FlavorTable
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.loss import build_loss
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
@@ -55,7 +55,7 @@ def register_model_family(family: ModelFamily) -> None:
     A run names the module that calls this by ``experimental.custom_import``.
     """
     FAMILIES[family.name] = family
-    FLAVORS[family.name] = build_flavors(family)
+    FLAVORS[family.name] = FlavorTable(family)
     register_train_specs()
 
 
