@@ -176,7 +176,7 @@ def own_slice(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 _OPERATIONS: dict[str, Callable[[Tensor, Ranks, int], Tensor]] = {
     "identity": lambda x, ranks, dim: x.view_as(x),
     "slice": own_slice,
-    "all_reduce": lambda x, ranks, dim: all_reduce(x, ranks),
+    "all_reduce": lambda x, ranks, dim: wait(start_all_reduce(x, ranks)),
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
     "wide_reduce_scatter": lambda x, ranks, dim: reduce_scatter(x, ranks, dim, wide=True),

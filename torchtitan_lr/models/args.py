@@ -3,17 +3,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal
+
+from torch import nn
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.titan.base import BaseModelArgs
 from torchtitan_lr.titan.specs import RoPEScalingArgs
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from torchtitan_lr.models.llama import LlamaModel
 
 Activation = Literal["both", "lowrank", "reduced", "fullrank", "none"]
 LaxGate = Literal["identity", "scalar"]
@@ -215,18 +212,25 @@ class LlamaArgs(BaseModelArgs):
         self.init_seed = 0 if seed is None else seed
         self.check()
 
-    def get_nparams_and_flops(self, model: "nn.Module", seq_len: int) -> tuple[int, int]:
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Size and cost of the model, counted from its tensors.
+
+        A product with a weight or with the keys or values costs 2 FLOPs per entry, and backward
+        repeats it for the gradient of each operand. Causal attention counts in full: each token
+        uses the keys and values of all ``seq_len`` tokens, in every head.
 
         Args:
             model: The whole `LlamaModel`, before it is split; may be on the meta device.
-            seq_len: Tokens in a sequence, on which attention's share depends.
+            seq_len: Tokens in a sequence.
 
         Returns:
-            The number of parameters, and the FLOPs of forward and backward per token.
+            The number of parameters, and the FLOPs of the matrix products per token, forward and
+            backward: those of MFU.
         """
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        return parameters, cast("LlamaModel", model).flops_per_token(seq_len)
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        products = sum(linear.weight.numel() for linear in linears)
+        products += self.n_layers * 2 * seq_len * self.dim
+        return sum(parameter.numel() for parameter in model.parameters()), 3 * 2 * products
 
     def _check_lanes(self) -> None:
         lanes, fraction = self.lanes, self.sync_fraction

@@ -2,7 +2,7 @@
 """The LLaMA model of every family, made of blocks; no code here knows of ranks or meshes."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -79,39 +79,25 @@ class LlamaModel(ModelProtocol):
         """
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         latents: Latents | None = carried or None
-        table, mask = torch.view_as_real(self.freqs_cis), None
+        table = torch.view_as_real(self.freqs_cis)
+        # Arguments that are not given at all let a compiled block keep its one graph.
+        options: list[dict[str, Any]] = [{} for _ in self.layers]
         if documents is not None:
             if cache is not None:
                 raise ValueError("a cache holds one document per row")
             positions, mask = separate(documents, x.dtype)
-            table = table[positions]
+            table, options = table[positions], [{"mask": mask} for _ in self.layers]
         elif cache is not None:
             table = cache.begin(table, tokens.shape[1])
-        for index, block in enumerate(self.layers.values()):
-            layer = None if cache is None else cache.layer(index)
-            x, latents = block(x, table, latents, layer, mask)
+            options = [{"cache": cache.layer(index)} for index in range(len(self.layers))]
+        for block, option in zip(self.layers.values(), options, strict=True):
+            x, latents = block(x, table, latents, **option)
         if cache is not None:
             x = x[:, -1:]  # generation reads no other prediction
         if self.output is not None:
             out: Tensor = self.output(x, self.norm, targets)
             return out
         return x if latents is None else (x, *latents)
-
-    def flops_per_token(self, seq_len: int) -> int:
-        """FLOPs of the matrix products per token, forward and backward: those of MFU.
-
-        A product with a weight or with the keys or values costs 2 FLOPs per entry, and backward
-        repeats it for the gradient of each operand. Causal attention counts in full: each token
-        uses the keys and values of all ``seq_len`` tokens, in every head.
-        """
-        products = sum(
-            module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear)
-        )
-        for block in self.layers.values():
-            wq = cast(TransformerBlock, block).attention.wq
-            width = (wq if isinstance(wq, nn.Linear) else wq.B).out_features
-            products += 2 * seq_len * width
-        return 3 * 2 * products
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LlamaModel":
         # A cast would round the rotary table (or drop its imaginary part), and materializing a

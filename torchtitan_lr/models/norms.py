@@ -252,16 +252,7 @@ def online_down(
 ) -> list[Tensor]:
     """Project a sharded stream down and normalize the product (deferred RMSNorm).
 
-    Args:
-        x: Residual stream (b, s, d/T), Shard(-1).
-        gamma: The norm's weight (d/T,), Shard(0).
-        dim: Features d over all ranks.
-        eps: ε, added to the mean square.
-        weights: As in `down_products`.
-        how: As in `down_products`.
-
-    Returns:
-        As `down_products`.
+    The arguments are those of `sync_norm` and `down_products`, the result is that of the latter.
     """
     return how.by_weight(_OnlineDown.apply(x, gamma, dim, eps, how, *weights), weights)
 
@@ -284,14 +275,9 @@ def sync_norm(x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks) -> T
 
 
 def scattered_norm(x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks) -> Tensor:
-    """Normalize a feature-sharded stream, and gather the result for vocabulary shards.
+    """Normalize a sharded stream, and gather the result for vocabulary shards.
 
-    Args:
-        x: Residual stream (b, s, d/T), Shard(-1).
-        gamma: The norm's weight (d/T,), Shard(0).
-        dim: d.
-        eps: ε.
-        ranks: The tensor-parallel ranks.
+    The arguments are those of `sync_norm`.
 
     Returns:
         Tensor (b, s, d), replicated; its gradient is summed over the ranks.

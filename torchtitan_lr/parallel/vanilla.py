@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lr.collectives import FEATURES, Edge, local, reduce_over_ranks, scatter_sum
-from torchtitan_lr.models.linears import LowRankLinear, SharedInput, shared_linear
+from torchtitan_lr.models.linears import LowRankLinear, SharedInput, shared_linears
 from torchtitan_lr.models.norms import normalize
 
 
@@ -48,9 +48,8 @@ class VanillaDownEdge(Edge):
         dim = FEATURES if self.sharded_input else None
         shared = SharedInput(self.ranks, dim, saved="output")
         if not self.grouped:
-            return [shared_linear(x, [weight], shared) for weight in weights]
-        latents = shared_linear(x, weights, shared)
-        return list(latents.split([weight.shape[0] for weight in weights], dim=-1))
+            return [shared_linears(x, [weight], shared)[0] for weight in weights]
+        return shared_linears(x, weights, shared)
 
 
 class VanillaUpEdge(Edge):
