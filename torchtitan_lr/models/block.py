@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.lanes import dense_edges, low_rank_edges
+from torchtitan_lr.models.lanes import edges_of
 from torchtitan_lr.models.linears import Gated, low_rank_group
 from torchtitan_lr.models.rope import apply_rope
 
@@ -48,10 +48,10 @@ class Attention(nn.Module):
         self.wq, self.wk, self.wv = linear(d, d), linear(d, d_kv), linear(d, d_kv)
         self.wo = linear(d, d)
         if not args.low_rank:
-            self.qkv, self.o = dense_edges(args)
+            self.qkv, self.o = edges_of(args)
             return
-        self.down_qkv, self.up_qkv = low_rank_edges(args)
-        self.down_o, self.up_o = low_rank_edges(args)
+        self.down_qkv, self.up_qkv = edges_of(args)
+        self.down_o, self.up_o = edges_of(args)
         self.mix = family.build_mix()
         self.silu_qkv = [args.latent_silu(name) for name in ("q", "k", "v")]
         self.silu_o = [args.latent_silu("o")]
@@ -108,10 +108,10 @@ class Attention(nn.Module):
         Args:
             q: Queries (b, s, h · head_dim), for any number h of heads.
             k: Keys (b, s, h_kv · head_dim).
-            v: Values (b, s, h_kv · head_dim).
-            table: Rotary table, see `apply_rope`.
-            cache: Keys and values of earlier tokens; it may need v in another form.
-            mask: Added to the scores instead of the causal rule (b, 1, s, s).
+            v: Values (b, s, h_kv · head_dim); a cache may need them in another form.
+            table: As in `forward`.
+            cache: As in `forward`.
+            mask: As in `forward`.
 
         Returns:
             Tensor (b, s, h · head_dim).
@@ -153,10 +153,10 @@ class FeedForward(nn.Module):
         self.w2 = linear(f, d)  # down
         self.w3 = linear(d, f)  # up
         if not args.low_rank:
-            self.gate_up, self.down = dense_edges(args)
+            self.gate_up, self.down = edges_of(args)
             return
-        self.down_gate_up, self.up_gate_up = low_rank_edges(args)
-        self.down_down, self.up_down = low_rank_edges(args)
+        self.down_gate_up, self.up_gate_up = edges_of(args)
+        self.down_down, self.up_down = edges_of(args)
         self.mix = family.build_mix()
         self.silu_gate_up = [args.latent_silu(name) for name in ("gate", "up")]
         self.silu_down = [args.latent_silu("down")]

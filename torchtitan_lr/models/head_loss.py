@@ -111,7 +111,8 @@ class _LinearLoss(torch.autograd.Function):
             part = slice(start, start + size)
             valid = (targets[part] != IGNORE_INDEX)[:, None, None]
             # Without its input, a token that does not count adds nothing to the weight's gradient.
-            counted = x[part] * valid
+            # A product would let an inf or a NaN there through.
+            counted = torch.where(valid, x[part], 0)
             loss += chunk.loss(counted, targets[part])
             errors = chunk.errors() if wanted else None
             if dx is not None and dweight is not None and errors is not None:

@@ -295,15 +295,11 @@ class LaneEmbedEdge(Edge):
         return x.unsqueeze(2).expand(-1, -1, self.lanes // self.ranks.size, -1)
 
 
-def dense_edges(args: LlamaArgs) -> tuple[Edge, Edge]:
-    """Return one device's edges in front of and behind a full-rank group."""
+def edges_of(args: LlamaArgs) -> tuple[Edge, Edge]:
+    """Return one device's edges for a group: those of A and B, at full rank those of a pair."""
+    wide = args.backward_sum == "float32"
     if args.lanes == 1:
-        return ColumnEdge(), RowEdge()
-    return LaneColumnEdge(), LaneRowEdge(args=args, wide=args.backward_sum == "float32")
-
-
-def low_rank_edges(args: LlamaArgs) -> tuple[Edge, Edge]:
-    """Return one device's edges that end and start a bottleneck chunk."""
-    if args.lanes == 1:
-        return DownEdge(), UpEdge()
-    return LatentDownEdge(args=args, wide=args.backward_sum == "float32"), LatentUpEdge()
+        return (DownEdge(), UpEdge()) if args.low_rank else (ColumnEdge(), RowEdge())
+    if args.low_rank:
+        return LatentDownEdge(args=args, wide=wide), LatentUpEdge()
+    return LaneColumnEdge(), LaneRowEdge(args=args, wide=wide)

@@ -325,21 +325,20 @@ def pipeline_llama(
     parallelize_fn: ParallelizeFunction,
     loss_fn: LossFunction,
 ) -> tuple[Pipeline, list[nn.Module], bool, bool]:
-    """Split a model into pipeline stages; torchtitan's TrainSpec defines the signature.
+    """Split a model into pipeline stages; torchtitan's TrainSpec defines signature and results.
 
     Args:
         model: The whole model on the meta device.
         parallel_dims: Degrees and meshes, ``pp`` among them.
-        job_config: The run's configuration; ``[parallelism] pipeline_parallel_*`` set schedule and
-            split.
+        job_config: ``[parallelism] pipeline_parallel_*`` set schedule and split.
         device: Of this rank.
         model_args: The model's arguments.
         parallelize_fn: Applied to each stage.
         loss_fn: Returns the sum over tokens.
 
     Returns:
-        The pipeline, this rank's parts of the model, whether they include the first stage, and
-        whether they include the last one.
+        The pipeline, this rank's parts of the model, and whether they include the first and the
+        last stage.
     """
     args = cast(LlamaArgs, model_args)
     section = job_config.parallelism

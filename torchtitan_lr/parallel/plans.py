@@ -49,17 +49,8 @@ Splits = dict[str, tuple[Mapping[str, Placement], Mapping[str, EdgeFactory]]]
 class TPSettings:
     """The tensor-parallel settings of `[parallelism]`; the fields are its `tp_*` keys.
 
-    Args:
-        plan: Name of the plan; ``auto`` is ``btp`` for the low-rank families, ``megatron`` at full
-            rank, ``caat`` at full rank with lanes.
-        grouping: Whether q, k, v (and gate, up) share collectives and products.
-        norm: BTP: whether the norm's statistic is reduced with the latents or before them.
-        norm_stat: BTP, online norm: its own all-reduce in fp32, or a column of the latents'
-            message.
-        comm: Whether sums are all-reduced, or reduce-scattered over the tokens.
-        head: BTP: the form of the head's backward.
-        loss_parallel: Whether the loss works on sharded logits.
-        wide_sums: CAAT-Net: whether backward sums in fp32 while it sends half precision.
+    `config.schema` describes them. Two follow from other keys: whether the loss works on
+    sharded logits, and whether CAAT-Net's backward sums in fp32 while it sends half precision.
     """
 
     plan: str = "auto"

@@ -103,6 +103,17 @@ def test_backward_may_run_for_one_input_at_a_time(size):
     torch.testing.assert_close((dx, dweight), wanted, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("size", [27, 5])
+def test_what_an_ignored_token_holds_has_no_effect(size, value):
+    x, weight, targets = inputs(torch.float64)
+    wanted = torch.autograd.grad(in_chunks(size, x, weight, targets), (x, weight))
+    ignored = (targets == IGNORE_INDEX)[..., None]
+    x = torch.where(ignored, value, x.detach()).requires_grad_()
+    found = torch.autograd.grad(in_chunks(size, x, weight, targets), (x, weight))
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
 def test_an_unlikely_target_has_its_loss():
     """Where p underflows, the loss is still a difference of logits, not infinite."""
     x, weight = torch.ones(1, 1, 1), torch.tensor([[0.0], [-300.0]])
