@@ -184,6 +184,7 @@ class FeedForward(nn.Module):
         hidden, latents = low_rank_group(
             x, gate_up, *edges, self.silu_gate_up, norm, self.mix, previous
         )
+        # Not multiplied yet: on one rank the next edge keeps both factors and not their product.
         gated = Gated(hidden[0], hidden[1], self.outer_silu)
         edges = self.down_down, self.up_down
         (out,), latents_down = low_rank_group(

@@ -4,9 +4,6 @@
 A token attends to the earlier tokens of its own document, and positions restart with each document.
 Attention gets a mask that is block-diagonal and causal. It is made once per forward pass (and
 pipeline stage) from the documents' indices, and used by all blocks.
-
-The mask goes to ``scaled_dot_product_attention``, not to ``flex_attention``: that has no backward
-on a CPU (torch 2.13), and without a compiler it stores all scores.
 """
 
 import torch
@@ -31,5 +28,7 @@ def separate(documents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     begins = torch.cat([first, documents[:, 1:] != documents[:, :-1]], dim=1)
     positions = places - torch.where(begins, places, 0).cummax(dim=1).values
     same = documents[:, :, None] == documents[:, None, :]
+    # For ``scaled_dot_product_attention``, not ``flex_attention``: that has no backward on a CPU
+    # (torch 2.13), and without a compiler it stores all scores.
     mask = torch.zeros(same.shape, dtype=dtype, device=documents.device)
     return positions, mask.masked_fill_(~same.tril_(), float("-inf"))[:, None]

@@ -2,12 +2,9 @@
 """The loss of a linear head, a chunk of tokens at a time: the logits never exist whole.
 
 The loss of a chunk and its gradients with respect to the head's input and weight are computed while
-the chunk's logits exist. Backward scales these gradients where they are, so no product is computed
-twice, and no logits outlive their chunk. The whole form keeps (b s, V) numbers at least three times
-in its peak: log-probabilities, and the gradients of the label's entries and of the logits.
-
-If there are no more tokens than features, the logits are smaller than the weight's gradient. They
-are then one chunk, which keeps its logits' gradient for backward instead.
+the chunk's logits exist: no product is computed twice, and no logits outlive their chunk. The whole
+form keeps (b s, V) numbers at least three times in its peak: log-probabilities, and the gradients
+of the label's entries and of the logits.
 
 ``torch.nn.functional.linear_cross_entropy`` (from torch 2.13) chunks in the same way. It subtracts
 the label's row of the weight from each token's gradient after the product, not within it, which
@@ -101,6 +98,8 @@ class _LinearLoss(torch.autograd.Function):
     ) -> Tensor:
         tokens = x.shape[0]
         size = chunk_tokens(tokens, x.shape[-1])
+        # With no more tokens than features the logits are smaller than the weight's gradient. One
+        # chunk then keeps its logits' gradient for backward instead.
         ctx.whole = size == tokens
         now = wanted and not ctx.whole
         chunk = _Chunk(size, x, weight, vocabulary)

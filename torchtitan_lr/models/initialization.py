@@ -76,6 +76,7 @@ def draw_parameter(
         larger: Rows that are drawn larger.
         factor: By how much.
     """
+    # No draw of a shard: on a CPU mesh torch gives every shard the same values.
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if std is None:
         local.fill_(1.0)

@@ -170,11 +170,7 @@ class SharedInput:
 
 
 class _SharedLinear(torch.autograd.Function):
-    """Forward a gather of the input, if it is sharded; backward the sum of its gradient.
-
-    Linears and collective are one Function because of its backward: the reduction of the input's
-    gradient runs while the gradients of the weights are computed.
-    """
+    """Forward a gather of the input, if it is sharded; backward the sum of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
@@ -198,6 +194,8 @@ class _SharedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        # Linears and collective are one Function for this: the reduction of the input's gradient
+        # runs while the gradients of the weights are computed.
         whole, *weights = ctx.saved_tensors
         shared = ctx.shared
         if not shared.separate:
@@ -471,8 +469,7 @@ def low_rank_group(
         norm: Applied to x first.
         mix: Edge between A and σ, such as LaX's `MixEdge`, which adds carried latents.
         carried: The latents of the previous block; None in the first block.
-        last: Whether the group ends the block. Its σ(h) is then saved before the product, because
-            torch's checkpointing stops at the last saved tensor and does not repeat the product.
+        last: Whether the group ends the block.
 
     Returns:
         One output (b, s, d_out) per linear, and their pre-activation latents A x (b, s, r).
@@ -485,6 +482,8 @@ def low_rank_group(
         x = x.product()
     latents = down(x, linears, norm)
     mixed = latents if mix is None else mix(latents, carried, linears)
+    # A block's last σ(h) is saved before the product: checkpointing stops at the last saved tensor,
+    # and then does not repeat that product.
     if not last and recomputes and isinstance(up, UpEdge) and up.ranks.size == 1:
         return up(mixed, linears, use_silu), latents
     active = [F.silu(h) if silu else h for h, silu in zip(mixed, use_silu, strict=True)]

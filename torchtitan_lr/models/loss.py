@@ -17,9 +17,6 @@ from torchtitan_lr.titan.base import JobConfig, LossFunction
 def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum of ``-log p(label)`` over the valid tokens of a batch, in nats.
 
-    torchtitan's trainer calls the model, then the loss with the model's output and the labels. The
-    model gets the labels too, and its output is the loss if its head computes it.
-
     Args:
         logits: (b, s, V), a plain tensor, or a DTensor Shard(-1) in loss-parallel context; or the
             loss, a scalar, which is returned.
@@ -29,6 +26,8 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
         A scalar. The caller divides by the number of valid tokens of the global batch, so that
         gradients add up over ranks and micro-batches without any averaging.
     """
+    # torchtitan's trainer calls the model, then the loss with the model's output and the labels.
+    # The model gets the labels too, and if its head computes the loss, its output is that.
     if logits.ndim == 0:
         return logits
     # Half precision is raised to fp32; fp64 stays fp64, which upstream's loss would round.

@@ -55,10 +55,6 @@ def build_freqs_cis(
 def apply_rope(x: Tensor, table: Tensor) -> Tensor:
     """Rotate every pair of every head by its position's angle, in fp32 or better.
 
-    In a compiled graph the arithmetic is real, (x0 cos - x1 sin, x0 sin + x1 cos), which the
-    compiler fuses with its neighbours. Eagerly the same numbers are multiplied as complex ones: one
-    kernel instead of eight.
-
     Args:
         x: Queries or keys (b, s, h, head_dim); any number of heads, so a shard of them too.
         table: Cosines and sines (s', head_dim / 2, 2) with s' >= s, or the complex table
@@ -72,6 +68,8 @@ def apply_rope(x: Tensor, table: Tensor) -> Tensor:
     # ([b,] s, 1, head_dim / 2, 2)
     table = table[:, :, None] if table.dim() == 4 else table[: x.shape[1], None]
     pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
+    # Real arithmetic, (x0 cos - x1 sin, x0 sin + x1 cos), is fused by the compiler with its
+    # neighbours. Eagerly a product of complex numbers is one kernel instead of eight.
     if torch.compiler.is_compiling():
         return rotate_real(pairs, table).flatten(-2).to(x.dtype)
     # The view needs pairs side by side; a slice of a wider tensor may have them elsewhere.

@@ -4,13 +4,8 @@
 torchtitan's pipelines backpropagate the summed loss and divide only the logged value, so their
 gradients are too large by the number of tokens. Here the loss function divides.
 
-By default torch runs the model once to infer the shapes at a boundary, which would run
-tensor-parallel collectives, FSDP and compilation before the first step. Here the shapes follow from
-the plan. LaX's stream and latents are sent as one tensor: eight small messages would each cost a
-latency.
-
-Sends and receives run outside the model, where no forward hook or autograd node identifies them.
-The stage therefore marks the tensor of each message with an attribute, which the ledger reads.
+The shapes at a boundary follow from the plan. LaX's stream and latents are sent as one tensor. The
+ledger reads which boundary a message crosses from an attribute of its tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,6 +42,7 @@ from torchtitan_lr.titan.base import (
 from torchtitan_lr.titan.pipeline import pipeline_llm, stages_built_by
 from torchtitan_lr.titan.specs import ParallelizeFunction
 
+# Sends and receives run outside the model, where no forward hook or autograd node identifies them.
 _MARK = "_pipeline_boundary"
 
 
@@ -133,6 +129,8 @@ def build_stage(
         group: Process group of the pipeline.
         head_loss: Whether the last stage returns the loss instead of logits.
     """
+    # Without shapes torch runs the model once to infer them, with tensor-parallel collectives, FSDP
+    # and compilation, before the first step.
     empty = partial(torch.empty, device="meta")
     messages = [
         empty((batch, *boundary.shape), dtype=dtype, requires_grad=True) for boundary in boundaries
@@ -162,6 +160,7 @@ def pack_messages(part: nn.Module, before: Boundary | None, after: Boundary | No
         before: The boundary from which it receives; None for the first stage.
         after: The boundary to which it sends; None for the last stage.
     """
+    # Eight small messages, of LaX's stream and latents, would each cost a latency.
     if before is not None:
         part.register_forward_pre_hook(lambda _, args: unpack(args[0], before))
     if after is not None:
@@ -279,21 +278,7 @@ class Pipeline:
         batch, seq_len = tokens.shape
         # The last batch of a validation set may be short.
         size = 1 if batch % self._microbatch_size else self._microbatch_size
-        schedule = self._evaluation(batch // size, size, seq_len)
-        last = len(self._boundaries(seq_len)) in self.parts
-        losses: list[Tensor] = []
-        schedule.eval(
-            *((tokens,) if 0 in self.parts else ()),
-            **arguments,
-            target=labels if last else None,
-            losses=losses if last else None,
-            return_outputs=False,
-        )
-        return torch.stack(losses).sum() if last else torch.zeros((), device=tokens.device)
-
-    def _evaluation(self, microbatches: int, size: int, seq_len: int) -> PipelineSchedule:
-        """Return a schedule with its own stages, because their receive buffers differ in size."""
-        key = (microbatches, size, seq_len)
+        key, boundaries = (batch // size, size, seq_len), self._boundaries(seq_len)
         if key not in self._evaluations:
             # Of a kind for any number of micro-batches, with the same stages per rank.
             kind: Callable[..., PipelineSchedule] = ScheduleLoopedBFS
@@ -301,19 +286,28 @@ class Pipeline:
                 kind = ScheduleGPipe
             elif isinstance(self.schedule, ScheduleZBVZeroBubble):
                 kind = ScheduleZBVZeroBubble
-            boundaries = self._boundaries(seq_len)
+            # With stages of its own, because their receive buffers differ in size.
             stages = [
                 self._build(part, index, boundaries, size, seq_len)
                 for index, part in self.parts.items()
             ]
             schedule = kind(
                 stages if len(stages) > 1 else stages[0],
-                n_microbatches=microbatches,
+                n_microbatches=batch // size,
                 loss_fn=self.loss.loss_fn,
                 scale_grads=False,
             )
             self._evaluations[key] = forward_only(schedule)
-        return self._evaluations[key]
+        last = len(boundaries) in self.parts
+        losses: list[Tensor] = []
+        self._evaluations[key].eval(
+            *((tokens,) if 0 in self.parts else ()),
+            **arguments,
+            target=labels if last else None,
+            losses=losses if last else None,
+            return_outputs=False,
+        )
+        return torch.stack(losses).sum() if last else torch.zeros((), device=tokens.device)
 
 
 def pipeline_llama(

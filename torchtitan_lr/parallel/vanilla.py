@@ -6,9 +6,8 @@ baseline of BTP. The residual stream and other d- or f-wide activations are repl
 latents are sharded, along r.
 
 The fair form reduce-scatters q, k and v over the heads, so that each rank computes its own heads,
-and gathers attention's output before A_o. (An all-reduce and a slice give the same forward but lose
-gradients.) BOOST's baseline (`vanilla_replicated`) all-reduces q, k and v, and every rank computes
-all heads.
+and gathers attention's output before A_o. BOOST's baseline (`vanilla_replicated`) all-reduces q, k
+and v, and every rank computes all heads.
 """
 
 from collections.abc import Sequence
@@ -72,6 +71,7 @@ class VanillaUpEdge(Edge):
         """
         pairs = zip(latents, linears, strict=True)
         outs = [F.linear(latent, local(linear.B.weight)) for latent, linear in pairs]
+        # Not an all-reduce and a slice: the same forward, but it loses gradients.
         if self.sharded_output:
             return [scatter_sum(out, self.ranks, FEATURES) for out in outs]
         return [reduce_over_ranks(out, self.ranks) for out in outs]
