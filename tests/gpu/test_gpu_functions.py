@@ -19,7 +19,7 @@ from torch import Tensor
 import torchtitan_lr
 from torchtitan_lr import collectives
 from torchtitan_lr.collectives import FEATURES, TOKENS, Ranks
-from torchtitan_lr.models import head_loss
+from torchtitan_lr.models import loss as head_loss
 from torchtitan_lr.models.lanes import lane_terms, share_channels
 from torchtitan_lr.models.linears import (
     Gated,

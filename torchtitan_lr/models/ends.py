@@ -24,8 +24,8 @@ from torchtitan_lr.collectives import (
     local,
     split_replicated,
 )
-from torchtitan_lr.models.head_loss import WHOLE, VocabularyPart, linear_loss
 from torchtitan_lr.models.lanes import lane_linear
+from torchtitan_lr.models.loss import WHOLE, VocabularyPart, linear_loss
 from torchtitan_lr.models.norms import norm_numbers, normalize, scattered_norm
 
 Stream = Literal["replicated", "features", "scatter", "tokens", "lanes"]
