@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 # The steps of scripts/Dockerfile, in any copy of the repository: .venv with all requirements, and
-# two steps of training as a check. TORCH is what pip installs as torch.
+# two steps of training as a check. TORCH, such as "torch==2.13.0", narrows pyproject.toml's range.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 ${PYTHON:-python3} -m venv .venv
-# First and with its CUDA libraries: where an image is built there is no GPU, where it runs there is.
-.venv/bin/python -m pip install --quiet --disable-pip-version-check "${TORCH:-torch>=2.11,<2.14}"
-.venv/bin/python -m pip install --quiet --disable-pip-version-check -e .
+# torch with its CUDA libraries: where an image is built there is no GPU, where it runs there is.
+.venv/bin/python -m pip install --quiet --disable-pip-version-check ${TORCH:+"$TORCH"} -e .
 .venv/bin/python scripts/check_env.py
 
 check=$(mktemp -d)

@@ -25,10 +25,12 @@ with collector_off():
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config, extension_of
 from torchtitan_lr.console.log import init_console
+from torchtitan_lr.data.prepare import prepare_for_ranks
 from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.launch.environment import launched_ranks
 from torchtitan_lr.launch.folder_lock import locked_by_rank
 from torchtitan_lr.launch.run_state import FAILED, FINISHED, RUNNING, STOPPED, write_state
+from torchtitan_lr.launch.verdict import checked_once
 from torchtitan_lr.training.device import bind_device
 
 
@@ -52,8 +54,13 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
     try:
         config = build_job_config(sys.argv[1:] if argv is None else argv)
         init_console(config.metrics.verbose)
-        check_job_config(config, launched_ranks(config.comm.mode), device_type)
-        folder = config.job.dump_folder
+        folder, ranks = config.job.dump_folder, launched_ranks(config.comm.mode)
+
+        def check() -> dict[str, str]:
+            check_job_config(config, ranks, device_type)
+            return prepare_for_ranks(config, ranks)
+
+        checked_once(folder, check)
         still_ours = lock.enter_context(locked_by_rank(folder, os.environ))
         record = partial(_record, folder)
         if (extension := extension_of(config)) is not None:

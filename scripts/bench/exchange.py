@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lr.commands.parser import OneLineParser
+from torchtitan_lr.compression.codecs.base import complete
 from torchtitan_lr.compression.compressor import Compressor, Span
 from torchtitan_lr.compression.sizes import (
     LEVELS,
@@ -69,7 +70,7 @@ def _bench(name: str, options: argparse.Namespace, device: torch.device) -> dict
         if name == "dense":
             dist.reduce_scatter_tensor(own, gradient.flatten())
         else:
-            compressor.reduce_rows(gradient.clone())
+            complete(compressor.exchange_rows(gradient.clone()))
 
     times = [_seconds(call, device) for _ in range(options.repeats + 2)]
     slowest = torch.tensor(median(times[2:]), dtype=torch.float64, device=device)

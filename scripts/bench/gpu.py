@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,6 +38,7 @@ from scripts.bench.harness import in_turns, machine, median_ms
 from scripts.bench.peers import Runner, Workload
 from tests.oracle.flops import flops_per_token
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.compression.codecs.base import complete
 from torchtitan_lr.compression.compressor import Compressor, Span
 from torchtitan_lr.compression.sizes import LEVELS, CodecSizes
 from torchtitan_lr.config.build import build_job_config
@@ -47,8 +49,8 @@ from torchtitan_lr.inference.sampling import Sampling
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.optim.selection import TSRSettings
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.parallel.recompute import apply_activation_checkpoint
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
@@ -228,7 +230,7 @@ def codec(device: str, small: bool) -> Rows:
         for name in ("sketch", "sparse"):
             sizes = CodecSizes(name, c, theta)
             compressor = Compressor(name, sizes, [Span(entries, True)], group, torch.device(device))
-            call: Callable[[], object] = lambda box=compressor: box.reduce_rows(gradient.clone())  # type: ignore[misc]  # noqa: E731
+            call = partial(lambda box: complete(box.exchange_rows(gradient.clone())), compressor)
             milliseconds = median_ms(call, device, 3 if small else 10)
             rows.append({"codec": name, "megabytes": 4e-6 * entries, "ms": milliseconds})
     finally:

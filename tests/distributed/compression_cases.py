@@ -52,7 +52,6 @@ class Case:
             patterns=self.patterns,
             min_size=self.min_size,
             residual_dtype=torch.float32,
-            seed=0,
         )
 
 

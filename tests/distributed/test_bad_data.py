@@ -2,10 +2,12 @@
 """Data that cannot be read: the run saves, stops on every rank, and goes on once it is mended."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.distributed.training import train
 from tests.support.corpora import write_corpus
@@ -53,3 +55,22 @@ def test_a_shard_that_is_gone_saves_and_stops_and_the_mended_corpus_goes_on(
     resumed = four_ranks.run(train_on, str(corpus), dump)[0]
     whole = four_ranks.run(train_on, str(corpus), "")[0]
     assert resumed["losses"] == whole["losses"]
+
+
+def train_on_own(corpora: list[str]) -> dict[str, Any]:
+    """Each rank has the corpus of its number, as machines without a shared folder have."""
+    two = ["--training.local_batch_size=2", "--training.dataset=prepared", "--training.steps=1"]
+    return train([*two, f"--training.dataset_path={corpora[dist.get_rank()]}"], "", "")
+
+
+def test_ranks_with_other_tokens_are_refused_in_one_line(
+    two_ranks: RankPool, corpus: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(corpus, copy)
+    assert two_ranks.run(train_on_own, [str(corpus), str(copy)])[1]["step"] == 1
+    other = write_corpus(tmp_path / "other", [[[7] * 900]])
+    messages = set(two_ranks.errors(train_on_own, [str(corpus), str(other.folder)]))
+    (message,) = messages
+    assert "training.dataset: got" in message and other.identity[:16] in message
+    assert "the same tokens on all machines" in message and "\n" not in message.strip()

@@ -14,7 +14,7 @@ from tests.support.parity_runs import EXACT, LAYOUTS, degrees, largest_differenc
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.data import dataloader
 from torchtitan_lr.data.rows import Arrays, read_parts
-from torchtitan_lr.training import step_data
+from torchtitan_lr.training import guard
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
 REPLICATE4 = ["--parallelism.data_parallel_replicate_degree=4", "--training.local_batch_size=2"]
@@ -48,13 +48,13 @@ def train_on(corpus: str, arguments: list[str], average: bool = False) -> dict[s
     """
     seen: list[tuple[int, int]] = []
 
-    class Reader(step_data.StepReader):
-        def read(self, *args: Any) -> step_data.StepData:
+    class Reader(guard.StepReader):
+        def read(self, *args: Any) -> guard.StepData:
             data = super().read(*args)
             seen.append((data.tokens, int(data.global_tokens)))
             if average:
                 tokens = max(1, data.tokens) * torch.distributed.get_world_size()
-                return step_data.StepData(data.microbatches, data.tokens, tokens, data.problem)
+                return guard.StepData(data.microbatches, data.tokens, tokens, data.problem)
             return data
 
     path = f"--training.dataset_path={corpus}"

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What TSR-Adam sends in a few steps: counted on a rank, and by the formulas."""
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -8,15 +9,10 @@ import torch
 
 from tests.distributed import tsr_cases
 from tests.distributed.tsr_cases import COLUMN, DEFAULTS, Case, build_model, place, take_step
-from torchtitan_lr.formulas.tsr_traffic import (
-    TSRMatrix,
-    TSRMesh,
-    TSRStep,
-    tsr_traffic,
-)
+from torchtitan_lr.estimate.tsr_traffic import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -67,7 +63,7 @@ def splits(name: str, transposed: bool, mesh: TSRMesh) -> dict[str, tuple[str, .
     if "tp" in mesh.sharding:
         by_dim[1 if name.endswith(COLUMN) else 0].append("tp")
     rows, columns = (1, 0) if transposed else (0, 1)
-    return {"row_split": tuple(by_dim[rows]), "column_split": tuple(by_dim[columns])}
+    return {"rows": tuple(by_dim[rows]), "columns": tuple(by_dim[columns])}
 
 
 def own_iterations(name: str, settings: TSRSettings) -> int:
@@ -83,13 +79,12 @@ def expected(
     plans = {name: chosen[name] for name in reversed(shapes) if name in chosen}
     matrices = {
         name: TSRMatrix(
-            p.rows,
-            p.columns,
-            p.rank,
-            # The formula's own width: the plan's is what is to be checked.
-            min(p.rank + settings.oversampling, p.rows, p.columns),
-            two_sided=p.two_sided,
-            power_iterations=own_iterations(name, settings),
+            # The test's own width and iterations: the plan's are what is to be checked.
+            replace(
+                p,
+                width=min(p.rank + settings.oversampling, p.rows, p.columns),
+                power_iterations=own_iterations(name, settings),
+            ),
             **splits(name, p.transposed, mesh),
         )
         for name, p in plans.items()
@@ -100,8 +95,6 @@ def expected(
             parts = [d for d in mesh.sharding if d == "fsdp" or len(shape) == 2]
             size = torch.Size(shape).numel()
             dense.append(size // torch.Size([mesh.sharding[d] for d in parts]).numel())
-    rotates = settings.moments == "rotate"
-    step = TSRStep(settings.refresh, rotates, settings.overlap_buckets)
     dtypes = {
         "core": "float32",
         "gradient": "float32",
@@ -116,7 +109,7 @@ def expected(
         for i in due:
             done[list(plans)[i]] += 1
         rows: dict[Any, tuple[int, int]] = {}
-        for row in tsr_traffic(list(matrices.values()), due, dense, mesh, step):
+        for row in tsr_traffic(list(matrices.values()), due, dense, mesh, settings):
             key = (row.op, row.mesh_dim, dtypes[row.role])
             calls, elements = rows.get(key, (0, 0))
             rows[key] = (calls + row.calls, elements + row.elements)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tests.support.codecs import exchange_in_process
 from torchtitan_lr.compression.codecs import SketchCodec, SparseCodec
+from torchtitan_lr.compression.codecs.entries import left_over
 from torchtitan_lr.compression.codecs.sketch import cells_and_signs, insert, peel, peel_remaining
 from torchtitan_lr.compression.sizes import (
     HASH_ROWS,
@@ -92,7 +93,7 @@ def test_sparse(device: torch.device) -> None:
     for message, own, chosen in zip(messages, x, mask, strict=True):
         assert same(message.swapped["index"], packed(chosen))
         assert same(message.swapped["values"], own[chosen].reshape(W, -1))
-        owed = codec.unsent(torch.from_numpy(own.copy()).to(device), message, None)
+        owed = left_over(torch.from_numpy(own.copy()).to(device), message, None)
         assert same(owed, np.where(chosen, 0, own))
     for owner, received in enumerate(exchange_in_process(messages)):
         total = codec.decode(received, M, SEED).total
@@ -134,7 +135,7 @@ def test_what_does_not_peel(device: torch.device) -> None:
         assert same(one.total, np.where(spread[owner], 0, total))
     verdicts = torch.stack([one.verdict for one in decoded])
     for own, message, chosen in zip(x, messages, mask, strict=True):
-        owed = codec.unsent(torch.from_numpy(own.copy()).to(device), message, verdicts)
+        owed = left_over(torch.from_numpy(own.copy()).to(device), message, verdicts)
         assert same(owed, np.where(chosen & ~spread, 0, own))
 
 

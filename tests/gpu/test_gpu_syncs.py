@@ -28,6 +28,7 @@ from tests.gpu.syncs import no_synchronization
 from tests.gpu.trainers import MICRO_BATCHES, micro_batches, trainer_on
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec
+from torchtitan_lr.compression.codecs.entries import left_over
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.build import build_optimizers
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
@@ -79,7 +80,7 @@ def _reduce(codec: Codec, rows: Tensor) -> tuple[Tensor, Tensor]:
     received |= {name: 2 * x[0] for name, x in message.summed.items()}
     decoded = codec.decode(received, rows.shape[1], 3)
     verdict = None if decoded.verdict is None else decoded.verdict.expand(2, -1)
-    return decoded.total, codec.unsent(rows.clone(), message, verdict)
+    return decoded.total, left_over(rows.clone(), message, verdict)
 
 
 RUNS = {

@@ -15,8 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.fork_server import AVAILABLE, ROOT, ForkServer
-from tests.support.kills import process_state
-from torchtitan_lr.launch.processes import child_pids
+from tests.support.kills import child_pids, process_state
 
 LIMIT = 480  # seconds a process may take before it counts as hung; a quiet machine needs ten
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from tests.integration import runs
+from tests.support.kills import child_pids
 from torchtitan_lr.formulas.tensor_parallel import model_traffic
-from torchtitan_lr.launch.processes import child_pids
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plans import TPSettings
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lr.compression.codecs import Codec, Message
+from torchtitan_lr.compression.codecs.entries import left_over
 
 
 def exchange_in_process(messages: Sequence[Message]) -> list[dict[str, Tensor]]:
@@ -37,7 +38,7 @@ def reduce_in_process(
     decoded = [codec.decode(x, rows.shape[-1], seed) for x in exchange_in_process(messages)]
     verdicts = [x.verdict for x in decoded if x.verdict is not None]
     gathered = torch.stack(verdicts) if verdicts else None
-    unsent = [codec.unsent(o.clone(), x, gathered) for o, x in zip(rows, messages, strict=True)]
+    unsent = [left_over(o.clone(), x, gathered) for o, x in zip(rows, messages, strict=True)]
     totals = torch.stack([x.total for x in decoded])
     return totals, torch.stack(unsent), [x.counts for x in decoded]
 

@@ -1,14 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Prepared corpora of given tokens."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from torchtitan_lr.data.corpus import FORMAT, RECORD, Corpus, ShardInfo, checksum, identity_of
+from torchtitan_lr.data.corpus import PARTS, Corpus, ShardInfo, checksum, save_record
 from torchtitan_lr.data.indexed import IndexedWriter
 
 Documents = Sequence[Sequence[int]]
@@ -29,27 +28,25 @@ def write_corpus(
         masks: Of pairs: 1 for each token of the train and the held-out shards that is a target.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shards: dict[str, list[ShardInfo]] = {"train": [], "held_out": []}
-    kind = "text" if masks is None else "pairs"
-    for index, documents in enumerate([*train, *held_out]):
-        part = "train" if index < len(train) else "held_out"
-        prefix = folder / f"{part}-{len(shards[part]):05d}"
-        _write(prefix, np.uint16, documents)
-        if masks is not None:
-            _write(f"{prefix}.loss", np.uint8, masks[index])
-        sizes = sum(map(len, documents)), len(documents)
-        shards[part].append(ShardInfo(str(prefix), *sizes, checksum(str(prefix), kind)))
-    record: dict[str, Any] = {"format": FORMAT, "kind": kind}
-    record["tokenizer"] = {"sha256": "", "bos": None, "eos": None}
-    record["identity"] = identity_of(kind, "", list(shards.values()))
-    for part, infos in shards.items():
-        record[part] = [vars(info) | {"name": info.name} for info in infos]
-    (folder / RECORD).write_text(json.dumps(record))
+    kind, infos = "text" if masks is None else "pairs", []
+    for part, shards in zip(PARTS, (train, held_out), strict=True):
+        infos.append([])
+        for index, documents in enumerate(shards):
+            prefix = str(folder / f"{part}-{index:05d}")
+            sizes = write_shard(prefix, np.uint16, documents)
+            if masks is not None:
+                first = len(train) if part == "held_out" else 0
+                write_shard(f"{prefix}.loss", np.uint8, masks[first + index])
+            infos[-1].append(ShardInfo(prefix, *sizes, checksum(prefix, kind)))
+    save_record(folder, kind, {"sha256": "", "bos": None, "eos": None}, infos)
     return Corpus.open(folder)
 
 
-def _write(prefix: Any, dtype: Any, documents: Documents) -> None:
+def write_shard(prefix: Any, dtype: Any, documents: Documents) -> tuple[int, int]:
+    """Write one pair of files; return the tokens and the documents in it."""
     writer = IndexedWriter(prefix, dtype)
     tokens = np.array([token for document in documents for token in document], dtype=dtype)
     writer.append(tokens, np.array([len(document) for document in documents], dtype=np.int32))
     writer.finish()
+    Path(f"{prefix}.lengths").unlink()
+    return len(tokens), len(documents)

@@ -10,6 +10,7 @@ Three conditions must hold: the other processes end within five seconds of the k
 gradient norms equal the undisturbed run's to the last digit; ``metrics.jsonl`` has every step once.
 """
 
+import contextlib
 import os
 import random
 import signal
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan_lr.checkpoints.layout import all_steps
-from torchtitan_lr.launch.processes import child_pids
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
 ORPHAN_SECONDS = 5.0
@@ -116,6 +116,18 @@ def chosen(victim: str, family: Sequence[int], draw: random.Random) -> list[int]
 def below(pid: int) -> list[int]:
     """Return torchrun and the ranks below a launcher."""
     return [found for child in child_pids(pid) for found in (child, *child_pids(child))]
+
+
+def child_pids(parent: int) -> list[int]:
+    """Return the living children of a process, from /proc."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            # The name in parentheses may itself hold blanks and parentheses.
+            state, ppid = path.read_text().rpartition(")")[2].split()[:2]
+            if int(ppid) == parent and state != "Z":
+                found.append(int(path.parent.name))
+    return sorted(found)
 
 
 def process_state(pid: int) -> str:

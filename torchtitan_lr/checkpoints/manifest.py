@@ -160,17 +160,33 @@ def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | No
     """
     try:
         manifest = read_manifest(step_dir)
+        files: dict[str, Sum] = {} if manifest is None else manifest.files
         if manifest is None:
-            _check_sizes(Path(step_dir), rank, ranks)
-        else:
-            names = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))
-            for name in share_of(names, rank, ranks):
-                _check_file(Path(step_dir) / name, *manifest.files[name])
-        if rank == 0 and (manifest is None or METADATA in manifest.files):
+            for info in read_metadata(step_dir).storage_data.values():
+                known = files.setdefault(info.relative_path, [0])
+                known[0] = max(known[0], info.offset + info.length)
+        names = sorted(files, key=lambda name: (-files[name][0], name))
+        for name in share_of(names, rank, ranks):
+            _check_file(Path(step_dir) / name, *files[name])
+        if rank == 0 and METADATA in files:
             read_metadata(step_dir)
     except DamagedError as error:
         return str(error)
     return None
+
+
+def _check_file(path: Path, size: int, checksum: int | None = None) -> None:
+    """Compare a file with the manifest; without a checksum it may be longer than known."""
+    try:
+        found = path.stat().st_size
+        if found < size or (found > size and checksum is not None):
+            raise DamagedError(path.name, f"has {found} bytes instead of {size}")
+        if checksum is not None and _sum_of(path) != [size, checksum]:
+            raise DamagedError(path.name, "has another checksum than when it was saved")
+    except FileNotFoundError as error:
+        raise DamagedError(path.name, "is missing") from error
+    except OSError as error:
+        raise DamagedError(path.name, f"cannot be read ({describe(error)})") from error
 
 
 def share_of(names: list[str], rank: int, ranks: int) -> list[str]:
@@ -228,41 +244,12 @@ def from_first_rank(value: Any) -> Any:
     return box[0]
 
 
-def _check_file(path: Path, size: int, checksum: int) -> None:
-    """Compare a file's size and checksum with the manifest's."""
-    try:
-        found = path.stat().st_size
-        if found != size:
-            raise DamagedError(path.name, f"has {found} bytes instead of {size}")
-        found, computed = _sum_of(path)
-    except FileNotFoundError as error:
-        raise DamagedError(path.name, "is missing") from error
-    except OSError as error:
-        raise DamagedError(path.name, f"cannot be read ({describe(error)})") from error
-    if computed != checksum:
-        raise DamagedError(path.name, "has another checksum than when it was saved")
-
-
 def _sum_of(path: Path) -> Sum:
     size, checksum, buffer = 0, 0, bytearray(_CHUNK)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             size, checksum = size + count, zlib.crc32(memoryview(buffer)[:count], checksum)
     return [size, checksum]
-
-
-def _check_sizes(step_dir: Path, rank: int, ranks: int) -> None:
-    """Check, without a manifest, that every file DCP will read exists and is long enough."""
-    least: dict[str, int] = {}
-    for info in read_metadata(step_dir).storage_data.values():
-        end = info.offset + info.length
-        least[info.relative_path] = max(end, least.get(info.relative_path, 0))
-    for name in sorted(least)[rank::ranks]:
-        path = step_dir / name
-        if not path.is_file():
-            raise DamagedError(name, "is missing")
-        if path.stat().st_size < least[name]:
-            raise DamagedError(name, f"has {path.stat().st_size} bytes instead of {least[name]}")
 
 
 class _Results(list[WriteResult]):

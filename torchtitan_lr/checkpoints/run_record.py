@@ -14,6 +14,9 @@ from torchtitan_lr.checkpoints.layout import RUN_CONFIG
 CHANGES = "changes"
 """Key of the record: a list of ``{"after_step": n, "optimizer.lr": [before, after], ...}``."""
 
+BATCH = "global_batch_size"
+"""Key of the record: sequences per step of all ranks, also where the run's setting is -1."""
+
 _SECTIONS = (
     *("model", "low_rank", "caat", "training", "optimizer", "lr_scheduler"),
     "grad_compression",
@@ -47,12 +50,21 @@ def read_record(config: Any) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def changed(record: dict[str, Any], config: Any) -> dict[str, list[Any]]:
+def global_batch_size(config: Any, ranks: int) -> int:
+    """Return the sequences per step of all ranks together."""
+    training, parallelism = config.training, config.parallelism
+    others = parallelism.tensor_parallel_degree * parallelism.pipeline_parallel_degree
+    whole = training.local_batch_size * max(1, ranks // others)
+    return int(training.global_batch_size if training.global_batch_size > 0 else whole)
+
+
+def changed(record: dict[str, Any], config: Any, ranks: int = 1) -> dict[str, list[Any]]:
     """Return the keys that change what a resumed run computes.
 
     Args:
         record: Result of `read_record`; keys that only one of the two has are left out.
         config: The configuration that would continue the run.
+        ranks: Of that run.
 
     Returns:
         ``[recorded value, value now]`` by dotted key.
@@ -64,8 +76,12 @@ def changed(record: dict[str, Any], config: Any) -> dict[str, list[Any]]:
         for key, value in now.get(section, {}).items()
         if key in record.get(section, {})
     }
-    if min(pairs.get("training.global_batch_size", [-1])) > 0:
-        pairs.pop("training.local_batch_size", None)  # only splits the batch
+    given = pairs.get("training.global_batch_size", [-1])
+    # The record of an earlier version has the setting only. Where the batch is the same, the other
+    # key only splits it.
+    if given[0] == given[-1] > 0 or record.get(BATCH) == global_batch_size(config, ranks):
+        pairs.pop("training.global_batch_size", None)
+        pairs.pop("training.local_batch_size", None)
     return {
         key: values
         for key, values in pairs.items()
@@ -78,21 +94,23 @@ def described(changes: dict[str, list[Any]]) -> str:
     return ", ".join(f"{key} = {now!r} (was {was!r})" for key, (was, now) in changes.items())
 
 
-def write_record(config: Any, step: int) -> dict[str, list[Any]]:
+def write_record(config: Any, step: int, ranks: int = 1) -> dict[str, list[Any]]:
     """Write the record of a run that starts or is resumed.
 
     Args:
         config: Its configuration.
         step: The step that it resumes; 0 for a new run, whose record has no changes.
+        ranks: Of the run.
 
     Returns:
         What changed since the record before; empty for a new run.
     """
     path, before = record_path(config), read_record(config) if step else {}
-    changes = changed(before, config)
+    changes = changed(before, config, ranks)
     history = [entry for entry in before.get(CHANGES, []) if entry["after_step"] <= step]
     history += [{"after_step": step, **changes}] if changes else []
-    record = config.to_dict() | ({CHANGES: history} if history else {})
+    record = config.to_dict() | {BATCH: global_batch_size(config, ranks)}
+    record |= {CHANGES: history} if history else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + ".tmp")
     scratch.write_text(json.dumps(record, indent=2))

@@ -37,7 +37,6 @@ class BackgroundStager(AsyncStager):
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stager")
         self._stream: torch.Stream | None = None
-        self._copy: Future[dict[str, Any]] | None = None
 
     def stage(self, state_dict: dict[str, Any], **_: Any) -> Future[dict[str, Any]]:
         """Start a copy.
@@ -52,18 +51,15 @@ class BackgroundStager(AsyncStager):
         if any(source.device.type != "cpu" for _, source in copies):
             self._stream = stream = self._stream or torch.Stream()
             stream.wait_stream(torch.accelerator.current_stream())
-        self._copy = self._thread.submit(_copied, staged, copies, stream)
-        return self._copy
+        return self._thread.submit(_copied, staged, copies, stream)
 
     def synchronize_staging(self) -> None:
-        """Wait for the last copy."""
-        if self._copy is not None:
-            self._copy.result()
+        """Do nothing: torch waits for the future of `stage`."""
 
     def close(self) -> None:
         """Wait for the copy at hand, and free the buffers."""
         self._thread.shutdown()
-        self._buffers, self._copy = {}, None
+        self._buffers = {}
 
     def _planned(
         self, value: Any, path: tuple[Any, ...], before: dict[Any, Tensor], copies: Copies

@@ -15,7 +15,7 @@ from torchtitan_lr.models.configured import llama_args, model_shapes
 
 
 def check_grad_compression(config: Any, world_size: int, device_type: str) -> None:
-    """Check the patterns, that the sketch peels, and that some tensor is selected.
+    """Check the patterns, the layout, that the sketch peels, and that some tensor is selected.
 
     Call this after the checks of the model and of the parallel degrees.
     """
@@ -25,8 +25,18 @@ def check_grad_compression(config: Any, world_size: int, device_type: str) -> No
         raise ConfigError("grad_compression.patterns", section.patterns, want)
     if not compresses(config):
         return
-    _check_layout(config, world_size)
-    ranks = exchanging_ranks(config, world_size)
+    parallelism, ranks = config.parallelism, exchanging_ranks(config, world_size)
+    replicate = parallelism.data_parallel_replicate_degree
+    shard = world_size // parallelism.tensor_parallel_degree // replicate
+    want = ""
+    if parallelism.pipeline_parallel_degree > 1:
+        want = "'none' with pipeline_parallel_degree > 1"
+    elif replicate > 1 and shard == 1:
+        want = "'none' unless FSDP shards: parallelism.data_parallel_shard_degree is 1 here"
+    elif config.optimizer.name not in ("AdamW", "Adam"):
+        want = f"'none' with optimizer.name = {config.optimizer.name!r}, which reduces by itself"
+    if want:
+        raise ConfigError("grad_compression.codec", section.codec, want)
     settings = compression_settings(config, ranks)
     args = llama_args(config)
     if args is None:  # another package's model: the ranks check it
@@ -40,31 +50,10 @@ def check_grad_compression(config: Any, world_size: int, device_type: str) -> No
         want = "the size of some tensor of this model, or less"
         raise ConfigError("grad_compression.min_size", section.min_size, want)
     if section.codec == "sketch" and ranks > 1:
-        _check_unit_sizes(config, world_size)
+        # Imported late because they import torch, models and plans.
+        from torchtitan_lr.estimate.run import read_run
+        from torchtitan_lr.estimate.traffic import exchanged_units
 
-
-def _check_unit_sizes(config: Any, world_size: int) -> None:
-    """Check that at least one unit is large enough for a sketch to peel."""
-    # Imported late because they import torch, models and plans.
-    from torchtitan_lr.estimate.run import read_run
-    from torchtitan_lr.estimate.traffic import exchanged_units
-
-    units = exchanged_units(read_run(config, world_size))
-    if not any(unit.compressed for _, unit in units):
-        want = "'sparse' or 'none': every unit of this selection is too small for a sketch to peel"
-        raise ConfigError("grad_compression.codec", "sketch", want)
-
-
-def _check_layout(config: Any, world_size: int) -> None:
-    parallelism, codec = config.parallelism, config.grad_compression.codec
-    if parallelism.pipeline_parallel_degree > 1:
-        want = "'none' with pipeline_parallel_degree > 1"
-        raise ConfigError("grad_compression.codec", codec, want)
-    replicate = parallelism.data_parallel_replicate_degree
-    shard = world_size // parallelism.tensor_parallel_degree // replicate
-    if replicate > 1 and shard == 1:
-        want = "'none' unless FSDP shards: parallelism.data_parallel_shard_degree is 1 here"
-        raise ConfigError("grad_compression.codec", codec, want)
-    if config.optimizer.name not in ("AdamW", "Adam"):
-        want = f"'none' with optimizer.name = {config.optimizer.name!r}, which reduces by itself"
-        raise ConfigError("grad_compression.codec", codec, want)
+        if not any(unit.compressed for _, unit in exchanged_units(read_run(config, world_size))):
+            small = "every unit of this selection is too small for a sketch to peel"
+            raise ConfigError("grad_compression.codec", "sketch", f"'sparse' or 'none': {small}")

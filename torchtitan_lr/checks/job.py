@@ -29,29 +29,18 @@ from torchtitan_lr.checks.values import (
 from torchtitan_lr.config.build import extension_of
 from torchtitan_lr.errors import ConfigError
 
-
-def _check_extension(config: Any, world_size: int, device_type: str) -> None:
-    extension = extension_of(config)
-    if extension is not None:
-        extension.check(config, world_size, device_type)
-    elif config.fault_tolerance.enable:
-        module = "torchtitan_lr.experiments.replicas.job_config"
-        want = f"false, or job.custom_config_module = '{module}'"
-        raise ConfigError("fault_tolerance.enable", True, want)
-
-
-# The record comes first, since it takes no time, and what reads data or builds models last.
+# What reads data or builds models comes last.
 _CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
-    *(check_record, _check_extension, check_parallelism, check_compile, check_cpu),
-    *(check_training, check_dump_folder, check_checkpoint, check_model, check_vocabulary),
-    *(check_stored_model, check_data, check_tensor_parallel, check_pipeline, check_tsr),
-    *(check_grad_compression, check_stored_data),
+    *(check_parallelism, check_compile, check_cpu, check_training, check_dump_folder),
+    *(check_checkpoint, check_model, check_vocabulary, check_stored_model, check_data),
+    *(check_tensor_parallel, check_pipeline, check_tsr, check_grad_compression),
+    check_stored_data,
 )
 
-_OF_FILES = (
-    *(check_record, check_dump_folder, check_checkpoint, check_vocabulary),
+_OF_FILES = {
+    *(check_dump_folder, check_checkpoint, check_vocabulary),
     *(check_stored_model, check_data, check_stored_data),
-)
+}
 
 
 def check_job_config(
@@ -68,6 +57,14 @@ def check_job_config(
     Raises:
         ConfigError: With the first invalid key.
     """
+    if not on_paper:
+        check_record(config, world_size)  # first, since it takes no time
+    if (extension := extension_of(config)) is not None:
+        extension.check(config, world_size, device_type)
+    elif config.fault_tolerance.enable:
+        module = "torchtitan_lr.experiments.replicas.job_config"
+        want = f"false, or job.custom_config_module = '{module}'"
+        raise ConfigError("fault_tolerance.enable", True, want)
     for check in _CHECKS:
         if not (on_paper and check in _OF_FILES):
             check(config, world_size, device_type)

@@ -14,6 +14,7 @@ from typing import Any
 from torchtitan_lr.checkpoints.layout import complete_steps, step_folder
 from torchtitan_lr.checkpoints.run_record import changed, described, read_record, record_path
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models.configured import configured_args
 
 _NEVER_RESUMED = ("model.name", "low_rank.rank", "training.dataset")
 """Keys with which no run is resumed; 0, -1 and an empty text stand for another key's value."""
@@ -40,31 +41,30 @@ def nothing_to_train(config: Any) -> str:
     )
 
 
-def check_record(config: Any, world_size: int, device_type: str) -> None:
+def check_record(config: Any, world_size: int) -> None:
     """Compare with the record of the run that would be resumed; needs neither torch nor data."""
-    record = read_record(config)
-    if not record or not resumed_step(config):  # a seed checkpoint, of step 0, has trained nothing
+    record, step = read_record(config), resumed_step(config)
+    if not record or not step:  # a seed checkpoint, of step 0, has trained nothing
         return
-    for section, _, name in (key.partition(".") for key in _NEVER_RESUMED):
-        there, here = record.get(section, {}).get(name), getattr(config, section).__dict__[name]
-        training = config.training
-        mixed = name == "dataset" and (training.mixture or training.allow_changed_corpus)
-        if there != here and not mixed and not {there, here} & {None, 0, -1, ""}:
+    differences, line = changed(record, config, world_size), nothing_to_train(config)
+    training = config.training
+    for key, (there, here) in differences.items():
+        mixed = key == "training.dataset" and (training.mixture or training.allow_changed_corpus)
+        never = key in _NEVER_RESUMED and not mixed and not {there, here} & {None, 0, -1, ""}
+        # More steps do not help a run of another model either.
+        if never or (line and key.partition(".")[0] in ("model", "low_rank", "caat")):
             want = f"{there!r} as in {record_path(config)}, whose run would be resumed"
             with _cured(config):
-                raise ConfigError(f"{section}.{name}", here, want)
-    differences = changed(record, config)
-    if differences and (line := nothing_to_train(config)):
-        steps = config.training.steps
-        want = f"more than {resumed_step(config)}: {line}; changed: {described(differences)}"
-        raise ConfigError("training.steps", steps, want)
+                raise ConfigError(key, here, want)
+    if differences and line:
+        want = f"more than {step}: {line}; changed: {described(differences)}"
+        raise ConfigError("training.steps", training.steps, want)
 
 
 def check_stored_model(config: Any, world_size: int, device_type: str) -> None:
-    """Check that the checkpoint to resume from holds this model; reads its manifest only."""
+    """Check that the checkpoint to load holds this model; reads its manifest only."""
     from torchtitan_lr.checkpoints.manifest import read_manifest
     from torchtitan_lr.checkpoints.safe_metadata import DamagedError
-    from torchtitan_lr.titan.specs import get_train_spec
     from torchtitan_lr.training.fingerprint import (
         TOKENIZER,
         check_fingerprint,
@@ -72,31 +72,22 @@ def check_stored_model(config: Any, world_size: int, device_type: str) -> None:
         tokenizer_digest,
     )
 
-    path = _stored_model(config)
-    if path is None:
+    checkpoint, step = config.checkpoint, resumed_step(config)
+    any_model = checkpoint.initial_load_in_hf or checkpoint.initial_load_other_model
+    path = None if any_model else checkpoint.initial_load_path
+    if step is not None:
+        path = step_folder(Path(config.job.dump_folder) / checkpoint.folder, step)
+    if not checkpoint.enable or path is None:
         return
     try:
         manifest = read_manifest(path)
     except DamagedError:  # the ranks look for an undamaged one
         return
-    model_args: Any = get_train_spec(config.model.name).model_args[config.model.flavor]
-    model_args.update_from_config(config)
-    digest = tokenizer_digest(config.model.hf_assets_path)
     if manifest is not None:
-        here = model_fingerprint(model_args) | {TOKENIZER: digest}
+        here = model_fingerprint(configured_args(config))
+        here[TOKENIZER] = tokenizer_digest(config.model.hf_assets_path)
         with _cured(config):
             check_fingerprint(manifest.model, here, path)
-
-
-def _stored_model(config: Any) -> str | None:
-    """Return the checkpoint that must hold this model, None without one."""
-    checkpoint = config.checkpoint
-    if not checkpoint.enable:
-        return None
-    if (step := resumed_step(config)) is not None:
-        return step_folder(Path(config.job.dump_folder) / checkpoint.folder, step)
-    any_model = checkpoint.initial_load_in_hf or checkpoint.initial_load_other_model
-    return None if any_model else checkpoint.initial_load_path
 
 
 def check_stored_data(config: Any, world_size: int, device_type: str) -> None:

@@ -80,15 +80,15 @@ def check_cpu(config: Any, world_size: int, device_type: str) -> None:
     """Refuse settings that need an accelerator on a CPU."""
     if device_type != "cpu":
         return
-    needs_accelerator = (
-        ("profiling", "enable_profiling", True, "false"),
-        ("profiling", "enable_memory_snapshot", True, "false"),
-        ("checkpoint", "async_mode", "async_with_pinned_mem", "'disabled' or 'async'"),
-        ("training", "enable_cpu_offload", True, "false"),
-    )
-    for section, name, refused, want in needs_accelerator:
+    for key, refused, want in (
+        ("profiling.enable_profiling", True, "false"),
+        ("profiling.enable_memory_snapshot", True, "false"),
+        ("checkpoint.async_mode", "async_with_pinned_mem", "'disabled' or 'async'"),
+        ("training.enable_cpu_offload", True, "false"),
+    ):
+        section, _, name = key.partition(".")
         if getattr(getattr(config, section), name) == refused:
-            raise ConfigError(f"{section}.{name}", refused, f"{want} on a CPU")
+            raise ConfigError(key, refused, f"{want} on a CPU")
 
 
 def check_tsr(config: Any, world_size: int, device_type: str) -> None:
@@ -98,7 +98,7 @@ def check_tsr(config: Any, world_size: int, device_type: str) -> None:
     if config.training.enable_cpu_offload:
         raise ConfigError("training.enable_cpu_offload", True, "false with TSRAdam")
 
-    from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
+    from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
 
     args = llama_args(config)
     if args is not None:  # else another package's model: the ranks check it

@@ -21,14 +21,8 @@ from torchtitan_lr.checkpoints.layout import (
 )
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.models.configured import configured_args
 from torchtitan_lr.training.history import HISTORY_FILE
-
-
-def data_parallel_degree(config: Any, world_size: int) -> int:
-    """Return the number of data-parallel ranks: replicated times sharded."""
-    sections = config.parallelism
-    others = sections.tensor_parallel_degree * sections.pipeline_parallel_degree
-    return max(1, world_size // others)
 
 
 def _require(ok: bool, key: str, got: object, want: str) -> None:
@@ -38,8 +32,10 @@ def _require(ok: bool, key: str, got: object, want: str) -> None:
 
 def check_training(config: Any, world_size: int, device_type: str) -> None:
     """Check the global batch, and what has to cover the run or fit its sequences."""
-    training, degree = config.training, data_parallel_degree(config, world_size)
-    unit, batch = training.local_batch_size * degree, training.global_batch_size
+    training, parallelism = config.training, config.parallelism
+    others = parallelism.tensor_parallel_degree * parallelism.pipeline_parallel_degree
+    degree, batch = max(1, world_size // others), training.global_batch_size
+    unit = training.local_batch_size * degree
     if batch != -1 and (batch <= 0 or batch % unit):
         want = (
             f"a multiple of {unit} (training.local_batch_size {training.local_batch_size} "
@@ -112,20 +108,14 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
         key = "checkpoint.create_seed_checkpoint"
         _require(checkpoint.enable, key, True, "checkpoint.enable = true with it")
         _require(world_size == 1, key, True, f"one rank (NGPU=1), not {world_size}")
-    if checkpoint.enable:
-        _check_load_paths(config)
-
-
-def _check_load_paths(config: Any) -> None:
-    checkpoint = config.checkpoint
+    if not checkpoint.enable:
+        return
     folder = Path(config.job.dump_folder) / checkpoint.folder
     step = checkpoint.load_step
     if step != -1 and not is_complete(step_folder(folder, step)):
-        steps = complete_steps(folder)
-        have = (
-            f"one of {', '.join(map(str, steps))}" if steps else f"-1: {folder} has no checkpoint"
-        )
-        raise ConfigError("checkpoint.load_step", step, have)
+        have = ", ".join(map(str, complete_steps(folder)))
+        want = f"one of {have}" if have else f"-1: {folder} has no checkpoint"
+        raise ConfigError("checkpoint.load_step", step, want)
     path = checkpoint.initial_load_path
     in_hf = checkpoint.initial_load_in_hf
     if path and not (os.path.exists(path) if in_hf else is_dcp(path)):
@@ -150,8 +140,7 @@ def check_model(config: Any, world_size: int, device_type: str) -> None:
     _require(name in names, "model.name", name, "one of " + ", ".join(names))
     flavors = get_train_spec(name).model_args
     _require(flavor in flavors, "model.flavor", flavor, "one of " + ", ".join(flavors))
-    model_args: Any = flavors[flavor]
-    model_args.update_from_config(config)
+    configured_args(config)
     rank = config.low_rank.rank  # unused if both groups have a rank of their own
     _require(rank >= 0, "low_rank.rank", rank, "0 (the flavor's) or a positive integer")
 
@@ -159,26 +148,21 @@ def check_model(config: Any, world_size: int, device_type: str) -> None:
 def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
     """Check that the tokenizer exists and fits the vocabulary; call this after `check_model`."""
     from torchtitan_lr.data.tokenizer import check_tokenizer
-    from torchtitan_lr.titan.specs import get_train_spec
 
-    name, flavor = config.model.name, config.model.flavor
-    model_args: Any = get_train_spec(name).model_args[flavor]
-    model_args.update_from_config(config)
+    model_args = configured_args(config)
     tokens = check_tokenizer(config)
     if tokens > model_args.vocab_size:
         want = (
-            f"a tokenizer of at most {model_args.vocab_size} tokens for {name} {flavor}, "
-            f"or model.vocab_size = {tokens}: this one has {tokens}"
+            f"a tokenizer of at most {model_args.vocab_size} tokens for {config.model.name} "
+            f"{config.model.flavor}, or model.vocab_size = {tokens}: this one has {tokens}"
         )
         raise ConfigError("model.hf_assets_path", config.model.hf_assets_path, want)
 
 
 def check_data(config: Any, world_size: int, device_type: str) -> None:
     """Check that the corpora are prepared and fill a sequence; this prepares what is missing."""
-    from torchtitan_lr.data.checks import check_corpora
+    from torchtitan_lr.data.rows import check_corpora
 
-    workers = config.training.dataloader.num_workers
-    if workers < 0:
-        want = "0 or the worker processes of each rank"
-        raise ConfigError("training.dataloader.num_workers", workers, want)
+    workers, key = config.training.dataloader.num_workers, "training.dataloader.num_workers"
+    _require(workers >= 0, key, workers, "0 or the worker processes of each rank")
     check_corpora(config, world_size)

@@ -84,9 +84,8 @@ def _prepare(args: argparse.Namespace) -> "Corpus":
     except ConfigError as error:
         raise ConfigError("--tokenizer", error.got, error.want) from error
     readers = [Reader(source) for source in _sources(args)]
-    return prepare_folder(
-        readers, tokenizer, args.out, workers=args.workers, max_bad_records=args.max_bad_records
-    )
+    most = {"workers": args.workers, "max_bad_records": args.max_bad_records}
+    return prepare_folder(readers, tokenizer, args.out, key="--out", **most)
 
 
 def _sources(args: argparse.Namespace) -> "list[Source]":

@@ -29,7 +29,6 @@ checkpoint.initial_load_path names it, starts from these weights in any layout a
 import argparse
 import os
 import signal
-import socket
 from pathlib import Path
 
 from torchtitan_lr.commands.parser import OneLineParser
@@ -101,14 +100,20 @@ def make_seed_checkpoint(arguments: list[str]) -> Path:
     if folder.is_dir() and any(folder.glob("step-*")):
         want = f"a folder without checkpoints; {folder} has some"
         raise ConfigError("job.dump_folder", config.job.dump_folder, want)
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    os.environ.update(alone | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
+    os.environ.update(alone)
     # Imported late: torch looks for GPUs when it is imported.
+    from torchtitan_lr.launch.agent import LOOPBACK, loopback_store
     from torchtitan_lr.train import main as train
 
+    # As below torchrun: a store that torch opens by itself would listen on all interfaces.
+    store = loopback_store()
+    os.environ.update(
+        MASTER_ADDR=LOOPBACK,
+        MASTER_PORT=str(store.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
     status = train([*arguments, *ONE_PROCESS])
     if status:
         raise SystemExit(status)

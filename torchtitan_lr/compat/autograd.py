@@ -11,32 +11,16 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointWrapper,
-    checkpoint_wrapper,
-)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-__all__ = [
-    "after_backward",
-    "backward_may_repeat",
-    "backward_number",
-    "checkpoint_wrapper",
-    "checkpointed_modules",
-    "in_backward",
-    "next_node_number",
-    "running_node_number",
-    "version_of",
-]
-# checkpoint_wrapper: torchtitan wraps its blocks with it and expects its names and hooks. Its
-# module is private. If it moves, the import fails.
+# torchtitan wraps its blocks with it and expects its names and hooks. Its module is private.
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper as checkpoint_wrapper,
+)
 
 
 def version_of(x: torch.Tensor) -> int:
-    """Return how often a tensor's memory was changed in place; aliases count together.
-
-    Reads ``Tensor._version``. If upstream removes it, low-rank checkpointing fails with an
-    AttributeError.
-    """
+    """Return how often a tensor's memory was changed in place (``_version``), with its aliases."""
     return int(x._version)
 
 
@@ -54,7 +38,8 @@ def backward_may_repeat() -> bool:
 def backward_number() -> int | None:
     """Return the number of the backward pass that this thread is in, None outside of one.
 
-    The same function as in `in_backward`, with the same risks.
+    ``torch._C._current_graph_task_id`` is -1 outside. If upstream changes the -1, the ledger counts
+    every collective as backward.
     """
     number = int(torch._C._current_graph_task_id())
     return None if number == -1 else number
@@ -64,8 +49,7 @@ def after_backward(function: Callable[[], None]) -> None:
     """Call a function when the running backward pass ends, before ``backward()`` returns.
 
     Functions run in the order of these calls; FSDP2 itself registers one when backward reaches its
-    root. Uses ``Variable._execution_engine.queue_callback``, as FSDP2 does. If upstream removes it,
-    a run with gradient compression raises an AttributeError in its first backward.
+    root. Uses ``Variable._execution_engine.queue_callback``, as FSDP2 does.
 
     Raises:
         RuntimeError: No backward pass is running.
@@ -74,20 +58,15 @@ def after_backward(function: Callable[[], None]) -> None:
 
 
 def in_backward() -> bool:
-    """Return whether this thread is inside a backward pass.
-
-    ``torch._C._current_graph_task_id`` is -1 outside. If upstream removes it, the ledger fails
-    with an AttributeError; if it changes the -1, every collective is counted as backward.
-    """
-    return bool(torch._C._current_graph_task_id() != -1)
+    """Return whether this thread is inside a backward pass."""
+    return backward_number() is not None
 
 
 def running_node_number() -> int | None:
     """Return the number of the autograd node that is running.
 
     None in a callback, and in a node that no forward pass created (``AccumulateGrad``). Reads
-    ``torch._C._current_autograd_node`` and ``Node._sequence_nr``. If upstream removes them, the
-    ledger fails with an AttributeError.
+    ``torch._C._current_autograd_node`` and ``Node._sequence_nr``.
     """
     node = torch._C._current_autograd_node()
     if node is None or type(node).__name__ == "AccumulateGrad":
@@ -110,9 +89,8 @@ def checkpointed_modules(module: nn.Module) -> list[nn.Module]:
 
     Recomputation calls the inner module and not its wrapper, so hooks must be there. Compiled parts
     are left out: what they repeat is inside their backward. Reads ``_checkpoint_wrapped_module``
-    and skips what lies below ``_orig_mod``. If upstream renames the first, this raises an
-    AttributeError; if the second, hooks get into compiled blocks. `torchtitan_lr.compat.names` must
-    follow both: they are part of parameters' names.
+    and skips what lies below ``_orig_mod``; if upstream renames it, hooks get into compiled blocks.
+    `clean_name` must follow both: they are part of parameters' names.
     """
     return [
         part._checkpoint_wrapped_module

@@ -4,12 +4,8 @@
 Tested with torch 2.11 and 2.13.
 """
 
-from torch.distributed.checkpoint._nested_dict import set_element
-
-__all__ = ["METADATA_CLASSES", "set_element"]
-# set_element: sets a value in nested dictionaries and lists by its path, as DCP's load planner
-# does. If it moves, the import fails; if its arguments change, loading an optimizer's or a
-# trainer's values fails.
+# Sets a value in nested dictionaries and lists by its path, as DCP's load planner does.
+from torch.distributed.checkpoint._nested_dict import set_element as set_element
 
 METADATA_CLASSES = frozenset(
     {

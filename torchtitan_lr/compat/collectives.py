@@ -13,30 +13,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-__all__ = [
-    "GROUP_ARGUMENTS",
-    "NAMESPACES",
-    "NO_PAYLOAD",
-    "OPERATIONS",
-    "AsyncCollectiveTensor",
-    "all_gather",
-    "functional",
-    "group_name_of",
-    "group_size",
-    "reduce_scatter",
-    "second_group",
-]
-# AsyncCollectiveTensor: the result of a functional collective outside compiled code, a wrapper that
-# waits when it is read. The ledger must let it unwrap itself. If it moves, the import fails.
+# The result of a functional collective outside compiled code, a wrapper that waits when it is read.
+# The ledger must let it unwrap itself.
+from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
 
 functional = torch.ops._c10d_functional
 """The functional collectives as operators.
 
 The wrappers in `torch.distributed._functional_collectives` (also private) take meshes and return
-wrappers; compiled graphs and our autograd functions need the bare operator. If an operator is
-renamed or its arguments change, the first forward under tensor parallelism fails.
+wrappers; compiled graphs and our autograd functions need the bare operator.
 """
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -55,25 +41,29 @@ NO_PAYLOAD = frozenset({"barrier", "monitored_barrier_"})
 """Operators with a group argument that send no tensor data."""
 
 OPERATIONS: dict[str, str] = {
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "all_reduce_coalesced_": "all_reduce",
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_out": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
+    **dict.fromkeys(
+        (
+            *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
+            *("allreduce_", "allreduce_coalesced_"),
+        ),
+        "all_reduce",
+    ),
+    **dict.fromkeys(
+        (
+            *("reduce_scatter_tensor", "reduce_scatter_tensor_out"),
+            *("reduce_scatter_tensor_coalesced", "reduce_scatter_", "_reduce_scatter_base_"),
+            *("reduce_scatter_tensor_coalesced_",),
+        ),
+        "reduce_scatter",
+    ),
+    **dict.fromkeys(
+        (
+            *("all_gather_into_tensor", "all_gather_into_tensor_out"),
+            *("all_gather_into_tensor_coalesced", "allgather_", "_allgather_base_"),
+            *("allgather_coalesced_", "allgather_into_tensor_coalesced_"),
+        ),
+        "all_gather",
+    ),
     "all_to_all_single": "all_to_all",
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all",
@@ -81,7 +71,7 @@ OPERATIONS: dict[str, str] = {
     "broadcast_": "broadcast",
     "reduce_": "reduce",
     "gather_": "gather",
-    "gather_into_tensor_": "gather",  # from torch 2.15
+    "gather_into_tensor_": "gather",
     "scatter_": "scatter",
     "send": "send",
     "isend": "send",
@@ -120,8 +110,7 @@ def group_name_of(group: Any) -> str:
     """Return the name of a dispatched collective's group; of a `second_group` that of the first.
 
     A functional operator takes the name itself. A ``c10d`` operator takes a boxed object, which the
-    undocumented ``ProcessGroup.unbox`` unwraps. If upstream removes it, the ledger fails with an
-    AttributeError.
+    undocumented ``ProcessGroup.unbox`` unwraps.
     """
     if not isinstance(group, str):
         unbox: Callable[[Any], Any] = getattr(dist.ProcessGroup, "unbox")  # noqa: B009
@@ -131,9 +120,5 @@ def group_name_of(group: Any) -> str:
 
 
 def group_size(name: str) -> int:
-    """Return the number of ranks of a named group.
-
-    ``distributed_c10d._resolve_process_group`` is the only way from a name to a group. If upstream
-    removes it, the ledger fails with an AttributeError.
-    """
+    """Return the number of ranks of a named group; torch has no public way from name to group."""
     return int(dist.distributed_c10d._resolve_process_group(cast(Any, name)).size())

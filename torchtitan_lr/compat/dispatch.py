@@ -5,14 +5,14 @@ The ledger, the recomputation of low-rank checkpointing and the rehearsal interc
 they are dispatched. Torch's own notes recommend `torch.utils._python_dispatch` and
 `torch.utils._pytree` for this, but the modules are private.
 
-Tested with torch 2.11 and 2.13. If a module moves, importing this one fails.
+Tested with torch 2.11 and 2.13.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
@@ -45,10 +45,7 @@ silently run twice; a test compares this list with all operators of torch.
 
 
 def schema_of(func: Any) -> tuple[str, list[str]]:
-    """Return an operator's name without its namespace, and the names of its parameters.
-
-    Reads ``OpOverload._schema``. If upstream renames it, the ledger fails with an AttributeError.
-    """
+    """Return an operator's name without its namespace, and the names of its parameters."""
     schema = func._schema
     return str(schema.name.partition("::")[2]), [argument.name for argument in schema.arguments]
 
@@ -65,8 +62,7 @@ def changes_arguments(func: Any) -> bool:
 def storage_address(x: Tensor | torch.UntypedStorage) -> int:
     """Return an id of a storage that is unique while it exists; fake ones have no data pointer.
 
-    Reads ``UntypedStorage._cdata``. If upstream removes it, the ledger and the rehearsal fail
-    with an AttributeError. An address can be reused after its storage is freed.
+    Reads ``UntypedStorage._cdata``. An address can be reused after its storage is freed.
     """
     storage = x.untyped_storage() if isinstance(x, Tensor) else x
     return int(storage._cdata)

@@ -4,27 +4,18 @@
 FSDP2 over tensor parallelism uses the placement ``_StridedShard``, which torch does not export.
 Initialization, TSR-Adam and its checkpoints need the slice that such a rank holds.
 
-Tested with torch 2.11 and 2.13. If the placement moves, the import fails. If the meaning of
-``split_factor`` changes, `local_slice` raises, or initialization differs between layouts; tests
-compare it with `distribute_tensor`.
+Tested with torch 2.11 and 2.13. If the meaning of ``split_factor`` changes, `local_slice` raises,
+or initialization differs between layouts; tests compare it with `distribute_tensor`.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-
-__all__ = [
-    "StridedShard",
-    "local_part",
-    "local_slice",
-    "own_part",
-    "shard_dims",
-    "with_local_part",
-    "wrap_like",
-]
 
 StridedShard = _StridedShard
 """A split of a dimension that mesh dimensions to the right already split; not a Shard subclass."""
@@ -34,8 +25,7 @@ def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, the same object on each call; a plain tensor unchanged.
 
     The public `DTensor.to_local` adds a node to the autograd graph, or waits and returns a view, so
-    its result is a new object. Optimizers write to the part itself. Reads
-    ``DTensor._local_tensor``; if upstream renames it, this raises an AttributeError.
+    its result is a new object. Optimizers write to the part itself.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
@@ -44,8 +34,7 @@ def with_local_part(tensor: Tensor, part: Tensor) -> Tensor:
     """Return a tensor like another one, with another local part; ``part`` for a plain tensor.
 
     The public `DTensor.from_local` moves the part to the mesh's device, and a copy on the host must
-    stay there. Calls DTensor's constructor with ``DTensor._spec``; if upstream changes either, this
-    raises a TypeError or an AttributeError.
+    stay there.
 
     Args:
         tensor: A DTensor or a plain tensor.
@@ -76,38 +65,25 @@ def local_slice(
     Raises:
         RuntimeError: The placement does not define a slice (Partial, or an unsupported stride).
     """
-    plain = [i for i, p in enumerate(placements) if isinstance(p, Shard) and not _is_strided(p)]
+    strided = [i for i, p in enumerate(placements) if isinstance(p, _StridedShard)]
+    plain = [i for i, p in enumerate(placements) if isinstance(p, Shard) and i not in strided]
     # FSDP2 over tensor parallelism splits a dimension that the mesh dimensions to its right already
     # split, and marks it as _StridedShard: apply such splits last, right to left.
-    strided = [i for i, p in enumerate(placements) if _is_strided(p)]
     for mesh_dim in (*plain, *reversed(strided)):
-        placement = placements[mesh_dim]
+        placement: Any = placements[mesh_dim]
+        dim: int = placement.dim
         if mesh_dim in strided:
-            _check_stride(mesh_dim, mesh_shape, placements)
-        dim: int = placement.dim  # type: ignore[attr-defined]
+            right = zip(mesh_shape[mesh_dim + 1 :], placements[mesh_dim + 1 :], strict=True)
+            splits = math.prod(size for size, other in right if getattr(other, "dim", None) == dim)
+            if splits != placement.split_factor:
+                want = f"a parameter cannot be initialized as {placements} on {mesh_shape}"
+                raise RuntimeError(want)
         chunk = -(-full.shape[dim] // mesh_shape[mesh_dim])
         start = min(chunk * coordinate[mesh_dim], full.shape[dim])
         full = full.narrow(dim, start, min(chunk, full.shape[dim] - start))
     if any(p.is_partial() for p in placements):
         raise RuntimeError(f"a parameter cannot be initialized as {placements}")
     return full
-
-
-def _is_strided(placement: Placement) -> bool:
-    return isinstance(placement, _StridedShard)
-
-
-def _check_stride(
-    mesh_dim: int, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
-) -> None:
-    """Raise for a stride that does not match the mesh dimensions to the right."""
-    placement = placements[mesh_dim]
-    splits = 1
-    for size, other in list(zip(mesh_shape, placements, strict=True))[mesh_dim + 1 :]:
-        if not other.is_replicate() and other.dim == placement.dim:  # type: ignore[attr-defined]
-            splits *= size
-    if splits != placement.split_factor:  # type: ignore[attr-defined]
-        raise RuntimeError(f"a parameter cannot be initialized as {placements} on {mesh_shape}")
 
 
 def shard_dims(parameter: Tensor, dim: int, order: Iterable[str]) -> tuple[int, ...]:

@@ -12,24 +12,20 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext as SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-
-__all__ = ["Close", "SubprocessContext", "close_ranks", "ranks_started_with", "stop_copying"]
-
 
 Close = Callable[..., None]
 """Ends the ranks of a context: ``close(context, death_sig, timeout=30)``, as torchrun calls it."""
 
 close_ranks: Close = SubprocessContext._close
-"""torchrun's own function; it waits up to 30 s. If upstream renames it, the import fails."""
+"""torchrun's own function; it waits up to 30 s."""
 
 
 def stop_copying(context: SubprocessContext) -> None:
     """End the threads that copy the ranks' output, which torchrun does after ``close`` returns.
 
-    The interpreter waits for them, so an exception out of ``close`` must come after this. Reads
-    ``_tail_logs``; if upstream renames it, this raises an AttributeError.
+    The interpreter waits for them, so an exception out of ``close`` must come after this.
     """
     for log in context._tail_logs:
         log.stop()
@@ -40,8 +36,7 @@ def ranks_started_with(popen: Callable[..., Any], close: Close) -> Iterator[None
     """Make torchrun start its ranks with ``popen`` and end them with ``close``.
 
     Replaces ``Popen`` in torchrun's module of subprocesses, and ``SubprocessContext._close``. If
-    upstream renames one, the launcher's start fails with an AttributeError. If upstream starts
-    ranks differently, they outlive a killed launcher; a test of the launcher detects this.
+    upstream starts ranks differently, they outlive a killed launcher; a test detects this.
     """
     with (
         patch.object(subprocess_handler, "Popen", popen),

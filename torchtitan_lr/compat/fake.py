@@ -4,8 +4,7 @@
 The rehearsal runs blocks on tensors without memory, as one rank of a fake process group. Torch uses
 the same classes in its own tests but does not publish them.
 
-Tested with torch 2.11 and 2.13. If a module moves, importing this one or calling
-`fake_process_group` fails.
+Tested with torch 2.11 and 2.13.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,21 +14,13 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from torchtitan_lr.compat.dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = [
-    "FakeTensorMode",
-    "RehearsalMode",
-    "fake_process_group",
-    "rms_norm_by",
-    "while_finding_shapes",
-]
 
 
 @contextmanager
@@ -54,8 +45,7 @@ def rms_norm_by(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 def fake_process_group(size: int) -> Iterator[None]:
     """Act as rank 0 of a fake process group, whose collectives return at once.
 
-    A module of torch's tests registers the backend ``fake`` and its store. If upstream moves it,
-    the import below fails, and so do estimates at T > 1.
+    A module of torch's tests registers the backend ``fake`` and its store.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -72,9 +62,8 @@ def while_finding_shapes(notify: Callable[[bool], None]) -> Iterator[None]:
 
     DTensor infers shapes by running operators on global tensors (fake ones in a rehearsal), whose
     results are not memory of the run. There is no hook, so a private method is replaced:
-    ``ShardingPropagator._propagate_tensor_meta_non_cached``. If upstream renames it, entering
-    raises an AttributeError; if DTensor infers shapes elsewhere, memory estimates are too large and
-    the tests of the rehearsal fail.
+    ``ShardingPropagator._propagate_tensor_meta_non_cached``. If DTensor infers shapes elsewhere,
+    memory estimates are too large and the tests of the rehearsal fail.
     """
     infer_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 

@@ -12,32 +12,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-__all__ = [
-    "ReduceScatter",
-    "ReplicateModule",
-    "param_groups",
-    "reads_sums_at_once",
-    "replicate",
-    "unit_parameters",
-    "wrap_unit_calls",
-]
-# ReduceScatter: the interface that `FSDPModule.set_custom_reduce_scatter` takes; the method is
-# public, the class is not. If it moves, the import fails; if the arguments of its two methods
-# change, a compressed run fails in its first backward.
-#
-# replicate, ReplicateModule: replication built on FSDP2. The public `replicate` of torch 2.11 to
-# 2.15 is DDP's, which averages gradients; ours must sum. If they move, the import fails.
+# Replication built on FSDP2. The public `replicate` of torch 2.11 to 2.15 is DDP's, which averages
+# gradients; ours must sum.
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule as ReplicateModule
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
+from torch.distributed.fsdp import FSDPModule
+
+# The interface that `FSDPModule.set_custom_reduce_scatter` takes; the method is public, the class
+# is not. If the arguments of its methods change, a compressed run fails in its first backward.
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 
 
 def param_groups(module: object) -> list[Any]:
     """Return the parameter groups of an FSDP2 unit; none for any other module.
 
     Torch 2.11 has one group per unit (``_fsdp_param_group``), torch 2.13 a list of them
-    (``_fsdp_param_groups``). If upstream renames both, this raises an AttributeError.
+    (``_fsdp_param_groups``).
     """
     if not isinstance(module, FSDPModule):
         return []
@@ -52,10 +43,8 @@ def unit_parameters(module: FSDPModule) -> Iterator[tuple[Tensor, int]]:
     """Yield the sharded parameters of a unit with the number of entries per rank.
 
     The order and the padding are those of the buffer that FSDP2 reduce-scatters. A codec needs
-    them, because the buffer does not mark where a tensor begins. If upstream changes the fields
-    (``fsdp_params``, ``sharded_param``, ``padded_sharded_param_size``; seen in torch 2.11 to
-    2.15), this raises an AttributeError. If upstream changes only the order, the sizes of a unit no
-    longer match and `CompressedReduceScatter` raises in the first step.
+    them, because the buffer does not mark where a tensor begins. If upstream changes the order, the
+    sizes of a unit no longer match and `CompressedReduceScatter` raises in the first step.
     """
     for group in param_groups(module):
         for parameter in group.fsdp_params:
@@ -67,9 +56,7 @@ def reads_sums_at_once(module: FSDPModule, sums: Tensor) -> bool:
 
     Otherwise it only makes views of them, as gradients, and they may be written later. It reads
     them to cast them, to add them to gradients that are already there, to copy them to the host,
-    and in hooks of the parameters. Reads ``orig_dtype`` and ``offload_to_cpu`` of a unit's
-    parameters and ``Tensor._post_accumulate_grad_hooks`` (torch 2.11, 2.13 and 2.15). If upstream
-    renames the first two, this raises an AttributeError in the first backward.
+    and in hooks of the parameters.
 
     Args:
         module: The unit.
@@ -95,8 +82,7 @@ def wrap_unit_calls(
     is wrapped too. Were these renamed, such calls would be attributed to another unit.
 
     FSDP2 prefetches weights, so the unit's module hooks do not enclose its communication; the
-    ledger replaces these two methods on the parameter group itself. If upstream renames them (torch
-    2.11 to 2.15 have both), this raises an AttributeError as soon as the ledger is attached.
+    ledger replaces these two methods on the parameter group itself.
 
     Args:
         module: An FSDP2 unit; any other module is left unchanged.

@@ -37,8 +37,7 @@ def run_exit_functions() -> None:
 
     A finished rank exits without interpreter shutdown, because a background thread of torch (seen
     in torch 2.11 and 2.13) may crash during shutdown. Python has no public name for
-    ``atexit._run_exitfuncs`` (seen in Python 3.10 to 3.13). If it is removed, every rank ends with
-    an AttributeError after training.
+    ``atexit._run_exitfuncs`` (seen in Python 3.10 to 3.13).
     """
     atexit._run_exitfuncs()
 

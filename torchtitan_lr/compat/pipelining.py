@@ -15,14 +15,6 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-__all__ = [
-    "SPLITS_BACKWARD",
-    "PipelineSchedule",
-    "PipelineStage",
-    "forward_only",
-    "rank_order",
-]
-
 SPLITS_BACKWARD = torch.__version__ >= "2.13"
 """Whether torch's two halves of a stage's backward give the right gradients.
 
@@ -71,9 +63,7 @@ def rank_order(
 
     A schedule's constructor needs stages with models, but the order depends only on a few numbers.
     So this creates an object without calling the constructor, sets those numbers, and calls
-    ``_calculate_single_rank_operations`` on it. If upstream reads another field, this raises an
-    AttributeError. If upstream changes the order, the test that compares it with a real schedule's
-    order fails.
+    ``_calculate_single_rank_operations`` on it. A test compares it with a real schedule's order.
 
     Args:
         schedule: Name without its prefix ``Schedule``.

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchtitan_lr.compression.codecs import build_codec
-from torchtitan_lr.compression.codecs.base import Steps, complete, exchange, gather
-from torchtitan_lr.compression.codecs.entries import pack, unpack
+from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec
+from torchtitan_lr.compression.codecs.base import Steps, exchange, gather
+from torchtitan_lr.compression.codecs.entries import left_over, pack, unpack
 from torchtitan_lr.compression.codecs.sketch import step_seed
 from torchtitan_lr.compression.sizes import (
     ROLE_BYTES,
@@ -50,7 +50,6 @@ class Compressor:
         group: The ranks W.
         device: Device of the gradients.
         residual_dtype: fp32, or bf16 for half the memory, which loses the rounding errors.
-        seed: Seed of the hash functions.
         all_reduce: Whether every rank needs the whole sum.
         revocable: Whether exchanges take effect with `commit`, which needs a second residual.
 
@@ -70,19 +69,20 @@ class Compressor:
         group: dist.ProcessGroup,
         device: torch.device,
         residual_dtype: torch.dtype = torch.float32,
-        seed: int = 0,
         all_reduce: bool = False,
         revocable: bool = False,
     ) -> None:
         self.name, self.sizes, self.spans = name, sizes, tuple(spans)
-        self.group, self.device, self.seed, self.all_reduce = group, device, seed, all_reduce
+        self.group, self.device, self.all_reduce = group, device, all_reduce
         self.residual_dtype, self.revocable = residual_dtype, revocable
         ranks = group.size()
         self.compressed_size = sum(span.size for span in spans if span.compressed)
         owned = -(-self.compressed_size // ranks) if all_reduce else self.compressed_size
         dense = sum(span.size for span in spans) - self.compressed_size
         self.unit = Unit(ranks, owned, dense)
-        self.codec = build_codec(sizes, ranks)
+        self.codec: Codec = SparseCodec(sizes.theta)
+        if sizes.name == "sketch":
+            self.codec = SketchCodec(ranks, sizes.c, sizes.theta)
         self.exchanges = 0
         self.measuring = False
         self.counts: Tensor | None = None
@@ -121,10 +121,6 @@ class Compressor:
         whole = ROLE_BYTES["gradient"] * entries * (1 if self.all_reduce else self.unit.ranks)
         return whole - sent_bytes(self.unit, self.sizes, self.all_reduce)
 
-    def reduce_rows(self, rows: Tensor, dense: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Run `exchange_rows` to its end; arguments and results are the same."""
-        return complete(self.exchange_rows(rows, dense))
-
     def exchange_rows(
         self, rows: Tensor, dense: Tensor | None = None
     ) -> Steps[tuple[Tensor, Tensor]]:
@@ -144,9 +140,11 @@ class Compressor:
         Returns:
             This rank's sums: (m,) and (e,).
         """
-        seed = step_seed(self.seed, self.name, self.exchanges)
+        seed = step_seed(self.name, self.exchanges)
         self.exchanges += 1
-        rows += self._pending_residual()
+        # That of the exchange before, committed or not.
+        pending = self.residual if self._spare is None or not self._waits else self._spare
+        rows += pending
         message = self.codec.encode(rows, seed)
         if dense is not None and dense.numel():
             message.summed["dense"] = dense
@@ -155,20 +153,7 @@ class Compressor:
         verdicts = None
         if decoded.verdict is not None:
             verdicts = yield from gather(decoded.verdict, self.group)
-        self._keep(self.codec.unsent(rows, message, verdicts))
-        if self.measuring:
-            counts = {"sent": message.values.count_nonzero(), **decoded.counts}
-            zero = torch.zeros((), device=rows.device)
-            self.counts = torch.stack([counts.get(name, zero).double() for name in COUNTS])
-        return decoded.total, received.get("dense", rows.new_empty(0))
-
-    def _pending_residual(self) -> Tensor:
-        """Return the residual for the next exchange, uncommitted or committed."""
-        return self._spare if self._waits and self._spare is not None else self.residual
-
-    def _keep(self, unsent: Tensor) -> None:
-        """Store the unsent entries of an exchange, committed or until `commit`."""
-        pending = self._pending_residual()
+        unsent = left_over(rows, message, verdicts)
         if self.revocable and self._spare is None:
             self._spare = torch.empty_like(self.residual)
         kept = self._spare if self.revocable and self._spare is not None else self.residual
@@ -178,6 +163,11 @@ class Compressor:
         # the residual it would ruin all later steps, so the old residual stays.
         kept.copy_(torch.where(unsent.isfinite(), unsent, pending))
         self._waits = self.revocable
+        if self.measuring:
+            counts = {"sent": message.values.count_nonzero(), **decoded.counts}
+            zero = torch.zeros((), device=rows.device)
+            self.counts = torch.stack([counts.get(name, zero).double() for name in COUNTS])
+        return decoded.total, received.get("dense", rows.new_empty(0))
 
     def spread(self, total: Tensor) -> Steps[Tensor]:
         """Return all sums on every rank: sent as bitmap and values if that is smaller.

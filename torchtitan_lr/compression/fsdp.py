@@ -191,7 +191,6 @@ def apply_gradient_compression(
             group,
             device,
             settings.residual_dtype,
-            settings.seed,
             all_reduce,
             settings.revocable,
         )

@@ -65,16 +65,13 @@ class ExchangeOverlap:
         if may_wait and number != self._ends:
             after_backward(self._end)
             self._ends = number
-        if self._streams is not None:
-            self._run_on_stream(steps, tensors, may_wait)
-            return
-        # The one before first: its last collectives would otherwise queue behind these.
-        self._finish_all()
-        self._running.append((resume, steps, next(steps)))
-        if not may_wait:
+        if self._streams is None:
+            # The one before first: its last collectives would otherwise queue behind these.
             self._finish_all()
-
-    def _run_on_stream(self, steps: Steps[None], tensors: Sequence[Tensor], may_wait: bool) -> None:
+            self._running.append((resume, steps, next(steps)))
+            if not may_wait:
+                self._finish_all()
+            return
         caller = self._streams.current_stream()
         if self._stream is None:
             self._stream = self._streams.Stream()

@@ -30,7 +30,6 @@ class CompressionSettings:
         patterns: Shell patterns of parameter names, for ``patterns``.
         min_size: Smaller tensors are sent dense.
         residual_dtype: Dtype of the residuals.
-        seed: Seed of the hash functions.
         revocable: Whether residuals change with the step and not with its exchanges, because the
             step may be skipped or a checkpoint may still read them. Needs a second residual.
     """
@@ -42,7 +41,6 @@ class CompressionSettings:
     patterns: tuple[str, ...]
     min_size: int
     residual_dtype: torch.dtype
-    seed: int
     revocable: bool = False
 
 
@@ -70,38 +68,32 @@ def compression_settings(config: Any, ranks: int) -> CompressionSettings:
     from torchtitan_lr.titan.base import TORCH_DTYPE_MAP  # late: it imports torch
 
     section = config.grad_compression
-    c, theta = LEVELS.get(section.level, (section.c, section.theta))
+    c, requested = LEVELS.get(section.level, (section.c, section.theta))
+    theta = requested
+    if section.codec == "sketch" and ranks > 1 and not peels(c, theta, ranks):
+        theta = smallest_theta(c, ranks)
+        if not section.auto:
+            key = "theta" if section.level == "custom" else "level"
+            want = (
+                f"a theta of at least {theta} (level = 'custom', c = {c:g}), or auto = true: "
+                f"on {ranks} ranks c*(1 - theta^ranks) is {c * (1 - requested**ranks):.3f} at "
+                f"theta {requested:g}, and above {PEELING_LIMIT:g} a sketch does not peel"
+            )
+            got = requested if section.level == "custom" else section.level
+            raise ConfigError(f"grad_compression.{key}", got, want)
     return CompressionSettings(
-        codec=_resolve_codec(section, c, theta, ranks),
-        requested_theta=theta,
+        codec=CodecSizes(section.codec, c, theta),
+        requested_theta=requested,
         ranks=ranks,
         layers=section.layers,
         patterns=tuple(section.patterns),
         min_size=section.min_size,
         residual_dtype=TORCH_DTYPE_MAP[section.residual_dtype],
-        seed=section.seed,
         revocable=(
             config.training.max_skipped_steps > 0
             or config.checkpoint.async_mode == "async_with_pinned_mem"
         ),
     )
-
-
-def _resolve_codec(section: Any, c: float, theta: float, ranks: int) -> CodecSizes:
-    """Return the codec's parameters, for ``auto`` with a θ that peels."""
-    if section.codec == "sketch" and ranks > 1 and not peels(c, theta, ranks):
-        least = smallest_theta(c, ranks)
-        if not section.auto:
-            key = "theta" if section.level == "custom" else "level"
-            want = (
-                f"a theta of at least {least} (level = 'custom', c = {c:g}), or auto = true: "
-                f"on {ranks} ranks c*(1 - theta^ranks) is {c * (1 - theta**ranks):.3f} at "
-                f"theta {theta:g}, and above {PEELING_LIMIT:g} a sketch does not peel"
-            )
-            got = theta if section.level == "custom" else section.level
-            raise ConfigError(f"grad_compression.{key}", got, want)
-        theta = least
-    return CodecSizes(section.codec, c, theta)
 
 
 def is_compressed(name: str, size: int, settings: CompressionSettings) -> bool:

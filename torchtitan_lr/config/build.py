@@ -25,7 +25,7 @@ from torchtitan_lr.config.schema import AC_MODES, CONFIG_MODULE, MODELS, TP_PLAN
 from torchtitan_lr.config.shipped import find_config
 from torchtitan_lr.errors import ConfigError
 
-_MODULE_KEY = "job.custom_config_module"
+_MODULE_KEY, _IMPORT_KEY = "job.custom_config_module", "experimental.custom_import"
 
 REGISTERED = {
     "model.name": MODELS,
@@ -49,19 +49,16 @@ def build_job_config(argv: list[str]) -> Any:
     Raises:
         ConfigError: The file is missing or not TOML, a key is unknown, a type is wrong.
     """
-    overrides = [
-        Override(CONFIG_FILE_KEY, find_config(override.value))  # of a shipped name
-        if override.key == CONFIG_FILE_KEY and override.value
-        else override
-        for override in split_arguments(argv)
-    ]
-    paths = [override.value for override in overrides if override.key == CONFIG_FILE_KEY]
-    if paths and paths[-1] == "":
+    overrides, path = split_arguments(argv), None
+    for place, (key, value) in enumerate(overrides):
+        if key == CONFIG_FILE_KEY:
+            path = find_config(value) if value else value
+            overrides[place] = Override(key, path)
+    if path == "":
         raise ConfigError(CONFIG_FILE_KEY, "", "a TOML file such as train_configs/debug_cola.toml")
-    raw = load_toml(paths[-1]) if paths and paths[-1] else {}
-    if paths and paths[-1] and not raw:
-        raise ConfigError(CONFIG_FILE_KEY, paths[-1], "a TOML file with settings; it has none")
-
+    raw = load_toml(path) if path else {}
+    if path and not raw:
+        raise ConfigError(CONFIG_FILE_KEY, path, "a TOML file with settings; it has none")
     return _fill(raw, overrides)
 
 
@@ -101,10 +98,15 @@ def _fill(raw: dict[str, Any], overrides: list[Override]) -> Any:
     config_cls = config_class(_extension_name(given.get(_MODULE_KEY)))
     from torchtitan_lr.titan.configuration import fill_job_config
 
-    _import_unknown(given)
+    names = [(given.get(key), known) for key, known in REGISTERED.items()]
+    module = given.get(_IMPORT_KEY)
+    if isinstance(module, str) and module:
+        _importable(module, _IMPORT_KEY, "a module that can be imported")
+        # It may register an unknown name; otherwise the ranks import it later.
+        if any(isinstance(name, str) and name not in known for name, known in names):
+            importlib.import_module(module)
     values = apply_overrides(check_toml(raw, config_cls), overrides, config_cls)
     check_ranges(values, config_cls)
-    _check_import(values.get("experimental", {}).get("custom_import"))
     if (folder := values.get("job", {}).get("dump_folder")) is not None:
         if not folder.strip():
             raise ConfigError("job.dump_folder", folder, "a folder such as ./outputs")
@@ -140,10 +142,10 @@ def _extension_name(name: Any) -> str:
     """
     name = name or CONFIG_MODULE
     if name != CONFIG_MODULE:
-        known = str(name).startswith("torchtitan_lr.experiments.")
-        if not known or not _can_be_imported(name):
-            want = f"{CONFIG_MODULE}, or a module of torchtitan_lr.experiments"
+        want = f"{CONFIG_MODULE}, or a module of torchtitan_lr.experiments"
+        if not str(name).startswith("torchtitan_lr.experiments."):
             raise ConfigError(_MODULE_KEY, name, want)
+        _importable(name, _MODULE_KEY, want)
     return str(name)
 
 
@@ -167,24 +169,16 @@ def _given(raw: dict[str, Any], overrides: list[Override]) -> dict[str, Any]:
     } | {override.key: override.value for override in overrides}
 
 
-def _import_unknown(given: dict[str, Any]) -> None:
-    """Import ``experimental.custom_import`` for an unknown name: the module may register it."""
-    names = [(given.get(key), known) for key, known in REGISTERED.items()]
-    unknown = any(isinstance(name, str) and name not in known for name, known in names)
-    module = given.get("experimental.custom_import")
-    if unknown and isinstance(module, str) and module:
-        _check_import(module)
-        importlib.import_module(module)
+def _importable(module: Any, key: str, want: str) -> str:
+    """Return the name of a module that can be imported; it is not imported.
 
-
-def _check_import(module: str | None) -> None:
-    """Raise if a module does not exist; the ranks import it later."""
-    if module and not _can_be_imported(module):
-        raise ConfigError("experimental.custom_import", module, "a module that can be imported")
-
-
-def _can_be_imported(module: str) -> bool:
+    Raises:
+        ConfigError: It does not exist.
+    """
     try:
-        return importlib.util.find_spec(module) is not None
+        found = importlib.util.find_spec(module)
     except (ImportError, ValueError, AttributeError):  # parent missing, or not a valid module name
-        return False
+        found = None
+    if found is None:
+        raise ConfigError(key, module, want)
+    return str(module)

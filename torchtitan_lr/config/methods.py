@@ -7,7 +7,7 @@ As in :mod:`torchtitan_lr.config.schema`, no ``from __future__ import annotation
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from torchtitan_lr.config.ranges import DECAY, FINITE, SEED, Range, at_least, positive
+from torchtitan_lr.config.ranges import DECAY, FINITE, Range, at_least, positive
 
 TSR = "TSRAdam"
 """The value of ``optimizer.name`` that chooses TSR-Adam."""
@@ -116,12 +116,6 @@ class Optimizer:
     which all matrices refresh in the first step, or random ones without communication ('random').
     """
 
-    tsr_product_precision: Literal["float32", "bfloat16"] = "float32"
-    """
-    TSRAdam: precision to which the factors of UᵀGV and UDVᵀ are rounded in every step; sums are
-    fp32. Refreshes keep fp32.
-    """
-
     tsr_projection: Literal["two_sided", "one_sided"] = "two_sided"
     """
     TSRAdam: project both sides (cores r×r), or only the shorter side as in GaLore (r×max(m, n)); a
@@ -212,6 +206,3 @@ class GradCompression:
 
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the residuals; bfloat16 halves their memory and rounds them."""
-
-    seed: Annotated[int, SEED] = 0
-    """Seed of the hash functions, which change every step."""

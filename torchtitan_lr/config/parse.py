@@ -6,19 +6,19 @@ command line. Here both raise one :class:`ConfigError` with the key, the value a
 file does not import torch, so that a wrong path or a typo is reported at once.
 """
 
-# Not pydantic 2: its strict mode could replace `_match`, `_parse_text` and `_parse_kind`, 45 lines.
-# But it keeps 2 an int where `float | int` is declared, and limits no int; of texts it takes "1.0"
-# and " 5 " for an int and "yes" for true, but neither "a,b" for a list nor "None" for None. Most of
-# this file, which names the key, the closest one and what works, would stay.
+# Not pydantic 2: its strict mode could replace `_match` and `_parse_text`, 45 lines. But it keeps
+# 2 an int where `float | int` is declared, and limits no int; of texts it takes "1.0" and " 5 "
+# for an int and "yes" for true, but neither "a,b" for a list nor "None" for None. Most of this
+# file, which names the key, the closest one and what works, would stay.
+# Not torchtitan's ConfigManager: its parser, tyro, prints a page and exits at a wrong key.
 import difflib
 import json
 import os
 import types
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import tomli
 
@@ -34,8 +34,7 @@ LARGEST_INTEGER = 2**63 - 1
 """The largest integer that torch and every file format here can store."""
 
 
-@dataclass(frozen=True)
-class Override:
+class Override(NamedTuple):
     """One command-line argument: ``--key=value``, ``--key value`` or the flag ``--key``.
 
     Args:
@@ -56,23 +55,17 @@ def split_arguments(argv: list[str]) -> list[Override]:
     Raises:
         ConfigError: An argument that does not start with ``--``.
     """
-    overrides = []
-    rest = iter(range(len(argv)))
-    for i in rest:
-        argument = argv[i]
+    overrides, rest = [], list(reversed(argv))
+    while rest:
+        argument = rest.pop()
         if not argument.startswith("--") or argument == "--":
-            raise ConfigError(
-                "command line", argument, "--section.key=value such as --training.steps=100"
-            )
-        key, equals, value = argument[2:].partition("=")
-        key = key.replace("-", "_")
-        if equals:
-            overrides.append(Override(key, value))
-        elif i + 1 < len(argv) and not argv[i + 1].startswith("--"):
-            overrides.append(Override(key, argv[i + 1]))
-            next(rest)
-        else:
-            overrides.append(Override(key, None))
+            want = "--section.key=value such as --training.steps=100"
+            raise ConfigError("command line", argument, want)
+        key, equals, text = argument[2:].partition("=")
+        value: str | None = text if equals else None
+        if not equals and rest and not rest[-1].startswith("--"):
+            value = rest.pop()
+        overrides.append(Override(key.replace("-", "_"), value))
     return overrides
 
 
@@ -173,7 +166,7 @@ def check_toml(
         else:
             checked[name] = _match(value, option.type)
             if checked[name] is MISSING:
-                raise ConfigError(key, value, describe_type(option) + _limit(value, option))
+                raise _misfit(key, value, option)
     return checked
 
 
@@ -193,27 +186,33 @@ def apply_overrides(
     Raises:
         ConfigError: An unknown key, a missing value or a wrong type.
     """
-    for override in overrides:
-        path, option, negated = _find_field(override, config_cls)
+    known = _keys(config_cls)
+    for key, text in overrides:
+        *sections, name = key.split(".")
+        positive = known.get(".".join([*sections, name.removeprefix("no_")]))
+        option = known.get(key)
+        negated = option is None and positive is not None and positive.type is bool
+        option = positive if negated else option
+        if option is None:
+            raise unknown_key(key, text or "", config_cls)
+        if negated and text is not None:
+            raise ConfigError(key, text, "no value: this flag means false")
+        value: Any = not negated if option.type is bool else MISSING
+        if text is not None:
+            value = _parse_text(text, option.type)
+        if value is MISSING:
+            raise _misfit(key, text or "", option)
         table = values
-        for name in path[:-1]:
-            table = table.setdefault(name, {})
-        table[option.name] = _override_value(override, option, negated)
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[option.name] = value
     return values
-
-
-def describe_type(option: Field[Any]) -> str:
-    """Describe the values of a field, with an example where that helps."""
-    kinds = [kind for kind in _alternatives(option.type) if kind is not type(None)]
-    if float in kinds:
-        kinds = [float]
-    return " or ".join(_describe_kind(kind, option.default) for kind in kinds)
 
 
 def unknown_key(key: str, value: object, config_cls: type) -> ConfigError:
     """Build the error for an unknown key, with the closest known key or a list."""
     section, _, name = key.rpartition(".")
-    leaves = list(_leaf_keys(config_cls))
+    leaves = list(_keys(config_cls))
     siblings = [leaf.rpartition(".")[2] for leaf in leaves if leaf.rpartition(".")[0] == section]
     namesakes = [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
     sections = [option.name for option in fields(config_cls)]
@@ -241,55 +240,13 @@ def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and is_dataclass(annotation)
 
 
-def _leaf_keys(section: Any, prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key below a section."""
+def _keys(section: Any, prefix: str = "") -> dict[str, Field[Any]]:
+    """Return every field below a section by its dotted key."""
+    found: dict[str, Field[Any]] = {}
     for option in fields(section):
-        if _is_section(option.type):
-            yield from _leaf_keys(option.type, prefix + option.name + ".")
-        else:
-            yield prefix + option.name
-
-
-def _find_field(override: Override, config_cls: type) -> tuple[list[str], Field[Any], bool]:
-    """Find the field of an override; the last entry is whether it was ``no_<flag>``."""
-    path = override.key.split(".")
-    section: Any = config_cls
-    for depth, name in enumerate(path):
-        known = {option.name: option for option in fields(section)}
-        last = depth == len(path) - 1
-        option = known.get(name)
-        if last and option is None and name.startswith("no_"):
-            positive = known.get(name.removeprefix("no_"))
-            if positive is not None and positive.type is bool:
-                return path, positive, True
-        if option is None or _is_section(option.type) == last:
-            break
-        if last:
-            return path, option, False
-        section = option.type
-    raise unknown_key(override.key, override.value or "", config_cls)
-
-
-def _override_value(override: Override, option: Field[Any], negated: bool) -> Any:
-    if negated:
-        if override.value is not None:
-            raise ConfigError(override.key, override.value, "no value: this flag means false")
-        return False
-    if override.value is None:
-        if option.type is bool:
-            return True
-        raise ConfigError(override.key, "", describe_type(option))
-    value = _parse_text(override.value, option.type)
-    if value is MISSING:
-        limit = _limit(_parse_kind(override.value, float), option)
-        raise ConfigError(override.key, override.value, describe_type(option) + limit)
-    return value
-
-
-def _limit(value: object, option: Field[Any]) -> str:
-    """Return the limit of integers as text, for a number beyond it."""
-    beyond = isinstance(value, (int, float)) and abs(value) > LARGEST_INTEGER
-    return " of at most 2**63 - 1" if beyond and int in _alternatives(option.type) else ""
+        key = prefix + option.name
+        found |= _keys(option.type, key + ".") if _is_section(option.type) else {key: option}
+    return found
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -336,41 +293,43 @@ def _parse_text(text: str, annotation: Any) -> Any:
     if type(None) in kinds and text in ("None", "none"):
         return None
     for kind in kinds:
-        value = _parse_kind(text, kind)
-        if value is not MISSING:
-            return value
+        value: Any = text
+        with suppress(ValueError, KeyError):
+            if kind is bool:
+                value = {"true": True, "false": False}[text.lower()]
+            elif kind == list[str]:
+                value = [part.strip() for part in text.split(",")] if text.strip() else []
+            elif kind in (int, float):
+                value = kind(text)
+            if (value := _match(value, kind)) is not MISSING:
+                return value
     return MISSING
 
 
-def _parse_kind(text: str, kind: Any) -> Any:
-    if kind is str or (get_origin(kind) is Literal and text in get_args(kind)):
-        return text
-    if kind is bool:
-        return {"true": True, "false": False}.get(text.lower(), MISSING)
-    if kind == list[str]:
-        return [part.strip() for part in text.split(",")] if text.strip() else []
-    if kind in (int, float):
-        try:
-            value = kind(text)
-        except ValueError:
-            return MISSING
-        return MISSING if kind is int and abs(value) > LARGEST_INTEGER else value
-    return MISSING
-
-
-def _describe_kind(kind: Any, default: Any) -> str:
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(repr(choice) for choice in get_args(kind))
-    if kind == list[str]:
-        return 'a list of strings such as ["a", "b"], or a,b on the command line'
-    if get_origin(kind) is list and get_origin(get_args(kind)[0]) is dict:
-        return "a list of tables [[...]], in the TOML file"
-    if get_origin(kind) is list:
-        return "a list of lists of strings, in the TOML file"
-    if kind is bool:
-        return "true or false"
-    if kind is int:
-        return f"an integer such as {default if type(default) is int else 1}"
-    if kind is float:
-        return f"a number such as {default if type(default) is float else 0.5}"
-    return f"a string such as {default!r}" if default and type(default) is str else "a string"
+def _misfit(key: str, value: Any, option: Field[Any]) -> ConfigError:
+    """Build the error for a value of a wrong type; it describes the values of the field."""
+    kinds = [kind for kind in _alternatives(option.type) if kind is not type(None)]
+    default, wants = option.default, []
+    for kind in [float] if float in kinds else kinds:
+        if get_origin(kind) is Literal:
+            want = "one of " + ", ".join(repr(choice) for choice in get_args(kind))
+        elif kind == list[str]:
+            want = 'a list of strings such as ["a", "b"], or a,b on the command line'
+        elif get_origin(kind) is list:
+            inner = get_origin(get_args(kind)[0])
+            of = "tables [[...]]" if inner is dict else "lists of strings"
+            want = f"a list of {of}, in the TOML file"
+        elif kind in (int, float):
+            what, usual = ("an integer", 1) if kind is int else ("a number", 0.5)
+            want = f"{what} such as {default if type(default) is kind else usual}"
+        elif kind is bool:
+            want = "true or false"
+        else:
+            named = default and type(default) is str
+            want = f"a string such as {default!r}" if named else "a string"
+        wants.append(want)
+    limit = ""
+    with suppress(ValueError, TypeError):
+        number = value if isinstance(value, int) else float(value)
+        limit = " of at most 2**63 - 1" if int in kinds and abs(number) > LARGEST_INTEGER else ""
+    return ConfigError(key, value, " or ".join(wants) + limit)

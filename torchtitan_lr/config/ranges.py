@@ -46,72 +46,63 @@ SEED = Range(lambda n: 0 <= n < 2**63, "an integer from 0 to 2**63 - 1")
 _SHARE = Range(lambda x: x is None or 0 <= x <= 1, "a number from 0 to 1")
 DECAY = Range(lambda x: 0 <= x < 1, "a number in [0, 1) such as 0.9")
 FINITE = Range(lambda x: 0 <= x < math.inf, "a number of at least 0")
-_SECONDS = Range(lambda n: n <= 10**9, "at most 10**9 seconds (30 years)")
+_SECONDS = Range(lambda n: 0 < n <= 10**9, "a positive number of at most 10**9 seconds (30 years)")
 
-OF_TORCHTITAN: dict[str, tuple[Range, ...]] = {
+OF_TORCHTITAN: dict[str, Range] = {
     **dict.fromkeys(
         (
             *("training.seq_len", "training.local_batch_size", "training.steps"),
             *("training.gc_freq", "checkpoint.interval", "metrics.log_freq"),
             *("validation.seq_len", "validation.local_batch_size", "validation.freq"),
         ),
-        (POSITIVE,),
+        POSITIVE,
     ),
-    "validation.steps": (
-        Range(lambda n: n == -1 or n > 0, "a positive integer, or -1 for the whole set"),
+    "validation.steps": Range(
+        lambda n: n == -1 or n > 0, "a positive integer, or -1 for the whole set"
     ),
-    "optimizer.lr": (positive("a positive number such as 0.001"),),
-    "optimizer.beta1": (DECAY,),
-    "optimizer.eps": (positive("a number such as 1e-8"),),
-    "lr_scheduler.total_steps": (Range(lambda n: n is None or n > 0, "a positive integer"),),
-    "lr_scheduler.warmup_steps": (NATURAL,),
-    "lr_scheduler.decay_ratio": (_SHARE,),
-    "lr_scheduler.min_lr_factor": (_SHARE,),
-    "comm.init_timeout_seconds": (POSITIVE, _SECONDS),
-    "comm.train_timeout_seconds": (POSITIVE, _SECONDS),
-    "checkpoint.keep_latest_k": (
-        Range(
-            lambda n: n == 0 or n >= 2,
-            "0 (keep all) or at least 2: the newest may still be in the process of being saved",
-        ),
+    "optimizer.lr": positive("a positive number such as 0.001"),
+    "optimizer.beta1": DECAY,
+    "optimizer.eps": positive("a number such as 1e-8"),
+    "lr_scheduler.total_steps": Range(lambda n: n is None or n > 0, "a positive integer"),
+    "lr_scheduler.warmup_steps": NATURAL,
+    "lr_scheduler.decay_ratio": _SHARE,
+    "lr_scheduler.min_lr_factor": _SHARE,
+    "comm.init_timeout_seconds": _SECONDS,
+    "comm.train_timeout_seconds": _SECONDS,
+    "checkpoint.keep_latest_k": Range(
+        lambda n: n == 0 or n >= 2,
+        "0 (keep all) or at least 2: the newest may still be in the process of being saved",
     ),
-    "checkpoint.load_step": (at_least(-1, "a step, or -1 for the newest"),),
+    "checkpoint.load_step": at_least(-1, "a step, or -1 for the newest"),
     # What is not supported has one value.
-    "checkpoint.initial_load_in_hf_quantized": (unset("false: not supported"),),
-    "comm.mode": (Range(lambda mode: mode != "local_tensor", "'default' or 'fake_backend'"),),
-    "experimental.custom_args_module": (unset("nothing: leave it out"),),
-    "memory_estimation.enable": (unset("false: not supported"),),
-    "model.converters": (unset("an empty list: no float8 or MX here"),),
-    "model.tokenizer_path": (unset("nothing: use model.hf_assets_path"),),
-    "optimizer.early_step_in_backward": (unset("false"),),
-    "parallelism.enable_async_tensor_parallel": (
-        unset("false: the plans are untested with it (it fuses products and collectives on CUDA)"),
+    "checkpoint.initial_load_in_hf_quantized": unset("false: not supported"),
+    "comm.mode": Range(lambda mode: mode != "local_tensor", "'default' or 'fake_backend'"),
+    "experimental.custom_args_module": unset("nothing: leave it out"),
+    "memory_estimation.enable": unset("false: not supported"),
+    "model.converters": unset("an empty list: no float8 or MX here"),
+    "model.tokenizer_path": unset("nothing: use model.hf_assets_path"),
+    "optimizer.early_step_in_backward": unset("false"),
+    "parallelism.enable_async_tensor_parallel": unset(
+        "false: the plans are untested with it (it fuses products and collectives on CUDA)"
     ),
     **dict.fromkeys(
         [f"parallelism.{name}_parallel_degree" for name in ("context", "expert", "expert_tensor")],
-        (
-            Range(
-                lambda n: n == 1,
-                "1: only data, tensor and pipeline parallelism are supported in this version",
-            ),
-        ),
+        Range(lambda n: n == 1, "1: only data, tensor and pipeline parallelism are supported here"),
     ),
-    "parallelism.context_parallel_load_balancer": (
-        Range(lambda name: name != "", "a name such as 'headtail'"),
+    "parallelism.context_parallel_load_balancer": Range(
+        lambda name: name != "", "a name such as 'headtail'"
     ),
-    "parallelism.pipeline_parallel_first_stage_less_layers": (at_least(0, "0 or more"),),
-    "parallelism.pipeline_parallel_last_stage_less_layers": (at_least(0, "0 or more"),),
-    "parallelism.pipeline_parallel_layers_per_stage": (
-        Range(lambda n: n is None or n > 0, "a positive number"),
+    "parallelism.pipeline_parallel_first_stage_less_layers": at_least(0, "0 or more"),
+    "parallelism.pipeline_parallel_last_stage_less_layers": at_least(0, "0 or more"),
+    "parallelism.pipeline_parallel_layers_per_stage": Range(
+        lambda n: n is None or n > 0, "a positive number"
     ),
-    "activation_checkpoint.selective_ac_option": (
-        Range(
-            lambda text: text == "op" or (text.isdecimal() and int(text) > 0),
-            "'op', or every how many blocks, as text, such as '2'",
-        ),
+    "activation_checkpoint.selective_ac_option": Range(
+        lambda text: text == "op" or (text.isdecimal() and int(text) > 0),
+        "'op', or every how many blocks, as text, such as '2'",
     ),
-    "activation_checkpoint.determinism_check": (
-        Range(lambda name: name in ("default", "none"), "'default' or 'none'"),
+    "activation_checkpoint.determinism_check": Range(
+        lambda name: name in ("default", "none"), "'default' or 'none'"
     ),
 }
 """The ranges of torchtitan's own keys, whose fields are not here to annotate."""
@@ -133,6 +124,6 @@ def check_ranges(values: dict[str, Any], config_cls: Any) -> None:
                 continue
             key, annotation = f"{section}.{name}", types[name]
             own = annotation.__metadata__ if get_origin(annotation) is Annotated else ()
-            for allowed in (*own, *OF_TORCHTITAN.get(key, ())):
+            for allowed in (*own, OF_TORCHTITAN.get(key)):
                 if isinstance(allowed, Range) and not allowed.holds(value):
                     raise ConfigError(key, value, allowed.want)

@@ -115,6 +115,12 @@ class Training:
     and prepares all of it.
     """
 
+    hf_tokens: Annotated[int, NATURAL] = 0
+    """
+    'hf': tokens to prepare of a streamed dataset; 0 takes those that ``training.steps`` read.
+    Another number is another corpus, so set it where a run may get more steps later.
+    """
+
     mixture: list[dict[str, str | float]] = field(default_factory=list)
     """
     Several corpora instead of ``dataset``: a table ``[[training.mixture]]`` for each, with the keys
@@ -135,9 +141,8 @@ class Training:
 
     max_bad_records: Annotated[int, NATURAL] = 0
     """
-    Number of unreadable records of 'local' (an invalid JSON line, a damaged .parquet) that may be
-    skipped in the whole run before it saves and stops. 0 stops at the first. Repeated reads of a
-    record count once.
+    Number of unreadable records (an invalid JSON line) that a preparation may leave out. With more
+    of them nothing is trained. A file that breaks off is never left out.
     """
 
     allow_changed_corpus: bool = False

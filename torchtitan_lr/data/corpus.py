@@ -29,7 +29,7 @@ FORMAT = "torchtitan_lr tokens 1"
 Kind = Literal["text", "pairs"]
 
 OPEN_SHARDS = 24
-"""Shards that stay open in a process; a shard of pairs has two open files, one of text has one."""
+"""Pairs of files that stay open in a process, with two descriptors each."""
 
 CHECKED_BYTES = 256 << 20
 """`Corpus.check` compares the checksums of shards up to this size in sum."""
@@ -65,9 +65,6 @@ class Corpus:
         folder: Its path.
         train: Shards that are trained on.
         held_out: Shards for validation.
-        tokenizer: Digest of what determines the tokenizer's ids; empty if unknown.
-        bos: Id that begins a document; None if none does, or if unknown.
-        eos: Id that ends a document; None as for ``bos``.
         kind: ``pairs`` for shards with a loss mask.
         identity: Digest of the content; the same for equal tokens, wherever they are.
         record: All of ``corpus.json``.
@@ -76,9 +73,6 @@ class Corpus:
     folder: Path
     train: list[ShardInfo]
     held_out: list[ShardInfo]
-    tokenizer: str
-    bos: int | None
-    eos: int | None
     kind: Kind
     identity: str
     record: dict[str, Any] = field(repr=False, compare=False)
@@ -100,15 +94,28 @@ class Corpus:
             found = json.loads((place / RECORD).read_text(encoding="utf-8"))
             if found["format"] != FORMAT:
                 raise ValueError(f"format {found['format']!r}")
-            train, held_out = ([_info(place, shard) for shard in found[part]] for part in PARTS)
-            known, kind, identity = found["tokenizer"], found["kind"], found["identity"]
-            ids = known["sha256"], known["bos"], known["eos"]
-            return Corpus(place, train, held_out, *ids, kind, identity, found)
+            train, held_out = (
+                # The last part of the name: a record cannot lead out of its folder.
+                [
+                    ShardInfo(str(place / Path(name).name), **shard)
+                    for shard in found[part]
+                    if (name := shard.pop("name"))
+                ]
+                for part in PARTS
+            )
+            return Corpus(place, train, held_out, found["kind"], found["identity"], found)
         except FileNotFoundError:
-            return _foreign(place, key)
+            pass
         except (OSError, ValueError, KeyError, TypeError) as error:
             want = f"a record of format {FORMAT!r} ({type(error).__name__}: {error})"
             raise DataError(key, str(place / RECORD), want) from error
+        names = sorted(path.with_suffix("") for path in place.glob("*.idx"))
+        if not names:
+            want = f"a folder with {RECORD}, or with .bin and .idx files"
+            raise ConfigError(key, str(place), want)
+        opened = [IndexedDataset(name, key) for name in names]
+        train = [ShardInfo(part.prefix, part.num_tokens, part.num_documents) for part in opened]
+        return Corpus(place, train, [], "text", identity_of("text", "", [train, []]), {})
 
     def tokens(self, held_out: bool = False) -> int:
         """Return the number of tokens of a part."""
@@ -136,24 +143,25 @@ class Corpus:
         Raises:
             DataError: A file is missing, cut, of another pair or changed.
         """
+        _opened.cache_clear()  # what is there now
         left = CHECKED_BYTES
         for info in self.train + self.held_out:
-            shards = self._read(info)
-            left -= sum(shard.tokens.nbytes + shard.offsets.nbytes for shard in shards)
+            left -= sum(2 * each.num_tokens + 8 * each.num_sequences for each in self._pairs(info))
             if left >= 0:
                 self.check_shard(info)
 
     def check_shard(self, info: ShardInfo) -> None:
         """Read a whole shard and compare it with the record; errors as for :meth:`check`."""
-        for shard in self._read(info):
+        opened = self._pairs(info)
+        found = checksum(info.prefix, self.kind)
+        for shard in opened:
             shard.check()
-        if info.sha256 and (found := checksum(info.prefix, self.kind)) != info.sha256:
+        if info.sha256 and found != info.sha256:
             want = f"files with the checksum {info.sha256[:12]} of {RECORD}, not {found[:12]}"
             raise DataError(KEY, info.prefix, f"{want}: they were changed; prepare them again")
 
-    def _read(self, info: ShardInfo) -> list[IndexedDataset]:
-        prefixes = [info.prefix] + [f"{info.prefix}.loss"] * (self.kind == "pairs")
-        return [_read(prefix, info.tokens, info.documents) for prefix in prefixes]
+    def _pairs(self, info: ShardInfo) -> list[IndexedDataset]:
+        return [self.shard(info, loss) for loss in (False, True)[: 1 + (self.kind == "pairs")]]
 
 
 def save_record(
@@ -207,28 +215,8 @@ def identity_of(kind: str, tokenizer: str, parts: list[list[ShardInfo]]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _info(folder: Path, shard: dict[str, Any]) -> ShardInfo:
-    prefix = str(folder / Path(shard["name"]).name)  # a record cannot lead out of its folder
-    return ShardInfo(prefix, int(shard["tokens"]), int(shard["documents"]), str(shard["sha256"]))
-
-
-def _foreign(folder: Path, key: str) -> Corpus:
-    """Open a folder of another writer."""
-    names = sorted(path.with_suffix("") for path in folder.glob("*.idx"))
-    if not names:
-        raise ConfigError(key, str(folder), f"a folder with {RECORD}, or with .bin and .idx files")
-    opened = [IndexedDataset(name, key) for name in names]
-    train = [ShardInfo(part.prefix, part.num_tokens, part.num_documents) for part in opened]
-    identity = identity_of("text", "", [train, []])
-    return Corpus(folder, train, [], "", None, None, "text", identity, {})
-
-
 @lru_cache(OPEN_SHARDS)
 def _opened(prefix: str, tokens: int, documents: int) -> IndexedDataset:
-    return _read(prefix, tokens, documents)
-
-
-def _read(prefix: str, tokens: int, documents: int) -> IndexedDataset:
     shard = IndexedDataset(prefix)
     if (shard.num_tokens, shard.num_documents) != (tokens, documents):
         want = f"{tokens} tokens in {documents} documents as recorded, not {shard.num_tokens}"

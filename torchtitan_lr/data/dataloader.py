@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
@@ -142,6 +143,7 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
         self._allow_changed = allow_changed
         self.rows = self._mark = 0
         self._batches: Iterator[Batch] | None = None
+        self._reader, self._ahead = ThreadPoolExecutor(1), Future[Batch]()
         if not options.get("num_workers"):
             for name in ("num_workers", "persistent_workers", "prefetch_factor"):
                 options.pop(name, None)
@@ -160,7 +162,10 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
         while True:
             if self._batches is None:  # at the start and behind a seek
                 self._batches = super().__iter__()
-            batch = next(self._batches)
+                self._ahead = self._reader.submit(next, self._batches)
+            batch = self._ahead.result()
+            # The next batch is read while the step computes.
+            self._ahead = self._reader.submit(next, self._batches)
             # Before the yield: checkpoints are saved while the generator is suspended.
             self.rows += self.stride
             yield batch
@@ -250,6 +255,8 @@ def check_position(
         raise ConfigError("checkpoint", checkpoint_id, f"{want}: {advice}")
     mine, theirs = _settings(identity), _settings(stored[_STATE]["corpus"])
     key = next(key for key in [*mine, *theirs] if mine.get(key) != theirs.get(key))
+    if key in ("training.dataset", "training.mixture"):
+        advice += "; training.hf_tokens sets the size of a Hub's dataset, otherwise the steps do"
     want = f"{theirs.get(key)} as in {checkpoint_id} ({advice})"
     raise ConfigError(key, mine.get(key), want)
 

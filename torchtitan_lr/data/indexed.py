@@ -10,8 +10,10 @@ to n). We write one sequence per document; other writers may write several.
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
+import weakref
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -41,41 +43,47 @@ class IndexedDataset:
         key: The TOML key to name in errors.
 
     Attributes:
-        prefix: As given.
-        dtype: The tokens' type.
         num_sequences: Sequences in the index.
         num_documents: Documents in the index.
         num_tokens: Tokens of all of them.
+        lengths: Tokens of each sequence ``(n,)``, mapped; offsets: bytes before each ``(n,)``.
+        borders: Sequences before each document, and the end ``(documents + 1,)``, mapped.
 
     Raises:
         DataError: A file is missing, damaged, cut, or of another pair.
     """
 
     def __init__(self, prefix: str | Path, key: str = KEY) -> None:
-        self.prefix = str(prefix)
-        self._key = key
+        self.prefix, self._key = str(prefix), key
         try:
-            index, held = os.path.getsize(f"{prefix}.idx"), os.path.getsize(f"{prefix}.bin")
             with open(f"{prefix}.idx", "rb") as file:
-                head = file.read(_HEADER.size)
-        except OSError as error:
+                index = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._file = os.open(f"{prefix}.bin", os.O_RDONLY)
+        except (OSError, ValueError) as error:  # ValueError: there is nothing to map
             raise self._error(".idx", f"a readable pair of .bin and .idx ({error})") from error
-        if len(head) < _HEADER.size or head[:9] != MAGIC:
+        weakref.finalize(self, os.close, self._file)
+        # Searching touches pages here and there; the kernel would read 128 KiB around each.
+        index.madvise(mmap.MADV_RANDOM)
+        if len(index) < _HEADER.size or index[:9] != MAGIC:
             raise self._error(".idx", f"an index of Megatron's format, which begins {MAGIC!r}")
-        _, version, code, count, borders = _HEADER.unpack(head)
+        _, version, code, count, borders = _HEADER.unpack_from(index)
         if version != 1 or code not in DTYPES:
             want = f"version 1 and a type of {sorted(DTYPES)}, not version {version}, type {code}"
             raise self._error(".idx", want)
         # Counts are from the file: compare in Python's integers, before numpy sees them. A byte
         # per sequence (multimodal modes) may follow.
         size = _HEADER.size + 12 * count + 8 * borders
-        if borders < 1 or index not in (size, size + count):
+        if borders < 1 or len(index) not in (size, size + count):
             want = f"an intact index: {count} sequences and {borders} borders do not fill its"
-            raise self._error(".idx", f"{want} {index} bytes")
-        self.dtype = np.dtype(DTYPES[code])
-        self.num_sequences, self.num_documents = int(count), int(borders) - 1
-        self.num_tokens, rest = divmod(held, self.dtype.itemsize)
-        end = int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if count else 0
+            raise self._error(".idx", f"{want} {len(index)} bytes")
+        self._dtype = np.dtype(DTYPES[code]).newbyteorder("<")
+        self.lengths = np.frombuffer(index, "<i4", count, _HEADER.size)
+        self.offsets = np.frombuffer(index, "<i8", count, _HEADER.size + 4 * count)
+        self.borders = np.frombuffer(index, "<i8", borders, _HEADER.size + 12 * count)
+        self.num_sequences, self.num_documents = count, borders - 1
+        held = os.fstat(self._file).st_size
+        self.num_tokens, rest = divmod(held, self._dtype.itemsize)
+        end = int(self.offsets[-1]) + int(self.lengths[-1]) * self._dtype.itemsize if count else 0
         if rest or end != held:
             want = f"the {end} bytes that {Path(self.prefix).name}.idx ends at, not {held}"
             raise self._error(".bin", f"{want}: it was cut, or the index is of another .bin")
@@ -83,41 +91,42 @@ class IndexedDataset:
     def _error(self, suffix: str, want: str) -> DataError:
         return DataError(self._key, f"{self.prefix}{suffix}", want)
 
-    def _part(self, dtype: npt.DTypeLike, start: int, count: int) -> npt.NDArray[Any]:
-        if not count:  # nothing can be mapped
-            return np.empty(0, dtype=dtype)
-        return np.asarray(
-            np.memmap(f"{self.prefix}.idx", dtype, "r", _HEADER.size + start, (count,))
-        )
+    def read(self, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
+        """Read the tokens from ``start`` to before ``stop``, by default all ``(n,)``.
 
-    @cached_property
-    def lengths(self) -> npt.NDArray[np.int32]:
-        """Tokens of each sequence ``(n,)``, mapped."""
-        return self._part("<i4", 0, self.num_sequences)
+        Raises:
+            DataError: The file has become shorter, or cannot be read.
+        """
+        size = self._dtype.itemsize
+        count = ((self.num_tokens if stop is None else stop) - start) * size
+        try:
+            # One call for a window: of a mapped file every page would fault, with read-ahead.
+            found = os.pread(self._file, count, start * size)
+        except OSError as error:
+            raise self._error(".bin", f"a readable file ({error.strerror})") from error
+        if len(found) != count:
+            raise self._error(".bin", "all of its tokens: it was cut")
+        return np.frombuffer(found, self._dtype)
 
-    @cached_property
-    def offsets(self) -> npt.NDArray[np.int64]:
-        """Bytes before each sequence ``(n,)``, mapped."""
-        return self._part("<i8", 4 * self.num_sequences, self.num_sequences)
+    def starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return the places of ``start .. stop - 1`` at which a document begins ``(n,)``.
 
-    @cached_property
-    def borders(self) -> npt.NDArray[np.int64]:
-        """Sequences before each document, and the end ``(documents + 1,)``, mapped."""
-        return self._part("<i8", 12 * self.num_sequences, self.num_documents + 1)
+        The binary search touches a few pages of the index; nothing of it is kept in memory.
+        """
+        if self.num_sequences == self.num_documents:
+            size = self._dtype.itemsize
+            first, last = np.searchsorted(self.offsets, (start * size, stop * size))
+            return self.offsets[first:last] // size
+        # Of another writer, with several sequences per document.
+        first, last = np.searchsorted(self.ends, (start, stop))
+        found = self.ends[first:last]
+        return found if start else np.append(found, 0)
 
     @cached_property
     def ends(self) -> npt.NDArray[np.int64]:
         """Tokens up to the end of each document ``(documents,)``, in memory."""
         sizes = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
         return sizes[self.borders[1:]]
-
-    @cached_property
-    def tokens(self) -> npt.NDArray[Any]:
-        """All tokens ``(num_tokens,)``, mapped and read-only."""
-        if not self.num_tokens:
-            return np.empty(0, dtype=self.dtype)
-        # A plain array of the mapped file: slices of a memmap cost more than what they copy.
-        return np.asarray(np.memmap(f"{self.prefix}.bin", self.dtype.newbyteorder("<"), "r"))
 
     def check(self) -> None:
         """Read the whole index.
@@ -129,7 +138,7 @@ class IndexedDataset:
         lengths, borders = np.asarray(self.lengths), np.asarray(self.borders)
         if self.num_sequences and int(lengths.min()) < 0:
             raise self._error(".idx", "lengths of at least 0")
-        ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+        ends = np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
         if not np.array_equal(self.offsets, np.concatenate([[0], ends])[:-1]):
             raise self._error(".idx", "sequences that follow each other without gaps")
         in_order = borders[0] == 0 and borders[-1] == self.num_sequences
@@ -148,69 +157,52 @@ class IndexedWriter:
         dtype: The tokens' type.
         documents: Documents to keep of files that exist.
         tokens: Tokens of them.
-
-    Attributes:
-        num_documents: Documents written.
-        num_tokens: Tokens written.
     """
 
     def __init__(
         self, prefix: str | Path, dtype: npt.DTypeLike, documents: int = 0, tokens: int = 0
     ) -> None:
-        self._prefix, self.dtype = str(prefix), np.dtype(dtype)
-        self._code = next(code for code, known in DTYPES.items() if self.dtype == known)
-        self._tokens = _open_at(f"{prefix}.bin", tokens * self.dtype.itemsize)
-        self._lengths = _open_at(f"{prefix}.lengths", documents * 4)
-        self.num_documents, self.num_tokens = documents, tokens
+        self._prefix, self._dtype = str(prefix), np.dtype(dtype).newbyteorder("<")
+        self._files: list[IO[bytes]] = []
+        kept = {".bin": tokens * self._dtype.itemsize, ".lengths": documents * 4}
+        for suffix, size in kept.items():
+            file = open(f"{prefix}{suffix}", "ab")  # noqa: SIM115 - `close` does
+            file.truncate(size)
+            self._files.append(file)
 
     def append(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> None:
-        """Append documents.
-
-        Args:
-            tokens: Tokens of all of them, one after another.
-            lengths: Tokens of each.
+        """Append documents: the tokens of all of them, and how many each has.
 
         Raises:
             OSError: The disk is full.
         """
-        little = self.dtype.newbyteorder("<")
-        self._tokens.write(np.ascontiguousarray(tokens, dtype=little).data)
-        self._lengths.write(np.ascontiguousarray(lengths, dtype="<i4").data)
-        self.num_documents += len(lengths)
-        self.num_tokens += len(tokens)
+        self._files[0].write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
+        self._files[1].write(np.ascontiguousarray(lengths, dtype="<i4").data)
 
     def flush(self) -> None:
         """Wait until everything written is on the disk."""
-        for file in (self._tokens, self._lengths):
+        for file in self._files:
             file.flush()
             os.fsync(file.fileno())
 
     def close(self) -> None:
         """Close the files without an index."""
-        self._tokens.close()
-        self._lengths.close()
+        for file in self._files:
+            file.close()
 
     def finish(self) -> None:
         """Write the index and close the files."""
         self.flush()
         self.close()
         lengths = np.fromfile(f"{self._prefix}.lengths", dtype="<i4")
-        count = len(lengths)
-        ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
+        count, code = len(lengths), next(c for c, known in DTYPES.items() if self._dtype == known)
+        ends = np.cumsum(lengths, dtype="<i8") * self._dtype.itemsize
         scratch = f"{self._prefix}.idx.tmp"
         with open(scratch, "wb") as file:
-            file.write(_HEADER.pack(MAGIC, 1, self._code, count, count + 1))
+            file.write(_HEADER.pack(MAGIC, 1, code, count, count + 1))
             file.write(lengths.data)
             file.write(np.concatenate([np.zeros(1, "<i8"), ends])[:count].astype("<i8").data)
             file.write(np.arange(count + 1, dtype="<i8").data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, f"{self._prefix}.idx")
-
-
-def _open_at(path: str, size: int) -> IO[bytes]:
-    """Open a file for appending behind its first ``size`` bytes; the rest is dropped."""
-    file = open(path, "ab")  # noqa: SIM115 - the writer closes it
-    file.truncate(size)
-    file.seek(size)
-    return file

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from torchtitan_lr.data.chat_template import ChatTemplate, Segment
-from torchtitan_lr.data.encoding import Tokens
 
 if TYPE_CHECKING:
     from torchtitan_lr.titan.base import BaseTokenizer
+
+Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
+"""The ids of one document, BOS and EOS included: ``(n,)``, of any integer type."""
 
 PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
 ROLES = ("system", "user", "assistant")

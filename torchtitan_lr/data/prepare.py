@@ -20,8 +20,8 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
@@ -35,7 +35,7 @@ from torchtitan_lr.data.tokenize import signature_of, tokenize
 from torchtitan_lr.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torchtitan_lr.titan.base import BaseTokenizer
+    from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
 TRAINING = (*LIBRARIES, "local", "prepared", "c4", "c4_validation", "hf")
 VALIDATION = ("training", *LIBRARIES, "local", "c4_validation")
@@ -106,7 +106,7 @@ def wanted(config: Any, section: Section = "training", world_size: int = 1) -> l
     """
     training, validation = config.training, config.validation
     if section == "validation" and validation.dataset != "training":
-        check_name(validation.dataset, validation.dataset_path, "validation")
+        _check_name(validation.dataset, validation.dataset_path, "validation")
         name = validation.dataset
         amount = _validation_tokens(config, world_size)
         sources = _sources(name, validation.dataset_path, "validation", training, 0, amount)
@@ -118,7 +118,7 @@ def wanted(config: Any, section: Section = "training", world_size: int = 1) -> l
         raise ConfigError("validation.dataset_path", validation.dataset_path, want)
     found = []
     for name, path, label, weight, options in _entries(training):
-        check_name(name, path, "training")
+        _check_name(name, path, "training")
         if name == "prepared":
             folder = data_path(str(path), "training.dataset_path")
             found.append(Wanted(label, weight, (), folder))
@@ -147,9 +147,8 @@ def ensure_prepared(
         ConfigError: As for :func:`wanted` and :func:`tokenize`.
         DataError: As for :func:`tokenize`.
     """
-    world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
-    parts = wanted(config, section, world_size)
-    known = json.loads(os.environ.get(PREPARED, "{}")).get(_digest(repr(parts)))
+    parts = wanted(config, section, world_size or int(os.environ.get("WORLD_SIZE", "1")))
+    known = json.loads(os.environ.get(PREPARED, "{}")).get(_digest(parts))
     folders = known or [part.folder or _prepared(config, part) for part in parts]
     named = zip(parts, folders, strict=True)
     return [Part(Path(folder), part.name, part.weight) for part, folder in named]
@@ -157,10 +156,6 @@ def ensure_prepared(
 
 def prepare_for_ranks(config: Any, world_size: int) -> dict[str, str]:
     """Prepare and check all folders of a run, before any rank starts.
-
-    Args:
-        config: The run's ``JobConfig``.
-        world_size: Its ranks.
 
     Returns:
         Environment variables for the ranks.
@@ -172,24 +167,19 @@ def prepare_for_ranks(config: Any, world_size: int) -> dict[str, str]:
     sections: list[Section] = ["training", "validation"]
     known: dict[str, list[str]] = {}
     for section in sections[: 1 + bool(config.validation.enable)]:
-        folders = [str(part.folder) for part in ensure_prepared(config, section, world_size)]
-        known[_digest(repr(wanted(config, section, world_size)))] = folders
+        parts = wanted(config, section, world_size)
+        known[_digest(parts)] = [str(part.folder or _prepared(config, part)) for part in parts]
     for folder in dict.fromkeys(folder for folders in known.values() for folder in folders):
         Corpus.open(folder).check()
     return {PREPARED: json.dumps(known)}
 
 
-def check_name(name: str, path: str | None, key: str) -> None:
-    """Raise if a corpus is unknown, or its path is missing or not supported.
+def _digest(parts: list[Wanted]) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
 
-    Args:
-        name: ``dataset`` of a TOML section.
-        path: ``dataset_path`` of the same section.
-        key: The section, ``training`` or ``validation``.
 
-    Raises:
-        ConfigError: The name or the path is invalid.
-    """
+def _check_name(name: str, path: str | None, key: str) -> None:
+    """Raise if a corpus is unknown, or its path is missing or not supported."""
     names, path_key = VALIDATION if key == "validation" else TRAINING, f"{key}.dataset_path"
     if name not in names:
         raise ConfigError(f"{key}.dataset", name, "one of " + ", ".join(names))
@@ -202,8 +192,8 @@ def check_name(name: str, path: str | None, key: str) -> None:
     }
     if name in needs and not path:
         raise ConfigError(path_key, path, needs[name])
-    must_exist = name == "prepared" or (_is_hub(name) and path and path[0] in "/.~")
-    if must_exist and path and not data_path(path, path_key).exists():
+    is_folder = name == "prepared" or (_is_hub(name) and path and path[0] in "/.~")
+    if is_folder and path and not data_path(path, path_key).exists():
         raise ConfigError(path_key, path, f"a folder of {name} that exists")
 
 
@@ -256,7 +246,7 @@ def _entries(
         _check_entry(entry, f"training.mixture[{index}]")
     names = [entry.get("name") or entry["dataset"] for entry in entries]
     if len(set(names)) < len(names):
-        want = "entries with different names: name = '...' tells entries of one dataset apart"
+        want = "entries with different names; two of one dataset need name = '...'"
         raise ConfigError("training.mixture", names, want)
     total = sum(float(entry.get("weight", 1)) for entry in entries)
     for name, entry in zip(names, entries, strict=True):
@@ -280,18 +270,16 @@ def _check_entry(entry: dict[str, Any], key: str) -> None:
 
 def data_ranks(config: Any, world_size: int) -> int:
     """Return the data-parallel degree of a run."""
-    layout = config.parallelism
-    degrees = (
-        layout.tensor_parallel_degree,
-        layout.pipeline_parallel_degree,
-        layout.context_parallel_degree,
-    )
+    layout, kinds = config.parallelism, ("tensor", "pipeline", "context")
+    degrees = (getattr(layout, f"{kind}_parallel_degree") for kind in kinds)
     return max(1, world_size // math.prod(degrees))
 
 
 def _training_tokens(config: Any, world_size: int) -> int:
-    """Return the tokens that all steps read, and those of one step more."""
+    """Return ``training.hf_tokens``, else the tokens of all steps and of one step more."""
     training = config.training
+    if tokens := getattr(training, "hf_tokens", 0):  # records of earlier runs lack it
+        return int(tokens)
     rows = training.global_batch_size
     if rows < 0:
         rows = training.local_batch_size * data_ranks(config, world_size)
@@ -317,74 +305,87 @@ def _prepared(config: Any, part: Wanted) -> Path:
     readers = [Reader(source) for source in part.sources]
     name = f"{part.sources[0].name}-{signature_of(readers, tokenizer)[:20]}"
     store, most = token_folder(config), config.training.max_bad_records
-    final, scratch = store / name, store / f"{name}{SCRATCH}{socket.gethostname()}"
-
-    def prepare() -> None:
-        say(f"preparing the tokens of {', '.join(map(str, part.sources))} in {final}")
-        shown_tokenize(readers, tokenizer, scratch, key=KEY, max_bad_records=most)
-        try:
-            os.rename(scratch, final)
-        except OSError:  # another machine was faster
-            shutil.rmtree(scratch)
-
-    prepared = _lock_ready(final, _lock_path(final), prepare, KEY)
-    corpus = Corpus.open(final)
+    folder = store / name
+    is_new = not (folder / RECORD).is_file()
+    if is_new:
+        say(f"preparing the tokens of {', '.join(map(str, part.sources))} in {folder}")
+    corpus = prepare_folder(readers, tokenizer, folder, key=KEY, max_bad_records=most)
     lost = corpus.record["bad_records"]
     if len(lost) > most:
-        want = f"training.max_bad_records = {len(lost)}: {final / RECORD} lists what was left out"
+        want = f"training.max_bad_records = {len(lost)}: {folder / RECORD} lists what was left out"
         raise ConfigError("training.max_bad_records", most, want)
-    if prepared:
+    if is_new:
         for bad in lost[:20]:
             say(f"warning: left out {bad}")
         limit = config.training.token_folder_gb
         kept = free(store, limit * 1e9) / 1e9
         counts = f"{corpus.tokens():,} tokens to train on and {corpus.tokens(True):,} held out"
         say(f"prepared {counts}; {store} has {kept:,.2f} GB of at most {limit:g} GB")
-    return final
+    return folder
+
+
+_held: dict[Path, IO[bytes]] = {}
+"""The locks of this process, by folder."""
 
 
 def prepare_folder(
     readers: Sequence[Reader],
-    tokenizer: BaseTokenizer,
+    tokenizer: HuggingFaceTokenizer,
     folder: Path,
     *,
-    workers: int | None,
+    key: str,
+    workers: int | None = None,
     max_bad_records: int,
 ) -> Corpus:
-    """Prepare a folder of a user's own; a second process that prepares it waits for the first.
+    """Prepare a folder unless it is prepared, and lock it until this process ends.
+
+    A second process waits for the first. In the shared store each machine writes into a folder of
+    its own, which is renamed.
 
     Args:
         readers: The sources.
         tokenizer: Encodes their documents.
         folder: Where to write; one that is prepared is left as it is.
+        key: The key that set the folder, to name in errors; :data:`KEY` in the shared store.
         workers: As for :func:`tokenize`.
         max_bad_records: As for :func:`tokenize`.
 
     Raises:
-        ConfigError: Also a folder that was prepared from something else.
+        ConfigError: The folder cannot be written, or was prepared from something else.
         DataError: As for :func:`tokenize`.
     """
-    key = "--out"
-
-    def prepare() -> None:
-        most = max_bad_records
-        shown_tokenize(readers, tokenizer, folder, key=key, workers=workers, max_bad_records=most)
-
-    _lock_ready(folder, folder / ".lock", prepare, key)
+    shared = key == KEY
+    lock = _lock_path(folder) if shared else folder / ".lock"
+    scratch = Path(f"{folder}{SCRATCH}{socket.gethostname()}") if shared else folder
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = _held.get(folder) or lock.open("ab")
+    except OSError as error:
+        want = f"a folder that can be written ({error.strerror})"
+        raise ConfigError(key, str(folder.parent if shared else folder), want) from error
+    while folder not in _held:
+        _wait(file, fcntl.LOCK_SH, folder)
+        if (folder / RECORD).is_file():
+            os.utime(lock)  # the time of the last use
+            _held[folder] = file
+            break
+        # Converting a lock gives it up for an instant: look again.
+        _wait(file, fcntl.LOCK_EX, folder)
+        if (folder / RECORD).is_file():
+            continue
+        options: dict[str, Any] = {"workers": workers, "max_bad_records": max_bad_records}
+        with closing(Preparing()) as shown:
+            tokenize(readers, tokenizer, scratch, key=key, report=shown, **options)
+        if shared:
+            try:
+                os.rename(scratch, folder)
+            except OSError:  # another machine was faster
+                shutil.rmtree(scratch)
     corpus = Corpus.open(folder, key)
     if corpus.record["signature"] != signature_of(readers, tokenizer):
         want = "another folder: it was prepared from other sources, or with another tokenizer"
         raise ConfigError(key, str(folder), want)
     return corpus
-
-
-def shown_tokenize(*args: Any, **options: Any) -> None:
-    """Call :func:`tokenize` and show its progress."""
-    shown = Preparing()
-    try:
-        tokenize(*args, **options, report=shown)
-    finally:
-        shown.close()
 
 
 def token_folder(config: Any) -> Path:
@@ -393,46 +394,7 @@ def token_folder(config: Any) -> Path:
     if given:
         return data_path(given, KEY)
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return user_path(cache, "training.token_folder") / "torchtitan_lr" / "tokens"
-
-
-_held: dict[Path, IO[bytes]] = {}
-"""The locks of this process, by folder."""
-
-
-def _lock_ready(final: Path, path: Path, prepare: Callable[[], None], key: str) -> bool:
-    """Lock a folder for reading, after preparing it where it is missing; return whether it was.
-
-    Args:
-        final: The folder.
-        path: Its lock.
-        prepare: Prepares it.
-        key: The key that set the folder, to name in errors.
-
-    Raises:
-        ConfigError: The lock cannot be written.
-    """
-    if final in _held:
-        return False
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab")
-    except OSError as error:
-        want = f"a folder that can be written ({error.strerror})"
-        raise ConfigError(key, str(final.parent), want) from error
-    prepared = False
-    while True:
-        _wait(file, fcntl.LOCK_SH, final)
-        if (final / RECORD).is_file():
-            break
-        # Converting a lock gives it up for an instant: look again.
-        _wait(file, fcntl.LOCK_EX, final)
-        if not (final / RECORD).is_file():
-            prepare()
-            prepared = True
-    os.utime(path)  # the time of the last use
-    _held[final] = file
-    return prepared
+    return user_path(cache, KEY) / "torchtitan_lr" / "tokens"
 
 
 def _lock_path(folder: Path) -> Path:
@@ -486,7 +448,3 @@ def free(store: Path, limit: float) -> int:
             shutil.rmtree(folder)
             left -= sizes[folder]
     return left
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:20]

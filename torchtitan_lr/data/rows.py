@@ -20,11 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_lr.data.corpus import Corpus
-from torchtitan_lr.data.indexed import IndexedDataset
 from torchtitan_lr.data.order import Indices
-from torchtitan_lr.data.prepare import Part, Section, ensure_prepared
+from torchtitan_lr.data.prepare import (
+    Part,
+    Section,
+    Wanted,
+    data_ranks,
+    ensure_prepared,
+    wanted,
+)
+from torchtitan_lr.data.sources import Reader
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.titan import IGNORE_INDEX
+from torchtitan_lr.titan import IGNORE_INDEX, logger
 
 if TYPE_CHECKING:
     import torch
@@ -100,40 +107,26 @@ class Rows:
             first, last = (ends[rows] for ends in self._packed)
         shape = len(rows), self._size
         tokens = np.zeros(shape, dtype=np.int64)
-        targets = np.zeros(shape, dtype=bool) if self.pairs else None
-        begins = np.zeros(shape, dtype=bool) if self.apart else None
-        # By shard, so that each is opened once for a batch.
+        targets, begins = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
         shards = np.searchsorted(self._starts, first, side="right") - 1
+        # By shard, so that each is opened once for a batch.
         for row in np.argsort(shards, kind="stable").tolist():
-            self._fill(row, int(first[row]), int(last[row]), tokens, targets, begins)
-        return labelled(tokens, targets, begins)
-
-    def _fill(
-        self,
-        row: int,
-        first: int,
-        last: int,
-        tokens: npt.NDArray[np.int64],
-        targets: npt.NDArray[np.bool_] | None,
-        begins: npt.NDArray[np.bool_] | None,
-    ) -> None:
-        """Copy one range of tokens into a row; it may be in several shards."""
-        start = first
-        while first < last:
-            index = int(np.searchsorted(self._starts, first, side="right")) - 1
-            info, offset = self._shards[index], int(self._starts[index])
-            stop = min(last, int(self._starts[index + 1]))
-            inside, here = slice(first - offset, stop - offset), slice(first - start, stop - start)
-            shard = self.corpus.shard(info)
-            tokens[row, here] = shard.tokens[inside]
-            if targets is not None:
-                targets[row, here] = self.corpus.shard(info, loss=True).tokens[inside]
-            if begins is not None:
-                found = document_starts(shard, inside.start, inside.stop)
-                begins[row, found + (offset - start)] = True
-            first = stop
-        if begins is not None and last - start < self._size:
-            begins[row, last - start] = True  # the padding
+            start, stop, index = int(first[row]), int(last[row]), int(shards[row])
+            place = start
+            while place < stop:  # a row may be in several shards
+                info, offset = self._shards[index], int(self._starts[index])
+                end = min(stop, int(self._starts[index + 1]))
+                inside, here = (place - offset, end - offset), slice(place - start, end - start)
+                shard = self.corpus.shard(info)
+                tokens[row, here] = shard.read(*inside)
+                if self.pairs:
+                    targets[row, here] = self.corpus.shard(info, loss=True).read(*inside)
+                if self.apart:
+                    begins[row, shard.starts(*inside) + (offset - start)] = True
+                place, index = end, index + 1
+            if stop - start < self._size:
+                begins[row, stop - start] = True  # the padding
+        return labelled(tokens, targets if self.pairs else None, begins if self.apart else None)
 
     @cached_property
     def _packed(self) -> tuple[Indices, Indices]:
@@ -147,8 +140,9 @@ class Rows:
             usable = np.ones(len(ends), dtype=bool)
             long = np.flatnonzero(ends - starts > self._size)
             for pair in long.tolist():
-                mask = self.corpus.shard(info, loss=True).tokens
-                usable[pair] = mask[starts[pair] + 1 : starts[pair] + self._size].any()
+                mask = self.corpus.shard(info, loss=True)
+                start = int(starts[pair])
+                usable[pair] = mask.read(start + 1, start + self._size).any()
             self.cut, self.left_out = self.cut + len(long), self.left_out + int((~usable).sum())
             # The first pair that no longer fits into the row of each, or that is not usable.
             fits = np.searchsorted(ends, starts + self._size, side="right")
@@ -194,19 +188,57 @@ def open_rows(
     return parts, opened
 
 
-def document_starts(shard: IndexedDataset, start: int, stop: int) -> Indices:
-    """Return the places of ``start .. stop - 1`` at which a document begins; empty ones count not.
+def check_corpora(config: Any, world_size: int) -> None:
+    """Check the corpora of a run; prepare them if that was not done.
 
-    The binary search touches a few pages of the index; nothing of it is kept in memory.
+    Args:
+        config: The run's ``JobConfig``; sections ``training`` and ``validation`` are read.
+        world_size: Ranks of the run.
+
+    Raises:
+        ConfigError: A corpus that does not exist or cannot be prepared, that has no whole row, or
+            a validation corpus with training files.
+        DataError: A record or a shard is unreadable.
     """
-    if shard.num_sequences == shard.num_documents:
-        size = shard.dtype.itemsize
-        first, last = np.searchsorted(shard.offsets, (start * size, stop * size))
-        return np.asarray(shard.offsets[first:last]) // size
-    ends = shard.ends  # of another writer, with several sequences per document
-    first, last = np.searchsorted(ends, (start, stop))
-    found = ends[first:last]
-    return found if start else np.append(found, 0)
+    validates = config.validation.enable
+    trained = wanted(config, "training", world_size)
+    if validates and config.validation.dataset == "local":
+        _check_other_files(wanted(config, "validation", world_size), trained)
+    _warn_of_cut_pairs(open_rows(config, "training", world_size)[1], "training")
+    if not validates:
+        return
+    section = config.validation
+    held_out = open_rows(config, "validation", world_size)[1]
+    _warn_of_cut_pairs(held_out, "validation")
+    rows = sum(map(len, held_out))
+    batch = section.local_batch_size * data_ranks(config, world_size)
+    if rows < batch:
+        logger.warning(
+            "The held-out part has %d sequences of %d tokens, fewer than a validation batch of %d",
+            *(rows, section.seq_len, batch),
+        )
+
+
+def _warn_of_cut_pairs(opened: list[Rows], key: str) -> None:
+    for part in (part for part in opened if part.pairs and part.cut):
+        logger.warning(
+            "%d pairs of %s are longer than %s.seq_len = %d and are cut; %d of them have no room "
+            "for an answer and are left out",
+            *(part.cut, part.corpus.folder, key, part.seq_len, part.left_out),
+        )
+
+
+def _check_other_files(validated: list[Wanted], trained: list[Wanted]) -> None:
+    """Raise if the named validation corpus contains training files."""
+
+    def files(parts: list[Wanted]) -> set[str]:
+        sources = (source for part in parts for source in part.sources if source.name == "local")
+        return {str(file.resolve()) for source in sources for file in Reader(source).files}
+
+    if shared := sorted(files(validated) & files(trained)):
+        advice = "validation.dataset = 'training' takes what is held out from it"
+        want = f"files that are not trained on ({shared[0]} is); {advice}"
+        raise ConfigError("validation.dataset_path", str(validated[0].sources[0]), want)
 
 
 def labelled(

@@ -7,15 +7,16 @@ Documents are a line's ``"text"`` (.jsonl), a row's ``text`` (.parquet, Hub), a 
 library, or the lines of a .txt file. A .jsonl file may hold pairs or chats instead
 (:mod:`torchtitan_lr.data.pairs`).
 
-Held-out documents are chosen by a hash of themselves (:mod:`torchtitan_lr.data.held_out`), of a
-pair by its question, of the library one file in 20 by its path. A .txt file has no documents: its
-pieces of 4 KiB are chosen by their place.
+A document is held out for validation if its hash is among the lowest 1/200 of all hashes. The
+choice depends on the document alone, so all copies of one are in the same part. Of a few MiB that
+would be nothing or a few words: a small corpus holds out the documents with the lowest hashes, up
+to a tenth of the text or 16 KiB. A pair is chosen by its question, a module of the library (one in
+20) by its path. A .txt file has no documents: its pieces of 4 KiB are chosen by their place.
 """
 
 from __future__ import annotations
 
 import ast
-import codecs
 import glob
 import hashlib
 import io
@@ -25,14 +26,14 @@ import re
 import sysconfig
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 from torchtitan_lr.config.paths import user_path
-from torchtitan_lr.data.held_out import SMALL_BYTES, USUAL_LIMIT, document_hash, small_limit
 from torchtitan_lr.data.pairs import COMPLETION, PROMPT, is_pair, parse_pair, question_of, text_of
 from torchtitan_lr.errors import ConfigError, DataError
 
@@ -63,8 +64,17 @@ CUE = "\n\n# Summary:"
 CALLER = "TORCHTITAN_LR_CALLER"
 """Environment variable: the folder where the user typed the command, for relative paths of data."""
 
-BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".arrow": "arrow"}
-"""How ``datasets`` reads a single file."""
+ONE_IN = 200
+"""A large corpus holds out one document in this many."""
+
+USUAL_LIMIT = (1 << 64) // ONE_IN
+"""Documents with a hash below this limit are held out, in a large corpus."""
+
+SMALL_BYTES = 8 << 20
+"""A corpus of at most this many bytes is read on opening, to find its lowest hashes."""
+
+ENOUGH_BYTES = 16 << 10
+"""Bytes of text that a small corpus holds out, but at most a tenth of it."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +150,7 @@ class Reader:
     Attributes:
         source: As given.
         pairs: Whether its documents are canonical records of pairs.
+        commit: Of a dataset of the Hub, the commit that is read; found when it is opened.
 
     Raises:
         ConfigError: There is no such source.
@@ -148,6 +159,7 @@ class Reader:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.files: list[Path] = []
+        self.commit: str | None = None
         if source.name == "local":
             self.files = find_files(source.paths, source.key)
             self._root = Path(os.path.commonpath([file.parent for file in self.files]))
@@ -178,10 +190,28 @@ class Reader:
     @cached_property
     def limit(self) -> int:
         """The hash below which a document is held out; finding that of a small corpus reads it."""
-        local = self.source.name == "local"
-        if not local or self.source.part != "both" or (self.size or 0) > SMALL_BYTES:
+        local = self.source.name == "local" and self.source.part == "both"
+        if not local or (self.size or 0) > SMALL_BYTES:
             return USUAL_LIMIT
-        return small_limit(self._hashes())
+        sizes: dict[int, int] = {}
+        for piece in self.pieces():
+            if piece.form == "txt":
+                found = [(document_hash(name), len(text)) for name, text in self._places(piece)]
+            else:  # no limit is known yet, and none is needed: a part is given
+                read = self.documents(piece._replace(held_out=False))
+                texts = [each[0] for each in read if not isinstance(each, Bad)]
+                found = [(self._hash(text), len(text.encode())) for text in texts]
+            for key, size in found:
+                sizes[key] = sizes.get(key, 0) + size
+        if len(sizes) < 2:
+            return 0
+        wanted, held = min(ENOUGH_BYTES, sum(sizes.values()) // 10), 0
+        *candidates, last = sorted(sizes)
+        for key in candidates:
+            if held and held >= wanted and key >= USUAL_LIMIT:
+                return key
+            held += sizes[key]
+        return last  # the document with the highest hash is always left for training
 
     def pieces(self, position: Any = None) -> Iterator[Piece]:
         """Read the source.
@@ -215,34 +245,44 @@ class Reader:
             cannot be read. Empty documents are left out.
         """
         if piece.form == "txt":
-            yield from self._texts(piece)
+            places = [(self._is_held_out(name, piece), text) for name, text in self._places(piece)]
+            for held_out, run in groupby(places, lambda place: place[0]):
+                text = b"".join(lines for _, lines in run)
+                yield text.decode("utf-8", errors="replace"), held_out
         elif piece.form == "jsonl":
             assert isinstance(piece.data, bytes)
             for number, line in enumerate(piece.data.split(b"\n"), piece.line):
-                if not line.strip():
-                    continue
                 try:
-                    document = self._parse(line)
+                    document = self._parse(line) if line.strip() else ""
                 except ValueError as error:
                     yield Bad(f"{piece.file}:{number}", str(error))
                     continue
                 if document:
                     yield document, self._is_held_out(document, piece)
         else:
-            for text in piece.data:
-                assert isinstance(text, str)
-                if piece.form == "documents" and text:
-                    yield text, self._is_held_out(text, piece)
-                elif self.source.name == STDLIB_DOCS:
-                    yield from ((pair, bool(piece.held_out)) for pair in documented_functions(text))
-                elif text:
-                    yield text, bool(piece.held_out)
+            texts = (str(text) for text in piece.data)
+            if self.source.name == STDLIB_DOCS:
+                texts = (pair for text in texts for pair in documented_functions(text))
+            yield from ((text, self._is_held_out(text, piece)) for text in texts if text)
+
+    def texts(self, held_out: bool | None = None) -> Iterator[str]:
+        """Yield the documents (of pairs the canonical records) of a part; None for both.
+
+        Raises:
+            DataError: A file or a record is unreadable.
+        """
+        for piece in self.pieces():
+            for found in self.documents(piece):
+                if isinstance(found, Bad):
+                    raise DataError(self.source.key, found.where, found.want)
+                if held_out in (None, found[1]):
+                    yield found[0]
 
     def _is_held_out(self, document: str, piece: Piece) -> bool:
-        if self.source.part != "both":
-            return self.source.part == "held_out"
         if piece.held_out is not None:
             return piece.held_out
+        if self.source.part != "both":
+            return self.source.part == "held_out"
         return self._hash(document) < self.limit
 
     def _hash(self, document: str) -> int:
@@ -266,14 +306,6 @@ class Reader:
         # JSON can encode a lone surrogate, which tokenizers reject.
         return text.encode("utf-8", errors="replace").decode("utf-8")
 
-    def _texts(self, piece: Piece) -> Iterator[tuple[str, bool]]:
-        """Yield the runs of lines of a .txt file that belong to one part."""
-        places = self._places(piece)
-        chosen = {name: self._is_held_out(name, piece) for name, _ in places}
-        for held_out, run in groupby(places, lambda place: chosen[place[0]]):
-            text = b"".join(lines for _, lines in run).decode("utf-8", errors="replace")
-            yield text, held_out
-
     def _places(self, piece: Piece) -> list[tuple[str, bytes]]:
         """Return the lines of a .txt file that start in the same bytes, and a name for each."""
         assert isinstance(piece.data, bytes)
@@ -285,21 +317,21 @@ class Reader:
             start += len(line)
         return [(name, b"".join(lines)) for name, lines in found.items()]
 
-    def _hashes(self) -> Iterator[tuple[int, int]]:
-        """Yield the hash and the bytes of every document or place; this reads the source."""
-        for piece in self.pieces():
-            if piece.form == "txt":
-                yield from ((document_hash(name), len(t)) for name, t in self._places(piece))
-                continue
-            # No limit is known yet, and none is needed: a part is given.
-            for found in self.documents(piece._replace(held_out=False)):
-                if not isinstance(found, Bad):
-                    yield self._hash(found[0]), len(found[0].encode())
-
     def _holds_pairs(self) -> bool:
         """Return whether the first JSON object of the first .jsonl file is a pair or a chat."""
         files = [file for file in self.files if kind_of(file) == ".jsonl"]
-        if not files or self.source.name != "local" or not _begins_with_pair(files[0]):
+        if not files or self.source.name != "local":
+            return False
+        head = b""
+        with suppress(OSError), files[0].open("rb") as raw:  # reading it later reports the error
+            head = _decompressed(raw, files[0]).read(HEAD_BYTES)
+        for line in head.split(b"\n"):
+            with suppress(ValueError, RecursionError):
+                if isinstance(record := json.loads(line), dict):
+                    break
+        else:
+            return False
+        if not is_pair(record):
             return False
         if other := [file for file in self.files if file not in files]:
             raise ConfigError(self.source.key, str(other[0]), "only .jsonl files of pairs")
@@ -311,8 +343,11 @@ class Reader:
         form: Any = kind_of(path)[1:]
         try:
             for data, read in _whole_lines(path, start):
-                if not start and (what := _not_utf8(data[:HEAD_BYTES])) is not None:
-                    raise DataError(self.source.key, str(path), f"text in UTF-8; this is {what}")
+                head = data[:HEAD_BYTES].decode("utf-8", errors="replace")
+                # A few bad bytes are no other encoding.
+                if not start and ("\0" in head or head.count("\ufffd") * 10 > len(head)):
+                    want = "text in UTF-8; this is UTF-16, in another encoding or binary"
+                    raise DataError(self.source.key, str(path), want)
                 after = (start + len(data), line + data.count(b"\n"))
                 yield Piece(str(path), form, data, (number, after), start, line, read=read)
                 start, line = after
@@ -332,14 +367,9 @@ class Reader:
                 kind = file.schema_arrow.field(column).type
                 if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
                     raise DataError(self.source.key, str(path), f"strings in column '{column}'")
-                groups, before = list(range(file.metadata.num_row_groups)), 0
-                while groups and before + file.metadata.row_group(groups[0]).num_rows <= done:
-                    before += file.metadata.row_group(groups.pop(0)).num_rows
-                batches = file.iter_batches(256, groups, columns=[column], use_threads=False)
+                batches = file.iter_batches(256, columns=[column], use_threads=False)
                 texts = (text for batch in batches for text in batch.column(0).to_pylist())
-                for skipped in range(before, done):  # noqa: B007 - rows of the same group
-                    next(texts)
-                for some in _grouped(text or "" for text in texts):
+                for some in _grouped(text or "" for text in islice(texts, done, None)):
                     done += len(some)
                     read = path.stat().st_size * done // file.metadata.num_rows
                     yield Piece(str(path), "documents", some, (number, done), read=read)
@@ -356,39 +386,40 @@ class Reader:
         Those to train on come first, both parts in the order of their hashes. In the order of the
         names, one batch would be all asyncio and the next all character tables.
         """
-        found: list[tuple[int, Any]]
+        found: list[tuple[int, str | Path]] = []
         if self.source.name == CPYTHON:
-            records = (
-                line for data, _ in _whole_lines(CPYTHON_FILE, 0) for line in data.split(b"\n")
-            )
-            texts = (json.loads(record) for record in records if record)
-            found = [(_path_hash(text["path"]), text["text"]) for text in texts]
+            for data, _ in _whole_lines(CPYTHON_FILE, 0):
+                records = map(json.loads, data.splitlines())
+                found += [(_path_hash(record["path"]), record["text"]) for record in records]
         else:
-            root = self._root
-            found = [(_path_hash(path.relative_to(root).as_posix()), path) for path in self.files]
+            names = (path.relative_to(self._root).as_posix() for path in self.files)
+            found += zip(map(_path_hash, names), self.files, strict=True)
         found.sort(key=lambda file: (file[0] % 20 == 0, file[0]))
-        for held_out, group in groupby(found[position:], lambda file: file[0] % 20 == 0):
-            for some in _grouped(self._module(file) for _, file in group):
-                position += len(some)
-                read = (self.size or 0) * position // len(found)
-                yield Piece(STDLIB, "modules", some, position, held_out=held_out, read=read)
 
-    def _module(self, path: Path | str) -> str:
-        if isinstance(path, str):
-            return path
-        try:
-            return path.read_bytes().decode("utf-8", errors="replace")
-        except OSError as error:
-            want = f"a readable file ({error.strerror or error})"
-            raise DataError(self.source.key, str(path), want) from error
+        def read(file: str | Path) -> str:
+            if isinstance(file, str):
+                return file
+            try:
+                return file.read_bytes().decode("utf-8", errors="replace")
+            except OSError as error:
+                want = f"a readable file ({error.strerror or error})"
+                raise DataError(self.source.key, str(file), want) from error
+
+        for held_out, group in groupby(found[position:], lambda file: file[0] % 20 == 0):
+            for some in _grouped(read(file) for _, file in group):
+                position += len(some)
+                done = (self.size or 0) * position // len(found)
+                yield Piece(STDLIB, "modules", some, position, held_out=held_out, read=done)
 
     def _dataset(self, position: Any) -> Iterator[Piece]:
         """Read a dataset from the state at ``position``."""
-        rows, column = load_dataset(self.source), self.source.column
+        rows, column = load_dataset(self), self.source.column
         if position is not None:
             rows.load_state_dict(position)
         try:
-            for some in _grouped(_text(row, column) for row in rows):
+            for some in _grouped(row.get(column) or "" for row in rows):
+                if bad := next((text for text in some if not isinstance(text, str)), None):
+                    raise ConfigError("training.text_column", column, f"text, not {type(bad)}")
                 yield Piece(str(self.source), "documents", some, rows.state_dict())
         except ConfigError:
             raise
@@ -401,21 +432,17 @@ class Reader:
 def texts(source: Source, held_out: bool | None = None) -> Iterator[str]:
     """Yield every document as plain text, for what has no use for tokens or labels.
 
-    Args:
-        source: What to read.
-        held_out: The part; None for both.
-
-    Raises:
-        ConfigError: As for :class:`Reader`.
-        DataError: A file or a record is unreadable.
+    Arguments and errors are those of :meth:`Reader.texts`.
     """
     reader = Reader(source)
-    for piece in reader.pieces():
-        for found in reader.documents(piece):
-            if isinstance(found, Bad):
-                raise DataError(source.key, found.where, found.want)
-            if held_out is None or found[1] == held_out:
-                yield text_of(found[0]) if reader.pairs else found[0]
+    for text in reader.texts(held_out):
+        yield text_of(text) if reader.pairs else text
+
+
+def document_hash(document: str) -> int:
+    """Return a 64-bit hash of a document's text."""
+    digest = hashlib.blake2b(document.encode("utf-8", errors="replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
 
 
 def data_path(path: str, key: str) -> Path:
@@ -453,18 +480,19 @@ def find_files(paths: tuple[str, ...], key: str) -> list[Path]:
             found += map(Path, names)
         else:
             raise ConfigError(key, path, "an existing file or folder, or a pattern that matches")
-    known = [file for file in found if _is_known(file) and file.is_file()]
+    known = [
+        file
+        for file in found
+        if kind_of(file) in SUFFIXES
+        and file.is_file()
+        and (kind_of(file) != ".parquet" or file.suffix not in COMPRESSED)
+    ]
     if not known:
         raise ConfigError(key, ", ".join(paths), "files that end in " + ", ".join(SUFFIXES) + MORE)
     filled = {Path(os.path.abspath(file)) for file in known if file.stat().st_size}
     if not filled:
         raise ConfigError(key, ", ".join(paths), "files that are not empty")
     return sorted(filled, key=lambda file: file.as_posix())
-
-
-def _is_known(file: Path) -> bool:
-    kind = kind_of(file)
-    return kind in SUFFIXES and not (file.suffix in COMPRESSED and kind == ".parquet")
 
 
 EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -523,37 +551,6 @@ def _decompressed(raw: IO[bytes], path: Path) -> Any:
     return pa.CompressedInputStream(pa.PythonFile(raw, "r"), COMPRESSED[path.suffix])
 
 
-def _begins_with_pair(path: Path) -> bool:
-    try:
-        with path.open("rb") as raw, _decompressed(raw, path) as file:
-            head = file.read(HEAD_BYTES)
-    except OSError:  # reading reports it
-        return False
-    for line in head.split(b"\n"):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            return is_pair(record)
-    return False
-
-
-def _not_utf8(head: bytes) -> str | None:
-    """Return the likely encoding of a file's start; None for UTF-8, even with a few bad bytes."""
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "UTF-16 (or 32)"
-    zeros = head.count(b"\0")
-    if zeros * 4 > len(head):  # every other byte of Latin letters
-        return "UTF-16 without a byte order mark, or binary"
-    if zeros:
-        return "binary"
-    text = head.decode("utf-8", errors="replace")
-    if text.count("\ufffd") * 10 > len(text):
-        return "in another encoding, or binary"
-    return None
-
-
 def _grouped(documents: Iterator[str]) -> Iterator[list[str]]:
     """Yield documents in lists of about :data:`PIECE_BYTES`."""
     some: list[str] = []
@@ -568,22 +565,10 @@ def _grouped(documents: Iterator[str]) -> Iterator[list[str]]:
         yield some
 
 
-def _text(row: dict[str, Any], column: str) -> str:
-    value = row.get(column)
-    if isinstance(value, str) or value is None:
-        return value or ""
-    want = f"a column of text, not {type(value)}"
-    raise DataError("training.text_column", column, want)
+def load_dataset(reader: Reader) -> Any:
+    """Open a dataset as an ``IterableDataset``; a folder that exists needs no network.
 
-
-def split_revision(path: str) -> tuple[str, str | None]:
-    """Return a dataset's name and revision of ``owner/name@revision``."""
-    name, _, revision = path.partition("@")
-    return name, revision or None
-
-
-def load_dataset(source: Source) -> Any:
-    """Open a dataset as an ``IterableDataset``; a folder or file that exists needs no network.
+    Sets the reader's commit, and reads this one if it is known: a name such as ``main`` moves.
 
     Raises:
         ConfigError: It cannot be opened, or has no such column.
@@ -591,24 +576,22 @@ def load_dataset(source: Source) -> Any:
     import datasets  # imported late: it takes a second
     import huggingface_hub as hub
 
-    (given,) = source.paths
+    source, (given,) = reader.source, reader.source.paths
     place = data_path(given, source.key)
     options: dict[str, Any] = {"split": source.split, "streaming": source.streaming}
     try:
         if any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
             found = datasets.load_from_disk(str(place))
             found = found[source.split] if isinstance(found, dict) else found
-        elif place.is_file():
-            suffix = Path(place.name.removesuffix(".gz").removesuffix(".zst")).suffix
-            found = datasets.load_dataset(BUILDERS[suffix], data_files=str(place), **options)
         elif place.is_dir():
             found = datasets.load_dataset(str(place), name=source.config, **options)
         else:
-            path, revision = split_revision(given)
+            path, _, revision = given.partition("@")
             # One request first: without a network `datasets` tries again for a minute per file.
-            if not hub.constants.HF_HUB_OFFLINE:
-                hub.HfApi().dataset_info(path, revision=revision, timeout=10)
-            options |= {"name": source.config, "revision": revision}
+            if not reader.commit and not hub.constants.HF_HUB_OFFLINE:
+                about = hub.HfApi().dataset_info(path, revision=revision or None, timeout=10)
+                reader.commit = about.sha
+            options |= {"name": source.config, "revision": reader.commit or revision or None}
             found = datasets.load_dataset(path, **options)
         columns = found.column_names
     except Exception as error:  # datasets, its HTTP layer and its parsers raise any type

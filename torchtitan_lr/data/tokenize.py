@@ -22,8 +22,9 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,15 +32,13 @@ import numpy.typing as npt
 from torchtitan_lr.compat.interpreter import end_with
 from torchtitan_lr.data.chat_template import ChatTemplate
 from torchtitan_lr.data.corpus import PARTS, Corpus, Kind, ShardInfo, checksum, save_record
-from torchtitan_lr.data.encoding import encode_documents, tokenizer_identity
-from torchtitan_lr.data.held_out import ONE_IN
 from torchtitan_lr.data.indexed import IndexedWriter
-from torchtitan_lr.data.pairs import PairEncoder
-from torchtitan_lr.data.sources import Bad, Piece, Reader
+from torchtitan_lr.data.pairs import PairEncoder, Tokens
+from torchtitan_lr.data.sources import ONE_IN, Bad, Piece, Reader
 from torchtitan_lr.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from torchtitan_lr.titan.base import BaseTokenizer
+    from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
 JOURNAL = "preparing.json"
 BAD_RECORDS = "bad_records.txt"
@@ -58,17 +57,9 @@ Report = Callable[[int, int, float | None], None]
 """Takes the documents and the tokens so far, and the share of the work that is done, if known."""
 
 
-class Encoded(NamedTuple):
-    """What a process makes of a piece.
-
-    Attributes:
-        parts: For training and held out: the tokens, the lengths of documents, and of pairs the
-            loss mask.
-        bad: The records that cannot be read.
-    """
-
-    parts: tuple[Arrays, Arrays]
-    bad: list[Bad]
+Encoded = tuple[tuple[Arrays, Arrays], list[Bad]]
+"""For training and held out: the tokens, the lengths of documents, and of pairs the loss mask; and
+the records that cannot be read."""
 
 
 @dataclass
@@ -83,6 +74,7 @@ class Journal:
         tokens: Tokens of the source so far that count for its limit.
         bad: The records that cannot be read.
         read: Bytes of the files read, on disk.
+        commits: The commit of each source on the Hub that was opened, by its index.
     """
 
     signature: str
@@ -92,6 +84,7 @@ class Journal:
     tokens: int = 0
     bad: list[list[str]] = field(default_factory=list)
     read: int = 0
+    commits: dict[str, str | None] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write it by a rename."""
@@ -112,7 +105,7 @@ class Journal:
         return Journal(signature, shards=([], []))
 
 
-def signature_of(readers: Sequence[Reader], tokenizer: BaseTokenizer) -> str:
+def signature_of(readers: Sequence[Reader], tokenizer: HuggingFaceTokenizer) -> str:
     """Return a hash of all that determines a prepared folder."""
     sources = [reader.stamp() for reader in readers]
     template = ChatTemplate.of(tokenizer).digest if readers[0].pairs else ""
@@ -122,7 +115,7 @@ def signature_of(readers: Sequence[Reader], tokenizer: BaseTokenizer) -> str:
 
 def tokenize(
     readers: Sequence[Reader],
-    tokenizer: BaseTokenizer,
+    tokenizer: HuggingFaceTokenizer,
     folder: Path,
     *,
     key: str,
@@ -170,33 +163,32 @@ class _Preparation:
     def __init__(
         self,
         readers: Sequence[Reader],
-        tokenizer: BaseTokenizer,
+        tokenizer: HuggingFaceTokenizer,
         folder: Path,
         journal: Journal,
         shard_bytes: int,
         workers: int | None,
     ) -> None:
-        for reader in readers:
-            _ = reader.limit  # before the processes are forked, which all need it
         self._readers, self._tokenizer, self._folder = readers, tokenizer, folder
         self._kind: Kind = "pairs" if readers[0].pairs else "text"
         self._journal = journal
-        small = vocabulary(tokenizer) < 1 << 16
-        dtype: npt.DTypeLike = np.uint16 if small else np.int32
+        dtype: npt.DTypeLike = np.uint16 if vocabulary(tokenizer) < 1 << 16 else np.int32
         kinds = [("", dtype)] + [(".loss", np.uint8)] * (self._kind == "pairs")
         self._parts = [
             _Shards(folder / part, kinds, counts, shard_bytes)
             for part, counts in zip(PARTS, journal.shards, strict=True)
         ]
+        for index, reader in enumerate(readers):
+            reader.commit = journal.commits.get(str(index))
+            _ = reader.limit  # before the processes are forked, which all need it
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self._workers = workers or cores or 1
-        work = _Work(readers, tokenizer, dtype)
         # Forked, so that no process imports or reads anything again.
         self._pool = ProcessPoolExecutor(
             self._workers,
             multiprocessing.get_context("fork"),
             initializer=_begin,
-            initargs=(work, os.getpid()),
+            initargs=(_Work(readers, tokenizer, dtype), os.getpid()),
         )
 
     def run(self, most: int, report: Report | None) -> Corpus:
@@ -210,12 +202,19 @@ class _Preparation:
                 wanted = self._readers[index].source.tokens
                 if wanted is not None and journal.tokens >= wanted:
                     continue
-                for piece, encoded in self._encoded(index):
-                    self._write(index, piece, encoded)
+                held_out = self._readers[index].source.part == "held_out"
+                for piece, (parts, bad) in self._encoded(index):
+                    for part, arrays in zip(self._parts, parts, strict=True):
+                        part.append(arrays)
+                    journal.tokens += len(parts[held_out][0])
+                    journal.read, journal.position = piece.read, piece.position
+                    journal.bad += map(list, bad)
+                    journal.commits[str(index)] = self._readers[index].commit
                     if len(journal.bad) > most + MOST_LISTED:
                         raise self._too_many(most)
                     if report:
-                        documents, tokens = (sum(p.written(i) for p in self._parts) for i in (0, 1))
+                        counts = [shard for part in journal.shards for shard in part]
+                        documents, tokens = (sum(shard[i] for shard in counts) for i in (0, 1))
                         report(documents, tokens, self._share(index))
                     if time.monotonic() > due:
                         self._sync()
@@ -241,30 +240,18 @@ class _Preparation:
         ahead: deque[tuple[Piece, Future[Encoded]]] = deque()
         for piece in self._readers[index].pieces(position):
             ahead.append((piece, self._pool.submit(_encode, index, piece)))
-            if len(ahead) > 2 * self._workers:
+            # So far ahead that no process waits while this one waits for the disk.
+            if len(ahead) > 4 * self._workers:
                 first, encoded = ahead.popleft()
                 yield first, encoded.result()
         for piece, encoded in ahead:
             yield piece, encoded.result()
 
-    def _write(self, index: int, piece: Piece, encoded: Encoded) -> None:
-        journal = self._journal
-        for part, arrays in zip(self._parts, encoded.parts, strict=True):
-            part.append(arrays)
-        counted = 1 if self._readers[index].source.part == "held_out" else 0
-        journal.tokens += len(encoded.parts[counted][0])
-        journal.read = piece.read
-        journal.position = piece.position
-        journal.bad += [list(bad) for bad in encoded.bad]
-
     def _share(self, index: int) -> float | None:
         """Return the share of the work that is done; None for a dataset without a limit."""
         wanted, size = self._readers[index].source.tokens, self._readers[index].size
-        shares = []
-        if wanted:
-            shares.append(self._journal.tokens / wanted)
-        if size:
-            shares.append(self._journal.read / size)
+        shares = [self._journal.tokens / wanted] if wanted else []
+        shares += [self._journal.read / size] if size else []
         return (index + max(shares)) / len(self._readers) if shares else None
 
     def _sync(self) -> None:
@@ -302,7 +289,10 @@ class _Preparation:
             "eos": self._tokenizer.eos_id,
             "vocabulary": vocabulary(self._tokenizer),
         }
-        sources = [asdict(reader.source) | {"files": len(reader.files)} for reader in self._readers]
+        sources = [
+            asdict(reader.source) | {"files": len(reader.files), "commit": reader.commit}
+            for reader in self._readers
+        ]
         limits = [float(reader.limit) / 2**64 for reader in self._readers]
         save_record(
             self._folder,
@@ -345,21 +335,22 @@ class _Shards:
         tokens, lengths, *mask = arrays
         if not len(lengths):
             return
-        if not self._open:
-            # A journal ends with a full shard where the process was killed before the next one.
-            if not self._counts or self._counts[-1][1] >= self._most:
-                self._counts.append([0, 0])
+        # A journal ends with a full shard where the process was killed before the next one.
+        if not self._open and (not self._counts or self._counts[-1][1] >= self._most):
+            self._counts.append([0, 0])
+        documents, written = self._counts[-1]
+        for writer, values in zip(self._writers(), [tokens, *mask], strict=True):
+            writer.append(values, lengths)
+        self._counts[-1] = [documents + len(lengths), written + len(tokens)]
+        if self._counts[-1][1] >= self._most:
+            self.finish()
+
+    def _writers(self) -> list[IndexedWriter]:
+        """Open the last shard if it is not open, behind what it has."""
+        if not self._open and self._counts:
             name, counts = self._name(len(self._counts) - 1), self._counts[-1]
             self._open = [IndexedWriter(name + end, kind, *counts) for end, kind in self._kinds]
-        for writer, values in zip(self._open, [tokens, *mask], strict=True):
-            writer.append(values, lengths)
-        self._counts[-1] = [self._open[0].num_documents, self._open[0].num_tokens]
-        if self._counts[-1][1] >= self._most:
-            self._end()
-
-    def written(self, what: int) -> int:
-        """Return the documents (0) or the tokens (1) of all shards."""
-        return sum(counts[what] for counts in self._counts)
+        return self._open
 
     def flush(self) -> None:
         """Wait until what is written is on the disk."""
@@ -367,11 +358,10 @@ class _Shards:
             writer.flush()
 
     def finish(self) -> None:
-        """End the last shard."""
-        if self._counts and not self._open:  # everything was written by a process that was killed
-            name, counts = self._name(len(self._counts) - 1), self._counts[-1]
-            self._open = [IndexedWriter(name + end, kind, *counts) for end, kind in self._kinds]
-        self._end()
+        """End the last shard; all of it may be from a process that was killed."""
+        for writer in self._writers():
+            writer.finish()
+        self._open = []
 
     def infos(self) -> list[ShardInfo]:
         """Return the shards, without checksums."""
@@ -388,17 +378,12 @@ class _Shards:
     def _name(self, number: int) -> str:
         return f"{self._prefix}-{number:05d}"
 
-    def _end(self) -> None:
-        for writer in self._open:
-            writer.finish()
-        self._open = []
-
 
 class _Work:
     """What a process needs to encode pieces."""
 
     def __init__(
-        self, readers: Sequence[Reader], tokenizer: BaseTokenizer, dtype: npt.DTypeLike
+        self, readers: Sequence[Reader], tokenizer: HuggingFaceTokenizer, dtype: npt.DTypeLike
     ) -> None:
         self._readers, self._tokenizer, self._dtype = readers, tokenizer, dtype
         self._pairs = PairEncoder(tokenizer) if readers[0].pairs else None
@@ -412,16 +397,15 @@ class _Work:
                 bad.append(found)
             else:
                 texts[found[1]].append(found[0])
-        train, held_out = map(self._encode, texts)
-        return Encoded((train, held_out), bad)
+        return (self._encode(texts[0]), self._encode(texts[1])), bad
 
     def _encode(self, documents: list[str]) -> Arrays:
         if self._pairs is not None:
             found = [self._pairs.encode(document) for document in documents]
         else:
-            found = encode_documents(self._tokenizer, documents) if documents else []
+            found = encode_documents(self._tokenizer, documents)
         lengths = np.array([len(tokens) for tokens in found], dtype=np.int32)
-        joined = np.concatenate(found) if found else np.empty(0, dtype=np.int32)
+        joined = np.concatenate([np.empty(0, dtype=np.int32), *found])
         if self._pairs is None:
             return [joined.astype(self._dtype), lengths]
         # Complements are tokens of prompts (`data.pairs`).
@@ -447,7 +431,35 @@ def _encode(index: int, piece: Piece) -> Encoded:
     return _work(index, piece)
 
 
-def vocabulary(tokenizer: BaseTokenizer) -> int:
+def vocabulary(tokenizer: HuggingFaceTokenizer) -> int:
     """Return the largest id plus one, or the number of tokens: ids can have gaps."""
-    ids = tokenizer.get_vocab().values() if hasattr(tokenizer, "get_vocab") else ()
-    return max(tokenizer.get_vocab_size(), 1 + max(ids, default=-1))
+    return max(tokenizer.get_vocab_size(), 1 + max(tokenizer.get_vocab().values(), default=-1))
+
+
+def encode_documents(tokenizer: HuggingFaceTokenizer, texts: Sequence[str]) -> list[Tokens]:
+    """Tokenise documents, on all cores and without Python's lock.
+
+    The ids are those of ``encode(text, add_bos=True, add_eos=True)``, which keeps the lock.
+    """
+    rust = tokenizer.tokenizer
+    # A tokenizer that pads would pad to the longest document of the batch.
+    batches = [[text] for text in texts] if rust.padding else [list(texts)]
+    # The fast call omits the offsets of the tokens in the text.
+    found = (each.ids for batch in batches for each in rust.encode_batch_fast(batch))
+    begin, end = (
+        [] if added or token is None else [token]
+        for token, added in (
+            (tokenizer.bos_id, tokenizer.hf_adds_bos),
+            (tokenizer.eos_id, tokenizer.hf_adds_eos),
+        )
+    )
+    return [np.array([*begin, *ids, *end], dtype=np.int32) for ids in found]
+
+
+def tokenizer_identity(tokenizer: HuggingFaceTokenizer) -> str:
+    """Return a digest of all that determines a tokenizer's ids, its library's version included."""
+    ends = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.hf_adds_bos, tokenizer.hf_adds_eos]
+    if tokenizer.tokenizer.encode_special_tokens:  # is no part of its JSON
+        ends.append(True)
+    parts = [version("tokenizers"), repr(ends), tokenizer.tokenizer.to_str()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -6,7 +6,6 @@ except those of TSR-Adam. With a pipeline and ``fsdp_reshard_after_forward = "al
 gathers are counted once per pass, although each micro-batch repeats them.
 """
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,17 +17,12 @@ from torchtitan_lr.compression.settings import is_compressed
 from torchtitan_lr.compression.sizes import Unit, exchange_traffic, exchange_unit
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import Run, blocks_of
+from torchtitan_lr.estimate.tsr_traffic import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.formulas.data_parallel import DataParallel, data_parallel_traffic
 from torchtitan_lr.formulas.memory import sharded
 from torchtitan_lr.formulas.pipeline import pipeline_traffic
 from torchtitan_lr.formulas.tensor_parallel import model_traffic
 from torchtitan_lr.formulas.traffic import Traffic, merge
-from torchtitan_lr.formulas.tsr_traffic import (
-    TSRMatrix,
-    TSRMesh,
-    TSRStep,
-    tsr_traffic,
-)
 from torchtitan_lr.parallel.pipeline import stage_boundaries
 
 
@@ -98,7 +92,7 @@ def repeated_row(run: Run, scope: str, op: str, dtype: str, calls: int, elements
 def boundaries_of(run: Run) -> list[int]:
     """Return the elements per sequence that a rank sends over each stage boundary."""
     boundaries = stage_boundaries(run.config, run.args, run.seq_len, run.settings)
-    return [math.prod(boundary.shape) for boundary in boundaries]
+    return [prod(boundary.shape) for boundary in boundaries]
 
 
 def _data(run: Run, pp_rank: int) -> list[Traffic]:
@@ -163,13 +157,8 @@ def optimizer_traffic(run: Run, pp_rank: int, refreshing: Collection[int]) -> li
         for name, shape in reversed(shapes.items())
         if name not in run.tsr_plans
     ]
-    step = TSRStep(
-        run.tsr.refresh,
-        run.tsr.moments == "rotate",
-        run.tsr.overlap_buckets,
-    )
     mesh = TSRMesh(sharding, run.replicas, run.pp)
-    return tsr_traffic(matrices, refreshing, dense, mesh, step)
+    return tsr_traffic(matrices, refreshing, dense, mesh, run.tsr)
 
 
 def tsr_names(run: Run, pp_rank: int) -> list[str]:
@@ -217,20 +206,10 @@ def _local_shapes(run: Run, pp_rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def _matrix(run: Run, name: str, local: tuple[int, ...]) -> TSRMatrix:
-    assert run.tsr is not None
     plan, whole = run.tsr_plans[name], run.global_shapes[name]
     splits = [["fsdp"] if run.shard > 1 else [], []]
     for dim in (0, 1):
         if local[dim] != whole[dim]:
             splits[dim].append("tp")
     rows, columns = (1, 0) if plan.transposed else (0, 1)
-    return TSRMatrix(
-        plan.rows,
-        plan.columns,
-        plan.rank,
-        plan.width,
-        tuple(splits[rows]),
-        tuple(splits[columns]),
-        plan.two_sided,
-        plan.power_iterations,
-    )
+    return TSRMatrix(plan, tuple(splits[rows]), tuple(splits[columns]))

@@ -10,7 +10,7 @@ norm), each padded to the ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -66,28 +66,21 @@ def data_parallel_traffic(
             last = unit == "head"
             reshards = layout.reshard_last if last else layout.reshard_after_forward
             elements = padded(parameters.values(), layout.shard)
-            rows += _fsdp_unit(scope, elements, reshards, layout)
-        elif layout.replicate > 1:
+            k = layout.microbatches
+            gather = Traffic(scope, "forward", "all_gather", "parameter", k, k * elements, "fsdp")
+            rows += [gather, replace(gather, pass_="backward")] if reshards else [gather]
+            rows.append(
+                Traffic(scope, "backward", "reduce_scatter", "gradient", k, k * elements, "fsdp")
+            )
+            whole = elements // layout.shard
+        else:
             whole = sum(prod(parameter) for parameter in parameters.values())
+        if layout.replicate > 1:
+            # A rank's shard, or everything: FSDP has summed the rest.
             rows.append(
                 Traffic(scope, "backward", "all_reduce", "gradient", 1, whole, "dp_replicate")
             )
     return merge(rows)
-
-
-def _fsdp_unit(scope: str, elements: int, reshards: bool, layout: DataParallel) -> list[Traffic]:
-    k = layout.microbatches
-    whole = k * elements
-    rows = [
-        Traffic(scope, "forward", "all_gather", "parameter", k, whole, "fsdp"),
-        Traffic(scope, "backward", "reduce_scatter", "gradient", k, whole, "fsdp"),
-    ]
-    if reshards:
-        rows.append(Traffic(scope, "backward", "all_gather", "parameter", k, whole, "fsdp"))
-    if layout.replicate > 1:
-        shard = elements // layout.shard
-        rows.append(Traffic(scope, "backward", "all_reduce", "gradient", 1, shard, "dp_replicate"))
-    return rows
 
 
 def named_parameters(

@@ -8,13 +8,13 @@ may have none.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchtitan_lr.optim.tsr.selection import MatrixPlan
+    from torchtitan_lr.optim.selection import MatrixPlan
 
 Shape = tuple[int, ...]
 NamedShapes = Mapping[str, Shape]
@@ -80,7 +80,8 @@ def static_memory(
         local = {name: sharded(shape, shard, shard_rank) for name, shape in part.items()}
         elements += sum(map(prod, local.values()))
         if tsr is None:
-            optimizer += adamw_bytes(local.values(), precision.parameter)
+            moments = ADAM_MOMENTS * precision.parameter * sum(map(prod, local.values()))
+            optimizer += moments + STEP_BYTES * len(local)
         else:
             optimizer += tsr_bytes(local, tsr, precision.parameter)
     weights = precision.parameter * elements
@@ -91,11 +92,6 @@ def sharded(shape: Shape, ranks: int, rank: int = 0) -> Shape:
     """Return the shape of an FSDP rank's piece of a tensor."""
     rows = -(-shape[0] // ranks)
     return (max(0, min(rows, shape[0] - rank * rows)), *shape[1:])
-
-
-def adamw_bytes(shapes: Collection[Shape], element_size: int) -> int:
-    """Return the bytes of AdamW's state: two moments and a step counter per tensor."""
-    return ADAM_MOMENTS * element_size * sum(map(prod, shapes)) + STEP_BYTES * len(shapes)
 
 
 def tsr_bytes(shapes: NamedShapes, plans: Mapping[str, MatrixPlan], element_size: int) -> int:

@@ -302,7 +302,15 @@ def model_traffic(
         rows += [replace(row, scope=f"block {i}") for row in block]
     rows += head_traffic(shape, settings, tokens)
     if settings.loss_parallel:
-        rows += _loss_traffic(shape, tokens, tp_degree)
+        # The log-sum-exp of every token is gathered from the ranks, in one call per chunk of
+        # tokens, and the loss is summed. A chunk is an eighth of the tokens, from 512 to 4096; all
+        # up to 512 or d.
+        size = tokens
+        if tokens > max(shape.dim, 512):
+            size = min(max(-(-tokens // 8), 512), 4096)
+        chunks = [tp_degree * min(size, tokens - start) for start in range(0, tokens, size)]
+        rows.append(forward("all_gather", chunks, "loss", scope="head"))
+        rows.append(forward("all_reduce", [1], "loss", scope="head"))
     return merge(rows)
 
 
@@ -339,19 +347,3 @@ def head_traffic(shape: LlamaArgs, settings: TPSettings, tokens: int) -> list[Tr
     if not settings.loss_parallel:
         rows = [*rows, forward("all_gather", [tokens * shape.vocab_size])]
     return merge(replace(row, scope="head") for row in rows)
-
-
-def _loss_traffic(shape: LlamaArgs, tokens: int, ranks: int) -> list[Traffic]:
-    """Return the scalars of the loss, which the head computes on sharded logits.
-
-    The log-sum-exp of every token is gathered from the ranks, in one call per chunk of tokens, and
-    the loss is summed. A chunk is an eighth of the tokens, from 512 to 4096; all up to 512 or d.
-    """
-    size = tokens
-    if tokens > max(shape.dim, 512):
-        size = min(max(-(-tokens // 8), 512), 4096)
-    chunks = [ranks * min(size, tokens - start) for start in range(0, tokens, size)]
-    return [
-        forward("all_gather", chunks, "loss", scope="head"),
-        forward("all_reduce", [1], "loss", scope="head"),
-    ]

@@ -13,7 +13,7 @@ from torchtitan_lr.hf.loading import read_record
 from torchtitan_lr.hf.step_zero import TRAIN_TOML
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.training import history
-from torchtitan_lr.training.summary import TRAIN_LOSS, VALIDATION_LOSS
+from torchtitan_lr.training.history import TRAIN_LOSS, VALIDATION_LOSS
 
 CARD = "README.md"
 

@@ -12,11 +12,10 @@ import torch
 
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.corpus import Corpus
-from torchtitan_lr.data.evaluation import Document, EvaluationSet, encoded, prepared
 from torchtitan_lr.data.prepare import C4, Part, ensure_prepared
 from torchtitan_lr.data.rows import model_arguments, moved, open_rows
 from torchtitan_lr.data.sources import Source, data_path
-from torchtitan_lr.data.validation import ValidationSet
+from torchtitan_lr.data.validation import Document, EvaluationSet, ValidationSet, encoded, prepared
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.exported import is_export
 from torchtitan_lr.hf.loading import (

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from torchtitan_lr.data.evaluation import EvaluationSet, encoded
 from torchtitan_lr.data.sources import Source
 from torchtitan_lr.data.tokenizer import build_tokenizer, check_tokenizer, resolve_assets_path
+from torchtitan_lr.data.validation import EvaluationSet, encoded
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.exported import open_source
 from torchtitan_lr.hf.shards import WeightSource

@@ -5,11 +5,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, processors
 
-from torchtitan_lr.data.llama3 import BOS, EOS, HF_FILE, LLAMA3_SPLIT, llama3_specials
-from torchtitan_lr.data.tokenizer import TiktokenTokenizer
-from torchtitan_lr.data.train_tokenizer import byte_alphabet
+from torchtitan_lr.data.bpe import HF_FILE
 from torchtitan_lr.hf.shards import write_json
 from torchtitan_lr.titan.base import BaseTokenizer, HuggingFaceTokenizer
 
@@ -34,16 +32,12 @@ def export_tokenizer(tokenizer: BaseTokenizer, folder: Path, out_dir: Path, leng
         out_dir: An existing folder.
         length: Length of the sequences that the model was trained on.
     """
-    config: dict[str, Any]
-    if isinstance(tokenizer, TiktokenTokenizer):
-        backend, adds_bos = _from_tiktoken(tokenizer), False
-        # Names of special tokens in a text are text to it.
-        config = {"bos_token": BOS, "eos_token": EOS, "split_special_tokens": True}
-    else:
-        assert isinstance(tokenizer, HuggingFaceTokenizer)
-        backend = Tokenizer.from_str(tokenizer.tokenizer.to_str())  # its own is in use
-        config = {k: v for k, v in (tokenizer.config or {}).items() if k not in _REPLACED}
-        adds_bos = tokenizer.hf_adds_bos
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    backend = Tokenizer.from_str(tokenizer.tokenizer.to_str())  # its own is in use
+    given: dict[str, Any] = tokenizer.config or {}
+    config = {name: value for name, value in given.items() if name not in _REPLACED}
+    if tokenizer.tokenizer.encode_special_tokens:
+        config["split_special_tokens"] = True
     ids = {}  # of bos, eos and pad, as far as there are any
     for name in ("bos_token", "eos_token", "pad_token"):
         token = config.get(name)
@@ -51,7 +45,7 @@ def export_tokenizer(tokenizer: BaseTokenizer, folder: Path, out_dir: Path, leng
         number = None if token is None else backend.token_to_id(token)
         if number is not None:
             ids[f"{name}_id"] = number
-    if not adds_bos and "bos_token_id" in ids:
+    if not tokenizer.hf_adds_bos and "bos_token_id" in ids:
         _add_bos(backend, ids["bos_token_id"])
     if "pad_token_id" not in ids and "eos_token_id" in ids:
         ids["pad_token_id"] = ids["eos_token_id"]
@@ -79,29 +73,3 @@ def _add_bos(backend: Tokenizer, bos_id: int) -> None:
     )
     before = backend.post_processor
     backend.post_processor = processors.Sequence([before, template]) if before else template
-
-
-def _from_tiktoken(tokenizer: TiktokenTokenizer) -> Tokenizer:
-    """Convert a rank file: every pair of tokens that makes a third one is a merge of its rank."""
-    chars = byte_alphabet()
-    ranks = tokenizer.get_ranks()
-    vocab = {"".join(chars[b] for b in token): rank for token, rank in ranks.items()}
-    merges = []
-    for token, _ in sorted(vocab.items(), key=lambda item: item[1]):
-        splits = [(token[:i], token[i:]) for i in range(1, len(token))]
-        known = [(a, b) for a, b in splits if a in vocab and b in vocab]
-        merges += sorted(known, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
-    # tiktoken takes a whole piece that is a token as it is, whatever merges would make of it.
-    backend = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(LLAMA3_SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    specials = sorted(llama3_specials(len(ranks)).items(), key=lambda item: item[1])
-    backend.add_special_tokens(
-        [AddedToken(name, special=True, normalized=False) for name, _ in specials]
-    )
-    return backend

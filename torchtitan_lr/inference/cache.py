@@ -64,7 +64,6 @@ class KeyValueCache:
         device: Device of the model.
         static: Whether attention reads all columns, the empty ones masked, from the second forward
             pass on. No shape then changes from step to step, as a compiled step needs it.
-
     """
 
     def __init__(
@@ -108,31 +107,20 @@ class KeyValueCache:
         columns = torch.arange(now.start, now.end, device=table.device)
         static = self._static and not now.first
         now.written = columns if static else None
-        now.mask = self._build_mask(columns, now.capacity if static else now.end)
+        now.mask = None
+        if static or self._padding is not None or (new > 1 and not now.first):
+            read = torch.arange(now.capacity if static else now.end, device=table.device)
+            rows = columns[:, None]
+            seen = (read <= rows)[None]
+            if self._padding is not None:
+                itself = read == rows  # a row of the mask without any column would give NaN
+                seen = seen & ((read >= self._padding[:, :, None]) | itself)
+            now.mask = seen[:, None]
         if self._padding is None:
             return table[now.start : now.end]
         # Padding, and rows that go on after their end, take any row of the table.
         positions = (columns - self._padding).clamp(0, len(table) - 1)
         return table[positions]
-
-    def _build_mask(self, columns: Tensor, width: int) -> Tensor | None:
-        """Return the mask of new tokens, bool (b or 1, 1, s, width); None if none is needed.
-
-        Args:
-            columns: Their columns (s,).
-            width: Number of columns that attention reads.
-        """
-        new = len(columns)
-        now = self._columns
-        if self._padding is None and now.written is None and (new == 1 or now.first):
-            return None
-        read = torch.arange(width, device=columns.device)
-        rows = columns[:, None]
-        seen = (read <= rows)[None]
-        if self._padding is not None:
-            itself = read == rows  # a row of the mask without any column would give NaN
-            seen = seen & ((read >= self._padding[:, :, None]) | itself)
-        return seen[:, None]
 
     def layer(self, index: int) -> "LayerCache":
         """Return the cache of one block."""
@@ -141,7 +129,8 @@ class KeyValueCache:
     @property
     def bytes(self) -> int:
         """Bytes of the allocated buffers of all blocks."""
-        return sum(layer.bytes for layer in self._layers)
+        buffers = (t for layer in self._layers for t in (layer.keys, layer.values))
+        return sum(t.nbytes for t in buffers if t is not None)
 
 
 class LayerCache:
@@ -151,11 +140,6 @@ class LayerCache:
         self.columns = columns
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the allocated buffers."""
-        return sum(t.nbytes for t in (self.keys, self.values) if t is not None)
 
     def up_edge(self, up: nn.Module) -> nn.Module:
         """Return the block's own edge: values are stored as they are."""

@@ -44,7 +44,14 @@ def converse(
         ConfigError: A message alone does not fit in the window, or the template is not usable.
     """
     encoder = PairEncoder(tokenizer)
-    settings = _ending_as_trained(encoder, tokenizer, settings)
+    # An answer ends at the template's mark, such as ``<|im_end|>``.
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
+    mark = encoder.template.segments(chat)[-1].text.rpartition(_PROBE)[2].strip()
+    ids = tokenizer.encode(mark, add_bos=False, add_eos=False) if mark else []
+    if ids and tokenizer.decode(ids[:1], skip_special_tokens=True):
+        settings = replace(settings, stops=[*settings.stops, mark])
+    elif ids:  # special tokens have no text
+        settings = replace(settings, stop_ids=[*settings.stop_ids, ids[0]])
     messages: list[Message] = []
     while (question := ask()) is not None:
         messages.append({"role": "user", "content": question})
@@ -70,15 +77,3 @@ def _fit(
         if len(messages) == 1:  # nothing to forget: a shorter answer, or none
             return ids, min(limit, max_new_tokens(args, len(ids), "message"))
         del messages[:2]
-
-
-def _ending_as_trained(encoder: PairEncoder, tokenizer: Any, settings: Settings) -> Settings:
-    """Return settings that end an answer at the template's mark, such as ``<|im_end|>``."""
-    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
-    mark = encoder.template.segments(chat)[-1].text.rpartition(_PROBE)[2].strip()
-    ids = tokenizer.encode(mark, add_bos=False, add_eos=False) if mark else []
-    if not ids:
-        return settings
-    if not tokenizer.decode(ids[:1], skip_special_tokens=True):  # special tokens have no text
-        return replace(settings, stop_ids=[*settings.stop_ids, ids[0]])
-    return replace(settings, stops=[*settings.stops, mark])

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from torchtitan_lr.errors import ConfigError, DataError
 from torchtitan_lr.inference.decode import (
     Choice,
     Decoder,
-    check_limit,
     max_new_tokens,
     whole_vocabulary,
 )
@@ -134,16 +134,13 @@ def complete(
         key = "--prompt" if len(prompts) == 1 else f"--prompts, prompt {index + 1}"
         ids = tokenizer.encode(prompt, add_bos=True, add_eos=False)
         limit = settings.max_new_tokens
-        if limit is None:
-            limit = min(USUAL_NEW_TOKENS, max_new_tokens(model.model_args, len(ids), key))
-        check_limit(model.model_args, len(ids), limit, key)
+        most = max_new_tokens(model.model_args, len(ids), key, limit)
+        limit = min(USUAL_NEW_TOKENS, most) if limit is None else limit
         rows.append((prompt, ids, limit, (settings.seed + index) % SEEDS))
     size = settings.batch_size
     batches = (rows[start : start + size] for start in range(0, len(rows), size))
-    return (
-        completion
-        for batch in batches
-        for completion in complete_batch(model, tokenizer, batch, settings, write)
+    return chain.from_iterable(
+        complete_batch(model, tokenizer, batch, settings, write) for batch in batches
     )
 
 

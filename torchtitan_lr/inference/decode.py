@@ -24,25 +24,32 @@ def whole_vocabulary(sampling: Sampling, logits: Tensor, uniform: Tensor) -> Ten
     return sampling.choose(logits[:, -1], uniform)
 
 
-def max_new_tokens(args: LlamaArgs, prompt: int, key: str = "--prompt") -> int:
-    """Return how many tokens can follow a prompt.
+def max_new_tokens(
+    args: LlamaArgs, prompt: int, key: str = "--prompt", wanted: int | None = None
+) -> int:
+    """Return how many tokens can follow a prompt, and refuse more.
 
     Args:
         args: The model's arguments; ``max_seq_len`` is the length it was trained on.
         prompt: Number of tokens of the prompt.
         key: The input to name in errors.
+        wanted: The number of tokens to check; None for any.
 
     Returns:
         The number of tokens, at least 1. The last one is never read, so it may lie outside.
 
     Raises:
-        ConfigError: The prompt is empty or longer than the window.
+        ConfigError: The prompt is empty or longer than the window, or too many tokens are wanted.
     """
     window = args.max_seq_len
     if not 0 < prompt <= window:
         want = f"from 1 to {window} tokens (the model was trained on windows of {window})"
         raise ConfigError(key, f"{prompt} tokens", want)
-    return window - prompt + 1
+    most = window - prompt + 1
+    if wanted is not None and not 0 < wanted <= most:
+        want = f"from 1 to {most} after a prompt of {prompt} tokens (trained window: {window})"
+        raise ConfigError("--max_new_tokens", wanted, want)
+    return most
 
 
 def check_cache(args: LlamaArgs, kind: str) -> None:
@@ -101,7 +108,7 @@ class Decoder:
         check_cache(args, cache)
         lengths = [len(prompt) for prompt in prompts]
         for length, limit in zip(lengths, limits, strict=True):
-            check_limit(args, length, limit)
+            max_new_tokens(args, length, wanted=limit)
         self._model, self._sampling, self._limits = model, sampling, limits
         self._stop_ids = frozenset(stop_ids)
         device = model.freqs_cis.device
@@ -133,16 +140,14 @@ class Decoder:
         chosen = self._choice(self._sampling, logits, uniform)
         self._next = chosen[:, None]
         self._steps += 1
-        tokens = [
-            int(token) if running else None
-            for token, running in zip(chosen.tolist(), self.running, strict=True)
-        ]
+        tokens: list[int | None] = chosen.tolist()
         for row, token in enumerate(tokens):
-            if token is not None:
-                self.new_tokens[row] += 1
-                self.running[row] = (
-                    token not in self._stop_ids and self.new_tokens[row] < self._limits[row]
-                )
+            if not self.running[row]:
+                tokens[row] = None
+                continue
+            self.new_tokens[row] += 1
+            ends = token in self._stop_ids or self.new_tokens[row] >= self._limits[row]
+            self.running[row] = not ends
         return tokens
 
     def stop(self, row: int) -> None:
@@ -160,16 +165,3 @@ def compile_blocks(model: LlamaModel, backend: str | Callable[..., Any] = "induc
     output = model.output
     if output is not None and cast(HeadEdge, output.head).mesh is None:
         output.compile(backend=backend, fullgraph=True)
-
-
-def check_limit(args: LlamaArgs, prompt: int, limit: int, key: str = "--prompt") -> None:
-    """Refuse a continuation beyond the length that the model was trained on.
-
-    Raises:
-        ConfigError: The prompt or the number of new tokens is too large, or one of them is zero.
-    """
-    most = max_new_tokens(args, prompt, key)
-    if not 0 < limit <= most:
-        window = args.max_seq_len
-        want = f"from 1 to {most} after a prompt of {prompt} tokens (trained window: {window})"
-        raise ConfigError("--max_new_tokens", limit, want)

@@ -31,6 +31,7 @@ class Pair:
     continuation: Sequence[int]
 
 
+@torch.inference_mode()
 def score_continuations(
     model: LlamaModel, pairs: Sequence[Pair], batch_size: int = 8
 ) -> list[Score]:
@@ -49,40 +50,27 @@ def score_continuations(
     Raises:
         ConfigError: A continuation does not fit the window, or a pair lacks a part.
     """
-    rows = [_window(pair, model.model_args.max_seq_len) for pair in pairs]
+    window, device = model.model_args.max_seq_len, model.freqs_cis.device
+    for pair in pairs:
+        if not 0 < len(pair.continuation) <= window or not pair.context:
+            got = f"{len(pair.context)} and {len(pair.continuation)} tokens"
+            want = f"a context, and a continuation of 1 to {window} tokens (the trained window)"
+            raise ConfigError("context and continuation", got, want)
+    # The tokens to read and the last one, which is only predicted.
+    rows = [[*pair.context, *pair.continuation][-(window + 1) :] for pair in pairs]
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
     scores: dict[int, Score] = {}
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
-        lengths = [len(pairs[index].continuation) for index in batch]
-        found = _score_batch(model, [rows[index] for index in batch], lengths)
-        scores |= dict(zip(batch, found, strict=True))
+        # Padding on the right: no position attends to what follows it.
+        inputs = torch.zeros(len(batch), len(rows[batch[0]]) - 1, dtype=torch.int64)
+        for place, index in enumerate(batch):
+            inputs[place, : len(rows[index]) - 1] = torch.tensor(rows[index][:-1])
+        for index, logits in zip(batch, model(inputs.to(device)), strict=True):
+            row, length = rows[index], len(pairs[index].continuation)
+            wanted = torch.tensor(row[-length:], device=device)
+            kept = logits[len(row) - 1 - length : len(row) - 1]
+            kept = kept.to(torch.promote_types(kept.dtype, torch.float32)).log_softmax(-1)
+            chosen = kept.gather(-1, wanted[:, None]).double().sum()
+            scores[index] = Score(chosen.item(), torch.equal(kept.argmax(-1), wanted))
     return [scores[index] for index in range(len(rows))]
-
-
-def _window(pair: Pair, window: int) -> list[int]:
-    """Return the tokens to read and the last one, which is only predicted."""
-    length = len(pair.continuation)
-    if not 0 < length <= window or not pair.context:
-        got = f"{len(pair.context)} and {length} tokens"
-        want = f"a context, and a continuation of 1 to {window} tokens (the trained window)"
-        raise ConfigError("context and continuation", got, want)
-    return [*pair.context, *pair.continuation][-(window + 1) :]
-
-
-@torch.inference_mode()
-def _score_batch(model: LlamaModel, rows: list[list[int]], lengths: list[int]) -> list[Score]:
-    device = model.freqs_cis.device
-    # Padding on the right: no position attends to what follows it.
-    inputs = torch.zeros(len(rows), max(map(len, rows)) - 1, dtype=torch.int64)
-    for index, row in enumerate(rows):
-        inputs[index, : len(row) - 1] = torch.tensor(row[:-1])
-    logits = model(inputs.to(device))
-    scores = []
-    for row, length, of_row in zip(rows, lengths, logits, strict=True):
-        wanted = torch.tensor(row[-length:], device=device)
-        kept = of_row[len(row) - 1 - length : len(row) - 1]
-        kept = kept.to(torch.promote_types(kept.dtype, torch.float32)).log_softmax(-1)
-        chosen = kept.gather(-1, wanted[:, None]).double().sum()
-        scores.append(Score(chosen.item(), torch.equal(kept.argmax(-1), wanted)))
-    return scores

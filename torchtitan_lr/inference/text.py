@@ -50,17 +50,14 @@ class TextStream:
 
     def _new_text(self, last: bool = False) -> str:
         """Return the text of the tokens that are not text yet, if its last character is whole."""
-        known = self._decode(self._ids[: self._decoded])
-        text = self._decode(self._ids)
+        ids = (self._ids[: self._decoded], self._ids)
+        known, text = (self._tokenizer.decode(part, skip_special_tokens=True) for part in ids)
         if text.endswith(_UNKNOWN) and not last:
             return ""
         # The tokens of this piece are the context of the next one.
         self._ids = self._ids[self._decoded :] or self._ids
         self._decoded = len(self._ids)
-        return text[len(known) :]
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        return str(text[len(known) :])
 
     def _give_out(self, text: str) -> str:
         """Return the text up to a stop string, or without the beginning of one at its end."""
@@ -71,12 +68,7 @@ class TextStream:
         if places:
             self.stopped, self._held = True, ""
             return text[: min(places)]
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        begins = (stop[:n] for stop in self._stops for n in range(1, len(stop)))
+        held = max((len(begin) for begin in begins if text.endswith(begin)), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of a text that begins a stop string."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -34,7 +34,7 @@ from torchtitan_lr.compat.elastic import (
     ranks_started_with,
     stop_copying,
 )
-from torchtitan_lr.launch.processes import end_with
+from torchtitan_lr.launch.processes import RANK_STARTED, end_with
 from torchtitan_lr.launch.report import DID_NOT_END
 
 LOOPBACK = "127.0.0.1"
@@ -133,7 +133,10 @@ class Ranks:
             size = f"{machines} machine{'s'[: machines > 1]}, {world} rank{'s'[: world > 1]}"
             _say(f"restart ({done} of {most} after failures): {self.cause}; {size}")
         start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
-        return start(*args, env=env, preexec_fn=self._prepare, **keys)
+        process = start(*args, env=env, preexec_fn=self._prepare, **keys)
+        # The launcher sends signals to the ranks; it would search all processes for them.
+        _say(f"process {process.pid} {RANK_STARTED}")
+        return process
 
     def _prepare(self) -> None:
         """Prepare a rank, between fork and exec."""

@@ -75,7 +75,20 @@ def read_environment() -> Environment:
     restarts = os.environ.get("MAX_RESTARTS") or "0"
     if restarts != "0":
         _positive("MAX_RESTARTS", restarts, MAX_MAX_RESTARTS)
-    min_nodes, nodes = _machines()
+    first, colon, last = (os.environ.get("NNODES") or "1").partition(":")
+    least = _positive("NNODES", first, MAX_NODES)
+    nodes = _positive("NNODES", last, MAX_NODES) if colon else least
+    if least > nodes:
+        raise ConfigError("NNODES", f"{first}:{last}", f"a range such as {nodes}:{least}")
+    endpoint = (os.environ.get("RDZV_ENDPOINT") or "").strip() if nodes > 1 else ""
+    if nodes > 1 and (not endpoint or "," in endpoint):
+        raise ConfigError("RDZV_ENDPOINT", endpoint, f"host:port of one of the {nodes} machines")
+    conf = os.environ.get("RDZV_CONF") or ""
+    settings = [part.partition("=")[::2] for part in conf.split(",") if part]
+    for key, value in settings:
+        if key not in _RDZV_SETTINGS or not value.isdecimal() or len(value) > 9:
+            want = f"KEY=NUMBER,... with the keys {', '.join(_RDZV_SETTINGS)}"
+            raise ConfigError("RDZV_CONF", conf, want)
     log_ranks = check_log_ranks(os.environ.get("LOG_RANK") or "0", ranks)
     return Environment(
         ranks=ranks,
@@ -84,10 +97,10 @@ def read_environment() -> Environment:
         comm_mode="" if comm_mode == "default" else comm_mode,
         train_module=os.environ.get("TRAIN_FILE") or "torchtitan_lr.train",
         ranks_given=bool(os.environ.get("NGPU")),
-        min_nodes=min_nodes,
+        min_nodes=None if least == nodes else least,
         max_restarts=int(restarts),
-        rdzv_settings=_rdzv_settings(),
-        endpoint=_endpoint(nodes) if nodes > 1 else "",
+        rdzv_settings=tuple(settings),
+        endpoint=endpoint,
     )
 
 
@@ -103,34 +116,6 @@ def check_log_ranks(text: str, ranks: int) -> str:
     return ",".join(str(int(rank)) for rank in shown)
 
 
-def _machines() -> tuple[int | None, int]:
-    """Return the smallest number of machines, None without a range, and the largest."""
-    first, colon, last = (os.environ.get("NNODES") or "1").partition(":")
-    if not colon:
-        return None, _positive("NNODES", first, MAX_NODES)
-    least, most = (_positive("NNODES", part, MAX_NODES) for part in (first, last))
-    if least > most:
-        raise ConfigError("NNODES", f"{first}:{last}", f"a range such as {most}:{least}")
-    return (None if least == most else least), most
-
-
-def _endpoint(nodes: int) -> str:
-    text = (os.environ.get("RDZV_ENDPOINT") or "").strip()
-    if not text or "," in text:
-        raise ConfigError("RDZV_ENDPOINT", text, f"host:port of one of the {nodes} machines")
-    return text
-
-
-def _rdzv_settings() -> tuple[tuple[str, str], ...]:
-    text = os.environ.get("RDZV_CONF") or ""
-    pairs = [part.partition("=") for part in text.split(",") if part]
-    for key, _, value in pairs:
-        if key not in _RDZV_SETTINGS or not value.isdecimal() or len(value) > 9:
-            want = f"KEY=NUMBER,... with the keys {', '.join(_RDZV_SETTINGS)}"
-            raise ConfigError("RDZV_CONF", text, want)
-    return tuple((key, value) for key, _, value in pairs)
-
-
 def _positive(name: str, text: str, limit: int) -> int:
     # Check the length first: int() raises for very long strings of digits.
     if not text.isdecimal() or (len(text) < 99 and int(text) == 0):
@@ -144,8 +129,8 @@ def _positive(name: str, text: str, limit: int) -> int:
 def loopback_variables() -> dict[str, str]:
     """Return the variables that restrict the ranks of one machine to its loopback interface.
 
-    Ranks unpickle data received over gloo, so other machines must not reach these sockets. NCCL
-    uses no sockets between the GPUs of one machine, so ``NCCL_SOCKET_IFNAME`` is not set.
+    Ranks unpickle what gloo receives, so other machines must not reach its sockets. NCCL uses none
+    between the GPUs of one machine.
     """
     return {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 

@@ -44,12 +44,26 @@ def locked(dump_folder: str) -> Iterator[StillOurs]:
         ConfigError: Another job uses the folder, or the folder is not writable.
     """
     path = Path(dump_folder) / LOCK_FILE
-    with ExitStack() as open_file:
+    with ExitStack() as until:
         try:
-            file = _open_locked(dump_folder, path, open_file)
-            signature = _sign(file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = until.enter_context(path.open("ab", buffering=0))
+            try:
+                lock_file(file, path)
+            except BlockingIOError:
+                # Listing runs holds each lock for an instant (`run_state.is_held`): try twice.
+                time.sleep(0.05)
+                lock_file(file, path)
+            since = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
+            who = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+            signature = json.dumps(who).encode()
+            file.truncate(0)
+            file.write(signature)
+        except BlockingIOError:
+            raise _taken(dump_folder, path) from None
         except OSError as error:
-            raise _unusable(dump_folder, path, error) from error
+            want = f"a folder in which {path} can be written ({error.strerror})"
+            raise ConfigError("job.dump_folder", dump_folder, want) from error
 
         def check() -> None:
             with contextlib.suppress(OSError):  # a start that signs has emptied the file before
@@ -57,27 +71,6 @@ def locked(dump_folder: str) -> Iterator[StillOurs]:
                     raise _taken(dump_folder, path)
 
         yield check
-
-
-def _open_locked(dump_folder: str, path: Path, until: ExitStack) -> IO[bytes]:
-    """Open and lock the file of a folder, which is created if needed.
-
-    Raises:
-        ConfigError: Another job uses the folder.
-        OSError: The folder is not writable.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = until.enter_context(path.open("ab", buffering=0))
-    try:
-        lock_file(file, path)
-    except BlockingIOError:
-        # Listing runs holds each lock for an instant (`run_state.is_held`): try twice.
-        time.sleep(0.05)
-        try:
-            lock_file(file, path)
-        except BlockingIOError:
-            raise _taken(dump_folder, path) from None
-    return file
 
 
 @contextmanager
@@ -124,29 +117,11 @@ def lock_file(file: IO[Any], path: Path) -> None:
         )
 
 
-def _sign(file: IO[bytes]) -> bytes:
-    """Write and return the lock's holder, for the error message of a second job."""
-    since = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
-    who = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-    file.truncate(0)
-    signature = json.dumps(who).encode()
-    file.write(signature)
-    return signature
-
-
 def _taken(dump_folder: str, path: Path) -> ConfigError:
-    want = f"a folder that no other job uses; {_holder(path)}"
-    return ConfigError("job.dump_folder", dump_folder, want)
-
-
-def _unusable(dump_folder: str, path: Path, error: OSError) -> ConfigError:
-    want = f"a folder in which {path} can be written ({error.strerror})"
-    return ConfigError("job.dump_folder", dump_folder, want)
-
-
-def _holder(path: Path) -> str:
     try:
         who = json.loads(path.read_text())
-        return f"process {who['pid']} on {who['host']} has used it since {who['since']}"
+        holder = f"process {who['pid']} on {who['host']} has used it since {who['since']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return "its holder is not recorded yet"  # between locking and signing
+        holder = "its holder is not recorded yet"  # between locking and signing
+    want = f"a folder that no other job uses; {holder}"
+    return ConfigError("job.dump_folder", dump_folder, want)

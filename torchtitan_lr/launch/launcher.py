@@ -25,14 +25,8 @@ from torchtitan_lr.launch.environment import (
     loopback_variables,
     read_environment,
 )
-from torchtitan_lr.launch.folder_lock import (
-    HELD_VARIABLE,
-    locked,
-)
-from torchtitan_lr.launch.machines import (
-    check_machines,
-    rendezvous_arguments,
-)
+from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, locked
+from torchtitan_lr.launch.machines import check_machines, rendezvous_arguments
 from torchtitan_lr.launch.placement import DEFAULT_CONFIG_FILE, place
 from torchtitan_lr.launch.processes import RankGroup
 from torchtitan_lr.launch.report import (
@@ -83,10 +77,7 @@ def build_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Build the command that starts all ranks of this machine, and its environment.
 
-    Args:
-        environment: Result of :func:`read_environment`.
-        arguments: Result of :func:`train_arguments`.
-        log_folder: Where torchrun writes each rank's output.
+    torchrun writes each rank's output into ``log_folder``.
     """
     variables = dict(os.environ)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -101,8 +92,8 @@ def build_command(
     if environment.nodes == 1:
         variables = loopback_variables() | variables
     else:
-        rendezvous = rendezvous_arguments(environment)
-        variables = FRESH_STORE | variables
+        rendezvous, gloo = rendezvous_arguments(environment)
+        variables = FRESH_STORE | gloo | variables
     if environment.max_restarts:
         rendezvous.append(f"--max_restarts={environment.max_restarts}")
     command = [
@@ -115,29 +106,8 @@ def build_command(
     return command, variables
 
 
-def make_log_folder(dump_folder: Path) -> Path:
-    """Create the log folder of this launch.
-
-    Raises:
-        ConfigError: The folder cannot be created.
-    """
-    folder = dump_folder / "logs" / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        want = f"a folder in which {folder} can be created ({error.strerror})"
-        raise ConfigError("job.dump_folder", str(dump_folder), want) from error
-    return folder
-
-
 def run(environment: Environment, arguments: list[str], log_folder: Path, config: Any) -> int:
-    """Run all ranks to their end and report.
-
-    Args:
-        environment: Result of :func:`read_environment`.
-        arguments: Result of :func:`train_arguments`.
-        log_folder: Result of :func:`make_log_folder`.
-        config: Result of :func:`build_job_config` for ``arguments``.
+    """Run all ranks to their end and report; arguments as for `build_command`.
 
     Returns:
         The exit status: 0 for a run that finished, or that a signal stopped and that saved.
@@ -147,10 +117,10 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     # A dry run is one process without torchrun; its output goes to the console.
     expected = 0 if environment.comm_mode else environment.ranks
     command, variables = build_command(environment, arguments, log_folder)
-    from torchtitan_lr.data.prepare import prepare_for_ranks  # late, as are the checks
-
-    variables |= prepare_for_ranks(config, environment.world_size)
     if environment.nodes == 1:
+        from torchtitan_lr.data.prepare import prepare_for_ranks  # late, as are the checks
+
+        variables |= prepare_for_ranks(config, environment.world_size)
         variables[HELD_VARIABLE] = os.path.realpath(dump_folder)
     group = RankGroup(command, variables, log_folder / "launcher.log", expected)
     status = group.wait()
@@ -166,6 +136,9 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
         if expected:
             failure = describe_failure(log_folder, status)
             hint = full_disk(dump_folder, failure)
+            if environment.nodes > 1 and "gloo" in failure.lower():
+                interface = variables.get("GLOO_SOCKET_IFNAME", "that of the machine's name")
+                hint += f"; gloo's interface is {interface}, set by GLOO_SOCKET_IFNAME"
             several = environment.nodes > 1 or environment.max_restarts
             resumable = hint or several or killed_rank(log_folder)
             hint += how_to_resume(config) if resumable else ""
@@ -177,10 +150,9 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     if not expected:
         print(f"dry run passed: one step as rank 0 of {environment.world_size}")
         return 0
-    results = Path(config.job.dump_folder)
-    summary = read_summary(results, newer_than=begin)
+    summary = read_summary(dump_folder, newer_than=begin)
     if summary is not None:
-        print("\n".join(summary_lines(summary, results, log_folder)))
+        print("\n".join(summary_lines(summary, dump_folder, log_folder)))
     return 0
 
 
@@ -226,7 +198,12 @@ def main(argv: list[str] | None = None) -> int:
         # The launchers of several machines share the folder; then rank 0 locks it.
         folder = config.job.dump_folder
         with locked(folder) if environment.nodes == 1 else nullcontext():
-            log_folder = make_log_folder(Path(folder))
+            log_folder = Path(folder, "logs", f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
+            try:
+                log_folder.mkdir(parents=True)
+            except OSError as error:
+                want = f"a folder in which {log_folder} can be created ({error.strerror})"
+                raise ConfigError("job.dump_folder", folder, want) from error
             return run(environment, arguments, log_folder, config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

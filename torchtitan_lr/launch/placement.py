@@ -57,7 +57,8 @@ def place(environment: Environment, arguments: list[str]) -> Placement:
     # With several machines nothing is chosen: all of them must start alike.
     free = not (environment.ranks_given or environment.comm_mode or environment.nodes > 1)
     if free and 0 < count < wanted:
-        ranks = _most_ranks(config, arguments, count)
+        fits = (n for n in range(count, 0, -1) if _fitting_degree(config, arguments, n) is not None)
+        ranks = next(fits, count)
         check_log_ranks(environment.log_ranks, ranks)
         environment = replace(environment, ranks=ranks)
     device = find_device(environment)
@@ -102,29 +103,37 @@ def _accelerator() -> tuple[str, int]:
     return "cpu", 0
 
 
-def _most_ranks(config: Any, arguments: list[str], gpus: int) -> int:
-    """Return the largest number of ranks on these GPUs that the configuration fits, else `gpus`."""
-    for ranks in range(gpus, 0, -1):
-        if _is_main_job(config):
-            if _same_batch(config, _lowered(config, arguments, ranks), ranks):
-                return ranks
-        elif ranks % _others(config) == 0 and _lowered(config, arguments, ranks) == _degree(config):
-            return ranks
-    return gpus
-
-
 def _fit(config: Any, arguments: list[str], ranks: int, chosen: bool) -> list[str]:
     """Return the overrides with which the main job trains its batches on any number of ranks."""
-    degree = _lowered(config, arguments, ranks)
+    degree = _fitting_degree(config, arguments, ranks)
     lowered = degree != _degree(config)
-    if not (lowered or chosen) or not _is_main_job(config):
-        return []
-    if not _same_batch(config, degree, ranks):
+    if degree is None or not (lowered or chosen) or not _is_main_job(config):
         return []
     overrides = [f"--{_TP}={degree}"] if lowered else []
     if config.training.global_batch_size == -1:
         overrides.append(f"--{_BATCH}={_default_batch(config)}")
     return overrides
+
+
+def _fitting_degree(config: Any, arguments: list[str], ranks: int) -> int | None:
+    """Return the tensor-parallel degree with which a configuration fits the ranks; None if none.
+
+    That of the main job is the largest divisor that divides the ranks, unless the command line sets
+    it, and its batches must be those of the default number of ranks.
+    """
+    degree, others, section = _degree(config), _others(config), config.training
+    if ranks % others:
+        return None
+    given = any(override.key == _TP for override in split_arguments(arguments))
+    lowered = degree if given or degree < 1 else math.gcd(degree, ranks // others)
+    if not _is_main_job(config):
+        return degree if lowered == degree else None
+    split = lowered * config.parallelism.pipeline_parallel_degree
+    if split < 1 or ranks % split:
+        return None
+    batch, unit = section.global_batch_size, section.local_batch_size * (ranks // split)
+    batch = _default_batch(config) if batch == -1 else batch
+    return lowered if unit > 0 and batch % unit == 0 else None
 
 
 def _is_main_job(config: Any) -> bool:
@@ -143,33 +152,11 @@ def _others(config: Any) -> int:
     return math.prod(max(1, degree) for degree in (*degrees, section.data_parallel_shard_degree))
 
 
-def _lowered(config: Any, arguments: list[str], ranks: int) -> int:
-    """Return the largest divisor of the tensor-parallel degree that divides these ranks.
-
-    The degree is kept if the command line sets it or if another degree does not fit.
-    """
-    degree, rest = _degree(config), ranks // _others(config)
-    given = any(override.key == _TP for override in split_arguments(arguments))
-    if given or degree < 1 or rest < 1 or ranks % _others(config):
-        return degree
-    return math.gcd(degree, rest)
-
-
 def _default_batch(config: Any) -> int:
     """Return the sequences per step on the default number of ranks."""
     section = config.parallelism
     split = max(1, section.tensor_parallel_degree) * max(1, section.pipeline_parallel_degree)
     return int(config.training.local_batch_size) * max(1, DEFAULT_RANKS // split)
-
-
-def _same_batch(config: Any, degree: int, ranks: int) -> bool:
-    """Return whether these ranks can train the batches of the default number of ranks."""
-    split = degree * config.parallelism.pipeline_parallel_degree
-    if split < 1 or ranks % split or ranks % _others(config):
-        return False
-    batch = config.training.global_batch_size
-    unit = config.training.local_batch_size * (ranks // split)
-    return unit > 0 and (_default_batch(config) if batch == -1 else batch) % unit == 0
 
 
 def _refuse_tensor_parallel(config: Any, ranks: int) -> None:

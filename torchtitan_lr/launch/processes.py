@@ -26,6 +26,10 @@ from torchtitan_lr.compat.interpreter import end_with, run_exit_functions
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _CONSOLE_LINE = re.compile(rb"\[rank\d+\]:|restart")
+RANK_STARTED = "started as a rank"
+"""End of the line ``process PID ...`` by which `torchtitan_lr.launch.agent` names each rank."""
+_STARTED_LINE = re.compile(rb"process (\d+) " + RANK_STARTED.encode())
+_WATCH_SECONDS = 0.5
 _END_SECONDS = 15  # for torchrun to end when a signal finds no rank: it may have to restart them
 
 
@@ -60,7 +64,8 @@ class RankGroup:
         self.killed = False
         self.was_ready = False
         self._expected = expected
-        self._known: set[int] = set()
+        self._ranks: list[int] = []  # of all starts; the reader appends them
+        self._seen = 0
         self._deadline = math.inf
         self._process: subprocess.Popen[bytes] | None = None
         for number in _FORWARDED:
@@ -92,29 +97,29 @@ class RankGroup:
             The command's exit status, negative if a signal ended it.
         """
         assert self._process is not None  # __init__ has started it
-        while True:
-            # Wait in short intervals: on every platform signal handlers run between them.
-            try:
-                status = self._process.wait(timeout=0.5)
-                break
-            except subprocess.TimeoutExpired:
-                self._watch()
-                if self.signal_number and time.monotonic() > self._deadline:
-                    self._kill()
+        while (status := self._process.poll()) is None:
+            # Signal handlers run in both waits. The reader ends with torchrun, without a poll.
+            if self._reader.is_alive():
+                self._reader.join(timeout=_WATCH_SECONDS)
+            else:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout=_WATCH_SECONDS)
+            self._watch()
+            if self.signal_number and time.monotonic() > self._deadline:
+                self._kill()
         if self._expected:
             self._reader.join(timeout=10.0)
         return status
 
     def _watch(self) -> None:
         """Store whether all ranks are ready: when they end one by one, they cannot be inspected."""
-        ranks = set(self._rank_pids())
-        if ranks - self._known and self._expected:
-            self._known |= ranks
+        if len(self._ranks) > self._seen:
+            self._seen = len(self._ranks)
             self.was_ready = False
             if self.signal_number:  # torchrun has started them again
                 self._kill()
-        if not self.was_ready and not self.signal_number and self._all_ready():
-            self.was_ready = True
+        if not self.was_ready and not self.signal_number:
+            self.was_ready = len(self._with_handler()) == max(1, self._expected)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._process is None:
@@ -129,26 +134,30 @@ class RankGroup:
         if not self.was_ready:
             self._kill()
             return
-        if not self._rank_pids():
-            self._deadline = time.monotonic() + _END_SECONDS
         # A rank without a handler has finished training; the signal would make it fail.
-        for pid in filter(_handles_sigterm, self._rank_pids()):
-            _send(pid, signal.SIGTERM if number == signal.SIGHUP else number)
+        ranks = self._with_handler()
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
+        if not ranks:
+            self._deadline = time.monotonic() + _END_SECONDS
 
-    def _all_ready(self) -> bool:
-        ranks = self._rank_pids()
-        return len(ranks) == max(1, self._expected) and all(map(_handles_sigterm, ranks))
-
-    def _rank_pids(self) -> list[int]:
+    def _with_handler(self) -> list[int]:
+        """Return the living ranks that handle SIGTERM."""
         assert self._process is not None
-        return child_pids(self._process.pid) if self._expected else [self._process.pid]
+        if not self._expected:
+            return [self._process.pid] if _handles_sigterm(self._process.pid, os.getpid()) else []
+        last = self._ranks[-self._expected :]
+        return [pid for pid in last if _handles_sigterm(pid, self._process.pid)]
 
     def _kill(self) -> None:
         assert self._process is not None
         self.killed = True
-        # Each rank is the leader of its own session.
-        for pid in (self._process.pid, *child_pids(self._process.pid)):
-            _send_group(pid, signal.SIGKILL)
+        # Each rank is the leader of its own session. torchrun ends first: it starts no more.
+        for pid in (self._process.pid, *self._ranks[-self._expected :]):
+            if pid == self._process.pid or _status_of(pid, self._process.pid) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
 
     def _relay(self, console_log: Path) -> None:
         """Copy the command's stderr to the log, and the ranks' lines to the console."""
@@ -160,6 +169,8 @@ class RankGroup:
         with console_log.open("wb", buffering=0) as log:
             for line in self._process.stderr:
                 _write(log, line)
+                if started := _STARTED_LINE.match(line):
+                    self._ranks.append(int(started.group(1)))
                 if _CONSOLE_LINE.match(line):
                     _write(sys.stderr.buffer, line)
 
@@ -171,59 +182,28 @@ def _write(file: IO[bytes], line: bytes) -> None:
         file.flush()
 
 
-def child_pids(parent: int) -> list[int]:
-    """List the living children of a process.
+def _status_of(pid: int, parent: int) -> str | None:
+    """Return /proc's status of a living child of a process; None for another, "" without /proc.
 
-    Returns:
-        Process ids in ascending order; zombies are left out.
+    A process id is given again after its process has ended, so that the parent is compared.
     """
-    rows = _proc_table() if sys.platform == "linux" else _ps_table()
-    return sorted(pid for pid, ppid, state in rows if ppid == parent and state != "Z")
-
-
-def _stat_of(pid: int) -> list[str]:
-    """Return the fields after a process's name in /proc (state, parent id, ...); [] if it ended."""
-    try:
-        # The name in parentheses may itself hold blanks and parentheses.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _proc_table() -> list[tuple[int, int, str]]:
-    """Return process id, parent id and state of every process, from /proc."""
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-    stats = ((pid, _stat_of(pid)) for pid in pids)
-    # Without fields: it ended meanwhile.
-    return [(pid, int(fields[1]), fields[0]) for pid, fields in stats if fields]
-
-
-def _ps_table() -> list[tuple[int, int, str]]:
-    """Return process id, parent id and state of every process, from ps."""
-    command = ["ps", "-A", "-o", "pid=,ppid=,stat="]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    rows = (line.split() for line in lines)
-    return [(int(pid), int(ppid), state[0]) for pid, ppid, state in rows]
-
-
-def _handles_sigterm(pid: int) -> bool:
-    """Return whether a process handles SIGTERM; True on platforms where this is unknown."""
+    if sys.platform != "linux":
+        return ""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
-        return sys.platform != "linux"
+        return None
+    is_child = re.search(rf"^PPid:\s*{parent}$", status, re.MULTILINE)
+    return status if is_child and not re.search(r"^State:\s*Z", status, re.MULTILINE) else None
+
+
+def _handles_sigterm(pid: int, parent: int) -> bool:
+    """Return whether a living child handles SIGTERM; True on platforms where this is unknown."""
+    status = _status_of(pid, parent)
+    if status is None:
+        return False
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
     return caught is None or bool(int(caught.group(1), 16) >> (signal.SIGTERM - 1) & 1)
-
-
-def _send(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _send_group(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, number)
 
 
 def end_with_torchrun() -> None:

@@ -121,9 +121,9 @@ class CommLedger(TorchDispatchMode):
             # backward.
             next_unit = (entry.op, entry.mesh_dim) if entry.op == "reduce_scatter" else None
             self._overlap.end(
-                lambda earlier: (
-                    earlier.pass_ == "backward"
-                    and (entry.pass_ == "forward" or (earlier.op, earlier.mesh_dim) == next_unit)
+                lambda run: (
+                    run.key.pass_ == "backward"
+                    and (entry.pass_ == "forward" or (run.key.op, run.key.mesh_dim) == next_unit)
                 )
             )
             self._overlap.start(entry, result, call.results)
@@ -133,7 +133,7 @@ class CommLedger(TorchDispatchMode):
         """Reset all counts."""
         self._calls.clear()
         self._elements.clear()
-        self._overlap.clear()
+        self._overlap = Overlap()
 
     def rows(self, split_recompute: bool = False) -> list[dict[str, Any]]:
         """Return the counts.

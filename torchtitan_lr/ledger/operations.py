@@ -1,8 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Identification of collectives among dispatched operators, and their sizes."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +16,10 @@ from torchtitan_lr.compat.collectives import (
 from torchtitan_lr.compat.dispatch import schema_of, tree_leaves
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """One call of a collective.
 
-    Args:
+    Attributes:
         op: The operation's common name.
         group: Name of the process group.
         dtype: Dtype of the payload.
@@ -55,7 +53,8 @@ def identify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collec
         raise NotImplementedError(f"the ledger does not know the collective {func}")
     op = OPERATIONS[name]
     named = dict(zip(parameters, args, strict=False)) | kwargs
-    tensors = {key: _tensors(value) for key, value in named.items()}
+    leaves = {key: tree_leaves(value) for key, value in named.items()}
+    tensors = {key: [x for x in found if isinstance(x, Tensor)] for key, found in leaves.items()}
     payload = next(found for found in tensors.values() if found)
     group = named.get("group_name", named.get("process_group"))
     elements = max(sum(t.numel() for t in found) for found in tensors.values())
@@ -67,7 +66,3 @@ def identify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collec
         written = [payload]  # in place
     results = tuple(tensor for found in written for tensor in found)
     return Collective(op, group_name_of(group), payload[0].dtype, int(elements), results)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -23,7 +23,7 @@ from torchtitan_lr.compat.dispatch import changes_arguments, storage_address, tr
 
 
 class _Running(NamedTuple):
-    """A started collective, the FLOPs issued before it, and the bytes that it writes."""
+    """A started ``c10d`` collective, the FLOPs issued before it, and the bytes that it writes."""
 
     key: Hashable
     before: int
@@ -72,52 +72,37 @@ class Overlap:
         """
         packet = getattr(func, "overloadpacket", None)
         if packet is functional.wait_tensor:
-            found = self._running.pop(storage_address(args[0]), None)
-            if found is not None:
-                key, before = found
-                self.flops[key] += self._issued - before
+            if (found := self._running.pop(storage_address(args[0]), None)) is not None:
+                self.flops[found[0]] += self._issued - found[1]
             return
-        if self._unread and not reducing:
-            self._read(func, tree_leaves((args, kwargs)), tree_leaves(result))
+        leaves = tree_leaves((args, kwargs)) if self._unread and not reducing else []
+        inputs = [x for x in leaves if isinstance(x, Tensor)]
+        read = {storage_address(x) for x in inputs}
+        if read & self._unread.keys():
+            made = [storage_address(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
+            # A view reads nothing.
+            if not made or changes_arguments(func) or not read.issuperset(made):
+                for x in inputs:
+                    begin, end = _span(x)
+                    meets = lambda r, b=begin, e=end: r.begin < e and b < r.end  # noqa: E731
+                    self.end(meets, storage_address(x))
         if packet in flop_registry:
             self._issued += int(flop_registry[packet](*args, **kwargs, out_val=result))
 
-    def _read(self, func: Any, inputs: list[Any], outputs: list[Any]) -> None:
-        """End the collectives whose results an operator reads; a view reads nothing."""
-        read = {storage_address(x): x for x in inputs if isinstance(x, Tensor)}
-        if not read.keys() & self._unread.keys():
-            return
-        made = [storage_address(x) for x in outputs if isinstance(x, Tensor)]
-        if made and not changes_arguments(func) and all(address in read for address in made):
-            return
-        for leaf in inputs:
-            if isinstance(leaf, Tensor):
-                begin, end = _span(leaf)
-                meets = lambda x, b=begin, e=end: x.begin < e and b < x.end  # noqa: E731
-                self._end(meets, storage_address(leaf))
+    def end(self, ends: Callable[[Any], bool], at: int | None = None) -> None:
+        """End the ``c10d`` collectives that something waits for here.
 
-    def end(self, ends: Callable[[Any], bool]) -> None:
-        """End the ``c10d`` collectives of some keys: something waits for them here."""
-        for address in list(self._unread):
-            self._end(lambda running: ends(running.key), address)
-
-    def _end(self, ends: Callable[[_Running], bool], address: int) -> None:
-        kept = []
-        for running in self._unread.pop(address, []):
-            if running.storage.expired():
-                continue  # nothing has waited for it that could be seen here
-            if ends(running):
+        Args:
+            ends: Whether that is so for a running one.
+            at: The address of the storage that they write; None for any.
+        """
+        for address in list(self._unread) if at is None else [at]:
+            # Nothing has visibly waited for a result whose storage is gone.
+            there = [r for r in self._unread.pop(address, []) if not r.storage.expired()]
+            for running in filter(ends, there):
                 self.flops[running.key] += self._issued - running.before
-            else:
-                kept.append(running)
-        if kept:
-            self._unread[address] = kept
-
-    def clear(self) -> None:
-        """Reset all counts."""
-        self.flops.clear()
-        self._running.clear()
-        self._unread.clear()
+            if kept := [running for running in there if not ends(running)]:
+                self._unread[address] = kept
 
 
 def _span(x: Tensor) -> tuple[int, int]:

@@ -8,8 +8,8 @@ any order of execution. FSDP2 prefetches weights, so its calls are attributed to
 owner, not to the running part.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,7 +31,16 @@ LOSS = "loss"
 
 
 class ScopeTracker:
-    """Follows a model through forward and backward while attached."""
+    """Follows a model through forward and backward while attached.
+
+    Args:
+        model_parts: Modules with ``tok_embeddings``, ``layers`` (by number) and ``output``, as in
+            torchtitan's models; a pipeline stage may lack the first and the last.
+
+    Attributes:
+        reducing: Whether FSDP2 is reducing a unit's gradients, on streams of its own if there are
+            any.
+    """
 
     def __init__(self, model_parts: Sequence[nn.Module]) -> None:
         self._model_parts = list(model_parts)
@@ -40,7 +49,7 @@ class ScopeTracker:
         self._ranges: list[tuple[int, int, str]] = []
         self._model_ends: list[int] = []
         self._owner: str | None = None
-        self._reducing = False
+        self.reducing = False
         self._last = STEP
         self._in_loss = False
         self._recomputing = 0
@@ -51,8 +60,10 @@ class ScopeTracker:
             # The root before its children: the loss is between the end of the root's forward and
             # its backward.
             self._follow_root(part)
-            for scope, module in named_scopes(part):
-                self._follow(scope, module)
+            self._follow("embedding", getattr(part, "tok_embeddings", None))
+            for name, block in part.get_submodule("layers").named_children():
+                self._follow(f"block {name}", block)
+            self._follow("head", getattr(part, "output", None))
 
     def detach(self) -> None:
         """Remove all hooks and reset the state."""
@@ -64,31 +75,19 @@ class ScopeTracker:
         self._model_ends.clear()
         self._owner, self._last, self._in_loss, self._recomputing = None, STEP, False, 0
 
-    @property
-    def reducing(self) -> bool:
-        """Whether FSDP2 is reducing a unit's gradients, on streams of its own if there are any."""
-        return self._reducing
-
     def here(self) -> tuple[str, str, bool]:
         """Return scope, pass (forward, backward, optimizer), and whether it is a recomputation."""
         if in_backward():
-            scope = self._owner or self._backward_scope()
-            return scope, "backward", self._recomputing > 0
+            number = running_node_number()
+            if self._owner is None and number is not None:
+                # The last range first: a later micro-batch's numbers are larger.
+                owners = (scope for a, b, scope in reversed(self._ranges) if a <= number < b)
+                in_loss = bool(self._model_ends) and number >= self._model_ends[0]
+                self._last = next(owners, LOSS if in_loss else self._last)
+            return self._owner or self._last, "backward", self._recomputing > 0
         if self._owner or self._stack:
             return self._owner or self._stack[-1], "forward", False
         return (LOSS, "forward", False) if self._in_loss else (STEP, "optimizer", False)
-
-    def _backward_scope(self) -> str:
-        number = running_node_number()
-        if number is None:
-            return self._last
-        for start, end, scope in reversed(self._ranges):
-            if start <= number < end:
-                self._last = scope
-                return scope
-        if self._model_ends and number >= self._model_ends[0]:
-            self._last = LOSS
-        return self._last
 
     def _follow_root(self, root: nn.Module) -> None:
         def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -103,7 +102,9 @@ class ScopeTracker:
         # The root's own parameters: the final norm.
         self._own_unit(root, "head")
 
-    def _follow(self, scope: str, module: nn.Module) -> None:
+    def _follow(self, scope: str, module: nn.Module | None) -> None:
+        if module is None:
+            return
         starts: list[int] = []
 
         def before(*_: Any) -> None:
@@ -121,43 +122,26 @@ class ScopeTracker:
         self._undo.append(module.register_forward_hook(after).remove)
         self._own_unit(module, scope)
 
-        def count(change: int) -> Callable[..., None]:
-            def recomputes(*_: Any) -> None:
-                self._recomputing += change * in_backward()
-
-            return recomputes
+        def recompute(change: int, *_: Any) -> None:
+            self._recomputing += change * in_backward()
 
         for inner in checkpointed_modules(module):
-            self._undo.append(inner.register_forward_pre_hook(count(1)).remove)
+            begin, end = partial(recompute, 1), partial(recompute, -1)
+            self._undo.append(inner.register_forward_pre_hook(begin).remove)
             # Recomputation may stop early with an exception.
-            self._undo.append(inner.register_forward_hook(count(-1), always_call=True).remove)
+            self._undo.append(inner.register_forward_hook(end, always_call=True).remove)
 
     def _own_unit(self, module: nn.Module, scope: str) -> None:
         def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(original)
             def owned(*args: Any, **kwargs: Any) -> Any:
-                outer = self._owner, self._reducing
-                self._owner, self._reducing = scope, original.__name__ == "post_backward"
+                outer = self._owner, self.reducing
+                self._owner, self.reducing = scope, original.__name__ == "post_backward"
                 try:
                     return original(*args, **kwargs)
                 finally:
-                    self._owner, self._reducing = outer
+                    self._owner, self.reducing = outer
 
             return owned
 
         self._undo.append(wrap_unit_calls(module, wrap))
-
-
-def named_scopes(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the scope names and the parts of a model or of a pipeline stage.
-
-    Args:
-        part: A module with ``tok_embeddings``, ``layers`` (by number) and ``output``, as in
-            torchtitan's models.
-    """
-    if getattr(part, "tok_embeddings", None) is not None:
-        yield "embedding", part.get_submodule("tok_embeddings")
-    for name, block in part.get_submodule("layers").named_children():
-        yield f"block {name}", block
-    if getattr(part, "output", None) is not None:
-        yield "head", part.get_submodule("output")

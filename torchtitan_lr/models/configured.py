@@ -4,19 +4,25 @@
 from typing import Any, cast
 
 
-def llama_args(config: Any) -> Any:
-    """Return our model's arguments as a run has them, None for another package's model.
+def configured_args(config: Any) -> Any:
+    """Return the model's arguments as a run has them; name and flavor are known ones.
 
-    Call it after ``check_model``: name and flavor are known ones then.
+    Raises:
+        ConfigError: A key changes the model to one that does not fit together.
     """
-    from torchtitan_lr.models.args import LlamaArgs
     from torchtitan_lr.titan.specs import get_train_spec
 
     args = get_train_spec(config.model.name).model_args[config.model.flavor]
-    if not isinstance(args, LlamaArgs):
-        return None
     args.update_from_config(config)
     return args
+
+
+def llama_args(config: Any) -> Any:
+    """Return `configured_args` of our models, None for another package's model."""
+    from torchtitan_lr.models.args import LlamaArgs
+
+    args = configured_args(config)
+    return args if isinstance(args, LlamaArgs) else None
 
 
 def model_size(args: Any, seq_len: int) -> tuple[int, int]:

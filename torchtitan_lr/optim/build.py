@@ -1,16 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Build the optimizer from ``[optimizer]``; Adam and AdamW that update this rank's shards."""
 
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.config.methods import TSR
+from torchtitan_lr.optim.selection import TSRSettings
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
 from torchtitan_lr.titan.components import OptimizersContainer
 from torchtitan_lr.titan.components import build_optimizers as titan_build_optimizers
@@ -29,23 +28,18 @@ def build_optimizers(
         parallel_dims: Degrees and meshes.
     """
     if optimizer_config.name == TSR:
+        meshes = [parallel_dims.get_optional_mesh(name) for name in ("dp_replicate", "pp")]
         names = ("lr", "beta1", "beta2", "eps", "weight_decay")
         return TSROptimizers(
             model_parts,
             TSRSettings.from_config(optimizer_config),
             {name: getattr(optimizer_config, name) for name in names},
-            _group(parallel_dims, "dp_replicate"),
-            _group(parallel_dims, "pp"),
+            *(None if mesh is None else mesh.get_group() for mesh in meshes),
         )
     optimizers = titan_build_optimizers(model_parts, optimizer_config, parallel_dims)
     for optimizer in optimizers:
         step_on_shards(optimizer)
     return optimizers
-
-
-def _group(parallel_dims: ParallelDims, name: str) -> dist.ProcessGroup | None:
-    mesh: Any = parallel_dims.get_optional_mesh(name)
-    return None if mesh is None else cast(dist.ProcessGroup, mesh.get_group())
 
 
 class ShardAdam(torch.optim.Adam):
@@ -67,9 +61,7 @@ class ShardAdamW(ShardAdam, torch.optim.AdamW):
     """`torch.optim.AdamW` that updates local shards."""
 
 
-_ON_SHARDS = {torch.optim.Adam: ShardAdam, torch.optim.AdamW: ShardAdamW}
-
-
 def step_on_shards(optimizer: torch.optim.Optimizer) -> None:
     """Turn torch's Adam or AdamW into its shard-local subclass; leave other optimizers alone."""
-    optimizer.__class__ = _ON_SHARDS.get(type(optimizer), type(optimizer))
+    on_shards = {torch.optim.Adam: ShardAdam, torch.optim.AdamW: ShardAdamW}
+    optimizer.__class__ = on_shards.get(type(optimizer), type(optimizer))

@@ -59,7 +59,17 @@ def step_unless(rejected: Tensor, optimizers: OptimizersContainer) -> None:
         optimizers: One per model part.
     """
     parts: list[Any] = list(optimizers)
-    if not all(_decides(part, rejected.device) for part in parts):
+    device = rejected.device
+    reads_verdict = all(
+        getattr(part, "takes_verdict", False)
+        or all(
+            group.get("fused", False)
+            and all(local_part(p).device == device for p in group["params"])
+            for group in part.param_groups
+        )
+        for part in parts
+    )
+    if not reads_verdict:
         if not rejected.item():
             optimizers.step()
         return
@@ -70,13 +80,3 @@ def step_unless(rejected: Tensor, optimizers: OptimizersContainer) -> None:
     finally:
         for part in parts:
             del part.found_inf
-
-
-def _decides(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Return whether an optimizer skips its step by a verdict on this device."""
-    if getattr(optimizer, "takes_verdict", False):
-        return True
-    return all(
-        group.get("fused", False) and all(local_part(p).device == device for p in group["params"])
-        for group in optimizer.param_groups
-    )

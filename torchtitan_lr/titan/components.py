@@ -15,7 +15,13 @@ from torchtitan.components.checkpoint import (
 )
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
+from torchtitan.components.metrics import (
+    BaseLogger,
+    LoggerContainer,
+    MetricsProcessor,
+    TensorBoardLogger,
+    WandBLogger,
+)
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 
 __all__ = [
@@ -28,7 +34,9 @@ __all__ = [
     "MetricsProcessor",
     "ModelWrapper",
     "OptimizersContainer",
+    "TensorBoardLogger",
     "TitanCheckpointHooks",
+    "WandBLogger",
     "build_lr_schedulers",
     "build_optimizers",
     "init_optimizer_container",
@@ -65,26 +73,14 @@ def init_optimizer_container(
 class TitanCheckpointHooks(CheckpointManager):
     """torchtitan's checkpoint manager with public names for its private methods.
 
-    A subclass that saves at other times needs them. If upstream renames one, the first save fails
-    with an AttributeError.
+    A subclass that saves at other times needs them. If upstream renames one, the import fails.
     """
 
-    def checkpoint_folder(self, step: int) -> str:
-        """Return the folder of a step's checkpoint (``_create_checkpoint_id``)."""
-        return str(self._create_checkpoint_id(step))
-
-    def is_due(self, step: int, last: bool) -> bool:
-        """Return whether `save` saves a step, which may be the last (``_should_save``)."""
-        return bool(self._should_save(step, last))
-
-    def wait_for_save(self) -> None:
-        """Wait until an asynchronous save is on disk (``_async_wait``)."""
-        self._async_wait()
-
-    def flattened_states(self) -> dict[str, Any]:
-        """Return all states, with the model's at the top level (``_flattened_model_states_sd``)."""
-        states: dict[str, Any] = self._flattened_model_states_sd()
-        return states
+    checkpoint_folder = CheckpointManager._create_checkpoint_id  # of a step
+    is_due = CheckpointManager._should_save  # whether `save` saves a step, which may be the last
+    wait_for_save = CheckpointManager._async_wait  # until an asynchronous save is on disk
+    # All states, with the model's at the top level.
+    flattened_states = CheckpointManager._flattened_model_states_sd
 
     def as_if_without_folder(self) -> AbstractContextManager[Any]:
         """Make ``load`` use ``initial_load_path``, which it does only if no folder exists."""

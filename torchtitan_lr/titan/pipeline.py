@@ -38,10 +38,9 @@ def stages_built_by(
     def stage(*args: Any, **named: Any) -> Any:
         if len(args) != 4 or named.keys() != {"group"}:
             raise TypeError(
-                "torchtitan builds a PipelineStage of arguments that "
-                "torchtitan_lr.titan.pipeline does not know: "
-                f"{len(args)} by position instead of 4, {sorted(named)} by name instead of "
-                "['group']"
+                "torchtitan builds a PipelineStage of arguments that torchtitan_lr.titan.pipeline "
+                f"does not know: {len(args)} by position instead of 4, {sorted(named)} by name "
+                "instead of ['group']"
             )
         part, index, *rest = args
         if rest != [stages, device] or named["group"] is not group:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ class CheckpointManager(TitanCheckpointHooks):
             self._delete(renamed)
         self._last_saved = checkpoint_id
         if to_hf:  # at the end of a run, never in the background
-            _barrier()
+            from_first_rank(None)  # a barrier
             super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, True)
             write_manifest(checkpoint_id, finite_weights(self.states[MODEL].model))
             return None
@@ -152,27 +153,24 @@ class CheckpointManager(TitanCheckpointHooks):
         if async_mode == AsyncMode.DISABLED:
             dcp.save(state_dict, storage_writer=writer)
         else:
-            result = self._save_in_background(state_dict, writer, async_mode)
+            os.makedirs(writer.path, exist_ok=True)  # `_purge_stale_checkpoints` counts it
+            where: dict[str, Any] = {"storage_writer": writer, "process_group": self.pg}
+            in_threads = async_mode == AsyncMode.ASYNC
+            if in_threads:
+                self.stager = self.stager or BackgroundStager()
+            else:
+                # torch's stager, whose pinned memory a process can share, does not wait for the
+                # step itself.
+                torch.accelerator.current_stream().synchronize()
+                where["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
+            result = dcp.async_save(state_dict, **where, async_stager=self.stager)
+            if in_threads:
+                assert isinstance(result, AsyncSaveResponse)
+                self.staging_future, self.staging = result.staging_completion, True
+                result = result.upload_completion
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return result
-
-    def _save_in_background(
-        self, state_dict: dict[str, Any], writer: ManifestWriter, async_mode: AsyncMode
-    ) -> Future[Any] | AsyncSaveResponse:
-        """Start a copy and a save in threads, or with pinned memory the save in a process."""
-        os.makedirs(writer.path, exist_ok=True)  # `_purge_stale_checkpoints` counts it
-        where: dict[str, Any] = {"storage_writer": writer, "process_group": self.pg}
-        if async_mode != AsyncMode.ASYNC:
-            # torch's stager, whose memory a process can share, does not wait for the step itself.
-            torch.accelerator.current_stream().synchronize()
-            where["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
-            return dcp.async_save(state_dict, **where, async_stager=self.stager)
-        self.stager = self.stager or BackgroundStager()
-        response = dcp.async_save(state_dict, **where, async_stager=self.stager)
-        assert isinstance(response, AsyncSaveResponse)
-        self.staging_future, self.staging = response.staging_completion, True
-        return response.upload_completion
 
     def dcp_load(
         self,
@@ -246,18 +244,17 @@ class CheckpointManager(TitanCheckpointHooks):
         """
         if not self.enable:
             return False
-        step = self._choose(from_first_rank(self._find_load_step() if step == -1 else step))
         if step == -1:
-            with self.as_if_without_folder():
-                loaded = super().load(step)
-        else:
+            step = max(complete_steps(self.folder), default=-1)
+        step = self._choose(from_first_rank(step))
+        with self.as_if_without_folder() if step == -1 else nullcontext():
             loaded = super().load(step)
         if loaded:
             source = self.initial_load_path if step == -1 else self.checkpoint_folder(step)
             console.info("Loaded %s.", source)
         if not self.load_only and _is_first_rank():
             self._tidy(step)
-        _barrier()
+        from_first_rank(None)  # a barrier: no rank saves before that
         return bool(loaded)
 
     def _choose(self, step: int) -> int:
@@ -306,39 +303,28 @@ class CheckpointManager(TitanCheckpointHooks):
             self._purge_stale_checkpoints()
         return folder
 
-    def newest(self) -> str | None:
-        """Return the newest complete checkpoint's folder, None if there is none."""
-        if not self.enable:
-            return None
-        self.wait_for_save()
-        step = self._find_load_step()
-        return None if step == -1 else self.checkpoint_folder(step)
+    def newest(self, finite: bool = False) -> str | None:
+        """Wait for a background save, and return the newest complete checkpoint's folder.
 
-    def last_good(self) -> str | None:
-        """Return the newest complete checkpoint with finite weights, None if there is none.
+        Args:
+            finite: Whether its weights must be finite: a step with a finite loss and gradient may
+                still make them non-finite.
 
-        A step with a finite loss and gradient may still make the weights non-finite.
+        Returns:
+            None if there is none, or checkpointing is off.
         """
         if not self.enable:
             return None
         self.wait_for_save()
         for step in reversed(complete_steps(self.folder)):
             folder = self.checkpoint_folder(step)
-            try:
-                manifest = read_manifest(folder)
-            except DamagedError:
-                continue
-            if manifest is None or manifest.finite:
+            if not finite:
                 return folder
+            with suppress(DamagedError):
+                manifest = read_manifest(folder)
+                if manifest is None or manifest.finite:
+                    return folder
         return None
-
-    def finish(self) -> None:
-        """Wait until a background save is on disk."""
-        if self.enable:
-            self.wait_for_save()
-
-    def _find_load_step(self, folder: str = "") -> int:
-        return max(complete_steps(folder or self.folder), default=-1)
 
     def _purge_stale_checkpoints(self) -> None:
         if self.keep_latest_k <= 0 or not _is_first_rank():
@@ -360,11 +346,6 @@ class CheckpointManager(TitanCheckpointHooks):
         thread = threading.Thread(target=shutil.rmtree, args=(folder, True), daemon=True)
         thread.start()
         self._deleting.append(thread)
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def _is_first_rank() -> bool:

@@ -32,49 +32,30 @@ _MALLOC_VARIABLES = {"GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOL
 """A user who sets one of these decides about malloc."""
 
 
-class CpuDevice:
-    """The part of ``torch.cuda``'s interface that torchtitan calls, for a CPU process."""
+def _cpu_memory_stats(_: object = None) -> dict[str, int]:
+    """Return the peak resident set size of this process in bytes, under torchtitan's keys.
 
-    def set_device(self, device: torch.device | int) -> None:
-        """Accept any device: a CPU process has only one."""
+    The kernel keeps one peak per process lifetime, so nothing can reset it.
+    """
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_bytes = peak if sys.platform == "darwin" else peak * 1024
+    same = dict.fromkeys(("active_bytes.all.peak", "reserved_bytes.all.peak"), peak_bytes)
+    return same | {"num_alloc_retries": 0, "num_ooms": 0}
 
-    def current_device(self) -> int:
-        """Return 0, the index `torch.distributed.barrier` accepts under gloo."""
-        return 0
 
-    def synchronize(self, device: torch.device | int | None = None) -> None:
-        """Return at once: CPU work is never queued."""
-
-    def empty_cache(self) -> None:
-        """Do nothing: there is no caching allocator to empty."""
-
-    def get_device_name(self, device: torch.device | int | None = None) -> str:
-        """Return the processor's name."""
-        return f"CPU {platform.processor() or platform.machine()}"
-
-    def get_device_properties(self, device: torch.device | int | None = None) -> SimpleNamespace:
-        """Return an object whose ``total_memory`` is the machine's memory in bytes."""
-        return SimpleNamespace(
-            total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        )
-
-    def memory_stats(self, device: torch.device | int | None = None) -> dict[str, int]:
-        """Return the peak resident set size of this process in bytes, under torchtitan's keys.
-
-        The kernel keeps one peak per process lifetime, so `reset_peak_memory_stats` cannot lower
-        it.
-        """
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak_bytes = peak if sys.platform == "darwin" else peak * 1024
-        return {
-            "active_bytes.all.peak": peak_bytes,
-            "reserved_bytes.all.peak": peak_bytes,
-            "num_alloc_retries": 0,
-            "num_ooms": 0,
-        }
-
-    def reset_peak_memory_stats(self, device: torch.device | int | None = None) -> None:
-        """Do nothing: see `memory_stats`."""
+CPU_DEVICE = SimpleNamespace(
+    # A CPU process has one device, no queue and no caching allocator.
+    **dict.fromkeys(
+        ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"), lambda _=None: None
+    ),
+    current_device=lambda: 0,  # gloo's barrier takes no other index
+    get_device_name=lambda _=None: f"CPU {platform.processor() or platform.machine()}",
+    get_device_properties=lambda _=None: SimpleNamespace(
+        total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ),
+    memory_stats=_cpu_memory_stats,
+)
+"""The part of ``torch.cuda``'s interface that torchtitan calls, for a CPU process."""
 
 
 def has_accelerator() -> bool:
@@ -118,6 +99,6 @@ def bind_device() -> str:
     """
     bind_peak_flops(peak_flops)
     if not has_accelerator():
-        bind_device_holders("cpu", CpuDevice())
+        bind_device_holders("cpu", CPU_DEVICE)
         keep_freed_memory()
     return device_type()

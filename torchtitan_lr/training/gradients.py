@@ -34,11 +34,11 @@ class StoredGradients:
     def __init__(self, model_parts: Sequence[nn.Module], pp_mesh: DeviceMesh | None) -> None:
         self.model_parts, self.pp_mesh = model_parts, pp_mesh
 
-    def prepare(self, last: bool) -> None:
-        """Do nothing before a micro-batch: FSDP or DDP has its own hooks."""
+    def prepare(self, last: bool = True) -> None:
+        """Do nothing: FSDP or DDP has its own hooks, and autograd accumulates."""
 
-    def accumulate(self, last: bool) -> None:
-        """Do nothing: autograd accumulates in ``parameter.grad``."""
+    # Of a rejected step the fused Adam counts nothing on the host either.
+    accumulate = undo_step_counters = prepare
 
     def reduce_and_square_norm(self) -> Tensor:
         """Return this rank's share of the squared norm; the gradients are already reduced."""
@@ -51,9 +51,6 @@ class StoredGradients:
         coefficient = clip_factor(max_norm, norm)
         if shards:  # with CPU offload the gradients and the norm may be on different devices
             torch._foreach_mul_(shards, coefficient.to(shards[0]))
-
-    def undo_step_counters(self) -> None:
-        """Do nothing: a rejected step of Adam counts nothing on the host."""
 
     def nonfinite(self) -> str | None:
         """Name the first parameter with a gradient that is not finite on this rank."""
@@ -126,15 +123,10 @@ def square_share(gradients: Iterable[Tensor], stages: int = 1) -> Tensor:
     ranks = dist.get_world_size() // stages if dist.is_initialized() else 1
     alike: dict[int, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        alike[ranks // _shards(gradient)].append(gradient)
+        splits = 1
+        if isinstance(gradient, DTensor):
+            sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+            splits = math.prod(n for n, part in sizes if isinstance(part, Shard | StridedShard))
+        alike[ranks // splits].append(gradient)
     shares = [gradient_norm(same).double().square() / n for n, same in alike.items()]
     return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)
-
-
-def _shards(tensor: Tensor) -> int:
-    """Return into how many parts the ranks split a tensor."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    splits = [isinstance(placement, Shard | StridedShard) for placement in tensor.placements]
-    sizes = zip(tensor.device_mesh.shape, splits, strict=True)
-    return math.prod(size for size, split in sizes if split)

@@ -1,15 +1,19 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Agreement of all ranks on each step: gradient norm, finite loss, and pending stop signals.
+"""Agreement of all ranks on each step: its data, gradient norm, finite loss, stop signals.
 
-One all-reduce of three numbers, between backward and the optimizer step, carries all of them. Its
-result stays on the device: the norm clips, and the verdict skips the optimizer step. The host
-reads its copy of them after it has queued the step, at the latest before the next one. A signal
-that arrives before the all-reduce therefore stops the run after that very step.
+Before a step one all-reduce sums the valid tokens and the read failures of all ranks, so that no
+rank starts a step whose data another rank could not read.
+
+Another one of three numbers, between backward and the optimizer step, is the verdict. Its result
+stays on the device: the norm clips, and the verdict skips the optimizer step. The host reads its
+copy of them after it has queued the step, at the latest before the next one. A signal that arrives
+before that all-reduce therefore stops the run after that very step.
 """
 
 import math
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -17,7 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_lr.data.dataloader import TokenDataLoader
+from torchtitan_lr.data.rows import Batch
 from torchtitan_lr.errors import ConfigError, RunFailedError
+from torchtitan_lr.titan import IGNORE_INDEX
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -28,6 +35,66 @@ class NonFiniteError(RunFailedError):
 
 class BadDataError(RunFailedError):
     """A rank could not read its data; the run was saved in its state before the step."""
+
+
+@dataclass(frozen=True)
+class StepData:
+    """One rank's data for one step.
+
+    Attributes:
+        microbatches: ``({"input": (b, s)}, labels (b, s))`` each, on the CPU.
+        tokens: Valid tokens in them.
+        global_tokens: Valid tokens of all ranks' micro-batches.
+        problem: Why the step cannot be computed, the same text on all ranks; None if it can.
+    """
+
+    microbatches: list[Batch]
+    tokens: int
+    global_tokens: float
+    problem: str | None
+
+
+class StepReader:
+    """Reads micro-batches and combines the read failures of all ranks.
+
+    Args:
+        loader: The rank's loader; its position is stored before every step.
+        device: The training device.
+        copies: Ranks that read the same rows: tensor-parallel ranks times pipeline stages.
+    """
+
+    def __init__(self, loader: TokenDataLoader, device: torch.device, copies: int) -> None:
+        self._loader, self._copies = loader, copies
+        # The counts lie on the host, and so does their sum: on a device, reading it would wait for
+        # the whole step before.
+        self._host: dist.ProcessGroup | None = None
+        if device.type != "cpu" and dist.get_world_size() > 1:
+            self._host = dist.new_group(backend="gloo")
+        self._labels = 0  # of all ranks in the last step
+
+    def read(self, data_iterator: Iterator[Batch], count: int) -> StepData:
+        """Read a step's micro-batches; call it on every rank."""
+        problem, microbatches = None, []
+        self._loader.mark()
+        try:
+            for _ in range(count):
+                microbatches.append(next(data_iterator))
+        except (ConfigError, RuntimeError) as error:  # a worker process raises the latter
+            problem = str(error)
+        tokens = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in microbatches)
+        sums = torch.tensor([tokens, problem is not None], dtype=torch.int64)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(sums, group=self._host)
+        global_tokens, failed = sums.tolist()
+        self._labels = global_tokens // self._copies
+        if failed:
+            problem = first_rank_with(problem)
+        return StepData(microbatches, tokens, global_tokens / self._copies, problem)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the shares of a mixture, and the number of labels in pairs."""
+        pairs = any(part.pairs for part in self._loader.dataset.parts)
+        return self._loader.shares() | ({"label_tokens": self._labels} if pairs else {})
 
 
 class StopSignal:
@@ -78,26 +145,6 @@ class Findings:
         return self.bad_losses > 0 or not math.isfinite(self.norm)
 
 
-class HostCopy:
-    """A copy of a device tensor on the host; only `read` waits for it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._event = None
-        self._host = tensor
-        if tensor.device.type != "cpu":
-            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.get_device_module(tensor.device).Event()
-            self._event.record()
-
-    def read(self) -> list[float]:
-        """Return the numbers; waits until the device has computed them, not for work after it."""
-        if self._event is not None:
-            self._event.synchronize()
-        numbers: list[float] = self._host.tolist()
-        return numbers
-
-
 class Verdict:
     """What all ranks agree on for one step, on the device.
 
@@ -121,11 +168,19 @@ class Verdict:
         square, losses, _ = sums.unbind()
         self.norm = square.sqrt()
         self.rejected = ((losses > 0) | ~self.norm.isfinite()).float()
-        self._numbers = HostCopy(torch.cat([sums, bad.view(1)]))
+        self._numbers = torch.cat([sums, bad.view(1)])
+        self._copied: torch.Event | None = None
+        if loss.device.type != "cpu":
+            host = torch.empty_like(self._numbers, device="cpu", pin_memory=True)
+            self._numbers = host.copy_(self._numbers, non_blocking=True)
+            self._copied = torch.get_device_module(loss.device).Event()
+            self._copied.record()
 
     def read(self) -> Findings:
         """Return the verdict on the host; waits for the all-reduce, not for the optimizer."""
-        square, losses, stops, bad = self._numbers.read()
+        if self._copied is not None:
+            self._copied.synchronize()
+        square, losses, stops, bad = self._numbers.tolist()
         norm = math.sqrt(square) if square >= 0 else math.nan
         return Findings(norm, int(losses), stops > 0, not bad)
 

@@ -16,7 +16,7 @@ from typing import Any
 from torchtitan_lr.console.log import console
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig
-from torchtitan_lr.titan.components import BaseLogger
+from torchtitan_lr.titan.components import BaseLogger, TensorBoardLogger, WandBLogger
 from torchtitan_lr.training.history import read_history
 
 WANDB_ID_FILE = "wandb_run_id"
@@ -29,22 +29,7 @@ _WANDB_VARIABLES = {
 }
 
 
-class RunLogger(BaseLogger):
-    """A place for the numbers of a run."""
-
-    def publish(self, summary: dict[str, Any], curve: Path) -> None:
-        """Add the summary and the picture of a finished run."""
-
-    def end(self, status: int) -> None:
-        """Close the logger.
-
-        Args:
-            status: The run's exit status, not 0 if it failed.
-        """
-        self.close()
-
-
-class HistoryLogger(RunLogger):
+class HistoryLogger(BaseLogger):
     """Appends each record to a JSON-lines file, so that curves survive an interruption."""
 
     def __init__(self, path: Path) -> None:
@@ -53,7 +38,10 @@ class HistoryLogger(RunLogger):
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Append one record; NaN and infinity become null, since JSON has neither."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"step": step} | {key: _finite_or_none(v) for key, v in metrics.items()}
+        record: dict[str, Any] = {"step": step}
+        for key, value in metrics.items():
+            infinite = isinstance(value, float) and not math.isfinite(value)
+            record[key] = None if infinite else value
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -67,8 +55,8 @@ class HistoryLogger(RunLogger):
         scratch.replace(self.path)
 
 
-class TensorBoardLogger(RunLogger):
-    """Writes event files.
+class RunTensorBoard(TensorBoardLogger):
+    """torchtitan's TensorBoard, which a resumed run continues.
 
     Args:
         folder: The folder of all starts of this run, e.g. ``tb``; each new run gets a folder in it.
@@ -83,33 +71,32 @@ class TensorBoardLogger(RunLogger):
         earlier = sorted(path for path in folder.glob("*") if path.is_dir())
         goes_on = after > 0 and bool(earlier)
         place = earlier[-1] if goes_on else folder / f"{datetime.now():%Y%m%d-%H%M%S}"
-        self._step = after
-        self._writer = SummaryWriter(
-            str(place), max_queue=1000, purge_step=after + 1 if goes_on else None
-        )
-        self._writer.add_text("config", _code(config), after)
-
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Write one record."""
-        self._step = step
-        for key, value in metrics.items():
-            self._writer.add_scalar(key, value, step)
+        # Not upstream's constructor: its writer takes no step to purge from.
+        self.tag = None
+        purge = after + 1 if goes_on else None
+        self.writer = SummaryWriter(str(place), max_queue=1000, purge_step=purge)
+        self._add_text("config", config, after)
 
     def publish(self, summary: dict[str, Any], curve: Path) -> None:
-        """Add the summary as text and the curve as an image."""
+        """Add the summary of a finished run as text, and its curve as an image."""
         from matplotlib.image import imread
 
-        self._writer.add_text("summary", _code(summary), self._step)
-        picture = imread(curve)
-        self._writer.add_image("curve", picture[..., :3], self._step, dataformats="HWC")
+        step = summary["steps"]
+        self._add_text("summary", summary, step)
+        self.writer.add_image("curve", imread(curve)[..., :3], step, dataformats="HWC")
 
-    def close(self) -> None:
-        """Write what is queued."""
-        self._writer.close()
+    def end(self, status: int) -> None:
+        """Write what is queued, whatever the run's exit status."""
+        self.close()
+
+    def _add_text(self, name: str, values: dict[str, Any], step: int) -> None:
+        """Add values as a block of code in Markdown."""
+        lines = json.dumps(values, indent=1).splitlines()
+        self.writer.add_text(name, "\n".join(f"    {line}" for line in lines), step)
 
 
-class WandbLogger(RunLogger):
-    """Logs to Weights & Biases, online or into files (``metrics.wandb_mode``).
+class RunWandb(WandBLogger):
+    """torchtitan's wandb, online or into files (``metrics.wandb_mode``), which a run continues.
 
     Args:
         dump_folder: ``job.dump_folder``; keeps the run's id.
@@ -120,7 +107,8 @@ class WandbLogger(RunLogger):
     def __init__(self, dump_folder: Path, after: int, config: dict[str, Any]) -> None:
         import wandb  # imported late: few runs use it
 
-        self._wandb = wandb
+        # Not upstream's constructor: it cannot resume a run.
+        self.wandb, self.tag = wandb, None
         kept = dump_folder / WANDB_ID_FILE
         stored = kept.read_text().strip() if after > 0 and kept.is_file() else ""
         run_id = os.environ.get("WANDB_RUN_ID") or stored or secrets.token_hex(4)
@@ -145,25 +133,21 @@ class WandbLogger(RunLogger):
             where = str(self._run.url)
         console.info("wandb run %s: %s", run_id, where)
 
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Send one record."""
-        self._run.log(metrics, step=step)
-
     def publish(self, summary: dict[str, Any], curve: Path) -> None:
         """Upload the summary's values and file, and the curve."""
         self._run.summary.update(summary)
-        self._run.log({"curve": self._wandb.Image(str(curve))})
+        self._run.log({"curve": self.wandb.Image(str(curve))})
         for path in (curve, curve.with_name("summary.json")):
             self._run.save(str(path), base_path=str(path.parent), policy="now")
 
     def end(self, status: int) -> None:
-        """End the wandb run, as failed if the status is not 0."""
+        """End the wandb run, as failed if the run's exit status is not 0."""
         self._run.finish(exit_code=status)
 
 
 def open_loggers(
     job_config: JobConfig, after: int, config: dict[str, Any], rank: int
-) -> list[RunLogger]:
+) -> list[RunTensorBoard | RunWandb]:
     """Open TensorBoard and wandb according to ``[metrics]``.
 
     Args:
@@ -174,17 +158,17 @@ def open_loggers(
             ``metrics.save_for_all_ranks``.
     """
     metrics, dump_folder = job_config.metrics, Path(job_config.job.dump_folder)
-    opened: list[RunLogger] = []
+    opened: list[RunTensorBoard | RunWandb] = []
     if metrics.enable_wandb and rank == 0:
         try:
-            opened.append(WandbLogger(dump_folder, after, config))
+            opened.append(RunWandb(dump_folder, after, config))
         except Exception as error:  # of the network, the account or the disk
             logger.warning("wandb cannot be used, training goes on without it: %s", error)
     if metrics.enable_tensorboard and (rank == 0 or metrics.save_for_all_ranks):
         folder = dump_folder / metrics.save_tb_folder
         if metrics.save_for_all_ranks:
             folder /= f"rank_{rank}"
-        opened.append(TensorBoardLogger(folder, after, config))
+        opened.append(RunTensorBoard(folder, after, config))
     return opened
 
 
@@ -210,12 +194,3 @@ def set_wandb_environment(job_config: JobConfig) -> None:
     os.environ.setdefault("WANDB_MODE", mode)
     # Its own lines and warnings; the run's address is on the console (`WandbLogger`).
     os.environ.setdefault("WANDB_SILENT", "true")
-
-
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _code(values: dict[str, Any]) -> str:
-    """Return values as a block of code in Markdown."""
-    return "\n".join(f"    {line}" for line in json.dumps(values, indent=1).splitlines())

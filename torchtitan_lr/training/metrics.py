@@ -18,16 +18,12 @@ from torchtitan_lr.console.lines import Pace, step_line, validation_line
 from torchtitan_lr.console.log import console
 from torchtitan_lr.models.loss import perplexity
 from torchtitan_lr.titan.base import BaseModelArgs, JobConfig, ParallelDims
-from torchtitan_lr.titan.components import (
-    BaseLogger,
-    LoggerContainer,
-    MetricsProcessor,
-    without_loggers,
-)
-from torchtitan_lr.training.history import HISTORY_FILE, read_history
+from torchtitan_lr.titan.components import LoggerContainer, MetricsProcessor, without_loggers
+from torchtitan_lr.training.history import HISTORY_FILE
 from torchtitan_lr.training.loggers import (
     HistoryLogger,
-    RunLogger,
+    RunTensorBoard,
+    RunWandb,
     open_loggers,
     set_wandb_environment,
 )
@@ -44,10 +40,11 @@ class LowRankMetricsProcessor(MetricsProcessor):
 
     Attributes:
         exit_status: The run's; wandb shows a run with another status than 0 as failed.
-        writes: Whether numbers are written to files and wandb, and not to the console alone.
+        opened: TensorBoard and wandb, once the run has started; they take the summary.
+        history: ``metrics.jsonl``, on rank 0.
     """
 
-    logger: BaseLogger
+    logger: LoggerContainer
     time_last_log: float
     ntokens_since_last_log: int
 
@@ -64,11 +61,11 @@ class LowRankMetricsProcessor(MetricsProcessor):
         self._model_args = model_args
         self.exit_status = 0
         self._pace = Pace(job_config.training.steps)
-        self._opened: list[RunLogger] = []
+        self.opened: list[RunTensorBoard | RunWandb] = []
         self.history: HistoryLogger | None = None
+        self.logger = LoggerContainer()
         if torch.distributed.get_rank() == 0:
             self.history = HistoryLogger(Path(job_config.job.dump_folder) / HISTORY_FILE)
-            self.logger = LoggerContainer()
             self.logger.add_logger(self.history)
         self._paused_at: float | None = None
         self._last_logged_step = 0
@@ -80,38 +77,18 @@ class LowRankMetricsProcessor(MetricsProcessor):
     def start_after(self, step: int) -> None:
         """Open the loggers for a run that starts after ``step``, the loaded checkpoint's step."""
         self._last_logged_step = step
-        container = LoggerContainer()
         config = resolved_config(self.job_config, self.parallel_dims, self._model_args)
-        rank = torch.distributed.get_rank()
-        self._opened = open_loggers(self.job_config, step, config, rank)
-        for opened in self._opened:
-            container.add_logger(opened)
-        if self.history is not None:
-            container.add_logger(self.history)
-        self.logger = container
+        self.opened = open_loggers(self.job_config, step, config, torch.distributed.get_rank())
+        for opened in self.opened:
+            self.logger.add_logger(opened)
         if self.history is not None:
             self.history.rewind(step)
 
-    def publish(self, summary: dict[str, Any], curve: Path) -> None:
-        """Add the summary and the curve of a finished run to TensorBoard and wandb."""
-        for opened in self._opened:
-            opened.publish(summary, curve)
-
     def close(self) -> None:
         """Close the loggers; those that know failed runs get ``exit_status``."""
-        for opened in self._opened:
+        for opened in self.opened:
             opened.end(self.exit_status)
-        self._opened = []
-
-    def has_validation(self, step: int) -> bool:
-        """Return, on every rank, whether the history holds the validation of a step."""
-        known = False
-        if self.history is not None:
-            records = read_history(self.history.path)
-            known = any(r["step"] == step and "validation_metrics/loss" in r for r in records)
-        answers = [False] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(answers, known)
-        return any(answers)
+        self.opened = []
 
     def pause(self) -> None:
         """Pause the throughput clock during validation and saves."""

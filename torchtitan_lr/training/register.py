@@ -31,24 +31,6 @@ PARALLELIZE = {
 """By family; families from outside the package have `parallelize_llama`."""
 
 
-def build_train_spec(family: str) -> TrainSpec:
-    """Assemble the TrainSpec of a family, one of `FAMILIES`."""
-    return TrainSpec(
-        model_cls=LlamaModel,
-        model_args=FLAVORS[family],
-        parallelize_fn=PARALLELIZE.get(family, parallelize_llama),
-        pipelining_fn=pipeline_llama,
-        build_optimizers_fn=build_optimizers,
-        build_lr_schedulers_fn=build_lr_schedulers,
-        build_dataloader_fn=build_dataloader,
-        build_tokenizer_fn=build_tokenizer,
-        build_loss_fn=build_loss,
-        build_validator_fn=Validator,
-        build_metrics_processor_fn=LowRankMetricsProcessor,
-        state_dict_adapter=LlamaStateDictAdapter,
-    )
-
-
 def register_model_family(family: ModelFamily) -> None:
     """Make a family from outside the package known: its name, its flavors and its TrainSpec.
 
@@ -65,9 +47,23 @@ def register_train_specs() -> None:
     Registered names are skipped: torchtitan raises for a second registration.
     """
     for family in FAMILIES.values():
-        name = family.model_name
-        if name not in registered_specs():
-            register_train_spec(name, build_train_spec(family.name))
+        if family.model_name in registered_specs():
+            continue
+        spec = TrainSpec(
+            model_cls=LlamaModel,
+            model_args=FLAVORS[family.name],
+            parallelize_fn=PARALLELIZE.get(family.name, parallelize_llama),
+            pipelining_fn=pipeline_llama,
+            build_optimizers_fn=build_optimizers,
+            build_lr_schedulers_fn=build_lr_schedulers,
+            build_dataloader_fn=build_dataloader,
+            build_tokenizer_fn=build_tokenizer,
+            build_loss_fn=build_loss,
+            build_validator_fn=Validator,
+            build_metrics_processor_fn=LowRankMetricsProcessor,
+            state_dict_adapter=LlamaStateDictAdapter,
+        )
+        register_train_spec(family.model_name, spec)
 
 
 register_train_specs()

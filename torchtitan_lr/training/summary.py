@@ -18,13 +18,6 @@ from torchtitan_lr.training.history import (
 SUMMARY_FILE = "summary.json"
 CURVE_FILE = "curve.png"
 
-__all__ = [
-    *("CURVE_FILE", "SUMMARY_FILE", "TRAIN_LOSS", "VALIDATION_LOSS"),
-    *("build_summary", "draw_curve", "write_summary"),
-]
-
-_SHARE = "data_share/"
-
 
 def build_summary(
     history: list[dict[str, Any]], steps: int, peak_memory_gib: float, checkpoint: str | None
@@ -56,18 +49,27 @@ def build_summary(
     mean = train[-1].get(INTERVAL_LOSS) if train else None
     if mean is not None and math.isfinite(mean):  # a skipped step has no loss
         loss = mean
-    return {
-        "steps": steps,
-        "train_loss": loss,
-        "val_loss": val_loss,
-        "val_ppl": None if val_loss is None else _finite(perplexity(val_loss)),
-        "unigram_entropy": val[-1][UNIGRAM_ENTROPY] if val else None,
-        "tokens_per_s": _median(windows, "throughput/tokens_per_s"),
-        "mfu": _median(windows, "mfu(%)"),
-        "peak_memory_gib": peak_memory_gib,
-        "checkpoint": checkpoint,
-        "curve": None,
-    } | {name: share for name, share in (train[-1:] or [{}])[0].items() if _SHARE in name}
+
+    def middle(key: str) -> float | None:
+        values = [record[key] for record in windows if record.get(key) is not None]
+        return median(values) if values else None
+
+    ppl = math.inf if val_loss is None else perplexity(val_loss)
+    return (
+        {
+            "steps": steps,
+            "train_loss": loss,
+            "val_loss": val_loss,
+            "val_ppl": ppl if math.isfinite(ppl) else None,  # JSON has no infinity
+            "unigram_entropy": val[-1][UNIGRAM_ENTROPY] if val else None,
+            "tokens_per_s": middle("throughput/tokens_per_s"),
+            "mfu": middle("mfu(%)"),
+            "peak_memory_gib": peak_memory_gib,
+            "checkpoint": checkpoint,
+            "curve": None,
+        }
+        | {name: share for name, share in (train[-1:] or [{}])[0].items() if "data_share/" in name}
+    )
 
 
 def write_summary(
@@ -88,12 +90,3 @@ def write_summary(
     scratch.write_text(json.dumps(summary | {"curve": str(curve)}, indent=2) + "\n")
     scratch.replace(path)
     return path
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON has no infinity
-
-
-def _median(records: list[dict[str, Any]], key: str) -> float | None:
-    values = [record[key] for record in records if record.get(key) is not None]
-    return median(values) if values else None

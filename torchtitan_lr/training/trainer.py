@@ -36,15 +36,16 @@ from torchtitan_lr.training.gradients import gradients_for
 from torchtitan_lr.training.guard import (
     BadDataError,
     NonFiniteError,
+    StepReader,
     StopSignal,
     Verdict,
     check_same_data,
+    first_rank_with,
     why_rejected,
 )
-from torchtitan_lr.training.history import INTERVAL_LOSS, read_history
+from torchtitan_lr.training.history import INTERVAL_LOSS, VALIDATION_LOSS, read_history
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
-from torchtitan_lr.training.resolved import report_start, report_stop, title_of
-from torchtitan_lr.training.step_data import StepReader
+from torchtitan_lr.training.resolved import layout, report_start
 from torchtitan_lr.training.summary import CURVE_FILE, build_summary, write_summary
 from torchtitan_lr.training.validate import Validator
 
@@ -60,6 +61,7 @@ class Trainer(TitanTrainer):
 
     checkpoint_manager: type[CheckpointManager] = CheckpointManager
     checkpointer: CheckpointManager
+    dataloader: TokenDataLoader
     metrics_processor: LowRankMetricsProcessor
     pp_schedule: Pipeline
     validator: Validator
@@ -86,10 +88,10 @@ class Trainer(TitanTrainer):
             super().__init__(job_config)
         job_config.job.save_config_file = record or RUN_CONFIG
         check_same_data(self.dataloader.dataset.identity)
-        self._reader = StepReader(
-            self.dataloader, self.device, self.parallel_dims.non_data_parallel_size
-        )
-        stages = self.parallel_dims.get_optional_mesh("pp")
+        dims = self.parallel_dims
+        self._reader = StepReader(self.dataloader, self.device, dims.non_data_parallel_size)
+        self._batch_degree = dims.dp_replicate * dims.dp_shard
+        stages = dims.get_optional_mesh("pp")
         self._gradients = gradients_for(self.optimizers, self.model_parts, stages)
         args = self.model_parts[0].model_args
         if isinstance(args, LlamaArgs):
@@ -105,18 +107,20 @@ class Trainer(TitanTrainer):
         """Train to ``training.steps`` or to a stop signal, then save and report."""
         self._stop.install()
         super().train()
-        self.checkpointer.finish()
-        if self.interrupted:
-            saved = self.checkpointer.newest()
-            if torch.distributed.get_rank() == 0:
-                report_stop(self.job_config, self.stopped_by, self.step, saved)
-        else:
-            self.write_summary()
+        saved = self.checkpointer.newest()
+        if not self.interrupted:
+            self.write_summary(saved)
+        elif torch.distributed.get_rank() == 0:
+            how = "run the same command again to resume" if saved else "checkpointing is off"
+            if saved and self.job_config.checkpoint.load_step != -1:
+                how = "run the command again without checkpoint.load_step to resume"
+            total = self.job_config.training.steps
+            what = "Stopped by %s after step %d of %d, checkpoint %s: %s"
+            console.info(what, self.stopped_by, self.step, total, saved, how)
 
     def close(self) -> None:
         """End what runs beside training: worker processes, saving, logging."""
-        if isinstance(self.dataloader, TokenDataLoader):
-            self.dataloader.close()
+        self.dataloader.close()
         super().close()
 
     def should_continue_training(self) -> bool:
@@ -138,7 +142,7 @@ class Trainer(TitanTrainer):
     def write_record(self) -> None:
         """Write the run's configuration into the dump folder, after all checks have passed."""
         if torch.distributed.get_rank() == 0:
-            changes = write_record(self.job_config, self.step)
+            changes = write_record(self.job_config, self.step, self.parallel_dims.world_size)
             if changes:
                 console.info("After step %d: %s", self.step, described(changes))
 
@@ -180,9 +184,13 @@ class Trainer(TitanTrainer):
             self._residuals.commit(verdict.rejected if may_skip else None)
         self._unread = self.step, verdict, global_tokens
         self.lr_schedulers.step()
-        if self._is_read_now():
+        # Logging, saving and validating need the verdict now.
+        logs = self.metrics_processor.should_log(self.step)
+        saves = self.checkpointer.is_due(self.step, self.step >= self.job_config.training.steps)
+        validates = self.job_config.validation.enable and self.validator.should_validate(self.step)
+        if logs or saves or validates:
             self._settle()
-        if self.metrics_processor.should_log(self.step):
+        if logs:
             token_share = data.tokens / global_tokens if global_tokens else math.nan
             self._log_step(loss, token_share, verdict.norm, lr)
         # Validation and saving, until the next step, do not count as training time.
@@ -252,10 +260,6 @@ class Trainer(TitanTrainer):
         self.ntokens_seen = state_dict["ntokens_seen"] // self._batch_degree
         self.skipped_steps = state_dict["skipped_steps"]
 
-    @property
-    def _batch_degree(self) -> int:
-        return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
-
     def _stop_for_data(self, why: str) -> None:
         """Save the state before this step, and raise on every rank.
 
@@ -264,8 +268,8 @@ class Trainer(TitanTrainer):
         """
         failed = self.step
         self.step -= 1
-        self._reader.return_to_mark()
-        saved = self.checkpointer.last_good()
+        self.dataloader.return_to_mark()
+        saved = self.checkpointer.newest(finite=True)
         if self.step > self._first_step:
             saved = self.checkpointer.save_interrupted(self.step)
         how = f"saved as {saved}" if saved else "nothing was saved"
@@ -301,15 +305,6 @@ class Trainer(TitanTrainer):
         self._ledger.clear()
         return self._ledger
 
-    def _is_read_now(self) -> bool:
-        """Return whether this step is logged, saved or validated, so that its verdict is needed."""
-        last = self.step >= self.job_config.training.steps
-        return (
-            self.metrics_processor.should_log(self.step)
-            or self.checkpointer.is_due(self.step, last)
-            or (self.job_config.validation.enable and self.validator.should_validate(self.step))
-        )
-
     def _settle(self) -> None:
         """Read the last step's verdict, once: set ``interrupted``, count a skipped step or raise.
 
@@ -328,7 +323,7 @@ class Trainer(TitanTrainer):
         if self.skipped_steps >= self.job_config.training.max_skipped_steps:
             raise NonFiniteError(
                 f"step {step}: {what}; last good checkpoint: "
-                f"{self.checkpointer.last_good() or 'none'}"
+                f"{self.checkpointer.newest(finite=True) or 'none'}"
             )
         self.skipped_steps += 1
         logger.warning("step %d: %s; optimizer step skipped", step, what)
@@ -372,23 +367,33 @@ class Trainer(TitanTrainer):
 
     def _make_up_for_validation(self) -> None:
         """Validate now if the previous run was stopped between a save and its validation."""
-        if not self.step or not self.job_config.validation.enable:
+        enabled = self.step and self.job_config.validation.enable
+        if not enabled or not self.validator.should_validate(self.step):
             return
-        due = self.validator.should_validate(self.step)
-        if due and not self.metrics_processor.has_validation(self.step):
+        known = False
+        if (history := self.metrics_processor.history) is not None:
+            records = read_history(history.path)
+            known = any(r["step"] == self.step and VALIDATION_LOSS in r for r in records)
+        if first_rank_with("" if known else None) is None:
             self.validator.validate(self.model_parts, self.step)
 
-    def write_summary(self) -> None:
-        """Write the summary and the curve on the rank that has the history."""
-        memory = self.metrics_processor.device_memory_monitor.get_peak_stats().max_reserved_gib
+    def write_summary(self, checkpoint: str | None) -> None:
+        """Write the summary and the curve on the rank that has the history.
+
+        Args:
+            checkpoint: Folder of the newest one.
+        """
+        processor, job_config = self.metrics_processor, self.job_config
+        memory = processor.device_memory_monitor.get_peak_stats().max_reserved_gib
         peak = torch.tensor(memory, dtype=torch.float64, device=self.device)
         if torch.distributed.get_world_size() > 1:
             torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
-        if self.metrics_processor.history is not None:
-            history = read_history(self.metrics_processor.history.path)
-            summary = build_summary(history, self.step, peak.item(), self.checkpointer.newest())
-            folder = Path(self.job_config.job.dump_folder)
-            title = title_of(self.job_config, self.parallel_dims)
-            path = write_summary(summary, history, folder, title)
-            logger.info("Summary written to %s", path)
-            self.metrics_processor.publish(summary, folder / CURVE_FILE)
+        if processor.history is None:
+            return
+        history, folder = read_history(processor.history.path), Path(job_config.job.dump_folder)
+        summary = build_summary(history, self.step, peak.item(), checkpoint)
+        what = job_config.job.description or f"{job_config.model.name} {job_config.model.flavor}"
+        title = f"{what}, {layout(self.parallel_dims)}"
+        logger.info("Summary written to %s", write_summary(summary, history, folder, title))
+        for opened in processor.opened:
+            opened.publish(summary, folder / CURVE_FILE)

@@ -132,8 +132,6 @@ class Validator(BaseValidator):
         maybe_enable_amp: Context of mixed precision.
         metrics_processor: Logs the result.
         pp_schedule: Runs the batches if the model is split into stages.
-        pp_has_first_stage: Of this rank; `Pipeline` knows it.
-        pp_has_last_stage: The same.
 
     Attributes:
         last_loss: The latest result, nats per token.
@@ -152,8 +150,7 @@ class Validator(BaseValidator):
         maybe_enable_amp: AbstractContextManager[None],
         metrics_processor: MetricsProcessor,
         pp_schedule: Pipeline | None = None,
-        pp_has_first_stage: bool | None = None,
-        pp_has_last_stage: bool | None = None,
+        **_: bool | None,  # which stages this rank has; the schedule knows it
     ) -> None:
         super().__init__(job_config)
         self.parallel_dims = parallel_dims
@@ -167,7 +164,7 @@ class Validator(BaseValidator):
         self.validation_set = ValidationSet(open_rows(job_config, "validation")[1], *sizes)
         self._entropy: float | None = None
         # torchtitan's own section has no such key.
-        self._first_step = getattr(job_config.validation, "first_step", False)
+        self._first_step = getattr(section, "first_step", False)
         self.last_loss: float | None = None
         self.suspended = False
 
@@ -188,23 +185,9 @@ class Validator(BaseValidator):
         with self.validation_context(), self.maybe_enable_amp:
             loss_sum, total = sum_over_ranks(model_parts, batches, loss_of, self.parallel_dims)
         self.last_loss = loss_sum / total
-        self.metrics_processor.log_validation(
-            self.last_loss,
-            step,
-            extra_metrics={
-                "validation_metrics/perplexity": perplexity(self.last_loss),
-                "validation_metrics/tokens": total,
-                "validation_metrics/unigram_entropy": self._unigram_entropy(),
-                "validation_metrics/seconds": time.perf_counter() - started,
-            },
-        )
-
-    def _unigram_entropy(self) -> float:
-        """Return the entropy of all ranks' labels: the loss of the best model without context.
-
-        Each rank counts its own share, once; a trained model's loss must be below it.
-        """
         if self._entropy is None:
+            # Each rank counts its own share, once. A trained model's loss must be below the
+            # entropy: it is the loss of the best model without context.
             counts = count_labels(self.validation_set).to(device_type())
             if (mesh := self.parallel_dims.get_optional_mesh("loss")) is not None:
                 size = torch.tensor(len(counts), device=counts.device)
@@ -212,4 +195,13 @@ class Validator(BaseValidator):
                 counts = nn.functional.pad(counts, (0, int(size) - len(counts)))
                 dist.all_reduce(counts, group=mesh.get_group())
             self._entropy = entropy(counts)
-        return self._entropy
+        self.metrics_processor.log_validation(
+            self.last_loss,
+            step,
+            extra_metrics={
+                "validation_metrics/perplexity": perplexity(self.last_loss),
+                "validation_metrics/tokens": total,
+                "validation_metrics/unigram_entropy": self._entropy,
+                "validation_metrics/seconds": time.perf_counter() - started,
+            },
+        )

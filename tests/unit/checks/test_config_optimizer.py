@@ -32,7 +32,6 @@ REFUSALS = [
     ("optimizer.tsr_scale=inf", "inf", "a positive number"),
     ("optimizer.tsr_moments=forget", "'forget'", "one of 'keep', 'rotate', 'reset'"),
     ("optimizer.tsr_refresh=never", "'never'", "one of 'auto', 'sketch', 'dense'"),
-    ("optimizer.tsr_product_precision=half", "'half'", "one of 'float32', 'bfloat16'"),
     ("optimizer.tsr_projection=both", "'both'", "one of 'two_sided', 'one_sided'"),
     ("optimizer.early_step_in_backward", "True", "false"),
     ("optimizer.tsr_rnak=3", "'3'", "did you mean optimizer.tsr_rank"),
@@ -57,7 +56,6 @@ ACCEPTED = [
     ["--optimizer.tsr_compress_head", "--optimizer.tsr_stagger"],
     ["--optimizer.tsr_oversampling=0", "--optimizer.tsr_power_iterations=0"],
     ["--model.name=llama_cola", "--optimizer.tsr_rank=32"],
-    ["--optimizer.tsr_product_precision=bfloat16"],
     ["--parallelism.tensor_parallel_degree=2"],
     # Says nothing where another optimizer trains.
     ["--optimizer.name=AdamW", "--optimizer.tsr_rank=0"],

@@ -7,10 +7,13 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 
 from tests.commands import ROOT
+from tests.integration.test_sockets import listening
 from tests.unit.test_imports import HEAVY
 from torchtitan_lr.commands.main import COMMANDS, main, parser_of
+from torchtitan_lr.commands.train import make_seed_checkpoint
 from torchtitan_lr.config.shipped import shipped_configs
 
 HELP = f"""
@@ -94,6 +97,25 @@ def test_train_is_a_rank_under_torchrun():
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: WORLD_SIZE: got '', expected what torch")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net/tcp")
+def test_a_seed_checkpoint_listens_on_the_loopback_alone(tmp_path, monkeypatch):
+    from torchtitan_lr import train
+
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    found = []
+
+    def meet(arguments):
+        dist.init_process_group("gloo", init_method="env://")
+        found.extend(listening(os.getpid()))
+        dist.destroy_process_group()
+        return 0
+
+    monkeypatch.setattr(train, "main", meet)
+    arguments = ["--job.config_file=debug_lax", f"--job.dump_folder={tmp_path}"]
+    assert make_seed_checkpoint(arguments) == tmp_path / "checkpoint" / "step-0"
+    assert found and all(address.is_loopback for address in found)
 
 
 def test_a_seed_checkpoint_is_not_added_to_a_run(tmp_path, capsys):

@@ -82,13 +82,6 @@ OVERRIDES = (
         reason="Tensor-parallel styles implement this method; torch has no public name for it.",
     ),
     Override(
-        ours="torchtitan_lr.training.checkpoint:CheckpointManager._find_load_step",
-        upstream="torchtitan.components.checkpoint:CheckpointManager._find_load_step",
-        parameters=("folder",),
-        caller="torchtitan.components.checkpoint:CheckpointManager.load",
-        reason="Upstream accepts an incomplete checkpoint folder.",
-    ),
-    Override(
         ours="torchtitan_lr.training.checkpoint:CheckpointManager._purge_stale_checkpoints",
         upstream="torchtitan.components.checkpoint:CheckpointManager._purge_stale_checkpoints",
         parameters=(),

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support import codecs
 from tests.support.codecs import exchange_in_process, reduce_in_process
-from torchtitan_lr.compression.codecs import SketchCodec, SparseCodec, base, entries, sketch
+from torchtitan_lr.compression.codecs import SketchCodec, SparseCodec, entries, sketch
 from torchtitan_lr.compression.codecs.entries import largest
 from torchtitan_lr.compression.sizes import kept_entries, sketch_row, smallest_theta
 
@@ -89,7 +90,7 @@ def test_sparsity_reaches_theta_exactly(theta, m):
 
 
 def test_a_dropped_residual_is_noticed(monkeypatch):
-    monkeypatch.setattr(base, "left_over", lambda rows, *_: torch.zeros_like(rows))
+    monkeypatch.setattr(codecs, "left_over", lambda rows, *_: torch.zeros_like(rows))
     x = rows()
     totals, owed, _ = reduce_in_process(SparseCodec(0.8), x, 1)
     assert error(totals + owed.sum(0), x.sum(0)) > 0.1

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchtitan_lr.compression.codecs.base import complete
 from torchtitan_lr.compression.compressor import (
     Compressor,
     Span,
@@ -43,7 +44,7 @@ def exchanges(group, **options):
     generator = torch.Generator().manual_seed(0)
     for _ in range(5):
         gradient = (torch.randn(1, 200, generator=generator) * 1000).round()
-        sent, _ = own.reduce_rows(gradient.clone())
+        sent, _ = complete(own.exchange_rows(gradient.clone()))
         yield gradient[0], sent, own.residual[0].float().clone()
 
 
@@ -68,7 +69,7 @@ def test_a_bf16_residual_is_the_debt_rounded_once(one_rank):
 
 def exchange_once(own, seed):
     generator = torch.Generator().manual_seed(seed)
-    return own.reduce_rows(torch.randn(1, 200, generator=generator) * 1000)[0]
+    return complete(own.exchange_rows(torch.randn(1, 200, generator=generator) * 1000))[0]
 
 
 @pytest.mark.parametrize("codec", ["sketch", "sparse"])

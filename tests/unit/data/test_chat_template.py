@@ -9,8 +9,6 @@ import pytest
 from tests.commands import ROOT
 from torchtitan_lr.data.chat_template import ChatTemplate
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair
-from torchtitan_lr.data.sources import Reader, Source
-from torchtitan_lr.data.tokenize import signature_of
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
@@ -99,13 +97,3 @@ def test_an_unusable_template_is_refused(tmp_path, template, want):
     tokenizer = folder_with(tmp_path, template)
     with pytest.raises(ConfigError, match=want):
         PairEncoder(tokenizer).encode(RECORD)
-
-
-def test_another_template_is_another_preparation(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
-    readers = [Reader(Source("local", (str(tmp_path / "a.jsonl"),)))]
-    signatures = set()
-    for i, template in enumerate((None, MARKED, MARKED + " ")):
-        (tmp_path / str(i)).mkdir()
-        signatures.add(signature_of(readers, folder_with(tmp_path / str(i), template)))
-    assert len(signatures) == 3

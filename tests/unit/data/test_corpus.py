@@ -8,44 +8,27 @@ import shutil
 import numpy as np
 import pytest
 
-from torchtitan_lr.data.corpus import Corpus, ShardInfo, checksum, save_record
-from torchtitan_lr.data.indexed import IndexedWriter
+from tests.support.corpora import write_corpus, write_shard
+from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.errors import ConfigError, DataError
 
 
-def shard(folder, name, documents, loss=False):
-    tokens, lengths = np.concatenate(documents), np.array([len(d) for d in documents])
-    kinds = [("", np.uint16, tokens)] + [(".loss", np.uint8, tokens % 2)] * loss
-    for suffix, dtype, values in kinds:
-        writer = IndexedWriter(folder / (name + suffix), dtype)
-        writer.append(values, lengths)
-        writer.finish()
-        (folder / f"{name}{suffix}.lengths").unlink()
-    prefix = str(folder / name)
-    digest = checksum(prefix, "pairs" if loss else "text")
-    return ShardInfo(prefix, len(tokens), len(lengths), digest)
-
-
 def build(folder, loss=False, start=0):
-    folder.mkdir()
-    rows = np.arange(start, start + 60).reshape(12, 5)
-    train = [shard(folder, f"train-0000{i}", rows[5 * i : 5 * i + 5], loss) for i in range(2)]
-    held = [shard(folder, "held_out-00000", rows[10:], loss)]
-    tokenizer = {"sha256": "abc", "bos": 0, "eos": 1}
-    save_record(folder, "pairs" if loss else "text", tokenizer, [train, held], source="x")
-    return Corpus.open(folder)
+    rows = np.arange(start, start + 60).reshape(12, 5).tolist()
+    shards = [rows[:5], rows[5:10], rows[10:]]
+    masks = [[[token % 2 for token in row] for row in shard] for shard in shards]
+    return write_corpus(folder, shards[:2], shards[2:], masks if loss else None)
 
 
 @pytest.mark.parametrize("loss", [False, True])
 def test_a_prepared_folder(tmp_path, loss):
     found = build(tmp_path / "a", loss)
     assert (found.tokens(), found.tokens(held_out=True)) == (50, 10)
-    assert (found.bos, found.eos, found.tokenizer) == (0, 1, "abc")
     assert found.kind == ("pairs" if loss else "text")
-    assert found.shard(found.train[1]).tokens.tolist() == list(range(25, 50))
+    assert found.shard(found.train[1]).read().tolist() == list(range(25, 50))
     assert found.shard(found.held_out[0]).ends.tolist() == [5, 10]
     if loss:
-        assert found.shard(found.train[0], loss=True).tokens.tolist() == [n % 2 for n in range(25)]
+        assert found.shard(found.train[0], loss=True).read().tolist() == [n % 2 for n in range(25)]
     found.check()
     # The place does not matter to the identity, the content does.
     shutil.copytree(tmp_path / "a", tmp_path / "b")
@@ -97,8 +80,8 @@ def test_a_large_corpus_is_checked_in_part(tmp_path, monkeypatch):
 
 
 def test_a_folder_of_another_writer(tmp_path):
-    shard(tmp_path, "b", [np.arange(4)])
-    shard(tmp_path, "a", [np.arange(3), np.arange(2)])
+    write_shard(tmp_path / "b", np.uint16, [[1] * 4])
+    write_shard(tmp_path / "a", np.uint16, [[1] * 3, [2] * 2])
     found = Corpus.open(tmp_path)
     assert [info.name for info in found.train] == ["a", "b"]
     assert (found.tokens(), found.held_out, found.kind) == (9, [], "text")

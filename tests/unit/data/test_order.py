@@ -4,7 +4,6 @@
 from fractions import Fraction
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,13 +73,3 @@ def test_shares_that_need_a_long_period_are_rounded():
     assert abs(shares.counts / MOST_SLOTS - wanted).max() <= 2 / MOST_SLOTS
     parts, _ = shares.choose(np.arange(10**15, 10**15 + MOST_SLOTS))
     assert np.bincount(parts).tolist() == shares.counts.tolist()
-
-
-@pytest.mark.parametrize("change", [{"seed": 4}, {"part": 1}])
-def test_another_seed_and_another_part_have_another_order(change):
-    rows = np.arange(100)
-    key = {"seed": 3, "part": 0}
-    here = shuffled(rows, 1000, *key.values())
-    there = shuffled(rows, 1000, *(key | change).values())
-    assert np.array_equal(here, shuffled(rows, 1000, 3, 0))
-    assert (here == there).sum() < 10

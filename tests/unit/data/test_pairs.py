@@ -19,17 +19,6 @@ def tokenizer():
     return build_tokenizer(job)
 
 
-def pair(i):
-    """A short pair, a chat, or one longer than a window; every answer is different."""
-    if i % 9 == 0:
-        return {"prompt": f"list {i}: " + "many words " * 9, "completion": f"answer {i}"}
-    if i % 3 == 0:
-        turns = [("system", f"rule {i}"), ("user", "a"), ("assistant", f"b{i}"), ("user", "c")]
-        turns += [("assistant", f"d{i}")]
-        return {"messages": [{"role": role, "content": text} for role, text in turns]}
-    return {"prompt": f"question {i}:", "completion": f" reply {i}" + " more" * (i % 40)}
-
-
 BAD = [
     ("{", "a JSON object with strings"),
     ('{"prompt": "a"}', 'strings "prompt" and "completion"'),
@@ -79,13 +68,15 @@ def test_a_prompt_keeps_its_tokens_where_the_text_would_merge_them(tokenizer):
 
 
 def test_every_answer_of_a_chat_is_a_label(tokenizer):
-    tokens = PairEncoder(tokenizer).encode(parse_pair(pair(3)))
+    turns = [("system", "rule"), ("user", "a"), ("assistant", "b"), ("user", "c")]
+    messages = [{"role": role, "content": text} for role, text in [*turns, ("assistant", "d")]]
+    tokens = PairEncoder(tokenizer).encode(parse_pair({"messages": messages}))
     labels = [t for t in tokens if t >= 0]
     assert labels.count(tokenizer.eos_id) == 2
-    assert tokenizer.decode(labels) == "b3d3"
+    assert tokenizer.decode(labels) == "bd"
     text = tokenizer.decode([t if t >= 0 else ~t for t in tokens])
-    expected = "### System:\nrule 3\n\n### User:\na\n\n### Assistant:\nb3"
-    assert text == expected + "\n\n### User:\nc\n\n### Assistant:\nd3"
+    expected = "### System:\nrule\n\n### User:\na\n\n### Assistant:\nb"
+    assert text == expected + "\n\n### User:\nc\n\n### Assistant:\nd"
 
 
 LIBRARY = '''

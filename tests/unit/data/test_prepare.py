@@ -3,6 +3,7 @@
 
 import fcntl
 import json
+import logging
 import multiprocessing
 import os
 import time
@@ -14,6 +15,7 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data import prepare
 from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.data.prepare import ensure_prepared, free, prepare_for_ranks, wanted
+from torchtitan_lr.data.rows import check_corpora
 from torchtitan_lr.errors import ConfigError, DataError
 
 LINES = [json.dumps({"text": f"Line {i} of {i * i} words. " * 3}) + "\n" for i in range(200)]
@@ -40,10 +42,9 @@ def config(tmp_path):
     return make
 
 
-def test_a_run_prepares_once_and_its_ranks_find_it(tmp_path, config, monkeypatch, capsys):
+def test_a_run_prepares_once_and_its_ranks_find_it(tmp_path, config, monkeypatch):
     job = config("--validation.enable")
     variables = prepare_for_ranks(job, world_size=2)
-    said = capsys.readouterr().err + capsys.readouterr().out
     (part,) = ensure_prepared(job)
     assert (part.weight, part.name) == (1.0, "local")
     corpus = Corpus.open(part.folder)
@@ -56,7 +57,6 @@ def test_a_run_prepares_once_and_its_ranks_find_it(tmp_path, config, monkeypatch
     assert ensure_prepared(job) == [part]
     assert ensure_prepared(job, "validation") == [part]
     assert (corpus.train[0].sha256, os.stat(part.folder / "corpus.json").st_ino) == before
-    del said
 
 
 def test_a_changed_file_or_tokenizer_is_another_folder(tmp_path, config):
@@ -114,13 +114,6 @@ def test_a_mixture_has_a_folder_and_a_share_for_each(tmp_path, config):
             wanted(job)
 
 
-def test_other_validation_files_are_all_held_out(tmp_path, config):
-    (tmp_path / "v.txt").write_text("Some words.\n" * 900)
-    job = config("--validation.dataset=local", f"--validation.dataset_path={tmp_path / 'v.txt'}")
-    corpus = Corpus.open(ensure_prepared(job, "validation")[0].folder)
-    assert (corpus.tokens(), corpus.tokens(held_out=True) > 1000) == (0, True)
-
-
 def test_how_much_of_a_dataset_of_the_hub_is_prepared(config):
     options = "--training.steps=9 --training.global_batch_size=8 --training.seq_len=99"
     options += " --validation.enable --validation.steps=2 --validation.local_batch_size=4"
@@ -134,6 +127,13 @@ def test_how_much_of_a_dataset_of_the_hub_is_prepared(config):
     ((both,),) = (each.sources for each in wanted(job, world_size=8))
     assert (both.paths, both.part, both.tokens) == (("a/b@1.0",), "both", 8000)
     job = config(options, "--training.dataset=hf --training.dataset_path=a/b", path=None)
+    more = [
+        config(options, f"--training.steps={steps} --training.hf_tokens=7000") for steps in (9, 99)
+    ]
+    for each in more:
+        each.training.dataset, each.training.dataset_path = "hf", "a/b"
+    assert wanted(more[0], world_size=8) == wanted(more[1], world_size=8)
+    assert wanted(more[0])[0].sources[0].tokens == 7000
     job.training.hf_streaming = False
     assert wanted(job)[0].sources[0].tokens is None
 
@@ -146,12 +146,6 @@ def test_a_prepared_folder_of_the_user(tmp_path, config):
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(DataError, match="it was cut"):
         prepare_for_ranks(job, 1)
-
-
-def in_child(function, *arguments):
-    child = multiprocessing.get_context("fork").Process(target=function, args=arguments)
-    child.start()
-    return child
 
 
 def test_two_runs_prepare_a_folder_once(tmp_path, config):
@@ -171,7 +165,9 @@ def test_two_runs_prepare_a_folder_once(tmp_path, config):
         with log.open("a") as file:
             file.write(f"{Corpus.open(folder).identity}\n")
 
-    children = [in_child(run) for _ in range(3)]
+    children = [multiprocessing.get_context("fork").Process(target=run) for _ in range(3)]
+    for child in children:
+        child.start()
     for child in children:
         child.join()
         assert child.exitcode == 0
@@ -211,3 +207,51 @@ def test_a_file_system_without_locks(tmp_path, config, monkeypatch):
     prepare._held.pop(folder).close()
     free(tmp_path / "store", 0)
     assert folder.exists()
+
+
+@pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl", "../corpus", "link.jsonl"])
+def test_validation_on_files_that_are_trained_on_is_refused(tmp_path, config, pattern):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/link.jsonl").symlink_to(tmp_path / "a.jsonl")
+    (tmp_path / "corpus/a.jsonl").symlink_to(tmp_path / "a.jsonl")
+    (tmp_path / "other.jsonl").write_text("".join(LINES[:9]))
+    named = "--validation.enable --validation.dataset=local --validation.dataset_path="
+    with pytest.raises(ConfigError) as error:
+        check_corpora(config(f"{named}{tmp_path}/corpus/{pattern}"), 1)
+    text = str(error.value)
+    assert text.startswith("validation.dataset_path: got ") and "\n" not in text
+    assert "not trained on" in text and "validation.dataset = 'training'" in text
+    job = config(f"{named}{tmp_path}/other.jsonl", "--validation.seq_len=16")
+    check_corpora(job, 1)
+    corpus = Corpus.open(ensure_prepared(job, "validation")[0].folder)
+    assert (corpus.tokens(), corpus.tokens(held_out=True) > 100) == (0, True)
+
+
+@pytest.mark.parametrize("section", ["training", "validation"])
+def test_a_part_without_one_sequence_is_refused(config, section):
+    usual = "--validation.enable --training.seq_len=16 --validation.seq_len=16"
+    (part,) = ensure_prepared(config(usual))
+    tokens = Corpus.open(part.folder).tokens(held_out=section == "validation")
+    check_corpora(config(usual, f"--{section}.seq_len={tokens - 1}"), 1)
+    with pytest.raises(ConfigError) as error:
+        check_corpora(config(usual, f"--{section}.seq_len={tokens}"), 1)
+    text = str(error.value)
+    assert text.startswith(f"{section}.seq_len: got {tokens}, expected at most {tokens - 1}: ")
+    assert f"has {tokens} tokens" in text and "\n" not in text
+
+
+def test_warnings_of_a_small_held_out_part_and_of_pairs_that_are_cut(tmp_path, config, caplog):
+    usual = "--validation.enable --training.seq_len=16 --validation.seq_len=16"
+    with caplog.at_level(logging.WARNING):
+        check_corpora(config(usual, "--validation.local_batch_size=2"), 1)
+        assert not caplog.text
+        check_corpora(config(usual, "--validation.local_batch_size=400"), 1)
+    assert "fewer than a validation batch of 400" in caplog.text
+    records = [{"prompt": f"a{i}", "completion": " b" * 20 * (i % 2) + "c"} for i in range(60)]
+    records += [{"prompt": "long " * 40, "completion": f"b{i}"} for i in range(7)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    with caplog.at_level(logging.WARNING):
+        check_corpora(config("--training.seq_len=16"), 1)
+    assert "are longer than training.seq_len = 16 and are cut" in caplog.text
+    with pytest.raises(ConfigError, match=r"^training.seq_len: got 1, expected more tokens: in"):
+        check_corpora(config("--training.seq_len=1"), 1)

@@ -20,9 +20,8 @@ import pytest
 
 from torchtitan_lr.data import sources
 from torchtitan_lr.data.corpus import Corpus
-from torchtitan_lr.data.held_out import USUAL_LIMIT, document_hash
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair
-from torchtitan_lr.data.sources import Reader, Source
+from torchtitan_lr.data.sources import USUAL_LIMIT, Reader, Source, document_hash
 from torchtitan_lr.data.tokenize import tokenize
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
@@ -38,11 +37,11 @@ def prepare(path, out, **options):
     return tokenize([Reader(source)], TOKENIZER, out, key="--out", workers=2, **options)
 
 
-def documents(corpus, held_out=False):
+def documents(corpus, held_out=False, loss=False):
     found = []
     for info in corpus.held_out if held_out else corpus.train:
-        shard = corpus.shard(info)
-        found += [part.tolist() for part in np.split(shard.tokens, shard.ends[:-1])]
+        shard = corpus.shard(info, loss)
+        found += [part.tolist() for part in np.split(shard.read(), shard.ends[:-1])]
     return found
 
 
@@ -57,11 +56,8 @@ def write_jsonl(path, texts, opener=open):
 
 
 def write_zst(path, texts):
-    write_jsonl(path.with_suffix(""), texts)
-    content = path.with_suffix("").read_bytes()
-    path.with_suffix("").unlink()
     with pa.output_stream(str(path), compression="zstd") as file:
-        file.write(content)
+        file.write("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
 
 
 def write_parquet(path, texts):
@@ -83,7 +79,7 @@ def test_every_document_is_in_its_part_and_in_order(tmp_path, monkeypatch, name,
     write(tmp_path / name, TEXTS)
     corpus = prepare(tmp_path / name, tmp_path / "out", shard_bytes=4000)
     held = [text for text in TEXTS if document_hash(text) < USUAL_LIMIT]
-    assert held  # else the test says nothing
+    assert held  # else one part is empty
     assert documents(corpus, held_out=True) == encoded(held)
     assert documents(corpus) == encoded([text for text in TEXTS if text not in held])
     assert len(corpus.train) > 3
@@ -120,44 +116,32 @@ def test_pairs_have_a_mask_of_their_answers(tmp_path):
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(pair) + "\n" for pair in pairs)
     corpus = prepare(tmp_path / "a.jsonl.gz", tmp_path / "out")
-    assert corpus.kind == "pairs"
-    found = {}
-    for info in corpus.train + corpus.held_out:
-        tokens, mask = corpus.shard(info), corpus.shard(info, loss=True)
-        assert mask.tokens.dtype == np.uint8
-        for ids, targets in zip(
-            np.split(tokens.tokens, tokens.ends[:-1]),
-            np.split(mask.tokens, mask.ends[:-1]),
-            strict=True,
-        ):
-            found[tuple(ids.tolist())] = targets.tolist()
+    found = {
+        tuple(ids): mask
+        for part in (False, True)
+        for ids, mask in zip(documents(corpus, part), documents(corpus, part, True), strict=True)
+    }
     for pair in pairs:
         whole = PairEncoder(TOKENIZER).encode(parse_pair(pair)).tolist()
         ids = tuple(token if token >= 0 else ~token for token in whole)
-        assert found[ids] == [int(token >= 0) for token in whole]
-    assert len(found) == 60
+        assert found.pop(ids) == [int(token >= 0) for token in whole]
+    assert corpus.kind == "pairs" and not found
 
 
 def test_the_library_holds_out_one_file_in_twenty(tmp_path, monkeypatch):
-    library = tmp_path / "lib"
     for i in range(60):
-        path = library / f"pkg{i % 3}" / f"m{i}.py"
+        path = tmp_path / f"lib/pkg{i % 3}/m{i}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f'def f{i}(x):\n    """Add {i}."""\n    return x + {i}\n')
-    (library / "test").mkdir()
-    (library / "test" / "t.py").write_text("x = 1\n")
-    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(library))
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
     text = prepare(None, tmp_path / "text", source=Source("python_stdlib"))
-    count = (sum(info.documents for info in part) for part in (text.train, text.held_out))
-    assert sum(count) == 60
-    assert 0 < len(documents(text, held_out=True)) < 10
     docs = prepare(None, tmp_path / "docs", source=Source("python_stdlib_docs"))
-    assert docs.kind == "pairs"
+    train, held_out = documents(text), documents(text, held_out=True)
+    assert len(train) + len(held_out) == 60 and 0 < len(held_out) < 10
     # What is held out of the pairs is not in the text that is trained on.
     held = [TOKENIZER.decode(ids).split("(")[0] for ids in documents(docs, held_out=True)]
-    train = "".join(TOKENIZER.decode(ids) for ids in documents(text))
-    assert held
-    assert not any(f"{name}(" in train for name in held)
+    assert docs.kind == "pairs" and len(held) == len(held_out)
+    assert not any(f"{name}(" in TOKENIZER.decode(ids) for name in held for ids in train)
 
 
 def test_tokens_end_a_source(tmp_path, monkeypatch):

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, processors
 from tests.commands import ROOT, Command
 from tests.unit.hf.test_export import write_run
 from torchtitan_lr.config.build import build_job_config, config_of_record
+from torchtitan_lr.data.bpe import byte_alphabet
 from torchtitan_lr.data.tokenizer import build_tokenizer
-from torchtitan_lr.data.train_tokenizer import byte_alphabet
 from torchtitan_lr.hf.tokenizer import export_tokenizer
 
 export = Command("export")

@@ -87,14 +87,16 @@ STARTED = {
 
 
 def test_a_restart_is_one_line(monkeypatch, capfd):
-    monkeypatch.setattr(agent.subprocess, "Popen", lambda *_, **__: None)
+    monkeypatch.setattr(agent.subprocess, "Popen", lambda *_, **__: SimpleNamespace(pid=7))
     ranks = agent.Ranks()
     ranks.popen(["x"], env=STARTED)
-    assert capfd.readouterr().err == ""  # the first start is none
+    started = "process 7 started as a rank"
+    assert capfd.readouterr().err.splitlines() == [started]  # the first start is none
     ranks.cause = "rank 3 was ended by SIGKILL"
     for rank in "01":
         ranks.popen(["x"], env=STARTED | {"LOCAL_RANK": rank})
-    (line,) = capfd.readouterr().err.splitlines()
+    line, *rest = capfd.readouterr().err.splitlines()
+    assert rest == [started] * 2
     what = "rank 3 was ended by SIGKILL; 2 machines, 4 ranks"
     assert line == f"restart (1 of 3 after failures): {what}"
     assert ranks.restarts_left == 2

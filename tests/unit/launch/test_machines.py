@@ -80,14 +80,15 @@ def test_the_owner_of_the_address_opens_the_store(monkeypatch):
     with socket.create_server(("127.0.0.1", free)):
         assert not machines.owns("127.0.0.1", free)
     here = replace(TWO_TO_FOUR, endpoint=f"127.0.0.1:{free}")
-    arguments = machines.rendezvous_arguments(here)
+    arguments, gloo = machines.rendezvous_arguments(here)
+    assert gloo == {"GLOO_SOCKET_IFNAME": "lo"}  # of the address, whatever the machine's name is
     assert "--nnodes=2:4" in arguments and "--local_addr=127.0.0.1" in arguments
     assert "--rdzv_conf" not in " ".join(arguments)  # torchrun knows its own loopback interface
     monkeypatch.setattr(machines, "owns", lambda *_: True)
     there = replace(TWO_TO_FOUR, endpoint="192.0.2.1:29400")
-    assert "--rdzv_conf=is_host=1" in machines.rendezvous_arguments(there)
+    assert "--rdzv_conf=is_host=1" in machines.rendezvous_arguments(there)[0]
     given = replace(there, rdzv_settings=(("is_host", "0"), ("join_timeout", "9")))
-    assert "--rdzv_conf=is_host=0,join_timeout=9" in machines.rendezvous_arguments(given)
+    assert "--rdzv_conf=is_host=0,join_timeout=9" in machines.rendezvous_arguments(given)[0]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@
 import pytest
 
 from tests.commands import ROOT
+from torchtitan_lr.checkpoints.run_record import global_batch_size
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.checks.values import data_parallel_degree
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch import launcher
 from torchtitan_lr.launch.environment import Environment, read_environment
@@ -42,11 +42,7 @@ def placed(*arguments):
 
 def batch(found):
     """Sequences per step."""
-    training = found.config.training
-    if training.global_batch_size != -1:
-        return training.global_batch_size
-    ranks = found.environment.world_size
-    return training.local_batch_size * data_parallel_degree(found.config, ranks)
+    return global_batch_size(found.config, found.environment.world_size)
 
 
 def test_fewer_gpus_than_ranks(gpus):

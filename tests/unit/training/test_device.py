@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
-from torchtitan_lr.training.device import CpuDevice, peak_flops
+from torchtitan_lr.training.device import CPU_DEVICE, peak_flops
 
 
 def test_peak_memory_of_a_cpu_process_grows_with_what_it_touches() -> None:
-    device = CpuDevice()
+    device = CPU_DEVICE
     before = device.memory_stats()["active_bytes.all.peak"]
     block = torch.ones(64 * 2**20 // 4 + before // 4)  # larger than anything so far
     after = device.memory_stats()["active_bytes.all.peak"]

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
+from torchtitan_lr.optim.selection import TSRSettings
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.training.gradients import StoredGradients, gradients_for
 
 

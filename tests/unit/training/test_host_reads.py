@@ -93,7 +93,7 @@ def counted(trainer, monkeypatch, names=READS):
     """The reads and the all-reduces of a third step, but for those of its data."""
     host = []
     if isinstance(trainer.optimizers, TSROptimizers):
-        host = [count for part in trainer.optimizers for count in part.counters()]
+        host = [count for part in trainer.optimizers for count in part.counters]
     reads = Reads(host, names)
     monkeypatch.setattr(trainer._reader, "read", without(reads, trainer._reader.read))
     for _ in range(2):

@@ -15,8 +15,8 @@ from torchtitan_lr.titan.base import ParallelDims
 from torchtitan_lr.training.figures import new_figure
 from torchtitan_lr.training.loggers import (
     WANDB_ID_FILE,
-    TensorBoardLogger,
-    WandbLogger,
+    RunTensorBoard,
+    RunWandb,
     open_loggers,
 )
 from torchtitan_lr.training.resolved import layout, resolved_config
@@ -51,7 +51,7 @@ def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, monkeypatch, curve
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     (tmp_path / WANDB_ID_FILE).write_text("of-before\n")
-    first = WandbLogger(tmp_path, 0, {"training": {"steps": 3}})
+    first = RunWandb(tmp_path, 0, {"training": {"steps": 3}})
     first.log({"loss": 5.0}, 3)
     first.publish(SUMMARY, curve)
     first.end(0)
@@ -67,7 +67,7 @@ def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, monkeypatch, curve
     assert summary["curve/_type"] == "image-file"
     # A resumption from step 3, which fails: the same run in a file of its own.
     run_of(tmp_path).parent.rename(tmp_path / "first")
-    second = WandbLogger(tmp_path, 3, {"training": {"steps": 9}})
+    second = RunWandb(tmp_path, 3, {"training": {"steps": 9}})
     second.log({"loss": 4.0}, 4)
     second.end(1)
     found = written(tmp_path)
@@ -88,11 +88,11 @@ def board_of(folder):
 
 def test_tensorboard_continues_its_folder(tmp_path, curve):
     folder = tmp_path / "tb"
-    first = TensorBoardLogger(folder, 0, {"training": {"steps": 9}})
+    first = RunTensorBoard(folder, 0, {"training": {"steps": 9}})
     for step in range(1, 6):
         first.log({"loss": 10.0 - step}, step)
     first.end(1)
-    second = TensorBoardLogger(folder, 3, {"training": {"steps": 9}})
+    second = RunTensorBoard(folder, 3, {"training": {"steps": 9}})
     second.log({"loss": 1.0}, 4)
     second.publish(SUMMARY, curve)
     second.end(0)
@@ -105,7 +105,7 @@ def test_tensorboard_continues_its_folder(tmp_path, curve):
     assert '"train_loss": 4.5' in text
     # The control: a new run gets a folder of its own.
     next(folder.iterdir()).rename(folder / "20200101-000000")
-    TensorBoardLogger(folder, 0, {}).end(0)
+    RunTensorBoard(folder, 0, {}).end(0)
     assert len(list(folder.iterdir())) == 2
 
 

@@ -1,18 +1,17 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The interface of a gradient codec, and its exchange.
+"""The messages of a gradient codec, and their exchange.
 
 A reduction of W rows has four phases, each without a host synchronisation:
 
-1. `Codec.encode` converts this rank's rows to tensors for all-to-all and for reduce-scatter;
+1. the codec's ``encode`` converts this rank's rows to tensors for all-to-all and reduce-scatter;
 2. `exchange` runs the collectives;
-3. `Codec.decode` returns the owner's sum and its failed blocks (None if it cannot fail);
-4. `Codec.unsent`, after a `gather` of these verdicts, returns this rank's residual.
+3. its ``decode`` returns the owner's sum and its failed blocks (None if it cannot fail);
+4. `left_over`, after a `gather` of these verdicts, returns this rank's residual.
 
 A row's sum plus its residuals on all ranks equals the sum of the inputs.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lr.compat.collectives import all_gather, reduce_scatter
-from torchtitan_lr.compression.codecs.entries import left_over
 
 
 @dataclass
@@ -55,39 +53,6 @@ class Decoded:
     total: Tensor
     verdict: Tensor | None = None
     counts: dict[str, Tensor] = field(default_factory=dict)
-
-
-class Codec(ABC):
-    """Converts W rows to messages and received messages to sums."""
-
-    @abstractmethod
-    def encode(self, rows: Tensor, seed: int) -> Message:
-        """Choose the entries to send.
-
-        Args:
-            rows: Gradient plus residual of this rank (W, m), row i for owner i.
-            seed: Of this step, equal on all ranks.
-        """
-
-    @abstractmethod
-    def decode(self, received: Mapping[str, Tensor], m: int, seed: int) -> Decoded:
-        """Sum the received entries.
-
-        Args:
-            received: Swapped tensors (W, a), row i from rank i, and summed ones (a,), by name.
-            m: Entries of a row.
-            seed: As in `encode`.
-        """
-
-    def unsent(self, rows: Tensor, message: Message, verdicts: Tensor | None) -> Tensor:
-        """Return the residual of this rank (W, m): unsent entries and those of failed blocks.
-
-        Args:
-            rows: As in `encode`; overwritten.
-            message: The result of `encode`.
-            verdicts: The owners' verdicts (W, v).
-        """
-        return left_over(rows, message.positions, message.values, verdicts)
 
 
 Works = list[dist.Work]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from torchtitan_lr.compression.codecs.base import Message
 from torchtitan_lr.compression.sizes import kept_entries, verdict_block
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -89,17 +90,16 @@ def largest(rows: Tensor, theta: float) -> tuple[Tensor, Tensor]:
     return positions, rows.gather(1, positions)
 
 
-def left_over(rows: Tensor, positions: Tensor, values: Tensor, verdicts: Tensor | None) -> Tensor:
-    """Return rows without their sent entries; entries of failed blocks count as unsent.
+def left_over(rows: Tensor, message: Message, verdicts: Tensor | None) -> Tensor:
+    """Return a rank's residual: rows without what it sent; failed blocks count as unsent.
 
     Args:
-        rows: (W, m); overwritten.
-        positions: Sent entries (W, k).
-        values: Their values (W, k).
+        rows: Those that were encoded (W, m); overwritten.
+        message: What was sent of them.
         verdicts: The owners' packed verdicts (W, v), see `Decoded`; None if none can fail.
     """
     if verdicts is None:
-        return rows.scatter_(1, positions, 0)
+        return rows.scatter_(1, message.positions, 0)
     failed = unpack(verdicts, verdicts.shape[1] * 8)
-    failed = failed.gather(1, positions // verdict_block(rows.shape[1]))
-    return rows.scatter_(1, positions, torch.where(failed, values, 0))
+    failed = failed.gather(1, message.positions // verdict_block(rows.shape[1]))
+    return rows.scatter_(1, message.positions, torch.where(failed, message.values, 0))

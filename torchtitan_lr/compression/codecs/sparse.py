@@ -6,12 +6,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from torchtitan_lr.compression.codecs.base import Codec, Decoded, Message
+from torchtitan_lr.compression.codecs.base import Decoded, Message
 from torchtitan_lr.compression.codecs.entries import largest, mark, pack, unpack
 from torchtitan_lr.compression.sizes import kept_entries
 
 
-class SparseCodec(Codec):
+class SparseCodec:
     """Exactly k entries for each destination: 1 + 32(1 − θ) bits per parameter.
 
     Args:
@@ -22,7 +22,7 @@ class SparseCodec(Codec):
         self.theta = theta
 
     def encode(self, rows: Tensor, seed: int) -> Message:
-        """Send bitmaps, and values in the order of their bits; see `Codec.encode`."""
+        """Send bitmaps, and values in the order of their bits; see `SketchCodec.encode`."""
         chosen, _ = largest(rows, self.theta)
         marked = mark(chosen, rows.shape[1], torch.ones_like(chosen, dtype=torch.bool))
         positions = _positions(marked, chosen.shape[1])
@@ -30,7 +30,7 @@ class SparseCodec(Codec):
         return Message(positions, values, {"index": pack(marked), "values": values})
 
     def decode(self, received: Mapping[str, Tensor], m: int, seed: int) -> Decoded:
-        """Add the ranks' entries in the order of the ranks; see `Codec.decode`."""
+        """Add the ranks' entries in the order of the ranks; see `SketchCodec.decode`."""
         values = received["values"]
         k = values.shape[1]
         if k != kept_entries(m, self.theta):

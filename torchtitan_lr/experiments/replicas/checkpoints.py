@@ -10,7 +10,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan_lr.checkpoints.safe_metadata import load
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.experiments.replicas.positions import DataPositions
 from torchtitan_lr.training.checkpoint import CheckpointManager
 
 _KEY = "replicas"
@@ -40,29 +39,40 @@ class ReplicaCheckpoints(CheckpointManager):
 
     def save_interrupted(self, step: int) -> str | None:
         """Save before an early end of the whole run, not when this replica alone leaves."""
-        if not self.writes or not self.run_ends:
-            return None
-        return super().save_interrupted(step)
+        return super().save_interrupted(step) if self.writes and self.run_ends else None
 
 
-class StoredPositions:
-    """The data positions of all replicas, in place of a loader's in a checkpoint.
+class DataPositions:
+    """Committed steps of each part of the data: replica i reads the i-th of ``group_size`` parts.
+
+    A row is a pure function of its number, so a newcomer goes on where its part stopped, and
+    nothing is read twice. In a checkpoint this takes the place of a loader's position.
 
     Args:
-        positions: What is saved and loaded.
-        loader: The loader of this rank, whose corpus and order are compared.
+        parts: Number of parts.
+        split: What gives a part its rows: rows per step of all parts, and of one.
+        loader: The loader of this rank, whose corpus and order a checkpoint records.
+
+    Attributes:
+        taken: Committed steps of each part.
     """
 
-    def __init__(self, positions: DataPositions, loader: TokenDataLoader) -> None:
-        self._positions, self._loader = positions, loader
+    def __init__(self, parts: int, split: tuple[int, int], loader: TokenDataLoader) -> None:
+        self.taken = [0] * parts
+        self._split, self._loader = list(split), loader
+
+    def row_of(self, part: int) -> int:
+        """Return where a part goes on: rows of all parts before its first step not committed."""
+        return self.taken[part] * self._split[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the positions as one entry, which any number of replicas can load."""
-        return {_KEY: self._positions.as_json(), "corpus": self._loader.dataset.identity}
+        """Return the positions as one line of JSON, which any number of replicas can load."""
+        line = json.dumps({"taken": self.taken, "split": self._split})
+        return {_KEY: line, "corpus": self._loader.dataset.identity}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over stored positions."""
-        self._positions.load_json(state_dict[_KEY])
+        """Take over stored positions; `check_checkpoint` has compared their number of parts."""
+        self.taken = [int(count) for count in json.loads(state_dict[_KEY])["taken"]]
 
     def check_checkpoint(self, checkpoint_id: str, metadata: Metadata) -> bool:
         """Compare a checkpoint's data and their split; call this before loading it.
@@ -80,17 +90,14 @@ class StoredPositions:
         stored = {"dataloader": {_KEY: ""}}
         load(stored, checkpoint_id, no_dist=True, metadata=metadata)
         found = json.loads(stored["dataloader"][_KEY])
-        parts = len(found["taken"])
-        here = len(self._positions.taken)
+        parts, here = len(found["taken"]), len(self.taken)
         if parts != here:
             want = f"{parts} as in the checkpoint, whose data are split into as many parts"
             raise ConfigError("fault_tolerance.group_size", here, want)
-        # That of an earlier version had none: its positions were in the text.
-        if found.get("split", list(self._positions.split)) != list(self._positions.split):
+        if found["split"] != self._split:
             want = (
                 "a number that with training.local_batch_size gives a replica the rows that it has "
                 f"in {checkpoint_id}"
             )
             raise ConfigError("NGPU", dist.get_world_size(), want)
-        name = _KEY if "split" in found else ""
-        return self._loader.check_checkpoint(checkpoint_id, metadata, name)
+        return self._loader.check_checkpoint(checkpoint_id, metadata, _KEY)

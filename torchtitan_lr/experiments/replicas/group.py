@@ -7,16 +7,18 @@ its own, with the ranks of the same number in the other replicas.
 A collective that fails marks the whole step as lost: this replica closes its connections, so that
 no other waits for it until the timeout, and its later calls do nothing. No call raises. The step
 goes on with undefined sums up to the vote, which discards it: the ranks of one replica thus make
-the same calls to one another, whichever of them has lost a sum. torchft's own wrapper averages by
-default.
+the same calls to one another, whichever of them has lost a sum.
 
-Members that would sum tensors of different sizes lose the step too (`agreement`).
+gloo ends the process that receives more than it expects. Members therefore compare their runs
+(`membership`) before the first collective of a group.
 """
 
+import contextlib
+import json
+import os
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,35 +27,44 @@ from torch import Tensor
 from torchft import ProcessGroupGloo
 from torchft.process_group import create_store_client
 
-from torchtitan_lr.experiments.replicas.agreement import ANY, CallAgreement
-from torchtitan_lr.experiments.replicas.gloo import GlooConnections, gloo_group
 from torchtitan_lr.titan import logger
+
+Endpoint = tuple[str, int]
+"""Address and port."""
+
+
+class LostReplicaError(RuntimeError):
+    """A collective of this step failed: a replica has left, hangs, or aborted the step."""
 
 
 class ReplicaGroup(ProcessGroupGloo):
     """A gloo group over the replicas of the present quorum.
 
+    Args:
+        timeout: Of a collective.
+        address: Of this machine.
+        card: Returns what the other members must know of this replica; JSON.
+
     Attributes:
         replicas: Ids of the replicas that take part, in the order of their ranks.
         place: This replica's rank in the group.
         generation: Number of the quorum; another one after every change of the members.
+        cards: Of all members, in the same order.
         failure: Why a collective of this generation failed; None until one does.
         bytes_sent: Bytes of the tensors given to all-reduces and broadcasts so far.
-        calls: What the members agree on before they sum.
-        size_is_agreed: Whether the next sums are those of `of_agreed_size`.
     """
 
-    def __init__(self, timeout: timedelta, address: str) -> None:
+    def __init__(
+        self, timeout: timedelta, address: str, card: Callable[[], dict[str, Any]]
+    ) -> None:
         super().__init__(timeout=timeout)
-        self.limit, self.address = timeout, address
+        self.limit, self.address, self._card = timeout, address, card
         self.replicas: list[int] = []
-        self.place = 0
-        self.generation = -1
+        self.cards: list[dict[str, Any]] = []
+        self.place, self.generation, self.bytes_sent = 0, -1, 0
         self.failure: Exception | None = None
-        self.bytes_sent = 0
-        self.calls = CallAgreement()
-        self.size_is_agreed = False
-        self._connections = GlooConnections(set(), set())
+        self._store: Any = None
+        self._listens: set[Endpoint] = set()
 
     def configure(
         self,
@@ -78,89 +89,145 @@ class ReplicaGroup(ProcessGroupGloo):
             group_world_size: Ranks of a replica.
             global_ranks: Replica id x ``group_world_size`` + ``group_rank`` of all members.
         """
-        self.failure = None
+        self.failure, self.cards = None, []
         self.place, self.generation = rank, quorum_id or 0
         self.replicas = [number // (group_world_size or 1) for number in global_ranks or [0]]
         self.abort(errored=False)
-        store = create_store_client(store_addr, timeout=self.limit)
+        self._store = create_store_client(store_addr, timeout=self.limit)
         # torchft's own would listen on any interface.
-        self._pg, self._connections = gloo_group(store, rank, world_size, self.limit, self.address)
+        self._pg, self._listens = gloo_group(
+            self._store, rank, world_size, self.limit, self.address
+        )
+        self.cards = self.exchange("card", {"listens": sorted(self._listens), **self._card()})
+
+    def exchange(self, name: str, value: Any) -> list[Any]:
+        """Return the members' values, by the store of this quorum.
+
+        Args:
+            name: Of the value, used once per quorum.
+            value: This member's; JSON.
+
+        Raises:
+            LostReplicaError: A member has left, or did not give its value in time.
+        """
+        try:
+            self._store.set(f"{name}/{self.place}", json.dumps(value))
+            return [json.loads(self._store.get(f"{name}/{n}")) for n in range(len(self.replicas))]
+        except (RuntimeError, ValueError) as error:  # torch's errors of a store are RuntimeErrors
+            self.lose(error)
+            raise LostReplicaError(str(error)) from error
 
     def errored(self) -> Exception | None:
         """Return why this step is lost; torchft's manager then votes against a commit."""
         return self.failure
 
     def lose(self, error: Exception) -> None:
-        """Mark the step as lost and close the connections, at which the other members notice."""
-        if self.failure is None:
-            self.failure = error
-            logger.info("Collective of quorum %d failed: %s", self.generation, error)
-            self._connections.shut()
-            self.abort()
+        """Mark the step as lost and close the connections, at which the other members notice.
+
+        torch's ``abort`` leaves gloo's connections open: a member that waits for one that has given
+        up would wait until the timeout. Of two members either may have connected, so that a
+        connection has the port of one's device at this end or of the other's at that end.
+        """
+        if self.failure is not None:
+            return
+        self.failure = error
+        logger.info("Collective of quorum %d failed: %s", self.generation, error)
+        others = {tuple(end) for card in self.cards for end in card["listens"]} - self._listens
+        for connection in _sockets():
+            with contextlib.suppress(OSError):  # not connected
+                ends = connection.getsockname()[:2], connection.getpeername()[:2]
+                if ends[0] in self._listens or ends[1] in others:
+                    connection.shutdown(socket.SHUT_RDWR)
+        self.abort()
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
         """Start an all-reduce; neither this nor waiting for it raises."""
-        try:
-            if self.failure is None:
-                self.calls.check(_size(self, tensors), partial(_is_same, self))
-        except Exception as error:
-            self.lose(error)
-        return _guarded(self, super().allreduce, tensors, opts)
+        return GuardedWork(self, super().allreduce, tensors, opts)
 
     def broadcast(self, tensor_list: list[Tensor], opts: Any) -> Any:
         """Start a broadcast; neither this nor waiting for it raises."""
-        return _guarded(self, super().broadcast, tensor_list, opts)
-
-    @contextmanager
-    def of_agreed_size(self) -> Iterator[None]:
-        """Sum tensors whose size the members know from a sum of this step."""
-        self.size_is_agreed = True
-        try:
-            yield
-        finally:
-            self.size_is_agreed = False
+        return GuardedWork(self, super().broadcast, tensor_list, opts)
 
 
 class GuardedWork:
-    """A collective under way."""
+    """A collective under way, or none after a failure; the group's ``failure`` says which."""
 
-    def __init__(self, group: ReplicaGroup, work: Any) -> None:
-        self._group, self._work = group, work
+    def __init__(
+        self, group: ReplicaGroup, start: Callable[..., Any], tensors: list[Tensor], opts: Any
+    ) -> None:
+        self._group, self._work = group, None
+        if group.failure is None:
+            group.bytes_sent += sum(tensor.nbytes for tensor in tensors)
+            with self._losing():
+                self._work = start(tensors, opts)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end; the group's ``failure`` says whether there is a result."""
-        try:
+        with self._losing():
             if self._work is not None:
                 self._work.wait()
-        except Exception as error:
-            self._group.lose(error)
         return True
 
-
-def _size(group: ReplicaGroup, tensors: list[Tensor]) -> str:
-    if group.size_is_agreed:
-        return ANY
-    return ", ".join(f"{tensor.numel()} {tensor.dtype}" for tensor in tensors)
-
-
-def _is_same(group: ReplicaGroup, number: int) -> bool:
-    """Return whether all members give the same number; one round trip."""
-    ends = torch.tensor([number, -number])
-    options: Any = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
-    group.bytes_sent += ends.nbytes
-    ProcessGroupGloo.allreduce(group, [ends], options).wait()
-    return int(ends[0]) == -int(ends[1])
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._group.lose(error)
 
 
-def _guarded(
-    group: ReplicaGroup, start: Callable[..., Any], tensors: list[Tensor], opts: Any
-) -> GuardedWork:
-    if group.failure is not None:
-        return GuardedWork(group, None)
-    group.bytes_sent += sum(tensor.nbytes for tensor in tensors)
-    try:
-        return GuardedWork(group, start(tensors, opts))
-    except Exception as error:
-        group.lose(error)
-        return GuardedWork(group, None)
+def gloo_group(
+    store: dist.Store, rank: int, ranks: int, timeout: timedelta, address: str
+) -> tuple[dist.ProcessGroup, set[Endpoint]]:
+    """Return a group of gloo that listens on one address, whatever ``GLOO_SOCKET_IFNAME`` says.
+
+    torch has no public way to give a group its address, or to make one outside the default group.
+    ``ProcessGroupGloo._Options``, ``ProcessGroup._set_default_backend`` and ``_register_backend``
+    are used; if one is renamed, this raises an AttributeError.
+
+    Args:
+        store: By which the ranks meet.
+        rank: This one.
+        ranks: Their number.
+        timeout: Of a collective.
+        address: Of this machine.
+
+    Returns:
+        The group, and where it listens.
+    """
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs know no options
+    options = gloo._Options()
+    options._timeout = timeout
+    earlier = _listening()
+    options._devices = [gloo.create_device(hostname=address)]
+    listens = _listening() - earlier
+    group = dist.ProcessGroup(store, rank, ranks)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    backend = gloo(store, rank, ranks, options)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group, listens
+
+
+def _listening() -> set[Endpoint]:
+    """Return where this process listens."""
+    return {
+        opened.getsockname()[:2]
+        for opened in _sockets()
+        if opened.family in (socket.AF_INET, socket.AF_INET6)
+        and opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    }
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Yield a copy of each socket of this process; a copy stays the same one while it is used."""
+    for name in os.listdir("/dev/fd"):
+        descriptor = None
+        try:
+            descriptor = os.dup(int(name))
+            opened = socket.socket(fileno=descriptor)
+        except OSError:  # closed meanwhile, or no socket
+            if descriptor is not None:
+                os.close(descriptor)
+            continue
+        with opened:
+            yield opened

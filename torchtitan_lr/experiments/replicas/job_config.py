@@ -19,8 +19,6 @@ from torchtitan_lr.config import schema
 from torchtitan_lr.config.methods import TSR
 from torchtitan_lr.errors import ConfigError
 
-_SECTION = "fault_tolerance"
-
 
 @dataclass
 class FaultTolerance:
@@ -36,12 +34,9 @@ class FaultTolerance:
     """host:port of the quorum server, torchft's ``torchft_lighthouse``."""
 
     address: str = "127.0.0.1"
-    """Address of this machine under which the other replicas reach it: loopback or private."""
-
-    allow_public_addresses: bool = False
     """
-    Accept addresses that are neither loopback nor private. The ports have no authentication: who
-    reaches them can read the weights and stop the run.
+    Address of this machine under which the other replicas reach it: loopback or private. Its ports
+    have no authentication: who reaches them can read the weights and stop the run.
     """
 
     quorum_timeout_s: int = 600
@@ -51,9 +46,6 @@ class FaultTolerance:
 
     heal_timeout_s: int = 300
     """Seconds in which a newcomer must have fetched weights and optimizer state."""
-
-    quorum_retries: int = 600
-    """How often a request to the quorum server is repeated, so that it can be restarted."""
 
     digests: bool = False
     """Write a digest of weights and optimizer state into commits.jsonl after every step."""
@@ -98,79 +90,65 @@ def check(config: Any, world_size: int, device_type: str) -> None:
     section = config.fault_tolerance
     if not section.enable:
         return
-    _check_methods(config)
-    _check_ranks(config, world_size, device_type)
-    _check_numbers(config)
-    _check_batch(config, world_size)
-    check_address(section.address, f"{_SECTION}.address", section.allow_public_addresses)
-    split_endpoint(section.lighthouse, f"{_SECTION}.lighthouse", section.allow_public_addresses)
-    if importlib.util.find_spec("torchft") is None:
-        want = "false, or torchft (pip install 'torchtitan_lr[ft]')"
-        raise ConfigError(f"{_SECTION}.enable", True, want)
-
-
-def _check_methods(config: Any) -> None:
-    """Refuse what does not reduce the gradients of replicas that come and go."""
-    section = config.fault_tolerance
-    if config.optimizer.name != TSR:
-        want = f"{TSR!r} with fault_tolerance.enable: no other optimizer reduces by itself"
-        raise ConfigError("optimizer.name", config.optimizer.name, want)
-    if config.grad_compression.codec != "none":
-        want = "'none' with fault_tolerance.enable"
-        raise ConfigError("grad_compression.codec", config.grad_compression.codec, want)
-    if section.semi_sync_method is not None:
-        want = "nothing: the quorum is synchronous, once per step"
-        raise ConfigError(f"{_SECTION}.semi_sync_method", section.semi_sync_method, want)
-    if section.process_group != "gloo":
-        want = "'gloo': NCCL is untested with replicas that come and go"
-        raise ConfigError(f"{_SECTION}.process_group", section.process_group, want)
-
-
-def _check_ranks(config: Any, world_size: int, device_type: str) -> None:
-    if (nodes := os.environ.get("NNODES", "1")) != "1":
-        want = "1 with fault_tolerance.enable: a replica is one machine, which starts by itself"
-        raise ConfigError("NNODES", nodes, want)
-    parallelism = config.parallelism
-    for name in ("data_parallel_replicate_degree", "pipeline_parallel_degree"):
-        degree = getattr(parallelism, name)
-        if degree > 1:
-            raise ConfigError(f"parallelism.{name}", degree, "1 with fault_tolerance.enable")
-    if config.comm.mode != "default":
-        want = "'default' with fault_tolerance.enable: a dry run has no quorum"
-        raise ConfigError("comm.mode", config.comm.mode, want)
+    parallelism, comm = config.parallelism, config.comm
+    nodes, on = os.environ.get("NNODES", "1"), "with fault_tolerance.enable"
+    replicate, stages = "data_parallel_replicate_degree", "pipeline_parallel_degree"
+    needed: tuple[tuple[str, Any, Any, str], ...] = (
+        ("optimizer.name", config.optimizer.name, TSR, "no other optimizer reduces by itself"),
+        ("grad_compression.codec", config.grad_compression.codec, "none", "TSR-Adam sums cores"),
+        ("fault_tolerance.semi_sync_method", section.semi_sync_method, None, "synchronous quorum"),
+        ("fault_tolerance.process_group", section.process_group, "gloo", "NCCL is untested"),
+        ("NNODES", nodes, "1", "a replica is one machine, which starts by itself"),
+        (f"parallelism.{replicate}", getattr(parallelism, replicate), 1, "a replica is one"),
+        (f"parallelism.{stages}", getattr(parallelism, stages), 1, "pipelines are untested"),
+        ("comm.mode", comm.mode, "default", "a dry run has no quorum"),
+    )
+    for key, got, want, why in needed:
+        # A degree of 0 or -1 is refused or resolved by the package's own checks.
+        if (got > want) if isinstance(want, int) else (got != want):
+            shown = want if isinstance(want, int) or key == "NNODES" else repr(want)
+            raise ConfigError(key, got, f"{shown} {on}: {why}")
     if config.checkpoint.create_seed_checkpoint:
-        want = "false with fault_tolerance.enable: make it with --fault_tolerance.no_enable"
+        want = f"false {on}: make it with --fault_tolerance.no_enable"
         raise ConfigError("checkpoint.create_seed_checkpoint", True, want)
     if device_type != "cpu":
         want = f"false on {device_type}: only CPU replicas were tested"
-        raise ConfigError(f"{_SECTION}.enable", True, want)
+        raise ConfigError("fault_tolerance.enable", True, want)
+    _check_numbers(config, world_size)
+    _check_address(section.address, "fault_tolerance.address")
+    host, colon, port = section.lighthouse.rpartition(":")
+    if not colon or not port.isdecimal() or not 0 < int(port) < 2**16:
+        want = "host:port such as 127.0.0.1:29510"
+        raise ConfigError("fault_tolerance.lighthouse", section.lighthouse, want)
+    _check_address(host, "fault_tolerance.lighthouse")
+    if importlib.util.find_spec("torchft") is None:
+        want = "false, or torchft (pip install 'torchtitan_lr[ft]')"
+        raise ConfigError("fault_tolerance.enable", True, want)
 
 
-def _check_numbers(config: Any) -> None:
+def _check_numbers(config: Any, world_size: int) -> None:
+    """Check the number of replicas, their times, and the rows of a step."""
     section = config.fault_tolerance
     size, least = section.group_size, section.min_replica_size
     if size < 1:
         want = "the largest number of replicas, such as 3"
-        raise ConfigError(f"{_SECTION}.group_size", size, want)
+        raise ConfigError("fault_tolerance.group_size", size, want)
     if not 0 <= section.replica_id < size:
         want = f"a number from 0 to {size - 1}, another for every replica"
-        raise ConfigError(f"{_SECTION}.replica_id", section.replica_id, want)
+        raise ConfigError("fault_tolerance.replica_id", section.replica_id, want)
     majority = size // 2 + 1
     if not majority <= least <= size:
         want = (
             f"{majority} to {size}, a majority of group_size: with fewer, two halves of a cut "
             "network would train on"
         )
-        raise ConfigError(f"{_SECTION}.min_replica_size", least, want)
-    timeouts = ("process_group_timeout_ms", "quorum_timeout_s", "heal_timeout_s", "quorum_retries")
-    for name in timeouts:
+        raise ConfigError("fault_tolerance.min_replica_size", least, want)
+    for name in ("process_group_timeout_ms", "quorum_timeout_s", "heal_timeout_s"):
         if getattr(section, name) < 1:
-            raise ConfigError(f"{_SECTION}.{name}", getattr(section, name), "a positive integer")
-
-
-def _check_batch(config: Any, world_size: int) -> None:
+            got = getattr(section, name)
+            raise ConfigError(f"fault_tolerance.{name}", got, "a positive integer")
     ranks = max(1, world_size // max(1, config.parallelism.tensor_parallel_degree))
-    unit = config.training.local_batch_size * config.fault_tolerance.group_size * ranks
+    unit = config.training.local_batch_size * size * ranks
     batch = config.training.global_batch_size
     if batch != -1 and batch % unit:
         each = "" if ranks == 1 else f" x {ranks} data-parallel ranks of a replica"
@@ -178,17 +156,8 @@ def _check_batch(config: Any, world_size: int) -> None:
         raise ConfigError("training.global_batch_size", batch, want)
 
 
-def check_address(text: str, key: str, public: bool) -> None:
-    """Raise for an address that is not a literal IPv4 address, loopback or private.
-
-    Args:
-        text: The address.
-        key: The TOML key or option, for the error.
-        public: Whether others are accepted too.
-
-    Raises:
-        ConfigError: It is not, or it stands for all interfaces.
-    """
+def _check_address(text: str, key: str) -> None:
+    """Raise for an address that is not a literal IPv4 address, loopback or private."""
     want = "a loopback or private IPv4 address of this machine such as 127.0.0.1 or 10.0.0.7"
     try:
         address = ipaddress.IPv4Address(text)
@@ -196,15 +165,5 @@ def check_address(text: str, key: str, public: bool) -> None:
         raise ConfigError(key, text, want) from None
     if address.is_unspecified:
         raise ConfigError(key, text, f"{want}, not all interfaces")
-    if not (public or address.is_loopback or address.is_private):
-        want = f"{want}, or {_SECTION}.allow_public_addresses = true: the ports are not protected"
-        raise ConfigError(key, text, want)
-
-
-def split_endpoint(text: str, key: str, public: bool) -> tuple[str, int]:
-    """Return host and port of ``host:port``, after `check_address`; arguments as there."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ConfigError(key, text, "host:port such as 127.0.0.1:29510")
-    check_address(host, key, public)
-    return host, int(port)
+    if not (address.is_loopback or address.is_private):
+        raise ConfigError(key, text, f"{want}: the ports are not protected")

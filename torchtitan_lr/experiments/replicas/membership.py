@@ -5,34 +5,152 @@ The quorum is synchronous: a step begins once its members are known and newcomer
 asynchronous quorum, torchft's default, would let a stale step send collectives that do not match.
 """
 
-import json
+import io
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torchft import Manager
 
+from torchtitan_lr.checkpoints.manifest import from_first_rank
 from torchtitan_lr.console.native import NativeLines
 from torchtitan_lr.errors import ConfigError, RunFailedError
-from torchtitan_lr.experiments.replicas.exchange import (
-    LostReplicaError,
-    from_first_rank,
-    gather_bytes,
-    least_of_ranks,
-)
-from torchtitan_lr.experiments.replicas.fingerprint import Fingerprint, check_same
-from torchtitan_lr.experiments.replicas.group import ReplicaGroup
-from torchtitan_lr.experiments.replicas.transport import HealTransport
+from torchtitan_lr.experiments.replicas.group import LostReplicaError, ReplicaGroup
 from torchtitan_lr.titan import logger
 
 _HEARTBEAT = timedelta(milliseconds=100)
 _CONNECT = timedelta(seconds=30)
+_RETRIES = 600  # of a request to the quorum server, which may be restarted meanwhile
+_PIECE = 1 << 24  # bytes of a state per message: each has the timeout of a collective
+
+_SECTIONS = ("optimizer", "lr_scheduler", "low_rank", "training", "activation_checkpoint")
+_MAY_DIFFER = {
+    "training.dataset_path",  # the corpus itself is compared
+    "training.gc_freq",
+    "training.gc_debug",
+    "training.allow_changed_corpus",
+    "training.dataloader",
+    "training.enable_cpu_offload",
+}
+_SHARED = {
+    "fault_tolerance": ("group_size", "min_replica_size", "process_group_timeout_ms"),
+    "checkpoint": ("enable", "interval", "last_save_model_only"),
+    "debug": ("seed",),
+    "parallelism": ("tensor_parallel_degree", "tp_plan"),
+}
 
 
 class QuorumError(RunFailedError):
     """Too few replicas came together in time (``[fault_tolerance]``)."""
+
+
+def run_fingerprint(
+    config: Any, model: dict[str, Any], corpus: str, ranks: int = 1
+) -> dict[str, Any]:
+    """Return the settings that determine the sums, the schedule and the batches of a run, by key.
+
+    Replicas compare them before any number is exchanged: another rank, schedule or batch gives
+    collectives of other sizes, which gloo answers by ending the process.
+
+    Args:
+        config: The run's configuration.
+        model: The model's fingerprint, with its tokenizer.
+        corpus: The corpus' fingerprint.
+        ranks: Ranks of a replica; equal ones send to one another.
+    """
+    found = {
+        f"{section}.{key}": value
+        for section in _SECTIONS
+        for key, value in asdict(getattr(config, section)).items()
+    }
+    found = {key: value for key, value in found.items() if key not in _MAY_DIFFER}
+    for section, keys in _SHARED.items():
+        found |= {f"{section}.{key}": getattr(getattr(config, section), key) for key in keys}
+    return found | model | {"training.dataset": corpus, "NGPU": ranks}
+
+
+def check_same(here: dict[str, Any], there: dict[str, Any], who: str) -> None:
+    """Raise if two replicas belong to different runs.
+
+    Raises:
+        ConfigError: The first key that differs.
+    """
+    for key in sorted(here.keys() | there.keys()):
+        if here.get(key) != there.get(key):
+            raise ConfigError(key, here.get(key), f"{there.get(key)!r}, as {who} have")
+
+
+class HealTransport:
+    """Sends weights and optimizer state to a newcomer over the group (torchft's interface).
+
+    torchft's transports unpickle what they receive. This one loads tensors and plain values only
+    (``weights_only``), after the newcomer has compared its run with the sender's.
+
+    Args:
+        group: The members, already connected when torchft calls this.
+
+    Attributes:
+        refusal: Why the state of the others must not be loaded: another configuration. torchft
+            swallows exceptions of a transport, so `Membership` raises this one.
+        bytes_received: Bytes of fetched states so far.
+    """
+
+    def __init__(self, group: ReplicaGroup) -> None:
+        self.refusal: ConfigError | None = None
+        self.bytes_received = 0
+        self._group = group
+
+    def metadata(self) -> str:
+        """Return nothing: the newcomer knows the group."""
+        return ""
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
+    ) -> None:
+        """Send a state to members; arguments as torchft gives them."""
+        buffer = io.BytesIO()
+        torch.save(state_dict, buffer)
+        state = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        for place in dst_ranks:
+            for message in (torch.tensor([state.numel()]), *state.split(_PIECE)):
+                self._group.send([message], place, 0).wait()
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        """Receive a state, on the CPU.
+
+        Args:
+            src_rank: The member that sends it.
+            metadata: Its `metadata`.
+            step: The step of the state.
+            timeout: Of its first message: the sender copies the state before.
+
+        Raises:
+            ConfigError: That run has another configuration; also kept in ``refusal``.
+        """
+        here, there = (self._group.cards[n]["run"] for n in (self._group.place, src_rank))
+        try:
+            check_same(here, there, "the other replicas")
+        except ConfigError as error:
+            self.refusal = error
+            raise
+        size = torch.zeros(1, dtype=torch.int64)
+        self._group.recv([size], src_rank, 0).wait(timeout)
+        state = torch.empty(int(size), dtype=torch.uint8)
+        for piece in state.split(_PIECE):
+            self._group.recv([piece], src_rank, 0).wait()
+        self.bytes_received += state.numel()
+        received = io.BytesIO(state.numpy().tobytes())
+        return torch.load(received, map_location="cpu", weights_only=True)
+
+    def disallow_checkpoint(self) -> None:
+        """Do nothing: the state has been sent."""
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Do nothing: the group is closed elsewhere."""
 
 
 class Membership:
@@ -53,35 +171,37 @@ class Membership:
 
     Attributes:
         group: The process group of the members.
-        transport: What serves and fetches states.
+        transport: What sends and receives states.
     """
 
     def __init__(
         self,
         section: Any,
-        fingerprint: Fingerprint,
+        fingerprint: dict[str, Any],
         step: int,
         state: Callable[[], Any],
         load: Callable[[Any], None],
         state_digest: Callable[[], str],
     ) -> None:
-        self._section, self._fingerprint, self._digest = section, fingerprint, state_digest
+        self._section, self._digest = section, state_digest
         # It warns at every start that NCCL has no flight recorder here.
         logging.getLogger("torchft.manager").setLevel(logging.ERROR)
         self._relay = NativeLines(b" [INFO] [torchft::")
         timeout = timedelta(milliseconds=section.process_group_timeout_ms)
-        self.group = ReplicaGroup(timeout, section.address)
-        self.transport = HealTransport(section.address, fingerprint)
-        self._commits = 0
-        self._compared = -1
+        self._commits, self._compared = 0, -1
+        self.group = ReplicaGroup(
+            timeout,
+            section.address,
+            lambda: {"id": section.replica_id, "commits": self._commits, "run": fingerprint},
+        )
+        self.transport = HealTransport(self.group)
         # The other replicas connect to this store, so it is not the ranks' own.
-        rank = dist.get_rank()
-        self._store = None
+        rank, port = dist.get_rank(), None
         if rank == 0:
             self._store = dist.TCPStore(
                 section.address, 0, is_master=True, wait_for_workers=False, use_libuv=True
             )
-        port = from_first_rank(self._store.port if self._store is not None else None)
+            port = self._store.port
         self._manager = Manager(
             pg=self.group,
             load_state_dict=load,
@@ -94,14 +214,14 @@ class Membership:
             rank=rank,
             world_size=dist.get_world_size(),
             store_addr=section.address,
-            store_port=port,
+            store_port=from_first_rank(port),
             lighthouse_addr=f"http://{section.lighthouse}",
             replica_id=f"replica_{section.replica_id}",
             port=0,
             hostname=section.address,
             heartbeat_interval=_HEARTBEAT,
             checkpoint_transport=self.transport,
-            quorum_retries=section.quorum_retries,
+            quorum_retries=_RETRIES,
         )
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
 
@@ -109,11 +229,6 @@ class Membership:
     def committed(self) -> int:
         """Number of committed steps."""
         return int(self._manager.current_step())
-
-    @property
-    def writes(self) -> bool:
-        """Whether this replica writes checkpoints and metrics: it is the first member."""
-        return self.group.place == 0
 
     def join(self) -> bool:
         """Wait for the members of the next step, and heal if this replica is behind.
@@ -125,13 +240,14 @@ class Membership:
             QuorumError: There was no quorum in time.
             ConfigError: The other replicas have another configuration, or this one's id.
         """
-        joined = self._join_alone()
-        all_joined, step = least_of_ranks(joined, self.committed)
+        least = torch.tensor([self._join_alone(), self.committed], dtype=torch.int64)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        joined, step = least.tolist()
         if step != self.committed:  # another rank could not heal: all heal again
             self._manager.load_state_dict({"step": step, "batches_committed": 0})
-        if not all_joined:
+        if not joined:
             self.group.lose(LostReplicaError("another rank of this replica has not joined"))
-        return bool(all_joined)
+        return bool(joined)
 
     def _join_alone(self) -> bool:
         """As `join`, for this rank."""
@@ -155,9 +271,36 @@ class Membership:
         try:
             if self._compared != self.group.generation:
                 self._compare()
-        except LostReplicaError:
+        except LostReplicaError as error:
+            self.group.lose(error)
             return False
         return True
+
+    def _compare(self) -> None:
+        """Compare all members with the one that has committed most steps since it started.
+
+        Raises:
+            ConfigError: This replica is not like that one, or has the id of another that stays.
+            LostReplicaError: Another one is not; it leaves, and the step is tried again.
+        """
+        cards, place = self.group.cards, self.group.place
+        first = max(range(len(cards)), key=lambda n: (cards[n]["commits"], -n))
+        ids, own = [card["id"] for card in cards], cards[place]["id"]
+        twins = [n for n, other in enumerate(ids) if other == own]
+        if len(twins) > 1 and place != (first if first in twins else twins[0]):
+            raise ConfigError("fault_tolerance.replica_id", own, "one that no other replica has")
+        if len(set(ids)) < len(ids):
+            raise LostReplicaError("two replicas have one id")
+        who = f"the members of the quorum (replica {ids[first]})"
+        check_same(cards[place]["run"], cards[first]["run"], who)
+        digests = self.group.exchange("digest", self._digest())
+        if digests[place] != digests[first]:
+            want = f"the checkpoint of step {self.committed} that {who} have, or an empty folder"
+            raise ConfigError("job.dump_folder", "other weights or optimizer state", want)
+        for card, digest in zip(cards, digests, strict=True):
+            if (card["run"], digest) != (cards[place]["run"], digests[place]):
+                raise LostReplicaError(f"replica {card['id']} has another run")
+        self._compared = self.group.generation
 
     def commit(self, succeeded: bool) -> bool:
         """Vote, and return whether the step is committed."""
@@ -172,42 +315,3 @@ class Membership:
         self._manager.shutdown(wait=False)
         self.group.shutdown()
         self._relay.close()
-
-    def _compare(self) -> None:
-        """Compare all members with the one that has committed most steps since it started.
-
-        Raises:
-            ConfigError: This replica is not like that one.
-            LostReplicaError: Another one is not; it leaves, and the step is tried again.
-        """
-        own = {
-            "id": self._section.replica_id,
-            "commits": self._commits,
-            "fingerprint": self._fingerprint,
-            "digest": self._digest(),
-        }
-        members = [json.loads(row) for row in gather_bytes(self.group, json.dumps(own).encode())]
-        first = max(range(len(members)), key=lambda place: (members[place]["commits"], -place))
-        who = f"the members of the quorum (replica {members[first]['id']})"
-        self._check_id([member["id"] for member in members], first)
-        check_same(self._fingerprint, members[first]["fingerprint"], who)
-        if own["digest"] != members[first]["digest"]:
-            want = f"the checkpoint of step {self.committed} that {who} have, or an empty folder"
-            raise ConfigError("job.dump_folder", "other weights or optimizer state", want)
-        for member in members:
-            same = ("fingerprint", "digest")
-            if any(member[key] != own[key] for key in same):
-                self.group.lose(LostReplicaError(f"replica {member['id']} has another run"))
-                raise LostReplicaError(str(self.group.failure))
-        self._compared = self.group.generation
-
-    def _check_id(self, ids: list[int], first: int) -> None:
-        """Raise if another replica has this one's id; of two, the other than ``first`` leaves."""
-        own = self._section.replica_id
-        twins = [place for place, other in enumerate(ids) if other == own]
-        stays = first if first in twins else twins[0]
-        if len(twins) > 1 and stays != self.group.place:
-            raise ConfigError("fault_tolerance.replica_id", own, "one that no other replica has")
-        if len(set(ids)) < len(ids):
-            self.group.lose(LostReplicaError("two replicas have one id"))
-            raise LostReplicaError(str(self.group.failure))

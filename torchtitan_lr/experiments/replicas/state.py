@@ -2,7 +2,7 @@
 """The state that a newcomer takes over, and its digest: tensors and plain values, by name."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,13 @@ def training_state(model_parts: Sequence[nn.Module], optimizers: Any, schedule: 
 
     The tensors share their memory with those in use.
     """
-    return {
-        "model": [_weights(part) for part in model_parts],
-        "optimizer": [_local(optimizer.state_dict()) for optimizer in optimizers],
-        "schedule": schedule.state_dict(),
-    }
+    return _local(
+        {
+            "model": [dict(part.named_parameters()) for part in model_parts],
+            "optimizer": [optimizer.state_dict() for optimizer in optimizers],
+            "schedule": schedule.state_dict(),
+        }
+    )
 
 
 @torch.no_grad()
@@ -36,8 +38,8 @@ def load_training_state(
         schedule: torchtitan's container of schedules.
     """
     for part, saved in zip(model_parts, state["model"], strict=True):
-        for name, tensor in _weights(part).items():
-            tensor.copy_(saved[name])
+        for name, parameter in part.named_parameters():
+            local_part(parameter.detach()).copy_(saved[name])
     for optimizer, saved in zip(optimizers, state["optimizer"], strict=True):
         optimizer.load_state_dict(saved)
     schedule.load_state_dict(state["schedule"])
@@ -46,18 +48,22 @@ def load_training_state(
 def digest(state: Any) -> str:
     """Return the first 16 digits of a SHA-256 over every bit of a state's tensors and numbers."""
     total = hashlib.sha256()
-    for name, value in _leaves(state, ""):
-        total.update(name.encode())
-        if isinstance(value, Tensor):
+
+    def add(value: Any, name: str) -> None:
+        if isinstance(value, Mapping):
+            for key in sorted(value, key=str):
+                add(value[key], f"{name}.{key}")
+        elif isinstance(value, list | tuple):
+            for index, item in enumerate(value):
+                add(item, f"{name}.{index}")
+        elif isinstance(value, Tensor):
             flat = value.detach().cpu().contiguous().view(-1)
-            total.update(flat.view(torch.uint8).numpy().tobytes())
+            total.update(name.encode() + flat.view(torch.uint8).numpy().tobytes())
         else:
-            total.update(repr(value).encode())
+            total.update(name.encode() + repr(value).encode())
+
+    add(state, "")
     return total.hexdigest()[:16]
-
-
-def _weights(part: nn.Module) -> dict[str, Tensor]:
-    return {name: local_part(parameter.detach()) for name, parameter in part.named_parameters()}
 
 
 def _local(state: Any) -> Any:
@@ -69,14 +75,3 @@ def _local(state: Any) -> Any:
     if isinstance(state, list | tuple):
         return [_local(value) for value in state]
     return state
-
-
-def _leaves(state: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(state, Mapping):
-        for key in sorted(state, key=str):
-            yield from _leaves(state[key], f"{name}.{key}")
-    elif isinstance(state, list | tuple):
-        for index, value in enumerate(state):
-            yield from _leaves(value, f"{name}.{index}")
-    else:
-        yield name, state

@@ -15,12 +15,12 @@ attempt, whether sums between replicas succeed or not. The vote is common to all
 """
 
 import importlib
+import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,39 +28,67 @@ import torch
 
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.data.rows import Batch
-from torchtitan_lr.experiments.replicas.checkpoints import ReplicaCheckpoints, StoredPositions
-from torchtitan_lr.experiments.replicas.commits import COMMITS_FILE, Sums, add_commit
-from torchtitan_lr.experiments.replicas.exchange import LostReplicaError, joined_ranks
-from torchtitan_lr.experiments.replicas.fingerprint import run_fingerprint
-from torchtitan_lr.experiments.replicas.first_call import FirstCall, SeenLoss
-from torchtitan_lr.experiments.replicas.positions import DataPositions
+from torchtitan_lr.experiments.replicas.checkpoints import DataPositions, ReplicaCheckpoints
 from torchtitan_lr.experiments.replicas.state import digest, load_training_state, training_state
 from torchtitan_lr.optim.finite import step_unless
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.titan.specs import registered_specs
-from torchtitan_lr.training.guard import Verdict
-from torchtitan_lr.training.step_data import StepData
+from torchtitan_lr.training.guard import StepData, Verdict
 from torchtitan_lr.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from torchtitan_lr.experiments.replicas.membership import Membership
 
+COMMITS_FILE = "commits.jsonl"
+"""Committed steps, in the private folder of each replica."""
 
-@dataclass(frozen=True)
-class Attempt:
-    """A step whose sums have all arrived, before the vote.
+
+class Sums:
+    """Numbers of a step, summed over all ranks of the members.
+
+    Args:
+        numbers: Sums of `step_numbers`.
+        nominal: The nominal number of tokens.
 
     Attributes:
-        sums: The sums over all ranks of the members.
-        norm: Norm of the gradient of the nominal loss.
-        stops: Whether this rank got a stop signal before its first call.
+        tokens: Valid tokens.
+        read: Tokens read, valid or not.
+        stopping: Replicas whose first rank has a stop signal.
+        loss: The mean over the tokens of all members, in nats; NaN if one is not finite.
+        largest: The largest mean loss of a member, likewise.
     """
 
-    sums: Sums
-    norm: torch.Tensor
-    stops: bool
+    def __init__(self, numbers: Iterable[float], nominal: float) -> None:
+        self.tokens, self.read, loss, nonfinite, self.stopping, *means = numbers
+        bad = bool(nonfinite or not self.tokens)
+        self.loss = math.nan if bad else loss * nominal / self.tokens
+        self.largest = math.nan if bad else max(means)
+
+
+def step_numbers(
+    data: StepData, loss: float, stops: bool, nominal: float, section: Any, is_copy: bool
+) -> list[float]:
+    """Return the numbers that one rank adds to those of a step (`Sums`).
+
+    Args:
+        data: Its micro-batches.
+        loss: Its token losses over the nominal number of tokens.
+        stops: Whether it is a first rank with a stop signal.
+        nominal: The nominal number of tokens.
+        section: ``[fault_tolerance]``.
+        is_copy: Whether another rank of the replica counts the same tokens (tensor parallelism).
+    """
+    finite = math.isfinite(loss)
+    means = [0.0] * section.group_size
+    if is_copy:
+        return [0.0, 0.0, 0.0, float(not finite), 0.0, *means]
+    if finite and data.global_tokens:  # of this replica's ranks
+        means[section.replica_id] = loss * nominal / data.global_tokens
+    read = sum(labels.numel() for _, labels in data.microbatches)
+    # A sum with an infinite loss would hide the others' tokens.
+    return [data.tokens, read, loss if finite else 0.0, float(not finite), float(stops), *means]
 
 
 class ReplicaTrainer(Trainer):
@@ -70,35 +98,32 @@ class ReplicaTrainer(Trainer):
     checkpointer: ReplicaCheckpoints
     optimizers: TSROptimizers
     dataloader: TokenDataLoader
-    loss_fn: Any
 
     def __init__(self, job_config: JobConfig) -> None:
         self._section = job_config.fault_tolerance
         with _rows_of_replica(job_config):
             super().__init__(job_config)
-        self.gradient_accumulation_steps = self.dataloader.microbatches
-        loader = self.dataloader
-        split = loader.global_batch_size, loader.local_batch_size * self._data_ranks
-        self._positions = DataPositions(self._section.group_size, split)
-        self.checkpointer.states["dataloader"] = StoredPositions(self._positions, loader)
+        self._batch_degree = 1  # the tokens of all ranks are counted
+        loader, training = self.dataloader, job_config.training
+        self.gradient_accumulation_steps = loader.microbatches
+        self._data_ranks = self.parallel_dims.dp_shard  # of this replica; they read other data
+        rows = loader.local_batch_size * self._data_ranks
+        self._positions = DataPositions(
+            self._section.group_size, (loader.global_batch_size, rows), loader
+        )
+        self.checkpointer.states["dataloader"] = self._positions
         # The micro-batches of the step that is tried, and the number of its part's step.
         self._pending: tuple[int, StepData] | None = None
         self._iterator: Iterator[Batch] = iter(())
         self._members: Membership | None = None
-        self._joined = False
+        self._joined = self._stops = False
         self._discarded = 0
-        self._commits = Path(job_config.job.dump_folder) / COMMITS_FILE
-        training = job_config.training
-        rows = training.local_batch_size * self.gradient_accumulation_steps * self._data_ranks
-        self._nominal = float(rows * training.seq_len * self._section.group_size)
-        self.loss_fn = SeenLoss(self.loss_fn, self._loss_is_known)
-        self._first: FirstCall | None = None
-        self._stops = False
+        tokens = rows * self.gradient_accumulation_steps * training.seq_len
+        self._nominal = float(tokens * self._section.group_size)
 
     def should_continue_training(self) -> bool:
         """Join the quorum before the first step, then as for any trainer."""
-        finished = self.step >= self.job_config.training.steps
-        if self._members is None and not finished:
+        if self._members is None and self.step < self.job_config.training.steps:
             self._members = self._enter()
             self._joined = self._join()
             self.step = self._members.committed
@@ -127,33 +152,48 @@ class ReplicaTrainer(Trainer):
             attempt = self._try() if joined else None
             if members.commit(attempt is not None) and attempt is not None:
                 break
-            members.group.calls.end(committed=False)
             self.optimizers.zero_grad()
             lost += 1
             why = members.group.failure or "another rank of this replica has lost a sum"
             logger.warning("Step %d was discarded: %s", self.step, why)
-        members.group.calls.end(committed=True)
         self._discarded += lost
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        norm = self._apply(attempt)
-        digest = joined_ranks(self._digest()) if self._section.digests else None
-        if self._rank == 0:
-            add_commit(
-                self._commits,
-                self.step,
-                members.group.replicas,
-                self._positions.taken,
-                attempt.sums.tokens,
-                loss=attempt.sums.loss(self._nominal),
-                norm=norm,
-                discarded=lost,
-                seconds=time.perf_counter() - begin,
-                bytes_sent=members.group.bytes_sent - bytes_before,
-                digest=digest,
-                ranks=self._data_ranks,
-            )
+        sums, norm = attempt[0], self._apply(*attempt)
+        digests = [""] * torch.distributed.get_world_size()
+        if self._section.digests:
+            torch.distributed.all_gather_object(digests, self._digest())
+        record = {
+            "step": self.step,
+            "time": time.time(),
+            "replicas": members.group.replicas,
+            "taken": self._positions.taken,
+            "tokens": int(sums.tokens),
+            "loss": sums.loss,
+            "norm": norm,
+            "discarded": lost,
+            "seconds": time.perf_counter() - begin,
+            "bytes_sent": members.group.bytes_sent - bytes_before,
+            "digest": "-".join(digests) if self._section.digests else None,
+            "ranks": self._data_ranks,
+        }
+        if torch.distributed.get_rank() == 0:
+            folder = Path(self.job_config.job.dump_folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / COMMITS_FILE).open("a") as file:
+                file.write(json.dumps(record) + "\n")
         if self.metrics_processor.should_log(self.step):
-            self._log_commit(attempt.sums, norm, lr, members.group.bytes_sent - bytes_before)
+            extra = {
+                "n_tokens_seen": self.ntokens_seen,
+                "lr": lr,
+                "skipped_steps": self.skipped_steps,
+                "replicas": len(members.group.replicas),
+                "discarded_steps": self._discarded,
+                "comm_bytes/replicas": record["bytes_sent"],
+                **self._reader.metrics(),
+            }
+            self.metrics_processor.log(
+                self.step, sums.loss, sums.largest, norm, extra_metrics=extra
+            )
         self._maybe_stop()
         self.metrics_processor.pause()
 
@@ -170,104 +210,89 @@ class ReplicaTrainer(Trainer):
 
     def _enter(self) -> "Membership":
         """Open the ports and start the heartbeat."""
-        from torchtitan_lr.experiments.replicas.membership import (
-            Membership,
-        )  # late: it needs torchft
+        from torchtitan_lr.experiments.replicas import membership  # late: it needs torchft
 
-        corpus = self.dataloader.dataset.identity
-        return Membership(
-            self._section,
-            run_fingerprint(self.job_config, self.checkpointer.fingerprint, corpus, self._ranks),
-            self.step,
-            self._healing_state,
-            self._heal,
-            self._digest,
+        corpus, ranks = self.dataloader.dataset.identity, torch.distributed.get_world_size()
+        run = membership.run_fingerprint(
+            self.job_config, self.checkpointer.fingerprint, corpus, ranks
+        )
+        return membership.Membership(
+            self._section, run, self.step, self._healing_state, self._heal, self._digest
         )
 
     def _join(self) -> bool:
         """Return whether the members of the next step are there; choose the one that writes."""
         assert self._members is not None
-        before = set(self._members.group.replicas)
+        before, group = set(self._members.group.replicas), self._members.group
         joined = self._members.join()
         if joined:
-            self.checkpointer.writes = self._members.writes
+            self.checkpointer.writes = group.place == 0
             # The members of a step are new ones: the group is made anew with every change.
             synchronizer = self.optimizers.synchronizer
-            synchronizer.groups = replace(synchronizer.groups, replicas=self._members.group)
-            self._report_absent(before - set(self._members.group.replicas))
+            synchronizer.groups = replace(synchronizer.groups, replicas=group)
+            for replica in sorted(before - set(group.replicas)):
+                logger.warning(
+                    "Replica %d has left: of part %d of the data, all from its step %d on stays "
+                    "unread until it is back",
+                    replica,
+                    replica,
+                    self._positions.taken[replica],
+                )
         return joined
 
-    def _report_absent(self, absent: set[int]) -> None:
-        """Log what a replica that has left has not read."""
-        for replica in sorted(absent):
-            logger.warning(
-                "Replica %d has left: of part %d of the data, all from its step %d on stays unread "
-                "until it is back",
-                replica,
-                replica,
-                self._positions.taken[replica],
-            )
-
-    def _try(self) -> Attempt | None:
+    def _try(self) -> tuple[Sums, torch.Tensor] | None:
         """Compute the step and its sums; return None if a member was lost.
 
         A lost member ends the attempt only after the last call among the ranks of this replica.
+
+        Returns:
+            The sums over all ranks of the members, and the norm of the nominal loss's gradient.
         """
         assert self._members is not None
-        group = self._members.group
+        group, ranks = self._members.group, torch.distributed.get_world_size()
         try:
             data = self._next_data()
             self.optimizers.zero_grad()
-            due = self.optimizers.due()
-            group.calls.begin(repr((due, len(group.replicas))))
-            first = FirstCall(group, len(data.microbatches), partial(self._numbers, data))
-            self._first = first
-            self._forward_backward(data.microbatches, self._nominal)
+            share = float(self._forward_backward(data.microbatches, self._nominal))
+            self._stops = self._stop.name is not None
+            stops = self._stops and torch.distributed.get_rank() == 0
+            mesh = self.parallel_dims.get_optional_mesh("tp")
+            is_copy = mesh is not None and mesh.get_local_rank() > 0
+            own = step_numbers(data, share, stops, self._nominal, self._section, is_copy)
+            numbers = torch.tensor(own, dtype=torch.float64)
+            # It travels with the gradients' last sums, so that it costs no round trip of its own.
+            work: Any = torch.distributed.all_reduce(numbers, group=group, async_op=True)
             norm = self.optimizers.synchronize()
-            sums = Sums(*first.result())
-        except LostReplicaError:
-            return None
+            work.wait()
+            if ranks > 1:
+                torch.distributed.all_reduce(numbers)
+            sums = Sums(numbers.tolist(), self._nominal)
         except Exception:
             # Undefined sums may be such as no decomposition takes. The other ranks of this replica
             # would wait for this one: then the replica ends.
-            if group.failure is None or self._ranks > 1:
+            if group.failure is None or ranks > 1:
                 raise
             return None
-        finally:
-            self._first = None
-        return None if group.failure else Attempt(sums, norm, self._stops)
+        return None if group.failure else (sums, norm)
 
-    def _loss_is_known(self, loss: torch.Tensor) -> None:
-        if self._first is not None:
-            self._first.add(loss)
-
-    def _numbers(self, data: StepData, loss: float) -> list[float]:
-        """Return what this rank adds to the first call, given its summed token losses."""
-        self._stops = self._stop.name is not None
-        mesh = self.parallel_dims.get_optional_mesh("tp")
-        is_copy = mesh is not None and mesh.get_local_rank() > 0
-        stops = self._stops and self._rank == 0
-        share = loss / self._nominal
-        return list(Sums.of(data, share, stops, self._nominal, self._section, is_copy))
-
-    def _apply(self, attempt: Attempt) -> float:
+    def _apply(self, sums: Sums, norm: torch.Tensor) -> float:
         """Take a committed step; return the gradient's norm."""
         assert self._members is not None
-        sums, group = attempt.sums, self._members.group
+        replicas, ranks = self._members.group.replicas, torch.distributed.get_world_size()
         factor = torch.tensor(self._nominal / sums.tokens if sums.tokens else math.nan)
         self.optimizers.scale(factor)
-        remaining = len(group.replicas) - sums.stopping
-        self.checkpointer.run_ends = remaining < self._section.min_replica_size
-        stops = attempt.stops or bool(sums.stopping and self.checkpointer.run_ends)
-        loss = torch.tensor(sums.loss(self._nominal), dtype=torch.float64)
-        verdict = Verdict(loss, (attempt.norm * factor).square() / self._ranks, stops)
-        limit, rejected = self.job_config.training.max_norm, verdict.rejected
+        self.checkpointer.run_ends = len(replicas) - sums.stopping < self._section.min_replica_size
+        stops = self._stops or bool(sums.stopping and self.checkpointer.run_ends)
+        loss = torch.tensor(sums.loss, dtype=torch.float64)
+        verdict = Verdict(loss, (norm * factor).square() / ranks, stops)
+        limit = self.job_config.training.max_norm
         self._gradients.clip(limit, verdict.norm)
         self.checkpointer.maybe_wait_for_staging()
-        step_unless(rejected, self.optimizers)
+        step_unless(verdict.rejected, self.optimizers)
         self._unread = self.step, verdict, sums.tokens
         self.lr_schedulers.step()
-        self._positions.commit(group.replicas)
+        for replica in replicas:
+            self._positions.taken[replica] += 1
         self.ntokens_seen += int(sums.read)
         self.metrics_processor.ntokens_since_last_log += int(sums.read) // self._data_ranks
         self._settle()
@@ -293,31 +318,13 @@ class ReplicaTrainer(Trainer):
         self._pending = step, data
         return data
 
-    @property
-    def _batch_degree(self) -> int:
-        return 1  # the tokens of all ranks are counted
-
-    @property
-    def _data_ranks(self) -> int:
-        """Ranks of this replica that read different data."""
-        return self.parallel_dims.dp_shard
-
-    @property
-    def _ranks(self) -> int:
-        return torch.distributed.get_world_size()
-
-    @property
-    def _rank(self) -> int:
-        return torch.distributed.get_rank()
-
     def _healing_state(self) -> dict[str, Any]:
         """Return what a newcomer takes over: everything as after the last committed step."""
         assert self._members is not None
         return {
             "train": self.state_dict() | {"step": self._members.committed},
-            "positions": self._positions.as_json(),
-            "training": self._training_state(),
-            "calls": self._members.group.calls.known,
+            "positions": self._positions.state_dict(),
+            "training": training_state(self.model_parts, self.optimizers, self.lr_schedulers),
         }
 
     def _heal(self, state: dict[str, Any]) -> None:
@@ -326,36 +333,15 @@ class ReplicaTrainer(Trainer):
         load_training_state(
             state["training"], self.model_parts, self.optimizers, self.lr_schedulers
         )
-        self._positions.load_json(state["positions"])
+        self._positions.load_state_dict(state["positions"])
         self.load_state_dict(state["train"])
         assert self._members is not None
-        self._members.group.calls.known = dict(state["calls"])
         size = self._members.transport.bytes_received
         logger.info("Healed to step %d; %d bytes received so far", self.step, size)
 
-    def _training_state(self) -> Any:
-        return training_state(self.model_parts, self.optimizers, self.lr_schedulers)
-
     def _digest(self) -> str:
-        return digest([self._training_state(), self._positions.taken])
-
-    def _log_commit(self, sums: Sums, norm: float, lr: float, bytes_sent: int) -> None:
-        assert self._members is not None
-        self.metrics_processor.log(
-            self.step,
-            sums.loss(self._nominal),
-            sums.largest(self._members.group.replicas),
-            norm,
-            extra_metrics={
-                "n_tokens_seen": self.ntokens_seen,
-                "lr": lr,
-                "skipped_steps": self.skipped_steps,
-                "replicas": len(self._members.group.replicas),
-                "discarded_steps": self._discarded,
-                "comm_bytes/replicas": bytes_sent,
-                **self._reader.metrics(),
-            },
-        )
+        state = training_state(self.model_parts, self.optimizers, self.lr_schedulers)
+        return digest([state, self._positions.taken])
 
     def _make_up_for_validation(self) -> None:
         """Do not validate alone after a restart: the other replicas would wait."""

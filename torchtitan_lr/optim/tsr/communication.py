@@ -7,7 +7,7 @@ reduction is a plain SUM, since the loss is already divided by the tokens of the
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.optim.selection import BUCKET_ELEMENTS, TSRSettings, split_buckets
 from torchtitan_lr.optim.tsr.randomized_svd import SVD, Answer, Gather, Request, Steps, Sum
-from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.titan import logger
 
 if TYPE_CHECKING:
@@ -29,9 +29,6 @@ ParamRef = tuple[int, int]
 
 DENSE = -1
 """Stands for the number of a stack in the `ParamRef` of a parameter that is not compressed."""
-
-BUCKET_ELEMENTS = 2**26
-"""Elements of a bucket of dense gradients, and of the sketches in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class Refresh:
     """New bases of some matrices of one stack, applied when the step is accepted.
 
     Args:
-        number: Of the stack.
+        stack: Their stack.
         indices: The matrices.
         left: U (b, m, r).
         right: V (b, n, r), or None if that side is not projected.
@@ -75,7 +72,7 @@ class Refresh:
         overlaps: U₊ᵀU and V₊ᵀV (b, r, r), if moments are rotated.
     """
 
-    number: int
+    stack: "MatrixStack"
     indices: list[int]
     left: Tensor
     right: Tensor | None
@@ -97,6 +94,7 @@ class Synchronizer:
         all_cores: All cores of a step in one buffer, which one call clears, scales or sends. The
             stacks' cores are views of it.
         sums: Those of the running step.
+        projected: The matrices that keep their bases in this step, stack after stack.
     """
 
     def __init__(
@@ -109,7 +107,7 @@ class Synchronizer:
     ) -> None:
         self.stacks, self.dense, self.groups, self.settings = stacks, dense, groups, settings
         self.order = order
-        self._projected: set[ParamRef] = set()
+        self.projected: dict[ParamRef, None] = {}
         self.sums = EarlySums([], order, self._start_sum, early=False)
         sizes = [stack.average.numel() for stack in stacks]
         # A pipeline stage may have no compressed matrix.
@@ -126,63 +124,53 @@ class Synchronizer:
         """
         self.sums.wait()  # of a step that was abandoned
         self.all_cores.zero_()
-        self._projected = set(self._kept(due))
-        # A pipeline runs backward several times before a gradient is complete.
-        early = self.groups.stages is None and self.settings.overlap_buckets > 1
-        projected = [ref for ref in self.order if ref in self._projected]
-        buckets = self._split(projected, [self.stacks[n].core[0].numel() for n, _ in projected])
-        # Dense parameters, and matrices that refresh from their dense gradient, by dtype.
+        stacks = list(enumerate(self.stacks))
+        kept = [(n, i) for n, stack in stacks for i in range(len(stack.plans)) if i not in due[n]]
+        self.projected = dict.fromkeys(kept)
+        cores = [ref for ref in self.order if ref in self.projected]
+        sizes = [self.stacks[number].core[0].numel() for number, _ in cores]
+        kinds = [(cores, sizes, sum(sizes))]
+        # Dense parameters, and matrices that refresh from their dense gradient, by dtype: one
+        # message has one dtype.
         whole = [ref for ref in self.order if ref[0] == DENSE]
-        for number, indices in enumerate(due):
-            if self.stacks[number].sends_dense:
-                whole += [(number, index) for index in indices]
+        whole += [(n, i) for n, stack in stacks if stack.sends_dense for i in due[n]]
         by_dtype: dict[torch.dtype, list[ParamRef]] = defaultdict(list)
         for ref in whole:
-            by_dtype[self._parameter(ref).dtype].append(ref)
+            by_dtype[self.parameter(ref).dtype].append(ref)
         for same in by_dtype.values():
-            sizes = [local_part(self._parameter(ref)).numel() for ref in same]
-            buckets += self._split(same, sizes, BUCKET_ELEMENTS)
+            sizes = [local_part(self.parameter(ref)).numel() for ref in same]
+            kinds.append((same, sizes, BUCKET_ELEMENTS))
+        count, buckets = self.settings.overlap_buckets, []
+        for refs, sizes, most in kinds:
+            limit = min(-(-sum(sizes) // count), most)
+            buckets += [[refs[i] for i in bucket] for bucket in split_buckets(sizes, limit)]
+        # A pipeline runs backward several times before a gradient is complete.
+        early = self.groups.stages is None and count > 1
         self.sums = EarlySums(buckets, self.order, self._start_sum, early)
 
-    def receive(self, ref: ParamRef) -> bool:
-        """Note a gradient that backward has produced.
+    def parameter(self, ref: ParamRef) -> Tensor:
+        """Return a parameter of this rank."""
+        number, index = ref
+        return self.dense[index][0] if number == DENSE else self.stacks[number].parameters[index]
 
-        FSDP's gradients of one unit share their memory. A small one that is kept is copied, so that
-        it does not keep the large ones alive.
-
-        Returns:
-            Whether it is now to be projected and freed.
-
-        Raises:
-            RuntimeError: The sum that it belongs to has already started.
-        """
-        gradient = self._parameter(ref).grad
-        if gradient is None:
-            return False
-        if self.sums.has_started(ref):
-            raise RuntimeError(
-                "a parameter received a second gradient after its sum over the replicas had "
-                "started; set optimizer.tsr_overlap_buckets = 1"
-            )
-        part = local_part(gradient)
-        if ref[0] == DENSE and part.untyped_storage().nbytes() > 2 * part.nbytes:
-            self._parameter(ref).grad = gradient.clone()
-        return ref in self._projected
-
-    def left_over(self) -> Iterator[ParamRef]:
-        """Yield the parameters whose gradient is there to be projected: no hook has seen it."""
-        for ref in self.order:
-            if ref in self._projected and self._parameter(ref).grad is not None:
-                yield ref
-
-    def finish_sums(self) -> list[Tensor]:
-        """Wait for all sums.
-
-        Returns:
-            The gradient of every dense parameter, in order: this rank's parts.
-        """
-        self.sums.wait()
-        return [_whole_gradient(parameter) for parameter, _ in self.dense]
+    def _start_sum(self, bucket: Sequence[ParamRef]) -> Callable[[], None]:
+        """Start the sum of a bucket over the replicas; before it, sum cores over the shards."""
+        if bucket[0] not in self.projected:
+            tensors = [whole_gradient(self.parameter(ref)) for ref in bucket]
+            return sum_over(tensors, self.groups.replicas)
+        cores = [self.stacks[number].core[index] for number, index in bucket]
+        if len(bucket) == sum(len(stack.plans) for stack in self.stacks):
+            cores = [self.all_cores]  # no copy: the buffer itself is sent
+        for dim, group in enumerate(self.groups.sharding.values()):
+            # A one-sided core stays sharded along its long side: its blocks are no terms.
+            terms = []
+            for number, index in bucket:
+                stack = self.stacks[number]
+                splits = (*stack.layout.rows, *stack.layout.columns)
+                if dim in splits and dim not in stack.core_dims:
+                    terms.append(stack.core[index])
+            sum_over(cores if len(terms) == len(bucket) else terms, group)()
+        return sum_over(cores, self.groups.replicas)
 
     def new_bases(self, due: Sequence[Sequence[int]]) -> list[Refresh]:
         """Decompose the gradients of the matrices that are due.
@@ -190,117 +178,80 @@ class Synchronizer:
         Matrices are decomposed in rounds whose sketches fit into one bucket. Those of one round
         make the same number of power iterations.
 
+        Args:
+            due: The matrices, by stack.
+
         Returns:
             Their bases and cores, equal on all replicas; not yet applied.
         """
         flat = [(number, index) for number, indices in enumerate(due) for index in indices]
         sizes = [self.stacks[number].sketch_size for number, _ in flat]
-        found = []
-        for bucket in split_buckets(sizes, BUCKET_ELEMENTS):
-            rounds: dict[int, dict[int, list[int]]] = {}
-            for number, index in (flat[i] for i in bucket):
-                iterations = self.stacks[number].plan.power_iterations
-                rounds.setdefault(iterations, {}).setdefault(number, []).append(index)
-            for matrices in rounds.values():
-                found += self._decompose(matrices)
+        rounds: dict[tuple[int, int], dict[int, list[int]]] = {}
+        for bucket, members in enumerate(split_buckets(sizes, BUCKET_ELEMENTS)):
+            for number, index in (flat[i] for i in members):
+                key = bucket, self.stacks[number].plan.power_iterations
+                rounds.setdefault(key, {}).setdefault(number, []).append(index)
+        found: list[Refresh] = []
+        for matrices in rounds.values():
+            chosen = [(self.stacks[number], indices) for number, indices in matrices.items()]
+            layouts = [stack.layout for stack, _ in chosen]
+            steps = [stack.decompose(indices, self.groups) for stack, indices in chosen]
+            svds: list[SVD] = solve_together(steps, layouts, self.groups)
+            # One batch per matrix: a difference is repaired and logged for that matrix only.
+            batches = [list(batch) for svd in svds for batch in zip(*svd, strict=True)]
+            if drifted := repair_drift(batches, self.groups.replicas):
+                names = [stack.plans[i].name for stack, indices in chosen for i in indices]
+                logger.warning(
+                    "Replicas computed different bases for %s; the first replica's are used",
+                    ", ".join(names[i] for i in drifted),
+                )
+            refreshes: list[Refresh] = []
+            for (stack, indices), svd in zip(chosen, svds, strict=True):
+                # In the new bases UᵀGV is diag(σ), and UᵀG is diag(σ)Vᵀ: nothing is sent for it.
+                if stack.plan.two_sided:
+                    core = torch.diag_embed(svd.values)
+                    refreshes.append(Refresh(stack, indices, svd.left, svd.right, core))
+                else:
+                    core = svd.values[..., None] * svd.right.mT
+                    refreshes.append(Refresh(stack, indices, svd.left, None, core))
+            if self.settings.moments == "rotate":
+                products = [_overlaps(refresh) for refresh in refreshes]
+                overlaps = solve_together(products, layouts, self.groups)
+                for refresh, of_both in zip(refreshes, overlaps, strict=True):
+                    refresh.overlaps = of_both
+            found += refreshes
         return found
 
-    def norm(
-        self,
-        due: Sequence[Sequence[int]],
-        refreshes: Sequence[Refresh],
-        gradients: Sequence[Tensor],
-    ) -> Tensor:
-        """Return sqrt(Σ|C|² + Σ|g|²) of all cores and dense gradients, equal on all ranks.
+    def norm(self, refreshes: Sequence[Refresh], gradients: Sequence[Tensor]) -> Tensor:
+        """Return sqrt(Σ|C|² + Σ|g|²) of all cores and dense gradients, each element once, in fp64.
 
         Args:
-            due: The matrices that refresh; the cores of the others are already summed.
-            refreshes: Returned by `new_bases`.
-            gradients: Returned by `finish_sums`.
+            refreshes: Returned by `new_bases`; the cores of the others are already summed.
+            gradients: This rank's parts of the dense gradients, summed over the replicas.
+
+        Returns:
+            A scalar, equal on all ranks.
         """
-        pieces = [(self.stacks[n].core[i], self.stacks[n].core_dims) for n, i in self._kept(due)]
-        if not any(due) and not any(stack.core_dims for stack in self.stacks):
+        pieces = [(self.stacks[n].core[i], self.stacks[n].core_dims) for n, i in self.projected]
+        if not refreshes and not any(stack.core_dims for stack in self.stacks):
             pieces = [(self.all_cores, ())]
-        pieces += [(refresh.core, self.stacks[refresh.number].core_dims) for refresh in refreshes]
+        pieces += [(refresh.core, refresh.stack.core_dims) for refresh in refreshes]
         pieces += zip(gradients, (dims for _, dims in self.dense), strict=True)
-        return squared_norm(pieces, self.groups, self.all_cores.device).sqrt()
-
-    def _kept(self, due: Sequence[Sequence[int]]) -> list[ParamRef]:
-        """Return the matrices that keep their bases in this step."""
-        stacks = enumerate(self.stacks)
-        return [(n, i) for n, stack in stacks for i in range(len(stack)) if i not in due[n]]
-
-    def _parameter(self, ref: ParamRef) -> Tensor:
-        number, index = ref
-        return self.dense[index][0] if number == DENSE else self.stacks[number].parameters[index]
-
-    def _split(
-        self, refs: Sequence[ParamRef], sizes: Sequence[int], most: int | None = None
-    ) -> list[list[ParamRef]]:
-        limit = -(-sum(sizes) // self.settings.overlap_buckets)
-        limit = limit if most is None else min(limit, most)
-        return [[refs[i] for i in bucket] for bucket in split_buckets(sizes, limit)]
-
-    def _start_sum(self, bucket: Sequence[ParamRef]) -> list["PendingSum"]:
-        """Start the sum of a bucket over the replicas, if any; before it, cores over the shards."""
-        if bucket[0] in self._projected:
-            for dim, group in enumerate(self.groups.sharding.values()):
-                # A one-sided core stays sharded along its long side: its blocks are no terms.
-                terms = []
-                for number, index in bucket:
-                    stack = self.stacks[number]
-                    splits = (*stack.layout.rows, *stack.layout.columns)
-                    if dim in splits and dim not in stack.core_dims:
-                        terms.append((number, index))
-                sum_over(self._cores(terms), group)
-            tensors = self._cores(bucket)
-        else:
-            tensors = [_whole_gradient(self._parameter(ref)) for ref in bucket]
-        return [PendingSum(tensors, self.groups.replicas)] if self.groups.replicas else []
-
-    def _cores(self, matrices: Sequence[ParamRef]) -> list[Tensor]:
-        if len(matrices) == sum(len(stack) for stack in self.stacks):
-            return [self.all_cores]  # no copy: the buffer itself is sent
-        return [self.stacks[number].core[index] for number, index in matrices]
-
-    def _decompose(self, matrices: Mapping[int, list[int]]) -> list[Refresh]:
-        """Compute the new bases of one round, given its matrices by stack."""
-        stacks = [self.stacks[number] for number in matrices]
-        layouts = [stack.layout for stack in stacks]
-        steps = [self.stacks[n].decompose(i, self.groups) for n, i in matrices.items()]
-        svds: list[SVD] = solve_together(steps, layouts, self.groups)
-        names = [self.stacks[n].plans[i].name for n, indices in matrices.items() for i in indices]
-        # One batch per matrix: a difference is repaired and logged for that matrix only.
-        batches = [list(batch) for svd in svds for batch in zip(*svd, strict=True)]
-        if drifted := repair_drift(batches, self.groups.replicas):
-            logger.warning(
-                "Replicas computed different bases for %s; the first replica's are used",
-                ", ".join(names[i] for i in drifted),
-            )
-        refreshes = []
-        for (number, indices), stack, svd in zip(matrices.items(), stacks, svds, strict=True):
-            # In the new bases UᵀGV is diag(σ), and UᵀG is diag(σ)Vᵀ: nothing is sent for it.
-            if stack.plan.two_sided:
-                core = torch.diag_embed(svd.values)
-                refreshes.append(Refresh(number, indices, svd.left, svd.right, core))
-            else:
-                core = svd.values[..., None] * svd.right.mT
-                refreshes.append(Refresh(number, indices, svd.left, None, core))
-        if self.settings.moments == "rotate":
-            products = [
-                _overlaps(refresh, *stack.bases(refresh.indices))
-                for refresh, stack in zip(refreshes, stacks, strict=True)
-            ]
-            overlaps = solve_together(products, layouts, self.groups)
-            for refresh, found in zip(refreshes, overlaps, strict=True):
-                refresh.overlaps = found
-        return refreshes
+        places = [group.rank() for group in self.groups.sharding.values()]
+        total = torch.zeros((), dtype=torch.float64, device=self.all_cores.device)
+        for part, dims in pieces:
+            # Along the dimensions that do not shard it, all ranks hold the same part.
+            if all(place == 0 or dim in dims for dim, place in enumerate(places)):
+                total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+        for group in (*self.groups.sharding.values(), self.groups.stages):
+            if group is not None:
+                dist.all_reduce(total, group=group)
+        return total.sqrt()
 
 
-def _overlaps(
-    new: Refresh, old_left: Tensor, old_right: Tensor | None
-) -> Steps[tuple[Tensor, Tensor | None]]:
+def _overlaps(new: Refresh) -> Steps[tuple[Tensor, Tensor | None]]:
     """Compute U₊ᵀU and V₊ᵀV from row-sharded bases."""
+    old_left, old_right = new.stack.bases(new.indices)
     left = yield Sum(new.left.mT @ old_left, "rows", replicas=False)
     assert isinstance(left, Tensor)
     if new.right is None or old_right is None:
@@ -310,9 +261,10 @@ def _overlaps(
     return left, right
 
 
-def _whole_gradient(parameter: Tensor) -> Tensor:
+def whole_gradient(parameter: Tensor) -> Tensor:
     """Return the local gradient for summing in place; create zeros if there is none."""
     if parameter.grad is None:
+        # Other replicas may have one: every rank takes part in the sum.
         parameter.grad = torch.zeros_like(parameter)
     return local_part(parameter.grad)
 
@@ -326,103 +278,70 @@ class EarlySums:
     Args:
         buckets: The parameters of each sum.
         order: Every parameter, in the order in which backward is expected to produce gradients.
-        start: Starts the sum of a bucket; returns what to wait for.
-        early: Whether sums may start before `start_rest`.
+        start: Starts the sum of a bucket; returns what waits for it.
+        early: Whether sums may start before all gradients are there.
+
+    Attributes:
+        started: The parameters whose sums have started: they take no other gradient.
     """
 
     def __init__(
         self,
         buckets: Sequence[Sequence[ParamRef]],
         order: Sequence[ParamRef],
-        start: Callable[[Sequence[ParamRef]], Iterable["PendingSum"]],
+        start: Callable[[Sequence[ParamRef]], Callable[[], None]],
         early: bool,
     ) -> None:
         position = {ref: index for index, ref in enumerate(order)}
-        self._buckets = sorted(buckets, key=lambda bucket: max(position[ref] for ref in bucket))
-        self._missing = [set(bucket) for bucket in self._buckets]
-        self._number = {ref: i for i, bucket in enumerate(self._buckets) for ref in bucket}
+        in_turn = sorted(buckets, key=lambda bucket: max(position[ref] for ref in bucket))
+        self._waiting = [(bucket, set(bucket)) for bucket in in_turn]
         self._start, self._early = start, early
-        self._started = 0
-        self._pending: list[PendingSum] = []
+        self.started: set[ParamRef] = set()
+        self._pending: list[Callable[[], None]] = []
 
-    def has_started(self, ref: ParamRef) -> bool:
-        """Return whether the sum with a parameter has started: it takes no other gradient."""
-        return self._number.get(ref, self._started) < self._started
+    def ready(self, ref: ParamRef | None) -> None:
+        """Mark a parameter whose gradient is complete, and start the sums that are complete.
 
-    def ready(self, ref: ParamRef) -> None:
-        """Mark a parameter whose gradient is complete; start the sums that are complete."""
-        if ref in self._number:
-            self._missing[self._number[ref]].discard(ref)
-        while self._early and self._started < len(self._buckets):
-            if self._missing[self._started]:
-                return
-            self._start_next()
-
-    def start_rest(self) -> None:
-        """Start all other sums; a parameter that is not marked has no gradient."""
-        while self._started < len(self._buckets):
-            self._start_next()
+        Args:
+            ref: The parameter. None starts all sums: whatever is not marked has no gradient.
+        """
+        if ref is not None:
+            for _, missing in self._waiting:
+                missing.discard(ref)
+        while self._waiting and (ref is None or (self._early and not self._waiting[0][1])):
+            bucket, _ = self._waiting.pop(0)
+            self.started.update(bucket)
+            self._pending.append(self._start(bucket))
 
     def wait(self) -> None:
         """Wait for all sums that have started."""
-        for pending in self._pending:
-            pending.wait()
+        for wait in self._pending:
+            wait()
         self._pending.clear()
 
-    def _start_next(self) -> None:
-        self._started += 1
-        self._pending += self._start(self._buckets[self._started - 1])
 
+def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> Callable[[], None]:
+    """Start the sum of tensors of one dtype over a group, in one message.
 
-class PendingSum:
-    """An asynchronous all-reduce of several tensors in one message.
-
-    Args:
-        tensors: Summed in place by `wait`.
-        group: The ranks.
+    Returns:
+        A function that waits, and copies the sums into the tensors; nothing without a group.
     """
+    if group is None or not tensors:
+        return lambda: None
+    first = tensors[0]
+    is_wire = len(tensors) == 1 and first.is_contiguous()
+    wire = first if is_wire else torch.cat([tensor.reshape(-1) for tensor in tensors])
+    work = dist.all_reduce(wire, group=group, async_op=True)
 
-    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        self._tensors = list(tensors)
-        first = self._tensors[0]
-        if len(self._tensors) == 1 and first.is_contiguous():
-            self._wire = first
-        else:
-            self._wire = torch.cat([tensor.reshape(-1) for tensor in self._tensors])
-        self._work = dist.all_reduce(self._wire, group=group, async_op=True)
+    def wait() -> None:
+        assert work is not None
+        work.wait()
+        if wire is not first:
+            parts = wire.split([tensor.numel() for tensor in tensors])
+            views = [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+            torch._foreach_copy_(list(tensors), views)
 
-    def wait(self) -> None:
-        """Wait, and copy the sums into the tensors."""
-        assert self._work is not None
-        self._work.wait()
-        if self._wire is not self._tensors[0]:
-            parts = self._wire.split([tensor.numel() for tensor in self._tensors])
-            views = [part.view(t.shape) for part, t in zip(parts, self._tensors, strict=True)]
-            torch._foreach_copy_(self._tensors, views)
-
-
-def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Sum tensors of one dtype in place over a group, in one call; do nothing without either."""
-    if group is not None and tensors:
-        PendingSum(tensors, group).wait()
-
-
-def split_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Split a list into consecutive buckets of at most ``limit`` elements, or one larger entry.
-
-    Args:
-        sizes: Elements of each entry.
-        limit: Elements of a bucket.
-    """
-    result: list[list[int]] = []
-    room = 0
-    for index, size in enumerate(sizes):
-        if not result or size > room:
-            result.append([])
-            room = limit
-        result[-1].append(index)
-        room -= size
-    return result
+    return wait
 
 
 def solve_together(
@@ -430,10 +349,15 @@ def solve_together(
 ) -> list[Any]:
     """Run computations side by side and merge each round of their requests into collectives.
 
+    A round needs at most one call per kind of request and mesh dimension.
+
     Args:
         computations: In the same order on all ranks.
         layouts: The layout of each computation's matrices.
         groups: The process groups.
+
+    Returns:
+        Their results.
     """
     results: list[Any] = [None] * len(computations)
     answers: dict[int, Answer] = dict.fromkeys(range(len(computations)))
@@ -444,43 +368,29 @@ def solve_together(
                 requests[index] = computations[index].send(answer)
             except StopIteration as end:
                 results[index] = end.value
-        answers = _answer(requests, layouts, groups)
+        sums = {i: request for i, request in requests.items() if isinstance(request, Sum)}
+        gathers = {i: request for i, request in requests.items() if isinstance(request, Gather)}
+        for dim, group in enumerate(groups.sharding.values()):
+            split = [s.tensor for i, s in sums.items() if dim in getattr(layouts[i], s.axis)]
+            sum_over(split, group)()
+        sum_over([s.tensor for s in sums.values() if s.replicas], groups.replicas)()
+        answers = {i: request.tensor for i, request in sums.items()} | dict.fromkeys(gathers)
+        for dim, group in enumerate(groups.sharding.values()):
+            blocks = {
+                i: request.tensor
+                for i, request in gathers.items()
+                if request.mesh_dim == dim and dim in getattr(layouts[i], request.axis)
+            }
+            if not blocks:
+                continue
+            own = torch.cat([block.reshape(-1) for block in blocks.values()])
+            everyone = own.new_empty(group.size() * own.numel())
+            dist.all_gather_into_tensor(everyone, own, group=group)
+            sizes = [block.numel() for block in blocks.values()]
+            parts = everyone.view(group.size(), -1).split(sizes, dim=1)
+            for (i, block), part in zip(blocks.items(), parts, strict=True):
+                answers[i] = (part.reshape(group.size(), *block.shape), group.rank())
     return results
-
-
-def _answer(
-    requests: Mapping[int, Request], layouts: Sequence[Layout], groups: ReductionGroups
-) -> dict[int, Answer]:
-    """Run one round: at most one call per kind of request and mesh dimension."""
-    sums = {i: request for i, request in requests.items() if isinstance(request, Sum)}
-    for dim, group in enumerate(groups.sharding.values()):
-        split = [s.tensor for i, s in sums.items() if dim in getattr(layouts[i], s.axis)]
-        sum_over(split, group)
-    sum_over([s.tensor for s in sums.values() if s.replicas], groups.replicas)
-    answers: dict[int, Answer] = {i: request.tensor for i, request in sums.items()}
-    gathers = {i: request for i, request in requests.items() if isinstance(request, Gather)}
-    answers |= dict.fromkeys(gathers)
-    for dim, group in enumerate(groups.sharding.values()):
-        concerned = {
-            i: request.tensor
-            for i, request in gathers.items()
-            if request.mesh_dim == dim and dim in getattr(layouts[i], request.axis)
-        }
-        answers |= _gather(concerned, group)
-    return answers
-
-
-def _gather(tensors: Mapping[int, Tensor], group: dist.ProcessGroup) -> dict[int, Answer]:
-    if not tensors:
-        return {}
-    own = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
-    everyone = own.new_empty(group.size() * own.numel())
-    dist.all_gather_into_tensor(everyone, own, group=group)
-    parts = everyone.view(group.size(), -1).split([t.numel() for t in tensors.values()], dim=1)
-    return {
-        index: (part.reshape(group.size(), *tensor.shape), group.rank())
-        for (index, tensor), part in zip(tensors.items(), parts, strict=True)
-    }
 
 
 def repair_drift(
@@ -501,9 +411,17 @@ def repair_drift(
     """
     if replicas is None or not batches:
         return []
-    checksums = [torch.stack([_checksum(tensor) for tensor in batch]) for batch in batches]
-    sums = torch.stack([of_batch.sum().remainder(2**62) for of_batch in checksums])
-    extremes = torch.cat([sums, -sums])
+    sums = []
+    for batch in batches:
+        of_batch = []
+        for tensor in batch:
+            # A weighted sum of the bits as integers, so that swapped entries show; int64 wraps.
+            bits = tensor.contiguous().view(-1).view(torch.int32).to(torch.int64)
+            weights = torch.arange(bits.numel(), device=bits.device).remainder_(8191).add_(1)
+            of_batch.append((bits * weights).sum())
+        sums.append(torch.stack(of_batch).sum().remainder(2**62))
+    checksums = torch.stack(sums)
+    extremes = torch.cat([checksums, -checksums])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=replicas)
     high, low = extremes.view(2, -1)
     # The only host sync of a refresh besides the SVD's own: a broadcast must start on all ranks.
@@ -512,38 +430,6 @@ def repair_drift(
         for tensor in batches[index]:
             dist.broadcast(tensor, group_src=0, group=replicas)
     return wrong
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """Return a weighted sum of a tensor's bits as integers; int64 wraps around."""
-    bits = tensor.contiguous().view(-1).view(torch.int32).to(torch.int64)
-    weights = torch.arange(bits.numel(), device=bits.device).remainder_(8191).add_(1)
-    return (bits * weights).sum()
-
-
-def squared_norm(
-    pieces: Sequence[tuple[Tensor, Sequence[int]]], groups: ReductionGroups, device: torch.device
-) -> Tensor:
-    """Sum the squares of tensors that are split over the mesh, each element once, in fp64.
-
-    Args:
-        pieces: This rank's parts, already summed over the replicas, each with the mesh dimensions
-            that shard it. Along the other dimensions all ranks hold the same part.
-        groups: The process groups; pipeline stages hold different parameters.
-        device: Device of the result.
-
-    Returns:
-        A scalar, equal on all ranks.
-    """
-    places = [group.rank() for group in groups.sharding.values()]
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for part, dims in pieces:
-        if all(place == 0 or dim in dims for dim, place in enumerate(places)):
-            total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
-    for group in (*groups.sharding.values(), groups.stages):
-        if group is not None:
-            dist.all_reduce(total, group=group)
-    return total
 
 
 def mesh_groups(parameters: Iterable[Tensor]) -> dict[str, dist.ProcessGroup]:

@@ -13,6 +13,7 @@ rank's parts of b matrices of one shape.
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from itertools import chain
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from torch.optim.adamw import adamw
 from torchtitan_lr.compat.dtensor import local_part, own_part, shard_dims, wrap_like
 from torchtitan_lr.compat.names import clean_name
 from torchtitan_lr.optim.finite import clip_factor, nonfinite_gradient
+from torchtitan_lr.optim.selection import MatrixPlan, TSRSettings, plan_matrices
 from torchtitan_lr.optim.tsr.communication import (
     DENSE,
     Layout,
@@ -33,6 +35,7 @@ from torchtitan_lr.optim.tsr.communication import (
     Refresh,
     Synchronizer,
     mesh_groups,
+    whole_gradient,
 )
 from torchtitan_lr.optim.tsr.randomized_svd import (
     SVD,
@@ -40,13 +43,6 @@ from torchtitan_lr.optim.tsr.randomized_svd import (
     draw_basis,
     draw_sketches,
     randomized_svd,
-)
-from torchtitan_lr.optim.tsr.selection import (
-    MatrixPlan,
-    TSRSettings,
-    largest_block,
-    plan_matrices,
-    refresh_is_dense,
 )
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.components import OptimizersContainer, init_optimizer_container
@@ -82,7 +78,11 @@ class TSROptimizers(OptimizersContainer):
         ]
         parameters = [parameter for part in named for _, parameter in part]
         groups = ReductionGroups(mesh_groups(parameters), replicas, stages)
-        plans = plan_matrices(_all_shapes(named, stages), settings)
+        shapes: list[Any] = [{name: tuple(p.shape) for part in named for name, p in part}]
+        if stages is not None:
+            own, shapes = shapes, [None] * stages.size()
+            dist.all_gather_object(shapes, own[0], group=stages)
+        plans = plan_matrices(dict(chain(*(part.items() for part in shapes))), settings)
         sizes = {name: group.size() for name, group in groups.sharding.items()}
         self.optimizers = [TSRAdam(part, plans, sizes, settings, dict(defaults)) for part in named]
         stacks = [stack for optimizer in self.optimizers for stack in optimizer.stacks]
@@ -95,12 +95,20 @@ class TSROptimizers(OptimizersContainer):
         dims = [[shard_dims(p, dim, groups.sharding) for dim in range(p.dim())] for p in dense]
         split = [(p, tuple(chain(*of_p))) for p, of_p in zip(dense, dims, strict=True)]
         self.synchronizer = Synchronizer(stacks, split, groups, settings, backward)
+        # A hook that kept the optimizers alive would make a cycle, and torchtitan collects none.
+        reference = weakref.ref(self)
         for parameter, ref in refs.items():
-            parameter.register_post_accumulate_grad_hook(_hook(self, ref))
+
+            def hook(_: Tensor, ref: ParamRef = ref) -> None:
+                owner = reference()
+                if owner is not None and owner.in_microbatch:
+                    owner.gradient_arrived(ref)
+
+            parameter.register_post_accumulate_grad_hook(hook)
         self._counts_before: list[Tensor] = []
         self._forget_step()
         init_optimizer_container(self, parameters, defaults)
-        logger.info("TSR-Adam compresses %d matrices of this rank", sum(map(len, stacks)))
+        logger.info("TSR-Adam compresses %d matrices of this rank", len(refs) - len(dense))
         if replicas is None and "fsdp" in groups.sharding:
             logger.info(
                 "TSR-Adam without replicas: FSDP's reduce-scatter stays dense; only optimizer "
@@ -110,7 +118,7 @@ class TSROptimizers(OptimizersContainer):
 
     def _forget_step(self) -> None:
         self._due: list[list[int]] | None = None  # the matrices that refresh, by stack
-        self._in_microbatch = self._is_last = self._is_synchronized = False
+        self.in_microbatch = self._is_last = self._is_synchronized = False
         self._refreshes: list[Refresh] = []
         self._dense: list[Tensor] = []  # gradients of the dense parameters
 
@@ -131,27 +139,44 @@ class TSROptimizers(OptimizersContainer):
         if self._due is None:
             self._due = self.due()
             self.synchronizer.begin(self._due)
-        self._in_microbatch, self._is_last = True, last
+        self.in_microbatch, self._is_last = True, last
 
     def due(self) -> list[list[int]]:
         """Return the matrices that refresh in the next step, by stack."""
-        steps_done = int(self.optimizers[0].steps)
-        return [stack.due(steps_done) for stack in self.synchronizer.stacks]
+        done = int(self.optimizers[0].steps)  # on the host, as the numbers of refreshes are
+        return [
+            [i for i, plan in enumerate(stack.plans) if plan.is_due(done, int(stack.refreshes[i]))]
+            for stack in self.synchronizer.stacks
+        ]
 
     @torch.no_grad()
     def gradient_arrived(self, ref: ParamRef) -> None:
-        """Use a gradient of backward; do nothing outside a micro-batch."""
-        if self._in_microbatch:
-            self._use(ref)
+        """Use a gradient that backward has produced in this micro-batch.
 
-    def _use(self, ref: ParamRef) -> None:
-        # C ← C + UᵀGV, then free G: the core is linear in G. A matrix that refreshes keeps its
-        # gradient until all micro-batches are accumulated, since Z and B need G after Q.
-        if self.synchronizer.receive(ref):
-            number, index = ref
-            self.synchronizer.stacks[number].project(index)
+        A matrix that keeps its bases is projected, C ← C + UᵀGV, and G is freed: the core is linear
+        in G. A matrix that refreshes keeps its gradient until all micro-batches are accumulated,
+        since Z and B need G after Q.
+
+        Raises:
+            RuntimeError: The sum that the gradient belongs to has already started.
+        """
+        sums, (number, index) = self.synchronizer.sums, ref
+        parameter = self.synchronizer.parameter(ref)
+        if parameter.grad is not None:
+            if ref in sums.started:
+                raise RuntimeError(
+                    "a parameter received a second gradient after its sum over the replicas had "
+                    "started; set optimizer.tsr_overlap_buckets = 1"
+                )
+            part = local_part(parameter.grad)
+            if ref in self.synchronizer.projected:
+                self.synchronizer.stacks[number].project(index)
+            elif number == DENSE and part.untyped_storage().nbytes() > 2 * part.nbytes:
+                # FSDP's gradients of one unit share their memory: a small one must not keep the
+                # large ones alive.
+                parameter.grad = parameter.grad.clone()
         if self._is_last:
-            self.synchronizer.sums.ready(ref)
+            sums.ready(ref)
 
     @torch.no_grad()
     def accumulate(self, last: bool) -> None:
@@ -160,13 +185,15 @@ class TSROptimizers(OptimizersContainer):
         Args:
             last: As given to `prepare`, which need not have been called.
         """
-        if not self._in_microbatch:
+        if not self.in_microbatch:
             self.prepare(last)
-        for ref in self.synchronizer.left_over():
-            self._use(ref)
-        self._in_microbatch = False
+        for ref in self.synchronizer.order:
+            is_left = self.synchronizer.parameter(ref).grad is not None
+            if is_left and ref in self.synchronizer.projected:
+                self.gradient_arrived(ref)
+        self.in_microbatch = False
         if last:
-            self.synchronizer.sums.start_rest()
+            self.synchronizer.sums.ready(None)
 
     @torch.no_grad()
     def synchronize(self) -> Tensor:
@@ -177,13 +204,13 @@ class TSROptimizers(OptimizersContainer):
         """
         assert self._due is not None
         # C ← ΣC over the ranks.
-        self._dense = self.synchronizer.finish_sums()
+        self.synchronizer.sums.wait()
+        self._dense = [whole_gradient(parameter) for parameter, _ in self.synchronizer.dense]
         # Refresh: U, Σ, V ← rSVD(ΣG); then the core C = UᵀGV is Σ itself.
         self._refreshes = self.synchronizer.new_bases(self._due)
-        norm = self.synchronizer.norm(self._due, self._refreshes, self._dense)
+        norm = self.synchronizer.norm(self._refreshes, self._dense)
         for refresh in self._refreshes:
-            core = self.synchronizer.stacks[refresh.number].core
-            _write(core, refresh.indices, refresh.core)
+            _write(refresh.stack.core, refresh.indices, refresh.core)
         self._is_synchronized = True
         return norm
 
@@ -218,10 +245,10 @@ class TSROptimizers(OptimizersContainer):
         if not self._is_synchronized:
             self.accumulate(last=True)
             self.synchronize()
-        self._counts_before = [count.clone() for part in self for count in part.counters()]
-        rejected = self.optimizers[0].rejected
+        self._counts_before = [count.clone() for part in self for count in part.counters]
+        found_inf = self.optimizers[0].found_inf
         for refresh in self._refreshes:
-            self.synchronizer.stacks[refresh.number].change_bases(refresh, rejected)
+            refresh.stack.change_bases(refresh, None if found_inf is None else found_inf > 0)
         for optimizer in self.optimizers:
             optimizer.is_synchronized = True
         super().step(*args, **kwargs)
@@ -230,7 +257,7 @@ class TSROptimizers(OptimizersContainer):
     @torch.no_grad()
     def undo_step_counters(self) -> None:
         """Reset the counters of the last step, which the device rejected."""
-        counters = (count for part in self for count in part.counters())
+        counters = (count for part in self for count in part.counters)
         for count, before in zip(counters, self._counts_before, strict=True):
             count.copy_(before)
 
@@ -261,6 +288,7 @@ class TSRAdam(Optimizer):
     Attributes:
         stacks: The compressed matrices.
         dense: The other parameters.
+        counters: The numbers of steps, refreshes and cores, on the host.
         is_synchronized: Whether the gradients are summed over all ranks, as `step` requires.
         found_inf: 1 if the next step must leave no trace, else 0; an fp32 scalar on the device.
             None if it is taken in any case. Set as torch's `GradScaler` sets it.
@@ -281,8 +309,10 @@ class TSRAdam(Optimizer):
         super().__init__([p for _, p in named_parameters], defaults)
         self.steps = torch.zeros((), dtype=torch.float32)
         self.dense = [p for name, p in named_parameters if name not in plans]
-        self._averages = [_moment(p) for p in self.dense]
-        self._squares = [_moment(p) for p in self.dense]
+        parts = [local_part(p).detach() for p in self.dense]
+        wide = [torch.promote_types(part.dtype, torch.float32) for part in parts]
+        self._averages = [torch.zeros_like(p, dtype=t) for p, t in zip(parts, wide, strict=True)]
+        self._squares = [average.clone() for average in self._averages]
         alike: dict[Any, list[tuple[MatrixPlan, Tensor]]] = defaultdict(list)
         for name, parameter in named_parameters:
             if name in plans:
@@ -297,9 +327,24 @@ class TSRAdam(Optimizer):
             MatrixStack([plan for plan, _ in same], [p for _, p in same], key[1], ranks, settings)
             for key, same in alike.items()
         ]
+        self.counters = [self.steps]
         for stack in self.stacks:
-            for i, matrix in enumerate(stack.parameters):
-                self.state[matrix] = {"step": self.steps, **stack.state_of(i)}
+            self.counters += [stack.ages, stack.refreshes]
+            # What a checkpoint holds; the tensors share the stack's memory.
+            for i, (plan, matrix) in enumerate(zip(stack.plans, stack.parameters, strict=True)):
+                m, n, r, row, column = plan.rows, plan.columns, plan.rank, stack.row, stack.column
+                core = ((r, r), {}) if plan.two_sided else ((r, n), {column: 1})
+                self.state[matrix] = {
+                    "step": self.steps,
+                    "left": wrap_like(matrix, stack.left[i], (m, r), {row: 0}),
+                    "exp_avg": wrap_like(matrix, stack.average[i], *core),
+                    "exp_avg_sq": wrap_like(matrix, stack.average_square[i], *core),
+                    "age": stack.ages[i],
+                    "refreshes": stack.refreshes[i],
+                }
+                if stack.right is not None:
+                    right = wrap_like(matrix, stack.right[i], (n, r), {column: 0})
+                    self.state[matrix]["right"] = right
         moments = zip(self.dense, self._averages, self._squares, strict=True)
         for parameter, average, square in moments:
             like = (tuple(parameter.shape), {dim: dim for dim in range(parameter.dim())})
@@ -309,32 +354,25 @@ class TSRAdam(Optimizer):
                 "exp_avg_sq": wrap_like(parameter, square, *like),
             }
 
-    @property
-    def rejected(self) -> Tensor | None:
-        """True on the device if the step must leave no trace, a scalar; None without a verdict."""
-        return None if self.found_inf is None else self.found_inf > 0
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update all parameters, if their gradients are summed over all ranks.
 
         DCP calls ``step`` with zero gradients to create missing optimizer state. No state is
-        missing here, so such a call does nothing.
+        missing here, so such a call does nothing. Dense weights of a narrower dtype are updated in
+        the moments' dtype, and rounded once.
         """
         if not self.is_synchronized:
             return
         self.is_synchronized = False
         self.steps += 1
+        hyper = self.param_groups[0]
         for stack in self.stacks:
-            stack.update(self.param_groups[0], self.rejected)
-        if self.dense:
-            self._update_dense(self.param_groups[0])
-
-    def _update_dense(self, hyper: Mapping[str, Any]) -> None:
-        """AdamW, W ← (1 − ηλ)W − η·m̂/(√v̂ + ε), by torch's fused kernel.
-
-        It updates weights of a narrower dtype in the moments' dtype, and rounds them once.
-        """
+            stack.update(hyper, None if self.found_inf is None else self.found_inf > 0)
+        if not self.dense:
+            return
+        # AdamW, W ← (1 − ηλ)W − η·m̂/(√v̂ + ε), by torch's fused kernel. It counts steps on the
+        # device; `steps` counts them on the host.
         weights = [local_part(parameter) for parameter in self.dense]
         exact = [w.to(m.dtype) for w, m in zip(weights, self._averages, strict=True)]
         gradients = [
@@ -342,7 +380,6 @@ class TSRAdam(Optimizer):
             for p, m in zip(self.dense, self._averages, strict=True)
         ]
         constants: dict[str, Any] = {name: float(hyper[name]) for name in self.defaults}
-        # The kernel counts steps on the device; `steps` counts them on the host.
         ages = torch.full((len(exact),), float(self.steps) - 1, device=exact[0].device)
         adamw(
             exact,
@@ -360,10 +397,6 @@ class TSRAdam(Optimizer):
         for weight, wide in zip(weights, exact, strict=True):
             if weight is not wide:
                 weight.copy_(wide)
-
-    def counters(self) -> list[Tensor]:
-        """Return the numbers of steps, refreshes and cores, which are on the host."""
-        return [self.steps, *(n for stack in self.stacks for n in (stack.ages, stack.refreshes))]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -391,6 +424,8 @@ class MatrixStack:
         settings: The settings.
 
     Attributes:
+        row: Dimension of a parameter that its rows are, as it is projected.
+        column: The other one.
         left: U (b, m, r), rows sharded like the matrix's rows.
         right: V (b, n, r), rows sharded like the matrix's columns; None if one-sided.
         average: m (b, r, r), or (b, r, n) sharded like the matrix's columns if one-sided.
@@ -415,79 +450,47 @@ class MatrixStack:
     ) -> None:
         self.plans, self.parameters, self.settings = list(plans), list(parameters), settings
         self.plan = plan = plans[0]
-        self.row_dim, self.column_dim = (1, 0) if self.plan.transposed else (0, 1)
+        self.row, self.column = (1, 0) if self.plan.transposed else (0, 1)
         self.layout = layout
         # Blocks are counted with padding: all ranks must decide alike.
-        block = (
-            largest_block(plan.rows, (ranks[dim] for dim in layout.rows)),
-            largest_block(plan.columns, (ranks[dim] for dim in layout.columns)),
-        )
+        split = ((plan.rows, layout.rows), (plan.columns, layout.columns))
+        block = [reduce(lambda n, dim: -(-n // ranks[dim]), dims, size) for size, dims in split]
         self.sketch_size = sum(block) * plan.width
-        self.sends_dense = refresh_is_dense(
-            *block, plan.width, plan.power_iterations, settings.refresh
-        )
-        self.core_dims = () if self.plan.two_sided else self.layout.columns
-        b, r, weight = len(parameters), self.plan.rank, local_part(parameters[0])
+        self.sends_dense, _ = plan.sends(*block)
+        self.core_dims = () if plan.two_sided else layout.columns
+        b, r, weight = len(parameters), plan.rank, local_part(parameters[0])
         m, n = self._oriented(weight).shape
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
         kind: dict[str, Any] = {"dtype": self.dtype, "device": weight.device}
         self.left = torch.zeros(b, m, r, **kind)
-        self.right = torch.zeros(b, n, r, **kind) if self.plan.two_sided else None
-        self.average = torch.zeros(b, r, r if self.plan.two_sided else n, **kind)
+        self.right = torch.zeros(b, n, r, **kind) if plan.two_sided else None
+        self.average = torch.zeros(b, r, r if plan.two_sided else n, **kind)
         self.average_square = torch.zeros_like(self.average)
         self.ages = torch.zeros(b, dtype=torch.int64)
         self.refreshes = torch.zeros(b, dtype=torch.int64)
-        if self.plan.waits:
-            self._draw_bases()
-
-    def __len__(self) -> int:
-        return len(self.plans)
-
-    def _draw_bases(self) -> None:
-        """Set the bases that are used until the first refresh; each rank draws its own rows."""
-        sides = [("left", self.left, self.plan.rows, self.row_dim)]
-        if self.right is not None:
-            sides.append(("right", self.right, self.plan.columns, self.column_dim))
-        for side, bases, rows, dim in sides:
-            for plan, parameter, basis in zip(self.plans, self.parameters, bases, strict=True):
-                full = draw_basis(f"{plan.name}:{side}", (rows, plan.rank))
-                basis.copy_(own_part(parameter, full, {dim: 0}))
-
-    def state_of(self, index: int) -> dict[str, Tensor]:
-        """Return the checkpointed state of one matrix; the tensors share the stack's memory."""
-        plan, parameter = self.plans[index], self.parameters[index]
-        r, n = plan.rank, plan.columns
-        core, dims = ((r, r), {}) if plan.two_sided else ((r, n), {self.column_dim: 1})
-        state = {
-            "left": wrap_like(parameter, self.left[index], (plan.rows, r), {self.row_dim: 0}),
-            "exp_avg": wrap_like(parameter, self.average[index], core, dims),
-            "exp_avg_sq": wrap_like(parameter, self.average_square[index], core, dims),
-            "age": self.ages[index],
-            "refreshes": self.refreshes[index],
-        }
-        if self.right is not None:
-            right = self.right[index]
-            state["right"] = wrap_like(parameter, right, (n, r), {self.column_dim: 0})
-        return state
-
-    def due(self, step: int) -> list[int]:
-        """Return the matrices that refresh in a step, given the steps done before it."""
-        counts = self.refreshes.tolist()
-        return [i for i, plan in enumerate(self.plans) if plan.is_due(step, counts[i])]
+        if plan.waits:
+            # The bases until the first refresh; each rank draws all rows, and keeps its own.
+            sides = [("left", self.left, plan.rows, self.row)]
+            if self.right is not None:
+                sides.append(("right", self.right, plan.columns, self.column))
+            for side, bases, rows, dim in sides:
+                for own, parameter, basis in zip(plans, parameters, bases, strict=True):
+                    full = draw_basis(f"{own.name}:{side}", (rows, plan.rank))
+                    basis.copy_(own_part(parameter, full, {dim: 0}))
 
     def bases(self, indices: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Return U (b, m, r) and V (b, n, r) of some matrices."""
         return _read(self.left, indices), None if self.right is None else _read(self.right, indices)
 
-    def _base(self, index: int) -> tuple[Tensor, Tensor | None]:
-        return self.left[index], None if self.right is None else self.right[index]
-
     def project(self, index: int) -> None:
-        """Accumulate a core, C ← C + UᵀGV, and free the gradient (m, n)."""
+        """Accumulate a core, C ← C + UᵀGV, and free the gradient G (m, n)."""
         gradient = self._oriented(local_part(cast(Tensor, self.parameters[index].grad)))
         self.parameters[index].grad = None
-        precision = self.settings.product_precision
-        project(gradient.to(self.dtype), *self._base(index), self.core[index], precision)
+        half = self.left[index].mT @ gradient.to(self.dtype)
+        if self.right is None:
+            self.core[index].add_(half)
+        else:
+            self.core[index].addmm_(half, self.right[index])
 
     def decompose(self, indices: Sequence[int], groups: ReductionGroups) -> Steps[SVD]:
         """Compute the leading singular triplets of some gradients; see `randomized_svd`."""
@@ -497,7 +500,7 @@ class MatrixStack:
         keys = [(self.plans[i].name, counts[i]) for i in indices]
         # Every rank draws the whole Ω (n, k) of each matrix, and keeps its own rows.
         full = draw_sketches(keys, (self.plan.columns, self.plan.width), self.left)
-        own = [own_part(self.parameters[0], sketch, {self.column_dim: 0}) for sketch in full]
+        own = [own_part(self.parameters[0], sketch, {self.column: 0}) for sketch in full]
         return randomized_svd(
             [self._oriented(gradient) for gradient in gradients],
             torch.stack(own),
@@ -512,8 +515,10 @@ class MatrixStack:
         """Replace the bases and carry the moments over according to ``tsr_moments``.
 
         ``keep`` leaves the moments unchanged (the published code; the new bases are sign-aligned
-        with the old ones for this mode), ``rotate`` expresses them in the new bases (the paper's
-        theory), and ``reset`` sets them to zero.
+        with the old ones for this mode), and ``reset`` sets them to zero. ``rotate`` expresses them
+        in the new bases (the paper's theory): with P = U₊ᵀU and Q = V₊ᵀV, m ← P·m·Qᵀ, and v by the
+        squared entries of P and Q. The second moment holds variances of the core's entries; if
+        these are independent, the variances of sums add with squared weights.
 
         Args:
             refresh: New bases for some matrices.
@@ -529,9 +534,11 @@ class MatrixStack:
             changes += [(self.average, zeros), (self.average_square, zeros)]
             self.ages[i] = 0
         elif refresh.overlaps is not None:
-            old = _read(self.average, i), _read(self.average_square, i)
-            moments = rotate(*old, *refresh.overlaps)
-            changes += zip((self.average, self.average_square), moments, strict=True)
+            p, q = refresh.overlaps
+            average, square = p @ _read(self.average, i), p.square() @ _read(self.average_square, i)
+            if q is not None:
+                average, square = average @ q.mT, square @ q.square().mT
+            changes += [(self.average, average), (self.average_square, square)]
         for state, new in changes:
             kept = new if rejected is None else torch.where(rejected, _read(state, i), new)
             _write(state, i, kept)
@@ -556,7 +563,12 @@ class MatrixStack:
         torch.where(rejected, self.average_square, square, out=self.average_square)
         # D = m̂ / (√v̂ + ε), where m̂ = m / (1 − β₁ᵗ) and t is the number of cores in the moments.
         self.ages += 1
-        age = self._age()
+        first, *others = ages = self.ages.tolist()
+        age: float | Tensor = float(first)
+        if any(other != first for other in others):
+            # A copy from pageable memory would make the host wait for the device.
+            on_host = torch.tensor(ages, dtype=self.dtype, pin_memory=self.left.is_cuda)
+            age = on_host.to(self.left.device, non_blocking=True)[:, None, None]
         corrected = self.average / (1 - beta1**age)
         direction = corrected / ((self.average_square / (1 - beta2**age)).sqrt() + eps)
         # A rejected step multiplies weights by 1 and adds 0, which changes no bit of them.
@@ -567,117 +579,20 @@ class MatrixStack:
         in_place = weights[0].dtype == self.dtype
         if in_place and decay:
             torch._foreach_mul_(weights, shrink)  # all in one launch
+        rate = -lr * self.settings.scale
         for i, weight in enumerate(weights):
-            factor = None if in_place else shrink
-            rate, precision = -lr * self.settings.scale, self.settings.product_precision
-            lift(direction[i], *self._base(i), weight, factor, rate, precision)
-
-    def _age(self) -> float | Tensor:
-        """Return the number of cores in the moments: a float, or (b, 1, 1) if matrices differ."""
-        first, *others = ages = self.ages.tolist()
-        if all(age == first for age in others):
-            return float(first)
-        # A copy from pageable memory would make the host wait for the device.
-        on_host = torch.tensor(ages, dtype=self.dtype, pin_memory=self.left.is_cuda)
-        return on_host.to(self.left.device, non_blocking=True)[:, None, None]
+            factors = self.left[i], direction[i]
+            if self.right is not None:
+                factors = self.left[i] @ direction[i], self.right[i].mT
+            if in_place:
+                weight.addmm_(*factors, alpha=rate)
+            else:
+                # A narrower dtype would round the weight after each of the two operations.
+                exact = weight.to(self.dtype).mul_(shrink)
+                weight.copy_(exact.addmm_(*factors, alpha=rate))
 
     def _oriented(self, matrix: Tensor) -> Tensor:
         return matrix.mT if self.plan.transposed else matrix
-
-
-def multiply(a: Tensor, b: Tensor, precision: str) -> Tensor:
-    """Multiply matrices whose entries are rounded first, with sums in fp32.
-
-    Args:
-        a: (m, k), in fp32 or wider.
-        b: (k, n), of the same dtype.
-        precision: ``float32`` rounds nothing, ``bfloat16`` to 8 significant bits.
-
-    Returns:
-        Tensor (m, n) of the factors' dtype.
-    """
-    if precision == "float32":
-        return a @ b
-    dtype, a, b = a.dtype, a.to(torch.bfloat16), b.to(torch.bfloat16)
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32).to(dtype)
-    # Products of bf16 numbers are exact in fp32. A bf16 product here would round its sums.
-    return (a.float() @ b.float()).to(dtype)
-
-
-def project(
-    gradient: Tensor, left: Tensor, right: Tensor | None, out: Tensor, precision: str
-) -> None:
-    """Accumulate a core, C ← C + UᵀGV. It is linear in G, so cores of parts add up.
-
-    Args:
-        gradient: G (m, n), in the dtype of the bases.
-        left: U (m, r).
-        right: V (n, r); None if that side is not projected.
-        out: C (r, r), or (r, n) without V; changed in place.
-        precision: Of the factors, see `multiply`.
-    """
-    half = multiply(left.mT, gradient, precision)
-    if right is None:
-        out.add_(half)
-    elif precision == "float32":
-        out.addmm_(half, right)
-    else:
-        out.add_(multiply(half, right, precision))
-
-
-def lift(
-    direction: Tensor,
-    left: Tensor,
-    right: Tensor | None,
-    weight: Tensor,
-    shrink: Tensor | None,
-    rate: float,
-    precision: str,
-) -> None:
-    """Update a weight, W ← shrink·W + rate·UDVᵀ.
-
-    Args:
-        direction: D (r, r), or (r, n) without V.
-        left: U (m, r).
-        right: V (n, r); None if that side is not projected.
-        weight: W (m, n), possibly of a narrower dtype; changed in place.
-        shrink: Factor of W, a scalar; None for 1.
-        rate: Factor of the lifted direction.
-        precision: Of the product's factors, see `multiply`.
-    """
-    factors = (left, direction)
-    if right is not None:
-        factors = (multiply(left, direction, precision), right.mT)
-    exact = weight.to(left.dtype)  # W itself if it has that dtype
-    if shrink is not None:
-        exact.mul_(shrink)
-    if precision == "float32":
-        exact.addmm_(*factors, alpha=rate)
-    else:
-        exact.add_(multiply(*factors, precision), alpha=rate)
-    if exact is not weight:
-        weight.copy_(exact)
-
-
-def rotate(
-    average: Tensor, average_square: Tensor, left: Tensor, right: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Re-express moments: m ← P·m·Qᵀ, and v by the squared entries of P and Q.
-
-    The second moment holds variances of the core's entries. If the entries are independent, the
-    variances of sums add with squared weights.
-
-    Args:
-        average: m.
-        average_square: v.
-        left: P = U₊ᵀU (r, r).
-        right: Q = V₊ᵀV (r, r); None if that side is not projected.
-    """
-    average, average_square = left @ average, left.square() @ average_square
-    if right is None:
-        return average, average_square
-    return average @ right.mT, average_square @ right.square().mT
 
 
 def _read(stacked: Tensor, indices: Sequence[int]) -> Tensor:
@@ -687,33 +602,3 @@ def _read(stacked: Tensor, indices: Sequence[int]) -> Tensor:
 
 def _write(stacked: Tensor, indices: Sequence[int], new: Tensor) -> None:
     torch._foreach_copy_([stacked[i] for i in indices], list(new.unbind()))
-
-
-def _hook(optimizers: TSROptimizers, ref: ParamRef) -> Callable[[Tensor], None]:
-    """Return a parameter's hook, which does not keep the optimizers alive."""
-    reference = weakref.ref(optimizers)
-
-    def hook(_: Tensor) -> None:
-        owner = reference()
-        if owner is not None:
-            owner.gradient_arrived(ref)
-
-    return hook
-
-
-def _moment(parameter: Tensor) -> Tensor:
-    part = local_part(parameter)
-    dtype = torch.promote_types(part.dtype, torch.float32)
-    return torch.zeros_like(part, dtype=dtype, requires_grad=False)
-
-
-def _all_shapes(
-    named: Sequence[Sequence[tuple[str, nn.Parameter]]], stages: dist.ProcessGroup | None
-) -> dict[str, Sequence[int]]:
-    """Return the shapes of the whole model's parameters, other pipeline stages included."""
-    own: dict[str, Sequence[int]] = {name: tuple(p.shape) for part in named for name, p in part}
-    if stages is None:
-        return own
-    everyone: list[Any] = [None] * stages.size()
-    dist.all_gather_object(everyone, own, group=stages)
-    return {name: shape for shapes in everyone for name, shape in shapes.items()}

@@ -83,14 +83,17 @@ def randomized_svd(
     power_iterations: int,
     mesh_dims: int = 0,
     replicas: bool = False,
-    earlier: tuple[Tensor, Tensor | None] | None = None,
+    earlier: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Steps[SVD]:
     """Compute the leading singular triplets of matrices of one shape (TSR-Adam, Algorithm 1).
 
     A gradient determines singular vectors up to a sign. The sketch fixes the sign, so that every
-    layout of ranks computes the same vectors; `_align` then flips each vector towards its
-    predecessor. Columns of a vanishing singular value are set to zero: the gradient does not
-    determine them, and rounding noise would differ between layouts.
+    layout of ranks computes the same vectors. Each vector is then flipped towards its predecessor,
+    with its σ: kept moments (``tsr_moments = "keep"``) are indexed by vector, and those before and
+    after a flip would cancel. The sides flip independently: if a gradient changes its sign, both
+    bases stay and σ turns negative. Vectors that are nearly orthogonal to their predecessors, or
+    have none, keep the sketch's sign. Columns of a vanishing singular value are set to zero: the
+    gradient does not determine them, and rounding noise would differ between layouts.
 
     Args:
         gradients: This rank's b local blocks of G, each (m, n); may be empty.
@@ -99,20 +102,23 @@ def randomized_svd(
         power_iterations: q.
         mesh_dims: Number of mesh dimensions that may shard a matrix of this run.
         replicas: Whether the gradients are partial sums over replicas.
-        earlier: The previous bases U (b, m, r) and V (b, n, r); V is None if that side is not
-            projected. Zeros, or random, before the first refresh.
+        earlier: The previous bases U (b, m, r) and V (b, n, r), None for a side that is not to be
+            aligned. Zeros, or random, before the first refresh.
+
+    Yields:
+        Requests for sums and blocks of other ranks.
     """
     # Y = GΩ, an (m, k) sketch of the range of G.
     y = yield from _sum(_times(gradients, sketches), "columns", replicas)
     q, _ = yield from tsqr(y, "rows", mesh_dims)
     for _ in range(power_iterations):
         # Z = GᵀQ and Y = G·qr(Z): the sketch turns towards the leading directions.
-        z = yield from _sum(_transposed_times(gradients, q), "rows", replicas)
+        z = yield from _sum(_times(gradients, q, transposed=True), "rows", replicas)
         z, _ = yield from tsqr(z, "columns", mesh_dims)
         y = yield from _sum(_times(gradients, z), "columns", replicas)
         q, _ = yield from tsqr(y, "rows", mesh_dims)
     # B = QᵀG (k, n), kept as Bᵀ = Q_b·R_b; then B = R_bᵀ·Q_bᵀ, and its SVD is that of a k×k matrix.
-    b = yield from _sum(_transposed_times(gradients, q), "rows", replicas)
+    b = yield from _sum(_times(gradients, q, transposed=True), "rows", replicas)
     q_b, r_b = yield from tsqr(b, "columns", mesh_dims)
     # A non-finite gradient makes R_b non-finite on every rank, and LAPACK would raise. Its singular
     # values become NaN instead, and so does the gradient's norm.
@@ -122,11 +128,19 @@ def randomized_svd(
     left = q @ small_left[..., :rank]
     right = q_b @ small_right[..., :rank]
     sides = yield from _sum(sketches[..., :1].mT @ right, "columns", False)
-    keep = _signs(sides) * _is_present(values, rank)[:, None, :]
-    svd = SVD(left * keep, values[:, :rank], right * keep)
-    if earlier is None:
-        return svd
-    return (yield from _align(svd, *earlier))
+    # 1 for singular values above rounding error, else 0.
+    smallest = values[:, :1] * values.shape[-1] * torch.finfo(values.dtype).eps
+    present = (values[:, :rank] > smallest).to(values.dtype)
+    keep = _signs(sides) * present[:, None, :]
+    values, bases = values[:, :rank], [left * keep, right * keep]
+    axes: tuple[Axis, Axis] = ("rows", "columns")
+    for number, old in enumerate(earlier):
+        if old is not None:
+            products = yield from _sum((bases[number] * old).sum(dim=-2), axes[number], False)
+            # Near zero the sign would be that of rounding noise, which layouts do not share.
+            turn = _signs(products + torch.finfo(products.dtype).eps ** 0.5)
+            values, bases[number] = values * turn, bases[number] * turn[:, None, :]
+    return SVD(bases[0], values, bases[1])
 
 
 def _small_svd(square: Tensor) -> SVD:
@@ -134,7 +148,7 @@ def _small_svd(square: Tensor) -> SVD:
 
     In fp32, BᵀB = V·diag(σ²)·Vᵀ is formed and decomposed in fp64, and U = BV/σ: one batched
     symmetric decomposition, where a GPU computes the SVDs of a batch one after the other. Squares
-    lose half of fp64's digits, which leaves σ exact to 1e-7 where it is above `_is_present`. Wider
+    lose half of fp64's digits, which leaves σ exact to 1e-7 where it is above rounding error. Wider
     dtypes have no such room, and take the SVD itself.
 
     Args:
@@ -153,29 +167,6 @@ def _small_svd(square: Tensor) -> SVD:
     least = (values[..., :1] * 1e-9).clamp(min=torch.finfo(torch.float64).tiny)
     left = wide @ right / torch.maximum(values, least)[..., None, :]
     return SVD(left.to(square.dtype), values.to(square.dtype), right.to(square.dtype))
-
-
-def _align(svd: SVD, earlier_left: Tensor, earlier_right: Tensor | None) -> Steps[SVD]:
-    """Flip each vector towards its predecessor; U·diag(σ)·Vᵀ does not change.
-
-    Kept moments (``tsr_moments = "keep"``) are indexed by vector. If a vector flips its sign, its
-    core entries flip too, and the moments before and after cancel. The two sides flip
-    independently: if a gradient changes its sign, both bases stay and σ turns negative. Vectors
-    that are nearly orthogonal to their predecessors, or have none, keep the sketch's sign, which
-    does not depend on rounding.
-    """
-    turn = yield from _turns(svd.left, earlier_left, "rows")
-    left, values, right = svd.left * turn[:, None, :], svd.values * turn, svd.right
-    if earlier_right is not None:
-        turn = yield from _turns(right, earlier_right, "columns")
-        values, right = values * turn, right * turn[:, None, :]
-    return SVD(left, values, right)
-
-
-def _turns(vectors: Tensor, earlier: Tensor, axis: Axis) -> Steps[Tensor]:
-    """Return the signs (b, r) of the products with the earlier vectors; 1 near zero."""
-    products = yield from _sum((vectors * earlier).sum(dim=-2), axis, False)
-    return _signs(products + torch.finfo(products.dtype).eps ** 0.5)
 
 
 def tsqr(tall: Tensor, axis: Axis, mesh_dims: int) -> Steps[tuple[Tensor, Tensor]]:
@@ -266,20 +257,12 @@ def _sum(tensor: Tensor, axis: Axis, replicas: bool) -> Steps[Tensor]:
     return answer
 
 
-def _times(gradients: Sequence[Tensor], right: Tensor) -> Tensor:
+def _times(gradients: Sequence[Tensor], factors: Tensor, transposed: bool = False) -> Tensor:
+    """Return the products G·X, or GᵀX, of b matrices (m, n) and factors (b, n or m, k)."""
     # One product per matrix: stacking the gradients would copy all of them.
-    return torch.stack([g.to(x.dtype) @ x for g, x in zip(gradients, right, strict=True)])
-
-
-def _transposed_times(gradients: Sequence[Tensor], left: Tensor) -> Tensor:
-    return torch.stack([g.to(x.dtype).mT @ x for g, x in zip(gradients, left, strict=True)])
+    pairs = zip((g.mT if transposed else g for g in gradients), factors, strict=True)
+    return torch.stack([g.to(x.dtype) @ x for g, x in pairs])
 
 
 def _signs(values: Tensor) -> Tensor:
     return torch.where(values < 0, -1.0, 1.0).to(values.dtype)
-
-
-def _is_present(values: Tensor, rank: int) -> Tensor:
-    """Return 1 for singular values (b, k) above rounding error, else 0; (b, r)."""
-    smallest = values[:, :1] * values.shape[-1] * torch.finfo(values.dtype).eps
-    return (values[:, :rank] > smallest).to(values.dtype)

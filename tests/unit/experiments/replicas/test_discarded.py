@@ -65,7 +65,7 @@ class CutTrainer(ReplicaTrainer):
             "weights": [p.detach().clone() for p in self.model_parts[0].parameters()],
             "optimizer": copy.deepcopy([o.state_dict() for o in self.optimizers]),
             "schedule": copy.deepcopy(self.lr_schedulers.state_dict()),
-            "data": self._positions.as_json(),
+            "data": self._positions.state_dict(),
             "train": self.state_dict() | {"step": self._members.committed},
             "logged": self.metrics_processor.ntokens_since_last_log,
             "rng": [torch.get_rng_state(), repr(random.getstate()), repr(np.random.get_state())],
@@ -146,8 +146,8 @@ def test_every_collective_of_a_step_failed_once(cut):
     for step in (PLAIN, REFRESH):
         assert discarded[step] == trainer.calls[step] > 2
     assert discarded[1] == discarded[STEPS] == 0 and discarded[VOTE] == 1
-    stacks = next(iter(trainer.optimizers)).stacks
-    assert all(stack.due(REFRESH - 1) and not stack.due(PLAIN - 1) for stack in stacks)
+    plans = [plan for stack in next(iter(trainer.optimizers)).stacks for plan in stack.plans]
+    assert all(plan.is_due(REFRESH - 1, 1) and not plan.is_due(PLAIN - 1, 1) for plan in plans)
 
 
 def test_a_discarded_step_leaves_every_bit(cut):

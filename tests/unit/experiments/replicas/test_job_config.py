@@ -38,12 +38,12 @@ REFUSED = [
     ("fault_tolerance__min_replica_size", "1", "2 to 3, a majority"),
     ("fault_tolerance__min_replica_size", "4", "2 to 3"),
     ("fault_tolerance__process_group_timeout_ms", "0", "positive"),
-    ("fault_tolerance__quorum_retries", "0", "positive"),
-    ("fault_tolerance__address", "8.8.8.8", "allow_public_addresses"),
+    ("fault_tolerance__heal_timeout_s", "0", "positive"),
+    ("fault_tolerance__address", "8.8.8.8", "not protected"),
     ("fault_tolerance__address", "0.0.0.0", "not all interfaces"),
     ("fault_tolerance__address", "host", "IPv4"),
     ("fault_tolerance__lighthouse", "127.0.0.1", "host:port"),
-    ("fault_tolerance__lighthouse", "8.8.8.8:29510", "allow_public_addresses"),
+    ("fault_tolerance__lighthouse", "8.8.8.8:29510", "not protected"),
     ("parallelism__data_parallel_replicate_degree", "2", "1 with fault_tolerance.enable"),
     ("parallelism__pipeline_parallel_degree", "2", "1 with fault_tolerance.enable"),
     ("training__global_batch_size", "32", "a multiple of 24"),
@@ -85,12 +85,6 @@ def test_torchft_is_an_extra(there, monkeypatch):
         return check(replica, 1, "cpu")
     with pytest.raises(ConfigError, match=r"torchtitan_lr\[ft\]"):
         check(replica, 1, "cpu")
-
-
-def test_a_public_address_needs_its_key(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    allowed = {"fault_tolerance__allow_public_addresses": "true"}
-    check(config(fault_tolerance__address="8.8.8.8", **allowed), 1, "cpu")
 
 
 def test_a_replica_is_one_machine(monkeypatch):

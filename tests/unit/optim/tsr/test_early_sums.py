@@ -10,9 +10,9 @@ from torch import nn
 
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.optim.selection import TSRSettings
 from torchtitan_lr.optim.tsr.communication import DENSE, EarlySums
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.optim.tsr.selection import TSRSettings
 
 SETTINGS = TSRSettings(rank=3, embedding_rank=2, refresh_interval=3, embedding_refresh_interval=3)
 DEFAULTS = {"lr": 0.02, "beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.1}
@@ -25,22 +25,26 @@ IN_TURN = [[(DENSE, 0)], [(0, 1), (0, 0)], [(1, 0)]]
 @pytest.mark.parametrize("arrival", permutations(ORDER), ids=str)
 def test_sums_start_in_one_order_whatever_arrives_first(arrival):
     started = []
-    sums = EarlySums(BUCKETS, ORDER, lambda bucket: started.append(bucket) or [], early=True)
+    sums = EarlySums(
+        BUCKETS, ORDER, lambda bucket: started.append(bucket) or (lambda: None), early=True
+    )
     for number, place in enumerate(arrival, 1):
         sums.ready(place)
         here = set(arrival[:number])
         count = next((i for i, bucket in enumerate(IN_TURN) if not here.issuperset(bucket)), 3)
         assert started == IN_TURN[:count]
-    assert all(sums.has_started(place) for place in ORDER)
+    assert sums.started == set(ORDER)
 
 
 def test_nothing_starts_early_where_backward_runs_more_than_once():
     started = []
-    sums = EarlySums(BUCKETS, ORDER, lambda bucket: started.append(bucket) or [], early=False)
+    sums = EarlySums(
+        BUCKETS, ORDER, lambda bucket: started.append(bucket) or (lambda: None), early=False
+    )
     for place in ORDER:
         sums.ready(place)
     assert not started
-    sums.start_rest()
+    sums.ready(None)
     assert started == IN_TURN
 
 

@@ -25,7 +25,7 @@ def decaying(m, n, seed=0, ratio=0.3):
     return (u * ratio ** torch.arange(min(m, n), dtype=F64)) @ v.T
 
 
-def solve(gradients, rank, width, q=1, seed=0, earlier=None):
+def solve(gradients, rank, width, q=1, seed=0, earlier=(None, None)):
     omega = draw(len(gradients), gradients[0].shape[1], width, seed=seed)
     return solve_alone(randomized_svd(gradients, omega, rank, q, earlier=earlier))
 

@@ -1,15 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Select the parameters that TSR-Adam compresses, their ranks and their refresh schedules.
 
-The selection is a pure function of names, shapes and settings. The configuration check calls it
-before ranks start, without torch. Every rank calls it with the whole model's names, so that all
-layouts select the same matrices.
-
-`formulas/tsr_traffic.py` states the same sizes independently, from the paper. A mistake here
-therefore shows up as a difference between measured and predicted bytes.
+The selection is a pure function of names, shapes and settings. The configuration check and the
+estimate call it without torch, before ranks start. Every rank calls it with the whole model's
+names, so that all layouts select the same matrices. What a refresh sends is decided here, for the
+optimizer and for its estimate; ``tests/oracle/tsr.py`` states it once more, from the paper.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,6 +18,9 @@ EMBEDDING = "tok_embeddings.weight"
 
 HEAD = "output.weight"
 """The head, compressed only on request."""
+
+BUCKET_ELEMENTS = 2**26
+"""Elements of a bucket of dense gradients, and of the sketches in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,6 @@ class TSRSettings:
     refresh: Literal["auto", "sketch", "dense"] = "auto"
     stagger: bool = False
     start: Literal["gradient", "random"] = "gradient"
-    product_precision: Literal["float32", "bfloat16"] = "float32"
     projection: Literal["two_sided", "one_sided"] = "two_sided"
     compress_head: bool = False
     overlap_buckets: int = 4
@@ -67,6 +67,8 @@ class MatrixPlan:
             projection compresses the shorter side, which is always called rows here. A square
             parameter is transposed, because the published GaLore code projects it on the right.
         waits: Whether random bases are used until the first refresh; else it is in the first step.
+        refresh: What a refresh sums over the replicas: ``sketch``, ``dense``, or ``auto`` for the
+            one that sends less.
     """
 
     name: str
@@ -80,17 +82,39 @@ class MatrixPlan:
     two_sided: bool
     transposed: bool
     waits: bool = False
+    refresh: str = "auto"
 
     def is_due(self, step: int, refreshes: int) -> bool:
-        """Return whether a step refreshes the bases."""
+        """Return whether a step refreshes the bases, given how often they were refreshed."""
         has_bases = self.waits or refreshes > 0
         return not has_bases or step % self.interval == self.offset
+
+    def sends(self, rows: int, columns: int) -> tuple[bool, int]:
+        """Return whether a refresh sums dense gradients over the replicas, and its elements.
+
+        The sketches are Y (m, k) and B (k, n), plus Z (n, k) and Y again for each power iteration.
+
+        Args:
+            rows: m of a rank's largest block, with padding: all ranks must decide alike.
+            columns: n of that block.
+        """
+        dense, sketches = (
+            rows * columns,
+            (1 + self.power_iterations) * (rows + columns) * self.width,
+        )
+        if self.refresh == "dense" or (self.refresh == "auto" and dense <= sketches):
+            return True, dense
+        return False, sketches
 
 
 def plan_matrices(
     shapes: Mapping[str, Sequence[int]], settings: TSRSettings
 ) -> dict[str, MatrixPlan]:
     """Plan the compressed matrices; all other parameters stay dense.
+
+    With ``stagger``, refreshes are spread over their interval, so that the most expensive step
+    sends little: the matrices of one interval are placed in turn, the most expensive first, each in
+    the step that has sent least so far (the first of equals).
 
     Args:
         shapes: Global shape by name of every parameter of the whole model.
@@ -110,30 +134,16 @@ def plan_matrices(
     # The embedding first: its rank and interval are its own.
     names = sorted(chosen, key=lambda name: (name != EMBEDDING, name))
     plans = {name: _plan(name, shapes[name], settings) for name in names}
-    return _stagger(plans, settings) if settings.stagger else plans
-
-
-def _stagger(plans: Mapping[str, MatrixPlan], settings: TSRSettings) -> dict[str, MatrixPlan]:
-    """Spread refreshes over their interval, so that the most expensive step sends little.
-
-    The matrices of one interval are placed in turn, the most expensive first, each in the step
-    that has sent least so far (the first of equals).
-    """
-    loads: dict[int, list[int]] = {plan.interval: [0] * plan.interval for plan in plans.values()}
-    offsets = {}
-    for name in sorted(plans, key=lambda name: -_refresh_cost(plans[name], settings)):
+    if not settings.stagger:
+        return plans
+    loads = {plan.interval: [0] * plan.interval for plan in plans.values()}
+    costs = {name: plan.sends(plan.rows, plan.columns)[1] for name, plan in plans.items()}
+    for name in sorted(plans, key=lambda name: -costs[name]):
         load = loads[plans[name].interval]
-        offsets[name] = load.index(min(load))
-        load[offsets[name]] += _refresh_cost(plans[name], settings)
-    return {name: replace(plan, offset=offsets[name]) for name, plan in plans.items()}
-
-
-def _refresh_cost(plan: MatrixPlan, settings: TSRSettings) -> int:
-    """Return the elements of a refresh, by the sizes of the whole matrix."""
-    sides = (plan.rows, plan.columns)
-    if refresh_is_dense(*sides, plan.width, plan.power_iterations, settings.refresh):
-        return plan.rows * plan.columns
-    return (1 + plan.power_iterations) * sum(sides) * plan.width
+        offset = load.index(min(load))
+        load[offset] += costs[name]
+        plans[name] = replace(plans[name], offset=offset)
+    return plans
 
 
 def _plan(name: str, shape: Sequence[int], settings: TSRSettings) -> MatrixPlan:
@@ -158,36 +168,26 @@ def _plan(name: str, shape: Sequence[int], settings: TSRSettings) -> MatrixPlan:
         two_sided=two_sided,
         transposed=transposed,
         waits=settings.start == "random",
+        refresh=settings.refresh,
     )
 
 
-def largest_block(size: int, ranks: Iterable[int]) -> int:
-    """Return the rows (or columns) of the largest block of a split matrix.
+def split_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Split a list into consecutive buckets of at most ``limit`` elements, or one larger entry.
 
     Args:
-        size: Rows (or columns) of the whole matrix.
-        ranks: Size of each mesh dimension that splits it, in the mesh's order.
+        sizes: Elements of each entry.
+        limit: Elements of a bucket.
+
+    Returns:
+        The indices of each bucket's entries.
     """
-    for count in ranks:
-        size = (size + count - 1) // count
-    return size
-
-
-def refresh_is_dense(
-    rows: int, columns: int, width: int, power_iterations: int, refresh: str
-) -> bool:
-    """Return whether a refresh sums dense gradients, not sketches, over the replicas.
-
-    The sketches are Y (m, k) and B (k, n), plus Z (n, k) and Y again for each power iteration.
-
-    Args:
-        rows: m of a rank's largest block.
-        columns: n of that block.
-        width: k.
-        power_iterations: q.
-        refresh: ``sketch``, ``dense``, or ``auto`` for the one that sends less.
-    """
-    if refresh != "auto":
-        return refresh == "dense"
-    sketches = (1 + power_iterations) * (rows + columns) * width
-    return rows * columns <= sketches
+    result: list[list[int]] = []
+    room = 0
+    for index, size in enumerate(sizes):
+        if not result or size > room:
+            result.append([])
+            room = limit
+        result[-1].append(index)
+        room -= size
+    return result

@@ -2,14 +2,9 @@
 import pytest
 
 from tests.oracle.tsr import TSRShape, honest_tsr, linear_sides
-from torchtitan_lr.formulas.tsr_traffic import (
-    TSRMatrix,
-    TSRMesh,
-    TSRStep,
-    bucket_runs,
-    tsr_traffic,
-)
+from torchtitan_lr.estimate.tsr_traffic import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.optim.selection import TSRSettings, plan_matrices, split_buckets
 
 REPLICAS = TSRMesh({}, replicas=8)
 
@@ -23,13 +18,13 @@ def test_adds_up_to_the_honest_counting(refresh):
     """The paper's counting in bytes a run, against calls of collectives in two kinds of steps."""
     shape, interval = FLAVORS["full"]["60M"], 100
     tsr = TSRShape(256, interval, 64, embedding_interval=interval, refresh=refresh)
-    sides = [(side, 256) for side in linear_sides(shape)]
-    sides.append(((shape.vocab_size, shape.dim), 64))
-    matrices = [TSRMatrix(*side, r, min(r + 5, *side)) for side, r in sides]
+    shapes = {str(i): side for i, side in enumerate(linear_sides(shape))}
+    shapes["tok_embeddings.weight"] = (shape.vocab_size, shape.dim)
+    settings = TSRSettings(256, embedding_rank=64, refresh=refresh, overlap_buckets=1)
+    matrices = [TSRMatrix(plan) for plan in plan_matrices(shapes, settings).values()]
     dense = [shape.vocab_size * shape.dim] + [shape.dim] * (2 * shape.n_layers + 1)
-    step = TSRStep(refresh)
-    fresh = tsr_traffic(matrices, range(len(matrices)), dense, REPLICAS, step)
-    plain = tsr_traffic(matrices, (), dense, REPLICAS, step)
+    fresh = tsr_traffic(matrices, range(len(matrices)), dense, REPLICAS, settings)
+    plain = tsr_traffic(matrices, (), dense, REPLICAS, settings)
     counted = [
         sum(elements(rows, role) for role in ("core", "gradient", "sketch"))
         for rows in (fresh, plain)
@@ -41,9 +36,10 @@ def test_adds_up_to_the_honest_counting(refresh):
 
 
 def test_buckets_and_blocks():
-    assert bucket_runs([3, 3, 3, 9, 1], 6) == [[0, 1], [2], [3], [4]]
-    assert bucket_runs([], 6) == []
+    assert split_buckets([3, 3, 3, 9, 1], 6) == [[0, 1], [2], [3], [4]]
+    assert split_buckets([], 6) == []
     mesh = TSRMesh({"fsdp": 2, "tp": 4})
+    plan = plan_matrices({"w": (10, 9)}, TSRSettings(rank=1))["w"]
     splits = [((), ()), (("tp",), ()), (("fsdp", "tp"), ("fsdp",))]
-    blocks = [mesh.block(TSRMatrix(10, 9, 1, 1, *split)) for split in splits]
+    blocks = [mesh.block(TSRMatrix(plan, *split)) for split in splits]
     assert blocks == [(10, 9), (3, 9), (2, 5)]

@@ -1,0 +1,201 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Measure what the start of a run costs, per rank, at many ranks.
+
+    python -m scripts.bench.start launcher [--seconds 20]
+    python -m scripts.bench.start verdict [--ranks 1024] [CONFIG] [--section.key=value ...]
+    python -m scripts.bench.start first-step [--ranks 8,64,1024] [CONFIG] [--section.key=value ...]
+
+``launcher``: files opened, wake-ups and CPU seconds of a launcher that waits for four ranks.
+``verdict``: what one process reads and how long it takes to check a run, and what a rank needs to
+receive the verdict instead. ``first-step``: CPU seconds of rank 0 to its first step, in parts, in a
+world of torch's fake backend, whose collectives cost nothing. DCP makes one plan from the plans of
+all ranks on rank 0: that column grows with the ranks.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+CONFIG = "debug_cola"
+SMALL = [
+    *("--training.local_batch_size=1", "--training.seq_len=32", "--training.steps=1"),
+    *("--comm.mode=fake_backend", "--validation.no_enable", "--metrics.no_enable_tensorboard"),
+    *("--checkpoint.no_enable", "--metrics.no_enable_wandb", "--metrics.no_comm_ledger"),
+]
+RANKS = """
+import signal, subprocess, sys, time
+rank = "import signal, time; signal.signal(signal.SIGTERM, print); time.sleep(SECONDS)"
+rank = rank.replace("SECONDS", sys.argv[1])
+ranks = [subprocess.Popen([sys.executable, "-c", rank], start_new_session=True) for _ in range(4)]
+for process in ranks:
+    print(f"process {process.pid} started as a rank", file=sys.stderr, flush=True)
+for process in ranks:
+    process.wait()
+"""
+"""Stands for torchrun and its ranks."""
+
+
+def counted_files() -> list[str]:
+    """Return a list to which each file that this process opens from now on is added."""
+    opened: list[str] = []
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(hook)
+    return opened
+
+
+def launcher(seconds: float) -> dict[str, float]:
+    """Wait for ranks that sleep, and return what the waiting costs per second."""
+    from torchtitan_lr.launch.processes import RankGroup
+
+    processes = sum(path.name.isdecimal() for path in Path("/proc").iterdir())
+    opened = counted_files()
+    command = [sys.executable, "-c", RANKS, str(seconds)]
+    with tempfile.TemporaryDirectory() as folder:
+        group = RankGroup(command, dict(os.environ), Path(folder) / "log", expected=4)
+        usage, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+        files = len(opened)
+        if group.wait():
+            raise RuntimeError("the ranks failed")
+    after, took = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter() - begin
+    cpu = after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime
+    wakeups = after.ru_nvcsw - usage.ru_nvcsw
+    return {
+        "processes of the machine": processes,
+        "files opened per s": (len(opened) - files) / took,
+        "wake-ups per s": wakeups / took,
+        "CPU ms per s": 1e3 * cpu / took,
+    }
+
+
+def verdict(ranks: int, arguments: list[str]) -> dict[str, float]:
+    """Check a run once, then give the verdict to clients of a store, one after another."""
+    from torch.distributed import TCPStore
+
+    from torchtitan_lr.checks.job import check_job_config
+    from torchtitan_lr.config.build import build_job_config
+    from torchtitan_lr.data.prepare import prepare_for_ranks
+    from torchtitan_lr.launch.agent import LOOPBACK, loopback_store
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = build_job_config([*arguments, *SMALL, f"--job.dump_folder={folder}"])
+        check_job_config(config, ranks, "cpu")  # prepares the corpus and imports what it needs
+        opened = counted_files()
+        begin = time.perf_counter()
+        check_job_config(config, ranks, "cpu")
+        variables = prepare_for_ranks(config, ranks)
+        check = time.perf_counter() - begin
+    files = len([name for name in opened if not name.endswith((".py", ".pyc"))])
+    store = loopback_store()
+    store.set("verdict", json.dumps(variables))
+    begin = time.perf_counter()
+    for _ in range(ranks - 1):
+        TCPStore(LOOPBACK, store.port, timeout=timedelta(seconds=60)).get("verdict")
+    each = (time.perf_counter() - begin) / (ranks - 1)
+    return {
+        "ms of a check": 1e3 * check,
+        "files that a check opens": files,
+        "files, all ranks check": files * ranks,
+        "ms of a verdict": 1e3 * each,
+    }
+
+
+def first_step(ranks: int, arguments: list[str]) -> dict[str, float]:
+    """Return the CPU seconds of rank 0's parts up to and with its first step."""
+    os.environ |= {"NGPU": str(ranks), "RANK": "0", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}
+    from torch.distributed.checkpoint.default_planner import (
+        DefaultSavePlanner,
+        create_default_global_save_plan,
+    )
+
+    import torchtitan_lr.training.register  # noqa: F401
+    from torchtitan_lr.checks.job import check_job_config
+    from torchtitan_lr.config.build import build_job_config
+    from torchtitan_lr.titan.specs import registered_specs
+    from torchtitan_lr.training.device import bind_device
+    from torchtitan_lr.training.trainer import Trainer
+
+    bind_device()
+    parts: dict[str, float] = {}
+
+    def timed(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*values: Any, **keys: Any) -> Any:
+            begin = time.process_time()
+            try:
+                return call(*values, **keys)
+            finally:
+                parts[part] = parts.get(part, 0.0) + time.process_time() - begin
+
+        return wrapped
+
+    class TimedTrainer(Trainer):
+        init_distributed = timed("mesh", Trainer.init_distributed)
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = build_job_config([*arguments, *SMALL, f"--job.dump_folder={folder}"])
+        check_job_config(config, ranks, "cpu")  # prepares the corpus, for all runs after this one
+        timed("checks", check_job_config)(config, ranks, "cpu")
+        specs = registered_specs()
+        spec: Any = specs[config.model.name]
+        specs[config.model.name] = replace(
+            spec,
+            model_cls=timed("meta build", spec.model_cls),
+            build_dataloader_fn=timed("data", spec.build_dataloader_fn),
+            parallelize_fn=timed("parallelize", spec.parallelize_fn),
+        )
+        begin = time.process_time()
+        trainer = TimedTrainer(config)
+        inside = sum(parts[name] for name in ("mesh", "meta build", "data", "parallelize"))
+        parts["rest of the trainer"] = time.process_time() - begin - inside
+        trainer.step = 1
+        batches = trainer.batch_generator(trainer.dataloader)
+        timed("first step", trainer.train_step)(batches)
+        states = {f"model.{name}": p for name, p in trainer.model_parts[0].state_dict().items()}
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(states, is_coordinator=True)
+        plan = timed("save: own plan", planner.create_local_plan)()
+        merge = timed("save: plan of all, rank 0", create_default_global_save_plan)
+        merge([plan] * ranks)  # equal plans take as long to merge as those of other shards
+        trainer.close()
+    return parts
+
+
+def main() -> None:
+    """Run one part and print its table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("part", choices=("launcher", "verdict", "first-step"))
+    parser.add_argument("config", nargs="?", default=CONFIG)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--ranks", default="")
+    args, overrides = parser.parse_known_args()
+    arguments = [f"--job.config_file={args.config}", *overrides]
+    if args.part == "first-step" and "," in (args.ranks or "8,64,1024"):
+        # A process for each world: torch has one process group of all ranks.
+        for ranks in (args.ranks or "8,64,1024").split(","):
+            command = [sys.executable, "-m", "scripts.bench.start", "first-step", args.config]
+            subprocess.run([*command, f"--ranks={ranks}", *overrides], check=True)
+        return
+    if args.part == "launcher":
+        found = launcher(args.seconds)
+    else:
+        call = verdict if args.part == "verdict" else first_step
+        ranks = int(args.ranks or 1024)
+        found = {"ranks": ranks, **call(ranks, arguments)}
+    print(" | ".join(f"{name} {value:.4g}" for name, value in found.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

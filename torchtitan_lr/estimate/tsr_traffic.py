@@ -1,0 +1,151 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Collectives of one TSR-Adam step in closed form.
+
+A step without refresh sums cores over each mesh dimension that splits a matrix and over the
+replicas, in one call per bucket, and dense gradients over the replicas likewise. A refresh adds the
+sketches Y, Z and B (`randomized_svd`), the triangles of the QR factorizations, and checksums, in
+rounds shared by the refreshing matrices with equal q. Elements are counted like in the ledger.
+What is selected, and what a refresh sends, stands in `optim.selection`, which the optimizer reads
+too; ``tests/oracle/tsr.py`` states it once more.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Literal
+
+from torchtitan_lr.formulas.traffic import Traffic, merge
+from torchtitan_lr.optim.selection import BUCKET_ELEMENTS, MatrixPlan, TSRSettings, split_buckets
+
+Axis = Literal["rows", "columns"]
+
+
+@dataclass(frozen=True)
+class TSRMatrix:
+    """A compressed matrix and its split, transposed if it is projected transposed.
+
+    Args:
+        plan: Its sides m and n, rank r, width k, and iterations q.
+        rows: Mesh dimensions that split the rows.
+        columns: Mesh dimensions that split the columns.
+    """
+
+    plan: MatrixPlan
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TSRMesh:
+    """The mesh of a run.
+
+    Args:
+        sharding: Ranks by mesh dimension that splits parameters, in order.
+        replicas: Ranks with equal parameters.
+        stages: Pipeline ranks.
+    """
+
+    sharding: Mapping[str, int]
+    replicas: int = 1
+    stages: int = 1
+
+    def block(self, matrix: TSRMatrix) -> tuple[int, int]:
+        """Return the rows and columns of a matrix's largest block, each rounded up."""
+        rows = prod(self.sharding[dim] for dim in matrix.rows)
+        columns = prod(self.sharding[dim] for dim in matrix.columns)
+        return ceil(matrix.plan.rows / rows), ceil(matrix.plan.columns / columns)
+
+    def over_replicas(self, role: str, elements: int) -> list[Traffic]:
+        """Return the sum of so many elements over the replicas, if there are any."""
+        sends = self.replicas > 1 and elements > 0
+        return [_row("all_reduce", role, elements, "dp_replicate")] if sends else []
+
+
+def tsr_traffic(
+    matrices: Sequence[TSRMatrix],
+    refreshing: Collection[int],
+    dense: Sequence[int],
+    mesh: TSRMesh,
+    settings: TSRSettings,
+) -> list[Traffic]:
+    """Return the optimizer's collectives in one step, on the rank with the largest blocks.
+
+    Args:
+        matrices: The compressed matrices, in the order of backward: the last module first.
+        refreshing: Indices of those that refresh.
+        dense: Elements of a rank's part of every other parameter, in the same order.
+        mesh: The mesh of the run.
+        settings: The optimizer's.
+
+    Returns:
+        Rows of the scope ``step`` and the pass ``optimizer``, with the roles ``core``,
+        ``gradient``, ``sketch``, ``norm`` (fp64) and ``checksum`` (int64).
+    """
+    plain = [m for i, m in enumerate(matrices) if i not in refreshing]
+    fresh = [matrices[i] for i in sorted(refreshing)]
+    # Cores, r×r or r×n, are summed over every dimension that a projection contracts.
+    sizes = [m.plan.rank * (m.plan.rank if m.plan.two_sided else mesh.block(m)[1]) for m in plain]
+    contracted = [m.rows + (m.columns if m.plan.two_sided else ()) for m in plain]
+    rows: list[Traffic] = []
+    for bucket in split_buckets(sizes, ceil(sum(sizes) / settings.overlap_buckets)):
+        for dim in mesh.sharding:
+            if summed := [i for i in bucket if dim in contracted[i]]:
+                rows.append(_row("all_reduce", "core", sum(sizes[i] for i in summed), dim))
+        rows += mesh.over_replicas("core", sum(sizes[i] for i in bucket))
+    whole = [*dense, *(prod(mesh.block(m)) for m in fresh if m.plan.sends(*mesh.block(m))[0])]
+    most = min(BUCKET_ELEMENTS, ceil(sum(whole) / settings.overlap_buckets))
+    for bucket in split_buckets(whole, most):
+        rows += mesh.over_replicas("gradient", sum(whole[i] for i in bucket))
+    sizes = [sum(mesh.block(m)) * m.plan.width for m in fresh]
+    for bucket in split_buckets(sizes, BUCKET_ELEMENTS):
+        for q in {fresh[i].plan.power_iterations for i in bucket}:
+            alike = [fresh[i] for i in bucket if fresh[i].plan.power_iterations == q]
+            rows += _refresh(alike, q, mesh, settings.moments == "rotate")
+    rows += [_row("all_reduce", "norm", 1, dim) for dim in mesh.sharding]
+    if mesh.stages > 1:
+        rows.append(_row("all_reduce", "norm", 1, "pp"))
+    return merge(rows)
+
+
+def _refresh(fresh: Sequence[TSRMatrix], q: int, mesh: TSRMesh, rotates: bool) -> list[Traffic]:
+    """Return one round: the sums Y, (Z, Y)·q, B with a QR after each, signs, checksums.
+
+    Signs come from the sketch and then, for each projected side, from the earlier bases.
+    """
+    rows: list[Traffic] = []
+    axes: list[Axis] = ["columns", *(("rows", "columns") * q), "rows"]
+    for axis in axes:
+        # Y and Z are summed over one axis and have the length of the other.
+        side, other = (0, "rows") if axis == "columns" else (1, "columns")
+        sketches = [mesh.block(m)[side] * m.plan.width for m in fresh]
+        rows += _sum(fresh, axis, sketches, mesh)
+        pairs = zip(fresh, sketches, strict=True)
+        sent = sum(size for m, size in pairs if not m.plan.sends(*mesh.block(m))[0])
+        rows += mesh.over_replicas("sketch", sent)
+        for dim, ranks in mesh.sharding.items():
+            if widths := [m.plan.width for m in fresh if dim in getattr(m, other)]:
+                triangles = sum(ranks * width**2 for width in widths)
+                rows.append(_row("all_gather", "sketch", triangles, dim))
+    both = [m for m in fresh if m.plan.two_sided]
+    sums: list[tuple[Sequence[TSRMatrix], Axis, int]] = [
+        *((fresh, "columns", 1), (fresh, "rows", 1), (both, "columns", 1)),
+        *(((fresh, "rows", 2), (both, "columns", 2)) if rotates else ()),
+    ]
+    for matrices, axis, power in sums:
+        rows += _sum(matrices, axis, [m.plan.rank**power for m in matrices], mesh)
+    return [*rows, *mesh.over_replicas("checksum", 2 * len(fresh))]
+
+
+def _sum(
+    matrices: Sequence[TSRMatrix], axis: Axis, elements: Sequence[int], mesh: TSRMesh
+) -> list[Traffic]:
+    rows = []
+    for dim in mesh.sharding:
+        pairs = zip(matrices, elements, strict=True)
+        if sizes := [n for m, n in pairs if dim in getattr(m, axis)]:
+            rows.append(_row("all_reduce", "sketch", sum(sizes), dim))
+    return rows
+
+
+def _row(op: str, role: str, elements: int, dim: str) -> Traffic:
+    return Traffic("step", "optimizer", op, role, 1, elements, dim)
