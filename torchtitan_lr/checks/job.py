@@ -1,8 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The check of a whole configuration, which raises one-line errors.
 
-It needs no process group: the launcher calls it before any rank starts, and every rank calls it
-again.
+It needs no process group: one process of a run calls it (`torchtitan_lr.launch.verdict`).
 """
 
 from collections.abc import Callable

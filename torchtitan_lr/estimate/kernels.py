@@ -161,11 +161,16 @@ class KernelRecorder(RehearsalMode):
             operator.extern, operator.counted = True, False
         elif name in _PRODUCTS:
             first = _PRODUCTS[name]
-            operator.product, operator.extern = _product(args[first], args[first + 1]), True
+            a, b = args[first], args[first + 1]
+            sides = a.shape[-2], b.shape[-1], a.shape[-1]
+            operator.product = Product(prod(a.shape[:-2]), *sides, a.element_size())
+            operator.extern = True
         elif name.startswith(_ATTENTION):
             query, key = (args[1], args[2]) if "backward" in name else (args[0], args[1])
-            # Two products forward, five backward, which computes the scores again.
-            operator.attention = (5 if "backward" in name else 2) * _causal_flops(query, key)
+            # Two products forward, five backward, which computes the scores again: each below the
+            # diagonal of (b, h, s, e) factors.
+            each = float(query.numel() * key.shape[-2])
+            operator.attention = (5 if "backward" in name else 2) * each
             operator.extern = True
         self._operators.append(operator)
 
@@ -263,16 +268,6 @@ def _runs(operators: list[_Operator]) -> list[_Kernel]:
 
 def _at_most(sizes: _Sizes, size: int) -> _Sizes:
     return {key: min(each, size) for key, each in sizes.items()}
-
-
-def _product(a: Tensor, b: Tensor) -> Product:
-    batch = prod(a.shape[:-2])
-    return Product(batch, a.shape[-2], b.shape[-1], a.shape[-1], a.element_size())
-
-
-def _causal_flops(query: Tensor, key: Tensor) -> float:
-    """FLOPs of one of attention's products, below the diagonal: (b, h, s, e) each."""
-    return query.numel() * key.shape[-2]
 
 
 class _OneKernel(torch.autograd.Function):

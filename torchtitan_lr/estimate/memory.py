@@ -6,14 +6,10 @@ from functools import partial
 from math import prod
 from types import SimpleNamespace
 
+import torch
+
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.estimate.rehearsal import (
-    Rehearsal,
-    Workload,
-    fused_norm_saving,
-    rehearse,
-    rehearse_repeats,
-)
+from torchtitan_lr.estimate.rehearsal import Rehearsal, Workload, fake_ranks, rehearse, run_once
 from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.estimate.schedule import most_in_flight, pipeline_order
 from torchtitan_lr.estimate.traffic import boundaries_of, exchanged_units, repeated_row
@@ -81,7 +77,10 @@ def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> 
         _KNOWN[key] = rehearse(workload, checkpointing_of(run, mode), period)
     result = _KNOWN[key]
     if mode == "none" and run.tp == 1 and fused_norm:
-        saving = fused_norm_saving(run.args, run.tokens, workload.dtype)
+        # The kernel of a norm keeps its input and the statistic; the CPU keeps the input and its
+        # quotient by the rms, both in fp32 at least.
+        wide = torch.promote_types(workload.dtype, torch.float32).itemsize
+        saving = run.tokens * run.args.dim * (2 * wide - workload.dtype.itemsize)
         result = replace(result, block=result.block - 2 * saving, ends=max(0, result.ends - saving))
     return result
 
@@ -102,11 +101,14 @@ def repeated_by_block(run: Run) -> list[Traffic]:
         *others, last = map(repr, EAGER_MODES)
         want = f"{', '.join(others)} or {last}: only the compiler knows what it repeats"
         raise ConfigError("activation_checkpoint.mode", mode, want)
-    prepare = checkpointing_of(run, run.checkpointing)
     count = run.microbatches * run.accumulation
+    # The whole model: LaX's first block has no latents to add, and checkpointing may leave some
+    # blocks alone.
+    with fake_ranks(run.tp) as mesh:
+        repeated = run_once(workload_of(run), mesh, checkpointing_of(run, mode)).repeated
     return [
         repeated_row(run, *what, count * calls, count * elements)
-        for what, (calls, elements) in rehearse_repeats(workload_of(run), prepare).items()
+        for what, (calls, elements) in repeated.items()
     ]
 
 
@@ -192,7 +194,7 @@ def checkpoint_bytes(run: Run) -> dict[str, int]:
     plans = None if run.tsr is None else run.tsr_plans
     static = static_memory([run.global_shapes], 1, run.precision, plans)
     parts = {"weights": static.weights, "optimizer": static.optimizer}
-    if run.compresses:
+    if run.compresses and run.config.grad_compression.save_residuals:
         # Each pipeline rank has the residuals of its own stages.
         parts["residuals"] = _residual_bytes(run) * (run.world // run.pp)
     return parts

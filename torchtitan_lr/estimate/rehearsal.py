@@ -8,7 +8,7 @@ alive after the forward pass is what a real run keeps. The backward pass is rehe
 how much memory it takes on top, and which collectives checkpointing repeats.
 
 The CPU's operators are rehearsed. Its RMSNorm keeps the input and the normalized input in fp32,
-which a fused kernel does not: on a GPU the true number is smaller, see `fused_norm_saving`.
+which a fused kernel does not: on a GPU the true number is smaller, see `memory.rehearse_run`.
 """
 
 import gc
@@ -92,7 +92,7 @@ def rehearse(workload: Workload, prepare: Prepare | None = None, period: int = 1
     """
     short = [replace(workload.args, n_layers=n * period) for n in (1, 3)]
     with fake_ranks(workload.tp_degree) as mesh:
-        one, three = (_run(replace(workload, args=args), mesh, prepare) for args in short)
+        one, three = (run_once(replace(workload, args=args), mesh, prepare) for args in short)
     blocks = 2 * period
     block = (three.kept - one.kept) / blocks
     less, repeated = _over_parts(one.repeated), {}
@@ -100,29 +100,6 @@ def rehearse(workload: Workload, prepare: Prepare | None = None, period: int = 1
         first = less.get(key, (0, 0))
         repeated[key] = ((calls - first[0]) / blocks, (elements - first[1]) / blocks)
     return Rehearsal(block, one.kept - round(period * block), three.peak - three.kept, repeated)
-
-
-def rehearse_repeats(workload: Workload, prepare: Prepare) -> Repeats:
-    """Run the whole model on tensors without data; return what checkpointing repeats, where.
-
-    Blocks need not be alike: LaX's first one has no latents to add, and checkpointing may leave
-    some of them alone.
-
-    Raises:
-        RuntimeError: If this process has a process group already and T > 1.
-    """
-    with fake_ranks(workload.tp_degree) as mesh:
-        return _run(workload, mesh, prepare).repeated
-
-
-def fused_norm_saving(args: LlamaArgs, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes that one norm keeps less where RMSNorm is a kernel: T = 1, not checkpointed.
-
-    The kernel keeps its input, d wide, and the statistic; the CPU keeps the input and its quotient
-    by the rms, both in fp32 at least.
-    """
-    wide = torch.promote_types(dtype, torch.float32).itemsize
-    return tokens * args.dim * (2 * wide - dtype.itemsize)
 
 
 @contextmanager
@@ -142,7 +119,7 @@ def fake_ranks(tp_degree: int) -> Iterator[DeviceMesh | None]:
 
 
 @dataclass
-class _Count:
+class Count:
     """Bytes after forward, bytes at the peak of backward, and repeated collectives of a run."""
 
     kept: int
@@ -160,7 +137,12 @@ def build_prepared(
         mesh: The tensor-parallel mesh, None for one rank.
         prepare: Wraps the model for activation checkpointing, if given.
     """
-    model = build_model(replace(workload.args, max_seq_len=workload.seq_len), workload.dtype)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(workload.dtype)  # a cast afterwards would swap fake parameters
+    try:
+        model = LlamaModel(replace(workload.args, max_seq_len=workload.seq_len))
+    finally:
+        torch.set_default_dtype(default)
     if mesh is not None:
         apply_tensor_parallel(model, mesh, workload.settings)
     if prepare is not None:
@@ -168,7 +150,8 @@ def build_prepared(
     return model
 
 
-def _run(workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None) -> _Count:
+def run_once(workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None) -> Count:
+    """Run a model forward and backward on tensors without data."""
     with FakeTensorMode():
         model = build_prepared(workload, mesh, prepare)
         for parameter in model.parameters():
@@ -188,7 +171,7 @@ def _run(workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None) -
         for row in ledger.rows(split_recompute=True)
         if row["recompute"]
     }
-    return _Count(kept, living.peak, repeated)
+    return Count(kept, living.peak, repeated)
 
 
 def _over_parts(repeats: Repeats) -> dict[tuple[str, str], tuple[int, int]]:
@@ -198,16 +181,6 @@ def _over_parts(repeats: Repeats) -> dict[tuple[str, str], tuple[int, int]]:
         before = found.get((op, dtype), (0, 0))
         found[op, dtype] = before[0] + calls, before[1] + elements
     return found
-
-
-def build_model(args: LlamaArgs, dtype: torch.dtype) -> LlamaModel:
-    """Return a model whose parameters have one dtype."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # a cast afterwards would swap fake parameters
-    try:
-        return LlamaModel(args)
-    finally:
-        torch.set_default_dtype(default)
 
 
 def _storage(x: Tensor) -> torch.UntypedStorage:

@@ -169,36 +169,32 @@ def step_time(
         work: Recorded by `work_of_run`.
     """
     sizes = partial(element_size, dtypes=run.wire_dtypes)
-    times = [
-        model_step_time(
-            _over_step(run, pp_rank, hardware, work, 0),
-            rows,
-            sizes,
-            run.mesh,
-            hardware,
-            element_wise=_over_step(run, pp_rank, hardware, work, 1)
-            + _staging_seconds(run, pp_rank, hardware),
-            optimizer=_optimizer_seconds(run, pp_rank, hardware),
+    times = []
+    for pp_rank, rows in enumerate(traffic):
+        passes = [each for s in run.stages_of(pp_rank) for each in _passes(run, s, hardware, work)]
+        count = run.microbatches * run.accumulation
+        products, others = (sum(part) * count for part in zip(*passes, strict=True))
+        others += _staging_seconds(run, pp_rank, hardware)
+        shapes = [shape for unit in run.units_of(pp_rank).values() for shape in unit.values()]
+        elements = sum(prod(sharded(shape, run.shard)) for shape in shapes)
+        # AdamW's; TSR-Adam's projections do not count.
+        passed = ADAMW_PASSES * run.precision.parameter * elements
+        optimizer = moved_seconds(passed, hardware)
+        times.append(
+            model_step_time(
+                products,
+                rows,
+                sizes,
+                run.mesh,
+                hardware,
+                element_wise=others,
+                optimizer=optimizer,
+            )
         )
-        for pp_rank, rows in enumerate(traffic)
-    ]
     longest = max(times, key=lambda time: time.total)
     if run.pp == 1:
         return longest
     return replace(longest, bubble=_bubble(run, traffic, hardware, work))
-
-
-def _over_step(run: Run, pp_rank: int, hardware: Hardware, work: PassWork, part: int) -> float:
-    """Seconds of products (part 0) or of other kernels (1) of all a rank's passes."""
-    passes = [each for s in run.stages_of(pp_rank) for each in _passes(run, s, hardware, work)]
-    return sum(each[part] for each in passes) * run.microbatches * run.accumulation
-
-
-def _optimizer_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
-    """AdamW's time; TSR-Adam's projections do not count."""
-    shapes = [shape for unit in run.units_of(pp_rank).values() for shape in unit.values()]
-    elements = sum(prod(sharded(shape, run.shard)) for shape in shapes)
-    return moved_seconds(ADAMW_PASSES * run.precision.parameter * elements, hardware)
 
 
 def _staging_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:

@@ -28,16 +28,6 @@ class PassWork:
     block: tuple[Work, Work]
     ends: tuple[Work, Work]
 
-    def towards(self, other: "PassWork", share: float) -> "PassWork":
-        """Return this work, changed by a share of the difference from another."""
-
-        def between(a: Work, b: Work) -> Work:
-            return a.plus(a, -share).plus(b, share)
-
-        blocks = [between(*pair) for pair in zip(self.block, other.block, strict=True)]
-        ends = [between(*pair) for pair in zip(self.ends, other.ends, strict=True)]
-        return PassWork((blocks[0], blocks[1]), (ends[0], ends[1]))
-
 
 _KNOWN: dict[str, PassWork] = {}
 
@@ -54,9 +44,13 @@ def work_of_run(run: Run, mode: str | None = None, one_kernel_norm: bool = True)
     section = run.config.activation_checkpoint
     mode = run.checkpointing if mode is None else mode
     if mode not in EAGER_MODES:
-        least, most, share = "full", "none", section.memory_budget
-        bounds = (work_of_run(run, each, one_kernel_norm) for each in (least, most))
-        return next(bounds).towards(next(bounds), share)
+        least, most = (work_of_run(run, each, one_kernel_norm) for each in ("full", "none"))
+        share = section.memory_budget
+        forward, backward, *ends = (
+            a.plus(a, -share).plus(b, share)
+            for a, b in zip((*least.block, *least.ends), (*most.block, *most.ends), strict=True)
+        )
+        return PassWork((forward, backward), (ends[0], ends[1]))
     compiled = run.config.compile
     fused = compiled.enable and "model" in compiled.components
     workload = workload_of(run)

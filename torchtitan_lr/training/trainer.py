@@ -4,6 +4,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG
 from torchtitan_lr.checkpoints.run_record import described, write_record
+from torchtitan_lr.compat.collectives import set_timeouts
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
 from torchtitan_lr.console.log import console
@@ -98,10 +100,10 @@ class Trainer(TitanTrainer):
             tokenizer = tokenizer_digest(job_config.model.hf_assets_path)
             self.checkpointer.fingerprint = model_fingerprint(args) | {TOKENIZER: tokenizer}
         self._residuals = Residuals(compressors_of(self.model_parts))
-        if self._residuals.compressors:
+        if self._residuals.compressors and job_config.grad_compression.save_residuals:
             self.checkpointer.states[RESIDUALS] = self._residuals
-        for compressor in self._residuals.compressors:
-            compressor.before_writing = self.checkpointer.maybe_wait_for_staging
+            for compressor in self._residuals.compressors:
+                compressor.before_writing = self.checkpointer.maybe_wait_for_staging
 
     def train(self) -> None:
         """Train to ``training.steps`` or to a stop signal, then save and report."""
@@ -133,6 +135,12 @@ class Trainer(TitanTrainer):
             self.metrics_processor.start_after(self.step)
             report_start(self.job_config, self.parallel_dims, self.model_parts, self.step)
             self._make_up_for_validation()
+        elif self.step == self._first_step + 1:
+            # Upstream does so after step 1 alone, not after a resumed run's first, and only for the
+            # groups of its meshes. Saves keep theirs: ranks wait for one another's storage.
+            timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
+            dist_utils.set_pg_timeouts(timeout, self.parallel_dims)
+            set_timeouts(timeout, self._reader.host_group)
         self._settle()
         if self.interrupted:
             self.checkpointer.save_interrupted(self.step)

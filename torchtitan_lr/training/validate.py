@@ -119,19 +119,9 @@ def batch_loss(
 class Validator(BaseValidator):
     """Runs the model over this rank's share of the validation set.
 
-    torchtitan's TrainSpec prescribes the arguments.
-
-    Args:
-        job_config: ``[validation]`` sets the corpus, sequence length and number of batches.
-        dp_world_size: Data-parallel ranks that share the set.
-        dp_rank: This rank's share.
-        tokenizer: Encodes the corpus.
-        parallel_dims: Degrees and meshes.
-        loss_fn: The training loss, summed over tokens.
-        validation_context: Context of a forward pass (loss parallel).
-        maybe_enable_amp: Context of mixed precision.
-        metrics_processor: Logs the result.
-        pp_schedule: Runs the batches if the model is split into stages.
+    torchtitan's TrainSpec prescribes the arguments. ``[validation]`` sets the corpus, the sequence
+    length and the number of batches, which ``dp_world_size`` ranks share; ``loss_fn`` is the
+    training loss, summed over tokens.
 
     Attributes:
         last_loss: The latest result, nats per token.
