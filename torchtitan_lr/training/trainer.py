@@ -20,13 +20,13 @@ from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.data.rows import Batch
 from torchtitan_lr.ledger.ledger import CommLedger, ledger_for
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.loss import loss_arguments
+from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.finite import step_unless
 from torchtitan_lr.parallel.data_parallel import (
     optimizer_owns_replicas,
     synchronize_gradients,
 )
-from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
+from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, dist_utils
 from torchtitan_lr.titan.trainer import Trainer as TitanTrainer

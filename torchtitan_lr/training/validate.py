@@ -18,9 +18,10 @@ from torch import nn
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.rows import model_arguments, moved, open_rows
 from torchtitan_lr.data.validation import ValidationSet, count_labels, entropy
-from torchtitan_lr.models.loss import loss_arguments, perplexity
+from torchtitan_lr.models.llama import loss_arguments
+from torchtitan_lr.models.loss import perplexity
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
-from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
+from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.base import (
     BaseTokenizer,
