@@ -11,6 +11,7 @@ and v, and every rank computes all heads.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -69,9 +70,8 @@ class VanillaUpEdge(Edge):
             One output per linear: (b, s, d_out), replicated, or (b, s, d_out/T), Shard(-1), for
             `sharded_output`.
         """
-        pairs = zip(latents, linears, strict=True)
-        outs = [F.linear(latent, local(linear.B.weight)) for latent, linear in pairs]
         # Not an all-reduce and a slice: the same forward, but it loses gradients.
-        if self.sharded_output:
-            return [scatter_sum(out, self.ranks, FEATURES) for out in outs]
-        return [reduce_over_ranks(out, self.ranks) for out in outs]
+        total = partial(scatter_sum, dim=FEATURES) if self.sharded_output else reduce_over_ranks
+        # Each product is reduced before the next one exists: only one of them has its full width.
+        pairs = zip(latents, linears, strict=True)
+        return [total(F.linear(h, local(linear.B.weight)), self.ranks) for h, linear in pairs]
