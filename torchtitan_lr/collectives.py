@@ -144,11 +144,6 @@ def all_gathers(tensors: Sequence[Tensor], ranks: Ranks, dim: int) -> list[Tenso
 def reduce_scatter(x: Tensor, ranks: Ranks, dim: int, wide: bool = False) -> Tensor:
     """Sum the ranks' tensors, of which each rank keeps its slice, without autograd.
 
-    The operator adds in the dtype that it sends. CAAT-Net adds the gradients of its partial
-    reduction in fp32 and sends them in bf16 (section 4): an all-to-all gives each rank all terms of
-    its slice, and the rank adds them and rounds once. With an all-gather of the sums, the volume
-    equals that of an all-reduce.
-
     Args:
         x: One rank's term; ``dim`` divides by the ranks.
         ranks: More than one rank.
@@ -160,6 +155,9 @@ def reduce_scatter(x: Tensor, ranks: Ranks, dim: int, wide: bool = False) -> Ten
     """
     if not wide:
         return wait(start_reduce_scatter(x, ranks, dim))
+    # The operator adds in the dtype that it sends. CAAT-Net adds the gradients of its partial
+    # reduction in fp32 and sends them in bf16 (section 4): each rank gets all terms of its slice,
+    # adds them and rounds once. With an all-gather, the volume equals that of an all-reduce.
     dim %= x.ndim
     slices = x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0).contiguous()  # (T, ...)
     sizes = [1] * ranks.size
@@ -176,7 +174,7 @@ def own_slice(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 _OPERATIONS: dict[str, Callable[[Tensor, Ranks, int], Tensor]] = {
     "identity": lambda x, ranks, dim: x.view_as(x),
     "slice": own_slice,
-    "all_reduce": lambda x, ranks, dim: all_reduce(x, ranks),
+    "all_reduce": lambda x, ranks, dim: wait(start_all_reduce(x, ranks)),
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
     "wide_reduce_scatter": lambda x, ranks, dim: reduce_scatter(x, ranks, dim, wide=True),

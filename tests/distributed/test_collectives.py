@@ -1,17 +1,21 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Every collective is the derivative-true form of what all ranks compute together."""
 
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.parity_cases import tp_mesh
 from tests.support.rank_pool import RankPool
 from torchtitan_lr import collectives
 from torchtitan_lr.collectives import Ranks
+from torchtitan_lr.compat.collectives import second_group, set_timeouts
 
 SHAPE = (4, 8, 4)
 
@@ -80,3 +84,22 @@ def test_forward_and_backward(name: str, four_ranks: RankPool) -> None:
 def test_a_wrong_backward_is_noticed(name: str, meant: str, four_ranks: RankPool) -> None:
     errors = four_ranks.run(derivative_error, name, meant, -1, 4, torch.float64)
     assert min(errors) > 0.5
+
+
+def waited_for_a_hung_rank(seconds: float) -> float:
+    """Rank 1 does not answer in a second group; how long rank 0 waits for it."""
+    second = second_group(dist.new_group())
+    set_timeouts(timedelta(seconds=seconds))
+    started = time.perf_counter()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            dist.all_reduce(torch.ones(1), group=second)
+    waited = time.perf_counter() - started
+    set_timeouts(timedelta(minutes=30))  # of the pool's other groups
+    dist.barrier()
+    return waited
+
+
+def test_a_hung_rank_is_noticed_in_a_second_group(two_ranks: RankPool) -> None:
+    waited = two_ranks.run(waited_for_a_hung_rank, 1.0)
+    assert 0.9 < waited[0] < 10 and waited[1] < 1

@@ -17,7 +17,6 @@ from torchtitan_lr import collectives
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.models.linears import (
     SharedInput,
-    shared_linear,
     shared_linears,
 )
 from torchtitan_lr.models.norms import Reduction, down_products, online_down, sync_norm
@@ -32,9 +31,9 @@ def functions(ranks: Ranks) -> dict[str, tuple[Callable[..., Any], list[tuple[in
         "copy": (lambda x: collectives.copy_to_ranks(x, ranks), [(B, S, D)]),
         "reduce": (lambda x: collectives.reduce_over_ranks(x, ranks), [(B, S, D)]),
         "down": (lambda x, *w: down_products(x, w, Reduction(ranks)), [(B, S, D), *pair]),
-        "shared": (lambda x, *w: shared_linear(x, w, SharedInput(ranks)), [(B, S, D), *pair]),
+        "shared": (lambda x, *w: shared_linears(x, w, SharedInput(ranks)), [(B, S, D), *pair]),
         "shared_tokens": (
-            lambda x, *w: shared_linear(x, w, SharedInput(ranks, 1)),
+            lambda x, *w: shared_linears(x, w, SharedInput(ranks, 1)),
             [(B, S, D), *pair],
         ),
         "separate": (

@@ -11,8 +11,8 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.formulas.pipeline import pipeline_traffic
 from torchtitan_lr.ledger.comparison import compare, differences
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.pipeline.stage_split import layers_before_boundaries
 from torchtitan_lr.parallel.plans import tp_settings
+from torchtitan_lr.parallel.stage_split import layers_before_boundaries
 
 PP2_TP2 = LAYOUTS["pp2_tp2"][1]
 SHORT = ["--training.steps=2", "--metrics.comm_ledger"]

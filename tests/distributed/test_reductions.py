@@ -39,6 +39,9 @@ def local_gradients(dtype: torch.dtype) -> list[dict[str, Tensor]]:
     found = []
     for micro in range(MICROBATCHES):
         model = build_tiny("cola", dtype)
+        if torch.__version__ >= "2.15":  # FSDP2 then has autograd give gradients in fp32
+            for parameter in model.parameters():
+                parameter.grad_dtype = torch.float32
         backward(model, micro, dist.get_rank())
         found.append({name: p.grad for name, p in model.named_parameters()})
     return found

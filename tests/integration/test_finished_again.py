@@ -59,6 +59,7 @@ def test_the_same_command_has_nothing_to_do(again, finished):
             ["--training.steps=9", "--low_rank.rank=16"],
             "rank_attention: got 16, expected 32 ",
         ),
+        (["--low_rank.rank=16"], "low_rank.rank: got 16, expected "),
         (
             ["--training.local_batch_size=1"],
             "changed: training.local_batch_size = 1 (was 2)",
@@ -68,7 +69,7 @@ def test_the_same_command_has_nothing_to_do(again, finished):
             "training.dataset: got 'local', expected 'python_stdlib' ",
         ),
     ],
-    ids=["fewer steps", "learning rate", "model", "batch", "corpus"],
+    ids=["fewer steps", "learning rate", "model", "another model", "batch", "corpus"],
 )
 def test_what_cannot_go_on_is_refused_and_changes_nothing(again, finished, arguments, words):
     done, copy = again(*arguments)

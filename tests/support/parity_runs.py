@@ -62,7 +62,7 @@ def add_parity_flavors() -> None:
     for family in FAMILIES:
         low_rank = family != "full"
         for name, layers in (("parity", 2), ("parity4", 4)):
-            FLAVORS[family]._flavors[name] = LlamaArgs(
+            FLAVORS[family][name] = LlamaArgs(
                 family=family,
                 dim=64,
                 n_layers=layers,

@@ -68,7 +68,7 @@ def tiny_trainer(folder, *options, ranks=1):
         with (
             filled,
             patch.dict(os.environ, environment),
-            patch.dict(FLAVORS["svd"]._flavors, debug=MODEL),
+            patch.dict(FLAVORS["svd"].data, debug=MODEL),
         ):
             config = build_job_config([*OPTIONS, f"--job.dump_folder={folder}", *options])
             check_job_config(config, ranks, "cpu")

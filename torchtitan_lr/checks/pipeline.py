@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.configured import configured_args
-from torchtitan_lr.parallel.pipeline.stage_split import (
+from torchtitan_lr.parallel.stage_split import (
     SCHEDULES,
     modules_per_stage,
     stages_per_rank,

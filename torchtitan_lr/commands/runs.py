@@ -191,7 +191,7 @@ def plot(runs: list[RunInfo], path: Path) -> None:
     Raises:
         ConfigError: No run has a logged step, or the file cannot be written.
     """
-    from torchtitan_lr.training.figures import draw_runs
+    from torchtitan_lr.scaling.pictures import draw_runs
 
     histories = {run.folder: read_history(Path(run.folder) / HISTORY_FILE) for run in runs}
     common = os.path.commonpath([str(Path(name).parent) for name in histories] or [""])

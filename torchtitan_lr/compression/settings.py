@@ -89,10 +89,8 @@ def compression_settings(config: Any, ranks: int) -> CompressionSettings:
         patterns=tuple(section.patterns),
         min_size=section.min_size,
         residual_dtype=TORCH_DTYPE_MAP[section.residual_dtype],
-        revocable=(
-            config.training.max_skipped_steps > 0
-            or config.checkpoint.async_mode == "async_with_pinned_mem"
-        ),
+        revocable=config.training.max_skipped_steps > 0
+        or (section.save_residuals and config.checkpoint.async_mode == "async_with_pinned_mem"),
     )
 
 

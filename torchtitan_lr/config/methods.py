@@ -206,3 +206,9 @@ class GradCompression:
 
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the residuals; bfloat16 halves their memory and rounds them."""
+
+    save_residuals: bool = True
+    """
+    Whether checkpoints hold the residuals of all ranks, which are larger than the model by the
+    number of ranks. Without, a run resumes with empty ones, and may have other ranks.
+    """

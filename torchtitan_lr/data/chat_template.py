@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -29,13 +29,7 @@ _KEY = "model.hf_assets_path"
 
 
 class Segment(NamedTuple):
-    """A part of a conversation's text.
-
-    Attributes:
-        text: The text.
-        answer: Whether its tokens are labels.
-        ends: Whether EOS follows, which is a label too.
-    """
+    """A part of a chat's text, whether its tokens are labels, and whether EOS (a label) follows."""
 
     text: str
     answer: bool
@@ -52,7 +46,6 @@ class ChatTemplate:
 
     Attributes:
         digest: Identity of the template; empty for the plain form.
-        bos: Text of the BOS token that the template may write.
     """
 
     def __init__(
@@ -159,7 +152,8 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
-        environment.filters["tojson"] = _json
+        # As transformers does: jinja2's own filter escapes HTML.
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = refuse
         try:
             return environment.from_string(self._source)
@@ -190,8 +184,3 @@ def _text(token: Any) -> str:
     """Return a special token's text, which may stand in a dictionary."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else ""
-
-
-def _json(value: Any, indent: int | None = None) -> str:
-    """Write JSON as transformers does: jinja2's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -81,10 +81,6 @@ class Corpus:
     def open(folder: str | Path, key: str = KEY) -> Corpus:
         """Read ``corpus.json``; of a folder without it, the headers of its shards.
 
-        Args:
-            folder: A prepared folder, or one with pairs of ``.bin`` and ``.idx``.
-            key: The TOML key to name in errors.
-
         Raises:
             ConfigError: There is no prepared corpus in the folder.
             DataError: ``corpus.json`` or a shard is unreadable.
@@ -122,11 +118,7 @@ class Corpus:
         return sum(shard.tokens for shard in (self.held_out if held_out else self.train))
 
     def shard(self, info: ShardInfo, loss: bool = False) -> IndexedDataset:
-        """Open a shard of :attr:`train` or :attr:`held_out`; the last few stay open.
-
-        Args:
-            info: The shard.
-            loss: Whether to open its loss mask instead.
+        """Open a shard, or its loss mask; the last few stay open.
 
         Raises:
             DataError: Its files are damaged, or not as many tokens as recorded.
@@ -169,12 +161,7 @@ def save_record(
 ) -> None:
     """Write ``corpus.json``, the last file of a preparation: a folder that has it is whole.
 
-    Args:
-        folder: The folder of the shards.
-        kind: See :class:`Corpus`.
-        tokenizer: ``sha256``, ``bos`` and ``eos`` at least.
-        parts: Shards to train on, and held-out ones.
-        **more: What else to record, as JSON.
+    ``parts`` are the shards to train on and the held-out ones; ``more`` is recorded as JSON.
     """
     shards = {
         part: [asdict(info) | {"name": info.name} for info in infos]
@@ -184,21 +171,21 @@ def save_record(
         del info["prefix"]
     identity = identity_of(kind, tokenizer["sha256"], parts)
     record = {"format": FORMAT, "kind": kind, "identity": identity, "tokenizer": tokenizer}
-    scratch = folder / f"{RECORD}.tmp"
+    write_json(folder / RECORD, record | more | shards)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a file by a rename: after a crash it is the old one or the new one."""
+    scratch = Path(f"{path}.tmp")
     with scratch.open("w", encoding="utf-8") as file:
-        json.dump(record | more | shards, file, indent=1)
+        json.dump(value, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(scratch, folder / RECORD)
+    os.replace(scratch, path)
 
 
 def checksum(prefix: str, kind: Kind) -> str:
-    """Return the checksum of a shard: sha256 of its files in order, .bin and .idx, then the mask's.
-
-    Args:
-        prefix: The shard.
-        kind: Of its corpus.
-    """
+    """Return the sha256 of a shard's files: .bin and .idx, of pairs then those of the mask."""
     digest = hashlib.sha256()
     for each in [prefix, f"{prefix}.loss"] if kind == "pairs" else [prefix]:
         for suffix in (".bin", ".idx"):

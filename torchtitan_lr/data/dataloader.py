@@ -40,11 +40,7 @@ class TrainingRows(Dataset[Batch]):
         parts: The corpora; all with the same ``seq_len``.
         weights: The share of each, over the sum of all.
         seed: Determines the order; None reads each corpus from its start to its end.
-
         names: A name for each corpus, in logs.
-
-    Attributes:
-        shares: Which part each row is of.
     """
 
     def __init__(
@@ -180,7 +176,7 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
         self.rows = rows
 
     def mark(self) -> None:
-        """Store the position, so that a step whose data are unreadable can be undone."""
+        """Store the position: a step whose data are unreadable can be undone."""
         self._mark = self.rows
 
     def return_to_mark(self) -> None:
@@ -286,15 +282,7 @@ def build_dataloader(
 ) -> TokenDataLoader:
     """Build the training loader of one data-parallel rank (a ``TrainSpec``'s hook).
 
-    Args:
-        dp_world_size: Data-parallel ranks.
-        dp_rank: This rank.
-        tokenizer: The run's tokenizer, with which the corpus was prepared.
-        job_config: The run's ``JobConfig``; section ``training`` is read.
-
-    Returns:
-        The loader. Building it reads the records of the prepared folders and, of pairs, their
-        lengths.
+    It reads the records of the prepared folders and, of pairs, their lengths.
 
     Raises:
         ConfigError: As for `TokenDataLoader` and `ensure_prepared`, or a corpus has no whole row.

@@ -50,16 +50,7 @@ def shuffled(rows: Indices, size: int, *key: int) -> Indices:
 
 
 def permuted(places: Indices, size: int, *key: int) -> Indices:
-    """Apply a permutation of ``0 .. size - 1``, chosen by a key, to some places.
-
-    Args:
-        places: Any of ``0 .. size - 1`` (n,).
-        size: Number of places.
-        *key: As for `shuffled`.
-
-    Returns:
-        Their images (n,).
-    """
+    """Apply a permutation of ``0 .. size - 1``, chosen by a key, to some of these places (n,)."""
     bits, keys = max(2, (size - 1).bit_length()), _round_keys(key)
     images = _feistel(places.astype(np.uint64), bits, keys)
     # The domain is less than twice as large as the windows, so on average two walks are enough.

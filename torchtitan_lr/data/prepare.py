@@ -62,13 +62,7 @@ Section = Literal["training", "validation"]
 
 @dataclass(frozen=True)
 class Part:
-    """A prepared folder of a run.
-
-    Attributes:
-        folder: The folder.
-        name: Its name in logs.
-        weight: Its share of the sequences; all shares have the sum 1.
-    """
+    """A prepared folder of a run, its name in logs, and its share of the sequences (of 1)."""
 
     folder: Path
     name: str
@@ -77,14 +71,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run reads, and so what must be prepared.
-
-    Attributes:
-        name: Its name in logs.
-        weight: Its share of the sequences.
-        sources: What to prepare together.
-        folder: The folder that is prepared already (``prepared``), else None.
-    """
+    """What must be prepared for a :class:`Part`; its folder if that is done (``prepared``)."""
 
     name: str
     weight: float
@@ -97,8 +84,7 @@ def wanted(config: Any, section: Section = "training", world_size: int = 1) -> l
 
     Args:
         config: The run's ``JobConfig``, or its saved record.
-        section: Training, or validation; of a corpus that is trained on, the held-out part of the
-            same folder is read.
+        section: Training, or validation, which by default is the held-out part of the same folder.
         world_size: Ranks of the run, which determine how much of a dataset of the Hub is prepared.
 
     Raises:
@@ -417,14 +403,10 @@ def _wait(file: IO[bytes], kind: int, folder: Path) -> None:
 
 
 def free(store: Path, limit: float) -> int:
-    """Delete the folders that were not used for longest, until the others fit a limit.
+    """Delete the folders that were not used for longest, until the others fit a limit in bytes.
 
     A folder that a run reads or prepares is kept, and so is every folder where the file system has
     no locks.
-
-    Args:
-        store: The folder of all of them.
-        limit: Bytes.
 
     Returns:
         The bytes that are left.

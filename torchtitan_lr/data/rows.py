@@ -191,10 +191,6 @@ def open_rows(
 def check_corpora(config: Any, world_size: int) -> None:
     """Check the corpora of a run; prepare them if that was not done.
 
-    Args:
-        config: The run's ``JobConfig``; sections ``training`` and ``validation`` are read.
-        world_size: Ranks of the run.
-
     Raises:
         ConfigError: A corpus that does not exist or cannot be prepared, that has no whole row, or
             a validation corpus with training files.

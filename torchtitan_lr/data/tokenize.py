@@ -31,7 +31,15 @@ import numpy.typing as npt
 
 from torchtitan_lr.compat.interpreter import end_with
 from torchtitan_lr.data.chat_template import ChatTemplate
-from torchtitan_lr.data.corpus import PARTS, Corpus, Kind, ShardInfo, checksum, save_record
+from torchtitan_lr.data.corpus import (
+    PARTS,
+    Corpus,
+    Kind,
+    ShardInfo,
+    checksum,
+    save_record,
+    write_json,
+)
 from torchtitan_lr.data.indexed import IndexedWriter
 from torchtitan_lr.data.pairs import PairEncoder, Tokens
 from torchtitan_lr.data.sources import ONE_IN, Bad, Piece, Reader
@@ -67,7 +75,7 @@ class Journal:
     """How far a preparation is.
 
     Attributes:
-        signature: Of sources, tokenizer and options.
+        signature: Of sources and tokenizer.
         source: Index of the source that is read.
         position: Where to read on in it; None for its beginning.
         shards: Documents and tokens of each shard, by part.
@@ -80,20 +88,11 @@ class Journal:
     signature: str
     source: int = 0
     position: Any = None
-    shards: tuple[list[list[int]], list[list[int]]] = ([], [])
+    shards: list[list[list[int]]] = field(default_factory=lambda: [[], []])
     tokens: int = 0
     bad: list[list[str]] = field(default_factory=list)
     read: int = 0
     commits: dict[str, str | None] = field(default_factory=dict)
-
-    def save(self, folder: Path) -> None:
-        """Write it by a rename."""
-        scratch = folder / f"{JOURNAL}.tmp"
-        with scratch.open("w") as file:
-            json.dump(asdict(self), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, folder / JOURNAL)
 
     @staticmethod
     def load(folder: Path, signature: str) -> Journal:
@@ -102,7 +101,7 @@ class Journal:
             found = Journal(**json.loads((folder / JOURNAL).read_text()))
             if found.signature == signature:
                 return found
-        return Journal(signature, shards=([], []))
+        return Journal(signature)
 
 
 def signature_of(readers: Sequence[Reader], tokenizer: HuggingFaceTokenizer) -> str:
@@ -257,7 +256,7 @@ class _Preparation:
     def _sync(self) -> None:
         for part in self._parts:
             part.flush()
-        self._journal.save(self._folder)
+        write_json(self._folder / JOURNAL, asdict(self._journal))
 
     def _too_many(self, most: int) -> DataError:
         """List the records that are lost, and return the error."""

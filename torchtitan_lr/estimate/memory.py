@@ -194,7 +194,7 @@ def checkpoint_bytes(run: Run) -> dict[str, int]:
     plans = None if run.tsr is None else run.tsr_plans
     static = static_memory([run.global_shapes], 1, run.precision, plans)
     parts = {"weights": static.weights, "optimizer": static.optimizer}
-    if run.compresses:
+    if run.compresses and run.config.grad_compression.save_residuals:
         # Each pipeline rank has the residuals of its own stages.
         parts["residuals"] = _residual_bytes(run) * (run.world // run.pp)
     return parts

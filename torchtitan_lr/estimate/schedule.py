@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchtitan_lr.parallel.pipeline.stage_split import SCHEDULES
+from torchtitan_lr.parallel.stage_split import SCHEDULES
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torchtitan_lr.formulas.memory import sharded
 from torchtitan_lr.formulas.pipeline import pipeline_traffic
 from torchtitan_lr.formulas.tensor_parallel import model_traffic
 from torchtitan_lr.formulas.traffic import Traffic, merge
-from torchtitan_lr.parallel.pipeline.pipeline import stage_boundaries
+from torchtitan_lr.parallel.pipeline import stage_boundaries
 
 
 def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> list[Traffic]:
@@ -92,7 +92,7 @@ def repeated_row(run: Run, scope: str, op: str, dtype: str, calls: int, elements
 def boundaries_of(run: Run) -> list[int]:
     """Return the elements per sequence that a rank sends over each stage boundary."""
     boundaries = stage_boundaries(run.config, run.args, run.seq_len, run.settings)
-    return [boundary.elements for boundary in boundaries]
+    return [prod(boundary.shape) for boundary in boundaries]
 
 
 def _data(run: Run, pp_rank: int) -> list[Traffic]:

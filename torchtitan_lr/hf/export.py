@@ -19,8 +19,8 @@ from torchtitan_lr.hf.shards import (
     write_shards,
 )
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.flavors import MODEL_ARGS, write_model_args
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
-from torchtitan_lr.models.stored_args import MODEL_ARGS, write_model_args
 
 HF_CONFIG = "config.json"
 CODED_TYPE = "torchtitan_lr"

@@ -14,9 +14,9 @@ from torchtitan_lr.hf.export import CODED_TYPE, HF_CONFIG, build_coded_config
 from torchtitan_lr.hf.folder_weights import FolderWeights, open_folder
 from torchtitan_lr.hf.read_llama import build_args, read_llama_args
 from torchtitan_lr.models.args import ACTIVATIONS, LlamaArgs
+from torchtitan_lr.models.flavors import MODEL_ARGS, read_model_args
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
-from torchtitan_lr.models.stored_args import MODEL_ARGS, read_model_args
 from torchtitan_lr.titan.components import ModelWrapper
 
 

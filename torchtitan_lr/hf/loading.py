@@ -26,8 +26,8 @@ from torchtitan_lr.hf.weights import StoredWeights, no_checkpoint, parameter_sha
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families import FAMILIES, find_family
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.flavors import read_model_args as read_model_args
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.models.stored_args import read_model_args as read_model_args
 from torchtitan_lr.titan import logger
 from torchtitan_lr.training.device import keep_freed_memory
 from torchtitan_lr.training.fingerprint import (

@@ -27,7 +27,7 @@ from torchtitan_lr.hf.weights import no_checkpoint
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.loss import cross_entropy_sum
-from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
+from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, ParallelDims, dist_utils, set_default_dtype
 from torchtitan_lr.titan.components import ModelWrapper
@@ -124,7 +124,7 @@ def check_overrides(overrides: list[str]) -> None:
 def _record_of_export(folder: Path) -> dict[str, Any]:
     """Return the record of a run whose model is that of an export, as a flavor of its family."""
     args = read_export_args(folder)
-    FLAVORS[args.family].add(_FLAVOR, args)
+    FLAVORS[args.family][_FLAVOR] = args
     model = {"name": args.model_family.model_name, "flavor": _FLAVOR}
     return {
         "model": model | {"hf_assets_path": str(folder)},

@@ -20,7 +20,7 @@ from torchtitan_lr.config.parse import CONFIG_DIR
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.shards import WeightSource
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.stored_args import MODEL_ARGS, write_model_args
+from torchtitan_lr.models.flavors import MODEL_ARGS, write_model_args
 from torchtitan_lr.training.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
 
 TRAIN_TOML = "train.toml"

@@ -54,7 +54,7 @@ class Columns:
 
 
 class KeyValueCache:
-    """Cache of a whole model for one batch; a `models.cache.ModelCache`.
+    """Cache of a whole model for one batch.
 
     Args:
         lengths: Number of prompt tokens of each row.
@@ -146,7 +146,17 @@ class LayerCache:
         return up
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, wv: nn.Module) -> Tensor:
-        """Store new keys and values and attend, see `models.cache.AttentionCache`."""
+        """Store the keys and values of new tokens and attend to all tokens so far.
+
+        Args:
+            q: Rotated queries (b, h, s, head_dim).
+            k: Rotated keys (b, h_kv, s, head_dim).
+            v: The last output of `up_edge`: values (b, s, h_kv · head_dim), or latents (b, s, r).
+            wv: The linear of the values.
+
+        Returns:
+            Tensor (b, h, s, head_dim).
+        """
         keys, values = self.store(k, v.unflatten(-1, (-1, k.shape[-1])).transpose(1, 2))
         return self.attention(q, keys, values)
 
@@ -213,7 +223,7 @@ class LatentLayerCache(LayerCache):
         return self._edge
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, wv: nn.Module) -> Tensor:
-        """Store new keys and latents and attend, see `models.cache.AttentionCache`."""
+        """As in `LayerCache`, with latents in place of values."""
         wv = cast(LowRankLinear, wv)
         latents = v if v.dim() == 4 else v.unsqueeze(2)  # (b, s, G, r)
         keys, stored = self.store(k, latents.transpose(1, 2))

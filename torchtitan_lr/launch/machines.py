@@ -60,10 +60,11 @@ def check_machines(config: Any, environment: Environment, device_type: str) -> N
         want = f"a number with NNODES={environment.nodes_text}: -1 depends on the machines"
         raise ConfigError(_BATCH, -1, want)
     codec = config.grad_compression.codec
-    if codec != "none" and RESIDUALS not in config.checkpoint.exclude_from_loading:
+    loads = RESIDUALS not in config.checkpoint.exclude_from_loading
+    if codec != "none" and loads and config.grad_compression.save_residuals:
         # Only the number of ranks that saved residuals can load them.
         want = f"none with NNODES={environment.nodes_text}, as residuals belong to ranks, "
-        want += f"or checkpoint.exclude_from_loading = ['{RESIDUALS}']"
+        want += "or grad_compression.save_residuals = false"
         raise ConfigError("grad_compression.codec", codec, want)
     for nodes in range(environment.nodes - 1, environment.min_nodes - 1, -1):
         try:

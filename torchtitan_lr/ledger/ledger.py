@@ -26,7 +26,7 @@ from torchtitan_lr.compat.dispatch import TorchDispatchMode
 from torchtitan_lr.ledger.operations import identify
 from torchtitan_lr.ledger.overlap import Overlap
 from torchtitan_lr.ledger.scopes import STEP, ScopeTracker
-from torchtitan_lr.parallel.pipeline.stages import boundary_of
+from torchtitan_lr.parallel.pipeline import boundary_of
 
 COMBINED_DIMS = ("batch", "loss")
 """torchtitan's names for combined dimensions, which may share the group of a single dimension."""

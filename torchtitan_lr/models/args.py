@@ -3,17 +3,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal
+
+from torch import nn
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.titan.base import BaseModelArgs
 from torchtitan_lr.titan.specs import RoPEScalingArgs
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from torchtitan_lr.models.llama import LlamaModel
 
 Activation = Literal["both", "lowrank", "reduced", "fullrank", "none"]
 LaxGate = Literal["identity", "scalar"]
@@ -148,13 +145,28 @@ class LlamaArgs(BaseModelArgs):
         Raises:
             ConfigError: With the first value that cannot work.
         """
-        self._check_choices()
+        for key, value, choices in (
+            ("model.name", self.family, tuple(FAMILIES)),
+            ("low_rank.activation", self.activation, ACTIVATIONS),
+            ("low_rank.lax_gate", self.lax_gate, LAX_GATES),
+            ("caat.backward_sum", self.backward_sum, BACKWARD_SUMS),
+        ):
+            if value not in choices:
+                raise ConfigError(key, value, "one of " + ", ".join(choices))
         self.model_family.check(self)
-        self._check_sizes()
-        if self.low_rank:
-            for group in ("attention", "ffn"):
-                name = f"rank_{group}"
-                self._check_rank(f"low_rank.{name}", getattr(self, name), self._largest_rank(group))
+        for name in ("dim", "n_layers", "n_heads", "kv_heads", "ffn_dim", "vocab_size"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"model.{name}", getattr(self, name), "a positive integer")
+        if self.max_seq_len <= 0:
+            raise ConfigError("training.seq_len", self.max_seq_len, "a positive integer")
+        if self.dim % self.n_heads or self.head_dim % 2:
+            want = f"a divisor of the model's width {self.dim} that leaves an even head width"
+            raise ConfigError("model.n_heads", self.n_heads, want)
+        if self.n_heads % self.kv_heads:
+            want = f"a divisor of the {self.n_heads} query heads"
+            raise ConfigError("model.n_kv_heads", self.n_kv_heads, want)
+        for group in ("attention", "ffn") if self.low_rank else ():
+            self._check_rank(group, f"low_rank.rank_{group}", getattr(self, f"rank_{group}"))
         self._check_lanes()
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
@@ -170,59 +182,55 @@ class LlamaArgs(BaseModelArgs):
         """
         section = job_config.low_rank
         self.model_family.check_overrides(section)
-        if self.low_rank:
-            for group in ("attention", "ffn"):
-                self._override_rank(section, group)
+        for group in ("attention", "ffn") if self.low_rank else ():
+            # The group's own key wins over the common one; blame the key that the user wrote.
+            own = getattr(section, f"rank_{group}")
+            key, rank = (f"rank_{group}", own) if own else ("rank", section.rank)
+            if rank:
+                self._check_rank(group, f"low_rank.{key}", rank)
+                setattr(self, f"rank_{group}", rank)
         if section.activation != "flavor":
             self.activation = section.activation
         if self.model_family.gated:
             self.lax_gate = section.lax_gate
-        # The record of a run from before there were lanes has no such section.
+        # The record of a run from before there were lanes, or a vocabulary's key, has none.
         lanes = getattr(job_config, "caat", None)
         if lanes is not None:
             self.lanes, self.sync_fraction = lanes.lanes, float(lanes.sync_fraction)
             self.backward_sum = lanes.backward_sum
-        self._override_vocabulary(job_config)
+        wanted = getattr(getattr(job_config, "model", None), "vocab_size", 0)
+        if wanted < 0:
+            raise ConfigError("model.vocab_size", wanted, "0 (the flavor's) or a positive integer")
+        if wanted:
+            sections = getattr(job_config, "parallelism", None)
+            degree = getattr(sections, "tensor_parallel_degree", 1)
+            # Degrees and lanes that are no positive numbers are refused elsewhere.
+            unit = math.lcm(VOCABULARY_UNIT, max(1, degree), max(1, self.lanes))
+            self.vocab_size = -(-wanted // unit) * unit
         self.max_seq_len = job_config.training.seq_len
         seed = job_config.debug.seed
         self.init_seed = 0 if seed is None else seed
         self.check()
 
-    def get_nparams_and_flops(self, model: "nn.Module", seq_len: int) -> tuple[int, int]:
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Size and cost of the model, counted from its tensors.
+
+        A product with a weight or with the keys or values costs 2 FLOPs per entry, and backward
+        repeats it for the gradient of each operand. Causal attention counts in full: each token
+        uses the keys and values of all ``seq_len`` tokens, in every head.
 
         Args:
             model: The whole `LlamaModel`, before it is split; may be on the meta device.
-            seq_len: Tokens in a sequence, on which attention's share depends.
+            seq_len: Tokens in a sequence.
 
         Returns:
-            The number of parameters, and the FLOPs of forward and backward per token.
+            The number of parameters, and the FLOPs of the matrix products per token, forward and
+            backward: those of MFU.
         """
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        return parameters, cast("LlamaModel", model).flops_per_token(seq_len)
-
-    def _check_choices(self) -> None:
-        for key, value, choices in (
-            ("model.name", self.family, tuple(FAMILIES)),
-            ("low_rank.activation", self.activation, ACTIVATIONS),
-            ("low_rank.lax_gate", self.lax_gate, LAX_GATES),
-            ("caat.backward_sum", self.backward_sum, BACKWARD_SUMS),
-        ):
-            if value not in choices:
-                raise ConfigError(key, value, "one of " + ", ".join(choices))
-
-    def _check_sizes(self) -> None:
-        for name in ("dim", "n_layers", "n_heads", "kv_heads", "ffn_dim", "vocab_size"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"model.{name}", getattr(self, name), "a positive integer")
-        if self.max_seq_len <= 0:
-            raise ConfigError("training.seq_len", self.max_seq_len, "a positive integer")
-        if self.dim % self.n_heads or self.head_dim % 2:
-            want = f"a divisor of the model's width {self.dim} that leaves an even head width"
-            raise ConfigError("model.n_heads", self.n_heads, want)
-        if self.n_heads % self.kv_heads:
-            want = f"a divisor of the {self.n_heads} query heads"
-            raise ConfigError("model.n_kv_heads", self.n_kv_heads, want)
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        products = sum(linear.weight.numel() for linear in linears)
+        products += self.n_layers * 2 * seq_len * self.dim
+        return sum(parameter.numel() for parameter in model.parameters()), 3 * 2 * products
 
     def _check_lanes(self) -> None:
         lanes, fraction = self.lanes, self.sync_fraction
@@ -239,39 +247,10 @@ class LlamaArgs(BaseModelArgs):
             if width % lanes:
                 raise ConfigError("caat.lanes", lanes, f"a divisor of the model's {name} = {width}")
 
-    def _largest_rank(self, group: str) -> int:
-        """Return the smallest side of a group's projections, narrow k and v not counted.
-
-        Grouped queries make k and v narrower than q and o, and CoLA's r = d/4 can exceed their
-        width: with σ in the bottleneck such a rank has a meaning.
-        """
-        return self.dim if group == "attention" else min(self.dim, self.ffn_dim)
-
-    @staticmethod
-    def _check_rank(key: str, rank: int, largest: int) -> None:
+    def _check_rank(self, group: str, key: str, rank: int) -> None:
+        # Narrow k and v do not count: grouped queries make them narrower than q and o, and CoLA's
+        # r = d/4 can exceed their width. With σ in the bottleneck such a rank has a meaning.
+        largest = self.dim if group == "attention" else min(self.dim, self.ffn_dim)
         if not 0 < rank <= largest:
             want = f"a rank from 1 to {largest}, the smallest side of these projections"
             raise ConfigError(key, rank, want)
-
-    def _override_rank(self, section: Any, group: str) -> None:
-        name = f"rank_{group}"
-        # The group's own key wins over the common one; blame the key that the user wrote.
-        key, rank = f"low_rank.{name}", getattr(section, name)
-        if rank == 0:
-            key, rank = "low_rank.rank", section.rank
-        if rank == 0:
-            return
-        self._check_rank(key, rank, self._largest_rank(group))
-        setattr(self, name, rank)
-
-    def _override_vocabulary(self, job_config: Any) -> None:
-        # The record of a run from before there was such a key has none.
-        wanted = getattr(getattr(job_config, "model", None), "vocab_size", 0)
-        if wanted < 0:
-            raise ConfigError("model.vocab_size", wanted, "0 (the flavor's) or a positive integer")
-        if wanted:
-            sections = getattr(job_config, "parallelism", None)
-            degree = getattr(sections, "tensor_parallel_degree", 1)
-            # Degrees and lanes that are no positive numbers are refused elsewhere.
-            unit = math.lcm(VOCABULARY_UNIT, max(1, degree), max(1, self.lanes))
-            self.vocab_size = -(-wanted // unit) * unit

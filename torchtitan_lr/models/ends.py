@@ -24,8 +24,8 @@ from torchtitan_lr.collectives import (
     local,
     split_replicated,
 )
-from torchtitan_lr.models.head_loss import WHOLE, VocabularyPart, linear_loss
 from torchtitan_lr.models.lanes import lane_linear
+from torchtitan_lr.models.loss import WHOLE, VocabularyPart, linear_loss
 from torchtitan_lr.models.norms import norm_numbers, normalize, scattered_norm
 
 Stream = Literal["replicated", "features", "scatter", "tokens", "lanes"]
@@ -60,9 +60,7 @@ class HeadEdge(Edge):
     """The final norm on all features, then the output projection, sharded along the vocabulary."""
 
     stream: Stream = "replicated"
-    """Layout of the residual stream. ``scatter`` has a cheaper backward than ``features``: γ ⊙ x is
-    gathered and then scaled by rstd, so that the gathered tensor's gradient is reduce-scattered at
-    once instead of all-reduced and sliced."""
+    """Layout of the residual stream."""
 
     loss_parallel: bool = True
     """Whether logits stay sharded, as a DTensor for torch's ``loss_parallel`` context, or are
@@ -111,6 +109,9 @@ class HeadEdge(Edge):
         if self.ranks.size == 1:
             return norm(x)
         if self.stream == "scatter":
+            # Cheaper backward than that of ``features``: γ ⊙ x is gathered and then scaled by rstd,
+            # so that the gathered tensor's gradient is reduce-scattered at once instead of
+            # all-reduced and sliced.
             return scattered_norm(x, *norm_numbers(norm), self.ranks)
         if self.stream == "lanes":
             return normalize(x, norm, self.ranks)
@@ -122,14 +123,12 @@ class HeadEdge(Edge):
 
 
 class TokenEmbedding(nn.Embedding):
-    """Token embedding whose look-up is an edge.
-
-    The edge is a child of the embedding, not of the model. A pipeline split therefore keeps both on
-    one stage, and FSDP's hooks run before the edge.
-    """
+    """Token embedding whose look-up is an edge."""
 
     def __init__(self, vocab_size: int, dim: int, embed: nn.Module) -> None:
         super().__init__(vocab_size, dim)
+        # A child of this module, not of the model: a pipeline split keeps both on one stage, and
+        # FSDP's hooks run before the edge.
         self.embed = embed
 
     def forward(self, input: Tensor) -> Tensor:
@@ -139,7 +138,7 @@ class TokenEmbedding(nn.Embedding):
 
 
 class OutputProjection(nn.Linear):
-    """Output projection that applies the final norm too, through one edge (see above)."""
+    """Output projection that applies the final norm too, through one edge."""
 
     def __init__(self, dim: int, vocab_size: int, head: nn.Module) -> None:
         super().__init__(dim, vocab_size, bias=False)
@@ -149,5 +148,6 @@ class OutputProjection(nn.Linear):
         self, input: Tensor, norm: nn.RMSNorm, targets: Tensor | None = None
     ) -> Tensor:
         """Turn the residual stream (b, s, d) into logits (b, s, V) or a loss, see `HeadEdge`."""
+        # A call of this module for the loss too, so that FSDP has gathered the weight.
         out: Tensor = self.head(input, norm, self, targets)
         return out

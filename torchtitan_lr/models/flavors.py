@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The named shapes, common to all families; each family adds its ranks and nonlinearities.
+"""The shapes by name, common to all families, or from a file; each family adds its ranks.
 
 Sources: ``60M`` to ``7B`` are CoLA's (Table 5), ``1B_boost``, ``3B``, ``13B`` and ``30B`` are
 BOOST's, ``8B`` is Llama 3.1's. CoLA's 1B has d_ff 5461, which no tensor-parallel degree divides;
@@ -7,12 +7,17 @@ BOOST's 5472 is divisible by 2, 4 and 8.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+import dataclasses
+import json
+from collections import UserDict
+from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.config.paths import user_path
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
-from torchtitan_lr.models.stored_args import is_file_name, read_flavor
+from torchtitan_lr.titan.base import drop_marker
 from torchtitan_lr.titan.specs import RoPEScalingArgs
 
 # dim, ffn_dim, n_heads, n_layers
@@ -48,51 +53,77 @@ _EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
-class FlavorTable(Mapping[str, LlamaArgs]):
+MODEL_ARGS = "model_args.json"
+SUFFIX = ".json"
+
+_WRITERS = "what torchtitan-lr export or torchtitan-lr import wrote"
+
+
+def read_model_args(path: Path) -> LlamaArgs:
+    """Read the ``model_args.json`` next to weights.
+
+    Raises:
+        ConfigError: The file is missing or unreadable, or does not describe a valid model.
+    """
+    try:
+        values = json.loads(path.read_text())
+        scaling = values.pop("rope_scaling", None)
+        return LlamaArgs(**values, rope_scaling=scaling and RoPEScalingArgs(**scaling))
+    except ConfigError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(str(path), str(error), _WRITERS) from error
+
+
+def write_model_args(args: LlamaArgs, path: Path) -> None:
+    """Write a model's arguments as JSON."""
+    path.write_text(json.dumps(drop_marker(dataclasses.asdict(args)), indent=2) + "\n")
+
+
+class FlavorTable(UserDict[str, LlamaArgs]):
     """Flavors of one family by name, or from a file; each look-up gives a fresh copy.
 
     torchtitan looks a flavor up and then changes it in place, so a plain dict would carry one
     job's settings into the next.
-
-    A flavor that ends with ``.json`` is read from that file, see `stored_args`. A file that is no
-    model of this family raises a `ConfigError`, with ``in`` too.
     """
 
-    def __init__(self, flavors: Mapping[str, LlamaArgs], family: str) -> None:
-        self._flavors = dict(flavors)
-        self._family = family
+    def __init__(self, family: ModelFamily) -> None:
+        self.family = family
+        super().__init__()
+        for size, (dim, ffn_dim, n_heads, n_layers) in _SHAPES.items():
+            own: dict[str, Any] = family.defaults(size) | _EXTRAS.get(size, {})
+            own |= {"dim": dim, "ffn_dim": ffn_dim, "n_heads": n_heads, "n_layers": n_layers}
+            self[size] = LlamaArgs(family=family.name, **own)
+
+    def __contains__(self, flavor: object) -> bool:
+        # Reads a file, so that one with another model is refused here too.
+        is_file = str(flavor).endswith(SUFFIX)
+        return self[str(flavor)] is not None if is_file else flavor in self.data
 
     def __getitem__(self, flavor: str) -> LlamaArgs:
-        if is_file_name(flavor):
-            return read_flavor(flavor, self._family)
-        return copy.deepcopy(self._flavors[flavor])
+        """Return a flavor.
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._flavors)
+        Args:
+            flavor: Its name, or the path of a ``.json`` file, relative to the working directory,
+                else to the package's parent folder.
 
-    def __len__(self) -> int:
-        return len(self._flavors)
-
-    def add(self, flavor: str, args: LlamaArgs) -> None:
-        """Add a shape, or replace the one of this name."""
-        self._flavors[flavor] = copy.deepcopy(args)
-
-
-def build_flavors(family: ModelFamily) -> FlavorTable:
-    """Return every size of a family."""
-    flavors = {}
-    for size, (dim, ffn_dim, n_heads, n_layers) in _SHAPES.items():
-        flavors[size] = LlamaArgs(
-            family=family.name,
-            dim=dim,
-            ffn_dim=ffn_dim,
-            n_heads=n_heads,
-            n_layers=n_layers,
-            **_EXTRAS.get(size, {}),
-            **family.defaults(size),
-        )
-    return FlavorTable(flavors, family.name)
+        Raises:
+            KeyError: There is no such name.
+            ConfigError: As for `read_model_args`, or the file has a model of another family.
+        """
+        if not flavor.endswith(SUFFIX):
+            return copy.deepcopy(super().__getitem__(flavor))
+        here = user_path(flavor, "model.flavor")
+        shipped = Path(__file__).resolve().parents[2] / flavor
+        found = shipped if not here.is_file() and shipped.is_file() else here
+        if not found.is_file():
+            raise ConfigError("model.flavor", flavor, f"a size such as debug, or a {MODEL_ARGS}")
+        args = read_model_args(found)
+        if args.family != self.family.name:
+            want = f"{args.model_family.model_name!r} as in {flavor}"
+            raise ConfigError("model.name", self.family.model_name, want)
+        return args
 
 
-FLAVORS = {name: build_flavors(family) for name, family in FAMILIES.items()}
+FLAVORS = {name: FlavorTable(family) for name, family in FAMILIES.items()}
 """The flavors of every family: ``FLAVORS["cola"]["60M"]``."""

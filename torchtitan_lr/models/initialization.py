@@ -24,43 +24,37 @@ DENSE_STD = 0.02
 does not say how its full-rank baselines start."""
 
 
-def factor_std(d_in: int, d_out: int, rank: int) -> float:
-    """Return the standard deviation of both factors of a low-rank linear.
-
-    It is r^(-1/4) · (d_in + d_out)^(-1/4): an entry of BA is a sum of r products, so its standard
-    deviation is √r · std² = (d_in + d_out)^(-1/2), whatever the rank.
-    """
-    return float(rank**-0.25 * (d_in + d_out) ** -0.25)
-
-
 def init_parameters(model: nn.Module, args: LlamaArgs) -> None:
     """Draw every parameter of a model or of a part of one.
+
+    Both factors of a low-rank linear have the standard deviation r^(-1/4) · (d_in + d_out)^(-1/4):
+    an entry of BA is a sum of r products, so that its own is √r · std² = (d_in + d_out)^(-1/2),
+    whatever the rank. CAAT-Net's private channels, to which no other lane adds, start √G times as
+    large: a shared one is the sum of G terms, and all have the same variance (section 3.2).
 
     Raises:
         RuntimeError: If a parameter belongs to no known kind of module.
     """
-    std = _standard_deviations(model)
-    for fqn, parameter in model.named_parameters():
-        if fqn not in std:
-            raise RuntimeError(f"no initialization is defined for parameter {fqn}")
-        name = clean_name(fqn)
-        rows = private_rows(name, parameter.shape[0], args)
-        draw_parameter(parameter, name, std[fqn], args.init_seed, rows, args.lanes**0.5)
-
-
-def private_rows(fqn: str, rows: int, args: LlamaArgs) -> slice:
-    """Rows of a weight whose outputs no other lane adds to (CAAT-Net, section 3.2).
-
-    A shared channel is the sum of G terms. A private one is a single term, which starts √G times as
-    large, so that all channels have the same variance.
-
-    Returns:
-        The rows, none of them where the model has no lanes or the weight does not end in one.
-    """
+    stds: dict[str, float | None] = {}  # None for a parameter of ones
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        if isinstance(module, LowRankLinear):
+            (rank, d_in), d_out = module.A.weight.shape, module.B.weight.shape[0]
+            std = float(rank**-0.25 * (d_in + d_out) ** -0.25)
+            stds |= {f"{prefix}A.weight": std, f"{prefix}B.weight": std, f"{prefix}gate": None}
+        elif isinstance(module, nn.RMSNorm):
+            stds[f"{prefix}weight"] = None
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            # The factors of a LowRankLinear come after their parent and keep its value.
+            stds.setdefault(f"{prefix}weight", DENSE_STD)
     ends = ".A.weight" if args.low_rank else (".wo.weight", ".w2.weight")
-    if args.lanes == 1 or not fqn.endswith(ends):
-        return slice(0, 0)
-    return slice(args.shared_channels(rows), rows)
+    for fqn, parameter in model.named_parameters():
+        if fqn not in stds:
+            raise RuntimeError(f"no initialization is defined for parameter {fqn}")
+        name, private = clean_name(fqn), slice(0, 0)
+        if args.lanes > 1 and name.endswith(ends):
+            private = slice(args.shared_channels(parameter.shape[0]), parameter.shape[0])
+        draw_parameter(parameter, name, stds[fqn], args.init_seed, private, args.lanes**0.5)
 
 
 @torch.no_grad()
@@ -82,6 +76,7 @@ def draw_parameter(
         larger: Rows that are drawn larger.
         factor: By how much.
     """
+    # No draw of a shard: on a CPU mesh torch gives every shard the same values.
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if std is None:
         local.fill_(1.0)
@@ -98,21 +93,3 @@ def draw_parameter(
         mesh_shape = tuple(parameter.device_mesh.shape)
         full = local_slice(full, mesh_shape, coordinate, parameter.placements)
     local.copy_(full)
-
-
-def _standard_deviations(model: nn.Module) -> dict[str, float | None]:
-    """Return the standard deviation by parameter name, None for a parameter of ones."""
-    std: dict[str, float | None] = {}
-    for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        if isinstance(module, LowRankLinear):
-            rank, d_in = module.A.weight.shape
-            factor = factor_std(d_in, module.B.weight.shape[0], rank)
-            std[f"{prefix}A.weight"] = std[f"{prefix}B.weight"] = factor
-            std[f"{prefix}gate"] = None
-        elif isinstance(module, nn.RMSNorm):
-            std[f"{prefix}weight"] = None
-        elif isinstance(module, nn.Linear | nn.Embedding):
-            # The factors of a LowRankLinear come after their parent and keep its value.
-            std.setdefault(f"{prefix}weight", DENSE_STD)
-    return std

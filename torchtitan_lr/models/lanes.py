@@ -43,11 +43,7 @@ from torchtitan_lr.models.norms import down_products, norm_numbers, normalize, s
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """Identity; the gradient is laid out like its tensor.
-
-    Autograd does this when it accumulates. In a split backward (ZBVZeroBubble) it does not
-    accumulate, and a fused optimizer reads a transposed gradient in the wrong order.
-    """
+    """Identity; the gradient is laid out like its tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -55,6 +51,8 @@ class _ContiguousGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        # Autograd does this when it accumulates. In a split backward (ZBVZeroBubble) it does not
+        # accumulate, and a fused optimizer reads a transposed gradient in the wrong order.
         return gradient.contiguous()
 
 
@@ -276,11 +274,7 @@ class LatentUpEdge(Edge):
 
 
 class LaneEmbedEdge(Edge):
-    """Look up this rank's features, gather all features: every lane starts with the same vectors.
-
-    The gradient is a sum over all lanes, the only reduction of the embedding. A rank owns d/T of
-    the embedding, so a reduce-scatter is enough.
-    """
+    """Look up this rank's features and gather all: every lane starts with the same vectors."""
 
     lanes: int = 1
     """Lanes G of the model."""
@@ -291,19 +285,17 @@ class LaneEmbedEdge(Edge):
     def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
         """Look tokens (b, s) up in weight (V, d/T), Shard(1); gives (b, s, g, d)."""
         x = F.embedding(tokens, local(embedding.weight))
+        # The gradient is a sum over all lanes, the only reduction of the embedding. A rank owns d/T
+        # of the embedding, so a reduce-scatter is enough.
         x = (gather_partial_wide if self.wide else gather_partial)(x, self.ranks)
         return x.unsqueeze(2).expand(-1, -1, self.lanes // self.ranks.size, -1)
 
 
-def dense_edges(args: LlamaArgs) -> tuple[Edge, Edge]:
-    """Return one device's edges in front of and behind a full-rank group."""
+def edges_of(args: LlamaArgs) -> tuple[Edge, Edge]:
+    """Return one device's edges for a group: those of A and B, at full rank those of a pair."""
+    wide = args.backward_sum == "float32"
     if args.lanes == 1:
-        return ColumnEdge(), RowEdge()
-    return LaneColumnEdge(), LaneRowEdge(args=args, wide=args.backward_sum == "float32")
-
-
-def low_rank_edges(args: LlamaArgs) -> tuple[Edge, Edge]:
-    """Return one device's edges that end and start a bottleneck chunk."""
-    if args.lanes == 1:
-        return DownEdge(), UpEdge()
-    return LatentDownEdge(args=args, wide=args.backward_sum == "float32"), LatentUpEdge()
+        return (DownEdge(), UpEdge()) if args.low_rank else (ColumnEdge(), RowEdge())
+    if args.low_rank:
+        return LatentDownEdge(args=args, wide=wide), LatentUpEdge()
+    return LaneColumnEdge(), LaneRowEdge(args=args, wide=wide)

@@ -8,16 +8,16 @@ work on a whole group (q, k, v; gate, up). With several ranks they are those of 
 tensor parallelism (BOOST), or at full rank of Megatron-LM; another plan replaces them by name, and
 the block's code does not change.
 
-Some linears recompute their elementwise input in backward. A product keeps its input for the
-gradient of its weight. Where the input is an element-wise function of tensors that backward needs
-anyway, keeping it is waste: σ(h) beside h, and silu(gate) · up beside gate and up. Memory falls by
-r for every bottleneck with σ but a block's last, and by 2 f for every SwiGLU, per token, for one
-more element-wise pass each. In compiled blocks the compiler decides what is kept
-(`compat.compiler`).
+Two products recompute their elementwise input in backward. A product keeps its input for the
+gradient of its weight, which is waste where that input is a function of tensors that backward needs
+anyway: σ(h) beside h, and silu(gate) · up beside gate and up. Memory falls by r for every
+bottleneck with σ but a block's last, and by 2 f for every SwiGLU, per token, for one more
+elementwise pass each. In compiled blocks the compiler decides what is kept (`compat.compiler`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -124,28 +124,20 @@ class _GatedLinear(torch.autograd.Function):
 
 
 def silu_linear(h: Tensor, weight: Tensor) -> Tensor:
-    """Apply B σ(h) with σ = SiLU; keeps h and not σ(h) (CoLA, Eq. 3).
-
-    Args:
-        h: Latent (b, s, r).
-        weight: B, (d_out, r).
+    """Apply B σ(h) with σ = SiLU to a latent (b, s, r); keeps h and not σ(h) (CoLA, Eq. 3).
 
     Returns:
-        Tensor (b, s, d_out).
+        Tensor (b, s, d_out), for the weight B (d_out, r).
     """
     out: Tensor = _SiluLinear.apply(h, weight)
     return out
 
 
 def gated_linear(hidden: Gated, weight: Tensor) -> Tensor:
-    """Apply A (σ(gate) · up); keeps gate and up, and neither σ(gate) nor the product.
-
-    Args:
-        hidden: Both factors (b, s, f).
-        weight: A, (r, f).
+    """Apply A (σ(gate) · up); keeps gate and up (b, s, f), and neither σ(gate) nor the product.
 
     Returns:
-        Tensor (b, s, r).
+        Tensor (b, s, r), for the weight A (r, f).
     """
     out: Tensor = _GatedLinear.apply(*hidden, weight)
     return out
@@ -170,16 +162,6 @@ class SharedInput:
     saved: str = ""
     separate: bool = False
 
-    def whole(self, x: Tensor) -> Tensor:
-        """Return the input with all of its shards."""
-        if self.dim is None:
-            return x
-        dim = self.dim
-        if self.saved != "input":
-            return all_gather(x, self.ranks, dim)
-        (gathered,) = save(lambda: (all_gather(x, self.ranks, dim),))
-        return gathered
-
     def start_sum(self, gradient: Tensor) -> Tensor:
         """Start the sum of the whole input's gradient over the ranks; see `collectives.wait`."""
         if self.dim is None:
@@ -188,17 +170,16 @@ class SharedInput:
 
 
 class _SharedLinear(torch.autograd.Function):
-    """Forward a gather of the input, if it is sharded; backward the sum of its gradient.
-
-    Linears and collective are one Function because of its backward: the reduction of the input's
-    gradient runs while the gradients of the weights are computed.
-    """
+    """Forward a gather of the input, if it is sharded; backward the sum of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         # One variable argument: see `norms`.
         x, shared, *weights = inputs
-        whole = shared.whole(x)
+        whole = x
+        if shared.dim is not None:
+            gather = partial(all_gather, x, shared.ranks, shared.dim)
+            (whole,) = save(lambda: (gather(),)) if shared.saved == "input" else (gather(),)
         ctx.save_for_backward(whole, *weights)
         ctx.shared = shared
         if shared.separate:
@@ -213,6 +194,8 @@ class _SharedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        # Linears and collective are one Function for this: the reduction of the input's gradient
+        # runs while the gradients of the weights are computed.
         whole, *weights = ctx.saved_tensors
         shared = ctx.shared
         if not shared.separate:
@@ -268,34 +251,21 @@ def _input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> T
     return out
 
 
-def shared_linear(x: Tensor, weights: Sequence[Tensor], shared: SharedInput) -> Tensor:
-    """Apply column-parallel linears to one input that all ranks share.
-
-    Args:
-        x: Input (b, s, d_in), replicated or sharded along ``shared.dim``.
-        weights: One (d_out_i/T, d_in), Shard(0), per linear.
-        shared: How x arrives.
-
-    Returns:
-        The concatenated outputs, (b, s, Σ d_out_i/T).
-    """
-    (out,) = _SharedLinear.apply(x, shared, *weights)
-    return out
-
-
 def shared_linears(x: Tensor, weights: Sequence[Tensor], shared: SharedInput) -> list[Tensor]:
-    """Apply column-parallel linears, each to its own input; all ranks share the inputs.
+    """Apply column-parallel linears to inputs that all ranks share.
 
     Args:
-        x: The inputs concatenated along the features, (b, s, Σ d_in_i), replicated or sharded along
-            ``shared.dim``.
+        x: Input (b, s, d_in) of all linears, or the inputs of ``separate`` ones side by side,
+            (b, s, Σ d_in_i); replicated or sharded along ``shared.dim``.
         weights: One (d_out_i/T, d_in_i), Shard(0), per linear.
-        shared: How x arrives, with ``separate``.
+        shared: How x arrives.
 
     Returns:
         One output (b, s, d_out_i/T), Shard(-1), per linear.
     """
     outputs = _SharedLinear.apply(x, shared, *weights)
+    if not shared.separate:
+        return list(outputs[0].split([weight.shape[0] for weight in weights], dim=-1))
     found: list[Tensor] = []
     for out, run in zip(outputs, _runs(weights), strict=True):
         # The product of a run of n is (n, b·s, d_out/T).
@@ -325,9 +295,9 @@ class ColumnEdge(Edge):
             return [linear(x) for linear in linears]
         x = normalize(x, norm, self.ranks if self.sequence else SINGLE)
         weights = [local(linear.weight) for linear in linears]
-        shared = SharedInput(self.ranks, TOKENS if self.sequence else None)
-        out = shared_linear(x, weights, shared)
-        return list(out.split([weight.shape[0] for weight in weights], dim=-1))
+        return shared_linears(
+            x, weights, SharedInput(self.ranks, TOKENS if self.sequence else None)
+        )
 
 
 class RowEdge(Edge):
@@ -438,7 +408,7 @@ class UpEdge(Edge):
         if separate:
             return shared_linears(torch.cat(list(latents), dim=-1), weights, shared)
         pairs = zip(latents, weights, strict=True)
-        return [shared_linear(latent, [weight], shared) for latent, weight in pairs]
+        return [shared_linears(latent, [weight], shared)[0] for latent, weight in pairs]
 
 
 class MixEdge(Edge):
@@ -499,8 +469,7 @@ def low_rank_group(
         norm: Applied to x first.
         mix: Edge between A and σ, such as LaX's `MixEdge`, which adds carried latents.
         carried: The latents of the previous block; None in the first block.
-        last: Whether the group ends the block. Its σ(h) is then saved before the product, because
-            torch's checkpointing stops at the last saved tensor and does not repeat the product.
+        last: Whether the group ends the block.
 
     Returns:
         One output (b, s, d_out) per linear, and their pre-activation latents A x (b, s, r).
@@ -513,6 +482,8 @@ def low_rank_group(
         x = x.product()
     latents = down(x, linears, norm)
     mixed = latents if mix is None else mix(latents, carried, linears)
+    # A block's last σ(h) is saved before the product: checkpointing stops at the last saved tensor,
+    # and then does not repeat that product.
     if not last and recomputes and isinstance(up, UpEdge) and up.ranks.size == 1:
         return up(mixed, linears, use_silu), latents
     active = [F.silu(h) if silu else h for h, silu in zip(mixed, use_silu, strict=True)]

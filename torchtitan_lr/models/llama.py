@@ -1,21 +1,244 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The LLaMA model of every family, made of blocks; no code here knows of ranks or meshes."""
+"""The LLaMA model of every family, its blocks written as bottleneck chunks.
+
+This code is independent of ranks and meshes. It takes head counts and hidden widths from the
+tensors, so it also runs on a shard of the heads or of the feed-forward.
+"""
 
 from collections.abc import Callable
-from typing import cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.block import Latents, TransformerBlock
-from torchtitan_lr.models.cache import ModelCache
-from torchtitan_lr.models.documents import document_mask, document_positions
+from torchtitan_lr.models.documents import separate
 from torchtitan_lr.models.ends import EmbedEdge, HeadEdge, OutputProjection, TokenEmbedding
 from torchtitan_lr.models.initialization import init_parameters
-from torchtitan_lr.models.lanes import LaneEmbedEdge
-from torchtitan_lr.models.rope import build_freqs_cis
+from torchtitan_lr.models.lanes import LaneEmbedEdge, edges_of
+from torchtitan_lr.models.linears import Gated, low_rank_group
+from torchtitan_lr.models.rope import apply_rope, build_freqs_cis
 from torchtitan_lr.titan.base import ModelProtocol
+
+if TYPE_CHECKING:
+    from torchtitan_lr.inference.cache import KeyValueCache, LayerCache
+
+Latents: TypeAlias = tuple[Tensor, ...]
+"""The seven pre-activation latents A x (b, s, r) that LaX passes from block to block,
+in the order q, k, v, o, gate, up, down."""
+
+N_ATTENTION_LATENTS = 4
+"""How many of them attention owns."""
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and grouped queries.
+
+    The linears are full-rank (edges ``qkv`` and ``o``) or factorised (``down_qkv``, ``up_qkv``,
+    ``down_o``, ``up_o``, and ``mix`` for LaX).
+
+    Args:
+        args: The model's arguments.
+        first_block: Whether the block receives no latents.
+    """
+
+    def __init__(self, args: LlamaArgs, first_block: bool) -> None:
+        super().__init__()
+        d, d_kv, r = args.dim, args.kv_dim, args.rank_attention
+        self.head_dim = args.head_dim
+        self.low_rank = args.low_rank
+        family = args.model_family
+        linear = partial(family.build_linear, args, rank=r, first_block=first_block)
+        self.wq, self.wk, self.wv = linear(d, d), linear(d, d_kv), linear(d, d_kv)
+        self.wo = linear(d, d)
+        if not args.low_rank:
+            self.qkv, self.o = edges_of(args)
+            return
+        self.down_qkv, self.up_qkv = edges_of(args)
+        self.down_o, self.up_o = edges_of(args)
+        self.mix = family.build_mix()
+        self.silu_qkv = [args.latent_silu(name) for name in ("q", "k", "v")]
+        self.silu_o = [args.latent_silu("o")]
+
+    def forward(
+        self,
+        x: Tensor,
+        norm: nn.Module,
+        table: Tensor,
+        carried: Latents | None,
+        cache: "LayerCache | None" = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Latents]:
+        """Compute attention.
+
+        Args:
+            x: Residual stream (b, s, d).
+            norm: The block's attention norm.
+            table: Rotary table, see `apply_rope`.
+            carried: The previous block's q, k, v, o latents (b, s, r), or None.
+            cache: Keys and values of earlier tokens; None if x has the whole sequence.
+            mask: Added to the scores (b, 1, s, s), see `documents`; None for causal attention.
+
+        Returns:
+            The update of the residual stream (b, s, d), and this block's q, k, v, o latents
+            (none at full rank).
+        """
+        qkv, o = [self.wq, self.wk, self.wv], [self.wo]
+        if not self.low_rank:
+            q, k, v = self.qkv(x, qkv, norm)
+            return self.o(self.attend(q, k, v, table, cache, mask), o)[0], ()
+        up = self.up_qkv if cache is None else cache.up_edge(self.up_qkv)
+        previous, previous_o = carried and carried[:3], carried and carried[3:]
+        (q, k, v), latents = low_rank_group(
+            x, qkv, self.down_qkv, up, self.silu_qkv, norm, self.mix, previous
+        )
+        x = self.attend(q, k, v, table, cache, mask)
+        (out,), latents_o = low_rank_group(
+            x, o, self.down_o, self.up_o, self.silu_o, None, self.mix, previous_o
+        )
+        return out, (*latents, *latents_o)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: Tensor,
+        cache: "LayerCache | None" = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Rotate queries and keys, and compute causal attention.
+
+        Args:
+            q: Queries (b, s, h · head_dim), for any number h of heads.
+            k: Keys (b, s, h_kv · head_dim).
+            v: Values (b, s, h_kv · head_dim); a cache may need them in another form.
+            table: As in `forward`.
+            cache: As in `forward`.
+            mask: As in `forward`.
+
+        Returns:
+            Tensor (b, s, h · head_dim).
+        """
+        if cache is not None:
+            q, k = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k))
+            q, k = (apply_rope(t, table).transpose(1, 2) for t in (q, k))
+            return cache.attend(q, k, v, self.wv).transpose(1, 2).flatten(2)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (b, s, h, head_dim)
+        q, k = apply_rope(q, table), apply_rope(k, table)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (b, h, s, head_dim)
+        grouped = q.shape[1] != k.shape[1]
+        # Called directly, so that a caller's ``sdpa_kernel`` context chooses the kernel.
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        )
+        return out.transpose(1, 2).flatten(2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU feed-forward: down(gate * up), with SiLU on the gate if the family has it.
+
+    The linears are full-rank (edges ``gate_up`` and ``down``) or factorised (``down_gate_up``,
+    ``up_gate_up``, ``down_down``, ``up_down``, and ``mix`` for LaX).
+
+    Args:
+        args: The model's arguments.
+        first_block: Whether the block receives no latents.
+    """
+
+    def __init__(self, args: LlamaArgs, first_block: bool) -> None:
+        super().__init__()
+        d, f, r = args.dim, args.ffn_dim, args.rank_ffn
+        self.low_rank = args.low_rank
+        self.outer_silu = args.outer_silu
+        family = args.model_family
+        linear = partial(family.build_linear, args, rank=r, first_block=first_block)
+        self.w1 = linear(d, f)  # gate
+        self.w2 = linear(f, d)  # down
+        self.w3 = linear(d, f)  # up
+        if not args.low_rank:
+            self.gate_up, self.down = edges_of(args)
+            return
+        self.down_gate_up, self.up_gate_up = edges_of(args)
+        self.down_down, self.up_down = edges_of(args)
+        self.mix = family.build_mix()
+        self.silu_gate_up = [args.latent_silu(name) for name in ("gate", "up")]
+        self.silu_down = [args.latent_silu("down")]
+
+    def forward(
+        self, x: Tensor, norm: nn.Module, carried: Latents | None
+    ) -> tuple[Tensor, Latents]:
+        """Apply the feed-forward to every token.
+
+        Args:
+            x: Residual stream (b, s, d).
+            norm: The block's feed-forward norm.
+            carried: The previous block's gate, up, down latents (b, s, r), or None.
+
+        Returns:
+            The update of the residual stream (b, s, d), and this block's gate, up, down latents
+            (none at full rank).
+        """
+        gate_up, down = [self.w1, self.w3], [self.w2]
+        if not self.low_rank:
+            gate, up = self.gate_up(x, gate_up, norm)
+            return self.down(Gated(gate, up, self.outer_silu).product(), down)[0], ()
+        previous, previous_down = carried and carried[:2], carried and carried[2:]
+        edges = self.down_gate_up, self.up_gate_up
+        hidden, latents = low_rank_group(
+            x, gate_up, *edges, self.silu_gate_up, norm, self.mix, previous
+        )
+        # Not multiplied yet: on one rank the next edge keeps both factors and not their product.
+        gated = Gated(hidden[0], hidden[1], self.outer_silu)
+        edges = self.down_down, self.up_down
+        (out,), latents_down = low_rank_group(
+            gated, down, *edges, self.silu_down, None, self.mix, previous_down, last=True
+        )
+        return out, (*latents, *latents_down)
+
+
+class TransformerBlock(nn.Module):
+    """One decoder block."""
+
+    def __init__(self, layer_id: int, args: LlamaArgs) -> None:
+        super().__init__()
+        self.carries_latents = args.model_family.carries_latents
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention = Attention(args, first_block=layer_id == 0)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.feed_forward = FeedForward(args, first_block=layer_id == 0)
+
+    def forward(
+        self,
+        x: Tensor,
+        table: Tensor,
+        carried: Latents | None = None,
+        cache: "LayerCache | None" = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Latents | None]:
+        """Run the block.
+
+        Args:
+            x: Residual stream (b, s, d); with lanes at full rank (b, s, G, d), see `lanes`.
+            table: Rotary table, see `apply_rope`.
+            carried: The previous block's seven latents, or None in the first block and in
+                families without them.
+            cache: Keys and values of earlier tokens; None if x has the whole sequence.
+            mask: As in `Attention.forward`.
+
+        Returns:
+            The residual stream, as x, and this block's latents for LaX, else None.
+        """
+        n = N_ATTENTION_LATENTS
+        update, latents_attention = self.attention(
+            x, self.attention_norm, table, carried and carried[:n], cache, mask
+        )
+        x = x + update
+        update, latents_ffn = self.feed_forward(x, self.ffn_norm, carried and carried[n:])
+        x = x + update
+        return x, ((*latents_attention, *latents_ffn) if self.carries_latents else None)
 
 
 class LlamaModel(ModelProtocol):
@@ -54,7 +277,7 @@ class LlamaModel(ModelProtocol):
         self,
         tokens: Tensor,
         *carried: Tensor,
-        cache: ModelCache | None = None,
+        cache: "KeyValueCache | None" = None,
         documents: Tensor | None = None,
         targets: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
@@ -71,48 +294,31 @@ class LlamaModel(ModelProtocol):
 
         Returns:
             Logits (b, s, V), with a cache of the last position alone, (b, 1, V); with targets
-            instead the scalar sum of -log p(target), without whole logits (`models.head_loss`). In
+            instead the scalar sum of -log p(target), without whole logits (`models.loss`). In
             an earlier pipeline stage, the residual stream (b, s, d), with lanes at full rank
             (b, s, G, d), for LaX followed by the last block's latents.
         """
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         latents: Latents | None = carried or None
         table = torch.view_as_real(self.freqs_cis)
+        # Arguments that are not given at all let a compiled block keep its one graph.
+        options: list[dict[str, Any]] = [{} for _ in self.layers]
         if documents is not None:
             if cache is not None:
                 raise ValueError("a cache holds one document per row")
-            mask = document_mask(documents, x.dtype)
-            table = table[document_positions(documents)]
-            for block in self.layers.values():
-                x, latents = block(x, table, latents, mask=mask)
-        elif cache is None:
-            for block in self.layers.values():
-                x, latents = block(x, table, latents)
-        else:
-            rotations = cache.begin(table, tokens.shape[1])
-            for index, block in enumerate(self.layers.values()):
-                x, latents = block(x, rotations, latents, cache.layer(index))
+            positions, mask = separate(documents, x.dtype)
+            table, options = table[positions], [{"mask": mask} for _ in self.layers]
+        elif cache is not None:
+            table = cache.begin(table, tokens.shape[1])
+            options = [{"cache": cache.layer(index)} for index in range(len(self.layers))]
+        for block, option in zip(self.layers.values(), options, strict=True):
+            x, latents = block(x, table, latents, **option)
+        if cache is not None:
             x = x[:, -1:]  # generation reads no other prediction
         if self.output is not None:
             out: Tensor = self.output(x, self.norm, targets)
             return out
         return x if latents is None else (x, *latents)
-
-    def flops_per_token(self, seq_len: int) -> int:
-        """FLOPs of the matrix products per token, forward and backward: those of MFU.
-
-        A product with a weight or with the keys or values costs 2 FLOPs per entry, and backward
-        repeats it for the gradient of each operand. Causal attention counts in full: each token
-        uses the keys and values of all ``seq_len`` tokens, in every head.
-        """
-        products = sum(
-            module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear)
-        )
-        for block in self.layers.values():
-            wq = cast(TransformerBlock, block).attention.wq
-            width = (wq if isinstance(wq, nn.Linear) else wq.B).out_features
-            products += 2 * seq_len * width
-        return 3 * 2 * products
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LlamaModel":
         # A cast would round the rotary table (or drop its imaginary part), and materializing a
@@ -135,3 +341,8 @@ class LlamaModel(ModelProtocol):
             args.rope_scaling,
             torch.promote_types(dtype, torch.float32),
         )
+
+
+def loss_arguments(model: nn.Module, labels: Tensor) -> dict[str, Tensor]:
+    """Return the model's arguments for the loss: ``targets`` (b, s) for a model of this package."""
+    return {"targets": labels} if isinstance(model, LlamaModel) else {}

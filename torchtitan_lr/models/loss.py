@@ -1,24 +1,225 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The training and validation loss: cross entropy summed over tokens."""
+"""The training and validation loss: cross entropy summed over tokens, of logits or of a head.
+
+Of a head it is computed a chunk of tokens at a time: the logits never exist whole.
+
+The loss of a chunk and its gradients with respect to the head's input and weight are computed while
+the chunk's logits exist: no product is computed twice, and no logits outlive their chunk. The whole
+form keeps (b s, V) numbers at least three times in its peak: log-probabilities, and the gradients
+of the label's entries and of the logits.
+
+``torch.nn.functional.linear_cross_entropy`` (from torch 2.13) chunks in the same way. It subtracts
+the label's row of the weight from each token's gradient after the product, not within it, which
+rounds an fp32 gradient to 1.3e-6 of its largest entry where this one has 1e-7, takes no shard of a
+vocabulary, and can run backward only once, where a zero-bubble pipeline needs it twice.
+"""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.compat.autograd import backward_may_repeat
 from torchtitan_lr.titan import IGNORE_INDEX, logger
 from torchtitan_lr.titan.base import JobConfig, LossFunction
 
+CHUNKS = 8
+"""Number of chunks of a batch, within the limits below."""
 
-def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+SMALLEST_CHUNK = 512
+"""Tokens of a chunk at least: thinner products are slow."""
+
+LARGEST_CHUNK = 4096
+"""Tokens of a chunk at most: wider ones gain nothing."""
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The part of the vocabulary whose logits are computed here.
+
+    Args:
+        first: The first token id of the part.
+        total: Given the log-sum-exp (n,) of this part's logits, returns that of all parts (n,).
+            None if this part is the whole vocabulary.
+        add: Adds a scalar over the parts.
+    """
+
+    first: int = 0
+    total: Callable[[Tensor], Tensor] | None = None
+    add: Callable[[Tensor], Tensor] = torch.clone
+
+
+WHOLE = VocabularyPart()
+
+
+def chunk_tokens(tokens: int, dim: int) -> int:
+    """Return the number of tokens per chunk of a batch of ``tokens`` tokens of width ``dim``."""
+    if tokens <= max(SMALLEST_CHUNK, dim):
+        return tokens
+    return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, -(-tokens // CHUNKS)))
+
+
+def linear_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, vocabulary: VocabularyPart = WHOLE
+) -> Tensor:
+    """Sum -log p(target) over the valid tokens, in nats, where p is the softmax of x Wᵀ.
+
+    The result and its gradients are those of `cross_entropy_sum` of the whole logits.
+
+    Args:
+        x: Input of the head (b, s, d); with lanes (b, s, g, d), each lane for its own rows of the
+            weight.
+        weight: (V/T, d), the rows of this part of the vocabulary.
+        targets: Token ids (b, s); `IGNORE_INDEX` does not count.
+        vocabulary: The part of the vocabulary.
+
+    Returns:
+        A scalar in at least fp32, the same for every part. The gradient of x is this part's term of
+        a sum over the parts.
+    """
+    rows = x.flatten(0, 1)
+    rows = rows.unsqueeze(1) if rows.ndim == 2 else rows
+    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    loss: Tensor = _LinearLoss.apply(rows, weight, targets.flatten(), vocabulary, wanted)
+    return loss
+
+
+class _LinearLoss(torch.autograd.Function):
+    """Forward the loss and, chunk by chunk, its gradients; backward scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocabulary: VocabularyPart,
+        wanted: bool,
+    ) -> Tensor:
+        tokens = x.shape[0]
+        size = chunk_tokens(tokens, x.shape[-1])
+        # With no more tokens than features the logits are smaller than the weight's gradient. One
+        # chunk then keeps its logits' gradient for backward instead.
+        ctx.whole = size == tokens
+        now = wanted and not ctx.whole
+        chunk = _Chunk(size, x, weight, vocabulary)
+        dx = torch.empty_like(x) if now else None
+        dweight = torch.empty_like(weight, dtype=chunk.p.dtype) if now else None
+        loss = chunk.p.new_zeros(())
+        for start in range(0, tokens, size):
+            part = slice(start, start + size)
+            valid = (targets[part] != IGNORE_INDEX)[:, None, None]
+            # Without its input, a token that does not count adds nothing to the weight's gradient.
+            # A product would let an inf or a NaN there through.
+            counted = torch.where(valid, x[part], 0)
+            loss += chunk.loss(counted, targets[part])
+            errors = chunk.errors() if wanted else None
+            if dx is not None and dweight is not None and errors is not None:
+                _input_gradient(errors, weight, dx[part])
+                dx[part] *= valid
+                _add_weight_gradient(errors, counted, dweight, first=start == 0)
+        if dx is not None and dweight is not None:
+            ctx.save_for_backward(dx, dweight.to(weight.dtype))
+        elif wanted:
+            ctx.save_for_backward(errors, counted, weight, valid)
+        return vocabulary.add(loss)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.whole:
+            dx, dweight = ctx.saved_tensors
+            # New memory as large as the weight costs more time than the product.
+            scaled = torch.mul if backward_may_repeat() else Tensor.mul_
+            return scaled(dx, gradient), scaled(dweight, gradient), None, None, None
+        errors, counted, weight, valid = ctx.saved_tensors
+        dx, dweight = torch.empty_like(counted), torch.empty_like(weight)
+        _input_gradient(errors, weight, dx)
+        _add_weight_gradient(errors, counted, dweight, first=True)
+        return dx * (valid * gradient).to(dx.dtype), dweight * gradient, None, None, None
+
+
+class _Chunk:
+    """The logits of a chunk of tokens, in memory that the chunks use in turn.
+
+    Args:
+        size: Tokens of a chunk.
+        x: The head's input (n, g, d).
+        weight: (V/T, d).
+        vocabulary: The part of the vocabulary.
+    """
+
+    def __init__(self, size: int, x: Tensor, weight: Tensor, vocabulary: VocabularyPart) -> None:
+        self.weight, self.vocabulary = weight, vocabulary
+        self.logits = x.new_empty(size, weight.shape[0])
+        compute = torch.promote_types(x.dtype, torch.float32)
+        self.p = self.logits if x.dtype == compute else self.logits.to(compute)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of -log p(target) over the targets (n,) that are in this part.
+
+        The logits become probabilities in one pass, and log p is computed for the targets alone.
+        """
+        if x.shape[0] < self.logits.shape[0]:  # the last chunk
+            same = self.p is self.logits
+            self.logits = self.logits[: x.shape[0]]
+            self.p = self.logits if same else self.p[: x.shape[0]]
+        lanes = x.shape[1]
+        columns = self.logits.chunk(lanes, 1)
+        for lane, rows in enumerate(self.weight.chunk(lanes)):
+            torch.mm(x[:, lane], rows.t(), out=columns[lane])
+        place = targets - self.vocabulary.first
+        self.here = targets != IGNORE_INDEX
+        if self.vocabulary.total is not None:
+            self.here &= (place >= 0) & (place < self.logits.shape[1])
+        self.place = torch.where(self.here, place, 0)[:, None]
+        wanted = self.logits.gather(1, self.place)[:, 0].to(self.p.dtype)
+        largest = self.logits.amax(1).to(self.p.dtype)
+        torch.softmax(self.logits, 1, dtype=self.p.dtype, out=self.p)
+        # The largest p is exp(0) / Σ exp(logit - largest). The target's own p may underflow.
+        log_largest_p = self.p.amax(1).log()
+        log_p = wanted - largest + log_largest_p
+        if self.vocabulary.total is not None:
+            own = largest - log_largest_p  # log-sum-exp of this part
+            part = own - self.vocabulary.total(own)
+            self.p *= part.exp()[:, None]
+            log_p += part
+        return -torch.where(self.here, log_p, 0).sum()
+
+    def errors(self) -> Tensor:
+        """Return p less the targets' one-hot rows, (n, V/T), in the memory of the logits."""
+        self.p.scatter_add_(1, self.place, -self.here.to(self.p.dtype)[:, None])
+        return self.p if self.p is self.logits else self.logits.copy_(self.p)
+
+
+def _input_gradient(errors: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write errors · W into out (n, g, d), lane by lane."""
+    lanes = out.shape[1]
+    for lane, (part, rows) in enumerate(
+        zip(errors.chunk(lanes, 1), weight.chunk(lanes), strict=True)
+    ):
+        torch.mm(part, rows, out=out[:, lane])
+
+
+def _add_weight_gradient(errors: Tensor, x: Tensor, out: Tensor, first: bool) -> None:
+    """Add errorsᵀ · x to out (V/T, d), lane by lane; the first chunk overwrites it."""
+    lanes = x.shape[1]
+    for lane, (part, rows) in enumerate(zip(errors.chunk(lanes, 1), out.chunk(lanes), strict=True)):
+        if part.dtype == rows.dtype:
+            rows.addmm_(part.t(), x[:, lane], beta=0 if first else 1)
+        else:  # half precision: the sum over the chunks is rounded once
+            product = part.t() @ x[:, lane]
+            rows.copy_(product) if first else rows.add_(product)
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum of ``-log p(label)`` over the valid tokens of a batch, in nats.
-
-    torchtitan's trainer calls the model, then the loss with the model's output and the labels. The
-    model gets the labels too, and its output is the loss if its head computes it.
 
     Args:
         logits: (b, s, V), a plain tensor, or a DTensor Shard(-1) in loss-parallel context; or the
@@ -29,6 +230,8 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
         A scalar. The caller divides by the number of valid tokens of the global batch, so that
         gradients add up over ranks and micro-batches without any averaging.
     """
+    # torchtitan's trainer calls the model, then the loss with the model's output and the labels.
+    # The model gets the labels too, and if its head computes the loss, its output is that.
     if logits.ndim == 0:
         return logits
     # Half precision is raised to fp32; fp64 stays fp64, which upstream's loss would round.
@@ -45,11 +248,6 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
 def perplexity(loss: float) -> float:
     """Return e to the loss (nats a token); infinity where that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
-
-
-def loss_arguments(model: nn.Module, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the model's arguments for the loss: ``targets`` (b, s) for a model of this package."""
-    return {"targets": labels} if isinstance(model, LlamaModel) else {}
 
 
 def build_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:

@@ -83,9 +83,7 @@ class _AllFound(Exception):
 class Recomputation:
     """A forward pass whose saved tensors are computed again when backward needs the first of them.
 
-    ``torch.utils.checkpoint`` does this anew for every call of autograd. The weights' half of a
-    split backward is one call per linear: a block would run as often, and what each call leaves
-    would stay until the last. Here all calls of a backward share one recomputation.
+    All calls of a backward share one recomputation.
 
     Args:
         function: Called in forward, and again in backward until the last saved tensor is there.
@@ -169,6 +167,9 @@ class Recomputation:
                 "low-rank checkpointing: the recomputation took another path than the forward "
                 "pass; was it under a context, such as sdpa_kernel, that ended?"
             )
+        # ``torch.utils.checkpoint`` finds them anew for every call of autograd. The weights' half
+        # of a split backward is one call per linear: a block would run as often, and what each
+        # call leaves would stay until the last.
         self._found = dict(enumerate(found))
         return self._found.pop(number)
 

@@ -10,9 +10,6 @@ r-wide product afterwards, so that statistic and product are reduced at the same
 with i over the ranks. ε enters once, in the global rms. Backward communicates nothing for the
 statistic: Y and its gradient are the same on every rank, and so is
 dS = -½ · rstd² / d · <dY, Y>. Only with token shards of Y (`sequence`) is dS gathered.
-
-γ is folded into A: (x ⊙ γ) Aᵀ = x (A ⊙ γ)ᵀ, where A has r rows and x has b·s, and the gradients of
-both factors come from one product, d(A ⊙ γ) = dHᵀ x.
 """
 
 from collections.abc import Sequence
@@ -95,6 +92,7 @@ class _OnlineDown(torch.autograd.Function):
             started = None if how.column else how.start(statistic)
             reductions = []
             for i, group in enumerate(how.messages(weights)):
+                # (x ⊙ γ) Aᵀ = x (A ⊙ γ)ᵀ: A has r rows, and x has b·s.
                 h = F.linear(x, torch.cat(group) * gamma)
                 if how.column and i == 0:
                     padding = -(h.shape[-1] + 1) % COLUMN_MULTIPLE
@@ -131,6 +129,7 @@ class _OnlineDown(torch.autograd.Function):
         dweights: list[Tensor] = []
         for dh, group in zip(dhs, how.messages(weights), strict=True):
             dx = dx + summed_products(dh, [weight * gamma for weight in group])
+            # d(A ⊙ γ) = dHᵀ x: the gradients of both factors come from one product.
             dfolded = dh.flatten(0, 1).T @ x.flatten(0, 1)
             parts = dfolded.split([weight.shape[0] for weight in group])
             for part, weight in zip(parts, group, strict=True):
@@ -140,16 +139,14 @@ class _OnlineDown(torch.autograd.Function):
 
 
 class _Down(torch.autograd.Function):
-    """Forward: one reduction per message. Backward: nothing, or gathers of token shards.
-
-    The weights are put side by side in passing. Nothing put side by side is saved: a copy per block
-    would survive when FSDP frees the gathered weights.
-    """
+    """Forward: one reduction per message. Backward: nothing, or gathers of token shards."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         # One variable argument: see `_OnlineDown`.
         x, how, *weights = inputs
+        # The weights themselves, not what is put side by side: a copy per block would survive when
+        # FSDP frees the gathered weights.
         ctx.save_for_backward(x, *weights)
         ctx.how = how
         if how.ranks.size == 1:
@@ -204,8 +201,7 @@ class _SyncNorm(torch.autograd.Function):
 class _ScatteredNorm(torch.autograd.Function):
     """Forward all-gather and statistic's all-reduce, backward reduce-scatter and all-reduce.
 
-    H = U · rstd with U the gathered γ ⊙ x. The gradient of rstd is <U, dH> over the features, of
-    which a rank sums its own.
+    H = U · rstd with U the gathered γ ⊙ x.
     """
 
     @staticmethod
@@ -222,7 +218,8 @@ class _ScatteredNorm(torch.autograd.Function):
         x, gamma, rstd = ctx.saved_tensors
         dgathered = (gradient * rstd).to(x.dtype)
         du = wait(start_reduce_scatter(dgathered, ctx.ranks, FEATURES)).to(rstd.dtype)
-        # dS = -½ rstd² / d · <dH, H>, and <dH, H> = <dU, U>.
+        # dS = -½ rstd² / d · <dH, H>, and <dH, H> = <dU, U> is a sum over the features, of which
+        # a rank has its own.
         inner = wait(start_all_reduce((du * (x * gamma)).sum(-1), ctx.ranks)).unsqueeze(-1)
         ds = -0.5 / ctx.dim * rstd.square() * inner
         dx = du * gamma + 2 * ds * x
@@ -252,16 +249,7 @@ def online_down(
 ) -> list[Tensor]:
     """Project a sharded stream down and normalize the product (deferred RMSNorm).
 
-    Args:
-        x: Residual stream (b, s, d/T), Shard(-1).
-        gamma: The norm's weight (d/T,), Shard(0).
-        dim: Features d over all ranks.
-        eps: ε, added to the mean square.
-        weights: As in `down_products`.
-        how: As in `down_products`.
-
-    Returns:
-        As `down_products`.
+    The arguments are those of `sync_norm` and `down_products`, the result is that of the latter.
     """
     return how.by_weight(_OnlineDown.apply(x, gamma, dim, eps, how, *weights), weights)
 
@@ -284,14 +272,9 @@ def sync_norm(x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks) -> T
 
 
 def scattered_norm(x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks) -> Tensor:
-    """Normalize a feature-sharded stream, and gather the result for vocabulary shards.
+    """Normalize a sharded stream, and gather the result for vocabulary shards.
 
-    Args:
-        x: Residual stream (b, s, d/T), Shard(-1).
-        gamma: The norm's weight (d/T,), Shard(0).
-        dim: d.
-        eps: ε.
-        ranks: The tensor-parallel ranks.
+    The arguments are those of `sync_norm`.
 
     Returns:
         Tensor (b, s, d), replicated; its gradient is summed over the ranks.

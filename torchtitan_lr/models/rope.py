@@ -13,31 +13,6 @@ from torch import Tensor
 from torchtitan_lr.titan.specs import RoPEScalingArgs
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RoPEScalingArgs | None) -> Tensor:
-    """Angle per position of every pair, in radians (RoFormer, section 3.2.2).
-
-    Under Llama 3.1's scaling, pairs that turn often within the original context keep their
-    frequency, those that turn rarely have it divided by the factor, and the ones between are
-    interpolated linearly in the number of turns.
-
-    Args:
-        head_dim: Width of a head (even).
-        theta: Base of the geometric series.
-        scaling: Parameters of the scaling, or None.
-
-    Returns:
-        Tensor of shape (head_dim / 2,), fp64, on the current default device.
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    frequencies = torch.pow(theta, -exponents)
-    if scaling is None:
-        return frequencies
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    keep = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
-    return frequencies * (keep + (1 - keep) / scaling.scaling_factor)
-
-
 def build_freqs_cis(
     head_dim: int,
     seq_len: int,
@@ -45,15 +20,19 @@ def build_freqs_cis(
     scaling: RoPEScalingArgs | None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Table of rotations exp(i · position · frequency).
+    """Table of rotations exp(i · position · frequency) (RoFormer, section 3.2.2).
 
-    The model keeps it complex, so that no cast of the model rounds it, and hands its blocks the
-    same memory as real numbers: compilers generate no code for complex ones.
+    Under Llama 3.1's scaling, pairs that turn often within the original context keep their
+    frequency, those that turn rarely have it divided by the factor, and the ones between are
+    interpolated linearly in the number of turns.
+
+    The model keeps the table complex, so that no cast of the model rounds it, and hands its blocks
+    the same memory as real numbers: compilers generate no code for complex ones.
 
     Args:
-        head_dim: Width of a head.
+        head_dim: Width of a head (even).
         seq_len: Number of positions.
-        theta: Base of the frequencies.
+        theta: Base of the frequencies, a geometric series.
         scaling: Llama 3.1's frequency scaling, or None.
         dtype: Precision of the real and imaginary parts, fp32 or fp64.
 
@@ -61,7 +40,13 @@ def build_freqs_cis(
         Tensor of shape (seq_len, head_dim / 2), complex64 or complex128, on the current default
         device; the angles are computed in fp64 and rounded once.
     """
-    frequencies = rope_frequencies(head_dim, theta, scaling)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    frequencies = torch.pow(theta, -exponents)  # radians per position
+    if scaling is not None:
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+        span = scaling.high_freq_factor - scaling.low_freq_factor
+        keep = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
+        frequencies = frequencies * (keep + (1 - keep) / scaling.scaling_factor)
     positions = torch.arange(seq_len, dtype=torch.float64, device=frequencies.device)
     angles = torch.outer(positions, frequencies)
     return torch.complex(angles.cos().to(dtype), angles.sin().to(dtype))
@@ -69,10 +54,6 @@ def build_freqs_cis(
 
 def apply_rope(x: Tensor, table: Tensor) -> Tensor:
     """Rotate every pair of every head by its position's angle, in fp32 or better.
-
-    In a compiled graph the arithmetic is real, (x0 cos - x1 sin, x0 sin + x1 cos), which the
-    compiler fuses with its neighbours. Eagerly the same numbers are multiplied as complex ones: one
-    kernel instead of eight.
 
     Args:
         x: Queries or keys (b, s, h, head_dim); any number of heads, so a shard of them too.
@@ -87,8 +68,13 @@ def apply_rope(x: Tensor, table: Tensor) -> Tensor:
     # ([b,] s, 1, head_dim / 2, 2)
     table = table[:, :, None] if table.dim() == 4 else table[: x.shape[1], None]
     pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
-    rotate = rotate_real if torch.compiler.is_compiling() else rotate_complex
-    return rotate(pairs, table).flatten(-2).to(x.dtype)
+    # Real arithmetic, (x0 cos - x1 sin, x0 sin + x1 cos), is fused by the compiler with its
+    # neighbours. Eagerly a product of complex numbers is one kernel instead of eight.
+    if torch.compiler.is_compiling():
+        return rotate_real(pairs, table).flatten(-2).to(x.dtype)
+    # The view needs pairs side by side; a slice of a wider tensor may have them elsewhere.
+    rotated = torch.view_as_complex(pairs.contiguous()) * torch.view_as_complex(table)
+    return torch.view_as_real(rotated).flatten(-2).to(x.dtype)
 
 
 def rotate_real(pairs: Tensor, table: Tensor) -> Tensor:
@@ -96,10 +82,3 @@ def rotate_real(pairs: Tensor, table: Tensor) -> Tensor:
     cos, sin = table.unbind(-1)
     even, odd = pairs.unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-
-
-def rotate_complex(pairs: Tensor, table: Tensor) -> Tensor:
-    """As `rotate_real`, by one complex product."""
-    # The view needs pairs side by side; a slice of a wider tensor may have them elsewhere.
-    x, rotations = torch.view_as_complex(pairs.contiguous()), torch.view_as_complex(table)
-    return torch.view_as_real(x * rotations)

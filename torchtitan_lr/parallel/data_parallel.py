@@ -2,12 +2,7 @@
 """Data parallelism with summed gradients: FSDP2, HSDP and replication.
 
 The trainer divides the loss by the valid tokens of the *global* batch, so the gradient is the plain
-sum over ranks. Every wrapper is therefore set to sum: no division by the world size, and no ``AVG``
-or ``PREMUL_SUM``, which gloo computes incorrectly or does not support.
-
-Replication uses torch's FSDP2-based ``replicate``, not torchtitan's DDP path. The DDP path averages
-gradients of a loss that is already divided, so its gradients are too small by a factor of the
-number of replicas.
+sum over ranks, and every wrapper is set to sum.
 
 An optimizer that reduces over the replicas itself (TSR-Adam) gets gradients summed over the shards
 only: FSDP2 wraps the model with the shard mesh, which has size 1 under pure replication.
@@ -50,7 +45,8 @@ def apply_data_parallel(
         job_config: The run's configuration: ``[training]`` for dtypes, ``[parallelism]`` for the
             resharding policy.
     """
-    policy = mixed_precision_policy(job_config)
+    policy, training = mixed_precision_policy(job_config), job_config.training
+    mixed = not parallel_dims.dp_enabled and training.mixed_precision_param != training.dtype
     # FSDP2 must not sum over the replicas if an optimizer or a compressor does.
     owned = optimizer_owns_replicas(job_config) and parallel_dims.dp_replicate_enabled
     if parallel_dims.fsdp_enabled or owned:
@@ -59,7 +55,7 @@ def apply_data_parallel(
             names = ["dp_replicate", "fsdp"]
         mesh = mesh_of(parallel_dims, "fsdp") if owned else parallel_dims.get_mesh(names)
         offload = {}
-        if job_config.training.enable_cpu_offload:
+        if training.enable_cpu_offload:
             offload["offload_policy"] = CPUOffloadPolicy()
         shard = partial(fully_shard, mesh=mesh, mp_policy=policy, **offload)
         # On a mesh of size 1 nothing is sharded: a second all-gather would only copy.
@@ -73,31 +69,33 @@ def apply_data_parallel(
             partial(shard, reshard_after_forward=always),
         )
         if parallel_dims.fsdp_enabled:
-            prefetch_in_forward(model)
+            # FSDP2 alone starts a unit's gather when its forward begins. It then runs beside the
+            # unit before only as far as the host is ahead of the device, which it is not where
+            # kernels are small. As without this, a rank holds the gathered weights of two units.
+            parts = [model.tok_embeddings, *model.get_submodule("layers").children(), model.output]
+            for unit, following in pairwise(part for part in parts if part is not None):
+                next_units = [cast(FSDPModule, following)]
+                cast(FSDPModule, unit).set_modules_to_forward_prefetch(next_units)
         kind = "HSDP" if len(names) == 2 else "FSDP"
         if owned:
             kind = f"FSDP over {mesh.size()} ranks; the optimizer synchronizes the replicas"
         logger.info("Applied %s to the model", kind)
-    elif parallel_dims.dp_replicate_enabled or needs_precision_wrapper(parallel_dims, job_config):
+    elif parallel_dims.dp_replicate_enabled or mixed:
+        # Not torchtitan's DDP path: it averages gradients of a loss that is already divided, which
+        # are then too small by a factor of the number of replicas.
         mesh = mesh_of(parallel_dims, "dp_replicate")
         wrap = partial(replicate, mesh=mesh, mp_policy=policy)
         _apply_by_block(model, wrap, wrap)
         logger.info("Applied replication over %d ranks to the model", mesh.size())
     sum_gradients(model)
-    if compresses(job_config):
-        _compress(model, parallel_dims, job_config)
-
-
-def prefetch_in_forward(model: nn.Module) -> None:
-    """Gather the weights of the next block, or of the head, before a unit computes.
-
-    FSDP2 alone starts a unit's gather when its forward begins. It then runs beside the unit before
-    only as far as the host is ahead of the device, which it is not where kernels are small. As
-    without this, a rank holds the gathered weights of two units.
-    """
-    parts = [model.tok_embeddings, *model.get_submodule("layers").children(), model.output]
-    for unit, following in pairwise(part for part in parts if part is not None):
-        cast(FSDPModule, unit).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
+    if compresses(job_config) and parallel_dims.fsdp_enabled:
+        # Over the slower links only: those between hosts, if there are any.
+        crosses_hosts = parallel_dims.dp_replicate_enabled
+        mesh = parallel_dims.get_mesh("dp_replicate" if crosses_hosts else "fsdp")
+        settings = compression_settings(job_config, mesh.size())
+        apply_gradient_compression(model, mesh, settings, all_reduce=crosses_hosts)
+    elif compresses(job_config):
+        logger.info("Gradient compression: nothing to exchange without FSDP")
 
 
 def optimizer_owns_replicas(job_config: JobConfig) -> bool:
@@ -106,12 +104,9 @@ def optimizer_owns_replicas(job_config: JobConfig) -> bool:
 
 
 def mixed_precision_policy(job_config: JobConfig) -> MixedPrecisionPolicy:
-    """Return FSDP2's precision policy for ``[training]``.
-
-    It casts parameters only. The embedding's output has their dtype, and so have all activations
-    after it; a cast of a block's arguments would change nothing but the rotary table, which it
-    would round.
-    """
+    """Return FSDP2's precision policy for ``[training]``: it casts parameters only."""
+    # The embedding's output has their dtype, and so have all activations after it. A cast of a
+    # block's arguments would change nothing but the rotary table, which it would round.
     return MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
@@ -119,18 +114,9 @@ def mixed_precision_policy(job_config: JobConfig) -> MixedPrecisionPolicy:
     )
 
 
-def needs_precision_wrapper(parallel_dims: ParallelDims, job_config: JobConfig) -> bool:
-    """Return whether a model without data parallelism needs a wrapper for its mixed precision."""
-    training = job_config.training
-    return not parallel_dims.dp_enabled and training.mixed_precision_param != training.dtype
-
-
 def reshard_after_forward(job_config: JobConfig, pp_enabled: bool) -> bool:
-    """Return FSDP2's resharding choice for ``parallelism.fsdp_reshard_after_forward``.
-
-    ``default`` keeps weights gathered under pipeline parallelism. Otherwise every micro-batch would
-    gather them again.
-    """
+    """Return FSDP2's resharding choice for ``parallelism.fsdp_reshard_after_forward``."""
+    # A pipeline keeps weights gathered: otherwise every micro-batch would gather them again.
     policy = job_config.parallelism.fsdp_reshard_after_forward
     return policy == "always" or (policy == "default" and not pp_enabled)
 
@@ -138,18 +124,17 @@ def reshard_after_forward(job_config: JobConfig, pp_enabled: bool) -> bool:
 def sum_gradients(model: nn.Module) -> None:
     """Set every FSDP2 or replicated module to reduce gradients by a plain sum."""
     for module in fsdp_modules([model]):
+        # No division, and no ``AVG`` or ``PREMUL_SUM``, which gloo computes incorrectly or lacks.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
 def synchronize_gradients(model_parts: Sequence[nn.Module], enabled: bool) -> None:
-    """Enable or disable the part of gradient synchronization that accumulation can defer.
-
-    Replicas keep full gradients and HSDP keeps shards, so only the last micro-batch needs an
-    exchange over the replicas. FSDP still reduce-scatters each micro-batch, because keeping
-    unsharded gradients would cost the memory that sharding saves. With gradient compression it
-    keeps them: a compressed exchange costs time, and its residual has the same size.
-    """
+    """Enable or disable the part of gradient synchronization that accumulation can defer."""
+    # Replicas keep full gradients and HSDP keeps shards, so only the last micro-batch needs an
+    # exchange over the replicas. FSDP still reduce-scatters each micro-batch, because keeping
+    # unsharded gradients would cost the memory that sharding saves. With gradient compression it
+    # keeps them: a compressed exchange costs time, and its residual has the same size.
     for module in fsdp_modules(model_parts):
         if isinstance(module, ReplicateModule) or compressor_of(module) is not None:
             module.set_requires_gradient_sync(enabled, recurse=False)
@@ -162,24 +147,12 @@ def fsdp_modules(model_parts: Iterable[nn.Module]) -> list[FSDPModule]:
     return [m for part in model_parts for m in part.modules() if isinstance(m, FSDPModule)]
 
 
-def _compress(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
-    if not parallel_dims.fsdp_enabled:
-        logger.info("Gradient compression: nothing to exchange without FSDP")
-        return
-    crosses_hosts = parallel_dims.dp_replicate_enabled
-    mesh = parallel_dims.get_mesh("dp_replicate" if crosses_hosts else "fsdp")
-    settings = compression_settings(job_config, mesh.size())
-    apply_gradient_compression(model, mesh, settings, all_reduce=crosses_hosts)
-
-
 def _apply_by_block(
     model: nn.Module, wrap: Callable[..., object], wrap_last: Callable[..., object]
 ) -> None:
-    """Wrap the embedding, each block, the head, and the root, which holds the final norm.
-
-    Unlike upstream, the norm and the head are not one unit. A tensor-parallel head does not call
-    the norm as a module, so the unit's forward would not finish and its weights would be stale.
-    """
+    """Wrap the embedding, each block, the head, and the root, which holds the final norm."""
+    # Unlike upstream, the norm and the head are not one unit. A tensor-parallel head does not call
+    # the norm as a module, so the unit's forward would not finish and its weights would be stale.
     if model.tok_embeddings is not None:
         wrap(model.tok_embeddings)
     for block in model.get_submodule("layers").children():

@@ -35,7 +35,7 @@ def generation_settings(section: Any, args: LlamaArgs, degree: int, cache: str) 
         cache: Kind of the cache, ``full`` or ``latent``.
 
     Returns:
-        Settings for `apply_tensor_parallel`. Sums are all-reduced: ranks cannot share one token.
+        Settings for `apply_tensor_parallel`.
 
     Raises:
         ConfigError: As `resolve_settings`, or the plan's ranks do not hold whole latents.
@@ -51,6 +51,7 @@ def generation_settings(section: Any, args: LlamaArgs, degree: int, cache: str) 
         want = f"'full' under the plan {settings.plan}, whose ranks hold parts of the latents, "
         want += f"or the plan {' or '.join(whole)}"
         raise ConfigError("--cache", cache, want)
+    # Ranks cannot share one token.
     return replace(settings, comm="all_reduce")
 
 

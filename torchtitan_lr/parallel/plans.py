@@ -11,7 +11,7 @@ weights by `collectives.local` and call the collectives themselves, which spares
 per operation and compiles as one graph.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -49,17 +49,8 @@ Splits = dict[str, tuple[Mapping[str, Placement], Mapping[str, EdgeFactory]]]
 class TPSettings:
     """The tensor-parallel settings of `[parallelism]`; the fields are its `tp_*` keys.
 
-    Args:
-        plan: Name of the plan; ``auto`` is ``btp`` for the low-rank families, ``megatron`` at full
-            rank, ``caat`` at full rank with lanes.
-        grouping: Whether q, k, v (and gate, up) share collectives and products.
-        norm: BTP: whether the norm's statistic is reduced with the latents or before them.
-        norm_stat: BTP, online norm: its own all-reduce in fp32, or a column of the latents'
-            message.
-        comm: Whether sums are all-reduced, or reduce-scattered over the tokens.
-        head: BTP: the form of the head's backward.
-        loss_parallel: Whether the loss works on sharded logits.
-        wide_sums: CAAT-Net: whether backward sums in fp32 while it sends half precision.
+    `config.schema` describes them. Two follow from other keys: whether the loss works on
+    sharded logits, and whether CAAT-Net's backward sums in fp32 while it sends half precision.
     """
 
     plan: str = "auto"
@@ -170,7 +161,7 @@ class Plan:
     shards_stream: bool = False
     shards_latents: bool = False
     shards_heads: bool = True
-    choices: frozenset[str] = frozenset()
+    choices: Set[str] = frozenset()
 
     def widths(self, args: LlamaArgs) -> dict[str, int]:
         """Return the widths that T must divide, by name: those of sharded dimensions."""
@@ -190,29 +181,19 @@ class Plan:
 _COLUMN_ROW = Shard(0), Shard(1)
 
 PLANS = {
-    "btp": Plan(
-        btp,
-        shards_stream=True,
-        choices=frozenset({"grouping", "norm", "norm_stat", "comm", "head"}),
-    ),
-    "vanilla": Plan(
-        vanilla, factors=_COLUMN_ROW, shards_latents=True, choices=frozenset({"grouping"})
-    ),
+    "btp": Plan(btp, shards_stream=True, choices={"grouping", "norm", "norm_stat", "comm", "head"}),
+    "vanilla": Plan(vanilla, factors=_COLUMN_ROW, shards_latents=True, choices={"grouping"}),
     "vanilla_replicated": Plan(
         vanilla,
         factors=_COLUMN_ROW,
         shards_latents=True,
         shards_heads=False,
-        choices=frozenset({"grouping"}),
+        choices={"grouping"},
     ),
-    "megatron": Plan(megatron, low_rank=False, choices=frozenset({"comm"})),
+    "megatron": Plan(megatron, low_rank=False, choices={"comm"}),
     "caat": Plan(caat, low_rank=False, lanes=True),
     "btp_caat": Plan(
-        btp_caat,
-        lanes=True,
-        experimental=True,
-        shards_stream=True,
-        choices=frozenset({"grouping"}),
+        btp_caat, lanes=True, experimental=True, shards_stream=True, choices={"grouping"}
     ),
 }
 """Plans by name, those of `config.schema.BUILT_IN_PLANS`; `register_plan` adds others."""
@@ -281,10 +262,10 @@ def dense_blocks(column: EdgeFactory, row: EdgeFactory) -> Splits:
         column: The edge of q, k, v and of gate, up; weights Shard(0).
         row: The edge of o and of down; weights Shard(1).
     """
-    linears: dict[str, Mapping[str, Placement]] = {
-        name: {"weight": Shard(0)} for name in ("wq", "wk", "wv", "w1", "w3")
+    linears = {
+        name: {"weight": Shard(1) if name in ("wo", "w2") else Shard(0)}
+        for name in ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
     }
-    linears |= {name: {"weight": Shard(1)} for name in ("wo", "w2")}
     return _blocks(
         Replicate(), linears, {"qkv": column, "o": row}, {"gate_up": column, "down": row}
     )
@@ -296,16 +277,15 @@ def _blocks(
     attention: Mapping[str, EdgeFactory],
     feed_forward: Mapping[str, EdgeFactory],
 ) -> Splits:
-    block = "layers.*"
     splits: Splits = {
-        f"{block}.attention_norm": ({"weight": norm}, {}),
-        f"{block}.ffn_norm": ({"weight": norm}, {}),
-        f"{block}.attention": ({}, attention),
-        f"{block}.feed_forward": ({}, feed_forward),
+        "layers.*.attention_norm": ({"weight": norm}, {}),
+        "layers.*.ffn_norm": ({"weight": norm}, {}),
+        "layers.*.attention": ({}, attention),
+        "layers.*.feed_forward": ({}, feed_forward),
     }
     for name, placements in linears.items():
         parent = "feed_forward" if name in ("w1", "w2", "w3") else "attention"
-        splits[f"{block}.{parent}.{name}"] = placements, {}
+        splits[f"layers.*.{parent}.{name}"] = placements, {}
     return splits
 
 
@@ -328,20 +308,18 @@ def model_ends(
     }
 
 
+@dataclass
 class EdgeParallel(ParallelStyle):
     """Distribute the parameters of a module and replace its edges.
 
     Args:
-        placements: Placement by parameter name, relative to the module. A name that the module
-            does not have (the gate of a linear without one) is skipped.
+        placements: Placement by parameter name, relative to the module. A parameter that is None
+            (the gate of a linear without one) is skipped.
         edges: The new edge by the edge's name in the module.
     """
 
-    def __init__(
-        self, placements: Mapping[str, Placement], edges: Mapping[str, EdgeFactory]
-    ) -> None:
-        super().__init__()
-        self.placements, self.edges = placements, edges
+    placements: Mapping[str, Placement]
+    edges: Mapping[str, EdgeFactory]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, placement in self.placements.items():
@@ -361,8 +339,9 @@ class EdgeParallel(ParallelStyle):
 def build_tp_plan(model: nn.Module, settings: TPSettings) -> dict[str, ParallelStyle]:
     """Return the styles of a model or of one pipeline stage, for ``parallelize_module``."""
     args: LlamaArgs = model.model_args  # type: ignore[assignment]
-    stage = {name for name, child in model.named_children() if child is not None}
     splits = PLANS[settings.plan].split(args, settings)
+    # `parallelize_module` warns of names that a stage does not have.
+    stage = {name for name, child in model.named_children() if child is not None}
     return {name: EdgeParallel(*s) for name, s in splits.items() if name.split(".")[0] in stage}
 
 
@@ -385,18 +364,16 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, settings: TPSet
 
 
 def tp_settings(job_config: JobConfig, args: LlamaArgs, tp_degree: int) -> TPSettings:
-    """Resolve the settings of ``[parallelism]`` for a run.
+    """Resolve the settings of ``[parallelism]`` for a run, for the sequences of its configuration.
 
-    Args:
-        job_config: The run's configuration; its sequence lengths of training and validation are
-            checked.
-        args: The model's shape.
-        tp_degree: Tensor-parallel degree T.
+    All that reads a run's settings calls this: checks, parallelize functions, pipeline, estimate
+    and the run's record.
 
     Raises:
         ConfigError: As `resolve_settings`.
     """
     section, training = job_config.parallelism, job_config.training
+    # fp32 is summed in fp32 anyway.
     half = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize < 4
     settings = TPSettings.read(
         section,
@@ -431,14 +408,13 @@ def resolve_settings(
     if settings.plan == "auto":
         dense = "caat" if args.lanes > 1 else "megatron"
         settings = replace(settings, plan="btp" if args.low_rank else dense)
-    _check_fits(settings.plan, args)
-    _check_choices(settings)
-    if args.lanes > 1 and args.lanes % tp_degree:
-        want = f"a divisor of caat.lanes = {args.lanes}"
-        raise ConfigError("parallelism.tensor_parallel_degree", tp_degree, want)
-    for name, width in PLANS[settings.plan].widths(args).items():
+    _check_plan(settings, args)
+    widths = {f"the model's {n}": width for n, width in PLANS[settings.plan].widths(args).items()}
+    if args.lanes > 1:
+        widths = {"caat.lanes": args.lanes} | widths
+    for name, width in widths.items():
         if width % tp_degree:
-            want = f"a divisor of the model's {name} = {width} under the plan {settings.plan}"
+            want = f"a divisor of {name} = {width} under the plan {settings.plan}"
             raise ConfigError("parallelism.tensor_parallel_degree", tp_degree, want)
     uneven = [s for s in seq_lens if s % tp_degree]
     if settings.comm == "sequence" and uneven:
@@ -451,48 +427,34 @@ def resolve_settings(
     return settings
 
 
-def _check_fits(name: str, args: LlamaArgs) -> None:
-    """Check that the plan supports the model's family and lanes."""
-    lanes = args.lanes > 1
+def _check_plan(settings: TPSettings, args: LlamaArgs) -> None:
+    """Check that the plan supports the model, and has a choice where the settings make one."""
+    name, lanes = settings.plan, args.lanes > 1
     fitting = {
         key: plan
         for key, plan in PLANS.items()
         if plan.low_rank == args.low_rank and plan.lanes == lanes
     }
-    if name in fitting:
-        return
-    if lanes:
-        what = " or ".join(
-            f"{key} (experimental), which auto does not choose" if plan.experimental else key
-            for key, plan in fitting.items()
-        )
-        want = f"{what}, for llama_{args.family} with caat.lanes = {args.lanes}"
-    elif PLANS[name].lanes:
-        want = f"another plan, or caat.lanes of more than {args.lanes}"
-    else:
+    if name not in fitting:
         want = f"one of auto, {', '.join(fitting)} for llama_{args.family}"
-    raise ConfigError("parallelism.tp_plan", name, want)
-
-
-def _check_choices(settings: TPSettings) -> None:
-    """Refuse settings that differ from their defaults where the plan has no such choice."""
-    choices = PLANS[settings.plan].choices
-    for key in ("norm", "norm_stat", "head"):
-        default = getattr(TPSettings(), key)
-        if key not in choices and getattr(settings, key) != default:
-            others = " or ".join(name for name, plan in PLANS.items() if key in plan.choices)
-            want = f"{default!r}: only the plan {others} has a choice"
-            raise ConfigError(f"parallelism.tp_{key}", getattr(settings, key), want)
+        if lanes:
+            what = " or ".join(
+                f"{key} (experimental), which auto does not choose" if plan.experimental else key
+                for key, plan in fitting.items()
+            )
+            want = f"{what}, for llama_{args.family} with caat.lanes = {args.lanes}"
+        elif PLANS[name].lanes:
+            want = f"another plan, or caat.lanes of more than {args.lanes}"
+        raise ConfigError("parallelism.tp_plan", name, want)
+    for key in ("norm", "norm_stat", "head", "comm", "grouping"):
+        value, default = getattr(settings, key), getattr(TPSettings(), key)
+        if key not in fitting[name].choices and value != default:
+            others = " or ".join(other for other, plan in PLANS.items() if key in plan.choices)
+            want = f"{repr(default).lower()}: only the plan {others} has a choice"
+            raise ConfigError(f"parallelism.tp_{key}", value, want)
     if settings.norm == "sync" and settings.norm_stat != "async":
         want = "'async' unless tp_norm is 'online'"
         raise ConfigError("parallelism.tp_norm_stat", settings.norm_stat, want)
-    if "comm" not in choices and settings.comm == "sequence":
-        want = f"'all_reduce' for the plan {settings.plan}"
-        raise ConfigError("parallelism.tp_comm", settings.comm, want)
-    if "grouping" not in choices and not settings.grouping:
-        want = f"true for the plan {settings.plan}, whose linears always share their input's "
-        want += "collective"
-        raise ConfigError("parallelism.tp_grouping", settings.grouping, want)
 
 
 @dataclass(frozen=True)
@@ -516,14 +478,9 @@ class Boundary:
     lanes: int = 0
 
     @property
-    def width(self) -> int:
-        """Return the elements of a row."""
-        return self.stream + sum(self.latents)
-
-    @property
-    def elements(self) -> int:
-        """Return the elements of a sequence."""
-        return self.rows * self.width
+    def shape(self) -> tuple[int, int]:
+        """Rows, and elements of a row."""
+        return self.rows, self.stream + sum(self.latents)
 
 
 def stage_boundary(

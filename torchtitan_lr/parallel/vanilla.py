@@ -6,9 +6,8 @@ baseline of BTP. The residual stream and other d- or f-wide activations are repl
 latents are sharded, along r.
 
 The fair form reduce-scatters q, k and v over the heads, so that each rank computes its own heads,
-and gathers attention's output before A_o. (An all-reduce and a slice give the same forward but lose
-gradients.) BOOST's baseline (`vanilla_replicated`) all-reduces q, k and v, and every rank computes
-all heads.
+and gathers attention's output before A_o. BOOST's baseline (`vanilla_replicated`) all-reduces q, k
+and v, and every rank computes all heads.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lr.collectives import FEATURES, Edge, local, reduce_over_ranks, scatter_sum
-from torchtitan_lr.models.linears import LowRankLinear, SharedInput, shared_linear
+from torchtitan_lr.models.linears import LowRankLinear, SharedInput, shared_linears
 from torchtitan_lr.models.norms import normalize
 
 
@@ -48,9 +47,8 @@ class VanillaDownEdge(Edge):
         dim = FEATURES if self.sharded_input else None
         shared = SharedInput(self.ranks, dim, saved="output")
         if not self.grouped:
-            return [shared_linear(x, [weight], shared) for weight in weights]
-        latents = shared_linear(x, weights, shared)
-        return list(latents.split([weight.shape[0] for weight in weights], dim=-1))
+            return [shared_linears(x, [weight], shared)[0] for weight in weights]
+        return shared_linears(x, weights, shared)
 
 
 class VanillaUpEdge(Edge):
@@ -73,6 +71,7 @@ class VanillaUpEdge(Edge):
         """
         pairs = zip(latents, linears, strict=True)
         outs = [F.linear(latent, local(linear.B.weight)) for latent, linear in pairs]
+        # Not an all-reduce and a slice: the same forward, but it loses gradients.
         if self.sharded_output:
             return [scatter_sum(out, self.ranks, FEATURES) for out in outs]
         return [reduce_over_ranks(out, self.ranks) for out in outs]

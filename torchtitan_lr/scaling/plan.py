@@ -75,7 +75,7 @@ class Plan:
         """Return the overrides of a family at a size; write the file of a flavor that is new."""
         from torchtitan_lr.models.args import LlamaArgs
         from torchtitan_lr.models.families import FAMILIES, find_family
-        from torchtitan_lr.models.stored_args import write_model_args
+        from torchtitan_lr.models.flavors import write_model_args
 
         arm, shape = self.experiment.families[family], self.experiment.sizes[size]
         found, flavor = find_family(arm.model), shape.flavor

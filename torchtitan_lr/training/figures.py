@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Matplotlib figures: a run's curve, several runs in one picture, and the tools' pictures."""
+"""A run's curve, and what every picture starts from."""
 
 from pathlib import Path
 from typing import Any
@@ -13,21 +13,6 @@ SMOOTHED_POINTS = 20
 """A smoothed curve averages over 1/20 of its points, at least over three."""
 
 _RAW, _SMOOTH, _VALIDATION, _RATE = "tab:blue", "tab:blue", "tab:orange", "tab:green"
-
-# What others are compared with.
-_BASES = ("full", "AdamW", "dense", "p1", "one process")
-
-COLORS = {
-    **dict.fromkeys(_BASES, "black"),
-    **{"svd": "tab:blue", "cola": "tab:orange", "lax": "tab:green"},
-    **{"GaLore": "tab:blue", "TSR keep": "tab:orange", "TSR rotate": "tab:green"},
-    **{"TSR reset": "tab:red", "BTP": "tab:orange", "vanilla": "tab:purple"},
-    **{"megatron": "tab:brown", "btp_caat": "tab:red", "CAAT Net": "tab:pink"},
-    **{"sketch": "tab:purple", "sparse": "tab:olive"},
-    **{"4 lanes": "tab:blue", "8 lanes": "tab:orange"},
-    **{"top k": "tab:cyan", "random": "tab:olive", "another seed": "tab:gray"},
-}
-"""The colour of a method in every picture that compares methods; a hyphen is a blank."""
 
 Series = tuple[list[float], list[float]]
 
@@ -51,13 +36,6 @@ def new_figure(width: float, height: float) -> Any:
     return figure
 
 
-def color_of(name: str, place: int = 0) -> str:
-    """Return the colour of a method."""
-    name = name.replace("-", " ").lower()
-    known = [key for key in COLORS if f"{name} ".startswith(f"{key.lower()} ")]
-    return COLORS[max(known, key=len)] if known else f"C{place}"
-
-
 def draw_curve(history: list[dict[str, Any]], path: Path, title: str = "") -> Any:
     """Draw a run: losses, unigram entropy and learning rate over steps and tokens.
 
@@ -79,7 +57,7 @@ def draw_curve(history: list[dict[str, Any]], path: Path, title: str = "") -> An
         label = f"unigram entropy {entropies[-1]:.2f} nats"
         axes.axhline(entropies[-1], color="grey", linestyle="--", label=label)
     axes.set_ylabel("loss (nats per token)")
-    _finish_axes(axes, history)
+    finish_axes(axes, history)
     lines, labels = axes.get_legend_handles_labels()
     rates = series(history, "lr")
     if rates[0]:
@@ -91,29 +69,6 @@ def draw_curve(history: list[dict[str, Any]], path: Path, title: str = "") -> An
         lines, labels = [*lines, line], [*labels, "learning rate"]
     axes.legend(lines, labels, fontsize=8)
     axes.set_title(title, fontsize=10)
-    figure.set_layout_engine("constrained")  # leaves room for the upper axis and the title
-    figure.savefig(path)
-    return figure
-
-
-def draw_runs(runs: dict[str, list[dict[str, Any]]], path: Path) -> Any:
-    """Draw the losses of several runs in one picture, over steps and tokens of the longest one."""
-    figure = new_figure(6.6, 4.4)
-    axes = figure.add_subplot()
-    for place, (name, history) in enumerate(runs.items()):
-        train, color = series(history, TRAIN_LOSS), color_of(name, place)
-        axes.plot(train[0], smoothed(train[1]), linewidth=1.6, label=name, color=color)
-        axes.plot(*train, color=color, linewidth=0.6, alpha=0.3)
-        validation = series(history, VALIDATION_LOSS)
-        style = {"color": color, "marker": "o", "markersize": 4}
-        axes.plot(*validation, linestyle="none", **style)
-    axes.set_ylabel("loss (nats per token); dots: validation")
-    tokens = {tokens_per_step(history) for history in runs.values()}
-    # With different batches there is no common axis of tokens.
-    longest = max(runs.values(), key=lambda history: max(series(history, TRAIN_LOSS)[0], default=0))
-    _finish_axes(axes, longest if len(tokens) == 1 else [])
-    axes.legend(fontsize=8)
-    axes.set_title("training loss, thin: as logged, thick: smoothed", fontsize=10)
     figure.set_layout_engine("constrained")  # leaves room for the upper axis and the title
     figure.savefig(path)
     return figure
@@ -145,7 +100,7 @@ def tokens_per_step(history: list[dict[str, Any]]) -> float:
     return tokens[-1] / steps[-1] if steps else 0.0
 
 
-def _finish_axes(axes: Any, history: list[dict[str, Any]]) -> None:
+def finish_axes(axes: Any, history: list[dict[str, Any]]) -> None:
     """Label the axis of steps, and add one of tokens above if their number is known."""
     axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True)

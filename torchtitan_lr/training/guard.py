@@ -61,15 +61,18 @@ class StepReader:
         loader: The rank's loader; its position is stored before every step.
         device: The training device.
         copies: Ranks that read the same rows: tensor-parallel ranks times pipeline stages.
+
+    Attributes:
+        host_group: The group of the counts, where the default one is not the host's.
     """
 
     def __init__(self, loader: TokenDataLoader, device: torch.device, copies: int) -> None:
         self._loader, self._copies = loader, copies
         # The counts lie on the host, and so does their sum: on a device, reading it would wait for
         # the whole step before.
-        self._host: dist.ProcessGroup | None = None
+        self.host_group: dist.ProcessGroup | None = None
         if device.type != "cpu" and dist.get_world_size() > 1:
-            self._host = dist.new_group(backend="gloo")
+            self.host_group = dist.new_group(backend="gloo")
         self._labels = 0  # of all ranks in the last step
 
     def read(self, data_iterator: Iterator[Batch], count: int) -> StepData:
@@ -84,7 +87,7 @@ class StepReader:
         tokens = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in microbatches)
         sums = torch.tensor([tokens, problem is not None], dtype=torch.int64)
         if dist.get_world_size() > 1:
-            dist.all_reduce(sums, group=self._host)
+            dist.all_reduce(sums, group=self.host_group)
         global_tokens, failed = sums.tolist()
         self._labels = global_tokens // self._copies
         if failed:

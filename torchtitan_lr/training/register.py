@@ -4,7 +4,7 @@
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
-from torchtitan_lr.models.flavors import FLAVORS, build_flavors
+from torchtitan_lr.models.flavors import FLAVORS, FlavorTable
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.loss import build_loss
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
@@ -16,7 +16,7 @@ from torchtitan_lr.parallel.parallelize import (
     parallelize_llama_lax,
     parallelize_llama_svd,
 )
-from torchtitan_lr.parallel.pipeline.pipeline import pipeline_llama
+from torchtitan_lr.parallel.pipeline import pipeline_llama
 from torchtitan_lr.titan.components import build_lr_schedulers
 from torchtitan_lr.titan.specs import TrainSpec, register_train_spec, registered_specs
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
@@ -37,7 +37,7 @@ def register_model_family(family: ModelFamily) -> None:
     A run names the module that calls this by ``experimental.custom_import``.
     """
     FAMILIES[family.name] = family
-    FLAVORS[family.name] = build_flavors(family)
+    FLAVORS[family.name] = FlavorTable(family)
     register_train_specs()
 
 

@@ -4,6 +4,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG
 from torchtitan_lr.checkpoints.run_record import described, write_record
+from torchtitan_lr.compat.collectives import set_timeouts
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
 from torchtitan_lr.console.log import console
@@ -18,13 +20,13 @@ from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.data.rows import Batch
 from torchtitan_lr.ledger.ledger import CommLedger, ledger_for
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.loss import loss_arguments
+from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.finite import step_unless
 from torchtitan_lr.parallel.data_parallel import (
     optimizer_owns_replicas,
     synchronize_gradients,
 )
-from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
+from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, dist_utils
 from torchtitan_lr.titan.trainer import Trainer as TitanTrainer
@@ -98,10 +100,10 @@ class Trainer(TitanTrainer):
             tokenizer = tokenizer_digest(job_config.model.hf_assets_path)
             self.checkpointer.fingerprint = model_fingerprint(args) | {TOKENIZER: tokenizer}
         self._residuals = Residuals(compressors_of(self.model_parts))
-        if self._residuals.compressors:
+        if self._residuals.compressors and job_config.grad_compression.save_residuals:
             self.checkpointer.states[RESIDUALS] = self._residuals
-        for compressor in self._residuals.compressors:
-            compressor.before_writing = self.checkpointer.maybe_wait_for_staging
+            for compressor in self._residuals.compressors:
+                compressor.before_writing = self.checkpointer.maybe_wait_for_staging
 
     def train(self) -> None:
         """Train to ``training.steps`` or to a stop signal, then save and report."""
@@ -133,6 +135,12 @@ class Trainer(TitanTrainer):
             self.metrics_processor.start_after(self.step)
             report_start(self.job_config, self.parallel_dims, self.model_parts, self.step)
             self._make_up_for_validation()
+        elif self.step == self._first_step + 1:
+            # Upstream does so after step 1 alone, not after a resumed run's first, and only for the
+            # groups of its meshes. Saves keep theirs: ranks wait for one another's storage.
+            timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
+            dist_utils.set_pg_timeouts(timeout, self.parallel_dims)
+            set_timeouts(timeout, self._reader.host_group)
         self._settle()
         if self.interrupted:
             self.checkpointer.save_interrupted(self.step)

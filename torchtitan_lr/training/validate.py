@@ -18,9 +18,10 @@ from torch import nn
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.rows import model_arguments, moved, open_rows
 from torchtitan_lr.data.validation import ValidationSet, count_labels, entropy
-from torchtitan_lr.models.loss import loss_arguments, perplexity
+from torchtitan_lr.models.llama import loss_arguments
+from torchtitan_lr.models.loss import perplexity
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
-from torchtitan_lr.parallel.pipeline.pipeline import Pipeline
+from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.base import (
     BaseTokenizer,
@@ -118,19 +119,9 @@ def batch_loss(
 class Validator(BaseValidator):
     """Runs the model over this rank's share of the validation set.
 
-    torchtitan's TrainSpec prescribes the arguments.
-
-    Args:
-        job_config: ``[validation]`` sets the corpus, sequence length and number of batches.
-        dp_world_size: Data-parallel ranks that share the set.
-        dp_rank: This rank's share.
-        tokenizer: Encodes the corpus.
-        parallel_dims: Degrees and meshes.
-        loss_fn: The training loss, summed over tokens.
-        validation_context: Context of a forward pass (loss parallel).
-        maybe_enable_amp: Context of mixed precision.
-        metrics_processor: Logs the result.
-        pp_schedule: Runs the batches if the model is split into stages.
+    torchtitan's TrainSpec prescribes the arguments. ``[validation]`` sets the corpus, the sequence
+    length and the number of batches, which ``dp_world_size`` ranks share; ``loss_fn`` is the
+    training loss, summed over tokens.
 
     Attributes:
         last_loss: The latest result, nats per token.

@@ -20,6 +20,10 @@ def test_both_values_stay_in_the_record(tmp_path):
     assert write_record(same, 5) == {}
     batch = {"training.local_batch_size": [8, 4]}
     assert write_record(config(tmp_path, "--training.local_batch_size=4"), 5) == batch
+    # debug_cola on 4 ranks has 2 of 8 sequences; only the way to write it is another.
+    write_record(config(tmp_path), 0, ranks=4)
+    assert write_record(config(tmp_path, "--training.global_batch_size=16"), 5, ranks=2) == {}
+    assert write_record(config(tmp_path, "--training.global_batch_size=32"), 5, ranks=2)
     write_record(config(tmp_path), 0)
     first = {"optimizer.lr": [0.006, 0.001]}
     assert write_record(config(tmp_path, "--optimizer.lr=1e-3"), 10) == first

@@ -234,15 +234,16 @@ def test_the_body_and_the_classifier_are_the_same_blocks(exported, case):
     )
 
 
-@pytest.mark.parametrize("case", GENERATING)
+ONE_GRAPH = ["cola", *(pytest.param(c, marks=pytest.mark.nightly) for c in GENERATING[1:])]
+
+
+@pytest.mark.parametrize("case", ONE_GRAPH)
 def test_it_is_one_graph(exported, case):
     """Of padded batches too, whose mask is data; the results are those without a graph."""
     ours, theirs, _ = exported(case)
     rows, mask = padded(tokens(ours.model_args, b=2, s=8), [8, 5])
-    explained = torch._dynamo.explain(theirs)(rows, attention_mask=mask)
-    assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
     torch._dynamo.reset()
-    compiled = torch.compile(theirs, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(theirs, fullgraph=True, backend="aot_eager")  # raises at a break
     with torch.no_grad():
         for given in (mask, torch.ones_like(mask), None):
             wanted = theirs(rows, attention_mask=given).logits

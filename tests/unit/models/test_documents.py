@@ -6,7 +6,7 @@ import torch
 
 from tests.unit.tiny import FAMILIES, build_tiny
 from torchtitan_lr.data.rows import as_batch, labelled
-from torchtitan_lr.models.documents import document_mask, document_positions
+from torchtitan_lr.models.documents import separate
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 from torchtitan_lr.titan import IGNORE_INDEX
@@ -108,6 +108,6 @@ def test_compiled_blocks():
 
 def test_positions_restart_and_later_documents_are_hidden():
     found = torch.tensor([[3, 3, 5, 5, 5, 3], [0, 0, 0, 0, 0, 0]])
-    assert document_positions(found).tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
-    seen = (document_mask(torch.tensor([[1, 1, 2]]), torch.float64) == 0)[0, 0]
+    assert separate(found, torch.float64)[0].tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
+    seen = (separate(torch.tensor([[1, 1, 2]]), torch.float64)[1] == 0)[0, 0]
     assert seen.tolist() == [[True, False, False], [True, True, False], [False, False, True]]

@@ -3,8 +3,7 @@ import pytest
 
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.models.stored_args import write_model_args
+from torchtitan_lr.models.flavors import FLAVORS, write_model_args
 from torchtitan_lr.titan.specs import RoPEScalingArgs
 
 

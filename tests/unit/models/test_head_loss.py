@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.compat.fake import FakeTensorMode
 from torchtitan_lr.estimate.rehearsal import LivingStorages
-from torchtitan_lr.models import head_loss
-from torchtitan_lr.models.head_loss import linear_loss
+from torchtitan_lr.models import loss as head_loss
 from torchtitan_lr.models.lanes import lane_linear
-from torchtitan_lr.models.loss import cross_entropy_sum, loss_arguments
+from torchtitan_lr.models.llama import loss_arguments
+from torchtitan_lr.models.loss import cross_entropy_sum, linear_loss
 from torchtitan_lr.titan import IGNORE_INDEX
 
 D, V, LANES = 6, 24, 3
@@ -101,6 +101,17 @@ def test_backward_may_run_for_one_input_at_a_time(size):
     (dx,) = torch.autograd.grad(loss, x, retain_graph=True)
     (dweight,) = torch.autograd.grad(loss, weight)
     torch.testing.assert_close((dx, dweight), wanted, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("size", [27, 5])
+def test_what_an_ignored_token_holds_has_no_effect(size, value):
+    x, weight, targets = inputs(torch.float64)
+    wanted = torch.autograd.grad(in_chunks(size, x, weight, targets), (x, weight))
+    ignored = (targets == IGNORE_INDEX)[..., None]
+    x = torch.where(ignored, value, x.detach()).requires_grad_()
+    found = torch.autograd.grad(in_chunks(size, x, weight, targets), (x, weight))
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
 def test_an_unlikely_target_has_its_loss():

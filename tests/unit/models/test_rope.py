@@ -6,7 +6,6 @@ from tests.unit.tiny import build_tiny
 from torchtitan_lr.models.rope import (
     apply_rope,
     build_freqs_cis,
-    rope_frequencies,
     rotate_real,
 )
 from torchtitan_lr.titan.specs import RoPEScalingArgs
@@ -79,11 +78,13 @@ def test_llama_3_scaling_is_hugging_faces(head_dim):
         },
     )
     theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](config, device="cpu")
-    ours = rope_frequencies(head_dim, 500000.0, RoPEScalingArgs())
+    ours, unscaled = (  # radians at position 1
+        build_freqs_cis(head_dim, 2, 500000.0, scaling, torch.float64)[1].angle()
+        for scaling in (RoPEScalingArgs(), None)
+    )
     # Theirs are fp32 throughout: an exponent below 1 that is off by 2^-24 moves a power of 500,000
     # by ln(500,000) 2^-24 = 8e-7, and four more operations round by 6e-8 each.
     torch.testing.assert_close(ours.float(), theirs, rtol=2e-6, atol=0)
-    unscaled = rope_frequencies(head_dim, 500000.0, None)
     assert (ours / unscaled).min() == pytest.approx(1 / 8)
     assert (ours / unscaled).max() == 1
     assert not torch.allclose(unscaled.float(), theirs, rtol=1e-3)

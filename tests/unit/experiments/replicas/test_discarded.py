@@ -100,7 +100,7 @@ def trainer_of(kind, folder, *options):
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     trainer = None
     try:
-        with patch.dict(os.environ, environment), patch.dict(FLAVORS["svd"]._flavors, debug=MODEL):
+        with patch.dict(os.environ, environment), patch.dict(FLAVORS["svd"].data, debug=MODEL):
             config = build_job_config([*OPTIONS, *TSR, f"--job.dump_folder={folder}", *options])
             check_job_config(config, 1, "cpu")
             trainer = kind(config)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchtitan_lr.parallel.pipeline.stage_split import (
+from torchtitan_lr.parallel.stage_split import (
     layers_before_boundaries,
     modules_per_stage,
     stages_per_rank,

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What crosses stage boundaries, in closed form; and the loss that a pipeline divides."""
 
+from math import prod
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 from tests.oracle.pipeline import boundary_elements
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.loss import cross_entropy_sum
-from torchtitan_lr.parallel.pipeline.pipeline import NormalizedLoss, stage_boundaries
-from torchtitan_lr.parallel.pipeline.stage_split import layers_before_boundaries
+from torchtitan_lr.parallel.pipeline import NormalizedLoss, stage_boundaries
 from torchtitan_lr.parallel.plans import Boundary, TPSettings, stage_boundary
+from torchtitan_lr.parallel.stage_split import layers_before_boundaries
 
 # width 48, ranks 12 (q, k, v, o) and 20 (gate, up, down)
 LATENTS = 4 * 12 + 3 * 20
@@ -33,7 +34,7 @@ LATENTS = 4 * 12 + 3 * 20
 )
 def test_elements_a_token(family, settings, degree, per_token):
     boundary = stage_boundary(tiny_args(family), settings, degree, 16, latents=True)
-    assert boundary.elements == 16 * per_token
+    assert prod(boundary.shape) == 16 * per_token
     assert boundary_elements(tiny_args(family), settings, degree, 16, 1) == 16 * per_token
 
 
@@ -42,7 +43,7 @@ def test_a_stage_sends_the_streams_of_its_lanes(degree):
     args = tiny_args("full", lanes=4, sync_fraction=0.5)
     boundary = stage_boundary(args, TPSettings("caat"), degree, 16, latents=True)
     assert boundary == Boundary(16, 4 // degree * 48, (), lanes=4 // degree)
-    assert boundary_elements(args, TPSettings("caat"), degree, 16, 1) == boundary.elements
+    assert boundary_elements(args, TPSettings("caat"), degree, 16, 1) == prod(boundary.shape)
 
 
 def test_latents_cross_between_blocks_only():
@@ -55,7 +56,7 @@ def test_latents_cross_between_blocks_only():
         boundary_elements(tiny_args("lax"), TPSettings(), 1, 16, before)
         for before in layers_before_boundaries(config, 3)
     ]
-    assert elements == [boundary.elements for boundary in boundaries]
+    assert elements == [prod(boundary.shape) for boundary in boundaries]
 
 
 def test_the_loss_is_divided_before_backward():

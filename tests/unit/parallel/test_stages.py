@@ -10,8 +10,8 @@ from torch.distributed.pipelining import ScheduleZBVZeroBubble
 from tests.unit.tiny import build_tiny, tokens
 from torchtitan_lr.compat.pipelining import SPLITS_BACKWARD
 from torchtitan_lr.models.linears import silu_linear
-from torchtitan_lr.parallel.pipeline import stages
-from torchtitan_lr.parallel.pipeline.stages import Stage, pack, pack_messages, unpack
+from torchtitan_lr.parallel import pipeline
+from torchtitan_lr.parallel.pipeline import Stage, pack, pack_messages, unpack
 from torchtitan_lr.parallel.plans import Boundary, TPSettings, stage_boundary
 
 
@@ -30,7 +30,7 @@ from torchtitan_lr.parallel.plans import Boundary, TPSettings, stage_boundary
 def test_packing_is_undone(boundary, stream, latents):
     sent = [torch.randn(shape, dtype=torch.float64) for shape in (stream, *latents)]
     message = pack(tuple(sent), boundary)
-    assert message.shape == (2, boundary.rows, boundary.width)
+    assert message.shape == (2, *boundary.shape)
     assert message.is_contiguous()
     received = unpack(message.requires_grad_(), boundary)
     assert len(received) == len(sent)
@@ -107,7 +107,7 @@ def group():
 def test_both_halves_of_backward_give_the_gradients(name, splits, group, monkeypatch):
     if splits and not SPLITS_BACKWARD:
         pytest.skip("before torch 2.13 the halves of a stage's backward are wrong")
-    monkeypatch.setattr(stages, "SPLITS_BACKWARD", splits)
+    monkeypatch.setattr(pipeline, "SPLITS_BACKWARD", splits)
     parts = nn.Sequential(Part(name), Part(name))
     x = torch.randn(4, 4, dtype=torch.float64)
     expected = torch.autograd.grad(parts(x).sum(), list(parts.parameters()))

@@ -1,0 +1,380 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Pipeline parallelism: torchtitan's `pipeline_llm` with our stages and an exactly normalized loss.
+
+torchtitan's pipelines backpropagate the summed loss and divide only the logged value, so their
+gradients are too large by the number of tokens. Here the loss function divides.
+
+The shapes at a boundary follow from the plan. LaX's stream and latents are sent as one tensor. The
+ledger reads which boundary a message crosses from an attribute of its tensor.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    ScheduleGPipe,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+
+from torchtitan_lr.compat.dispatch import tree_leaves
+from torchtitan_lr.compat.pipelining import (
+    SPLITS_BACKWARD,
+    PipelineSchedule,
+    PipelineStage,
+    forward_only,
+)
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.loss import head_computes_loss
+from torchtitan_lr.parallel.plans import Boundary, TPSettings, stage_boundary, tp_settings
+from torchtitan_lr.parallel.stage_split import layers_before_boundaries
+from torchtitan_lr.titan.base import (
+    TORCH_DTYPE_MAP,
+    BaseModelArgs,
+    JobConfig,
+    LossFunction,
+    ParallelDims,
+)
+from torchtitan_lr.titan.pipeline import pipeline_llm, stages_built_by
+from torchtitan_lr.titan.specs import ParallelizeFunction
+
+# Sends and receives run outside the model, where no forward hook or autograd node identifies them.
+_MARK = "_pipeline_boundary"
+
+
+def _marked(name: str, offset: int, pass_: str) -> Any:
+    """Return a method of torch's stage with marks on the tensors of its operations.
+
+    Args:
+        name: Of the method, which returns the ``torch.distributed.P2POp`` of a micro-batch.
+        offset: Boundary i lies between the stages i and i + 1; stage i's is i + ``offset``.
+        pass_: ``forward`` or ``backward``.
+    """
+
+    def operations_of(stage: PipelineStage, microbatch: int) -> list[Any]:
+        operations: list[Any] = getattr(PipelineStage, name)(stage, microbatch)
+        for operation in operations:
+            scope = f"boundary {stage.stage_index + offset}"
+            setattr(operation.tensor, _MARK, (scope, pass_))
+        return operations
+
+    return operations_of
+
+
+def boundary_of(arguments: Any) -> tuple[str, str] | None:
+    """Return scope and pass of a marked tensor among an operator's arguments, or None."""
+    for leaf in tree_leaves(arguments):
+        if isinstance(leaf, Tensor) and hasattr(leaf, _MARK):
+            found: tuple[str, str] = getattr(leaf, _MARK)
+            return found
+    return None
+
+
+class Stage(PipelineStage):
+    """A `PipelineStage` that labels its messages for the ledger; arguments as in torch.
+
+    Where torch's halves of backward are wrong, the first one is the whole, and the second nothing.
+    """
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Run backward of a micro-batch, or the half of it that makes the input's gradient."""
+        full_backward = full_backward or not SPLITS_BACKWARD
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Run the half of a micro-batch's backward that makes the weights' gradients."""
+        if SPLITS_BACKWARD:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    get_fwd_recv_ops = _marked("get_fwd_recv_ops", -1, "forward")
+    get_fwd_send_ops = _marked("get_fwd_send_ops", 0, "forward")
+    get_bwd_recv_ops = _marked("get_bwd_recv_ops", 0, "backward")
+    get_bwd_send_ops = _marked("get_bwd_send_ops", -1, "backward")
+
+
+def build_stage(
+    part: nn.Module,
+    index: int,
+    boundaries: Sequence[Boundary],
+    batch: int,
+    seq_len: int,
+    *,
+    vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Any,
+    head_loss: bool = False,
+) -> Stage:
+    """Build a stage with static shapes.
+
+    Args:
+        part: The stage's part of the model.
+        index: Index of the stage, from 0.
+        boundaries: All boundaries of the pipeline; boundary i lies between the stages i and i + 1.
+        batch: Sequences b of a micro-batch.
+        seq_len: Their length s.
+        vocab_size: Width V of the logits.
+        dtype: Of the activations.
+        device: Of this rank.
+        group: Process group of the pipeline.
+        head_loss: Whether the last stage returns the loss instead of logits.
+    """
+    # Without shapes torch runs the model once to infer them, with tensor-parallel collectives, FSDP
+    # and compilation, before the first step.
+    empty = partial(torch.empty, device="meta")
+    messages = [
+        empty((batch, *boundary.shape), dtype=dtype, requires_grad=True) for boundary in boundaries
+    ]
+    tokens = empty((batch, seq_len), dtype=torch.int64)
+    output = empty((batch, seq_len, vocab_size), dtype=dtype)
+    if head_loss:
+        output = empty((), dtype=torch.promote_types(dtype, torch.float32))
+    return Stage(
+        part,
+        index,
+        len(messages) + 1,
+        device,
+        input_args=[tokens, *messages][index],
+        output_args=[*messages, output][index],
+        group=group,
+    )
+
+
+def pack_messages(part: nn.Module, before: Boundary | None, after: Boundary | None) -> None:
+    """Add hooks to a model part so that it receives and sends one tensor per boundary, in place.
+
+    Only fields of the boundaries that do not depend on the sequence length are used.
+
+    Args:
+        part: A `LlamaModel` with the layers of this stage; ``forward(x, *latents)``.
+        before: The boundary from which it receives; None for the first stage.
+        after: The boundary to which it sends; None for the last stage.
+    """
+    # Eight small messages, of LaX's stream and latents, would each cost a latency.
+    if before is not None:
+        part.register_forward_pre_hook(lambda _, args: unpack(args[0], before))
+    if after is not None:
+        part.register_forward_hook(lambda _, args, output: pack(output, after))
+
+
+def pack(output: Tensor | tuple[Tensor, ...], boundary: Boundary) -> Tensor:
+    """Pack a stage's output into one message.
+
+    Args:
+        output: The residual stream in the blocks' layout (b, s, ...), for LaX followed by latents
+            (b, rows, r).
+        boundary: Shape of the boundary; decides whether the latents are sent.
+
+    Returns:
+        Tensor (b, rows, width), contiguous.
+    """
+    x, *latents = output if isinstance(output, tuple) else (output,)
+    if not boundary.latents:
+        latents = []
+        if x.ndim == 3 and x.shape[-1] == boundary.stream:
+            return x.contiguous()
+    stream = x.reshape(x.shape[0], x.shape[1] // boundary.tokens_per_row, boundary.stream)
+    # Always copy: torch detaches a stage's output in place, which fails for a view.
+    return torch.cat([stream, *latents], dim=-1)
+
+
+def unpack(message: Tensor, boundary: Boundary) -> tuple[Tensor, ...]:
+    """Undo `pack`; in backward, the gradients are packed in the same way.
+
+    Args:
+        message: Tensor (b, rows, width).
+        boundary: As in `pack`.
+
+    Returns:
+        The residual stream in the blocks' layout, and the latents (b, rows, r), contiguous.
+    """
+    parts = message.split([boundary.stream, *boundary.latents], dim=-1)
+    stream, *latents = (part.contiguous() for part in parts)
+    batch, rows = message.shape[:2]
+    features = (boundary.lanes, -1) if boundary.lanes else (-1,)
+    return stream.reshape(batch, rows * boundary.tokens_per_row, *features), *latents
+
+
+class NormalizedLoss:
+    """A micro-batch's share of the loss: its token sum divided by the global batch's tokens.
+
+    Attributes:
+        tokens: The divisor; set before each step.
+    """
+
+    def __init__(self, loss_fn: LossFunction) -> None:
+        self.loss_fn = loss_fn
+        self.tokens: float | Tensor = 1.0
+
+    def __call__(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        """Return the micro-batch's share of the loss.
+
+        Args:
+            prediction: Output of the last stage: logits (b, s, V), or the loss.
+            labels: (b, s).
+        """
+        loss: Tensor = self.loss_fn(prediction, labels) / self.tokens
+        return loss
+
+
+class Pipeline:
+    """This rank's stages and the schedules that run batches through them.
+
+    Every rank of the pipeline calls the same methods with the same batches. ``step`` is the
+    schedule's: forward and backward of a batch.
+
+    Args:
+        schedule: The training schedule, which calls ``loss``.
+        loss: The training loss.
+        parts: This rank's parts of the model, by stage.
+        boundaries: Maps a sequence length to the boundaries.
+        build: Builds a stage from its part, its index, the boundaries, the micro-batch size and the
+            sequence length.
+        microbatch_size: Sequences of a micro-batch.
+    """
+
+    def __init__(
+        self,
+        schedule: PipelineSchedule,
+        loss: NormalizedLoss,
+        parts: dict[int, nn.Module],
+        boundaries: Callable[[int], list[Boundary]],
+        build: Callable[..., Any],
+        microbatch_size: int,
+    ) -> None:
+        self.schedule, self.step = schedule, schedule.step
+        self.loss = loss
+        self.parts = parts
+        self._boundaries = boundaries
+        self._build = build
+        self._microbatch_size = microbatch_size
+        self._evaluations: dict[tuple[int, ...], PipelineSchedule] = {}
+
+    def normalize_by(self, tokens: float | Tensor) -> None:
+        """Set the divisor of the loss: the valid tokens of the global batch."""
+        self.loss.tokens = tokens
+
+    def evaluate(self, tokens: Tensor, labels: Tensor, **arguments: Tensor) -> Tensor:
+        """Return the summed loss of a batch of any size, without gradients.
+
+        Args:
+            tokens: (b, s).
+            labels: (b, s).
+            **arguments: The model's further arguments (b, ...), on every stage.
+
+        Returns:
+            A scalar: the sum on the rank with the last stage, 0 on the others.
+        """
+        batch, seq_len = tokens.shape
+        # The last batch of a validation set may be short.
+        size = 1 if batch % self._microbatch_size else self._microbatch_size
+        key, boundaries = (batch // size, size, seq_len), self._boundaries(seq_len)
+        if key not in self._evaluations:
+            # Of a kind for any number of micro-batches, with the same stages per rank.
+            kind: Callable[..., PipelineSchedule] = ScheduleLoopedBFS
+            if isinstance(self.schedule, PipelineScheduleSingle):
+                kind = ScheduleGPipe
+            elif isinstance(self.schedule, ScheduleZBVZeroBubble):
+                kind = ScheduleZBVZeroBubble
+            # With stages of its own, because their receive buffers differ in size.
+            stages = [
+                self._build(part, index, boundaries, size, seq_len)
+                for index, part in self.parts.items()
+            ]
+            schedule = kind(
+                stages if len(stages) > 1 else stages[0],
+                n_microbatches=batch // size,
+                loss_fn=self.loss.loss_fn,
+                scale_grads=False,
+            )
+            self._evaluations[key] = forward_only(schedule)
+        last = len(boundaries) in self.parts
+        losses: list[Tensor] = []
+        self._evaluations[key].eval(
+            *((tokens,) if 0 in self.parts else ()),
+            **arguments,
+            target=labels if last else None,
+            losses=losses if last else None,
+            return_outputs=False,
+        )
+        return torch.stack(losses).sum() if last else torch.zeros((), device=tokens.device)
+
+
+def pipeline_llama(
+    model: nn.Module,
+    parallel_dims: ParallelDims,
+    job_config: JobConfig,
+    device: torch.device,
+    model_args: BaseModelArgs,
+    parallelize_fn: ParallelizeFunction,
+    loss_fn: LossFunction,
+) -> tuple[Pipeline, list[nn.Module], bool, bool]:
+    """Split a model into pipeline stages; torchtitan's TrainSpec defines signature and results.
+
+    Args:
+        model: The whole model on the meta device.
+        parallel_dims: Degrees and meshes, ``pp`` among them.
+        job_config: ``[parallelism] pipeline_parallel_*`` set schedule and split.
+        device: Of this rank.
+        model_args: The model's arguments.
+        parallelize_fn: Applied to each stage.
+        loss_fn: Returns the sum over tokens.
+
+    Returns:
+        The pipeline, this rank's parts of the model, and whether they include the first and the
+        last stage.
+    """
+    args = cast(LlamaArgs, model_args)
+    section = job_config.parallelism
+    boundaries = partial(stage_boundaries, job_config, args)
+    group = parallel_dims.get_mesh("pp").get_group()
+    build = partial(
+        build_stage,
+        vocab_size=args.vocab_size,
+        dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
+        device=device,
+        group=group,
+        head_loss=head_computes_loss(job_config),
+    )
+    seq_len = job_config.training.seq_len
+    of_training = boundaries(seq_len)
+    size = section.pipeline_parallel_microbatch_size
+    parts: dict[int, nn.Module] = {}
+
+    def build_static(part: nn.Module, index: int) -> Any:
+        parts[index] = part
+        return build(part, index, of_training, size, seq_len)
+
+    loss = NormalizedLoss(loss_fn)
+    with stages_built_by(build_static, len(of_training) + 1, device, group):
+        schedule, model_parts, has_first, has_last = pipeline_llm(
+            model, parallel_dims, job_config, device, model_args, parallelize_fn, loss
+        )
+    parts = dict(zip(parts, model_parts, strict=True))
+    for index, part in parts.items():
+        before = of_training[index - 1] if index > 0 else None
+        pack_messages(part, before, of_training[index] if index < len(of_training) else None)
+    pipeline = Pipeline(schedule, loss, parts, boundaries, build, size)
+    return pipeline, model_parts, has_first, has_last
+
+
+def stage_boundaries(
+    job_config: JobConfig, args: LlamaArgs, seq_len: int, settings: TPSettings | None = None
+) -> list[Boundary]:
+    """Return all boundaries of a run's pipeline on one rank, for sequences of ``seq_len``."""
+    degree = job_config.parallelism.tensor_parallel_degree
+    settings = settings or tp_settings(job_config, args, degree)
+    return [
+        stage_boundary(args, settings, degree, seq_len, latents=0 < before < args.n_layers)
+        for before in layers_before_boundaries(job_config, args.n_layers)
+    ]
