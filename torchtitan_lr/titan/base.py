@@ -7,33 +7,23 @@ nor torch's pipelines.
 
 from typing import Any
 
-from torchtitan.components.loss import LossFunction
-from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
-from torchtitan.config import Optimizer as OptimizerConfig
-from torchtitan.config.job_config import ActivationCheckpoint
-from torchtitan.distributed import ParallelDims, activation_checkpoint
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.protocols import BaseModelArgs, ModelProtocol
-from torchtitan.tools.utils import GarbageCollection, set_default_dtype
+from torchtitan.components.loss import LossFunction as LossFunction
+from torchtitan.components.tokenizer import BaseTokenizer as BaseTokenizer
+from torchtitan.components.tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
+from torchtitan.config import TORCH_DTYPE_MAP as TORCH_DTYPE_MAP
+from torchtitan.config import JobConfig as JobConfig
+from torchtitan.config import Optimizer
+from torchtitan.config.job_config import ActivationCheckpoint as ActivationCheckpoint
+from torchtitan.distributed import ParallelDims as ParallelDims
+from torchtitan.distributed import activation_checkpoint, utils
+from torchtitan.distributed.activation_checkpoint import apply_ac as apply_ac
+from torchtitan.protocols import BaseModelArgs as BaseModelArgs
+from torchtitan.protocols import ModelProtocol as ModelProtocol
+from torchtitan.tools.utils import GarbageCollection as GarbageCollection
+from torchtitan.tools.utils import set_default_dtype as set_default_dtype
 
-__all__ = [
-    "TORCH_DTYPE_MAP",
-    "ActivationCheckpoint",
-    "BaseModelArgs",
-    "BaseTokenizer",
-    "GarbageCollection",
-    "HuggingFaceTokenizer",
-    "JobConfig",
-    "LossFunction",
-    "ModelProtocol",
-    "OptimizerConfig",
-    "ParallelDims",
-    "apply_ac",
-    "dist_utils",
-    "set_default_dtype",
-]
+# A name of our own is no re-export to mypy.
+dist_utils, OptimizerConfig = utils, Optimizer
 
 
 def mesh_of(parallel_dims: Any, name: str) -> Any:

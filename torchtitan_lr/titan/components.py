@@ -6,42 +6,20 @@ from typing import Any
 from unittest.mock import patch
 
 import torchtitan.components.metrics as titan_metrics
-from torchtitan.components.checkpoint import (
-    DATALOADER,
-    MODEL,
-    AsyncMode,
-    CheckpointManager,
-    ModelWrapper,
-)
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.components.metrics import (
-    BaseLogger,
-    LoggerContainer,
-    MetricsProcessor,
-    TensorBoardLogger,
-    WandBLogger,
-)
-from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
-
-__all__ = [
-    "DATALOADER",
-    "MODEL",
-    "AsyncMode",
-    "BaseDataLoader",
-    "BaseLogger",
-    "LoggerContainer",
-    "MetricsProcessor",
-    "ModelWrapper",
-    "OptimizersContainer",
-    "TensorBoardLogger",
-    "TitanCheckpointHooks",
-    "WandBLogger",
-    "build_lr_schedulers",
-    "build_optimizers",
-    "init_optimizer_container",
-    "without_loggers",
-]
+from torchtitan.components.checkpoint import DATALOADER as DATALOADER
+from torchtitan.components.checkpoint import MODEL as MODEL
+from torchtitan.components.checkpoint import AsyncMode as AsyncMode
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.checkpoint import ModelWrapper as ModelWrapper
+from torchtitan.components.dataloader import BaseDataLoader as BaseDataLoader
+from torchtitan.components.lr_scheduler import build_lr_schedulers as build_lr_schedulers
+from torchtitan.components.metrics import BaseLogger as BaseLogger
+from torchtitan.components.metrics import LoggerContainer as LoggerContainer
+from torchtitan.components.metrics import MetricsProcessor as MetricsProcessor
+from torchtitan.components.metrics import TensorBoardLogger as TensorBoardLogger
+from torchtitan.components.metrics import WandBLogger as WandBLogger
+from torchtitan.components.optimizer import OptimizersContainer as OptimizersContainer
+from torchtitan.components.optimizer import build_optimizers as build_optimizers
 
 
 def without_loggers() -> AbstractContextManager[Any]:

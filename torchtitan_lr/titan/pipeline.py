@@ -9,9 +9,10 @@ from unittest.mock import patch
 import torch
 import torchtitan.distributed.pipeline_parallel as titan_pipeline
 from torch import nn
-from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part, pipeline_llm
-
-__all__ = ["generate_llm_fqn_per_model_part", "pipeline_llm", "stages_built_by"]
+from torchtitan.distributed.pipeline_parallel import (
+    generate_llm_fqn_per_model_part as generate_llm_fqn_per_model_part,
+)
+from torchtitan.distributed.pipeline_parallel import pipeline_llm as pipeline_llm
 
 
 @contextmanager

@@ -3,27 +3,17 @@
 
 from typing import Any
 
-from torchtitan.components.validate import BaseValidator, ValidationContext
-from torchtitan.models.llama3.model.args import RoPEScalingArgs
-from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
-from torchtitan.protocols import train_spec
-from torchtitan.protocols.train_spec import (
-    ParallelizeFunction,
-    TrainSpec,
-    get_train_spec,
-    register_train_spec,
+from torchtitan.components.validate import BaseValidator as BaseValidator
+from torchtitan.components.validate import ValidationContext as ValidationContext
+from torchtitan.models.llama3.model.args import RoPEScalingArgs as RoPEScalingArgs
+from torchtitan.models.llama3.model.state_dict_adapter import (
+    Llama3StateDictAdapter as Llama3StateDictAdapter,
 )
-
-__all__ = [
-    "BaseValidator",
-    "Llama3StateDictAdapter",
-    "ParallelizeFunction",
-    "RoPEScalingArgs",
-    "TrainSpec",
-    "ValidationContext",
-    "get_train_spec",
-    "register_train_spec",
-]
+from torchtitan.protocols import train_spec
+from torchtitan.protocols.train_spec import ParallelizeFunction as ParallelizeFunction
+from torchtitan.protocols.train_spec import TrainSpec as TrainSpec
+from torchtitan.protocols.train_spec import get_train_spec as get_train_spec
+from torchtitan.protocols.train_spec import register_train_spec as register_train_spec
 
 
 def registered_specs() -> dict[str, Any]:

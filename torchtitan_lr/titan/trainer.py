@@ -12,9 +12,7 @@ from unittest.mock import patch
 import torchtitan.train as titan_train
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.train import Trainer
-
-__all__ = ["Trainer", "trainer_parts"]
+from torchtitan.train import Trainer as Trainer
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Rows of a prepared corpus, against slow references that know lists alone."""
 
+import os
 import struct
 from pathlib import Path
 
@@ -149,6 +150,13 @@ def test_only_the_part_that_is_read_is_opened(tmp_path):
     assert len(read(Rows(corpus, S, held_out=True))[0]) == 5
     with pytest.raises(DataError, match="train-00000"):
         Rows(corpus, S).read(np.arange(1))
+
+
+def test_open_files_do_not_grow_with_the_shards(tmp_path):
+    rows = Rows(write_corpus(tmp_path, [documents_of([S + 1])] * 60), S)
+    before = len(os.listdir("/proc/self/fd"))
+    assert rows.read(np.arange(60))[0]["input"].tolist() == [list(range(1, S + 1))] * 60
+    assert len(os.listdir("/proc/self/fd")) - before < 50  # with all of them open it is 120
 
 
 def test_another_index_is_refused_before_its_tokens_are_read(tmp_path: Path) -> None:
