@@ -2,8 +2,8 @@
 """Read back what ``export`` wrote, in both formats, or another LLaMA of theirs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -12,13 +12,12 @@ from torch.distributed.checkpoint import CheckpointException
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.export import CODED_TYPE, HF_CONFIG, build_coded_config
 from torchtitan_lr.hf.folder_weights import FolderWeights, open_folder
-from torchtitan_lr.hf.read_llama import read_llama_args
+from torchtitan_lr.hf.read_llama import build_args, read_llama_args
 from torchtitan_lr.models.args import ACTIVATIONS, LlamaArgs
 from torchtitan_lr.models.flavors import MODEL_ARGS, read_model_args
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 from torchtitan_lr.titan.components import ModelWrapper
-from torchtitan_lr.titan.specs import RoPEScalingArgs
 
 
 def is_export(folder: Path) -> bool:
@@ -58,12 +57,12 @@ def load_export(folder: Path) -> LlamaModel:
         ConfigError: A file is missing or damaged, or describes another model.
     """
     source = open_source(folder, "CHECKPOINT")[0]
-    dtype = source.places["tok_embeddings.weight"].dtype
+    source = replace(source, dtype=source.places["tok_embeddings.weight"].dtype)
     with torch.device("meta"):
         model = LlamaModel(source.args)
-    model.to(dtype).to_empty(device="cpu")
+    model.to(source.dtype).to_empty(device="cpu")
     for name, tensor in model.state_dict().items():
-        tensor.copy_(source.with_dtype(dtype).read([name])[name])
+        tensor.copy_(source.read([name])[name])
     return model.eval()
 
 
@@ -93,13 +92,9 @@ def fill_from_export(folder: Path, model: ModelWrapper) -> None:
         dcp.load(stored, storage_reader=adapter.get_hf_storage_reader(str(folder)))
     # CheckpointException derives from BaseException.
     except (Exception, CheckpointException) as error:
-        raise _damaged(folder, error) from error
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError("CHECKPOINT", str(folder), f"an undamaged export ({why})") from error
     model.load_state_dict(adapter.from_hf(stored) if renamed else stored)
-
-
-def _damaged(folder: Path, error: BaseException) -> ConfigError:
-    why = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return ConfigError("CHECKPOINT", str(folder), f"an undamaged export ({why})")
 
 
 def read_export_args(folder: Path) -> LlamaArgs:
@@ -124,7 +119,7 @@ def read_export_args(folder: Path) -> LlamaArgs:
         for activation in ACTIVATIONS:
             kind = own | {"activation": activation}
             try:
-                args = _build_args(values, *rotary, values["family"], kind)
+                args = build_args(values, *rotary, values["family"], kind)
             except ConfigError:  # the family does not have this activation
                 continue
             coded = build_coded_config(args, torch.float32)
@@ -144,29 +139,3 @@ def is_llama(folder: Path) -> bool:
     if (folder / MODEL_ARGS).is_file() or not path.is_file():
         return False
     return bool(json.loads(path.read_text())["model_type"] == "llama")
-
-
-def _build_args(
-    values: dict[str, Any], base: float, scaling: Any, family: str, kind: dict[str, Any]
-) -> LlamaArgs:
-    ranks: dict[str, Any] = {"rank_attention": 0, "rank_ffn": 0, "activation": "fullrank"}
-    return LlamaArgs(
-        family=family,
-        dim=values["hidden_size"],
-        n_layers=values["num_hidden_layers"],
-        n_heads=values["num_attention_heads"],
-        n_kv_heads=values["num_key_value_heads"],
-        ffn_dim=values["intermediate_size"],
-        vocab_size=values["vocab_size"],
-        norm_eps=values["rms_norm_eps"],
-        max_seq_len=values["max_position_embeddings"],
-        rope_theta=base,
-        rope_scaling=scaling
-        and RoPEScalingArgs(
-            scaling_factor=scaling["factor"],
-            low_freq_factor=scaling["low_freq_factor"],
-            high_freq_factor=scaling["high_freq_factor"],
-            original_max_position_embeddings=scaling["original_max_position_embeddings"],
-        ),
-        **(ranks | kind),
-    )

@@ -4,7 +4,7 @@
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -79,25 +79,22 @@ class FolderWeights:
         Raises:
             ConfigError: A file is damaged.
         """
-        return {name: self._read(name) for name in names}
-
-    def with_dtype(self, dtype: torch.dtype) -> "FolderWeights":
-        """Return the same weights, read in another precision."""
-        return replace(self, dtype=dtype)
-
-    def _read(self, name: str) -> Tensor:
-        place = self.places[name]
-        try:
-            with safe_open(place.file, framework="pt") as file:
-                tensor = file.get_tensor(place.name).to(self.dtype)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError("DIR", str(place.file), f"an undamaged file ({error})") from error
-        if self.llama:
-            # A tied head is the embedding, to the adapter too.
-            theirs = HEAD if name == "output.weight" else place.name
-            adapter = LlamaStateDictAdapter(self.args, None)
-            (tensor,) = adapter.from_hf({theirs: tensor}).values()
-        return tensor.contiguous()
+        found: dict[str, Tensor] = {}
+        for name in names:
+            place = self.places[name]
+            try:
+                with safe_open(place.file, framework="pt") as file:
+                    tensor = file.get_tensor(place.name).to(self.dtype)
+            except (SafetensorError, OSError) as error:
+                want = f"an undamaged file ({error})"
+                raise ConfigError("DIR", str(place.file), want) from error
+            if self.llama:
+                # A tied head is the embedding, to the adapter too.
+                theirs = HEAD if name == "output.weight" else place.name
+                adapter = LlamaStateDictAdapter(self.args, None)
+                (tensor,) = adapter.from_hf({theirs: tensor}).values()
+            found[name] = tensor.contiguous()
+        return found
 
 
 def open_folder(

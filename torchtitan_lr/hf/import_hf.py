@@ -5,6 +5,7 @@ import argparse
 import math
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,7 +69,7 @@ def import_folder(
     folder, out = options.folder, options.out
     source, tied = open_source(folder)
     if options.dtype is not None:
-        source = source.with_dtype(getattr(torch, options.dtype))
+        source = replace(source, dtype=getattr(torch, options.dtype))
     family = _wanted_family(options, source.args)
     args = source.args if family is None else factorised_args(source.args, family, options.rank)
     device = _device(options.device)
@@ -91,7 +92,7 @@ def import_folder(
         "parameters": sum(math.prod(shape) for shape in weights.shapes.values()),
         "tied": tied,
         "tokenizer": "" if tokenizer is None else str(out / TOKENIZER_FOLDER),
-        "matrices": weights.as_rows() if isinstance(weights, TruncatedWeights) else [],
+        "matrices": [asdict(report) for report in getattr(weights, "reports", [])],
     }
 
 

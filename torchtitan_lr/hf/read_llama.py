@@ -19,8 +19,11 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Keys with the values that ``llama_full`` has, and what to say of another value."""
 
-_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
-"""transformers' own, for keys that a file leaves out."""
+_NUMBERS = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("intermediate_size", "vocab_size"),
+)
+"""Keys without a default."""
 
 _SCALED = "llama3"
 """The kind of scaled rotary frequencies that `models.rope` has."""
@@ -56,23 +59,12 @@ def read_llama_args(path: Path) -> tuple[LlamaArgs, bool]:
     if head_dim is not None and head_dim * heads != dim:
         want = f"hidden_size / num_attention_heads = {dim / heads:g}, in {path}"
         raise ConfigError("head_dim", head_dim, want)
-    args = LlamaArgs(
-        family="full",
-        dim=dim,
-        n_layers=reader.number("num_hidden_layers"),
-        n_heads=heads,
-        n_kv_heads=reader.number("num_key_value_heads", heads),
-        ffn_dim=reader.number("intermediate_size"),
-        vocab_size=reader.number("vocab_size"),
-        norm_eps=reader.number("rms_norm_eps", _DEFAULTS["rms_norm_eps"], float),
-        max_seq_len=reader.number("max_position_embeddings", _DEFAULTS["max_position_embeddings"]),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        rank_attention=0,
-        rank_ffn=0,
-        activation="fullrank",
-    )
-    return args, bool(values.get("tie_word_embeddings", False))
+    read = {key: reader.number(key) for key in _NUMBERS} | {
+        "num_key_value_heads": reader.number("num_key_value_heads", heads),
+        "rms_norm_eps": reader.number("rms_norm_eps", 1e-6, float),
+        "max_position_embeddings": reader.number("max_position_embeddings", 2048),
+    }
+    return build_args(read, theta, scaling, "full", {}), bool(values.get("tie_word_embeddings"))
 
 
 class _Reader:
@@ -91,7 +83,7 @@ class _Reader:
         return kind(value)
 
 
-def _rotary(reader: _Reader) -> tuple[float, RoPEScalingArgs | None]:
+def _rotary(reader: _Reader) -> tuple[float, dict[str, Any] | None]:
     """Read base and scaling: ``rope_parameters`` of version 5, two keys of version 4."""
     key = "rope_parameters" if reader.values.get("rope_parameters") else "rope_scaling"
     given = reader.values.get(key) or {}
@@ -108,9 +100,43 @@ def _rotary(reader: _Reader) -> tuple[float, RoPEScalingArgs | None]:
     if kind != _SCALED:
         want = f"'default' or '{_SCALED}' as {key}'s rope_type in {reader.path}"
         raise ConfigError(key, kind, want)
-    return theta, RoPEScalingArgs(
-        scaling_factor=inner.number("factor", kind=float),
-        low_freq_factor=inner.number("low_freq_factor", kind=float),
-        high_freq_factor=inner.number("high_freq_factor", kind=float),
-        original_max_position_embeddings=inner.number("original_max_position_embeddings"),
+    keys = ("factor", "low_freq_factor", "high_freq_factor")
+    length = "original_max_position_embeddings"
+    return theta, {key: inner.number(key, kind=float) for key in keys} | {
+        length: inner.number(length)
+    }
+
+
+def build_args(
+    values: dict[str, Any], base: float, scaling: Any, family: str, kind: dict[str, Any]
+) -> LlamaArgs:
+    """Build a model's arguments from the keys of a ``config.json``.
+
+    Args:
+        values: Its sizes.
+        base: The rotary base.
+        scaling: The four numbers of scaled frequencies, by transformers' keys; none without them.
+        family: The model's family.
+        kind: Further arguments, of a low-rank model.
+    """
+    ranks: dict[str, Any] = {"rank_attention": 0, "rank_ffn": 0, "activation": "fullrank"}
+    return LlamaArgs(
+        family=family,
+        dim=values["hidden_size"],
+        n_layers=values["num_hidden_layers"],
+        n_heads=values["num_attention_heads"],
+        n_kv_heads=values["num_key_value_heads"],
+        ffn_dim=values["intermediate_size"],
+        vocab_size=values["vocab_size"],
+        norm_eps=values["rms_norm_eps"],
+        max_seq_len=values["max_position_embeddings"],
+        rope_theta=base,
+        rope_scaling=scaling
+        and RoPEScalingArgs(
+            scaling_factor=scaling["factor"],
+            low_freq_factor=scaling["low_freq_factor"],
+            high_freq_factor=scaling["high_freq_factor"],
+            original_max_position_embeddings=scaling["original_max_position_embeddings"],
+        ),
+        **(ranks | kind),
     )

@@ -2,7 +2,7 @@
 """Factorise the linears of a ``llama_full`` block by block, as its weights are read."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class TruncatedWeights:
     ) -> None:
         self.args = args
         self.reports: list[MatrixReport] = []
-        self._source = source
+        self._source, self.dtype = source, source.dtype
         self._device = device
         self._report = report
         with torch.device("meta"):
@@ -104,22 +104,15 @@ class TruncatedWeights:
         if calibration is not None:
             self._stream = CalibrationStream(source, calibration, device)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Precision of the source."""
-        return self._source.dtype
-
     def read(self, names: Sequence[str]) -> Tensors:
         """Read parameters onto the CPU, each factor once."""
-        return {name: self._read(name) for name in names}
-
-    def _read(self, name: str) -> Tensor:
-        if name in self._source.shapes:
-            return self._source.read([name])[name]
-        while name not in self._factors:
-            self._factorise(self._next)
-            self._next += 1
-        return self._factors.pop(name)
+        found = self._source.read([name for name in names if name in self._source.shapes])
+        for name in (name for name in names if name not in found):
+            while name not in self._factors:
+                self._factorise(self._next)
+                self._next += 1
+            found[name] = self._factors.pop(name)
+        return found
 
     def _factorise(self, index: int) -> None:
         prefix = f"layers.{index}."
@@ -142,10 +135,6 @@ class TruncatedWeights:
             made = MatrixReport(prefix + linear, tuple(weight.shape), rank, *errors)
             self.reports.append(made)
             self._report(made)
-
-    def as_rows(self) -> list[dict[str, Any]]:
-        """Return the reports as JSON values."""
-        return [asdict(report) for report in self.reports]
 
 
 class CalibrationStream:
