@@ -39,7 +39,6 @@ REFUSALS = [
     (["c=inf"], "c: got inf", "a positive number"),
     (["min_size=0"], "min_size: got 0", "a positive integer"),
     (["min_size=99999999"], "min_size: got 99999999", "the size of some tensor"),
-    (["seed=-1"], "seed: got -1", "0 to 2**63 - 1"),
     (["layers=patterns"], "patterns: got []", "shell patterns"),
     (["patterns=layers.*"], "patterns: got ['layers.*']", "with layers = 'patterns' only"),
     (
