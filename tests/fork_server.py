@@ -216,6 +216,8 @@ def _forget_parent(unbuffered):
     weakref.finalize._registry.clear()
     weakref.finalize._registered_with_atexit = False
     threading._threading_atexits.clear()
+    if futures := sys.modules.get("concurrent.futures.thread"):
+        threading._register_atexit(futures._python_exit)  # else the end waits for idle threads
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         raw = open(descriptor, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
         stream = io.TextIOWrapper(
