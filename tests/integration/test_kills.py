@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Kills of a run: three random kills by default, all of its twenty under ``--full``."""
+"""Twenty random kills of a run, every night; the usual suite kills in `test_killed_rank`."""
 
 import json
 import sys
@@ -18,12 +18,12 @@ def start(arguments):
     return runs.Process([*runs.LAUNCH, *arguments], NGPU="2")
 
 
-def test_a_killed_run_ends_like_one_left_alone(tmp_path, request):
-    number = 20 if request.config.getoption("--full") else 3
+@pytest.mark.nightly
+def test_a_killed_run_ends_like_one_left_alone(tmp_path):
     config = runs.write_config(tmp_path / "job")
     arguments = [f"--job.config_file={config}", *script.SMALL]
-    kills = list(script.kill_and_compare(start, arguments, tmp_path, number, SEED))
-    assert len(kills) == number and len({kill.victim for kill in kills}) >= 3
+    kills = list(script.kill_and_compare(start, arguments, tmp_path, 20, SEED))
+    assert len(kills) == 20 and len({kill.victim for kill in kills}) >= 3
     assert all(kill.seconds < script.ORPHAN_SECONDS for kill in kills)
 
 
