@@ -27,11 +27,10 @@ B, S, D, R = 1, 8, 16, 4
 def functions(ranks: Ranks) -> dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]]:
     """What is compiled, and the shapes of its inputs."""
     pair: list[tuple[int, ...]] = [(R, D), (R, D)]
-    sums = Reduction(ranks)  # not made in a graph: torch 2.11 cannot
     table: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
         "copy": (lambda x: collectives.copy_to_ranks(x, ranks), [(B, S, D)]),
         "reduce": (lambda x: collectives.reduce_over_ranks(x, ranks), [(B, S, D)]),
-        "down": (lambda x, *w: down_products(x, w, sums), [(B, S, D), *pair]),
+        "down": (lambda x, *w: down_products(x, w, Reduction(ranks)), [(B, S, D), *pair]),
         "shared": (lambda x, *w: shared_linears(x, w, SharedInput(ranks)), [(B, S, D), *pair]),
         "shared_tokens": (
             lambda x, *w: shared_linears(x, w, SharedInput(ranks, 1)),

@@ -54,7 +54,8 @@ class Reduction:
         sequence: Whether each rank keeps only its shard of the tokens.
     """
 
-    ranks: Ranks = SINGLE
+    # Without a default: torch 2.11 compiles no dataclass whose default is an object.
+    ranks: Ranks
     grouped: bool = True
     column: bool = False
     sequence: bool = False
@@ -228,7 +229,7 @@ class _ScatteredNorm(torch.autograd.Function):
 
 
 def down_products(
-    x: Tensor, weights: Sequence[Tensor], how: Reduction = Reduction()
+    x: Tensor, weights: Sequence[Tensor], how: Reduction = Reduction(SINGLE)
 ) -> list[Tensor]:
     """Apply the down-projections of a group to one input, with one product per kind of gradient.
 
