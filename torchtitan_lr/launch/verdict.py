@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from torchtitan_lr.errors import ConfigError
@@ -43,6 +44,8 @@ def checked_once(dump_folder: str, check: Callable[[], dict[str, str]]) -> None:
     _stores.append(store)
     key = f"verdict/{ranks}"  # another number of ranks, after a machine is lost, is checked anew
     if rank:
+        # Rank 0 may prepare a corpus for hours; if it ends, torchrun ends this rank too.
+        store.wait([key], timedelta(days=7))
         verdict = json.loads(store.get(key))
         if (refusal := verdict.get("refusal")) is not None:
             store.add(f"{key}/read", 1)
