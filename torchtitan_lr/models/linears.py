@@ -264,9 +264,9 @@ def shared_linears(x: Tensor, weights: Sequence[Tensor], shared: SharedInput) ->
         One output (b, s, d_out_i/T), Shard(-1), per linear.
     """
     outputs = _SharedLinear.apply(x, shared, *weights)
-    if not shared.separate and len(weights) == 1:
-        return list(outputs)  # the backward of a split copies the gradient, even of a single part
     if not shared.separate:
+        if len(weights) == 1:  # the backward of a split copies the gradient, even of a single part
+            return list(outputs)
         return list(outputs[0].split([weight.shape[0] for weight in weights], dim=-1))
     found: list[Tensor] = []
     for out, run in zip(outputs, _runs(weights), strict=True):

@@ -35,8 +35,9 @@ torchtitan saves every second matmul as well. Its own list lacks attention on th
 """
 
 EAGER_MODES = ("none", "selective", "full", "low_rank")
-"""Modes in which wrapped blocks recompute. In ``memory_budget`` the compiler does, which nobody can
-measure beforehand: it counts as a share of the way from ``full`` to ``none``."""
+"""Modes in which wrapped blocks recompute. In ``memory_budget`` the compiler chooses what to
+recompute, and its choice cannot be measured before a run: the mode counts as a share of the way
+from ``full`` to ``none``."""
 
 COMPILES_ON_CPU = ("none", "low_rank")
 """Modes in which torch can compile tensor-parallel blocks on a CPU: torch 2.13 cannot if attention
