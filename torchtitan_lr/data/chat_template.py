@@ -59,7 +59,7 @@ class ChatTemplate:
 
     @staticmethod
     def of(tokenizer: BaseTokenizer) -> ChatTemplate:
-        """Find the template of a tokenizer's folder; a rank file has the plain form.
+        """Find the template of a tokenizer's folder.
 
         Raises:
             ConfigError: The template is unreadable or has no text.
