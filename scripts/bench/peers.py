@@ -45,9 +45,9 @@ from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel, loss_arguments
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.titan.base import LossFunction
+from torchtitan_lr.titan.device import keep_freed_memory
 from torchtitan_lr.titan.specs import RoPEScalingArgs
-from torchtitan_lr.training.device import keep_freed_memory
-from torchtitan_lr.training.figures import new_figure
+from torchtitan_lr.training.history import new_figure
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linears of a block by transformers' names."""

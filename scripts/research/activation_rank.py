@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.training.figures import new_figure
+from torchtitan_lr.training.history import new_figure
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from torchtitan_lr.scaling.experiments import SECONDS, step_records
 from torchtitan_lr.scaling.pictures import color_of
 from torchtitan_lr.scaling.sweep import FINISHED, Point
 from torchtitan_lr.scaling.variants import derive, read_plans, shared_mode
-from torchtitan_lr.training.figures import new_figure
+from torchtitan_lr.training.history import new_figure
 
 COUNTED = "-bytes"
 """Suffix of the point whose collectives are counted: a counted step is slower, so it is not timed.

@@ -13,7 +13,7 @@ from torchtitan_lr.scaling.fit import Fit, fit_points, student
 from torchtitan_lr.scaling.pictures import color_of
 from torchtitan_lr.scaling.plan import Plan
 from torchtitan_lr.scaling.sweep import FINISHED, Point
-from torchtitan_lr.training.figures import new_figure
+from torchtitan_lr.training.history import new_figure
 
 Row = Mapping[str, Any]
 
