@@ -4,15 +4,8 @@
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.training.history import (
-    TRAIN_LOSS,
-    VALIDATION_LOSS,
-    finish_axes,
-    new_figure,
-    series,
-    smoothed,
-    tokens_per_step,
-)
+from torchtitan_lr.console.figures import finish_axes, new_figure, series, smoothed, tokens_per_step
+from torchtitan_lr.training.history import TRAIN_LOSS, VALIDATION_LOSS
 
 # What others are compared with.
 _BASES = ("full", "AdamW", "dense", "p1", "one process")

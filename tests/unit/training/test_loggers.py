@@ -11,8 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.unit.tiny import tiny_args
 from tests.wandb_file import parts, values_of
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.console.figures import new_figure
 from torchtitan_lr.titan.base import ParallelDims
-from torchtitan_lr.training.history import new_figure
 from torchtitan_lr.training.metrics import (
     WANDB_ID_FILE,
     RunTensorBoard,

@@ -1,0 +1,72 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What every picture of a run starts from: the figure, its axes, smoothed values."""
+
+from typing import Any
+
+DPI = 160
+"""With widths of about 7 inches, text of 8 points and more is legible at half width."""
+
+SMOOTHED_POINTS = 20
+"""A smoothed curve averages over 1/20 of its points, at least over three."""
+
+Series = tuple[list[float], list[float]]
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty figure that uses neither a display nor ``pyplot``'s global state.
+
+    Args:
+        width: Width in inches.
+        height: Height in inches.
+
+    Returns:
+        A `matplotlib.figure.Figure` whose ``savefig`` writes a PNG of `DPI` dots per inch.
+    """
+    # Imported late: matplotlib takes a second to import, and most commands draw nothing.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=DPI)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def series(history: list[dict[str, Any]], key: str) -> Series:
+    """Return the steps that have a value, and their values."""
+    points = [(r["step"], r[key]) for r in history if r.get(key) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """Return the mean of each value and its neighbours; the ends have fewer neighbours.
+
+    The window is centred, so the curve is not late, and is cut evenly at the ends.
+    """
+    reach = max(1, len(values) // SMOOTHED_POINTS // 2)
+    smooth = []
+    for index in range(len(values)):
+        side = min(reach, index, len(values) - 1 - index)
+        window = values[index - side : index + side + 1]
+        smooth.append(sum(window) / len(window))
+    return smooth
+
+
+def tokens_per_step(history: list[dict[str, Any]]) -> float:
+    """Return the mean tokens per step of all ranks, 0 if they are not in the history."""
+    steps, tokens = series(history, "n_tokens_seen")
+    return tokens[-1] / steps[-1] if steps else 0.0
+
+
+def finish_axes(axes: Any, history: list[dict[str, Any]]) -> None:
+    """Label the axis of steps, and add one of tokens above if their number is known."""
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+    rate = tokens_per_step(history)
+    if not rate:
+        return
+    from matplotlib.ticker import EngFormatter
+
+    above = axes.secondary_xaxis("top", functions=(lambda x: x * rate, lambda x: x / rate))
+    above.xaxis.set_major_formatter(EngFormatter(sep=""))
+    above.set_xlabel("tokens")
