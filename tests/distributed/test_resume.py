@@ -195,7 +195,7 @@ def files_of(folder: str) -> dict[str, bytes]:
         # Every shape fits.
         (
             ["--model.name=llama_cola"],
-            "model.name: got 'llama_cola', expected 'llama_lax' as in .*job_config",
+            "model.name: got 'llama_cola', expected 'llama_lax' as in the checkpoint .*step-",
         ),
     ],
     ids=["order", "rank", "family"],
